@@ -2,9 +2,10 @@
 
 `SaveHandle` is what it returns, a future of the committed checkpoint's metadata.
 
-What the caller waits for is the capture, one exchange with the coordinator and one copy of the
-bytes. Everything after that belongs to a thread of this process, and to the stager that holds the
-bytes: when there is one, the save goes on without this process too.
+What the caller waits for is the capture, one exchange with the coordinator and, unless it asked for
+`SaveOptions(staging="background")`, one copy of the bytes. Everything after that belongs to a
+thread of this process, and to the stager that holds the bytes: when there is one, the save goes on
+without this process too.
 """
 
 from __future__ import annotations
@@ -13,19 +14,26 @@ import atexit
 import logging
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from ray_dcp.errors import CheckpointError, DeadlineError, SaveCancelledError
+from ray_dcp.errors import (
+    CheckpointError,
+    DeadlineError,
+    InvalidRequestError,
+    SaveCancelledError,
+)
 from ray_dcp.operations import (
     CheckpointId,
     RankSession,
@@ -40,8 +48,8 @@ from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_progress import Activity
 from ray_dcp.runtime.rank_save import Captured, Unchanged, join_save
 from ray_dcp.runtime.session import Disconnected, shut_down_meanwhile, until_disconnected
-from ray_dcp.runtime.staging_backend import StagingBackend, keeping_of
-from ray_dcp.torch_adapter.dispatch import FOREIGN, Route
+from ray_dcp.runtime.staging_backend import Finish, StagingBackend, keeping_of
+from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route
 from ray_dcp.torch_adapter.lazy_metadata import CommittedMetadata
 from ray_dcp.torch_adapter.state import stateful_to_state_dict
 
@@ -86,11 +94,36 @@ class SaveReport:
     """This rank."""
     takeovers: int = 0
     """How often another stager had to take this rank's bytes over."""
+    waited_s: float | None = None
+    """With `SaveOptions(staging="background")`: how long `SaveHandle.staged` and `before_step` held
+    training up, in seconds. None where the call copied."""
 
     @property
     def stall_s(self) -> float:
-        """How long training waited: `capture`, `plan` and `stage` together, in seconds."""
-        return sum(self.seconds.get(phase, 0.0) for phase in ("capture", "plan", "stage"))
+        """How long training waited: `capture`, `plan`, and `stage` or `waited_s`, in seconds."""
+        stage_s = self.seconds.get("stage", 0.0) if self.waited_s is None else self.waited_s
+        return self.seconds.get("capture", 0.0) + self.seconds.get("plan", 0.0) + stage_s
+
+
+class _StepHook:
+    """Holds an optimizer's step up until the saves that were registered before it are staged.
+
+    Why it stays: torch iterates over the hooks while it calls them, so that none may remove one,
+    nor may the thread that stages.
+    """
+
+    def __init__(self) -> None:
+        self.handles: list[SaveHandle] = []
+
+    def __call__(self, *_: object) -> None:
+        while self.handles:
+            # Suppressed: whoever asks the handle is told why it failed.
+            with suppress(CheckpointError):
+                self.handles.pop().staged()
+
+
+_step_hooks: WeakKeyDictionary[Any, _StepHook] = WeakKeyDictionary()
+"""Of each optimizer."""
 
 
 class SaveHandle(Future[Metadata], AsyncSaveResponse):
@@ -124,6 +157,7 @@ class SaveHandle(Future[Metadata], AsyncSaveResponse):
         self.staging_completion: Future[None] = Future()
         self.upload_completion: Future[Any] = Future()
         self._source: _Save | None = None
+        self._waited_s = 0.0
         self._looked_at = False
         self._cancelled = threading.Event()
         self.set_running_or_notify_cancel()
@@ -138,7 +172,54 @@ class SaveHandle(Future[Metadata], AsyncSaveResponse):
             DeadlineError: It took longer.
             CheckpointError: Staging failed on this rank.
         """
-        self._wait_for(self.staging_completion, timeout_s, "be staged")
+        began_s = time.perf_counter()
+        try:
+            self._wait_for(self.staging_completion, timeout_s, "be staged")
+        finally:
+            self._waited_s += time.perf_counter() - began_s
+
+    def before_step(self, *optimizers: Any) -> None:
+        """Lets the next step of each optimizer wait until the state is staged.
+
+        For `SaveOptions(staging="background")`: forward and backward go on beside the copies. A
+        save that fails holds no step up; its handle tells the error.
+
+        *Careful*: what changes before the step needs `staged()` before that: batch norm's running
+        statistics, which the forward changes, or weights that anything but a step changes.
+
+        Args:
+            *optimizers: With `register_step_pre_hook`, as those of torch; each keeps one hook.
+
+        Raises:
+            InvalidRequestError: An optimizer has no such hooks.
+
+        Example:
+            >>> import tempfile, torch, ray_dcp
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+            >>> options = ray_dcp.SaveOptions(staging="background")
+            >>> with tempfile.TemporaryDirectory() as root:
+            ...     place = f"{root}/step-1"
+            ...     handle = ray_dcp.async_save({"w": weight}, checkpoint_id=place, options=options)
+            ...     handle.before_step(optimizer)
+            ...     weight.sum().backward()
+            ...     optimizer.step()
+            ...     _ = handle.committed()
+            ...     ray_dcp.open(place)["w"][:].tolist()
+            [1.0, 1.0]
+        """
+        for optimizer in optimizers:
+            register = getattr(optimizer, "register_step_pre_hook", None)
+            if register is None:
+                raise InvalidRequestError(
+                    f"expected optimizers with register_step_pre_hook, as those of torch have, "
+                    f"found {type(optimizer).__name__}; call staged() before its step",
+                    key="optimizers",
+                )
+            if optimizer not in _step_hooks:
+                _step_hooks[optimizer] = _StepHook()
+                register(_step_hooks[optimizer])
+            _step_hooks[optimizer].handles.append(self)
 
     def committed(self, timeout_s: float | None = None) -> Metadata:
         """Returns the metadata when the checkpoint is committed; like `result` with our errors.
@@ -343,7 +424,13 @@ class _Save:
             bytes_staged=self._account.bytes.get("stage", 0),
             bytes_written=self._account.bytes_written,
             takeovers=self._takeovers(),
+            waited_s=self._waited_s(),
         )
+
+    _in_background = False
+
+    def _waited_s(self) -> float | None:
+        return self._handle._waited_s if self._in_background else None
 
     def _takeovers(self) -> int:
         return 0
@@ -351,6 +438,7 @@ class _Save:
     def _end(self, metadata: Metadata | None, error: BaseException | None) -> None:
         """Ends the handle; what is counted is counted before anybody hears of it."""
         self._account.takeovers = self._takeovers()
+        self._account.waited_s = self._waited_s()
         self._account.end(error)
         self._handle._end(metadata, error)
 
@@ -408,13 +496,16 @@ class _NativeSave(_Save):
         return 0 if self._keeping is None else self._keeping.takeovers
 
     def begin(self, state_dict: Mapping[str, Any]) -> None:
-        """Stages the state, in the caller's thread."""
+        """Plans the save, and stages the state, in the caller's thread."""
+        options = self._options
+        # Why not for hooks: a planner's own code would be asked in another thread.
+        self._in_background = options.staging == "background" and self._decision.path != HOOKS
         with ExitStack() as stack:
-            activity = stack.enter_context(
-                self._session.activity(self._options.heartbeat_timeout_s)
-            )
+            activity = stack.enter_context(self._session.activity(options.heartbeat_timeout_s))
             try:
-                finish = self._stage(activity, state_dict)
+                stages = [self._plan(activity, state_dict)]
+                if not self._in_background:
+                    finish = stages.pop()()
             except CheckpointError as error:
                 self._end(None, error)
                 return
@@ -426,11 +517,15 @@ class _NativeSave(_Save):
 
         def finish_all() -> Metadata:
             with rest:
-                return finish()
+                # Why popped: it holds the state, which may go when it is staged.
+                return stages.pop()()() if stages else finish()
 
         self._go_on(finish_all)
 
-    def _stage(self, session: Activity, state_dict: Mapping[str, Any]) -> Callable[[], Metadata]:
+    def _plan(
+        self, session: Activity, state_dict: Mapping[str, Any]
+    ) -> Callable[[], Callable[[], Metadata]]:
+        """Returns what stages the state as it is now, and returns what ends the save."""
         target, options, vitals = target_of(self._decision), self._options, session.vitals
         account, call = self._account, self._account.watching(session.call)
         take: Callable[[], Captured] = capture_of(self._decision, session, state_dict, options)
@@ -454,12 +549,21 @@ class _NativeSave(_Save):
         go, captured = drive(join, call)
         self._key = vitals.key or self._key
         account.planned(go)
-        error, rest = keeping.stage(self._key, go, captured, target, options, vitals)
-        account.done("stage", keeping.num_bytes)
-        self._handle._is_staged(error)
-        noted = (*captured.warnings, *go.warnings)
+        key, noted = self._key, (*captured.warnings, *go.warnings)
+        if self._in_background:
+            # Suppressed: staging raises it again, where the other ranks are told.
+            with suppress(Exception):
+                for file in go.plan.files:
+                    for row in file.deferred.tolist():
+                        captured.deferred(row)
 
-        def finish() -> Metadata:
+        def stage() -> Callable[[], Metadata]:
+            error, rest = keeping.stage(key, go, captured, target, options, vitals)
+            account.done("stage", keeping.num_bytes)
+            self._handle._is_staged(error)
+            return partial(finish, rest)
+
+        def finish(rest: Finish) -> Metadata:
             committed = False
             try:
                 connection = getattr(self._session, "connection", None)
@@ -477,7 +581,7 @@ class _NativeSave(_Save):
             self._decision.committed(outcome.attempt)
             return CommittedMetadata.of(target, outcome)
 
-        return finish
+        return stage
 
 
 def _noted(take: Callable[[], Captured], rank: int) -> Captured:

@@ -125,7 +125,9 @@ def async_save(
     holds them itself. The checkpoint exists when the handle says so, and not before.
 
     What goes wrong with the save is told by the handle, the same on every rank; a failed save
-    does not stop training. Without `async_stager` the handle is staged when it is returned.
+    does not stop training. Without `async_stager` the handle is staged when it is returned, unless
+    `SaveOptions(staging="background")` asks to copy beside training: then the state may change when
+    `SaveHandle.staged()` has returned.
 
     Args:
         state_dict: As for `save`.

@@ -87,15 +87,17 @@ class SaveOptions:
     """How many of the last committed asynchronous saves of a run (those into one folder) stay in
     the memory of the nodes, beside those under way, while there is room: loads take their bytes
     from there, and verify them. They outlive the ranks."""
+    staging: Literal["call", "background"] = "call"
+    """Where `async_save` copies the state. `call`: in the call; the state may change when it
+    returns. `background`: in a thread, from devices on a stream of their own, behind what the
+    caller's streams had been given by the call, which returns when the save is planned. The state
+    must not change before `SaveHandle.staged()` has returned; `SaveHandle.before_step(optimizer)`
+    waits where an optimizer would change it. `CheckpointManager`, the integrations and planners of
+    your own copy in the call."""
     check_unchanged: bool = False
     """For debugging: an asynchronous save fails, and names the tensors, when their bytes changed
     between the call and the end of staging, because a thread or a CUDA stream still wrote into
-    them. Reads the state twice more."""
-    trace: bool = True
-    """Leave a small file `trace.<attempt>.json` beside the checkpoint that tells what took how long
-    on which rank: `ray_dcp.open(path).trace`, `ray-dcp timeline`. It is written while `.metadata`
-    is, holds at most 64 ranks and quantiles of all, and is no part of the commit: where it can't
-    be written the save succeeds without it."""
+    them, or nobody waited for `staging="background"`. Reads the state twice more."""
     plan_timeout_s: float = 600.0
     """Deadline for all ranks to come with their plans, in seconds."""
     write_timeout_s: float = 3600.0

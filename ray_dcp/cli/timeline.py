@@ -54,8 +54,7 @@ def timeline(path: str, as_json: bool, chrome_file: str | None) -> None:
         why = (
             f"a {view.kind} checkpoint has none"
             if view.attempt is None
-            else "it was saved with SaveOptions(trace=False) or by an older ray_dcp, or the trace "
-            "could not be written"
+            else "the trace could not be written, or was deleted"
         )
         raise CheckpointNotFoundError(
             f"expected the trace of a save beside the checkpoint, but there is none: {why}",

@@ -51,7 +51,8 @@ class RayDcpCheckpointIO(CheckpointIO):
         load_options: LoadOptions | None = None,
     ) -> None:
         self._in_background = in_background
-        self._save_options = save_options or SaveOptions()
+        # Why in the call: Lightning has no handle to wait for.
+        self._save_options = replace(save_options or SaveOptions(), staging="call")
         self._load_options = load_options or LoadOptions()
         self._under_way: list[SaveHandle] = []
 

@@ -315,6 +315,10 @@ class ManySink(TargetSink, Protocol):
         """
         ...
 
+    def drain(self) -> None:
+        """Returns when nothing is under way any more that `done` or `put_many` began."""
+        ...
+
 
 class Filler:
     """Does jobs, and tells the sink when a row has got all its parts. For several threads.
@@ -793,7 +797,13 @@ def read_prepared(
         jobs = read_ahead(
             prepared.geo, prepared.jobs, prepared.cost, lambda file, *at: begin(files[file], *at)
         )
-    run_tasks(jobs, filler.do, min(options.num_threads, len(prepared.jobs)))
+    try:
+        run_tasks(jobs, filler.do, min(options.num_threads, len(prepared.jobs)))
+    except BaseException:
+        # Why: a copy that goes on could come after what its user does with the targets next.
+        if isinstance(sink, ManySink):
+            sink.drain()
+        raise
     return ReadStats(
         bytes_read=filler.bytes_read,
         bytes_needed=prepared.read_plan.bytes_needed,

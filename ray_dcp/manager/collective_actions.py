@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -456,7 +457,8 @@ class CollectiveActions:
             "process_group": self.group,
             "no_dist": self.no_dist,
             # Careful: what stands was looked at when the step was begun.
-            "options": item.save_options,
+            # Why in the call: it returns to a user who has no handle to wait for.
+            "options": replace(item.save_options, staging="call"),
         }
 
     def _commit(self, place: StepTarget, key: OpKey | None) -> None:

@@ -164,7 +164,7 @@ def _ray_is_up() -> bool:
 
 
 STALL = ("capture", "plan", "stage")
-"""Phases of an asynchronous save for which training waits."""
+"""Phases of an asynchronous save for which training waits, unless it stages in the background."""
 
 
 class Account:
@@ -183,6 +183,7 @@ class Account:
         bytes: Bytes that each phase moved, of those that move some.
         attempt: Of a save, once it is planned.
         plan: Of a save, once it is planned: see `SaveReport.plan`.
+        waited_s: See `SaveReport.waited_s`.
 
     Example:
         >>> now = iter([0.0, 2.0, 5.0])
@@ -207,6 +208,7 @@ class Account:
         self.attempt: str | None = None
         self.plan: str | None = None
         self.takeovers = 0
+        self.waited_s: float | None = None
         self._mode = mode
         self._kind = "load" if mode == "load" else "save"
         self._checkpoint_id = checkpoint_id
@@ -222,6 +224,8 @@ class Account:
         """How long training has waited for it so far, in seconds."""
         if self._mode != "async_save":
             return sum(self.seconds.values())
+        if self.waited_s is not None:
+            return sum(self.seconds.get(phase, 0.0) for phase in STALL[:2]) + self.waited_s
         return sum(self.seconds.get(phase, 0.0) for phase in STALL)
 
     @property
@@ -529,7 +533,7 @@ class Tracing:
             is_join = isinstance(request, SaveJoin)
             save = self._saves.get(request.key)
             if save is None:
-                if not isinstance(request, SaveJoin) or not request.options.trace:
+                if not isinstance(request, SaveJoin):
                     return
                 save = self._saves[request.key] = SaveRecorder(request, time.time(), self._clock())
                 if len(self._saves) > MOST_SAVES:
@@ -539,10 +543,9 @@ class Tracing:
             self._give_up(request.key)
 
     def hears_together(self, message: MessageBatch, where: Sequence[object]) -> None:
-        """Notes what several ranks said in one message, as `hears`; costs little if not wanted."""
+        """Notes what several ranks said in one message, as `hears`; costs little if no save."""
         first = message.said[0] if isinstance(message.said, tuple) else message.said.first
-        wanted = isinstance(first, SaveJoin) and first.options.trace
-        if wanted or message.key in self._saves:
+        if isinstance(first, SaveJoin) or message.key in self._saves:
             places = [*where] or [None] * len(message.ranks)
             for request, place in zip(message.requests(), places, strict=True):
                 self.hears(request, place)

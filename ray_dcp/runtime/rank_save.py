@@ -631,7 +631,8 @@ class Unchanged:
         raise InvalidRequestError(
             f"Expected nobody to write into the state between the call of async_save and "
             f"staged(), but the bytes of {shown}{more} changed on rank {self._rank}. Another "
-            f"thread or CUDA stream still works on them: wait for it before async_save",
+            f"thread or CUDA stream still works on them: wait for it before async_save, and with "
+            f"SaveOptions(staging='background') for staged() before the state changes",
             key="check_unchanged",
             rank=self._rank,
         )

@@ -36,7 +36,7 @@ from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE
 from ray_dcp.runtime.coordinator_call import call_actor, check_ray
 from ray_dcp.runtime.rank_save import Captured
 from ray_dcp.runtime.stager import Reporter, StagingAddress, stager_of
-from ray_dcp.stage.copying import Pin, fill_window, filler_of
+from ray_dcp.stage.copying import Filler, Pin, drain, fill_window, filler_of
 from ray_dcp.stage.memory import StagingMemory
 from ray_dcp.stage.values import (
     Grant,
@@ -273,7 +273,7 @@ write while the rank still copies, and both would wait for the same memory: a st
 in less than this has its processors for itself."""
 
 Fill = Callable[[StagingLayout, int, np.ndarray], None]
-"""Puts the bytes of a window into uint8[used bytes of the window]."""
+"""Puts the bytes of a window into uint8[used bytes of the window], or begins to."""
 
 
 @dataclass
@@ -292,6 +292,7 @@ def hand_in(
     plan: RankPlan,
     reporter: Reporter | None,
     fill: Fill,
+    filler: Filler | None = None,
     *,
     timeout_s: float,
     stop: Stop | None = None,
@@ -304,6 +305,8 @@ def hand_in(
         plan: Of the order; sent along when the stager does not know it.
         reporter: Who gets the reports.
         fill: Gives the bytes; called in this thread, once a window.
+        filler: What `fill` begins copies with. It is waited for as seldom as windows are told, so
+            that a device always has something to copy.
         timeout_s: How long to wait each time that the stager has no room, in seconds.
         stop: Ends it early, with its error.
 
@@ -314,11 +317,13 @@ def hand_in(
     grant = ask(link, "begin", order, plan, reporter, timeout_s=timeout_s)
     handed = Handed(lay_out_windows(plan, order.deferred_bytes, order.window_bytes))
     try:
-        _hand_windows(link, order, plan, handed, grant, fill, timeout_s, stop)
+        _hand_windows(link, order, plan, handed, grant, fill, filler, timeout_s, stop)
         silence_s = order.options.heartbeat_timeout_s
         sealed = link.call("seal", order.key, timeout_s=timeout_s, silence_s=silence_s, stop=stop)
         _known(link, sealed)
     except BaseException:
+        if filler is not None:
+            drain(filler)
         # Why: until the rank says so, its memory is given to nobody else.
         link.post("cancel", order.key, True)
         raise
@@ -353,9 +358,11 @@ def _hand_windows(
     handed: Handed,
     grant: Grant,
     fill: Fill,
+    filler: Filler | None,
     timeout_s: float,
     stop: Stop | None,
 ) -> None:
+    finish = (lambda: None) if filler is None else filler.finish
     layout, slots = handed.layout, handed.slots
     wanted = set(range(len(plan.files)) if order.files is None else order.files)
     scratch = np.zeros(0, dtype=np.uint8)
@@ -366,6 +373,7 @@ def _hand_windows(
         while window >= len(slots):
             if arena is not None and window:
                 # Nothing is written, and so no room made, before the stager knows of it.
+                finish()
                 link.post("deliver", order.key, window - 1)
             more = link.call(
                 "more",
@@ -384,6 +392,7 @@ def _hand_windows(
             fill(layout, window, arena.slot_array(slots[window].index)[:used])
             # The last one is told by `seal`.
             if window < layout.num_windows - 1 and time.monotonic() - told_s > TELL_S:
+                finish()
                 link.post("deliver", order.key, window)
                 told_s = time.monotonic()
             continue
@@ -391,8 +400,10 @@ def _hand_windows(
             scratch = np.empty(order.window_bytes, dtype=np.uint8)
         if used:
             fill(layout, window, scratch[:used])
+            finish()
         handed.refs[window] = ray_calls.put(scratch[:used])
         link.post("deliver", order.key, window, [handed.refs[window]])
+    finish()
 
 
 def _known(link: Link, answer: Any) -> Any:
@@ -537,7 +548,7 @@ class RankStaging:
         lengths = tuple(tuple(len(deferred[r]) for r in f.deferred.tolist()) for f in plan.files)
 
         def fill(layout: StagingLayout, window: int, into: np.ndarray) -> None:
-            fill_window(layout, window, into, copier, deferred.__getitem__)
+            fill_window(layout, window, into, copier, deferred.__getitem__, wait=False)
 
         plan_id = plan_digest(plan)
         for number in range(MOST_STAGERS):
@@ -559,8 +570,9 @@ class RankStaging:
                 link.window_bytes,
             )
             try:
+                wait_s = options.write_timeout_s
                 handed = hand_in(
-                    link, order, plan, reporter, fill, timeout_s=options.write_timeout_s, stop=stop
+                    link, order, plan, reporter, fill, copier, timeout_s=wait_s, stop=stop
                 )
             except StagerGone:
                 self.replace(link)

@@ -20,7 +20,6 @@ import numpy as np
 from ray_dcp.core.values import FilePlan
 from ray_dcp.errors import CheckpointError, LimitError
 from ray_dcp.io.threads import Stop
-from ray_dcp.io.writer import ManySource, Source
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import (
     Ack,
@@ -45,8 +44,8 @@ from ray_dcp.runtime.rank_save import (
     refusal,
     write_share,
 )
-from ray_dcp.stage.copying import copy_all, device_filler_of, fill_rows
-from ray_dcp.stage.memory import Lease, PrivateMemory
+from ray_dcp.stage.copying import fill_rows, filler_of
+from ray_dcp.stage.memory import PIECE_BYTES, Lease, PrivateMemory
 from ray_dcp.stage.values import StageKey
 from ray_dcp.store.opening import open_storage
 
@@ -215,10 +214,8 @@ class InProcessBackend:
         """Copies every item of the plan, whole: a process that is alone writes all of each."""
         files = go.plan.files
         rows = sorted({row for file in files for row in file.row.tolist()})
-        source = captured.source
-        device = device_filler_of(source)
-        views = [] if device is not None else _views(source, rows)
-        lengths = [*map(len, views)] if device is None else _planned_lengths(files)
+        filler = filler_of(captured.source)
+        lengths = _planned_lengths(files) if rows else []
         ends = np.cumsum(lengths, dtype=np.int64)
         self.num_bytes = self._total = int(ends[-1]) if rows else 0
         try:
@@ -232,11 +229,8 @@ class InProcessBackend:
         starts = (ends - lengths).tolist()
         places = dict(zip(rows, zip(starts, ends.tolist(), strict=True), strict=True))
 
-        if device is None:
-            cuts = zip(views, starts, ends.tolist(), strict=True)
-            copy_all((memory[low:high], np.frombuffer(view, np.uint8)) for view, low, high in cuts)
-        else:
-            fill_rows(device, rows, lengths, memory)
+        use = partial(self._lease.pin, filler.pin)
+        fill_rows(filler, rows, lengths, memory, piece_bytes=PIECE_BYTES, use=use)
         check_unchanged(captured)
         deferred = {row: captured.deferred(row) for file in files for row in file.deferred.tolist()}
         whole = self._lease.view
@@ -255,12 +249,6 @@ def _planned_lengths(files: Sequence[FilePlan]) -> list[int]:
     lengths = np.zeros(place.max(initial=-1) + 1, dtype=np.int64)
     np.add.at(lengths, place, np.concatenate([file.payload_bytes for file in files]))
     return list(lengths.tolist())
-
-
-def _views(source: Source, rows: Sequence[int]) -> list[memoryview]:
-    if isinstance(source, ManySource):
-        return list(source.many(rows))
-    return [source(row) for row in rows]
 
 
 REPORT_METHOD = "take_report"

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from itertools import groupby, pairwise
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -135,13 +136,9 @@ class DeviceSource(Protocol):
 
 def filler_of(source: Source) -> Filler:
     """Returns what copies from a source, wherever its bytes are."""
-    return device_filler_of(source) or HostFiller(source)
-
-
-def device_filler_of(source: Source) -> Filler | None:
-    """Returns what copies from a source some of whose bytes are on a device; None for others."""
+    host: Filler = HostFiller(source)
     asked: object = source
-    return asked.filler(HostFiller(source)) if isinstance(asked, DeviceSource) else None
+    return (asked.filler(host) if isinstance(asked, DeviceSource) else None) or host
 
 
 class HostFiller:
@@ -210,8 +207,10 @@ def fill_window(
     target: np.ndarray,
     filler: Filler,
     deferred: Callable[[int], bytes],
+    *,
+    wait: bool = True,
 ) -> None:
-    """Fills one window; returns when all its bytes are there.
+    """Fills one window; returns when all its bytes are there. Nothing is under way after an error.
 
     Args:
         layout: Where they go.
@@ -219,13 +218,14 @@ def fill_window(
         target: uint8[window bytes].
         filler: Copies the fixed items.
         deferred: Gives a deferred item's bytes.
+        wait: False to return when all is begun; `filler.finish` waits for several windows.
     """
     low, high = layout.window_first[window : window + 2].tolist()
     own = slice(low, high)
     row, offset = layout.row[own].tolist(), layout.offset[own].tolist()
     length, start = layout.num_bytes[own].tolist(), layout.source_start[own].tolist()
     first = 0
-    with _finished(filler):
+    with _finished(filler, wait=wait):
         for stop in _run_ends(layout, own):
             begin, end = offset[first], offset[stop - 1] + length[stop - 1]
             if stop - first > 1:
@@ -241,7 +241,13 @@ def fill_window(
 
 
 def fill_rows(
-    filler: Filler, rows: Sequence[int], lengths: Sequence[int], target: np.ndarray
+    filler: Filler,
+    rows: Sequence[int],
+    lengths: Sequence[int],
+    target: np.ndarray,
+    *,
+    piece_bytes: int,
+    use: Callable[[int], None],
 ) -> None:
     """Fills memory with whole items, one behind the other; returns when all their bytes are there.
 
@@ -250,33 +256,62 @@ def fill_rows(
         rows: Which.
         lengths: Of each, in bytes.
         target: uint8[sum of the lengths].
+        piece_bytes: No copy goes beyond a multiple of this.
+        use: Told the number of each such piece before it is filled.
     """
-    first = begin = 0
+    begin = 0
+    parts = enumerate(_parts(rows, lengths, piece_bytes))
     with _finished(filler):
-        while first < len(rows):
-            stop, end = first + 1, begin + lengths[first]
-            if lengths[first] >= _SMALL_BYTES:
-                filler.fill(rows[first], 0, target[begin:end])
+        for place, run in groupby(parts, lambda part: _together(*part)):
+            if place[0] * piece_bytes >= begin:
+                use(place[0])
+            row, start, length = map(list, zip(*(part[1:] for _, part in run), strict=True))
+            end = begin + sum(length)
+            if len(row) > 1:
+                filler.fill_many(row, start, length, target[begin:end])
             else:
-                last = min(len(rows), first + _MOST_JOINED)
-                while stop < last and lengths[stop] < _SMALL_BYTES:
-                    stop, end = stop + 1, end + lengths[stop]
-                run = slice(first, stop)
-                filler.fill_many(rows[run], [0] * (stop - first), lengths[run], target[begin:end])
-            first, begin = stop, end
+                filler.fill(row[0], start[0], target[begin:end])
+            begin = end
+
+
+def _parts(
+    rows: Sequence[int], lengths: Sequence[int], piece_bytes: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yields (piece, row, first byte of the item, length) of items that are cut at the pieces."""
+    end = 0
+    for row, length in zip(rows, lengths, strict=True):
+        begin, end = end, end + length
+        cuts = [begin, *range((begin // piece_bytes + 1) * piece_bytes, end, piece_bytes), end]
+        for low, high in pairwise(cuts):
+            if high > low:
+                yield low // piece_bytes, row, low - begin, high - low
+
+
+def _together(index: int, part: tuple[int, int, int, int]) -> tuple[int, int]:
+    """Returns what is equal for parts that are copied together: small ones of one piece."""
+    piece, _, _, num_bytes = part
+    return piece, -1 - index if num_bytes >= _SMALL_BYTES else index // _MOST_JOINED
 
 
 @contextmanager
-def _finished(filler: Filler) -> Iterator[None]:
+def _finished(filler: Filler, *, wait: bool = True) -> Iterator[None]:
     """Lets a filler finish what was begun, also where a copy fails midway."""
     try:
         yield
     except BaseException:
-        # Why: what is still under way would come into memory that is somebody else's by then.
-        with suppress(Exception):
-            filler.finish()
+        drain(filler)
         raise
-    filler.finish()
+    if wait:
+        filler.finish()
+
+
+def drain(filler: Filler) -> None:
+    """Returns when nothing is under way any more, whatever became of it: after an error.
+
+    Why: it would come into memory that is somebody else's by then.
+    """
+    with suppress(Exception):
+        filler.finish()
 
 
 def _run_ends(layout: StagingLayout, own: slice) -> list[int]:

@@ -213,11 +213,15 @@ class StagingMemory:
 
 def _let_go(fd: int, pinned: dict[int, Callable[[], None] | None]) -> None:
     """Gives the memory's pages back to the device's driver, then closes its descriptor."""
+    _unpin(pinned)
+    os.close(fd)
+
+
+def _unpin(pinned: dict[int, Callable[[], None] | None]) -> None:
     while pinned:
         _, undo = pinned.popitem()
         if undo is not None:
             undo()
-    os.close(fd)
 
 
 def touch(array: np.ndarray) -> None:
@@ -282,6 +286,35 @@ def _madvise(start: int, length: int, advice: int) -> bool:
 
 
 _UNIT = 2 << 20
+PIECE_BYTES = 64 << 20
+"""Private memory is registered with a device's driver this much at a time, when it is first used:
+all at once would take seconds before the first byte is copied."""
+
+
+class _Area:
+    """Private memory; what a driver has of it is given back before it goes.
+
+    Raises:
+        MemoryError: There is no more.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        try:
+            self.map = mmap.mmap(-1, -(-num_bytes // _UNIT) * _UNIT)
+        except OSError as exc:
+            raise MemoryError(f"no {num_bytes} bytes for staging: {exc}") from exc
+        with suppress(AttributeError, OSError):
+            self.map.madvise(mmap.MADV_HUGEPAGE)
+        self._pinned: dict[int, Callable[[], None] | None] = {}
+        weakref.finalize(self, _unpin, self._pinned).atexit = False  # the driver may be gone then
+
+    def __len__(self) -> int:
+        return len(self.map)
+
+    def pin(self, pin: Pin, piece: int) -> None:
+        if piece not in self._pinned:
+            whole = np.frombuffer(self.map, dtype=np.uint8)
+            self._pinned[piece] = pin(whole[piece * PIECE_BYTES : (piece + 1) * PIECE_BYTES])
 
 
 class Lease:
@@ -296,10 +329,20 @@ class Lease:
         view: Writable, one dimension of bytes, `num_bytes` long.
     """
 
-    def __init__(self, owner: PrivateMemory, area: mmap.mmap | None, num_bytes: int) -> None:
+    def __init__(self, owner: PrivateMemory, area: _Area | None, num_bytes: int) -> None:
         self._owner = owner
         self._area = area
-        self.view = memoryview(b"") if area is None else memoryview(area)[:num_bytes]
+        self.view = memoryview(b"") if area is None else memoryview(area.map)[:num_bytes]
+
+    def pin(self, pin: Pin | None, piece: int) -> None:
+        """Registers a piece of `PIECE_BYTES` with a device's driver, until the memory goes.
+
+        Args:
+            pin: Of the driver; None where there is no need.
+            piece: Its number.
+        """
+        if self._area is not None and pin is not None:
+            self._area.pin(pin, piece)
 
     def release(self) -> None:
         """Gives it back; views of it must not be used any more. May come twice."""
@@ -323,7 +366,7 @@ class PrivateMemory:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: list[mmap.mmap] = []
+        self._idle: list[_Area] = []
 
     @property
     def idle_bytes(self) -> int:
@@ -342,7 +385,7 @@ class PrivateMemory:
         """
         if num_bytes == 0:
             return Lease(self, None, 0)
-        return Lease(self, self._fitting(num_bytes) or _new(num_bytes), num_bytes)
+        return Lease(self, self._fitting(num_bytes) or _Area(num_bytes), num_bytes)
 
     def warm(self, num_bytes: int) -> None:
         """Touches memory for the next lease of one length, unless there is some.
@@ -361,7 +404,7 @@ class PrivateMemory:
         with self._lock:
             self._idle.clear()
 
-    def _fitting(self, num_bytes: int) -> mmap.mmap | None:
+    def _fitting(self, num_bytes: int) -> _Area | None:
         with self._lock:
             fitting = [area for area in self._idle if len(area) >= num_bytes]
             # Why the rest is dropped: a state that has grown does not shrink again.
@@ -369,16 +412,6 @@ class PrivateMemory:
             self._idle = [one for one in self._idle if one is not area and fitting]
             return area
 
-    def _take_back(self, area: mmap.mmap) -> None:
+    def _take_back(self, area: _Area) -> None:
         with self._lock:
             self._idle.append(area)
-
-
-def _new(num_bytes: int) -> mmap.mmap:
-    try:
-        area = mmap.mmap(-1, -(-num_bytes // _UNIT) * _UNIT)
-    except OSError as exc:
-        raise MemoryError(f"no {num_bytes} bytes for staging: {exc}") from exc
-    with suppress(AttributeError, OSError):
-        area.madvise(mmap.MADV_HUGEPAGE)
-    return area

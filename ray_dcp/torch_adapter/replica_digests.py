@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -28,6 +28,9 @@ _SEGMENTS_AT_ONCE = 512
 """Takes three times as much memory of a device for a moment."""
 _MOST_SUMS = 16 << 10
 """Segments of which the sums are kept: 64 MiB. Each run over them is 380 operations."""
+_MOST_END_BYTES = 256 << 20
+_SCANNED_BYTES = 64
+"""Of each segment, which go to the host."""
 
 
 def bytes_digest(data: bytes | memoryview) -> int:
@@ -67,34 +70,51 @@ def content_digests(tensors: Sequence[torch.Tensor]) -> list[int]:
 def content_digests_on_device(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Returns `content_digest` of tensors of one device, made there by operations on integers.
 
-    Complexity: about 200 MiB of the device's memory, and a copy of one tensor that is not
-    contiguous.
+    Complexity: one copy to the host, or one for each 256 MiB of ends behind the last whole segment;
+    up to 500 MiB of the device's memory, and a copy of one tensor that is not contiguous.
     """
+    found: list[int] = []
+    first = held = 0
+    ends = [tensor.nbytes % SEGMENT_BYTES for tensor in tensors]
+    for stop, end_bytes in enumerate(ends):
+        if held + end_bytes > _MOST_END_BYTES:
+            found += _digests_on_device(tensors[first:stop])
+            first, held = stop, 0
+        held += end_bytes
+    return found + _digests_on_device(tensors[first:]) if first < len(tensors) else found
+
+
+def _digests_on_device(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Returns `content_digest` of tensors of one device, with one copy to the host."""
     sums: list[torch.Tensor] = []
-    rests: list[torch.Tensor] = []
+    scanned: list[torch.Tensor] = []
+    ends: list[torch.Tensor] = []
     counts: list[int] = []
-    checks: list[UInt64Array] = [np.zeros(0, np.uint64)]
 
     def scan() -> None:
         if sums:
-            checks.append(_segment_checks(torch.cat(sums)))
+            scanned.append(_scanned(torch.cat(sums)).view(-1).view(torch.uint8))
             sums.clear()
 
     with torch.no_grad():
         for tensor in tensors:
             flat = device_bytes(tensor)
             counts.append(len(flat) // SEGMENT_BYTES)
-            whole, rest = flat.tensor_split([counts[-1] * SEGMENT_BYTES])
+            whole, end = flat.tensor_split([counts[-1] * SEGMENT_BYTES])
             # Why: a view would keep a copy of all of it.
-            rests.append(rest if tensor.is_contiguous() else rest.clone())
+            ends.append(end if tensor.is_contiguous() else end.clone())
             for piece in whole.split(_SEGMENTS_AT_ONCE * SEGMENT_BYTES):
                 sums.append(_block_sums(piece))
                 if sum(map(len, sums)) >= _MOST_SUMS:
                     scan()
         scan()
-        known = np.split(np.concatenate(checks), np.cumsum(counts)[:-1])
-        behind = [block_checks(rest, SEGMENT_BYTES) for rest in _host_pieces(rests)]
-    return [_of_segments(np.concatenate(own)) for own in zip(known, behind, strict=True)]
+        data = host_bytes(torch.cat([*scanned, *ends]))
+    behind = _SCANNED_BYTES * sum(counts)
+    checks = _segment_checks(np.frombuffer(data[:behind], np.uint64).reshape(-1, 8))
+    known = np.split(checks, np.cumsum(counts)[:-1])
+    bounds = pairwise(np.cumsum([behind, *map(len, ends)]).tolist())
+    last = [block_checks(data[low:high], SEGMENT_BYTES) for low, high in bounds]
+    return [_of_segments(np.concatenate(own)) for own in zip(known, last, strict=True)]
 
 
 def _of_segments(checks: UInt64Array) -> int:
@@ -102,15 +122,6 @@ def _of_segments(checks: UInt64Array) -> int:
     if len(checks) == 1:
         return int(checks[0]) or 1
     return bytes_digest(checks.astype("<u8").tobytes()) if len(checks) else block_check(b"")
-
-
-def _host_pieces(pieces: list[torch.Tensor]) -> Iterator[memoryview]:
-    """Yields the bytes of short uint8 tensors, many of which are copied together."""
-    for start in range(0, len(pieces), _SEGMENTS_AT_ONCE):
-        some = pieces[start : start + _SEGMENTS_AT_ONCE]
-        data = host_bytes(torch.cat(some))
-        for low, high in pairwise(np.cumsum([0, *map(len, some)]).tolist()):
-            yield data[low:high]
 
 
 # The rest is xxh3-64 of segments: blocks of 16 stripes of 8 words, the last stripe apart.
@@ -137,7 +148,8 @@ def _secret_words(offset: int) -> tuple[int, ...]:
     return struct.unpack_from("<8Q", _SECRET, offset)
 
 
-def _words_on(device: torch.device, words: Any) -> torch.Tensor:
+@cache
+def _words_on(device: torch.device, words: tuple[Any, ...]) -> torch.Tensor:
     return torch.from_numpy(np.array(words, np.uint64).view(np.int64)).to(device)
 
 
@@ -145,7 +157,7 @@ def _words_on(device: torch.device, words: Any) -> torch.Tensor:
 def _keys_on(device: torch.device) -> torch.Tensor:
     keys = [[_secret_words(8 * stripe) for stripe in range(16)] for _ in range(_BLOCKS)]
     keys[-1][-1] = _secret_words(121)
-    return _words_on(device, keys)
+    return _words_on(device, tuple(map(tuple, keys)))
 
 
 def _block_sums(data: torch.Tensor) -> torch.Tensor:
@@ -166,8 +178,8 @@ def _block_sums(data: torch.Tensor) -> torch.Tensor:
     return mixed.sum(2).add_(swapped)
 
 
-def _segment_checks(sums: torch.Tensor) -> UInt64Array:
-    """Returns the xxh3-64 of segments from what their blocks add: int64[n, 64, 8] to uint64[n]."""
+def _scanned(sums: torch.Tensor) -> torch.Tensor:
+    """Returns the state behind each segment from what its blocks add: int64[n, 64, 8] to [n, 8]."""
     found = _words_on(sums.device, _START).repeat(len(sums), 1)
     scramble = _words_on(sums.device, _secret_words(128))
     for block in range(_BLOCKS - 1):
@@ -175,7 +187,12 @@ def _segment_checks(sums: torch.Tensor) -> UInt64Array:
         found ^= (found >> 47).bitwise_and_((1 << 17) - 1)
         found.bitwise_xor_(scramble).mul_(_PRIME32_1)
     found += sums[:, _BLOCKS - 1]
-    keyed = found.cpu().numpy().view(np.uint64) ^ np.array(_secret_words(11), np.uint64)
+    return found
+
+
+def _segment_checks(scanned: UInt64Array) -> UInt64Array:
+    """Returns the xxh3-64 of segments from what `_scanned` returns of them: uint64[n]."""
+    keyed = scanned ^ np.array(_secret_words(11), np.uint64)
     result = _folded_product(keyed[:, 0::2], keyed[:, 1::2]).sum(1, dtype=np.uint64)
     result += np.uint64(SEGMENT_BYTES * _PRIME64_1 % (1 << 64))
     result ^= result >> np.uint64(37)

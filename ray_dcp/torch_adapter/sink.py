@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ray_dcp.core.values import Int64Array, widen
 from ray_dcp.planning.reads import Wanted
+from ray_dcp.torch_adapter import device_copy
 from ray_dcp.torch_adapter.shards import Layouts, sharded
 from ray_dcp.torch_adapter.tensors import host_bytes, is_plain, writable_bytes
 
@@ -57,15 +59,25 @@ class Fresh:
             return self._made
 
 
+_PINNED_BYTES = 256 << 20
+"""Rows for devices up to this length go through pinned memory, which torch keeps for the next."""
+_MOST_UNDER_WAY_BYTES = 512 << 20
+"""What waits for a device in host memory, beside the rows that are being read."""
+
+
 class TensorSink:
-    """Buffers of wanted rows; see `io.reader.TargetSink`.
+    """Buffers of wanted rows; see `io.reader.TargetSink`. Made in the thread of the load's caller.
 
     A row whose target is a contiguous CPU tensor of the stored dtype is read in place. For any
     other a CPU tensor of the stored dtype is made when it is first asked for, copied to the target
-    by `done`, and freed.
+    by `done`, and freed. Copies to devices only begin there, on a stream of their own, behind what
+    the caller's had been given; `drain` waits for them.
     """
 
     def __init__(self) -> None:
+        self._driver = device_copy.CUDA
+        self._marks: dict[torch.device, Any] = {}
+        self._under_way: list[torch.Tensor] = []
         self._tensors: list[Any] = []
         self._stored: list[Any] = []
         self._direct: list[bool] = []
@@ -82,6 +94,8 @@ class TensorSink:
             Whether it will be read in place.
         """
         direct = _in_place(tensor, stored)
+        if tensor.device not in self._marks and self._driver.has(tensor):
+            self._marks[tensor.device] = self._driver.now(tensor.device)
         self._tensors.append(tensor)
         self._stored.append(stored)
         self._direct.append(direct)
@@ -141,7 +155,27 @@ class TensorSink:
         with self._lock:
             temporary = self._temporary.pop(row, None)
         if temporary is not None:
-            copy_into(self._tensors[row], temporary)
+            self._put(self._tensors[row], temporary)
+
+    def _put(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if target.device not in self._marks or not self._driver.has(target):
+            copy_into(target, source)
+            return
+        stream = self._driver.stream(target.device, self._marks[target.device])
+        self._driver.give(stream, partial(copy_into, target, source, wait=False))
+        with self._lock:
+            self._under_way.append(source)
+            is_full = sum(one.nbytes for one in self._under_way) > _MOST_UNDER_WAY_BYTES
+        if is_full:
+            self.drain()
+
+    def drain(self) -> None:
+        """Returns when all that `done` began is in its target."""
+        with self._lock:
+            # Kept until the end: it is what the devices read.
+            begun, self._under_way = self._under_way, []
+        for device, mark in self._marks.items() if begun else ():
+            self._driver.drain(device, self._driver.stream(device, mark))
 
     def region(self, row: int) -> torch.Tensor:
         """Returns the tensor that `buffer` shows the bytes of."""
@@ -152,7 +186,9 @@ class TensorSink:
             if self._direct[row]:
                 plain: torch.Tensor = target.detach()
                 return plain
-            made = torch.empty(tuple(target.shape), dtype=self._stored[row], device="cpu")
+            stored = self._stored[row]
+            pinned = target.is_cuda and target.numel() * stored.itemsize <= _PINNED_BYTES
+            made = torch.empty(target.shape, dtype=stored, device="cpu", pin_memory=pinned)
             self._temporary[row] = made
             return made
 
@@ -173,6 +209,7 @@ class TensorSink:
         """Does every row that is not done, and tells autograd what was written behind its back."""
         for row in list(self._temporary):
             self.done(row)
+        self.drain()
         changed = [
             tensor for tensor, direct in zip(self._tensors, self._direct, strict=True) if direct
         ]
@@ -183,10 +220,10 @@ class TensorSink:
             torch.autograd.graph.increment_version(tracked)
 
 
-def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+def copy_into(target: torch.Tensor, source: torch.Tensor, *, wait: bool = True) -> None:
     """Copies values into a tensor in place, whatever its device, dtype, strides or class."""
     with torch.inference_mode() if target.is_inference() else torch.no_grad():
-        target.detach().copy_(source)
+        target.detach().copy_(source, non_blocking=not wait)
 
 
 def is_direct(tensor: torch.Tensor) -> bool:

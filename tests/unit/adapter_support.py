@@ -36,7 +36,7 @@ def stored(*captures: Capture) -> Target:
     ranks = [
         save_rank(
             OpKey("save", 0), rank=rank, world_size=world_size, target=target,
-            options=SaveOptions(trace=False), capture=lambda captured=captured: captured,
+            options=SaveOptions(), capture=lambda captured=captured: captured,
         )
         for rank, captured in enumerate(captures)
     ]  # fmt: skip

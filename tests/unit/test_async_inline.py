@@ -153,14 +153,14 @@ def test_a_state_that_can_not_be_saved_fails_the_handle_and_its_staging(tmp_path
 def test_a_thread_that_writes_while_the_state_is_copied_is_found_when_asked_for(
     check, tmp_path, monkeypatch
 ):
-    state, copied = state_of(1), staging_backend.copy_all
+    state, copied = state_of(1), staging_backend.fill_rows
 
-    def copy_beside_a_writer(*arguments):
-        copied(*arguments)
+    def copy_beside_a_writer(*arguments, **more):
+        copied(*arguments, **more)
         state["t"][0, 0] += 1
         state["bf16"][4] = 7
 
-    monkeypatch.setattr(staging_backend, "copy_all", copy_beside_a_writer)
+    monkeypatch.setattr(staging_backend, "fill_rows", copy_beside_a_writer)
     options = SaveOptions(check_unchanged=check)
     handle = ray_dcp.async_save(state, checkpoint_id=tmp_path, options=options)
     if not check:

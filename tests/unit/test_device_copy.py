@@ -1,83 +1,56 @@
 """Tensors on devices reach staging memory whole, at the moment of the save, and pinned.
 
-A driver of the tests' own holds copies back until it is waited for, as a stream may; the same with
-a real GPU where there is one.
+`Played` does nothing before it is waited for, and lets training go ahead; the same with a real GPU
+in `tests.gpu`.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import threading
 
 import numpy as np
 import pytest
 import torch
 
-from ray_dcp.errors import InternalError
+import ray_dcp
+from ray_dcp.errors import CheckpointError, InternalError
+from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import staging_backend
-from ray_dcp.stage.copying import HostFiller, fill_rows
-from ray_dcp.stage.memory import StagingMemory
-from ray_dcp.torch_adapter import device_copy
+from ray_dcp.stage import copying, memory
+from ray_dcp.stage.copying import HostFiller, drain, fill_rows
+from ray_dcp.stage.memory import PrivateMemory, StagingMemory
+from ray_dcp.torch_adapter import device_copy, sink
 from ray_dcp.torch_adapter.capture import TensorBytes
-from ray_dcp.torch_adapter.device_copy import Cuda, DeviceFiller, device_bytes, filler_for, pin_for
+from ray_dcp.torch_adapter.device_copy import (
+    DeviceFiller,
+    Moment,
+    device_bytes,
+    device_part,
+    pin_for,
+)
 from ray_dcp.torch_adapter.tensors import host_bytes
+from tests.gpu.played import Played, tensors_of
 
 KIB = 1 << 10
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-class Late(Cuda):
-    """Copies nothing before it is waited for; some tensors of host memory are its device's."""
-
-    def __init__(self, *own: torch.Tensor) -> None:
-        self._own = {id(tensor) for tensor in own}
-        self.used = bool(own)
-        self.told: list[str] = []
-        self.begun: list[Callable[[], None]] = []
-        self.pinned: set[int] = set()
-        self.most_read = 0
-
-    def in_use(self) -> bool:
-        return self.used
-
-    def has(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._own
-
-    def stream(self, device: torch.device) -> str:
-        self.told.append("behind the caller's stream")
-        return "stream"
-
-    def copy(self, stream, target, read):
-        self.told.append(f"copy {len(target)}")
-
-        def run() -> None:
-            source = read()
-            self.most_read = max(self.most_read, len(source))
-            np.copyto(target, source.numpy())
-
-        self.begun.append(run)
-        return run
-
-    def wait(self, stream) -> None:
-        self.told.append("wait")
-        for run in self.begun:
-            run()
-        self.begun.clear()
-
-    def pin(self, memory):
-        place = int(memory.__array_interface__["data"][0])
-        if place in self.pinned:
-            raise AssertionError("pinned twice")
-        self.pinned.add(place)
-        return lambda: self.pinned.remove(place)
+def filler_of(tensors: list[torch.Tensor], driver: Played) -> DeviceFiller:
+    filler = Moment(tensors, driver).filler(tensors, HostFiller(TensorBytes(tensors)))
+    assert filler is not None
+    return filler
 
 
-def filled(tensors: list[torch.Tensor], driver: Late) -> np.ndarray:
+def filled(tensors: list[torch.Tensor], driver: Played) -> np.ndarray:
     lengths = [tensor.nbytes for tensor in tensors]
     target = np.full(sum(lengths), 0xAA, np.uint8)
-    filler = DeviceFiller(tensors, HostFiller(TensorBytes(tensors)), driver)
-    fill_rows(filler, range(len(tensors)), lengths, target)
+    fill(filler_of(tensors, driver), lengths, target)
     return target
+
+
+def fill(filler: DeviceFiller, lengths: list[int], target: np.ndarray) -> None:
+    rows = range(len(lengths))
+    fill_rows(filler, rows, lengths, target, piece_bytes=1 << 40, use=lambda piece: None)
 
 
 def expected(tensors: list[torch.Tensor]) -> bytes:
@@ -96,38 +69,50 @@ def many_tensors() -> list[torch.Tensor]:
     ]  # fmt: skip
 
 
+@pytest.fixture
+def play(monkeypatch):
+    """Makes the process's driver one that is played; it has everything back in the end."""
+    drivers: list[Played] = []
+
+    def begin(driver: Played) -> Played:
+        monkeypatch.setattr(device_copy, "CUDA", driver)
+        drivers.append(driver)
+        return driver
+
+    yield begin
+    staging_backend._memory.clear()
+    gc.collect()
+    assert not [driver for driver in drivers if driver.registered]
+
+
+# --- what is copied -----------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("on_device", ["all", "every other one", "the first"])
 def test_what_is_here_and_what_is_there_comes_together(on_device):
     tensors = many_tensors()
     own = {"all": tensors, "every other one": tensors[::2], "the first": tensors[:1]}[on_device]
-    assert filled(tensors, Late(*own)).tobytes() == expected(tensors)
+    assert filled(tensors, Played(*own)).tobytes() == expected(tensors)
 
 
-def test_all_is_waited_for_and_the_caller_s_stream_comes_first():
+def test_all_is_waited_for_once_and_the_caller_s_stream_comes_first():
     tensors = [torch.randn(100, 300), torch.randn(7), torch.randn(9)]
-    driver = Late(*tensors)
+    driver = Played(*tensors)
     filled(tensors, driver)
-    assert driver.told == ["behind the caller's stream", "copy 120000", "copy 64", "wait"]
+    told = ["now", "behind the caller's stream", "copy 120000", "copy 64", "wait"]
+    assert driver.told == told
 
 
 def test_what_is_in_host_memory_does_not_go_by_the_device():
     tensors = [torch.randn(100, 300), torch.randn(7), torch.randn(200, 300), torch.randn(9)]
-    driver = Late(tensors[0], tensors[3])
+    driver = Played(tensors[0], tensors[3])
     filled(tensors, driver)
     assert [one for one in driver.told if "copy" in one] == ["copy 120000", "copy 36"]
 
 
-def test_a_copy_begins_anew_behind_the_caller_s_stream_for_each_save():
-    tensor = torch.randn(100, 300)
-    driver = Late(tensor)
-    for _ in range(2):
-        filled([tensor], driver)
-    assert driver.told.count("behind the caller's stream") == 2
-
-
 def test_parts_of_a_large_one_are_taken_where_they_are():
     tensor = torch.arange(60_000, dtype=torch.int32).reshape(200, 300).T
-    filler = DeviceFiller([tensor], HostFiller(TensorBytes([tensor])), Late(tensor))
+    filler = filler_of([tensor], Played(tensor))
     target = np.zeros(tensor.nbytes, np.uint8)
     for start, end in ((0, 100_001), (100_001, 240_000)):
         filler.fill(0, start, target[start:end])
@@ -135,30 +120,25 @@ def test_parts_of_a_large_one_are_taken_where_they_are():
     assert target.tobytes() == expected([tensor])
 
 
-def test_small_ones_are_joined_without_taking_much_memory(monkeypatch):
-    monkeypatch.setattr(device_copy, "_JOINED_BYTES", 1000)
-    tensors = [torch.randn(60) for _ in range(20)]
-    driver = Late(*tensors)
-    assert filled(tensors, driver).tobytes() == expected(tensors)
-    assert driver.most_read == 960
-
-
-def test_a_part_that_is_not_there_is_told():
-    tensor = torch.randn(10)
-    filler = DeviceFiller([tensor], None, Late(tensor))
-    with pytest.raises(InternalError, match="row 0"):
-        filler.fill(0, 1, np.zeros(40, np.uint8))
-    with pytest.raises(InternalError, match="row 0"):
-        filler.fill_many([0, 0], [0, 38], [4, 4], np.zeros(8, np.uint8))
-
-
-def test_nothing_is_made_where_no_device_is_used():
-    tensors = [torch.randn(3), "deferred"]
-    assert filler_for(tensors, None, Late()) is None
-    assert filler_for(tensors, None, Late(torch.randn(1))) is None
-    assert pin_for(tensors, Late(torch.randn(1))) is None
-    assert filler_for(tensors, None, Late(tensors[0])) is not None
-    assert pin_for(tensors, Late(tensors[0])) is not None
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(24, dtype=torch.int16).reshape(2, 3, 4).permute(2, 0, 1),
+        torch.arange(24, dtype=torch.int16).reshape(1, 4, 6).transpose(1, 2),
+        torch.arange(40, dtype=torch.int16)[::2],
+        torch.arange(24, dtype=torch.int16).reshape(4, 6),
+        torch.randn(3, 5, dtype=torch.complex64).conj(),
+        torch.randn(2, 3, dtype=torch.complex64).conj().imag,
+        torch.tensor(7, dtype=torch.int16).expand(3, 2),
+    ],
+    ids=["permuted", "one row", "strided", "contiguous", "conj", "neg", "expanded"],
+)
+def test_any_range_of_any_tensor_is_what_its_bytes_have_there(tensor):
+    whole = bytes(host_bytes(tensor))
+    for start in range(len(whole) + 1):
+        for end in range(start, len(whole) + 1):
+            found = device_part(tensor, start, end - start)
+            assert bytes(found.numpy()) == whole[start:end]
 
 
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.float8_e4m3fn, torch.uint16, torch.bool])
@@ -168,18 +148,178 @@ def test_bytes_on_a_device_are_those_on_the_host(dtype):
         assert bytes(device_bytes(one).numpy()) == bytes(host_bytes(one))
 
 
+def test_small_ones_are_joined_without_taking_much_memory(monkeypatch):
+    monkeypatch.setattr(device_copy, "_JOINED_BYTES", 1000)
+    tensors = [torch.randn(60) for _ in range(20)]
+    driver = Played(*tensors)
+    assert filled(tensors, driver).tobytes() == expected(tensors)
+    assert [one for one in driver.told if "copy" in one] == ["copy 960"] * 5
+
+
+def test_the_device_s_memory_is_taken_a_little_at_a_time(monkeypatch):
+    monkeypatch.setattr(device_copy, "_STRIDED_BYTES", 10_000)
+    monkeypatch.setattr(device_copy, "_MOST_TEMPORARY_BYTES", 30_000)
+    tensors = [torch.randn(300, 200).T, torch.randn(100, 100), torch.randn(300, 200).T]
+    driver = Played(*tensors)
+    assert filled(tensors, driver).tobytes() == expected(tensors)
+    assert 10_000 <= driver.most_temporary_bytes < 32_000
+
+
+def test_a_device_without_memory_is_waited_for_and_asked_again(monkeypatch):
+    monkeypatch.setattr(device_copy, "_LEAST_BYTES", 1000)
+    tensors = [torch.randn(300, 200).T, *(torch.randn(50) for _ in range(20))]
+    driver = Played(*tensors, memory_bytes=3000)
+    assert filled(tensors, driver).tobytes() == expected(tensors)
+    assert driver.told.count("wait") > 1
+    assert driver.told.count("copy 200") == 20
+    with pytest.raises(torch.OutOfMemoryError):
+        filled(tensors, driver := Played(*tensors, memory_bytes=500))
+    assert not driver.num_under_way
+
+
+def test_a_part_that_is_not_there_is_told():
+    tensor = torch.randn(10)
+    filler = filler_of([tensor], Played(tensor))
+    with pytest.raises(InternalError, match="row 0"):
+        filler.fill(0, 1, np.zeros(40, np.uint8))
+    with pytest.raises(InternalError, match="row 0"):
+        filler.fill_many([0, 0], [0, 38], [4, 4], np.zeros(8, np.uint8))
+
+
+def test_nothing_is_made_where_no_device_is_used(play):
+    tensors = [torch.randn(3), "deferred"]
+    assert Moment(tensors, Played()).filler(tensors, None) is None
+    assert Moment(tensors, Played(torch.randn(1))).filler(tensors, None) is None
+    play(Played(torch.randn(1)))
+    assert pin_for(tensors) is None
+    play(Played(tensors[0]))
+    assert pin_for(tensors) is not None
+
+
+# --- in which order -----------------------------------------------------------------------------
+
+
+def test_work_that_the_caller_s_stream_was_given_before_is_in_the_copy():
+    tensor = torch.zeros(100_000)
+    driver = Played(tensor)
+    driver.launch(lambda: tensor.fill_(7))
+    assert (filled([tensor], driver).view(np.float32) == 7).all()
+
+
+def test_a_copy_is_not_there_before_it_is_waited_for():
+    tensor = torch.ones(100_000)
+    driver = Played(tensor)
+    target = np.zeros(tensor.nbytes, np.uint8)
+    filler = filler_of([tensor], driver)
+    filler.fill(0, 0, target)
+    assert not target.any()
+    assert driver.num_under_way == 1
+    filler.finish()
+    assert target.tobytes() == expected([tensor])
+
+
+def test_the_copies_go_by_the_moment_of_the_capture_and_not_by_later_work():
+    """A stream that waited for what training was given later would not overlap with it."""
+    tensor, later = torch.ones(100_000), []
+    driver = Played(tensor)
+    captured = TensorBytes.__new__(TensorBytes)
+    captured._values, captured._moment = [tensor], Moment([tensor], driver)
+    driver.launch(lambda: later.append("training"))
+    filler = captured.filler(None)
+    filler._host = HostFiller(captured)
+    filler.fill(0, 0, np.zeros(tensor.nbytes, np.uint8))
+    (stream,) = driver.lines.values()
+    stream.run(1)  # the copy's turn comes; what it has to wait for is done
+    assert not later
+
+
+def test_a_played_driver_finds_memory_that_is_used_again_early():
+    tensor = torch.ones(100_000)
+    driver = Played(tensor)
+    stream = driver.stream(tensor.device, driver.now(tensor.device))
+    driver.copy(stream, np.zeros(4, np.uint8), lambda: torch.zeros(4, dtype=torch.uint8))
+    with pytest.raises(AssertionError, match="used again before"):
+        driver.drain(tensor.device, stream)
+
+
+def test_nothing_is_under_way_any_more_when_a_copy_has_failed():
+    tensors = [torch.randn(100, 300), torch.randn(100, 300)]
+    driver = Played(*tensors)
+    lengths = [tensors[0].nbytes, tensors[1].nbytes + 4]  # not what was planned
+    with pytest.raises(InternalError, match="row 1"):
+        fill(filler_of(tensors, driver), lengths, np.zeros(sum(lengths), np.uint8))
+    assert not driver.num_under_way
+
+
+def test_a_stream_that_fails_is_told():
+    tensors = [torch.randn(100, 300), torch.randn(100, 300), torch.randn(100, 300)]
+    driver = Played(*tensors, fails_at=2)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        filled(tensors, driver)
+    assert not driver.num_under_way
+
+
+def test_a_copy_that_can_not_begin_lets_those_before_it_end():
+    tensors = [torch.randn(100, 300), torch.randn(100, 300)]
+    driver = Played(*tensors)
+    begin = driver.copy
+
+    def second_fails(stream, target, read):
+        if driver.num_under_way:
+            raise RuntimeError("no more")
+        return begin(stream, target, read)
+
+    driver.copy = second_fails
+    target = np.zeros(240_000, np.uint8)
+    with pytest.raises(RuntimeError, match="no more"):
+        fill(filler_of(tensors, driver), [120_000, 120_000], target)
+    assert not driver.num_under_way
+    assert target[:120_000].tobytes() == expected(tensors[:1])
+
+
+def test_all_devices_are_waited_for_where_one_fails():
+    tensors = [torch.zeros(70_000), torch.zeros(70_000, device="meta")]
+
+    class Failing(Played):
+        def has(self, tensor):
+            return True
+
+        def drain(self, device, stream):
+            self.told.append(stream.name)
+            raise RuntimeError(f"{stream.name} is lost")
+
+        def copy(self, stream, target, read):
+            return target
+
+    driver = Failing(*tensors[:1])
+    filler = filler_of(tensors, driver)
+    for row in range(2):
+        filler.fill(row, 0, np.zeros(280_000, np.uint8))
+    with pytest.raises(RuntimeError, match="is lost"):
+        filler.finish()
+    assert {"cpu", "meta"} <= set(driver.told)
+    drain(filler)
+
+
+# --- pinned memory ------------------------------------------------------------------------------
+
+
+def pin(driver: Played):
+    return lambda memory: driver.pin(torch.device("cpu"), memory)
+
+
 def test_a_slot_is_pinned_once_when_it_is_used_and_given_back():
-    driver = Late(torch.randn(1))
+    driver = Played(torch.randn(1))
     arena = StagingMemory.create(3, 4 * KIB)
     arena.slot_array(0)
-    assert not driver.pinned
-    arena.pin_with(driver.pin)
+    assert not driver.registered
+    arena.pin_with(pin(driver))
     for _ in range(2):
         arena.slot_array(0)
         arena.touch(2)
-    assert len(driver.pinned) == 2
+    assert len(driver.registered) == 2
     arena.close()
-    assert not driver.pinned
+    assert not driver.registered
 
 
 def test_a_slot_that_can_not_be_pinned_is_used_all_the_same():
@@ -192,93 +332,171 @@ def test_a_slot_that_can_not_be_pinned_is_used_all_the_same():
     arena.close()
 
 
-def test_a_process_that_is_alone_stages_what_is_on_a_device(monkeypatch, tmp_path):
-    import ray_dcp
+def test_pages_are_given_back_with_an_arena_that_nobody_closes():
+    driver = Played(torch.zeros(1))
+    arena = StagingMemory.create(2, 4096)
+    arena.pin_with(pin(driver))
+    arena.slot_array(0)
+    arena.slot_array(1)
+    assert len(driver.registered) == 2
+    del arena
+    gc.collect()
+    assert not driver.registered
 
-    state = {str(number): tensor for number, tensor in enumerate(many_tensors())}
-    driver = Late(*state.values())
-    monkeypatch.setattr(
-        TensorBytes, "filler", lambda own, host: filler_for(own._values, host, driver)
-    )
-    handle = ray_dcp.async_save(state, checkpoint_id=tmp_path / "c", no_dist=True)
-    handle.staged()
+
+def test_private_memory_is_pinned_piece_by_piece_and_once(monkeypatch):
+    monkeypatch.setattr(memory, "PIECE_BYTES", 1 << 20)
+    driver, private = Played(torch.zeros(1)), PrivateMemory()
+    for _ in range(2):
+        lease = private.lease(3 << 20)
+        lease.pin(pin(driver), 1)
+        lease.pin(pin(driver), 0)
+        assert sorted(driver.registered.values()) == [1 << 20] * 2
+        lease.release()
+    private.clear()
+    gc.collect()
+    assert not driver.registered
+
+
+def test_no_copy_goes_beyond_a_piece_and_each_is_announced_once(monkeypatch):
+    monkeypatch.setattr(copying, "_SMALL_BYTES", 300)
+    tensors = [torch.randn(n % 50 + 1) for n in range(200)] + [torch.randn(3000), torch.zeros(0)]
+    driver, used = Played(*tensors), []
+    lengths = [tensor.nbytes for tensor in tensors]
+    target = np.zeros(sum(lengths), np.uint8)
+    begin = int(target.__array_interface__["data"][0])
+
+    def use(piece: int) -> None:
+        used.append(piece)
+        driver.registered[begin + piece * 1000] = 1000
+
+    filler = filler_of(tensors, driver)
+    fill_rows(filler, range(len(tensors)), lengths, target, piece_bytes=1000, use=use)
+    assert used == list(range(-(-len(target) // 1000)))
+    assert target.tobytes() == expected(tensors)
+
+
+def test_no_more_than_half_of_the_machine_is_registered(monkeypatch):
+    monkeypatch.setattr(device_copy, "_registered", {1: np.zeros(3000, np.uint8)})
+    monkeypatch.setattr(device_copy, "_most_pinned_bytes", lambda: 4000)
+    driver = device_copy.Cuda()
+    assert driver.pin(torch.device("cuda", 0), np.zeros(1001, np.uint8)) is None
+
+
+# --- loads --------------------------------------------------------------------------------------
+
+
+def saved(path) -> dict[str, torch.Tensor]:
+    state = {"w": torch.randn(300, 500), "b": torch.randn(4, 3)}
+    ray_dcp.save(state, checkpoint_id=path, no_dist=True)
+    return state
+
+
+def strided(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns targets that can't be read in place, as those on a device."""
+    return {name: torch.zeros(one.T.shape).T for name, one in state.items()}
+
+
+def test_loads_begin_their_copies_behind_the_caller_s_stream_and_wait_once(play, tmp_path):
+    state = saved(tmp_path / "c")
+    found = strided(state)
+    driver = play(Played(*found.values()))
+    driver.launch(lambda: [one.fill_(-1) for one in found.values()])
+    report = ray_dcp.load(found, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert sorted(report.loaded) == ["b", "w"]
+    assert driver.told.count("work") == 2
+    assert driver.told.count("wait") == 1
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_little_waits_for_a_device_that_is_slow(play, monkeypatch, tmp_path):
+    monkeypatch.setattr(sink, "_MOST_UNDER_WAY_BYTES", 10)
+    state = saved(tmp_path / "c")
+    found = strided(state)
+    driver = play(Played(*found.values()))
+    ray_dcp.load(found, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert driver.told.count("wait") == 2
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_no_copy_comes_after_a_load_that_has_failed(play, tmp_path):
+    state = saved(tmp_path / "c")
+    (file,) = (tmp_path / "c").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    place = data.find(bytes(host_bytes(state["w"]))[-400:])
+    assert place > 0
+    data[place + 200] ^= 1
+    file.write_bytes(data)
+    found = strided(state)
+    driver = play(Played(*found.values()))
+    options = ray_dcp.LoadOptions(num_threads=1)
+    with pytest.raises(ray_dcp.DamagedCheckpointError, match="'w' is damaged"):
+        ray_dcp.load(found, checkpoint_id=tmp_path / "c", no_dist=True, options=options)
+    before = {name: one.clone() for name, one in found.items()}
+    driver.synchronize()
+    assert all(torch.equal(found[name], before[name]) for name in found)
+
+
+# --- whole saves --------------------------------------------------------------------------------
+
+
+def state_of_many() -> dict[str, torch.Tensor]:
+    return {str(number): tensor for number, tensor in enumerate(many_tensors())}
+
+
+def assert_loads_as(path, whole: dict[str, torch.Tensor]) -> None:
+    found = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    ray_dcp.load(found, checkpoint_id=path, no_dist=True)
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("staging", ["call", "background"])
+def test_a_process_that_is_alone_stages_what_is_on_a_device(staging, play, tmp_path):
+    state = state_of_many()
+    driver = play(Played(*tensors_of(state)))
+    options = SaveOptions(staging=staging)
+    handle = ray_dcp.async_save(state, checkpoint_id=tmp_path / "c", no_dist=True, options=options)
+    handle.staged(180)
     whole = {name: tensor.detach().clone() for name, tensor in state.items()}
     for tensor in state.values():
         tensor.detach().zero_()
     handle.committed(180)
     assert driver.told[-1] == "wait"
-    found = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
-    ray_dcp.load(found, checkpoint_id=tmp_path / "c", no_dist=True)
-    assert all(torch.equal(found[name], whole[name]) for name in whole)
-    assert staging_backend.device_filler_of(lambda row: memoryview(b"")) is None
+    assert driver.registered
+    assert_loads_as(tmp_path / "c", whole)
 
 
-@NEEDS_GPU
-def test_a_real_gpu_fills_pinned_memory():
-    tensors = [tensor.cuda() for tensor in many_tensors()]
-    arena = StagingMemory.create(1, 4 << 20)
-    filler = filler_for(tensors, HostFiller(TensorBytes(tensors)))
-    assert isinstance(filler, DeviceFiller)
-    arena.pin_with(filler.pin)
-    lengths = [tensor.nbytes for tensor in tensors]
-    target = arena.slot_array(0)[: sum(lengths)]
-    fill_rows(filler, range(len(tensors)), lengths, target)
-    assert target.tobytes() == expected([tensor.cpu() for tensor in tensors])
-    assert Cuda().pin(arena.slot_array(0)) is None  # it is registered already
-    torch.zeros(1, device="cuda").add_(1)  # and the next kernel hears nothing of it
-    arena.close()
+@pytest.mark.parametrize("staging", ["call", "background"])
+def test_a_device_that_fails_fails_the_save_and_leaves_nothing_under_way(staging, play, tmp_path):
+    state = state_of_many()
+    driver = play(Played(*tensors_of(state), fails_at=2))
+    options = SaveOptions(staging=staging)
+    handle = ray_dcp.async_save(state, checkpoint_id=tmp_path / "c", no_dist=True, options=options)
+    with pytest.raises(CheckpointError, match="illegal memory access"):
+        handle.staged(180)
+    with pytest.raises(CheckpointError, match="illegal memory access"):
+        handle.committed(180)
+    assert not driver.num_under_way
+    play(Played(*tensors_of(state)))
+    ray_dcp.async_save(state, checkpoint_id=tmp_path / "c", no_dist=True).committed(180)
+    assert_loads_as(tmp_path / "c", state)
 
 
-@NEEDS_GPU
-def test_work_that_a_gpu_was_given_before_is_in_the_copy():
-    tensor = torch.zeros(1 << 20, device="cuda")
-    for _ in range(200):
-        tensor.add_(1)
-    target = np.zeros(tensor.nbytes, np.uint8)
-    filler = filler_for([tensor], None)
-    filler.fill(0, 0, target)
-    filler.finish()
-    tensor.zero_()
-    assert (target.view(np.float32) == 200).all()
+def test_training_that_changes_the_state_too_early_is_found(play, tmp_path):
+    """The played device does what training was given as soon as nothing holds it up."""
+    state = {"w": torch.ones(100_000), "kept": torch.ones(9)}
+    driver = play(Played(*tensors_of(state)))
+    gate = threading.Event()
+    real = driver.stream
 
+    def held(device, after):
+        assert gate.wait(180)
+        return real(device, after)
 
-def test_pages_are_given_back_with_an_arena_that_nobody_closes():
-    driver = Late(torch.zeros(1))
-    arena = StagingMemory.create(2, 4096)
-    arena.pin_with(driver.pin)
-    arena.slot_array(0)
-    arena.slot_array(1)
-    assert len(driver.pinned) == 2
-    del arena
-    gc.collect()
-    assert not driver.pinned
-
-
-def test_nothing_is_under_way_any_more_when_a_copy_has_failed():
-    tensors = [torch.randn(100, 300), torch.randn(100, 300)]
-    driver = Late(*tensors)
-    filler = DeviceFiller(tensors, HostFiller(TensorBytes(tensors)), driver)
-    lengths = [tensors[0].nbytes, tensors[1].nbytes + 4]  # not what was planned
-    with pytest.raises(InternalError, match="row 1"):
-        fill_rows(filler, [0, 1], lengths, np.zeros(sum(lengths), np.uint8))
-    assert not driver.begun
-
-
-def test_all_devices_are_waited_for_where_one_fails():
-    tensors = [torch.zeros(70_000), torch.zeros(70_000, device="meta")]
-
-    class Failing(Late):
-        def stream(self, device):
-            return str(device)
-
-        def wait(self, stream):
-            self.told.append(stream)
-            raise RuntimeError(f"{stream} is lost")
-
-    driver = Failing(*tensors)
-    filler = DeviceFiller(tensors, HostFiller(TensorBytes(tensors)), driver)
-    for row in range(2):
-        filler.fill(row, 0, np.zeros(280_000, np.uint8))
-    with pytest.raises(RuntimeError, match="is lost"):
-        filler.finish()
-    assert {"cpu", "meta"} <= set(driver.told)
+    driver.stream = held
+    options = SaveOptions(staging="background", check_unchanged=True)
+    handle = ray_dcp.async_save(state, checkpoint_id=tmp_path / "c", no_dist=True, options=options)
+    driver.launch(lambda: state["w"].add_(1))  # a step that waits for nothing
+    gate.set()
+    with pytest.raises(ray_dcp.InvalidRequestError, match=r"the bytes of 'w' changed.*staged\(\)"):
+        handle.committed(180)

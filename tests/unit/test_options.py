@@ -22,6 +22,7 @@ CHOICES = [
     (SaveOptions, "objects", ["warn", "refuse"]),
     (SaveOptions, "nonfinite", ["ignore", "warn", "refuse"]),
     (SaveOptions, "when_full", ["wait", "skip", "replace"]),
+    (SaveOptions, "staging", ["call", "background"]),
     (LoadOptions, "dtype", ["widen", "error", "cast"]),
     (LoadOptions, "verify", ["always", "sample", "never"]),
     (LoadOptions, "share_reads", ["auto"]),

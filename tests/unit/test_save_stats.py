@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import ray_dcp
+from ray_dcp.core.dtypes import raw_dtype
 from ray_dcp.errors import (
     DamagedCheckpointError,
     InvalidRequestError,
@@ -23,7 +25,10 @@ from ray_dcp.planning.fingerprint import FINGERPRINT_BYTES
 from ray_dcp.protocol.aggregation import together
 from ray_dcp.protocol.messages import OpKey, SaveJoin, Target
 from ray_dcp.runtime.rank_save import save_rank
-from ray_dcp.torch_adapter.capture import capture, measured, part_stats
+from ray_dcp.torch_adapter import device_copy
+from ray_dcp.torch_adapter.capture import capture, measured, part_stats, part_stats_on_device
+from ray_dcp.torch_adapter.tensors import host_bytes
+from tests.gpu.played import Played
 from tests.inline_ranks import run_ranks
 
 STATS = SaveOptions(stats=True)
@@ -236,3 +241,41 @@ def test_every_rank_warns_of_its_own_values_and_the_first_of_them_once(tmp_path:
         for rank in (1, 2)
     ]
     assert "on rank 0, found 'w0'" in str(ended[0].get().warnings)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float8_e5m2", "complex64", "int64", "bool"]
+)
+def test_a_device_measures_as_the_host_does(dtype, monkeypatch):
+    monkeypatch.setattr("ray_dcp.torch_adapter.capture._PIECE_ELEMENTS", 50)
+    torch.manual_seed(3)
+    tensors = [100 * torch.randn(shape) for shape in ((), (0,), (7,), (40, 9), (3, 4, 30))]
+    for tensor in tensors[2:]:
+        tensor.view(-1)[::5] = torch.nan
+        tensor.view(-1)[1] = -torch.inf
+    of_dtype = getattr(torch, dtype)
+    if not of_dtype.is_floating_point and not of_dtype.is_complex:
+        tensors = [tensor.nan_to_num(0, 0, 0) for tensor in tensors]
+    tensors = [tensor.to(of_dtype) for tensor in tensors]
+    tensors += [tensor.movedim(0, -1) for tensor in tensors[2:]]
+    found = part_stats_on_device(tensors)
+    for tensor, one in zip(tensors, found, strict=True):
+        raw = np.frombuffer(host_bytes(tensor), raw_dtype(dtype))
+        expected = part_stats(raw, dtype)
+        assert one.square_sum == pytest.approx(expected.square_sum)
+        assert replace(one, square_sum=0.0) == replace(expected, square_sum=0.0)
+
+
+def test_values_on_devices_are_measured_there_with_one_copy_to_the_host(monkeypatch):
+    tensors = {str(number): torch.full((number + 1,), 2.0) for number in range(5)}
+    monkeypatch.setattr(device_copy, "CUDA", Played(*list(tensors.values())[1:]))
+    asked = []
+    real = host_bytes
+    monkeypatch.setattr(
+        "ray_dcp.torch_adapter.capture.host_bytes", lambda one: asked.append(one) or real(one)
+    )
+    take = partial(capture, tensors, rank=0, world_size=1)
+    stats = measured(take, SaveOptions(stats=True), 0)().stats
+    assert len(asked) == 1
+    monkeypatch.undo()
+    assert stats == measured(take, SaveOptions(stats=True), 0)().stats

@@ -49,9 +49,8 @@ PLAN = MakePlan((), "torch_save", 1)
 NO_CHECKS = np.zeros(0, np.uint64)
 
 
-def join(rank: int, *, staged: bool = False, trace: bool = True, url: str = "memory://x"):
-    options = SaveOptions(trace=trace)
-    return SaveJoin(KEY, rank, 2, Target(url), options, b"", None, staged, capture_s=0.5)
+def join(rank: int, *, staged: bool = False, url: str = "memory://x"):
+    return SaveJoin(KEY, rank, 2, Target(url), SaveOptions(), b"", None, staged, capture_s=0.5)
 
 
 def go(rank: int, attempt: str = ATTEMPT) -> Answer:
@@ -260,10 +259,9 @@ def test_the_trace_is_written_while_metadata_is_published():
     assert storage.list() == []
 
 
-def test_no_trace_is_written_where_it_is_not_wanted_or_the_save_failed():
+def test_no_trace_is_written_where_the_save_failed():
     storage = MemoryStorage("trace-none")
     tracing = Tracing(opener=lambda _: storage)
-    tracing.perform(noted(tracing, trace=False), lambda task: task)
     command = noted(tracing)
     tracing.tells(Answer(KEY, (0,), "SaveReceipt", Refused(ray_dcp.CheckpointError("no"))))
     tracing.perform(command, lambda task: task)
@@ -382,9 +380,8 @@ def test_the_trace_of_another_attempt_is_refused(tmp_path: Path):
 
 
 def test_without_a_trace_there_is_none(tmp_path: Path):
-    options = SaveOptions(trace=False)
-    ray_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "c", options=options)
-    assert traces(tmp_path / "c") == []
+    ray_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "c")
+    (tmp_path / "c" / traces(tmp_path / "c")[0]).unlink()
     assert ray_dcp.open(tmp_path / "c").trace is None
 
 

@@ -506,11 +506,13 @@ class Checkpointer:
         target = self._group.root.below(folder.name)
         self._later(lambda: self._note(folder, metrics))
         begun_s = time.monotonic()
+        # Why in the call: it returns to a user who has no handle to wait for.
+        options = replace(self._options, staging="call")
         handle = run_async_save(
             decide_save(None, None, target),
             self._group.session,
             state,
-            replace(self._options, when_full="wait") if waits else self._options,
+            replace(options, when_full="wait") if waits else options,
             target,
         )
         stage_s = time.monotonic() - begun_s

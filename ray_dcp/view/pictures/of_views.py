@@ -88,7 +88,7 @@ def picture_timeline(view: CheckpointView) -> Picture:
     if trace is None:
         raise CheckpointNotFoundError(
             "expected the trace of a save beside the checkpoint, but there is none: it was not "
-            "saved by ray_dcp, or with SaveOptions(trace=False)",
+            "saved by ray_dcp, or the trace could not be written or was deleted",
             checkpoint_id=view.url,
         )
     return timeline(trace, view.url)
