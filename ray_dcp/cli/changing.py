@@ -5,7 +5,6 @@ They load neither torch nor ray.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -13,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ray_dcp.cli.output import agree, dry_run, yes
+from ray_dcp.cli.output import agree, dry_run, told, yes
 from ray_dcp.cli.places import place_of, run_at, step_at, step_in_run
-from ray_dcp.errors import CheckpointError, InvalidRequestError
+from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
 from ray_dcp.format.names import (
     READING,
     SHARED_FOLDER,
@@ -35,6 +34,7 @@ from ray_dcp.view.run_view import StepView
 from ray_dcp.view.wording import count_text, size_text
 
 if TYPE_CHECKING:
+    from ray_dcp.protocol.garbage import KeptFile
     from ray_dcp.runtime.records import CollectReport
 
 
@@ -62,14 +62,12 @@ def rm(steps: tuple[str, ...], force: bool, quiet: bool, yes: bool, dry_run: boo
     names = ", ".join(step.path.url for step in found)
     if not dry_run:
         agree(f"delete {names} ({size_text(total)})", yes=yes)
+    reports = []
     for step, mark in zip(found, marks, strict=True):
-        reports = [mark.delete(force=force, dry_run=dry_run)]
-        reports += [
-            delete(place_below(step.path, folder), dry_run=dry_run)
-            for folder in step.items.values()
-        ]
-        for report in reports:
-            _tell(report, report.path, quiet=quiet)
+        reports.append(mark.delete(force=force, dry_run=dry_run))
+        items = (place_below(step.path, folder) for folder in step.items.values())
+        reports += [delete(item, dry_run=dry_run) for item in items]
+    _tell([(report.path, report) for report in reports], dry_run=dry_run, quiet=quiet)
 
 
 def _check_deletable(step: StepView, marks: _Marks, *, force: bool) -> None:
@@ -79,9 +77,10 @@ def _check_deletable(step: StepView, marks: _Marks, *, force: bool) -> None:
             f"files; remove the directory if you want it gone"
         )
     if marks.tags and not force:
+        plural = "" if len(marks.tags) == 1 else "s"
         raise InvalidRequestError(
-            f"{step.path.url} has the {'tag' if len(marks.tags) == 1 else 'tags'} "
-            f"{', '.join(marks.tags)}: take it away with ray-dcp tag --remove, or say --force"
+            f"{step.path.url} has the tag{plural} {', '.join(marks.tags)}: take it away with "
+            f"ray-dcp tag --remove, or say --force"
         )
     if marks.readers and not force:
         raise InvalidRequestError(
@@ -202,25 +201,23 @@ def _reader(shared: Storage, lease: str) -> str:
 def gc(root: str, abort_unfinished: bool, quiet: bool, yes: bool, dry_run: bool) -> None:
     """Delete what crashed and aborted saves left at and below ROOT; checkpoints stay."""
     run = run_at(root)
-    ours = [step for step in run if step.state not in FOREIGN]
+    ours = [step for step in run if step.state not in (*FOREIGN, "unreadable")]
     planned = _collect(ours, abort_unfinished=abort_unfinished, dry_run=True)
-    total = sum(report.num_bytes for _, report in planned)
     count = sum(len(report.deleted) for _, report in planned)
-    reports = planned
+    size = size_text(sum(report.num_bytes for _, report in planned))
     if not dry_run and (count or abort_unfinished):
-        agree(
-            f"delete {count_text(count, 'file')} ({size_text(total)}) at and below {root}", yes=yes
-        )
-        reports = _collect(ours, abort_unfinished=abort_unfinished, dry_run=False)
-    open_saves = 0
-    for name, report in reports:
-        open_saves += any(info_slot(k.key) is None for k in report.kept)
-        if report.deleted or report.warnings or any(info_slot(k.key) is None for k in report.kept):
-            _tell(report, name, quiet=quiet)
-    freed = sum(report.num_bytes for _, report in reports)
-    click.echo(f"{'would free' if dry_run else 'freed'} {size_text(freed)}")
+        agree(f"delete {count_text(count, 'file')} ({size}) at and below {root}", yes=yes)
+        planned = _collect(ours, abort_unfinished=abort_unfinished, dry_run=False)
+    open_saves = any(_kept(report) for _, report in planned)
+    shown = [pair for pair in planned if pair[1].deleted or pair[1].warnings or _kept(pair[1])]
+    freed = size_text(sum(report.num_bytes for _, report in planned))
+    lines = [f"{'would free' if dry_run else 'freed'} {freed}"]
+    lines += [f"{one.name}: left alone: {one.detail}" for one in run if one.state == "unreadable"]
     if open_saves and not abort_unfinished:
-        click.echo("if no job saves there any more: --abort-unfinished ends and deletes those, too")
+        lines.append(
+            "if no job saves there any more: --abort-unfinished ends and deletes those, too"
+        )
+    _tell(shown, *lines, dry_run=dry_run, quiet=quiet)
 
 
 def _collect(
@@ -235,28 +232,42 @@ def _collect(
             reports.append((step.name, found))
         except CheckpointError as error:
             # Why on: one damaged folder keeps the others from being cleaned otherwise.
-            print(f"{step.name}: left alone: {error}", file=sys.stderr)
+            click.echo(f"{step.name}: left alone: {error.message}", err=True)
     return reports
 
 
-def _tell(report: CollectReport, name: str, *, quiet: bool) -> None:
-    verb = "would delete" if report.dry_run else "deleted"
-    count = count_text(len(report.deleted), "file")
-    told = (
-        f"{verb} {count}, {size_text(report.num_bytes)}" if report.deleted else "nothing to delete"
-    )
-    click.echo(f"{name}: {told}")
-    if not quiet:
-        for key in report.deleted[:_MOST_SHOWN]:
-            click.echo(f"  {key}")
-        if len(report.deleted) > _MOST_SHOWN:
-            click.echo(f"  ... and {len(report.deleted) - _MOST_SHOWN} more")
-        # Why not those: they are told about a step by its manager, which takes them away itself.
-        others = [kept for kept in report.kept if info_slot(kept.key) is None]
-        for kept in others[:_MOST_SHOWN]:
-            click.echo(f"  kept {kept.key}: {kept.reason}")
-    for warning in report.warnings:
-        click.echo(f"warning: {warning}", err=True)
+def _kept(report: CollectReport) -> list[KeptFile]:
+    # Why not infos: they are told about a step by its manager, which takes them away itself.
+    return [kept for kept in report.kept if info_slot(kept.key) is None]
+
+
+def _tell(
+    reports: Sequence[tuple[str, CollectReport]], *more: str, dry_run: bool, quiet: bool
+) -> None:
+    verb, lines = "would delete" if dry_run else "deleted", list[str]()
+    for name, report in reports:
+        count, size = count_text(len(report.deleted), "file"), size_text(report.num_bytes)
+        lines.append(
+            f"{name}: {f'{verb} {count}, {size}' if report.deleted else 'nothing to delete'}"
+        )
+        if not quiet:
+            lines += [f"  {key}" for key in report.deleted[:_MOST_SHOWN]]
+            if len(report.deleted) > _MOST_SHOWN:
+                lines.append(f"  ... and {len(report.deleted) - _MOST_SHOWN} more")
+            lines += [f"  kept {one.key}: {one.reason}" for one in _kept(report)[:_MOST_SHOWN]]
+        for warning in report.warnings:
+            click.echo(f"warning: {warning}", err=True)
+    value = [
+        {
+            "name": name,
+            "deleted": list(report.deleted),
+            "kept": {one.key: one.reason for one in _kept(report)},
+            "num_bytes": report.num_bytes,
+            "warnings": list(report.warnings),
+        }
+        for name, report in reports
+    ]
+    told({"dry_run": dry_run, "places": value}, *lines, *more)
 
 
 @click.command()
@@ -277,21 +288,20 @@ def tag(step: str, tags: tuple[str, ...], remove: bool, note: str | None, dry_ru
         check_note(note)
     if remove and not tags:
         raise InvalidRequestError("which tags are to be removed? Name them behind the step")
+    lines, verb = list[str](), "would have" if dry_run else "has"
     if not tags and note is None:
-        for one in found.tags:
-            click.echo(one)
-        if found.note:
-            click.echo(f"note: {found.note}")
-        return
-    run.check_step(found.name)
+        lines = [*found.tags, *([f"note: {found.note}"] if found.note else [])]
+    else:
+        run.check_step(found.name)
     if not dry_run:
         run = run.tag(found.name, *tags, remove=remove) if tags else run
         run = run if note is None else run.annotate(found.name, note)
-    verb = "would have" if dry_run else "has"
     if tags:
-        click.echo(f"{found.name} {verb} {'no longer ' if remove else ''}{' '.join(tags)}")
+        lines.append(f"{found.name} {verb} {'no longer ' if remove else ''}{' '.join(tags)}")
     if note is not None:
-        click.echo(f"{found.name} {verb} the note {note!r}")
+        lines.append(f"{found.name} {verb} the note {note!r}")
+    now = run.step(found.name)
+    told({"name": now.name, "tags": list(now.tags), "note": now.note, "dry_run": dry_run}, *lines)
 
 
 @click.command()
@@ -306,12 +316,11 @@ def metadata(path: str, dry_run: bool) -> None:
     from ray_dcp.runtime.records import write_metadata
     from ray_dcp.view.checkpoint_view import open as open_checkpoint
 
-    place = place_of(path)
+    place, value = place_of(path), {"path": path, "dry_run": dry_run}
     if dry_run:
         view = open_checkpoint(place)
-        click.echo(f"would write {view.url}/.metadata of {len(view)} tensors and objects")
+        told(value, f"would write {view.url}/.metadata of {len(view)} tensors and objects")
     elif write_metadata(absolute_target(place)):
-        click.echo(f"stock DCP can read {path}")
+        told(value, f"stock DCP can read {path}")
     else:
-        click.echo(f"{path} was replaced meanwhile by a save that leaves .metadata out")
-        raise SystemExit(2)
+        raise CheckpointExistsError(f"{path} was replaced meanwhile by a save without .metadata")

@@ -15,7 +15,7 @@ import click
 
 import ray_dcp
 from ray_dcp.cli.listing import run_of
-from ray_dcp.cli.output import Rows, as_json, print_json
+from ray_dcp.cli.output import styled, told
 from ray_dcp.errors import CheckpointError
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, Storage
@@ -49,8 +49,7 @@ class Finding:
     is_flag=True,
     help="Try to write as well: whether names can be created once, and how fast. Cleans up.",
 )
-@as_json
-def doctor(root: str, write: bool, as_json: bool) -> None:
+def doctor(root: str, write: bool) -> None:
     """Look for what is wrong with the run at ROOT, or with its storage.
 
     Exit status: 0 nothing is wrong, 1 a checkpoint is damaged, 2 the storage refuses.
@@ -60,7 +59,7 @@ def doctor(root: str, write: bool, as_json: bool) -> None:
     began_s = time.perf_counter()
     run = run_of(root)
     took = seconds_text(time.perf_counter() - began_s)
-    found.append(Finding("ok", "reading", f"{len(run)} checkpoints listed in {took}"))
+    found.append(Finding("ok", "reading", f"{count_text(len(run), 'checkpoint')} listed in {took}"))
     if storage.url.startswith(("s3://", "gs://")):
         found.append(Finding("note", "uploads", _LIFECYCLE))
     found += _steps(run)
@@ -71,13 +70,12 @@ def doctor(root: str, write: bool, as_json: bool) -> None:
         except CheckpointError as error:
             refused = True
             found.append(Finding("wrong", "writing", str(error)))
-    if as_json:
-        print_json({"path": run.url, "findings": [asdict(one) for one in found]})
-    else:
-        table = Rows("", "what", "found")
-        for one in found:
-            table.add(one.level, one.what, one.told, styled=(0, _STYLES[one.level]))
-        table.print()
+    findings = [asdict(one) for one in found]
+    width = max(len(one.what) for one in found)
+    lines = [
+        f"{styled(f'{f.level:<5}', _STYLES[f.level])} {f.what:<{width}} {f.told}" for f in found
+    ]
+    told({"path": run.url, "findings": findings}, *lines)
     if refused:
         sys.exit(2)
     if any(one.level == "wrong" for one in found):
@@ -97,8 +95,8 @@ def _versions() -> Finding:
 def _steps(run: RunView) -> list[Finding]:
     found = []
     for step in run:
-        if step.state == "damaged":
-            found.append(Finding("wrong", step.name, f"damaged: {step.detail}"))
+        if step.state in ("damaged", "unreadable"):
+            found.append(Finding("wrong", step.name, f"{step.state}: {step.detail}"))
         if step.state == "in flight":
             told = f"a save that is under way, or that crashed: {step.detail}; see ray-dcp gc"
             found.append(Finding("note", step.name, told))

@@ -372,7 +372,7 @@ class CheckpointDiff:
         return f"is of dtype {', '.join(odd)}, which has no numbers here" if odd else None
 
     def _repr_html_(self) -> str:
-        from ray_dcp.view.pictures.of_runs import picture_diff
+        from ray_dcp.view.pictures.tables import picture_diff
 
         return picture_diff(self).html
 

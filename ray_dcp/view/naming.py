@@ -96,7 +96,7 @@ def choose(listed: Sequence[Listed], key: int | str, *, url: str = "") -> Listed
     known = [*tags, *(one.name for one in listed), "latest", "best"]
     raise CheckpointNotFoundError(
         f"expected a tag or a folder {text!r} in {url}, found "
-        f"{f'the tags {_shortened(tags)}' if tags else 'no tags'} and {_found(listed)}"
+        f"{f'the tags {few(tags)}' if tags else 'no tags'} and {_found(listed)}"
         + nearest(text, known)
     )
 
@@ -194,7 +194,7 @@ def _latest(listed: Sequence[Listed], url: str) -> Listed:
 def _found(listed: Sequence[ListedCheckpoint]) -> str:
     if not listed:
         return "no checkpoint"
-    return f"the steps {_shortened(_steps(listed))}"
+    return f"the steps {few(_steps(listed))}"
 
 
 def _steps(listed: Sequence[ListedCheckpoint]) -> list[str]:
@@ -205,7 +205,8 @@ def _steps(listed: Sequence[ListedCheckpoint]) -> list[str]:
     ]
 
 
-def _shortened(names: Sequence[str]) -> str:
+def few(names: Sequence[str]) -> str:
+    """Returns names, of many the first and last ones and how many they are."""
     if len(names) <= _SHOWN:
         return ", ".join(names)
     return f"{', '.join(names[:3])}, … {', '.join(names[-3:])} ({len(names)} in all)"

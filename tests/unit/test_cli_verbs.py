@@ -82,7 +82,6 @@ def test_a_run_where_a_step_is_meant_is_told_with_how_to_name_one(run: Path):
     told = f"name one of its 2 steps, as {run}@latest or {run}@20"
     for command in (
         ["show", run],
-        ["verify", run],
         ["export", run, run / "out"],
         ["tag", run, "a"],
     ):

@@ -42,7 +42,7 @@ def test_a_step_tells_what_its_manager_and_its_save_noted(root: Path):
         "committed", {"loss": 0.1}, {"commit": "c20"}
     )  # fmt: skip
     assert step.num_ranks == 1
-    assert {step: step.listed.detail} == {step: ""}
+    assert {step: step.detail} == {step: ""}
     assert step.layout == "whole"
     assert 0 <= step.stall_s <= step.durable_s
 
