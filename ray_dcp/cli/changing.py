@@ -111,10 +111,12 @@ class _Marks:
         from ray_dcp.runtime.tasks import new_attempt
 
         # Careful: before the delete. The same step may be saved again, with an info of its own.
-        infos = self._infos()
+        storage = open_storage(self._view.path)
+        infos = [e.key for e in storage.list("step-info-") if info_slot(e.key) is not None]
         if dry_run or self._shared is None or self._step is None:
             report = delete(self._view.path, expected=self._expected, dry_run=dry_run)
-            return report if dry_run else self._forget(infos, report)
+            storage.delete([] if dry_run or report.warnings else infos)
+            return report
         # Why: a tag or a reader lease from now on aborts the deletion, or fails because of it.
         mark = Announced(self._step, new_attempt(), self._name)
         self._shared.write(mark.key, b"")
@@ -123,7 +125,8 @@ class _Marks:
             _check_deletable(self._view, self, force=force)
             with self._taken_away(self._shared, self._step):
                 report = delete(self._view.path, expected=self._expected, attempt=mark.attempt)
-            return self._forget(infos, report)
+            storage.delete([] if report.warnings else infos)
+            return report
         finally:
             # Why all: a manager may have decided to remove another step because this one existed.
             fence(
@@ -138,16 +141,6 @@ class _Marks:
         if self._view.manifest is not None:
             return self._view.manifest.attempt
         return None if self._view.state == "damaged" else ""
-
-    def _infos(self) -> list[str]:
-        storage = open_storage(self._view.path)
-        return [e.key for e in storage.list("step-info-") if info_slot(e.key) is not None]
-
-    def _forget(self, infos: Sequence[str], report: CollectReport) -> CollectReport:
-        """Deletes the infos of a step that was deleted."""
-        if not report.warnings:
-            open_storage(self._view.path).delete(infos)
-        return report
 
     @contextmanager
     def _taken_away(self, shared: Storage, step: int) -> Iterator[None]:
@@ -254,7 +247,8 @@ def _tell(
             lines += [f"  {key}" for key in report.deleted[:_MOST_SHOWN]]
             if len(report.deleted) > _MOST_SHOWN:
                 lines.append(f"  ... and {len(report.deleted) - _MOST_SHOWN} more")
-            lines += [f"  kept {one.key}: {one.reason}" for one in _kept(report)[:_MOST_SHOWN]]
+            for one in _kept(report)[:_MOST_SHOWN]:
+                lines.append(f"  kept {one.key}: {one.reason.replace('attempt', 'the save')}")
         for warning in report.warnings:
             click.echo(f"warning: {warning}", err=True)
     value = [

@@ -163,11 +163,7 @@ def check_answers(url: str) -> None:
 
 def _steps_of(text: str) -> str:
     """Returns how to name a step where a run was named; nothing where it is none."""
-    try:
-        found = [one for one in open_run(Target(text)) if one.name != "."]
-    except CheckpointError:
-        return ""
-    found = [one for one in found if one.is_readable]
+    found = [one for one in steps_of_run(text) if one.name != "." and one.is_readable]
     if not found:
         return ""
     count = "its step" if len(found) == 1 else f"one of its {len(found)} steps"

@@ -356,16 +356,8 @@ class CheckpointView:
     def _infos(self) -> dict[str, TensorInfo | None]:
         table = self.checkpoint.table
         counts = np.bincount(table.tensor, minlength=table.num_tensors).tolist()
-        rows = zip(
-            table.names,
-            table.paths,
-            table.kind.tolist(),
-            table.dtype.tolist(),
-            table.ndim.tolist(),
-            table.shape.tolist(),
-            counts,
-            strict=True,
-        )
+        columns = (one.tolist() for one in (table.kind, table.dtype, table.ndim, table.shape))
+        rows = zip(table.names, table.paths, *columns, counts, strict=True)
         infos: dict[str, TensorInfo | None] = {}
         for name, path, kind, dtype, ndim, padded, num_chunks in rows:
             if kind == Kind.OBJECT:

@@ -106,10 +106,7 @@ def test_objects_are_left_out_where_there_is_no_place_and_names_lose_a_prefix(
     plan = ray_dcp.export(source, target, kind, strip_prefix="model.")
     holds = kind in ("torch", "dcp")
     assert plan.left_out == (() if holds else ("step",))
-    if kind == "torch":
-        found = set(torch.load(target))
-    else:
-        found = set(ray_dcp.open(target).names)
+    found = set(torch.load(target) if kind == "torch" else ray_dcp.open(target).names)
     assert found == {"w", "other", *(["step"] if holds else [])}
 
 

@@ -155,6 +155,11 @@ def div(*parts: str) -> str:
     return f'<div style="{_FONT};font-size:13px;line-height:1.45">{"".join(parts)}</div>'
 
 
+def pictured(*parts: str) -> Picture:
+    """Returns a picture of parts, one below the other."""
+    return Picture(div(*parts))
+
+
 def heading(title: str, told: str = "") -> str:
     """Returns what stands above a picture: its title and what is told beside it, which is HTML."""
     return f"<div>{' · '.join(filter(None, (title and f'<b>{safe(title)}</b>', told)))}</div>"

@@ -17,22 +17,8 @@ from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.core.values import ChunkTable
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.view.listing import rank_of_file
-from ray_dcp.view.pictures.drawing import (
-    WIDTH,
-    Bar,
-    Picture,
-    aside,
-    bars,
-    div,
-    heading,
-    legend,
-    note,
-    rank_colour,
-    rect,
-    safe,
-    svg,
-    text,
-)
+from ray_dcp.view.pictures import drawing as draw
+from ray_dcp.view.pictures.drawing import WIDTH, Bar, Picture
 from ray_dcp.view.resharding import Layout, parse_layout
 from ray_dcp.view.wording import count_text, size_text
 
@@ -225,8 +211,8 @@ def shard_layout(boxes: Boxes, name: str = "", *, itemsize: int = 0, dtype: str 
     width, height = _extent(flat, 380)
     label = f"Layout of a tensor of shape {boxes.shape} over {_ranks(boxes)}"
     parts = [_panel(flat, _LEFT, width, height), _legend(boxes, _TOP + height + 20)]
-    drawing = svg(WIDTH, _TOP + height + 34, *parts, label=label)
-    return Picture(div(*_heading(boxes, flat, name, itemsize, dtype), drawing))
+    drawing = draw.svg(WIDTH, _TOP + height + 34, *parts, label=label)
+    return draw.pictured(*_heading(boxes, flat, name, itemsize, dtype), drawing)
 
 
 def reshard(before: Boxes, after: Boxes, name: str = "", *, itemsize: int = 1) -> Picture:
@@ -253,17 +239,17 @@ def reshard(before: Boxes, after: Boxes, name: str = "", *, itemsize: int = 1) -
     second = _LEFT + width + 90
     bottom = _TOP + height + 20
     parts = [
-        text(_LEFT, 12, f"stored by {_ranks(before)}"),
+        draw.text(_LEFT, 12, f"stored by {_ranks(before)}"),
         _panel(old, _LEFT, width, height),
-        text(second - 50, _TOP + height / 2, "→", font_size=20),
-        text(second, 12, f"loaded by {_ranks(after)}"),
+        draw.text(second - 50, _TOP + height / 2, "→", font_size=20),
+        draw.text(second, 12, f"loaded by {_ranks(after)}"),
         _panel(old, second, width, height, new),
         _legend(before, bottom),
     ]
-    drawn, bottom = bars(_takes(before, after, itemsize), 100, bottom + 20, most=MOST_BARS)
+    drawn, bottom = draw.bars(_takes(before, after, itemsize), 100, bottom + 20, most=MOST_BARS)
     label = f"A tensor stored by {_ranks(before)} and loaded by {_ranks(after)}"
-    drawing = svg(WIDTH, bottom + 4, *parts, drawn, label=label)
-    return Picture(div(*_heading(before, both, name, itemsize), drawing))
+    drawing = draw.svg(WIDTH, bottom + 4, *parts, drawn, label=label)
+    return draw.pictured(*_heading(before, both, name, itemsize), drawing)
 
 
 def picture_layout(view: CheckpointView, name: str) -> Picture:
@@ -329,8 +315,8 @@ def _heading(
         f"dimensions {flat.dims[0]} and {flat.dims[1]}; others are cut as well, here is the first "
         f"part of each"
     )
-    told = " · ".join(safe(fact) for fact in facts if fact)
-    return heading(name, told), aside(sliced if flat.is_slice else "")
+    told = " · ".join(draw.safe(fact) for fact in facts if fact)
+    return draw.heading(name, told), draw.aside(sliced if flat.is_slice else "")
 
 
 def _ranks(boxes: Boxes) -> str:
@@ -382,21 +368,23 @@ def _panel(flat: Flat, x: float, width: float, height: float, wanted: Flat | Non
     parts = []
     for rank, (left, top, wide, tall), told in _patches(flat, width, height):
         place = x + left, _TOP + top, wide, tall
-        parts.append(rect(*place, rank_colour(rank), told, **edge))
+        parts.append(draw.rect(*place, draw.rank_colour(rank), told, **edge))
         if wanted is None and not is_raster:
             parts.append(_label(rank, *place))
     if wanted is not None and len(wanted.rank) <= MOST_BOXES:
         for rank, (left, top, wide, tall), told in _patches(wanted, width, height):
             place = x + left, _TOP + top, wide, tall
             look: dict[str, Any] = {"stroke": "currentColor", "stroke_width": 2.5}
-            parts.append(rect(*place, "none", f"wanted by {told}", **look))
+            parts.append(draw.rect(*place, "none", f"wanted by {told}", **look))
             parts.append(_label(rank, *place))
-    parts.append(rect(x, _TOP, width, height, "none", stroke="currentColor", opacity=0.55))
+    parts.append(draw.rect(x, _TOP, width, height, "none", stroke="currentColor", opacity=0.55))
     below = _TOP + height
     if flat.dims[1] is not None:
-        parts.append(note(x + width, below + 11, flat.lengths[1], "end"))
+        parts.append(draw.note(x + width, below + 11, flat.lengths[1], "end"))
     if flat.dims[0] is not None:
-        parts.append(note(x - 6, below, flat.lengths[0], "end") + note(x - 6, _TOP + 9, 0, "end"))
+        parts.append(
+            draw.note(x - 6, below, flat.lengths[0], "end") + draw.note(x - 6, _TOP + 9, 0, "end")
+        )
     return "".join(parts)
 
 
@@ -405,14 +393,14 @@ def _label(rank: int, x: float, y: float, width: float, height: float) -> str:
     if rank < 0 or width < 9 + 6 * len(str(rank)) or height < 13:
         return ""
     look = {"fill": "#fff", "font_weight": "bold", "pointer_events": "none"}
-    return text(x + width / 2, y + height / 2 + 4, rank, "middle", **look)
+    return draw.text(x + width / 2, y + height / 2 + 4, rank, "middle", **look)
 
 
 def _legend(boxes: Boxes, y: float) -> str:
     ranks = boxes.ranks
-    meant = [(rank_colour(rank), _name(rank)) for rank in ranks[:MOST_LEGEND]]
+    meant = [(draw.rank_colour(rank), _name(rank)) for rank in ranks[:MOST_LEGEND]]
     more = len(ranks) - MOST_LEGEND
-    return legend(_LEFT, y, [*meant, *([("none", f"… and {more} more")] if more > 0 else [])])
+    return draw.legend(_LEFT, y, [*meant, *([("none", f"… and {more} more")] if more > 0 else [])])
 
 
 def _takes(before: Boxes, after: Boxes, itemsize: int) -> list[Bar]:
@@ -424,7 +412,7 @@ def _takes(before: Boxes, after: Boxes, itemsize: int) -> list[Bar]:
     for rank, elements in zip(after.rank.tolist(), common, strict=True):
         shares = np.bincount(sources, weights=elements * itemsize).astype(np.int64).tolist()
         parts = [
-            (share, rank_colour(source), f"{size_text(share)} from {_name(source)}")
+            (share, draw.rank_colour(source), f"{size_text(share)} from {_name(source)}")
             for source, share in zip(before.ranks, shares, strict=True)
             if share
         ]

@@ -11,23 +11,8 @@ import numpy as np
 
 from ray_dcp.core.dtypes import READABLE, as_numbers
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.view.pictures.drawing import (
-    GREY,
-    WIDTH,
-    Picture,
-    aside,
-    clip,
-    div,
-    heading,
-    line,
-    note,
-    rank_colour,
-    safe,
-    svg,
-    tag,
-    text,
-    ticks,
-)
+from ray_dcp.view.pictures import drawing as draw
+from ray_dcp.view.pictures.drawing import GREY, WIDTH, Picture
 from ray_dcp.view.tensor_handle import TensorHandle, parts_of
 
 if TYPE_CHECKING:
@@ -53,20 +38,23 @@ def line_chart(series: Series, title: str = "") -> Picture:
     order = sorted(kept, key=lambda name: -_change(kept[name]))
     values = [v for points in kept.values() for _, v in points if math.isfinite(v)]
     if not values:
-        return Picture(div(heading(title), aside("no values")))
+        return draw.pictured(draw.heading(title), draw.aside("no values"))
     scale = _Scale([s for points in kept.values() for s, _ in points], values)
     faint = order[MOST_NAMED:MOST_LINES]
-    parts = [scale.axes(), *(_line(kept[name], scale, name, GREY, faint=True) for name in faint)]
+    parts = [
+        scale.axes(),
+        *(_line(kept[name], scale, name, GREY, faint=True) for name in faint),
+    ]
     ends = []
     for index, name in enumerate(order[:MOST_NAMED]):
-        parts.append(_line(kept[name], scale, name, rank_colour(index), faint=False))
+        parts.append(_line(kept[name], scale, name, draw.rank_colour(index), faint=False))
         ends.append((scale.y(kept[name][-1][1]), scale.x(kept[name][-1][0]), index, name))
     hidden = len(order) - len(ends)
     drawn = "" if len(faint) == hidden else f", {len(faint)} drawn"
-    told = aside(f"in grey: {hidden} that change less{drawn}" if hidden else "")
+    told = draw.aside(f"in grey: {hidden} that change less{drawn}" if hidden else "")
     label = f"{len(order)} lines over steps"
-    drawing = svg(WIDTH, _BOTTOM + 26, *parts, *_names(ends), label=label)
-    return Picture(div(heading(title), drawing, told))
+    drawing = draw.svg(WIDTH, _BOTTOM + 26, *parts, *_names(ends), label=label)
+    return draw.pictured(draw.heading(title), drawing, told)
 
 
 def picture_norms(run: RunView, include: str = "*") -> Picture:
@@ -140,13 +128,18 @@ class _Scale:
         return _TOP + (1 - (at - self.low) / (self.high - self.low)) * (_BOTTOM - _TOP)
 
     def axes(self) -> str:
-        parts = [note(_END + 24, _BOTTOM + 16, "step")]
+        parts = [draw.note(_END + 24, _BOTTOM + 16, "step")]
         powers = range(math.ceil(self.low), math.floor(self.high) + 1) if self.is_log else ()
-        for tick in [10.0**p for p in powers] if self.is_log else ticks(self.low, self.high, 5):
+        for tick in (
+            [10.0**p for p in powers] if self.is_log else draw.ticks(self.low, self.high, 5)
+        ):
             y = self.y(tick)
-            parts += [line(_LEFT, y, _END, y), note(_LEFT - 6, y + 4, f"{tick:.4g}", "end")]
-        for step in ticks(self.first, self.last):
-            parts.append(note(self.x(step), _BOTTOM + 16, f"{step:.10g}", "middle"))
+            parts += [
+                draw.line(_LEFT, y, _END, y),
+                draw.note(_LEFT - 6, y + 4, f"{tick:.4g}", "end"),
+            ]
+        for step in draw.ticks(self.first, self.last):
+            parts.append(draw.note(self.x(step), _BOTTOM + 16, f"{step:.10g}", "middle"))
         return "".join(parts)
 
 
@@ -156,14 +149,14 @@ def _line(
     shown = [(scale.x(s), scale.y(v), s, v) for s, v in points if scale.shows(v)]
     look = {"stroke": colour, "stroke_width": 1.0 if faint else 1.8, "fill": "none"}
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _, _ in shown)
-    title = tag("title", safe(name))
-    parts = [tag("polyline", title, points=path, opacity=0.35 if faint else 1, **look)]
+    title = draw.tag("title", draw.safe(name))
+    parts = [draw.tag("polyline", title, points=path, opacity=0.35 if faint else 1, **look)]
     if not faint and len(shown) <= 40:
         for x, y, step, value in shown:
-            told = tag("title", safe(f"{name} at {step:.10g}: {value:.6g}"))
-            parts.append(tag("circle", told, cx=x, cy=y, r=2.4, fill=colour))
+            told = draw.tag("title", draw.safe(f"{name} at {step:.10g}: {value:.6g}"))
+            parts.append(draw.tag("circle", told, cx=x, cy=y, r=2.4, fill=colour))
     wrong = [step for step, value in points if not math.isfinite(value)]
-    parts += [text(scale.x(s), _BOTTOM - 2, "✕", "middle", fill=colour) for s in wrong[:20]]
+    parts += [draw.text(scale.x(s), _BOTTOM - 2, "✕", "middle", fill=colour) for s in wrong[:20]]
     return "".join(parts)
 
 
@@ -174,9 +167,9 @@ def _names(ends: list[tuple[float, float, int, str]]) -> list[str]:
     for left, (y, x, index, name) in zip(range(len(ends))[::-1], sorted(ends), strict=True):
         at = max(min(y, _BOTTOM - 13.0 * left), free)
         free = at + 13
-        colour = rank_colour(index)
-        parts.append(line(x + 3, y, _END + 10, at, stroke=colour, opacity=0.5))
-        parts.append(text(_END + 13, at + 4, clip(name, 190), fill=colour))
+        colour = draw.rank_colour(index)
+        parts.append(draw.line(x + 3, y, _END + 10, at, stroke=colour, opacity=0.5))
+        parts.append(draw.text(_END + 13, at + 4, draw.clip(name, 190), fill=colour))
     return parts
 
 

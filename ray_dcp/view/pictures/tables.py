@@ -8,25 +8,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ray_dcp.errors import CheckpointError
-from ray_dcp.view.pictures.drawing import (
-    AMBER,
-    GREY,
-    RED,
-    WIDTH,
-    Bar,
-    Picture,
-    aside,
-    bars,
-    clip,
-    div,
-    heading,
-    legend,
-    note,
-    rank_colour,
-    rect,
-    safe,
-    svg,
-)
+from ray_dcp.view.pictures import drawing as draw
+from ray_dcp.view.pictures.drawing import AMBER, GREY, RED, WIDTH, Bar, Picture
 from ray_dcp.view.wording import age_text, count_text, number_text, seconds_text, size_text
 
 if TYPE_CHECKING:
@@ -124,17 +107,16 @@ def picture_steps(run: RunView, *, details: bool | None = None) -> Picture:
         details = is_near and len(run) <= MOST_DETAILED
     rows = step_cells(run, details=details, now_s=time.time())[-MOST_STEPS:]
     steps = run.steps[-MOST_STEPS:]
-    head = heading(run.url, count_text(len(run), "checkpoint"))
+    head = draw.heading(run.url, count_text(len(run), "checkpoint"))
     if not rows:
-        return Picture(div(head))
+        return draw.pictured(head)
     columns = [name for name in rows[0] if name != "name" and any(row[name] for row in rows)]
     top = max(step.num_bytes for step in steps) or 1
     lines = [_row("th", columns, {name: name for name in columns})]
     for step, row in zip(steps, rows, strict=True):
-        cells = {name: safe(clip(told, 400)) for name, told in row.items()}
-        cells["step"] = (
-            f"<b title='{safe(step.name)}'>{safe(clip(row['step'] or step.name, 260))}</b>"
-        )
+        cells = {name: draw.safe(draw.clip(told, 400)) for name, told in row.items()}
+        label = draw.safe(draw.clip(row["step"] or step.name, 260))
+        cells["step"] = f"<b title='{draw.safe(step.name)}'>{label}</b>"
         cells["mark"] = cells["mark"].replace("best", f"<span style='color:{AMBER}'>★</span>")
         cells["state"] = (
             f"<span style='color:{_STATES.get(step.state, GREY)}'>● </span>{step.state}"
@@ -143,9 +125,9 @@ def picture_steps(run: RunView, *, details: bool | None = None) -> Picture:
         cells["size"] = f"{_size_bar(step.num_bytes, new, top)} {cells['size']}"
         lines.append(_row("td", columns, cells))
     hidden = len(run) - len(rows)
-    told = aside(f"… and {hidden} earlier steps" if hidden else "")
+    told = draw.aside(f"… and {hidden} earlier steps" if hidden else "")
     table = f"<table style='border-collapse:collapse;font-size:13px'>{''.join(lines)}</table>"
-    return Picture(div(head, told, table))
+    return draw.pictured(head, told, table)
 
 
 def _row(cell: str, columns: Sequence[str], told: Mapping[str, str]) -> str:
@@ -158,7 +140,7 @@ def _size_bar(num_bytes: int, new_bytes: int | None, top: int) -> str:
     """Returns a bar, what the step before does not have in full colour."""
     width = round(BAR * num_bytes / top)
     new = width if new_bytes is None else min(round(BAR * new_bytes / top), width)
-    colour = f"display:inline-block;height:10px;background:{rank_colour(0)}"
+    colour = f"display:inline-block;height:10px;background:{draw.rank_colour(0)}"
     return (
         f"<span style='display:inline-block;width:{BAR}px;text-align:left'><span style='{colour};"
         f"width:{new}px'></span><span style='{colour};opacity:.35;width:{width - new}px'></span>"
@@ -199,11 +181,11 @@ def diff_chart(
         found = [one.num_bytes for one in tensors if one.change == kind]
         if sum(found):
             told = f"{kind}: {size_text(sum(found))}"
-            parts.append(rect(x, 0, sum(found) * scale, 16, colour, told))
+            parts.append(draw.rect(x, 0, sum(found) * scale, 16, colour, told))
             x += sum(found) * scale
         if found:
             meant.append((colour, f"{len(found)} {kind}, {size_text(sum(found))}"))
-    parts.append(legend(0, 24, meant))
+    parts.append(draw.legend(0, 24, meant))
     known = relative or {}
     moved = [one for one in tensors if one.change != "unchanged"]
     moved.sort(key=lambda one: (-known.get(one.name, 0.0), -_bytes(one)))
@@ -214,10 +196,12 @@ def diff_chart(
         rows.append(Bar(one.name, [(length, CHANGES[one.change], title_)], _told(one, known)))
     if rows:
         told = "|new - old| / |old|" if known else "bytes in blocks that differ"
-        parts.append(note(300, 54, told))
-    drawn, y = bars(rows, 300, 58, most=MOST_CHANGED)
+        parts.append(draw.note(300, 54, told))
+    drawn, y = draw.bars(rows, 300, 58, most=MOST_CHANGED)
     label = "What changed between two checkpoints"
-    return Picture(div(heading(title), svg(WIDTH, y + 6, *parts, drawn, label=label)))
+    return Picture(
+        draw.div(draw.heading(title), draw.svg(WIDTH, y + 6, *parts, drawn, label=label))
+    )
 
 
 def preview_chart(preview: ReshardPreview) -> Picture:
@@ -230,23 +214,30 @@ def preview_chart(preview: ReshardPreview) -> Picture:
     for one in preview.ranks:
         needed, more = one.bytes_needed, max(one.bytes_read - one.bytes_needed, 0)
         title = f"needs {size_text(needed)}, reads {size_text(one.bytes_read)}"
-        parts = [(needed, rank_colour(0), title), (more, AMBER, title)]
+        parts = [(needed, draw.rank_colour(0), title), (more, AMBER, title)]
         told = f"{size_text(one.bytes_read)} in {count_text(one.num_ranges, 'range')} of "
         told += (
             f"{count_text(one.num_files, 'file')}, at most {size_text(one.peak_bytes)} of memory"
         )
         rows.append(Bar(f"rank {one.rank}", parts, told))
-    drawn, bottom = bars(rows, 72, 0, most=MOST_RANKS)
-    meant = ((rank_colour(0), "needed"), (AMBER, "read beyond that, in fewer and whole ranges"))
+    drawn, bottom = draw.bars(rows, 72, 0, most=MOST_RANKS)
+    meant = (
+        (draw.rank_colour(0), "needed"),
+        (AMBER, "read beyond that, in fewer and whole ranges"),
+    )
     told = (
         f"{count_text(len(preview.ranks), 'rank')} need {size_text(preview.bytes_needed)} and read "
         f"{size_text(preview.bytes_read)} (<b>{preview.amplification:.3f}</b> times), none more "
         f"than {size_text(preview.peak_bytes)} of memory"
     )
     holes = count_text(len(preview.uncovered), "tensor")
-    lacking = aside(f"parts of {holes} are missing: a load would fail" if preview.uncovered else "")
-    drawing = svg(WIDTH, bottom + 22, drawn, legend(72, bottom + 6, meant), label="Reads of a load")
-    return Picture(div(heading(str(preview.layout), told), lacking, drawing))
+    lacking = draw.aside(
+        f"parts of {holes} are missing: a load would fail" if preview.uncovered else ""
+    )
+    drawing = draw.svg(
+        WIDTH, bottom + 22, drawn, draw.legend(72, bottom + 6, meant), label="Reads of a load"
+    )
+    return draw.pictured(draw.heading(str(preview.layout), told), lacking, drawing)
 
 
 def _bytes(one: TensorDiff) -> int:

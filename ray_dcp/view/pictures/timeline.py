@@ -6,25 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ray_dcp.format.save_trace import SaveTrace, Span
-from ray_dcp.view.pictures.drawing import (
-    AMBER,
-    GREY,
-    RED,
-    WIDTH,
-    Picture,
-    aside,
-    div,
-    heading,
-    legend,
-    line,
-    note,
-    rect,
-    safe,
-    svg,
-    tag,
-    text,
-    ticks,
-)
+from ray_dcp.view.pictures import drawing as draw
+from ray_dcp.view.pictures.drawing import AMBER, GREY, RED, WIDTH, Picture
 from ray_dcp.view.wording import count_text, seconds_text, size_text
 
 RANK = {
@@ -62,18 +45,18 @@ def timeline(trace: SaveTrace, title: str = "") -> Picture:
     height = 20 if len(found) <= 20 else 16
     bottom = _TOP + height * len(found) + 4
     parts = []
-    for tick in ticks(0, end_s):
+    for tick in draw.ticks(0, end_s):
         x = _LEFT + tick * scale
-        parts.append(line(x, _TOP - 4, x, bottom))
-        parts.append(note(x, _TOP - 8, seconds_text(tick) if tick else "0", "middle"))
+        parts.append(draw.line(x, _TOP - 4, x, bottom))
+        parts.append(draw.note(x, _TOP - 8, seconds_text(tick) if tick else "0", "middle"))
     parts += _marks(trace, scale, bottom)
     for index, (lane, spans) in enumerate(found.items()):
         parts += _lane(trace, lane, spans, _TOP + index * height, height, scale)
     for rank, at_s in trace.takeovers:
         if rank in found:
-            told = tag("title", safe(f"another stager took over from rank {rank}'s"))
+            told = draw.tag("title", draw.safe(f"another stager took over from rank {rank}'s"))
             x, y = _LEFT + at_s * scale, _TOP + [*found].index(rank) * height + 4
-            parts.append(tag("path", told, d=f"M{x:.1f} {y}l5 -7h-10z", fill=RED))
+            parts.append(draw.tag("path", told, d=f"M{x:.1f} {y}l5 -7h-10z", fill=RED))
     shown = {span.phase for span in trace.spans if span.rank is not None} | {"commit"}
     own = {span.phase for span in trace.spans if span.rank is None}
     for y, who, looks, phases in (
@@ -81,16 +64,16 @@ def timeline(trace: SaveTrace, title: str = "") -> Picture:
         (38, "coordinator", COORDINATOR, own),
     ):
         meant = [(c, f"{phase}: {told}") for phase, (c, told) in looks.items() if phase in phases]
-        parts.append(note(_LEFT - 8, bottom + y + 9, who, "end"))
-        parts.append(legend(_LEFT, bottom + y, meant))
+        parts.append(draw.note(_LEFT - 8, bottom + y + 9, who, "end"))
+        parts.append(draw.legend(_LEFT, bottom + y, meant))
     label = f"Timeline of a save of {count_text(trace.world_size, 'rank')}"
     told = (
-        f"{safe(trace.mode)} of {count_text(trace.world_size, 'rank')} · "
+        f"{draw.safe(trace.mode)} of {count_text(trace.world_size, 'rank')} · "
         f"{size_text(trace.num_bytes)} · training waited <b>{seconds_text(trace.stall_s)}</b> · "
         f"committed after <b>{seconds_text(trace.committed_s)}</b>"
     )
-    drawn = svg(WIDTH, bottom + 56, *parts, label=label)
-    return Picture(div(heading(title, told), drawn, *_notes(trace)))
+    drawn = draw.svg(WIDTH, bottom + 56, *parts, label=label)
+    return draw.pictured(draw.heading(title, told), drawn, *_notes(trace))
 
 
 def _marks(trace: SaveTrace, scale: float, bottom: float) -> list[str]:
@@ -103,11 +86,13 @@ def _marks(trace: SaveTrace, scale: float, bottom: float) -> list[str]:
     for at_s, told, colour, before in marks:
         x = _LEFT + at_s * scale
         dashed = {"stroke": colour, "stroke_width": 1.5, "stroke_dasharray": "4 3"}
-        parts.append(line(x, _TOP - 4, x, bottom, **dashed))
+        parts.append(draw.line(x, _TOP - 4, x, bottom, **dashed))
         # Why two heights: the two may be at one place.
         y = 11 if told == "committed" else bottom + 8
         look = {"fill": colour, "opacity": None}
-        parts.append(note(x - 3 if before else x + 3, y, told, "end" if before else None, **look))
+        parts.append(
+            draw.note(x - 3 if before else x + 3, y, told, "end" if before else None, **look)
+        )
     return parts
 
 
@@ -117,7 +102,7 @@ def _lane(
     late = {s.phase: s for s in trace.stragglers if s.rank == lane} if lane is not None else {}
     name = "coordinator" if lane is None else f"rank {lane}"
     red = {"fill": RED, "font_weight": "bold"} if late else {}
-    parts = [text(_LEFT - 8, y + height / 2 + 4, f"▲ {name}" if late else name, "end", **red)]
+    parts = [draw.text(_LEFT - 8, y + height / 2 + 4, f"▲ {name}" if late else name, "end", **red)]
     looks = COORDINATOR if lane is None else RANK
     # Why halves: a stager writes while its rank still copies.
     halves = lane is not None and any(span.phase == "stage" for span in spans)
@@ -133,10 +118,10 @@ def _lane(
         edge["opacity"] = _FADED.get(span.phase)
         x, width = _LEFT + span.start_s * scale, max(span.seconds * scale, 1.0)
         colour = looks.get(span.phase, (GREY, ""))[0]
-        parts.append(rect(x, top, width, bar, colour, told, **edge))
+        parts.append(draw.rect(x, top, width, bar, colour, told, **edge))
     num_bytes = sum(span.num_bytes for span in spans if span.phase == "write")
     if num_bytes:
-        parts.append(note(WIDTH - 4, y + height / 2 + 4, size_text(num_bytes), "end"))
+        parts.append(draw.note(WIDTH - 4, y + height / 2 + 4, size_text(num_bytes), "end"))
     return parts
 
 
@@ -144,12 +129,12 @@ def _notes(trace: SaveTrace) -> list[str]:
     notes = []
     hidden = trace.world_size - len(trace.ranks)
     if hidden > 0:
-        notes.append(aside(f"… and {hidden} more ranks"))
+        notes.append(draw.aside(f"… and {hidden} more ranks"))
     for one in trace.stragglers[:4]:
-        where = f" ({safe(one.where)})" if one.where else ""
+        where = f" ({draw.safe(one.where)})" if one.where else ""
         notes.append(
             f"<div><span style='color:{RED}'>▲ rank {one.rank}</span>{where} was late with "
-            f"<b>{safe(one.phase)}</b>: {seconds_text(one.seconds)}, half of the ranks "
+            f"<b>{draw.safe(one.phase)}</b>: {seconds_text(one.seconds)}, half of the ranks "
             f"needed {seconds_text(one.median_s)}</div>"
         )
     return notes
