@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ray_dcp.cli.output import agree, dry_run, told, yes
+from ray_dcp.cli.main import JSON
+from ray_dcp.cli.output import agree, dry_run, says, told, yes
 from ray_dcp.cli.places import place_of, run_at, step_at, step_in_run
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
 from ray_dcp.format.names import (
@@ -62,12 +63,19 @@ def rm(steps: tuple[str, ...], force: bool, quiet: bool, yes: bool, dry_run: boo
     names = ", ".join(step.path.url for step in found)
     if not dry_run:
         agree(f"delete {names} ({size_text(total)})", yes=yes)
-    reports = []
-    for step, mark in zip(found, marks, strict=True):
-        reports.append(mark.delete(force=force, dry_run=dry_run))
-        items = (place_below(step.path, folder) for folder in step.items.values())
-        reports += [delete(item, dry_run=dry_run) for item in items]
-    _tell([(report.path, report) for report in reports], dry_run=dry_run, quiet=quiet)
+    reports: list[tuple[str, CollectReport]] = []
+    try:
+        for step, mark in zip(found, marks, strict=True):
+            report = mark.delete(force=force, dry_run=dry_run)
+            reports.append((report.path, report))
+            for folder in step.items.values():
+                report = delete(place_below(step.path, folder), dry_run=dry_run)
+                reports.append((report.path, report))
+    except CheckpointError:
+        if not says(JSON):
+            _tell(reports, dry_run=dry_run, quiet=quiet)
+        raise
+    _tell(reports, dry_run=dry_run, quiet=quiet)
 
 
 def _check_deletable(step: StepView, marks: _Marks, *, force: bool) -> None:

@@ -95,10 +95,8 @@ def export(
     ]
     if plan.left_out:
         count = count_text(len(plan.left_out), "object")
-        lines.append(
-            f"left out {count}, as {kind} holds tensors alone: {few(plan.left_out)}; --format "
-            f"torch or dcp hold them"
-        )
+        lines.append(f"left out {count}, as {kind} holds tensors alone: {few(plan.left_out)}")
+        lines.append("--format torch and --format dcp hold objects, too")
     told({**asdict(plan), "dry_run": dry_run}, *lines)
 
 

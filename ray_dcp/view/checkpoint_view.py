@@ -95,11 +95,11 @@ def _plain_text(item: bytes) -> str | None:
     parts = value if isinstance(value, list | tuple) else [value]
     # Why flat: lists that hold each other a few times over have no end when they are written out.
     is_flat = all(part is None or isinstance(part, bool | int | float | str) for part in parts)
-    return shortened(repr(value), _MOST_LETTERS) if is_flat else None
+    return shortened(repr(value), _MOST_LETTERS) if is_flat and len(parts) <= _MOST_PARTS else None
 
 
 _MOST_DIMS_LOOKED_AT = 8
-_MOST_VALUE_BYTES, _MOST_VALUES, _MOST_LETTERS = 4096, 64, 40
+_MOST_VALUE_BYTES, _MOST_VALUES, _MOST_LETTERS, _MOST_PARTS = 4096, 64, 40, 16
 _VALUE_THREADS = 8
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Literal, TypeVar
 
-from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
+from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError, StorageError
 from ray_dcp.view.listing import ListedCheckpoint
 
 Mode = Literal["min", "max"]
@@ -185,7 +185,14 @@ def _latest(listed: Sequence[Listed], url: str) -> Listed:
     readable = [one for one in listed if one.is_readable]
     numbered = [one for one in readable if one.step is not None]
     if numbered:
-        return max(numbered, key=lambda one: (one.step or 0, one.name.count("/") == 0, one.name))
+        latest = max(numbered, key=lambda one: (one.step or 0, "/" not in one.name, one.name))
+        unread = [one for one in listed if one.state == "unreadable" and one.step is not None]
+        if unread and (unread[-1].step or 0) > (latest.step or 0):
+            raise StorageError(
+                f"{unread[-1].name} in {url} may be the latest step, but can't be read: "
+                f"{unread[-1].detail}"
+            )
+        return latest
     if readable:
         return max(readable, key=lambda one: (one.created_s or 0.0, one.name))
     raise CheckpointNotFoundError(f"expected a committed step in {url}, found {_found(listed)}")

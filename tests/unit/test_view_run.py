@@ -12,6 +12,7 @@ import ray_dcp
 from ray_dcp.errors import (
     CheckpointNotFoundError,
     InvalidRequestError,
+    StorageError,
     UncommittedCheckpointError,
 )
 from ray_dcp.format.manifest import AbortRecord, encode_record, record_key
@@ -120,6 +121,8 @@ def test_of_equally_good_steps_the_newest_is_the_best_and_only_readable_ones_cou
     assert choose(run, "latest").step == 2
     with pytest.raises(CheckpointNotFoundError, match="committed step"):
         choose([listed(3, "damaged")], "latest")
+    with pytest.raises(StorageError, match=r"step-3 .*may be the latest step"):
+        choose([*run[:2], listed(3, "unreadable")], "latest")
 
 
 def test_two_folders_of_one_step_have_to_be_told_apart():
