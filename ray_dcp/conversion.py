@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -48,27 +48,6 @@ from ray_dcp.torch_adapter.dispatch import FOREIGN, decide_load
 from ray_dcp.torch_adapter.flatten import flatten, renamer, set_by_path
 from ray_dcp.torch_adapter.objects import fill_storages, load_torch_file
 from ray_dcp.torch_adapter.tensors import dtype_name, dtype_of
-
-__all__ = [
-    "CastingSavePlanner",
-    "Progress",
-    "Stored",
-    "Told",
-    "bytes_of",
-    "check_stands",
-    "chosen",
-    "dcp_to_safetensors",
-    "dcp_to_torch_save",
-    "get_by_path",
-    "matches",
-    "nested",
-    "read_into",
-    "read_state_dict",
-    "stored_in",
-    "stored_in_metadata",
-    "stored_in_table",
-    "torch_save_to_dcp",
-]
 
 
 @dataclass(frozen=True)
@@ -240,23 +219,25 @@ def check_stands(checkpoint_id: CheckpointId, record: bytes) -> None:
         )
 
 
-class Progress:
-    """Adds up what was read, for one who wants to be told.
+def added_up(
+    told: Told | None, tensors: Iterable[Stored | torch.Tensor]
+) -> Callable[[int], None] | None:
+    """Returns what takes bytes that were read and tells their sum; None if nobody wants to know.
 
     Args:
-        told: Is called with bytes read and in all; None if nobody wants to know.
+        told: Is called with bytes read and in all.
         tensors: Everything that will be read.
     """
+    if told is None:
+        return None
+    done, total = 0, sum(map(bytes_of, tensors))
 
-    def __init__(self, told: Told | None, tensors: Iterable[Stored | torch.Tensor]) -> None:
-        self.told = told
-        self._done, self._total = 0, sum(map(bytes_of, tensors))
+    def add(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        told(done, total)
 
-    def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Tells that these were read, too."""
-        self._done += sum(map(bytes_of, tensors))
-        if self.told is not None:
-            self.told(self._done, self._total)
+    return add
 
 
 def read_into(
@@ -264,7 +245,7 @@ def read_into(
     checkpoint_id: CheckpointId | None,
     reader: StorageReader | None,
     options: LoadOptions | None,
-    progress: Progress | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> None:
     """Loads into tensors, in place, and into a dict, whose objects are replaced.
 
@@ -282,13 +263,12 @@ def read_into(
     if any(isinstance(value, torch.Tensor) for value in flat.values()) and options.dtype != "keep":
         # Why: what differs was asked for.
         options = replace(options, dtype="cast")
-    is_told = progress is not None and progress.told is not None
-    for part in _parts(flat) if is_told else [flat]:
+    for part in [flat] if progress is None else _parts(flat):
         load(
             part, checkpoint_id=checkpoint_id, storage_reader=reader, no_dist=True, options=options
         )
         if progress is not None:
-            progress.add(part.values())
+            progress(sum(map(bytes_of, part.values())))
 
 
 def _parts(flat: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -441,7 +421,7 @@ def dcp_to_torch_save(
             each.name: get_by_path(mapped, each.path) for each in stored if each.dtype is not None
         }
         if targets:
-            read_into(targets, dcp_checkpoint_dir, None, options, Progress(told, targets.values()))
+            read_into(targets, dcp_checkpoint_dir, None, options, added_up(told, targets.values()))
         check_stands(dcp_checkpoint_dir, stands)
 
 
@@ -487,7 +467,7 @@ def dcp_to_safetensors(
     files = _dealt(stored, file_bytes)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     file_of: dict[str, str] = {}
-    progress = Progress(told, stored)
+    progress = added_up(told, stored)
     for index, entries in enumerate(files, start=1):
         name = file_name(index, len(files))
         file_of.update((each.fqn, name) for each in entries)
@@ -600,7 +580,7 @@ def _write_safetensors(
     stored: Sequence[Stored],
     checkpoint_id: CheckpointId,
     options: LoadOptions | None,
-    progress: Progress,
+    progress: Callable[[int], None] | None,
 ) -> None:
     entries = packed((e.fqn, dtype_name(e.dtype or torch.uint8), e.shape) for e in stored)
     head = header(entries, {"format": "pt"}, codes=ALL_CODES)

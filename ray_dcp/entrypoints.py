@@ -6,6 +6,7 @@ This module decides only which path, session and options a call takes; the work 
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any
 
@@ -88,6 +89,7 @@ def save(
     Source: `torch/distributed/checkpoint/state_dict_saver.py`, `save`.
     """
     writer = _second_argument("storage_writer", positional, storage_writer)
+    _check_options(options, SaveOptions)
     with OperationLog(
         "save", checkpoint_id=checkpoint_id, storage_writer=writer, planner=planner
     ) as log:
@@ -163,6 +165,7 @@ def async_save(
 
     Source: `torch/distributed/checkpoint/state_dict_saver.py`, `async_save`.
     """
+    _check_options(options, SaveOptions)
     if async_stager is not None and not isinstance(async_stager, AsyncStager):
         raise InvalidRequestError(
             f"Expected async_stager to be an AsyncStager with stage, synchronize_staging, close "
@@ -255,7 +258,7 @@ def load(
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint; the message says what is there.
-        MissingKeyError: The checkpoint lacks keys; all are named.
+        MissingKeyError: The checkpoint lacks keys; it says how many, and five of them.
         StateDictError: It holds state of a module or optimizer that nobody takes.
         ShapeMismatchError: Shapes or dtypes do not fit; all are named.
         DamagedCheckpointError: Stored bytes are not what was committed.
@@ -274,6 +277,7 @@ def load(
     Source: `torch/distributed/checkpoint/state_dict_loader.py`, `load`.
     """
     reader = _second_argument("storage_reader", positional, storage_reader)
+    _check_options(options, LoadOptions)
     with OperationLog(
         "load", checkpoint_id=checkpoint_id, storage_reader=reader, planner=planner
     ) as log:
@@ -349,6 +353,7 @@ def load_newest(
         (9, 9, 1, 1)
     """
     check_plug_in(planner, "planner", LoadPlanner, SavePlanner)
+    _check_options(options, LoadOptions)
     with OperationLog("load_newest", checkpoint_id=run, planner=planner):
         report = run_load_newest(
             session := session_for(process_group, no_dist),
@@ -403,10 +408,24 @@ def load_state_dict(
         return run_load(decision, session, state_dict, None, None, **how)
 
 
+def _check_options(options: object, kind: type[SaveOptions | LoadOptions]) -> None:
+    if options is not None and not isinstance(options, kind):
+        raise InvalidRequestError(
+            f"expected options=ray_dcp.{kind.__name__}(…), found a {type(options).__name__}: give "
+            f"each option by name there",
+            key="options",
+        )
+
+
 def _second_argument(name: str, positional: tuple[Any, ...], keyword: Any) -> Any:
     """Returns the storage, which DCP once took as second positional argument."""
     if not positional:
         return keyword
+    if isinstance(positional[0], (str, os.PathLike)):
+        raise InvalidRequestError(
+            f"expected the state dict and keyword arguments, found {positional[0]!r} as second "
+            f"argument; a path is given as checkpoint_id={os.fspath(positional[0])!r}"
+        )
     if len(positional) > 1 or keyword is not None:
         raise InvalidRequestError(
             f"expected the state dict and keyword arguments, found {len(positional)} more "

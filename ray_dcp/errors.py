@@ -146,7 +146,7 @@ class StateDictError(InvalidRequestError):
 
 
 class MissingKeyError(StateDictError):
-    """A key that the caller asked for is not in the checkpoint."""
+    """Keys that the caller asked for are not in the checkpoint; the message has a line for each."""
 
 
 class ShapeMismatchError(StateDictError):

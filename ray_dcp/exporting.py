@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -24,9 +24,8 @@ from ray_dcp.errors import (
     CommitUnknownError,
     InvalidRequestError,
     StorageError,
-    UnsupportedValueError,
 )
-from ray_dcp.options import SaveOptions
+from ray_dcp.options import KeyMap, SaveOptions
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.copying import check_free, copy_checkpoint, plan_copy
 from ray_dcp.runtime.garbage_collection import delete
@@ -38,8 +37,6 @@ from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.checkpoint_view import open as open_checkpoint
 from ray_dcp.view.verify import items_of
 from ray_dcp.view.wording import size_text
-
-__all__ = ["ExportFormat", "ExportPlan", "copy", "export", "import_checkpoint", "plan_export"]
 
 ExportFormat = Literal["safetensors", "hf", "torch", "dcp"]
 
@@ -64,6 +61,8 @@ class ExportPlan:
     """About what the result has."""
     disk_bytes: int
     """About what is needed on disk until it is done, with temporary files."""
+    left_out: tuple[str, ...] = ()
+    """Objects, which the format does not hold."""
 
 
 def plan_export(
@@ -73,6 +72,7 @@ def plan_export(
     *,
     include: Sequence[str] = (),
     dtype: str | None = None,
+    strip_prefix: str = "",
 ) -> ExportPlan:
     """Returns what an export would write, after checking that it can; see `export`."""
     if format not in get_args(ExportFormat):
@@ -83,11 +83,13 @@ def plan_export(
     cast = _dtype_name(dtype)
     view = source if isinstance(source, CheckpointView) else open_checkpoint(source)
     names = [n for n in view.names if not include or any(fnmatchcase(n, p) for p in include)]
-    if not names:
+    objects = tuple(name for name in names if name not in view.tensors)
+    left_out = objects if format in ("safetensors", "hf") else ()
+    if len(names) == len(left_out):
+        patterns = f"that match {', '.join(map(repr, include))}" if include else "to write"
+        what = "tensors" if left_out else "names"
         raise InvalidRequestError(
-            f"expected names that match {', '.join(map(repr, include))} in {view.url}, found none "
-            f"of {len(view)}",
-            key="include",
+            f"expected {what} {patterns} in {view.url}, found none of {len(view)}", key="include"
         )
     num_bytes = 0
     for name in names:
@@ -96,24 +98,16 @@ def plan_export(
             is_cast = cast is not None and "float" in info.dtype
             width = ITEMSIZE.get((cast or "") if is_cast else info.dtype, 0)
             num_bytes += prod(info.shape) * width + _FRAME_BYTES * (format in ("torch", "dcp"))
-    objects = [name for name in names if name not in view.tensors]
-    if objects and format in ("safetensors", "hf"):
-        raise UnsupportedValueError(
-            f"safetensors files hold no objects, as {', '.join(map(repr, objects[:4]))} "
-            f"({len(objects)} of {len(names)} names): choose tensors (--tensor 'model.*', "
-            f"include=['model.*']), or the format torch or dcp, which hold both",
-            key=objects[0],
-        )
-    num_objects = len(objects)
-    rewritten = format == "dcp" and not _is_copy(view, include, cast)
+    rewritten = format == "dcp" and not _is_copy(view, include, cast, strip_prefix)
     plan = ExportPlan(
         view.url,
         os.fspath(target),
         format,
-        len(names) - num_objects,
-        num_objects,
+        len(names) - len(objects),
+        len(objects) - len(left_out),
         num_bytes,
         num_bytes * (2 if rewritten else 1),
+        left_out,
     )
     _check_target(plan)
     return plan
@@ -126,6 +120,7 @@ def export(
     *,
     include: Sequence[str] = (),
     dtype: str | None = None,
+    strip_prefix: str = "",
     told: Told | None = None,
 ) -> ExportPlan:
     """Writes a checkpoint in another format.
@@ -136,16 +131,17 @@ def export(
             an index, as on the hub) and `dcp` (for stock DCP) a new or empty directory.
         format: One of these.
         include: Shell patterns of FQNs; everything if none is given. `safetensors` and `hf` hold no
-            objects: choose tensors.
+            objects, which are left out.
         dtype: What floating tensors are cast to, as `bfloat16` or `bf16`; their own if None.
+        strip_prefix: Names that begin with it, as `model.`, lose it.
         told: Called now and then with bytes done and in all, from any thread.
 
     Returns:
-        What was planned.
+        What was planned, with what is left out.
 
     Raises:
         InvalidRequestError: Nothing matches, or the target is not new.
-        UnsupportedValueError: The format lacks a dtype, or holds no objects.
+        UnsupportedValueError: The format lacks a dtype.
         StorageError: There is not enough space, which is said before anything is written; or the
             storage failed.
         CheckpointError: The checkpoint can't be read.
@@ -161,20 +157,22 @@ def export(
         >>> torch.load(f"{root}/w.pt")["w"].dtype
         torch.bfloat16
     """
-    plan = plan_export(source, target, format, include=include, dtype=dtype)
     view = source if isinstance(source, CheckpointView) else open_checkpoint(source)
+    how: dict[str, Any] = {"include": include, "dtype": dtype, "strip_prefix": strip_prefix}
+    plan = plan_export(view, target, format, **how)
     place: Any = plan.source if isinstance(source, CheckpointView) else source
-    path, options = Path(target), {"include": list(include), "dtype": _torch_dtype(dtype)}
+    path, names = Path(target), renamer(strip_prefix, plan.left_out)
+    options = {"include": list(include), "dtype": _torch_dtype(dtype), "key_map": names}
     from ray_dcp.conversion import dcp_to_safetensors, dcp_to_torch_save
 
     if format == "torch":
         dcp_to_torch_save(place, path, **options, told=told)
     elif format == "dcp":
-        if _is_copy(view, include, dtype):
+        if _is_copy(view, include, dtype, strip_prefix):
             copy(view, path, told=told)
             _with_metadata(path)
         else:
-            _rewrite(place, path, options["include"], options["dtype"], told=told)
+            _rewrite(place, path, options, told=told)
     else:
         with _beside(path) as temporary:
             files = _ONE_FILE_BYTES if format == "safetensors" else 5 << 30
@@ -220,27 +218,20 @@ def import_checkpoint(
     check_source(source)
     check_free(open_storage(target))
     path = Path(source)
-    cast = _torch_dtype(dtype)
+    choice = {"include": list(include), "dtype": _torch_dtype(dtype)}
     if path.is_file() and path.suffix != ".safetensors":
         from ray_dcp.conversion import torch_save_to_dcp
 
         num_bytes = path.stat().st_size
         check_space(target, num_bytes)
         with watched(target, told, 0, num_bytes):
-            torch_save_to_dcp(
-                path,
-                target,
-                include=list(include),
-                dtype=cast,
-                weights_only=weights_only,
-                options=options,
-            )
+            torch_save_to_dcp(path, target, **choice, weights_only=weights_only, options=options)
     elif path.is_file():
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, path.name).symlink_to(path.absolute())
-            _rewrite(folder, target, list(include), cast, options, told)
+            _rewrite(folder, target, choice, options, told)
     else:
-        _rewrite(source, target, list(include), cast, options, told)
+        _rewrite(source, target, choice, options, told)
 
 
 def copy(
@@ -355,11 +346,21 @@ def _check_target(plan: ExportPlan) -> None:
     _check_free_bytes(path, plan.disk_bytes)
 
 
-def _is_copy(view: CheckpointView, include: Sequence[str], dtype: str | None) -> bool:
-    """Stock DCP reads the files as they are."""
+def renamer(prefix: str, left_out: Sequence[str]) -> KeyMap | None:
+    """Returns what names become: without a prefix, or None for what is left out."""
+    if not prefix and not left_out:
+        return None
+    objects = frozenset(left_out)
+    return lambda name: None if name in objects else name.removeprefix(prefix) or name
+
+
+def _is_copy(
+    view: CheckpointView, include: Sequence[str], dtype: str | None, strip_prefix: str
+) -> bool:
+    """Whether stock DCP reads the files as they are."""
     manifest = view.checkpoint.manifest
     ours = manifest is not None and manifest.container == "torch_save"
-    return (ours or view.kind == "stock") and not include and dtype is None
+    return (ours or view.kind == "stock") and not (include or dtype or strip_prefix)
 
 
 def _with_metadata(path: Path) -> None:
@@ -372,8 +373,7 @@ def _with_metadata(path: Path) -> None:
 def _rewrite(
     source: AnyPlace,
     target: AnyPlace,
-    include: Sequence[str],
-    dtype: Any,
+    choice: Mapping[str, Any],
     options: SaveOptions | None = None,
     told: Told | None = None,
 ) -> None:
@@ -398,9 +398,7 @@ def _rewrite(
             if told is not None:
                 told(done, 2 * all_bytes)
 
-        dcp_to_torch_save(
-            source, made, include=include, dtype=dtype, told=None if told is None else read
-        )
+        dcp_to_torch_save(source, made, **choice, told=None if told is None else read)
         with watched(target, told, num_bytes, 2 * num_bytes):
             torch_save_to_dcp(made, target, weights_only=True, options=options)
 
@@ -443,6 +441,18 @@ def check_source(source: str | os.PathLike[str]) -> None:
 
     Raises:
         CheckpointNotFoundError: There is nothing.
+        InvalidRequestError: It is a file of another kind.
     """
-    if not Path(source).exists() and "://" not in os.fspath(source):
+    path = Path(source)
+    if not path.exists() and "://" not in os.fspath(source):
         raise CheckpointNotFoundError(f"expected a file or folder to import, but {source} is none")
+    if path.is_file() and path.suffix != ".safetensors":
+        with path.open("rb") as file:
+            begin = file.read(2)
+        # A zip, or the pickle that torch wrote before version 1.6.
+        if begin not in (b"PK", b"\x80\x02"):
+            raise InvalidRequestError(
+                f"expected a file of torch.save or safetensors, or a folder of one, but {source} "
+                f"is another kind of file",
+                key="source",
+            )

@@ -119,7 +119,7 @@ def commands(run: str, work: Path, names: Sequence[str], *, ours: bool) -> list[
         ["export", b, str(work / "w.safetensors"), "--tensor", "model.*", "--dry-run"],
         ["export", b, str(work / "w.safetensors"), "--tensor", "model.*", "--dtype", "bf16"],
         ["show", str(work / "w.safetensors")],
-        ["export", b, str(work / "hub"), "--format", "hf", "--tensor", "model.*"],
+        ["export", b, str(work / "hub"), "--format", "hf", "--model-only"],
         ["show", str(work / "hub")],
         ["export", b, str(work / "w.pt"), "--format", "torch"],
         ["export", b, str(work / "dcp"), "--format", "dcp"],
@@ -157,7 +157,7 @@ def tell(todo: Sequence[Sequence[str]], words: dict[str, str]) -> str:
     """
     told = []
     for arguments in todo:
-        found = CliRunner().invoke(main, list(arguments))
+        found = CliRunner().invoke(main, list(arguments), env={"COLUMNS": None})
         if arguments[0] == "timeline":
             output = f"{len(found.output) > 200}\n"  # its form is tested elsewhere
         else:

@@ -5,7 +5,6 @@ They load neither torch nor ray.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -14,9 +13,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ray_dcp.cli.output import agree, dry_run, yes
+from ray_dcp.cli.main import JSON
+from ray_dcp.cli.output import agree, dry_run, says, told, yes
 from ray_dcp.cli.places import place_of, run_at, step_at, step_in_run
-from ray_dcp.errors import CheckpointError, InvalidRequestError
+from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
 from ray_dcp.format.names import (
     READING,
     SHARED_FOLDER,
@@ -63,14 +63,19 @@ def rm(steps: tuple[str, ...], force: bool, quiet: bool, yes: bool, dry_run: boo
     names = ", ".join(step.path.url for step in found)
     if not dry_run:
         agree(f"delete {names} ({size_text(total)})", yes=yes)
-    for step, mark in zip(found, marks, strict=True):
-        reports = [mark.delete(force=force, dry_run=dry_run)]
-        reports += [
-            delete(place_below(step.path, folder), dry_run=dry_run)
-            for folder in step.items.values()
-        ]
-        for report in reports:
-            _tell(report, report.path, quiet=quiet)
+    reports: list[tuple[str, CollectReport]] = []
+    try:
+        for step, mark in zip(found, marks, strict=True):
+            report = mark.delete(force=force, dry_run=dry_run)
+            reports.append((report.path, report))
+            for folder in step.items.values():
+                report = delete(place_below(step.path, folder), dry_run=dry_run)
+                reports.append((report.path, report))
+    except CheckpointError:
+        if not says(JSON):
+            _tell(reports, dry_run=dry_run, quiet=quiet)
+        raise
+    _tell(reports, dry_run=dry_run, quiet=quiet)
 
 
 def _check_deletable(step: StepView, marks: _Marks, *, force: bool) -> None:
@@ -80,9 +85,10 @@ def _check_deletable(step: StepView, marks: _Marks, *, force: bool) -> None:
             f"files; remove the directory if you want it gone"
         )
     if marks.tags and not force:
+        plural = "" if len(marks.tags) == 1 else "s"
         raise InvalidRequestError(
-            f"{step.path.url} has the {'tag' if len(marks.tags) == 1 else 'tags'} "
-            f"{', '.join(marks.tags)}: take it away with ray-dcp tag --remove, or say --force"
+            f"{step.path.url} has the tag{plural} {', '.join(marks.tags)}: take it away with "
+            f"ray-dcp tag --remove, or say --force"
         )
     if marks.readers and not force:
         raise InvalidRequestError(
@@ -113,10 +119,12 @@ class _Marks:
         from ray_dcp.runtime.tasks import new_attempt
 
         # Careful: before the delete. The same step may be saved again, with an info of its own.
-        infos = self._infos()
+        storage = open_storage(self._view.path)
+        infos = [e.key for e in storage.list("step-info-") if info_slot(e.key) is not None]
         if dry_run or self._shared is None or self._step is None:
             report = delete(self._view.path, expected=self._expected, dry_run=dry_run)
-            return report if dry_run else self._forget(infos, report)
+            storage.delete([] if dry_run or report.warnings else infos)
+            return report
         # Why: a tag or a reader lease from now on aborts the deletion, or fails because of it.
         mark = Announced(self._step, new_attempt(), self._name)
         self._shared.write(mark.key, b"")
@@ -125,7 +133,8 @@ class _Marks:
             _check_deletable(self._view, self, force=force)
             with self._taken_away(self._shared, self._step):
                 report = delete(self._view.path, expected=self._expected, attempt=mark.attempt)
-            return self._forget(infos, report)
+            storage.delete([] if report.warnings else infos)
+            return report
         finally:
             # Why all: a manager may have decided to remove another step because this one existed.
             fence(
@@ -140,16 +149,6 @@ class _Marks:
         if self._view.manifest is not None:
             return self._view.manifest.attempt
         return None if self._view.state == "damaged" else ""
-
-    def _infos(self) -> list[str]:
-        storage = open_storage(self._view.path)
-        return [e.key for e in storage.list("step-info-") if info_slot(e.key) is not None]
-
-    def _forget(self, infos: Sequence[str], report: CollectReport) -> CollectReport:
-        """Deletes the infos of a step that was deleted."""
-        if not report.warnings:
-            open_storage(self._view.path).delete(infos)
-        return report
 
     @contextmanager
     def _taken_away(self, shared: Storage, step: int) -> Iterator[None]:
@@ -203,28 +202,31 @@ def _reader(shared: Storage, lease: str) -> str:
 def gc(root: str, abort_unfinished: bool, quiet: bool, yes: bool, dry_run: bool) -> None:
     """Delete what crashed and aborted saves left at and below ROOT; checkpoints stay."""
     run = run_at(root)
-    ours = [step for step in run if step.state not in FOREIGN]
+    ours = [step for step in run if step.state not in (*FOREIGN, "unreadable")]
     planned = _collect(ours, abort_unfinished=abort_unfinished, dry_run=True)
-    total = sum(report.num_bytes for _, report in planned)
     count = sum(len(report.deleted) for _, report in planned)
-    reports = planned
+    size = size_text(sum(report.num_bytes for _, report in planned))
     if not dry_run and (count or abort_unfinished):
-        agree(
-            f"delete {count_text(count, 'file')} ({size_text(total)}) at and below {root}", yes=yes
-        )
-        reports = _collect(ours, abort_unfinished=abort_unfinished, dry_run=False)
-    open_saves = 0
+        agree(f"delete {count_text(count, 'file')} ({size}) at and below {root}", yes=yes)
+        planned = _collect(ours, abort_unfinished=abort_unfinished, dry_run=False)
     folders = {step.name for step in run}
-    for name, report in reports:
-        # Why not all: what a step's manager notes, and the step's items, it takes away itself.
-        kept = [one for one in report.kept if not _is_known(name, one.key, folders)]
-        open_saves += bool(kept)
-        if report.deleted or report.warnings or kept:
-            _tell(replace(report, kept=tuple(kept)), name, quiet=quiet)
-    freed = sum(report.num_bytes for _, report in reports)
-    click.echo(f"{'would free' if dry_run else 'freed'} {size_text(freed)}")
+    planned = [(name, _without_known(name, report, folders)) for name, report in planned]
+    open_saves = any(report.kept for _, report in planned)
+    shown = [pair for pair in planned if pair[1].deleted or pair[1].warnings or pair[1].kept]
+    freed = size_text(sum(report.num_bytes for _, report in planned))
+    lines = [f"{'would free' if dry_run else 'freed'} {freed}"]
+    lines += [f"{one.name}: left alone: {one.detail}" for one in run if one.state == "unreadable"]
     if open_saves and not abort_unfinished:
-        click.echo("if no job saves there any more: --abort-unfinished ends and deletes those, too")
+        lines.append(
+            "if no job saves there any more: --abort-unfinished ends and deletes those, too"
+        )
+    _tell(shown, *lines, dry_run=dry_run, quiet=quiet)
+
+
+def _without_known(name: str, report: CollectReport, folders: Collection[str]) -> CollectReport:
+    """Leaves out what a step's manager takes away itself: its notes, and the step's items."""
+    kept = tuple(one for one in report.kept if not _is_known(name, one.key, folders))
+    return replace(report, kept=kept)
 
 
 def _is_known(name: str, key: str, folders: Collection[str]) -> bool:
@@ -246,26 +248,38 @@ def _collect(
             reports.append((step.name, found))
         except CheckpointError as error:
             # Why on: one damaged folder keeps the others from being cleaned otherwise.
-            print(f"{step.name}: left alone: {error}", file=sys.stderr)
+            click.echo(f"{step.name}: left alone: {error.message}", err=True)
     return reports
 
 
-def _tell(report: CollectReport, name: str, *, quiet: bool) -> None:
-    verb = "would delete" if report.dry_run else "deleted"
-    count = count_text(len(report.deleted), "file")
-    told = (
-        f"{verb} {count}, {size_text(report.num_bytes)}" if report.deleted else "nothing to delete"
-    )
-    click.echo(f"{name}: {told}")
-    if not quiet:
-        for key in report.deleted[:_MOST_SHOWN]:
-            click.echo(f"  {key}")
-        if len(report.deleted) > _MOST_SHOWN:
-            click.echo(f"  ... and {len(report.deleted) - _MOST_SHOWN} more")
-        for kept in report.kept[:_MOST_SHOWN]:
-            click.echo(f"  kept {kept.key}: {kept.reason}")
-    for warning in report.warnings:
-        click.echo(f"warning: {warning}", err=True)
+def _tell(
+    reports: Sequence[tuple[str, CollectReport]], *more: str, dry_run: bool, quiet: bool
+) -> None:
+    verb, lines = "would delete" if dry_run else "deleted", list[str]()
+    for name, report in reports:
+        count, size = count_text(len(report.deleted), "file"), size_text(report.num_bytes)
+        lines.append(
+            f"{name}: {f'{verb} {count}, {size}' if report.deleted else 'nothing to delete'}"
+        )
+        if not quiet:
+            lines += [f"  {key}" for key in report.deleted[:_MOST_SHOWN]]
+            if len(report.deleted) > _MOST_SHOWN:
+                lines.append(f"  ... and {len(report.deleted) - _MOST_SHOWN} more")
+            for one in report.kept[:_MOST_SHOWN]:
+                lines.append(f"  kept {one.key}: {one.reason.replace('attempt', 'the save')}")
+        for warning in report.warnings:
+            click.echo(f"warning: {warning}", err=True)
+    value = [
+        {
+            "name": name,
+            "deleted": list(report.deleted),
+            "kept": {one.key: one.reason for one in report.kept},
+            "num_bytes": report.num_bytes,
+            "warnings": list(report.warnings),
+        }
+        for name, report in reports
+    ]
+    told({"dry_run": dry_run, "places": value}, *lines, *more)
 
 
 @click.command()
@@ -286,21 +300,20 @@ def tag(step: str, tags: tuple[str, ...], remove: bool, note: str | None, dry_ru
         check_note(note)
     if remove and not tags:
         raise InvalidRequestError("which tags are to be removed? Name them behind the step")
+    lines, verb = list[str](), "would have" if dry_run else "has"
     if not tags and note is None:
-        for one in found.tags:
-            click.echo(one)
-        if found.note:
-            click.echo(f"note: {found.note}")
-        return
-    run.check_step(found.name)
+        lines = [*found.tags, *([f"note: {found.note}"] if found.note else [])]
+    else:
+        run.check_step(found.name)
     if not dry_run:
         run = run.tag(found.name, *tags, remove=remove) if tags else run
         run = run if note is None else run.annotate(found.name, note)
-    verb = "would have" if dry_run else "has"
     if tags:
-        click.echo(f"{found.name} {verb} {'no longer ' if remove else ''}{' '.join(tags)}")
+        lines.append(f"{found.name} {verb} {'no longer ' if remove else ''}{' '.join(tags)}")
     if note is not None:
-        click.echo(f"{found.name} {verb} the note {note!r}")
+        lines.append(f"{found.name} {verb} the note {note!r}")
+    now = run.step(found.name)
+    told({"name": now.name, "tags": list(now.tags), "note": now.note, "dry_run": dry_run}, *lines)
 
 
 @click.command()
@@ -315,12 +328,11 @@ def metadata(path: str, dry_run: bool) -> None:
     from ray_dcp.runtime.records import write_metadata
     from ray_dcp.view.checkpoint_view import open as open_checkpoint
 
-    place = place_of(path)
+    place, value = place_of(path), {"path": path, "dry_run": dry_run}
     if dry_run:
         view = open_checkpoint(place)
-        click.echo(f"would write {view.url}/.metadata of {len(view)} tensors and objects")
+        told(value, f"would write {view.url}/.metadata of {len(view)} tensors and objects")
     elif write_metadata(absolute_target(place)):
-        click.echo(f"stock DCP can read {path}")
+        told(value, f"stock DCP can read {path}")
     else:
-        click.echo(f"{path} was replaced meanwhile by a save that leaves .metadata out")
-        raise SystemExit(2)
+        raise CheckpointExistsError(f"{path} was replaced meanwhile by a save without .metadata")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from fnmatch import fnmatchcase
-from typing import Any
 
 import click
 
-from ray_dcp.cli.output import Rows, as_json, number_text, print_json, progress
+from ray_dcp.cli.output import progress, table, told
 from ray_dcp.cli.places import checkpoint_at
-from ray_dcp.view.difference import CheckpointDiff, ValueDiff
-from ray_dcp.view.wording import size_text
+from ray_dcp.view.difference import TensorDiff, ValueDiff
+from ray_dcp.view.wording import count_text, number_text, size_text
 
 _STYLES = {"changed": "yellow", "added": "green", "removed": "red", "undecided": "magenta",
            "reshaped": "cyan", "retyped": "cyan"}  # fmt: skip
@@ -26,7 +25,6 @@ _STYLES = {"changed": "yellow", "added": "green", "removed": "red", "undecided":
 @click.option("--hashes-only", is_flag=True, help="Read nothing where hashes can't tell.")
 @click.option("--all", "show_all", is_flag=True, help="List what is unchanged, too.")
 @click.option("--exit-code", is_flag=True, help="Exit with 1 when something differs.")
-@as_json
 def diff(
     first: str,
     second: str,
@@ -35,7 +33,6 @@ def diff(
     hashes_only: bool,
     show_all: bool,
     exit_code: bool,
-    as_json: bool,
 ) -> None:
     """Tell which tensors of checkpoint SECOND are not the same as in FIRST; PATH or RUN@STEP.
 
@@ -43,8 +40,8 @@ def diff(
     What hashes can't decide is read and compared, and the last lines say so.
     """
     one, other = checkpoint_at(first), checkpoint_at(second)
-    with progress("comparing") as told:
-        found = one.diff(other, read=not hashes_only, told=told)
+    with progress("comparing") as bar:
+        found = one.diff(other, read=not hashes_only, told=bar)
     shown = [
         row
         for row in found.tensors
@@ -55,74 +52,50 @@ def diff(
     if values:
         chosen = {row.name for row in shown}
         names = [name for name in found.comparable if name in chosen]
-        with progress("reading") as told:
-            by_name = {row.name: row for row in found.values(names, told=told)}
-    if as_json:
-        print_json(_as_json(found, [row.name for row in shown], by_name))
-    else:
-        _print(found, [row.name for row in shown], by_name, values=values)
-    if exit_code and not found.is_empty:
-        sys.exit(1)
-
-
-def _as_json(
-    found: CheckpointDiff, names: list[str], values: dict[str, ValueDiff]
-) -> dict[str, Any]:
-    chosen = set(names)
-    return {
-        "first": found.first.url,
-        "second": found.second.url,
+        with progress("reading") as bar:
+            by_name = {row.name: row for row in found.values(names, told=bar)}
+    lines = table(
+        [_row(row, by_name.get(row.name)) for row in shown],
+        left=("change", "name", "type"),
+        least=("elements", "type", "max", "size", "norm", "differs"),
+        style=lambda column, cell: _STYLES.get(cell, "") if column == "change" else "",
+    )
+    counts = ", ".join(f"{count} {name}" for name, count in found.counts.items())
+    total = f"{counts or 'both are empty'}; {size_text(found.changed_bytes)} differ"
+    notes = [f"note: {note}" for note in found.notes]
+    read = f"{size_text(found.bytes_read)} of tensors were read to decide that"
+    value = {
+        "first": one.url,
+        "second": other.url,
         "counts": found.counts,
         "changed_bytes": found.changed_bytes,
         "bytes_read": found.bytes_read,
         "notes": list(found.notes),
         "tensors": [
-            {**asdict(row), "values": asdict(values[row.name]) if row.name in values else None}
-            for row in found.tensors
-            if row.name in chosen
+            {**asdict(row), "values": asdict(by_name[row.name]) if row.name in by_name else None}
+            for row in shown
         ],
     }
+    told(value, *lines, total, *notes, read)
+    if exit_code and not found.is_empty:
+        sys.exit(1)
 
 
-def _print(
-    found: CheckpointDiff, names: list[str], by_name: dict[str, ValueDiff], *, values: bool
-) -> None:
-    chosen = set(names)
-    more = ("norm<", "relative<", "max<", "elements<") if values else ()
-    table = Rows("change", "name", "size<", "differs<", "was", "is", *more)
-    for row in found.tensors:
-        if row.name not in chosen:
-            continue
-        value = by_name.get(row.name)
-        told = (
-            [
-                number_text(value.norm),
-                number_text(value.relative),
-                number_text(value.max_abs),
-                f"{value.num_changed}/{value.num_elements}",
-            ]
-            if value is not None
-            else ["-" for _ in more]
-        )
-        same = row.first == row.second
-        table.add(
-            row.change,
-            row.name,
-            size_text(row.num_bytes),
-            size_text(row.changed_bytes),
-            row.first,
-            "" if same else row.second,
-            *told,
-            styled=(0, _STYLES.get(row.change, "")),
-        )
-    if chosen:
-        table.print()
-    counts = ", ".join(f"{count} {name}" for name, count in found.counts.items())
-    total = f"{len(found.tensors)} tensors and objects: {counts}" if counts else "both are empty"
-    click.echo(f"{total}; {size_text(found.changed_bytes)} differ")
-    for note in found.notes:
-        click.echo(f"note: {note}")
-    click.echo(f"{size_text(found.bytes_read)} of tensors were read to decide that")
+def _row(row: TensorDiff, value: ValueDiff | None) -> dict[str, object]:
+    numbers = {
+        "norm": value and number_text(value.norm),
+        "relative": value and number_text(value.relative),
+        "max": value and number_text(value.max_abs),
+        "elements": value and f"{value.num_changed}/{value.num_elements}",
+    }
+    return {
+        "change": row.change,
+        "name": row.name,
+        "size": size_text(row.num_bytes),
+        "differs": size_text(row.changed_bytes),
+        "type": " -> ".join(dict.fromkeys(filter(None, (row.first, row.second)))),
+        **{column: cell or "" for column, cell in numbers.items()},
+    }
 
 
 @click.command()
@@ -132,48 +105,45 @@ def _print(
     "layout",
     required=True,
     metavar="LAYOUT",
-    help="8 or 8:row, 8:column, 4x2 (rows over 4, columns over 2), row=4,column=2.",
+    help="8 or 8:row, 8:column, 4x2 (rows over 4, columns over 2).",
 )
 @click.option("--tensor", "pattern", metavar="GLOB", help="Only names that match.")
-@as_json
-def reshard(path: str, layout: str, pattern: str | None, as_json: bool) -> None:
+def reshard(path: str, layout: str, pattern: str | None) -> None:
     """Tell what a load of the checkpoint at PATH, or RUN@STEP, on other ranks would read.
 
     Planned as a load plans; nothing is read. PEAK is what a rank needs in memory: its tensors, and
     what is read and not yet in place.
     """
     found = checkpoint_at(path).reshard(layout, include=pattern)
-    if as_json:
-        print_json(
-            {
-                "path": path,
-                "layout": str(found.layout),
-                "bytes_needed": found.bytes_needed,
-                "bytes_read": found.bytes_read,
-                "amplification": found.amplification,
-                "peak_bytes": found.peak_bytes,
-                "uncovered": list(found.uncovered),
-                "ranks": [{**asdict(one), "peak_bytes": one.peak_bytes} for one in found.ranks],
-            }
-        )
-        return
-    table = Rows("rank<", "needs<", "reads<", "ranges<", "files<", "times<", "peak<")
-    for one in found.ranks:
-        times = one.bytes_read / one.bytes_needed if one.bytes_needed else 1.0
-        table.add(
-            one.rank,
-            size_text(one.bytes_needed),
-            size_text(one.bytes_read),
-            one.num_ranges,
-            one.num_files,
-            f"{times:.2f}",
-            size_text(one.peak_bytes),
-        )
-    table.print()
-    click.echo(
-        f"{found.layout}: {len(found.ranks)} ranks read {size_text(found.bytes_read)} for "
-        f"{size_text(found.bytes_needed)} ({found.amplification:.2f} times), at most "
-        f"{size_text(found.peak_bytes)} of memory on a rank"
+    rows = [
+        {
+            "rank": one.rank,
+            "needs": size_text(one.bytes_needed),
+            "reads": size_text(one.bytes_read),
+            "ranges": one.num_ranges,
+            "files": one.num_files,
+            "times": f"{one.bytes_read / one.bytes_needed if one.bytes_needed else 1.0:.2f}",
+            "peak": size_text(one.peak_bytes),
+        }
+        for one in found.ranks
+    ]
+    total = (
+        f"{found.layout}: {count_text(len(rows), 'rank')}, {size_text(found.bytes_read)} read for "
+        f"{size_text(found.bytes_needed)} ({found.amplification:.2f} times)\n"
+        f"at most {size_text(found.peak_bytes)} of memory on a rank"
     )
-    for name in found.uncovered:
-        click.echo(f"missing: a part of {name!r} is stored nowhere; a load would fail")
+    missing = [
+        f"missing: a part of {name!r} is stored nowhere; a load would fail"
+        for name in found.uncovered
+    ]
+    value = {
+        "path": path,
+        "layout": str(found.layout),
+        "bytes_needed": found.bytes_needed,
+        "bytes_read": found.bytes_read,
+        "amplification": found.amplification,
+        "peak_bytes": found.peak_bytes,
+        "uncovered": list(found.uncovered),
+        "ranks": [{**asdict(one), "peak_bytes": one.peak_bytes} for one in found.ranks],
+    }
+    told(value, *table(rows, least=("ranges", "files", "times")), total, *missing)

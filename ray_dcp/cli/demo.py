@@ -2,110 +2,108 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.table import Table
+
+from ray_dcp.cli.main import JSON
+from ray_dcp.cli.output import says, styled, table, told
+from ray_dcp.view.wording import size_text
 
 if TYPE_CHECKING:
     from ray_dcp.runtime.worker_group import WorkerGroup
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the closing table."""
-
-    what: str
-    ranks: int
-    seconds: float
-    num_bytes: int
-    files: int | None = None
-    bytes_needed: int | None = None
-
-
 @click.command()
-@click.option("--steps", default=4, show_default=True, help="Training steps between resizes.")
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    default=4,
+    show_default=True,
+    help="Training steps between resizes.",
+)
 @click.option("--dir", "directory", type=click.Path(file_okay=False), help="Where to save.")
 def demo(steps: int, directory: str | None) -> None:
     """Train a small Transformer on 4 ranks, save, kill it, resume on 2 and then 3 ranks.
 
     Exits with 1 if one bit of the resumed runs differs from an uninterrupted run.
     """
-    if steps < 1:
-        raise click.BadParameter("must be at least 1", param_hint="--steps")
     with tempfile.TemporaryDirectory(prefix="ray-dcp-demo-") as scratch:
         root = Path(directory or scratch).absolute()
         root.mkdir(parents=True, exist_ok=True)
-        raise SystemExit(_run(steps, root))
+        rows, problems = _run(steps, root)
+    value = {"steps": rows, "problems": problems}
+    cells = [{c: _cell(c, row[c]) for c in row} for row in rows]
+    told(value, *table(cells, left=("what",)), *(f"different: {one}" for one in problems))
+    if problems:
+        sys.exit(1)
 
 
-def _run(steps: int, root: Path) -> int:
+def _cell(column: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if column == "num_bytes":
+        return size_text(value)
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _say(line: str) -> None:
+    if not says(JSON):
+        click.echo(line)
+
+
+def _run(steps: int, root: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Returns what each save and load took, and which values differ."""
     # Why: workers inherit the environment; torch and ray warn there about what users can't change.
     warnings.filterwarnings("ignore", category=FutureWarning)
     from ray_dcp.integrations import demo as program
     from ray_dcp.runtime.worker_group import WorkerGroup
 
-    console = Console()
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
     problems: list[str] = []
 
     def compare(what: str, found: dict[str, str], expected: dict[str, str]) -> None:
-        different = sorted(
-            k for k in expected.keys() | found.keys() if found.get(k) != expected.get(k)
-        )
-        problems.extend(f"{what}: {name}" for name in different)
-        verdict = "[red]DIFFERENT[/red]" if different else "[green]bit-equal[/green]"
-        console.print(f"  {what}: {len(expected)} values {verdict}")
+        names = sorted(n for n in {**expected, **found} if found.get(n) != expected.get(n))
+        problems.extend(f"{what}: {name}" for name in names)
+        verdict = styled("DIFFERENT", "red") if names else styled("bit-equal", "green")
+        _say(f"  {what}: {len(expected)} values {verdict}")
 
-    with console.status("starting Ray and 4 rank actors") as status, WorkerGroup(4) as ranks:
-        status.update(f"training {3 * steps} steps on 4 ranks without interruption")
+    with WorkerGroup(4) as ranks:
         ranks.run(program.start)
         expected = {}
         for part in (1, 2, 3):
             ranks.run(program.train, part * steps)
             expected[part] = ranks.run(program.digests)[0]
-        status.update(f"training {steps} steps on 4 ranks, to be saved")
         ranks.run(program.start)
         loss = ranks.run(program.train, steps)[0]
-        console.print(f"trained {steps} steps on 4 ranks, loss {loss:.3f}")
+        _say(f"trained {steps} steps on 4 ranks, loss {loss:.3f}")
         path = root / f"step-{steps}"
         rows.append(_save(ranks, path))
         for part, world_size in ((1, 2), (2, 3)):
             ranks.kill()
-            console.print(f"saved {path.name}; all {ranks.world_size} ranks killed")
-            status.update(f"resuming on {world_size} ranks")
+            _say(f"saved {path.name}; all {ranks.world_size} ranks killed")
             ranks.resize(world_size)
             ranks.run(program.start, None, 1234)
             rows.append(_load(ranks, path))
-            compare(
-                f"resumed on {world_size} ranks at step {part * steps}",
-                ranks.run(program.digests)[0],
-                expected[part],
-            )
-            status.update(f"training on {world_size} ranks")
-            loss = ranks.run(program.train, (part + 1) * steps)[0]
-            compare(
-                f"trained on {world_size} ranks to step {(part + 1) * steps}, loss {loss:.3f}",
-                ranks.run(program.digests)[0],
-                expected[part + 1],
-            )
-            path = root / f"step-{(part + 1) * steps}"
+            on = f"on {world_size} ranks"
+            found = ranks.run(program.digests)[0]
+            compare(f"resumed {on} at step {part * steps}", found, expected[part])
+            until = (part + 1) * steps
+            loss = ranks.run(program.train, until)[0]
+            found = ranks.run(program.digests)[0]
+            compare(f"trained {on} to step {until}, loss {loss:.3f}", found, expected[part + 1])
+            path = root / f"step-{until}"
             rows.append(_save(ranks, path))
-        status.update("reading it with stock torch.distributed.checkpoint")
         compare(f"stock torch DCP reads step {3 * steps}", _stock_digests(path), expected[3])
-    _print_rows(console, rows)
-    for problem in problems:
-        console.print(f"[red]different: {problem}[/red]")
-    return 1 if problems else 0
+    return rows, problems
 
 
-def _save(ranks: WorkerGroup, path: Path) -> Row:
+def _save(ranks: WorkerGroup, path: Path) -> dict[str, Any]:
     from ray_dcp.integrations import demo as program
     from ray_dcp.view.checkpoint_view import open as open_view
 
@@ -113,18 +111,29 @@ def _save(ranks: WorkerGroup, path: Path) -> Row:
     ranks.run(program.save, str(path))
     seconds = time.perf_counter() - started
     view = open_view(str(path))
-    return Row(
-        f"save {path.name}", ranks.world_size, seconds, view.num_bytes, files=len(view.files)
-    )
+    return _row(f"save {path.name}", ranks, seconds, view.num_bytes, files=len(view.files))
 
 
-def _load(ranks: WorkerGroup, path: Path) -> Row:
+def _load(ranks: WorkerGroup, path: Path) -> dict[str, Any]:
     from ray_dcp.integrations import demo as program
 
     started = time.perf_counter()
     needed, read = ranks.run(program.restore, str(path))[0]
     seconds = time.perf_counter() - started
-    return Row(f"load {path.name}", ranks.world_size, seconds, read, bytes_needed=needed)
+    return _row(f"load {path.name}", ranks, seconds, read, read_per_needed=read / needed)
+
+
+def _row(
+    what: str,
+    ranks: WorkerGroup,
+    seconds: float,
+    num_bytes: int,
+    *,
+    files: int | None = None,
+    read_per_needed: float | None = None,
+) -> dict[str, Any]:
+    numbers = {"ranks": ranks.world_size, "seconds": seconds, "num_bytes": num_bytes}
+    return {"what": what, **numbers, "files": files, "read_per_needed": read_per_needed}
 
 
 def _stock_digests(path: Path) -> dict[str, str]:
@@ -136,30 +145,13 @@ def _stock_digests(path: Path) -> dict[str, str]:
     from ray_dcp.integrations import demo as program
 
     metadata = FileSystemReader(str(path)).read_metadata()
-    flat: dict[str, object] = {}
-    for name, item in metadata.state_dict_metadata.items():
-        if isinstance(item, TensorStorageMetadata):
-            flat[name] = torch.empty(item.size, dtype=item.properties.dtype)
-        else:
-            flat[name] = None
+    flat = {
+        name: torch.empty(item.size, dtype=item.properties.dtype)
+        if isinstance(item, TensorStorageMetadata)
+        else None
+        for name, item in metadata.state_dict_metadata.items()
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that it loads in a single process, as asked
         load(flat, checkpoint_id=str(path), no_dist=True)
     return program.digests_of(flat)
-
-
-def _print_rows(console: Console, rows: list[Row]) -> None:
-    table = Table()
-    for name in ("what", "ranks", "seconds", "MB", "files", "bytes read / needed"):
-        table.add_column(name, justify="left" if name == "what" else "right")
-    for row in rows:
-        ratio = "" if not row.bytes_needed else f"{row.num_bytes / row.bytes_needed:.2f}"
-        table.add_row(
-            row.what,
-            str(row.ranks),
-            f"{row.seconds:.2f}",
-            f"{row.num_bytes / 1e6:.2f}",
-            "" if row.files is None else str(row.files),
-            ratio,
-        )
-    console.print(table)

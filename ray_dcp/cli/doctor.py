@@ -6,7 +6,7 @@ import platform
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
@@ -15,11 +15,11 @@ import click
 
 import ray_dcp
 from ray_dcp.cli.listing import run_of
-from ray_dcp.cli.output import Rows, as_json, print_json
+from ray_dcp.cli.output import styled, told
 from ray_dcp.errors import CheckpointError
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, Storage
-from ray_dcp.view.run_view import RunView
+from ray_dcp.view.run_view import RunView, StepView
 from ray_dcp.view.wording import count_text, seconds_text, size_text
 
 Level = Literal["ok", "note", "wrong"]
@@ -49,8 +49,7 @@ class Finding:
     is_flag=True,
     help="Try to write as well: whether names can be created once, and how fast. Cleans up.",
 )
-@as_json
-def doctor(root: str, write: bool, as_json: bool) -> None:
+def doctor(root: str, write: bool) -> None:
     """Look for what is wrong with the run at ROOT, or with its storage.
 
     Exit status: 0 nothing is wrong, 1 a checkpoint is damaged, 2 the storage refuses.
@@ -60,7 +59,7 @@ def doctor(root: str, write: bool, as_json: bool) -> None:
     began_s = time.perf_counter()
     run = run_of(root)
     took = seconds_text(time.perf_counter() - began_s)
-    found.append(Finding("ok", "reading", f"{len(run)} checkpoints listed in {took}"))
+    found.append(Finding("ok", "reading", f"{count_text(len(run), 'checkpoint')} listed in {took}"))
     if storage.url.startswith(("s3://", "gs://")):
         found.append(Finding("note", "uploads", _LIFECYCLE))
     found += _steps(run)
@@ -71,13 +70,12 @@ def doctor(root: str, write: bool, as_json: bool) -> None:
         except CheckpointError as error:
             refused = True
             found.append(Finding("wrong", "writing", str(error)))
-    if as_json:
-        print_json({"path": run.url, "findings": [asdict(one) for one in found]})
-    else:
-        table = Rows("", "what", "found")
-        for one in found:
-            table.add(one.level, one.what, one.told, styled=(0, _STYLES[one.level]))
-        table.print()
+    findings = [asdict(one) for one in found]
+    width = max(len(one.what) for one in found)
+    lines = [
+        f"{styled(f'{f.level:<5}', _STYLES[f.level])} {f.what:<{width}} {f.told}" for f in found
+    ]
+    told({"path": run.url, "findings": findings}, *lines)
     if refused:
         sys.exit(2)
     if any(one.level == "wrong" for one in found):
@@ -94,52 +92,53 @@ def _versions() -> Finding:
     return Finding("ok", "versions", ", ".join(told))
 
 
-def _steps(run: RunView) -> list[Finding]:
-    found = []
+def _steps(run: RunView) -> Iterator[Finding]:
     for step in run:
-        if step.state == "damaged":
-            found.append(Finding("wrong", step.name, f"damaged: {step.detail}"))
-        if step.state == "in flight":
-            told = f"a save that is under way, or that crashed: {step.detail}; see ray-dcp gc"
-            found.append(Finding("note", step.name, told))
-        elif step.in_flight:
-            saves = count_text(len(step.in_flight), "save")
-            told = f"{saves} over it under way, or crashed; see ray-dcp gc"
-            found.append(Finding("note", step.name, told))
-        if step.state in ("aborted", "deleted") and step.detail:
-            found.append(Finding("note", step.name, f"{step.state}: {step.detail}"))
-        if step.created_s is not None and step.created_s > time.time() + _CLOCK_S:
-            told = "was saved in the future: the clocks of this machine and of the job differ"
-            found.append(Finding("note", step.name, told))
+        for level, what in _odd(step):
+            yield Finding(level, step.name, what)
     readable = [step for step in run if step.is_readable]
     if not readable:
-        found.append(Finding("note", "latest", "there is no checkpoint to load"))
-        return found
+        yield Finding("note", "latest", "there is no checkpoint to load")
+        return
     newest = run.step("latest")
     try:
         if newest.view.checkpoint.metadata_is_stale:
             told = ".metadata is missing or older: stock DCP does not see it; see ray-dcp metadata"
-            found.append(Finding("note", newest.name, told))
-        told = f"{newest.name} can be opened, {size_text(newest.view.num_bytes)}"
-        found.append(Finding("ok", "latest", told))
+            yield Finding("note", newest.name, told)
+        size = size_text(newest.view.num_bytes)
+        yield Finding("ok", "latest", f"{newest.name} can be opened, {size}")
     except CheckpointError as error:
-        found.append(Finding("wrong", newest.name, str(error)))
-    return found
+        yield Finding("wrong", newest.name, str(error))
 
 
-def _probe(storage: Storage) -> list[Finding]:
+def _odd(step: StepView) -> Iterator[tuple[Level, str]]:
+    if step.state in ("damaged", "unreadable"):
+        yield "wrong", f"{step.state}: {step.detail}"
+    if step.state == "in flight":
+        yield "note", f"a save under way, or that crashed: {step.detail}; see ray-dcp gc"
+    elif step.in_flight:
+        saves = count_text(len(step.in_flight), "save")
+        yield "note", f"{saves} over it under way, or crashed; see ray-dcp gc"
+    if step.state in ("aborted", "deleted") and step.detail:
+        yield "note", f"{step.state}: {step.detail}"
+    if step.created_s is not None and step.created_s > time.time() + _CLOCK_S:
+        yield "note", "was saved in the future: the clocks of this machine and of the job differ"
+
+
+def _probe(storage: Storage) -> Iterator[Finding]:
     """Tries what a save needs, under names of its own, and takes them away again."""
     key = f".ray-dcp-doctor-{secrets.token_hex(6)}"
-    found = []
     try:
         storage.write(key, b"1", create=True)
-        once = _refuses(lambda: storage.write(key, b"2", create=True))
-        if once and storage.traits.create_if_absent:
-            told = "a name is created once, whoever tries: saves of two jobs can't mix"
-            found.append(Finding("ok", "commit", told))
-        else:
-            told = "a name can be created twice: only one job at a time may save to a checkpoint"
-            found.append(Finding("note", "commit", told))
+        once = False
+        try:
+            storage.write(key, b"2", create=True)
+        except KeyExistsError:
+            once = storage.traits.create_if_absent
+        told = "created twice: only one job at a time may save to a checkpoint"
+        if once:
+            told = "created once, whoever tries: saves of two jobs can't mix"
+        yield Finding("ok" if once else "note", "commit", f"a name can be {told}")
         data = secrets.token_bytes(1 << 20)
         began_s = time.perf_counter()
         writer = storage.open_writer(f"{key}.part")
@@ -149,21 +148,11 @@ def _probe(storage: Storage) -> list[Finding]:
             writer.commit()
         finally:
             writer.abort()
-        wrote_s = time.perf_counter() - began_s
+        speed = size_text(int(_PROBE_BYTES / (time.perf_counter() - began_s)))
         began_s = time.perf_counter()
         same = storage.read(f"{key}.part", _PROBE_BYTES - len(data), len(data)) == data
-        read_s = time.perf_counter() - began_s
-        speed = size_text(int(_PROBE_BYTES / wrote_s))
-        told = f"{speed}/s by one thread; 1 MiB read in {seconds_text(read_s)}"
-        found.append(Finding("ok" if same else "wrong", "writing", told))
+        took = seconds_text(time.perf_counter() - began_s)
+        told = f"{speed}/s by one thread; 1 MiB read in {took}"
+        yield Finding("ok" if same else "wrong", "writing", told)
     finally:
         storage.delete([key, f"{key}.part"])
-    return found
-
-
-def _refuses(write: Callable[[], None]) -> bool:
-    try:
-        write()
-    except KeyExistsError:
-        return True
-    return False

@@ -10,25 +10,24 @@ import os
 import sys
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ray_dcp.cli.output import Rows, as_json, number_text, print_json, progress
+from ray_dcp.cli.main import JSON
+from ray_dcp.cli.output import progress, says, table, told
 from ray_dcp.cli.places import check_answers
-from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
+from ray_dcp.errors import CheckpointNotFoundError
 from ray_dcp.protocol.messages import Target
 from ray_dcp.view.listing import list_checkpoints
-from ray_dcp.view.run_view import KINDS, RunView, StepView, nearest_paths, usage_of
-from ray_dcp.view.wording import age_text, count_text, metric_names, seconds_text, size_text
+from ray_dcp.view.pictures.tables import LEFT, MOST_DETAILED, step_cells
+from ray_dcp.view.run_view import KINDS, RunView, StepView, Usage, nearest_paths, usage_of
+from ray_dcp.view.wording import count_text, size_text
 
-MOST_LOOKED_INTO = 50
-"""Of so many steps what is in them is told without being asked for."""
-_MOST_METRICS = 4
-_STYLES = {"committed": "green", "damaged": "red", "in flight": "yellow", "aborted": "yellow",
-           "deleted": "dim"}  # fmt: skip
+_STYLES = {"committed": "green", "damaged": "red", "unreadable": "red", "in flight": "yellow",
+           "aborted": "yellow", "deleted": "dim"}  # fmt: skip
+_LEAST = ("layout", "ranks", "durable", "new", "tags", "age", "stall")
 
 
 @click.command()
@@ -37,27 +36,26 @@ _STYLES = {"committed": "green", "damaged": "red", "in flight": "yellow", "abort
     "--full/--brief",
     default=None,
     help=f"Look into the steps for NEW, LAYOUT, STALL and DURABLE; default up to "
-    f"{MOST_LOOKED_INTO} steps.",
+    f"{MOST_DETAILED} steps.",
 )
-@as_json
-def ls(root: str, full: bool | None, as_json: bool) -> None:
+@click.option("--check", is_flag=True, help="Exit with 1 if a step is damaged.")
+def ls(root: str, full: bool | None, check: bool) -> None:
     """List the checkpoints at and below ROOT.
 
     STATE is committed, in flight (files of a save that may still be committed, or that crashed),
     aborted (a save failed), damaged (files are missing or have another length), stock (not written
-    by ray_dcp), or deleted. NEW are the bytes that the step before does not have, by stored hashes;
-    STALL is how long training waited, DURABLE how long it took until the commit.
+    by ray_dcp), deleted, or unreadable. NEW are the bytes that the step before does not have, by
+    stored hashes; STALL is how long training waited, DURABLE how long it took until the commit.
     """
     run = run_of(root)
-    looks_in = len(run) <= MOST_LOOKED_INTO if full is None else full
+    looks_in = len(run) <= MOST_DETAILED if full is None else full
     now_s = time.time()
-    if as_json:
-        print_json([listed(step, now_s, full=looks_in) for step in run])
-        return
-    if not len(run):
-        click.echo(f"no checkpoints at or below {root}")
-        return
-    _print(run, now_s, full=looks_in)
+    if says(JSON):
+        told([listed(step, now_s, full=looks_in) for step in run])
+    else:
+        told(None, *(_lines(run, now_s, full=looks_in) or [f"no checkpoints at or below {root}"]))
+    if check and any(step.state == "damaged" for step in run):
+        sys.exit(1)
 
 
 def run_of(root: str) -> RunView:
@@ -73,8 +71,8 @@ def run_of(root: str) -> RunView:
         )
     check_answers(root)
     place = Target(root)
-    with progress("looking") as told:
-        run = RunView(place, list_checkpoints(place, told=told))
+    with progress("looking") as bar:
+        run = RunView(place, list_checkpoints(place, told=bar))
     if not len(run) and "://" not in root and not Path(root).exists():
         raise CheckpointNotFoundError(
             f"expected a directory, but there is no {root}{nearest_paths(root)}"
@@ -105,95 +103,48 @@ def listed(step: StepView, now_s: float, *, full: bool) -> dict[str, Any]:
     }
 
 
-def _print(run: RunView, now_s: float, *, full: bool) -> None:
-    metrics = metric_names(((step.step, step.metrics) for step in run), _MOST_METRICS)
-    has_tags = any(step.tags for step in run)
-    more = ("new<", "layout", "stall<", "durable<") if full else ()
-    table = Rows(
-        "name",
-        "step<",
-        "state",
-        "size<",
-        "ranks<",
-        "age<",
-        *more,
-        *(f"{name}<" for name in metrics),
-        *(["tags"] if has_tags else []),
-    )
-    latest, best = _marked(run)
-    for step in run:
-        mark = " *latest" if step is latest else ""
-        mark += " *best" if step is best else ""
-        state = f"{step.state}{mark}"
-        table.add(
-            step.name,
-            "-" if step.step is None else step.step,
-            state,
-            size_text(step.num_bytes),
-            "-" if step.num_ranks is None else step.num_ranks,
-            "-" if step.created_s is None else age_text(now_s - step.created_s),
-            *(_details(step) if full else ()),
-            *(number_text(step.metrics[n]) if n in step.metrics else "-" for n in metrics),
-            *([" ".join(step.tags)] if has_tags else []),
-            styled=(2, _STYLES.get(step.state, "")),
-        )
-    table.print()
-    for step in run:
-        if step.state == "damaged":
-            click.echo(f"{step.name}: {step.detail}")
+def _lines(run: RunView, now_s: float, *, full: bool) -> list[str]:
+    rows = step_cells(run, details=full, now_s=now_s)
+    notes = []
+    for step, row in zip(run, rows, strict=True):
+        # Why not both: the number is the end of the name, and a run has one kind of names.
+        del row["step"], row["note"]
+        if step.detail and step.state in ("damaged", "unreadable"):
+            notes.append(f"{step.name}: {step.detail}")
         elif step.in_flight and step.state != "in flight":
-            click.echo(f"{step.name}: {count_text(len(step.in_flight), 'save')} over it in flight")
+            notes.append(
+                f"{step.name}: {count_text(len(step.in_flight), 'save')} over it in flight"
+            )
         if step.note:
-            click.echo(f"{step.name}: {step.note}")
-
-
-def _marked(run: RunView) -> tuple[StepView | None, StepView | None]:
-    """Returns the latest and the best step, where it is clear which that are."""
-    found: list[StepView | None] = []
-    for key in ("latest", "best"):
-        try:
-            found.append(run.step(key))
-        except CheckpointError:
-            found.append(None)
-    return found[0], found[1]
-
-
-def _details(step: StepView) -> list[str]:
-    new = step.new_bytes if step.is_readable else None
-    return [
-        "-" if new is None else size_text(new),
-        (step.layout if step.is_readable else None) or "-",
-        "-" if step.stall_s is None else seconds_text(step.stall_s),
-        "-" if step.durable_s is None else seconds_text(step.durable_s),
-    ]
+            notes.append(f"{step.name}: {step.note}")
+    lines = table(
+        rows,
+        left=LEFT,
+        least=_LEAST,
+        style=lambda column, cell: _STYLES.get(cell, "") if column == "state" else "",
+    )
+    return [*lines, *notes]
 
 
 @click.command()
 @click.argument("root")
-@as_json
-def du(root: str, as_json: bool) -> None:
+def du(root: str) -> None:
     """Tell what takes how much space at and below ROOT, step by step.
 
-    DATA is of what stands, LEFT of attempts that do not stand (see gc), RECORDS are manifests,
+    DATA is of what stands, LEFT of saves that failed or crashed (see gc), RECORDS are manifests,
     chunk tables and .metadata, OTHER is what other programs wrote.
     """
     run = run_of(root)
     rows = usage_of(run)
-    total = sum((Counter(row.num_bytes) for row in rows), Counter[str]())
-    if as_json:
-        print_json(
-            {
-                "path": run.url,
-                "steps": [{"name": row.name, **row.num_bytes} for row in rows],
-                "total": {kind: total[kind] for kind in KINDS},
-            }
-        )
-        return
-    table = Rows("name", *(f"{kind}<" for kind in KINDS), "all<")
-    for name, found in [*((row.name, row.num_bytes) for row in rows), ("total", dict(total))]:
-        sizes = [found.get(kind, 0) for kind in KINDS]
-        table.add(name, *map(size_text, sizes), size_text(sum(sizes)))
-    table.print()
+    sums: dict[str, int] = {kind: sum(row.num_bytes[kind] for row in rows) for kind in KINDS}
+    cells = []
+    for row in (*rows, Usage("total", sums)):
+        sizes = {str(kind): size_text(row.num_bytes[kind]) for kind in KINDS}
+        cells.append({"name": row.name, **sizes, "all": size_text(row.total_bytes)})
+    steps = [{"name": row.name, **row.num_bytes} for row in rows]
+    value = {"path": run.url, "steps": steps, "total": sums}
+    unread = [f"{step.name}: {step.detail}" for step in run if step.state == "unreadable"]
+    told(value, *table(cells, left=("name",)), *unread)
 
 
 @click.command()
@@ -206,24 +157,23 @@ def du(root: str, as_json: bool) -> None:
     help="Seconds between looks.",
 )
 @click.option("--looks", type=click.IntRange(1), help="End after so many; else with Ctrl-C.")
-@as_json
-def watch(root: str, interval: float, looks: int | None, as_json: bool) -> None:
+def watch(root: str, interval: float, looks: int | None) -> None:
     """Tell what happens to the run at ROOT: steps that come, change their state, and go.
 
     A line for each; with --json an object for each line.
     """
     before: dict[str, str] = {}
-    waiting = threading.Event()
     number = 0
     try:
-        while True:
+        while looks is None or number < looks:
+            if number:
+                threading.Event().wait(interval)
             run = run_of(root)
-            _tell(run, before, first=not number, as_json=as_json)
+            for change in changes(run, before):
+                _tell(run, *change, first=not number)
+            sys.stdout.flush()
             before = {step.name: step.state for step in run}
             number += 1
-            if looks is not None and number >= looks:
-                return
-            waiting.wait(interval)
     except KeyboardInterrupt:
         return  # that is how it ends
 
@@ -236,24 +186,15 @@ def changes(run: RunView, before: dict[str, str]) -> list[tuple[str, str, str]]:
         before: State by name, as it was. One that was not there, or is not any more, has "".
     """
     now = {step.name: str(step.state) for step in run}
-    return [
-        (name, before.get(name, ""), now.get(name, ""))
-        for name in [*now, *(name for name in before if name not in now)]
-        if before.get(name, "") != now.get(name, "")
-    ]
+    states = [(name, before.get(name, ""), now.get(name, "")) for name in {**now, **before}]
+    return [one for one in states if one[1] != one[2]]
 
 
-def _tell(run: RunView, before: dict[str, str], *, first: bool, as_json: bool) -> None:
-    now_s = time.time()
-    for name, was, state in changes(run, before):
-        if as_json:
-            row = listed(run.step(name), now_s, full=False) if state else {"name": name}
-            click.echo(json.dumps({"was": was, **row, "state": state or "gone"}))
-            continue
-        size = size_text(run.step(name).num_bytes) if state else ""
-        moment = "" if first else time.strftime("%H:%M:%S ")
-        what = state or "gone"
-        click.echo(
-            f"{moment}{name}: {f'{was} -> ' if was else ''}{what}{f', {size}' if size else ''}"
-        )
-    sys.stdout.flush()
+def _tell(run: RunView, name: str, was: str, state: str, *, first: bool) -> None:
+    if says(JSON):
+        row = listed(run.step(name), time.time(), full=False) if state else {"name": name}
+        click.echo(json.dumps({"was": was, **row, "state": state or "gone"}))
+        return
+    size = f", {size_text(run.step(name).num_bytes)}" if state else ""
+    moment = "" if first else time.strftime("%H:%M:%S ")
+    click.echo(f"{moment}{name}: {f'{was} -> ' if was else ''}{state or 'gone'}{size}")

@@ -7,9 +7,10 @@ refused, or the command was interrupted. Reading commands load neither torch nor
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 import traceback
-from typing import Any
+from typing import IO, Any
 
 import click
 
@@ -25,9 +26,10 @@ COMMANDS = {
     "verify": ("showing:verify", "Compare every stored byte with its checksums."),
     "reshard": ("comparing:reshard", "Tell what a load on other ranks would read."),
     "timeline": ("timeline:timeline", "Show what took how long on which rank when it was saved."),
+    "report": ("report:report", "Write one HTML file with pictures of a run."),
     "export": ("moving:export", "Write a checkpoint as safetensors, torch.save or stock DCP."),
     "import": ("moving:import_", "Make a checkpoint of a file or folder of another program."),
-    "cp": ("moving:cp", "Copy a checkpoint to another place."),
+    "cp": ("moving:cp", "Copy a checkpoint, or a run, to another place."),
     "tag": ("changing:tag", "Give a step tags, or a note."),
     "rm": ("changing:rm", "Delete checkpoints."),
     "gc": ("changing:gc", "Delete what crashed saves left behind."),
@@ -39,27 +41,41 @@ COMMANDS = {
     "devstore": ("devstore:devstore", "Run a local S3 server, for want of a cloud."),
 }
 
-DEBUG = "ray_dcp.debug"
-"""Key in click's `meta`: show tracebacks."""
+JSON, DEBUG, VERBOSE = (f"ray_dcp.{name}" for name in ("json", "debug", "verbose"))
+"""Keys in click's `meta`: whether the options of every command were given."""
+OPTIONS = {
+    "--json": (JSON, "Print JSON, errors too."),
+    "--verbose": (VERBOSE, "Also tell ids of saves, and numbers of records."),
+    "--debug": (DEBUG, "Show a traceback before the message of an error."),
+}
+"""Of every command, also behind its arguments: key in click's `meta`, and help."""
 
 
 class Failure(click.ClickException):
-    """Ends the command with one message, because the call is wrong or the storage refused."""
+    """Ends the command with one message.
 
-    exit_code = 2
+    Args:
+        message: One line for people.
+        exit_code: 1 if a checkpoint is damaged, else 2.
+        error: Its class, and where it was, for programs.
+    """
 
+    def __init__(self, message: str, exit_code: int = 2, **error: object) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code  # type: ignore[misc]
+        self._error = {"type": "Error", **error, "message": message, "exit_code": exit_code}
+        self._as_json = click.get_current_context().meta.get(JSON)
 
-class Damage(click.ClickException):
-    """Ends the command with one message, because the checkpoint is damaged."""
-
-    exit_code = 1
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Prints the message to standard error, or with `--json` an object to standard output."""
+        if self._as_json:
+            click.echo(json.dumps({"error": self._error}, indent=2, default=str))
+        else:
+            click.echo(f"Error: {self.message}", err=True)
 
 
 class LazyGroup(click.Group):
     """A group that imports a command's module when the command is called.
-
-    Each command takes `--debug`, also behind its arguments: a traceback then comes before the
-    message of an error.
 
     Args:
         lazy: Name of each command, with `module:attribute` below `ray_dcp.cli`, and one
@@ -69,6 +85,7 @@ class LazyGroup(click.Group):
     def __init__(self, *args: Any, lazy: dict[str, tuple[str, str]], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._lazy = lazy
+        self.params += _options()
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Returns the names in their order, without importing anything."""
@@ -82,7 +99,7 @@ class LazyGroup(click.Group):
         loaded = importlib.import_module(f"ray_dcp.cli.{module}")
         command: click.Command = getattr(loaded, attribute)
         if not any(parameter.name == "debug" for parameter in command.params):
-            command.params.append(_debug_option())
+            command.params += _options()
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -90,80 +107,70 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, told) for name, (_, told) in self._lazy.items()])
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Takes note of the options of every command, before anything of the call can be wrong."""
+        given = args[: args.index("--")] if "--" in args else args
+        ctx.meta.update({key: True for name, (key, _) in OPTIONS.items() if name in given})
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command; an error becomes one message and an exit code."""
         try:
             return super().invoke(ctx)
-        except CheckpointError as error:
-            _trace(ctx)
-            ending = Damage if isinstance(error, DamagedCheckpointError) else Failure
-            raise ending(_words(error)) from error
-        except KeyboardInterrupt as error:
-            _trace(ctx)
-            raise Failure("interrupted; what was begun was taken back") from error
-        except BrokenPipeError:
+        except (BrokenPipeError, click.exceptions.Exit, Failure):
             raise  # who reads our output has seen enough: click ends quietly
-        except click.Abort as error:
-            raise Failure("nothing was done") from error
-        except (click.ClickException, click.exceptions.Exit):
-            raise
-        except (OSError, MemoryError) as error:
-            _trace(ctx)
-            raise Failure(str(error) or type(error).__name__) from error
-        except Exception as error:
-            _trace(ctx)
-            raise Failure(
-                f"something that ray-dcp does not expect: {type(error).__name__}: {error}. Run it "
-                f"again with --debug, and please report what it prints"
-            ) from error
+        except (Exception, KeyboardInterrupt) as error:
+            if ctx.meta.get(DEBUG):
+                traceback.print_exc(file=sys.stderr)
+            raise _failure(error) from error
 
 
-def _words(error: CheckpointError) -> str:
-    """Returns an error for people: its message, and where it was if that is not said there.
-
-    Careful: of a wrong call `key` is an argument's name in Python, which nobody typed here.
-    """
-    key = None if isinstance(error, InvalidRequestError) else error.key
-    found = (("checkpoint", error.checkpoint_id), ("rank", error.rank), ("file", key))
-    where = [
-        f"{name} {value}"
-        for name, value in found
-        if value not in (None, "") and str(value) not in error.message
-    ]
-    text = f"{error.message} [{', '.join(where)}]" if where else error.message
-    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
-
-
-def _debug_option() -> click.Option:
-    def note(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
-        if value:
-            ctx.find_root().meta[DEBUG] = True
-
-    return click.Option(
-        ["--debug"],
-        is_flag=True,
-        expose_value=False,
-        callback=note,
-        help="Show a traceback before the message of an error.",
+def _failure(error: BaseException) -> Failure:
+    told: dict[str, Any] = {"type": type(error).__name__}
+    match error:
+        case CheckpointError():
+            # Careful: of a wrong call `key` is an argument's name, which nobody typed here.
+            key = None if isinstance(error, InvalidRequestError) else error.key
+            found = {"checkpoint": error.checkpoint_id, "rank": error.rank, "file": key}
+            told |= {name: value for name, value in found.items() if value not in (None, "")}
+            code = 1 if isinstance(error, DamagedCheckpointError) else 2
+            where = [f"{n} {v}" for n, v in list(told.items())[1:] if str(v) not in error.message]
+            text = f"{error.message} [{', '.join(where)}]" if where else error.message
+            if not text.isascii():
+                text = text.encode(errors="backslashreplace").decode()
+            return Failure(text, code, **told)
+        case KeyboardInterrupt():
+            return Failure("interrupted; what was begun was taken back", **told)
+        case click.Abort():
+            return Failure("nothing was done", **told)
+        case click.UsageError():
+            path = error.ctx.command_path if error.ctx else "ray-dcp"
+            return Failure(f"{error.format_message()} See {path} --help", **told)
+        case click.ClickException():
+            return Failure(error.format_message(), **told)
+        case OSError() | MemoryError():
+            return Failure(str(error) or type(error).__name__, **told)
+    return Failure(
+        f"something that ray-dcp does not expect: {type(error).__name__}: {error}. Run it again "
+        f"with --debug, and please report what it prints",
+        **told,
     )
 
 
-def _trace(ctx: click.Context) -> None:
-    if ctx.find_root().meta.get(DEBUG):
-        traceback.print_exc(file=sys.stderr)
+def _options() -> list[click.Parameter]:
+    return [
+        click.Option([name], is_flag=True, expose_value=False, help=told)
+        for name, (_, told) in OPTIONS.items()
+    ]
 
 
 @click.group(cls=LazyGroup, lazy=COMMANDS)
-@click.option("--debug", is_flag=True, help="Show a traceback before the message of an error.")
 @click.version_option(ray_dcp.__version__, prog_name="ray-dcp")
-@click.pass_context
-def main(ctx: click.Context, debug: bool) -> None:
+def main() -> None:
     """Look at checkpoints of PyTorch jobs, and move them: of ray_dcp, torch's DCP, safetensors.
 
     A checkpoint is named by its path or URL, or as RUN@STEP: run@latest, run@best, run@best:loss,
-    run@500, run@TAG. Commands that read take --json, those that write take --dry-run.
+    run@500, run@TAG. Commands that write take --dry-run; tables fit the screen.
 
     Exit status: 0 fine, 1 the checkpoint is damaged, 2 anything else.
     """
-    if debug:
-        ctx.meta[DEBUG] = True

@@ -1,74 +1,102 @@
-"""What commands print with: tables, JSON, questions, and bars on a terminal's standard error."""
+"""What commands print with: tables that fit, JSON, questions, and bars on standard error."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import click
 
+from ray_dcp.cli.main import JSON
 from ray_dcp.errors import InvalidRequestError
+from ray_dcp.view.pictures.drawing import shortened
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_LEAST_NAME = 12
+"""Letters that are left of a name where a table is too wide."""
 
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 dry_run = click.option("--dry-run", is_flag=True, help="Only tell what would be done.")
 yes = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 
 
-def print_json(value: Any) -> None:
-    """Prints a value as JSON."""
-    click.echo(json.dumps(value, indent=2, default=str))
+def says(option: str) -> bool:
+    """Whether an option of every command was given: `JSON` or `VERBOSE` of `main`."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(option))
 
 
-class Rows:
-    """A table that is printed at the end: in colours on a terminal, plain elsewhere.
-
-    Args:
-        *titles: One that ends in `<` has right-aligned cells.
-    """
-
-    def __init__(self, *titles: str) -> None:
-        self._titles = [title.rstrip("<").upper() for title in titles]
-        self._right = [title.endswith("<") for title in titles]
-        self._rows: list[list[str]] = []
-        self._styles: list[tuple[int, str]] = []
-
-    def add(self, *cells: object, styled: tuple[int, str] = (0, "")) -> None:
-        """Adds a row.
-
-        Args:
-            *cells: One for each title.
-            styled: Which cell has a style on a terminal, and which.
-        """
-        row = [str(cell) for cell in cells]
-        if sys.stdout.isatty():
-            # Why: a name in a checkpoint must not move the cursor of who looks at it.
-            row = [_CONTROL.sub("\N{REPLACEMENT CHARACTER}", cell) for cell in row]
-        self._rows.append(row)
-        self._styles.append(styled)
-
-    def print(self) -> None:
-        """Prints the table."""
-        widths = [max(map(len, column)) for column in zip(self._titles, *self._rows, strict=True)]
-        lines = [click.style(self._line(self._titles, widths), bold=True)]
-        for row, (at, style) in zip(self._rows, self._styles, strict=True):
-            lines.append(self._line(row, widths, at, style))
+def told(value: Any, *lines: str) -> None:
+    """Prints what a command found or did: with `--json` a value as JSON, else lines for people."""
+    if says(JSON):
+        click.echo(json.dumps(value, indent=2, default=str))
+    elif lines:
         click.echo("\n".join(lines))
 
-    def _line(self, row: list[str], widths: list[int], styled_at: int = 0, style: str = "") -> str:
+
+def screen_width() -> int | None:
+    """Returns how many columns there are; None where the output is no terminal.
+
+    `COLUMNS` counts in any case, as for other programs.
+    """
+    if "COLUMNS" not in os.environ and not sys.stdout.isatty():
+        return None
+    return max(shutil.get_terminal_size().columns, 20)
+
+
+def table(
+    rows: Sequence[Mapping[str, object]],
+    *,
+    left: Sequence[str] = (),
+    least: Sequence[str] = (),
+    style: Callable[[str, str], str] = lambda column, cell: "",
+) -> list[str]:
+    """Returns a table as lines of text that are no wider than the screen.
+
+    Columns without a value are left out. Where there is no room the columns of `least` go, the
+    first of them first; then the middle of the longest column that begins at the left is left out.
+
+    Args:
+        rows: Cells by column, the same columns in each.
+        left: Columns whose cells begin at the left.
+        least: Columns that may be dropped, the least important first.
+        style: Style of a cell on a terminal, by column and text.
+    """
+    cells = [{column: str(cell) for column, cell in row.items()} for row in rows]
+    if sys.stdout.isatty():
+        # Why: a name in a checkpoint must not move the cursor of who looks at it.
         cells = [
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, self._right, strict=True)
+            {c: _CONTROL.sub("\N{REPLACEMENT CHARACTER}", t) for c, t in r.items()} for r in cells
         ]
-        line = "  ".join(cells).rstrip()
-        start = sum(widths[:styled_at]) + 2 * styled_at
-        stop = start + widths[styled_at]
-        return line[:start] + styled(line[start:stop], style) + line[stop:]
+    columns = [column for column in cells[0] if any(row[column] for row in cells)] if cells else []
+    width = {column: max(len(column), *(len(row[column]) for row in cells)) for column in columns}
+    room = screen_width()
+    for column in least:
+        if room is None or sum(width[c] + 2 for c in columns) - 2 <= room:
+            break
+        columns = [one for one in columns if one != column]
+    over = 0 if room is None else sum(width[c] + 2 for c in columns) - 2 - room
+    names = [column for column in columns if column in left]
+    if over > 0 and names:
+        longest = max(names, key=lambda column: width[column])
+        width[longest] = max(width[longest] - over, _LEAST_NAME)
+
+    def line(row: Mapping[str, str], look: Callable[[str, str], str]) -> str:
+        told = []
+        for column in columns:
+            text, is_left = row[column], column in left
+            text = shortened(text if text or is_left else "-", width[column])
+            text = text.ljust(width[column]) if is_left else text.rjust(width[column])
+            told.append(styled(text, look(column, row[column])))
+        return "  ".join(told).rstrip()
+
+    head = line({column: column.upper() for column in columns}, lambda column, cell: "")
+    return [styled(head, "bold"), *(line(row, style) for row in cells)] if columns else []
 
 
 def styled(text: str, style: str) -> str:
@@ -79,16 +107,6 @@ def styled(text: str, style: str) -> str:
     if style in ("dim", "bold"):
         return click.style(text, **{style: True})
     return click.style(text, fg=style) if style else text
-
-
-def number_text(value: float) -> str:
-    """Returns a number in at most four digits, plain where it can be.
-
-    Example:
-        >>> number_text(2.31), number_text(0.000123456), number_text(1234567.0)
-        ('2.31', '0.0001235', '1.235e+06')
-    """
-    return f"{value:.4g}"
 
 
 @contextmanager
@@ -104,24 +122,17 @@ def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
     if not sys.stderr.isatty():
         yield None
         return
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TransferSpeedColumn,
-    )
 
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeElapsedColumn(),
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(),
+        rich.DownloadColumn(binary_units=True),
+        rich.TransferSpeedColumn(),
+        rich.TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

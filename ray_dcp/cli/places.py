@@ -8,6 +8,7 @@ from functools import cache
 
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.protocol.messages import Target
+from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.object_stores import PROVIDERS
 from ray_dcp.store.opening import absolute_target, open_storage
@@ -43,6 +44,39 @@ def place_of(text: str) -> AnyPlace:
     run, step = _split(text)
     check_answers(run)
     return run if step is None else run_at(run).step(step).path
+
+
+def checkpoints_of(text: str) -> list[tuple[str, AnyPlace]]:
+    """Returns name and place of the checkpoint at `PATH` or `RUN@STEP`, or of each of a run.
+
+    Of a run those that were committed, also damaged ones; items of a step go with it.
+
+    Raises:
+        CheckpointError: As `ray_dcp.open`.
+    """
+    place = place_of(text)
+    try:
+        open_checkpoint(place)
+    except CheckpointNotFoundError as error:
+        found = [step for step in steps_of_run(text) if step.name != "."]
+        if not found:
+            error.message += hint_at(text)
+            raise
+        return [(f"{text.rstrip('/')}/{step.name}", step.path) for step in found]
+    except CheckpointError:
+        pass  # whoever looks at it tells what is wrong
+    return [(text, place)]
+
+
+def steps_of_run(text: str) -> list[StepView]:
+    """Returns what was committed in a run, or can't be read; without the items of steps."""
+    try:
+        run = open_run(Target(text))
+    except CheckpointError:
+        return []
+    shown = [one for one in run if one.is_readable or one.state in ("damaged", "unreadable")]
+    names = {one.name for one in shown}
+    return [one for one in shown if one.name.rpartition("/")[0] not in names]
 
 
 def step_at(text: str) -> StepView:
@@ -129,11 +163,7 @@ def check_answers(url: str) -> None:
 
 def _steps_of(text: str) -> str:
     """Returns how to name a step where a run was named; nothing where it is none."""
-    try:
-        found = [one for one in open_run(Target(text)) if one.name != "."]
-    except CheckpointError:
-        return ""
-    found = [one for one in found if one.is_readable]
+    found = [one for one in steps_of_run(text) if one.name != "." and one.is_readable]
     if not found:
         return ""
     count = "its step" if len(found) == 1 else f"one of its {len(found)} steps"
@@ -147,3 +177,16 @@ def _label(step: StepView) -> str:
 def _split(text: str) -> tuple[str, str | None]:
     # Why: an @ may be part of a name.
     return (text, None) if os.path.exists(text) else split_address(text)
+
+
+def written(path: str, text: str) -> None:
+    """Writes a file of this machine so that it is there whole or not at all.
+
+    Raises:
+        InvalidRequestError: There is no such directory.
+        StorageError: It can't be written.
+    """
+    folder, name = os.path.split(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise InvalidRequestError(f"{path} can't be written: there is no directory {folder}")
+    LocalStorage(folder).write(name, text.encode())

@@ -4,56 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from typing import Any
 
 import click
 
-from ray_dcp.cli.output import Rows, as_json, number_text, print_json, progress
-from ray_dcp.cli.places import checkpoint_at, hint_at, place_of
-from ray_dcp.errors import CheckpointNotFoundError
+from ray_dcp.cli.main import JSON, VERBOSE
+from ray_dcp.cli.output import progress, says, table, told
+from ray_dcp.cli.places import checkpoint_at, checkpoints_of
+from ray_dcp.errors import CheckpointError
 from ray_dcp.view.checkpoint_view import CheckpointView
-from ray_dcp.view.pictures.of_views import leaves_of
-from ray_dcp.view.pictures.tree import Node, grown
+from ray_dcp.view.pictures.tree import Node, grown, leaves_of, shape_text
 from ray_dcp.view.verify import VerifyReport
 from ray_dcp.view.verify import verify as verify_path
-from ray_dcp.view.wording import count_text, size_text
+from ray_dcp.view.wording import count_text, number_text, size_text
 
-
-def tree_lines(
-    view: CheckpointView, names: Sequence[str] | None = None, depth: int | None = None
-) -> Iterator[str]:
-    """Yields the tree of a checkpoint as lines of text.
-
-    Args:
-        view: The checkpoint.
-        names: Which names; all by default.
-        depth: Levels; all by default.
-    """
-    yield from _lines(grown(leaves_of(view, names), merged=False), "", depth)
-
-
-def _lines(node: Node, indent: str, depth: int | None) -> Iterator[str]:
-    if depth is not None and depth <= 0:
-        return
-    for number, child in enumerate(node.children.values()):
-        last = number == len(node.children) - 1
-        yield f"{indent}{'└── ' if last else '├── '}{_node_line(child)}"
-        deeper = None if depth is None else depth - 1
-        yield from _lines(child, f"{indent}{'    ' if last else '│   '}", deeper)
-
-
-def _node_line(node: Node) -> str:
-    leaf = node.leaf
-    if leaf is None or node.children:
-        num_objects = node.num_leaves - node.num_tensors
-        counts = f"{node.num_tensors} tensors" + (f", {num_objects} objects" if num_objects else "")
-        return f"{node.name}: {counts}, {size_text(node.num_bytes)}"
-    if leaf.shape is None:
-        return f"{node.name}: object"
-    return f"{node.name}: {leaf.dtype}{list(leaf.shape)} {size_text(leaf.num_bytes)}"
-
-
+_MOST_NAMES = 40
 _MOST_PROBLEMS = 50
 
 
@@ -62,92 +29,117 @@ _MOST_PROBLEMS = 50
 @click.option(
     "--tensor", "pattern", metavar="GLOB", help="Only names that match, such as '*.bias'."
 )
+@click.option("--all", "show_all", is_flag=True, help=f"Each of more than {_MOST_NAMES} names.")
 @click.option("--tree", "as_tree", is_flag=True, help="As a tree of names, with sizes.")
 @click.option("--depth", type=click.IntRange(1), help="Levels of the tree.")
 @click.option("--stats", is_flag=True, help="With norms, as SaveOptions(stats=True) saved them.")
-@as_json
 def show(
-    path: str, pattern: str | None, as_tree: bool, depth: int | None, stats: bool, as_json: bool
+    path: str,
+    pattern: str | None,
+    show_all: bool,
+    as_tree: bool,
+    depth: int | None,
+    stats: bool,
 ) -> None:
     """Show the tensors and objects of the checkpoint at PATH, or RUN@STEP.
 
-    LAYOUT is how a tensor is cut into chunks: whole, rows/8, columns/2, 4x2.
+    Of more than 40 names it shows the modules that they belong to. LAYOUT is how a tensor is cut
+    into chunks: whole, rows/8, columns/2, 4x2.
     """
     view = checkpoint_at(path)
     names = [name for name in view.names if pattern is None or fnmatchcase(name, pattern)]
-    if as_json:
-        print_json(_shown(view, names))
+    if says(JSON):
+        told(_shown(view, names))
         return
-    for line in _summary(view):
-        click.echo(line)
+    root = grown(leaves_of(view, names), merged=False)
     if as_tree or depth is not None:
-        for line in tree_lines(view, names, depth):
-            click.echo(line)
-    elif names:
-        _print_rows(view, names, stats=stats)
-    if stats and not view.stats:
-        click.echo("no norms were saved: SaveOptions(stats=True) does that")
-    if pattern is not None:
-        click.echo(f"{len(names)} of {len(view)} names match {pattern!r}")
-
-
-def _print_rows(view: CheckpointView, names: list[str], *, stats: bool) -> None:
-    more = ("norm<", "max<", "nan<", "inf<") if stats else ()
-    table = Rows("name", "shape", "dtype", "chunks<", "size<", "layout", *more)
-    for name in names:
-        info = view.tensors.get(name)
-        if info is None:
-            table.add(name, "", "object", "", "", "", *("" for _ in more))
-            continue
-        found = view.stats.get(name) if stats else None
-        told = (
-            [number_text(found.norm), number_text(found.absmax), found.num_nan, found.num_inf]
-            if found is not None
-            else ["-" for _ in more]
-        )
-        shape = "x".join(map(str, info.shape)) or "scalar"
-        table.add(
-            name,
-            shape,
-            info.dtype,
-            info.num_chunks,
-            size_text(info.num_bytes),
-            view.layouts[name],
-            *told,
-        )
-    table.print()
-
-
-@click.command()
-@click.argument("path")
-@as_json
-def verify(path: str, as_json: bool) -> None:
-    """Compare every stored byte of the checkpoint at PATH, or RUN@STEP, with its checksums.
-
-    Exit status: 0 no damage, 1 damaged, 2 there is no checkpoint or the call is wrong.
-    """
-    with progress("verifying") as told:
-        try:
-            report = verify_path(place_of(path), told=told)
-        except CheckpointNotFoundError as error:
-            error.message += hint_at(path)
-            raise
-    if as_json:
-        print_json(_verified(path, report))
+        lines = [*_branches(root, "", depth)]
+    elif len(names) > _MOST_NAMES and not show_all and not stats:
+        lines = [*table(_groups(root), left=("name", "holds")), "each name: --all, --tree"]
     else:
-        for problem in report.problems[:_MOST_PROBLEMS]:
-            click.echo(f"damaged: {problem}")
-        if len(report.problems) > _MOST_PROBLEMS:
-            click.echo(f"... and {len(report.problems) - _MOST_PROBLEMS} more, see --json")
-        for note in report.notes:
-            click.echo(f"note: {note}")
-        result = "ok" if report.ok else count_text(len(report.problems), "problem")
-        click.echo(f"{path}: {result}, {size_text(report.checked_bytes)} checked")
-    if not report.ok:
-        sys.exit(1)
+        rows = [_row(view, name, stats=stats) for name in names]
+        least = ("inf", "nan", "chunks", "layout", "size")
+        lines = table(rows, left=("name", "shape", "dtype", "layout", "value"), least=least)
+    if stats and not view.stats:
+        lines.append("no norms were saved: SaveOptions(stats=True) does that")
+    if pattern is not None:
+        lines.append(f"{len(names)} of {count_text(len(view), 'name')} match {pattern!r}")
+    told(None, *_summary(view), *lines)
 
 
-def _shown(view: CheckpointView, names: list[str]) -> dict[str, Any]:
+def _summary(view: CheckpointView) -> list[str]:
+    ranks = "" if view.world_size is None else f", saved by {count_text(view.world_size, 'rank')}"
+    commit = f", attempt {view.attempt} in slot {view.slot}" if says(VERBOSE) else ""
+    return [
+        f"{view.url}: {view.kind}{ranks}{commit if view.attempt else ''}",
+        f"{count_text(len(view.tensors), 'tensor')} and {count_text(len(view.objects), 'object')}, "
+        f"{size_text(view.num_bytes)} in {count_text(len(view.files), 'file')}",
+    ]
+
+
+def _row(view: CheckpointView, name: str, *, stats: bool) -> dict[str, object]:
+    info, found = view.tensors.get(name), view.stats.get(name) if stats else None
+    numbers = {
+        "norm": found and number_text(found.norm),
+        "max": found and number_text(found.absmax),
+        "nan": found and found.num_nan,
+        "inf": found and found.num_inf,
+    }
+    more = {column: "" if value is None else value for column, value in numbers.items()}
+    if info is None:
+        cells = ("", "object", "", "", "", view.small_values.get(name, ""))
+    else:
+        size, shape = size_text(info.num_bytes), shape_text(info.shape)
+        cells = (shape, info.dtype, str(info.num_chunks), size, view.layouts[name], "")
+    columns = ("shape", "dtype", "chunks", "size", "layout", "value")
+    return {"name": name, **dict(zip(columns, cells, strict=True)), **(more if stats else {})}
+
+
+def _groups(root: Node) -> list[dict[str, str]]:
+    """Returns a row for each module, of as many levels as fit."""
+    level = [*root.children.items()]
+    while True:
+        deeper = [
+            (f"{name}.{below}" if node.children else name, child)
+            for name, node in level
+            for below, child in (node.children or {"": node}).items()
+        ]
+        if len(deeper) > _MOST_NAMES or (len(deeper) == len(level) and deeper == level):
+            break
+        level = deeper
+    shown = [
+        {
+            "name": name,
+            "holds": node.told,
+            "size": size_text(node.num_bytes) if node.num_tensors else "",
+        }
+        for name, node in level[:_MOST_NAMES]
+    ]
+    hidden = len(level) - len(shown)
+    more = {"name": f"… and {hidden} more", "holds": "", "size": ""}
+    return [*shown, *([more] if hidden else [])]
+
+
+def _branches(node: Node, indent: str, depth: int | None) -> Iterator[str]:
+    """Yields the tree below a node as lines of text."""
+    if depth is not None and depth <= 0:
+        return
+    for number, child in enumerate(node.children.values(), start=1):
+        last = number == len(node.children)
+        size = f", {size_text(child.num_bytes)}" if child.num_tensors else ""
+        yield f"{indent}{'└── ' if last else '├── '}{child.name}: {child.told}{size}"
+        deeper = None if depth is None else depth - 1
+        yield from _branches(child, f"{indent}{'    ' if last else '│   '}", deeper)
+
+
+def _shown(view: CheckpointView, names: Sequence[str]) -> dict[str, Any]:
+    tensors = {}
+    for name in names:
+        info, stats = view.tensors.get(name), view.stats.get(name)
+        if info is not None:
+            fields = {key: value for key, value in asdict(info).items() if key != "path"}
+            more = {} if stats is None else {"stats": asdict(stats)}
+            tensors[name] = {**fields, "layout": view.layouts[name], **more}
     return {
         "path": view.url,
         "kind": view.kind,
@@ -156,54 +148,50 @@ def _shown(view: CheckpointView, names: list[str]) -> dict[str, Any]:
         "world_size": view.world_size,
         "num_bytes": view.num_bytes,
         "files": [{"key": file.key, "num_bytes": file.num_bytes} for file in view.files],
-        "tensors": {
-            name: {
-                "shape": list(info.shape),
-                "dtype": info.dtype,
-                "num_bytes": info.num_bytes,
-                "num_chunks": info.num_chunks,
-                "layout": view.layouts[name],
-                **_told(view, name),
-            }
-            for name in names
-            if (info := view.tensors.get(name)) is not None
-        },
-        "objects": [name for name in names if name not in view.tensors],
+        "tensors": tensors,
+        "objects": {n: view.small_values.get(n) for n in names if n not in view.tensors},
     }
 
 
-def _told(view: CheckpointView, name: str) -> dict[str, Any]:
-    found = view.stats.get(name)
-    if found is None:
-        return {}
-    return {
-        "stats": {
-            "norm": found.norm,
-            "absmax": found.absmax,
-            "num_nan": found.num_nan,
-            "num_inf": found.num_inf,
-        }
-    }
+@click.command()
+@click.argument("path")
+def verify(path: str) -> None:
+    """Compare every stored byte of the checkpoint at PATH, or RUN@STEP, with its checksums.
+
+    PATH may be a run: then of each of its steps. Exit status: 0 no damage, 1 damaged, 2 there is
+    no checkpoint or the call is wrong.
+    """
+    places = checkpoints_of(path)
+    results, lines, unread = [], list[str](), list[CheckpointError]()
+    for name, place in places:
+        try:
+            with progress(f"verifying {name}") as bar:
+                report = verify_path(place, told=bar)
+        except CheckpointError as error:
+            if len(places) == 1:
+                raise
+            unread.append(error)
+            lines.append(f"{name}: could not be verified: {error.message}")
+            results.append({"path": name, "ok": False, "error": error.message})
+            continue
+        results.append(_verified(name, report))
+        lines += _problems(name, report)
+    # Why the one alone: that is what it was before runs could be verified.
+    told(results[0] if len(places) == 1 else {"path": path, "steps": results}, *lines)
+    if any(not result["ok"] for result in results):
+        sys.exit(2 if unread else 1)
 
 
-def _verified(path: str, report: VerifyReport) -> dict[str, Any]:
-    return {
-        "path": path,
-        "ok": report.ok,
-        "checked_bytes": report.checked_bytes,
-        "problems": [
-            {"file": p.file, "fqn": p.fqn, "start": p.start, "stop": p.stop, "what": p.what}
-            for p in report.problems
-        ],
-        "notes": list(report.notes),
-    }
+def _problems(name: str, report: VerifyReport) -> list[str]:
+    lines = [f"damaged: {problem}" for problem in report.problems[:_MOST_PROBLEMS]]
+    if len(report.problems) > _MOST_PROBLEMS:
+        lines.append(f"... and {len(report.problems) - _MOST_PROBLEMS} more, see --json")
+    lines += [f"note: {note}" for note in report.notes]
+    result = "ok" if report.ok else count_text(len(report.problems), "problem")
+    return [*lines, f"{name}: {result}, {size_text(report.checked_bytes)} checked"]
 
 
-def _summary(view: CheckpointView) -> list[str]:
-    ranks = "" if view.world_size is None else f", saved by {count_text(view.world_size, 'rank')}"
-    commit = "" if view.attempt is None else f", attempt {view.attempt} in slot {view.slot}"
-    return [
-        f"{view.url}: {view.kind}{ranks}{commit}",
-        f"{count_text(len(view.tensors), 'tensor')} and {count_text(len(view.objects), 'object')}, "
-        f"{size_text(view.num_bytes)} in {count_text(len(view.files), 'file')}",
-    ]
+def _verified(name: str, report: VerifyReport) -> dict[str, Any]:
+    problems = [asdict(problem) for problem in report.problems]
+    numbers = {"ok": report.ok, "checked_bytes": report.checked_bytes}
+    return {"path": name, **numbers, "problems": problems, "notes": list(report.notes)}

@@ -141,7 +141,7 @@ def _fence(
             case Fenced():
                 fenced.append(attempt)
             case Open(error):
-                refused.append(f"attempt {attempt} could not be ended: {error}")
+                refused.append(f"the save {attempt} could not be ended: {error}")
     return tuple(fenced), refused
 
 
@@ -268,8 +268,8 @@ def _check_expected(place: Listing, expected: str | None) -> None:
     found = "" if manifest is None else manifest.attempt
     if expected is not None and found != expected:
         raise CheckpointExistsError(
-            f"Expected to delete {f'attempt {expected}' if expected else 'what crashes left'}, but "
-            f"{f'attempt {found}' if found else 'nothing'} stands there by now, and stays",
+            f"Expected to delete {f'the save {expected}' if expected else 'what crashes left'}, "
+            f"but {f'the save {found}' if found else 'nothing'} stands there by now, and stays",
             checkpoint_id=place.storage.url,
         )
 

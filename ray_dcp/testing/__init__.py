@@ -21,46 +21,33 @@
     ...         print("ENOSPC" in str(error))
     True
 
-Names are loaded on first use: the conformance suites need pytest.
+The conformance suites are loaded on first use: they need pytest.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
+from ray_dcp.store.fault_injection import Call, CrashError, Fault, FaultyStorage, Script
+from ray_dcp.testing.dev_store import DevStore
+
 if TYPE_CHECKING:
-    from ray_dcp.store.fault_injection import Call as Call
-    from ray_dcp.store.fault_injection import CrashError as CrashError
-    from ray_dcp.store.fault_injection import Fault as Fault
-    from ray_dcp.store.fault_injection import FaultyStorage as FaultyStorage
-    from ray_dcp.store.fault_injection import Script as Script
-    from ray_dcp.testing.dev_store import DevStore as DevStore
-    from ray_dcp.testing.storage_conformance import PartWriterConformance as PartWriterConformance
-    from ray_dcp.testing.storage_conformance import StorageConformance as StorageConformance
+    from ray_dcp.testing.storage_conformance import StorageConformance
 
-_HOMES = {
-    "Call": "ray_dcp.store.fault_injection",
-    "CrashError": "ray_dcp.store.fault_injection",
-    "DevStore": "ray_dcp.testing.dev_store",
-    "Fault": "ray_dcp.store.fault_injection",
-    "FaultyStorage": "ray_dcp.store.fault_injection",
-    "PartWriterConformance": "ray_dcp.testing.storage_conformance",
-    "Script": "ray_dcp.store.fault_injection",
-    "StorageConformance": "ray_dcp.testing.storage_conformance",
-}
-
-__all__ = sorted(_HOMES)
+__all__ = [
+    "Call",
+    "CrashError",
+    "DevStore",
+    "Fault",
+    "FaultyStorage",
+    "Script",
+    "StorageConformance",
+]
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    if name != "StorageConformance":
         raise AttributeError(f"module 'ray_dcp.testing' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+    from ray_dcp.testing import storage_conformance
 
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return storage_conformance.StorageConformance

@@ -17,12 +17,9 @@ import tempfile
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 
 from ray_dcp.errors import DeadlineError, InvalidRequestError, ParticipantError
 from ray_dcp.store.location import Location
-
-__all__ = ["DevStore", "find_weed"]
 
 _PORTS = (
     "s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port",
@@ -81,12 +78,7 @@ class DevStore:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     @property

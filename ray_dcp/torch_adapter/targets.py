@@ -173,6 +173,7 @@ class Placing:
         self._fresh: list[tuple[Place, Fresh]] = []
         self._placed: dict[int, Any] = {}
         self._mismatches: list[str] = []
+        self._differ_in_size = False
         self._unsupported: list[str] = []
         self._not_tensors: list[str] = []
         self._kinds = table.kind.tolist()
@@ -260,8 +261,9 @@ class Placing:
                 + "; ".join(self._unsupported)
             )
         if self._mismatches:
+            what = "Size" if self._differ_in_size else "Dtype"
             raise ShapeMismatchError(
-                f"Size mismatch between saved and current for {len(self._mismatches)} value(s): "
+                f"{what} mismatch between saved and current for {len(self._mismatches)} value(s): "
                 + "; ".join(self._mismatches)
             )
         if self._not_tensors:
@@ -391,6 +393,7 @@ class Placing:
         if shape != self._shapes[number]:
             if self.resizing.allows(fqn, self._shapes[number], shape) and stored == dtype:
                 return stored
+            self._differ_in_size = True
             self._mismatches.append(
                 f"{fqn!r} is saved as {self._shapes[number]} and wanted as {shape}"
             )
@@ -636,7 +639,7 @@ def plan_targets(
         world_size: Number of ranks that load.
 
     Raises:
-        MissingKeyError: The checkpoint lacks keys; all are named, with similar ones it has.
+        MissingKeyError: The checkpoint lacks keys; five are named, with similar ones it has.
         ShapeMismatchError: Global shapes differ, or dtypes do in a way that `options.dtype`
             forbids; all are named.
         StateDictError: `options.strict` and there are unexpected keys, or some are of a module
@@ -787,18 +790,27 @@ def _matching_flat(loaded: Mapping[str, Any], index: Mapping[str, int], nested: 
     return old if any(name in index and name not in new_names for name in old.names) else flat
 
 
+_MOST_SHOWN = 5
+
+
 def _missing_error(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> MissingKeyError:
-    similar = {
-        name: get_close_matches(name, _candidates(name, unexpected), n=2) for name in missing[:5]
-    }
-    hints = [
-        f"{name!r} is like {' and '.join(map(repr, it))}" for name, it in similar.items() if it
-    ]
+    lines = []
+    for name in missing[:_MOST_SHOWN]:
+        close = get_close_matches(name, _candidates(name, unexpected), n=2)
+        hint = f" (the checkpoint has {' and '.join(map(repr, close))})" if close else ""
+        lines.append(f"  {name!r}{hint}")
+    if len(missing) > _MOST_SHOWN:
+        lines.append(f"  … and {len(missing) - _MOST_SHOWN} more")
+    count = f"{len(missing)} key{'' if len(missing) == 1 else 's'}"
     return MissingKeyError(
-        f"Missing key in checkpoint state_dict: {', '.join(map(repr, missing))}"
-        + (f" (of those in the checkpoint {', '.join(hints)})" if hints else "")
-        + "; load a checkpoint that has them, or leave their values as they are with "
-        "LoadOptions(strict=False)",
+        "\n".join(
+            [
+                f"Missing key in checkpoint state_dict: {count} of the state dict",
+                *lines,
+                "Load a checkpoint that has them, or leave their values as they are with "
+                "LoadOptions(strict=False)",
+            ]
+        ),
         key=missing[0],
     )
 

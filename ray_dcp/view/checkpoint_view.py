@@ -2,8 +2,7 @@
 
 How tensors are cut into chunks (`grids`), and over which files, is read off the chunk table. A mesh
 is not stored: a grid describes the boxes that the mesh led to. `read_stats` reads the numbers that
-a save left about its tensors (`format.tensor_stats`). `checkpoint_html` shows what the checkpoint
-is, its tensors, and the course of its save.
+a save left about its tensors (`format.tensor_stats`).
 
 `listing` lists many checkpoints, `verify` checks stored bytes.
 """
@@ -13,6 +12,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -23,10 +23,18 @@ import numpy as np
 
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.core.values import ChunkTable, Int64Array, Kind
-from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, MissingKeyError
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    MissingKeyError,
+)
+from ray_dcp.format.safe_pickle import PickleMachine, damaged
 from ray_dcp.format.tensor_stats import MAX_STATS_BYTES, TensorStats, decode_stats, stats_key
+from ray_dcp.format.torch_items import stored_records
 from ray_dcp.io.checkpoint import Checkpoint, read_checkpoint
 from ray_dcp.io.reader import read_item
+from ray_dcp.io.threads import run_tasks
 from ray_dcp.options import LoadOptions
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
@@ -34,10 +42,9 @@ from ray_dcp.store.storage import KeyMissingError, OneFile, Storage
 from ray_dcp.view.difference import CheckpointDiff, diff_checkpoints
 from ray_dcp.view.listing import rank_of_file
 from ray_dcp.view.naming import nearest
-from ray_dcp.view.pictures.drawing import div, safe
-from ray_dcp.view.pictures.of_views import leaves_of
+from ray_dcp.view.pictures.drawing import aside, div, heading, safe, shortened
 from ray_dcp.view.pictures.timeline import timeline
-from ray_dcp.view.pictures.tree import tensor_tree
+from ray_dcp.view.pictures.tree import leaves_of, tensor_tree
 from ray_dcp.view.resharding import Layout, ReshardPreview, preview_reshard
 from ray_dcp.view.tensor_handle import TensorHandle, TensorInfo
 from ray_dcp.view.trace import Trace, read_trace
@@ -65,7 +72,35 @@ def read_stats(storage: Storage, attempt: str | None) -> dict[str, TensorStats]:
         return {}
 
 
+class _PlainMachine(PickleMachine):
+    """Reads values of Python's own that need no name: a pickle with any other is refused."""
+
+    def _find(self, module: Any, name: Any) -> Any:
+        raise damaged("a plain value", f"{module}.{name}"[:80])
+
+    def _made(self, target: Any, args: Any) -> Any:
+        raise damaged("a plain value", "a call")
+
+    def _with_state(self, target: Any, state: Any) -> Any:
+        raise damaged("a plain value", "a state")
+
+    def _set_items(self, target: Any, items: list[Any]) -> None:
+        raise damaged("a plain value", "a mapping")
+
+
+def _plain_text(item: bytes) -> str | None:
+    """Returns a number, text or flat list that `torch.save` wrote, as `repr` does; else None."""
+    records = {name.partition("/")[2]: data for name, data in stored_records(item)}
+    value = _PlainMachine(bytes(records.get("data.pkl", b""))).load()
+    parts = value if isinstance(value, list | tuple) else [value]
+    # Why flat: lists that hold each other a few times over have no end when they are written out.
+    is_flat = all(part is None or isinstance(part, bool | int | float | str) for part in parts)
+    return shortened(repr(value), _MOST_LETTERS) if is_flat and len(parts) <= _MOST_PARTS else None
+
+
 _MOST_DIMS_LOOKED_AT = 8
+_MOST_VALUE_BYTES, _MOST_VALUES, _MOST_LETTERS, _MOST_PARTS = 4096, 64, 40, 16
+_VALUE_THREADS = 8
 
 
 def grids(table: ChunkTable) -> Int64Array:
@@ -248,6 +283,33 @@ class CheckpointView:
         return tuple(name for name, info in self._infos.items() if info is None)
 
     @cached_property
+    def small_values(self) -> Mapping[str, str]:
+        """Numbers, texts and short lists among the objects by FQN, as `repr` writes them.
+
+        Only objects that are stored in at most 4 KiB are read, the first 64 of them, and only what
+        is made of plain values is told: nothing that a pickle names is looked up.
+
+        What is damaged is left out: `verify` tells of it.
+
+        Raises:
+            StorageError: The storage refused.
+        """
+        table, found = self.checkpoint.table, dict[str, str]()
+        chunks = np.flatnonzero(table.kind[table.tensor] == Kind.OBJECT)
+        short = chunks[table.item_bytes[chunks] <= _MOST_VALUE_BYTES][:_MOST_VALUES].tolist()
+
+        def look(chunk: int) -> None:
+            # ValueError: Python writes out no number of more than 4,300 digits.
+            with suppress(DamagedCheckpointError, ValueError):
+                self.checkpoint.know_checks([chunk])
+                item = read_item(self.storage, table, chunk, transforms=self.checkpoint.transforms)
+                if (told := _plain_text(item)) is not None:
+                    found[table.names[table.tensor[chunk]]] = told
+
+        run_tasks(short, look, min(_VALUE_THREADS, len(short)))
+        return MappingProxyType(found)
+
+    @cached_property
     def layouts(self) -> Mapping[str, str]:
         """How each tensor is cut into chunks, by FQN: `whole`, `rows/8`, `columns/2`, `4x2`."""
         table = self.checkpoint.table
@@ -294,16 +356,8 @@ class CheckpointView:
     def _infos(self) -> dict[str, TensorInfo | None]:
         table = self.checkpoint.table
         counts = np.bincount(table.tensor, minlength=table.num_tensors).tolist()
-        rows = zip(
-            table.names,
-            table.paths,
-            table.kind.tolist(),
-            table.dtype.tolist(),
-            table.ndim.tolist(),
-            table.shape.tolist(),
-            counts,
-            strict=True,
-        )
+        columns = (one.tolist() for one in (table.kind, table.dtype, table.ndim, table.shape))
+        rows = zip(table.names, table.paths, *columns, counts, strict=True)
         infos: dict[str, TensorInfo | None] = {}
         for name, path, kind, dtype, ndim, padded, num_chunks in rows:
             if kind == Kind.OBJECT:
@@ -428,8 +482,8 @@ class CheckpointView:
         Nothing but the chunk table is looked at.
 
         Args:
-            layout: `8` or `8:row` for rows over 8 ranks, `8:column`, `4x2` for rows over 4 and
-                columns over 2, or `row=4,column=2`.
+            layout: `8` or `8:row` for rows over 8 ranks, `8:column`, or `4x2` for rows over 4 and
+                columns over 2.
             include: Shell pattern of FQNs; everything if None.
             options: Of the load.
 
@@ -448,8 +502,19 @@ class CheckpointView:
         )
 
     def _repr_html_(self) -> str:
-
-        return checkpoint_html(self)
+        facts = {
+            "kind": self.kind,
+            "ranks": self.world_size,
+            "size": f"{size_text(self.num_bytes)} in {count_text(len(self.files), 'file')}",
+        }
+        told = " · ".join(f"{k} <b>{safe(v)}</b>" for k, v in facts.items() if v is not None)
+        try:
+            drawn = "" if self.trace is None else timeline(self.trace).html
+        except CheckpointError as error:
+            drawn = aside(error.message)
+        summary = "<summary style='cursor:pointer'><b>how it was saved</b></summary>"
+        course = f"<details>{summary}{drawn}</details>" if drawn else ""
+        return div(heading(self.url, told), tensor_tree(leaves_of(self)).html, course)
 
 
 def open(path: AnyPlace) -> CheckpointView:  # noqa: A001 - the public name
@@ -486,39 +551,3 @@ def _one_file(path: AnyPlace) -> OneFile | None:
             checkpoint_id=os.fspath(path),
         )
     return OneFile(open_storage(folder), name)
-
-
-def checkpoint_html(view: CheckpointView) -> str:
-    """Returns a summary of a checkpoint, the tree of its tensors, and its timeline if it has one.
-
-    Static, complete in itself and of bounded size; every name is escaped.
-
-    Args:
-        view: The checkpoint.
-    """
-    facts = {
-        "kind": view.kind,
-        "ranks": view.world_size,
-        "size": f"{size_text(view.num_bytes)} in {count_text(len(view.files), 'file')}",
-        "tensors": len(view.tensors),
-        "objects": len(view.objects),
-        "attempt": view.attempt,
-    }
-    told = " · ".join(f"{k} <b>{safe(v)}</b>" for k, v in facts.items() if v is not None)
-    return div(
-        f"<div><b>{safe(view.url)}</b><br/>{told}</div>",
-        tensor_tree(leaves_of(view)).html,
-        _course(view),
-    )
-
-
-def _course(view: CheckpointView) -> str:
-    try:
-        trace = view.trace
-    except CheckpointError as error:
-        return f"<div style='opacity:.75'>{safe(error.message)}</div>"
-    if trace is None:
-        return ""
-    drawn = timeline(trace).html
-    summary = "<summary style='cursor:pointer'><b>how it was saved</b></summary>"
-    return f"<details>{summary}{drawn}</details>"

@@ -372,7 +372,7 @@ class CheckpointDiff:
         return f"is of dtype {', '.join(odd)}, which has no numbers here" if odd else None
 
     def _repr_html_(self) -> str:
-        from ray_dcp.view.pictures.of_runs import picture_diff
+        from ray_dcp.view.pictures.tables import picture_diff
 
         return picture_diff(self).html
 
@@ -390,6 +390,7 @@ def diff_checkpoints(
 ) -> CheckpointDiff:
     """Returns what changed from one checkpoint to another; see `CheckpointView.diff`."""
     found = diff_tables(first.table, second.table)
+    columns = found.change, found.first, found.second, found.num_bytes, found.changed_bytes
     tensors = [
         TensorDiff(
             name,
@@ -400,13 +401,7 @@ def diff_checkpoints(
             _told(second, name) if other >= 0 else "",
         )
         for name, change, row, other, num_bytes, changed_bytes in zip(
-            found.names,
-            found.change.tolist(),
-            found.first.tolist(),
-            found.second.tolist(),
-            found.num_bytes.tolist(),
-            found.changed_bytes.tolist(),
-            strict=True,
+            found.names, *(column.tolist() for column in columns), strict=True
         )
     ]
     undecided = [at for at, one in enumerate(tensors) if one.change == "undecided"]

@@ -10,6 +10,7 @@ which of them hold a checkpoint: the load that tries one finds out.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -42,7 +43,7 @@ from ray_dcp.protocol.garbage import attempts_of
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage, place_below
-from ray_dcp.store.storage import KeyMissingError, Storage
+from ray_dcp.store.storage import Entry, KeyMissingError, Storage
 
 _STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})", re.DOTALL)
 PART_NAME = re.compile(r"rank-\d+-part-\d+\.safetensors")
@@ -172,7 +173,9 @@ def rank_of_file(key: str) -> int | None:
     return int(match[1] or match[2]) if match else None
 
 
-State = Literal["committed", "in flight", "aborted", "damaged", "stock", "safetensors", "deleted"]
+State = Literal[
+    "committed", "in flight", "aborted", "damaged", "stock", "safetensors", "deleted", "unreadable"
+]
 
 FOREIGN: tuple[State, ...] = ("stock", "safetensors")
 """Checkpoints of other programs: read like ours, and never deleted."""
@@ -269,7 +272,7 @@ class ListedCheckpoint:
     """`committed`; `in flight`: files of a save that may still be committed, or that crashed;
     `aborted`: a save failed and nothing else is there; `damaged`: committed, but files are missing,
     have another length or can't be read; `stock`: not written by ray_dcp; `deleted`:
-    `ray_dcp.delete` took it away."""
+    `ray_dcp.delete` took it away; `unreadable`: the storage refused."""
     num_bytes: int
     """Bytes of all files in the directory, also of those that no commit refers to."""
     num_ranks: int | None
@@ -331,19 +334,23 @@ def list_checkpoints(
     storage = open_storage(root)
     with collector_paused():
         directories: dict[str, dict[str, int]] = {}
-        for entry in storage.list():
+        entries, refused = readable_entries(storage)
+        found = [_unreadable(name, why) for name, why in refused.items()]
+        for entry in entries:
             directory, _, name = entry.key.rpartition("/")
             directories.setdefault(directory, {})[name] = entry.num_bytes
         shared = _read_shared(storage, directories)
         _fold_attempts(directories)
         todo = [item for item in directories.items() if _is_checkpoint(item[1])]
         checkpoints = {directory for directory, _ in todo if directory}
-        found: list[ListedCheckpoint] = []
 
         def look(item: tuple[str, dict[str, int]]) -> None:
             # Why: a folder inside a checkpoint is an item, whatever number its name ends with.
             is_item = any(above in checkpoints for above in _above(item[0]))
-            found.append(_look(storage, root, *item, shared, is_item=is_item))
+            try:
+                found.append(_look(storage, root, *item, shared, is_item=is_item))
+            except StorageError as error:
+                found.append(_unreadable(item[0], error.message, sum(item[1].values())))
             if told is not None:
                 told(len(found), len(todo))
 
@@ -354,6 +361,34 @@ def list_checkpoints(
             run_tasks(todo, look, min(_REMOTE_THREADS, len(todo)))
         found.sort(key=lambda item: (item.step is None, item.step or 0, item.name))
     return tuple(found)
+
+
+def readable_entries(storage: Storage) -> tuple[list[Entry], dict[str, str]]:
+    """Returns what lies in a storage, and which folders of this machine can't be listed, and why.
+
+    Raises:
+        StorageError: Nothing can be listed.
+    """
+    try:
+        return storage.list(), {}
+    except StorageError as error:
+        entries: list[Entry] = []
+        refused: dict[str, str] = {}
+        is_local = isinstance(storage, LocalStorage) and os.path.isdir(storage.url)
+        for name in sorted(os.listdir(storage.url) if is_local else []):
+            try:
+                found = storage.list(name)
+                entries += [e for e in found if e.key == name or e.key.startswith(f"{name}/")]
+            except StorageError as why:
+                refused[name] = why.message
+        if not entries:
+            raise error
+        return entries, refused
+
+
+def _unreadable(directory: str, why: str, num_bytes: int = 0) -> ListedCheckpoint:
+    step = step_of(directory)
+    return ListedCheckpoint(directory or ".", step, "unreadable", num_bytes, None, None, why)
 
 
 def _read_shared(storage: Storage, directories: dict[str, dict[str, int]]) -> _Shared:

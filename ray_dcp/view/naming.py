@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Literal, TypeVar
 
-from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
+from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError, StorageError
 from ray_dcp.view.listing import ListedCheckpoint
 
 Mode = Literal["min", "max"]
@@ -96,7 +96,7 @@ def choose(listed: Sequence[Listed], key: int | str, *, url: str = "") -> Listed
     known = [*tags, *(one.name for one in listed), "latest", "best"]
     raise CheckpointNotFoundError(
         f"expected a tag or a folder {text!r} in {url}, found "
-        f"{f'the tags {_shortened(tags)}' if tags else 'no tags'} and {_found(listed)}"
+        f"{f'the tags {few(tags)}' if tags else 'no tags'} and {_found(listed)}"
         + nearest(text, known)
     )
 
@@ -185,7 +185,14 @@ def _latest(listed: Sequence[Listed], url: str) -> Listed:
     readable = [one for one in listed if one.is_readable]
     numbered = [one for one in readable if one.step is not None]
     if numbered:
-        return max(numbered, key=lambda one: (one.step or 0, one.name.count("/") == 0, one.name))
+        latest = max(numbered, key=lambda one: (one.step or 0, "/" not in one.name, one.name))
+        unread = [one for one in listed if one.state == "unreadable" and one.step is not None]
+        if unread and (unread[-1].step or 0) > (latest.step or 0):
+            raise StorageError(
+                f"{unread[-1].name} in {url} may be the latest step, but can't be read: "
+                f"{unread[-1].detail}"
+            )
+        return latest
     if readable:
         return max(readable, key=lambda one: (one.created_s or 0.0, one.name))
     raise CheckpointNotFoundError(f"expected a committed step in {url}, found {_found(listed)}")
@@ -194,7 +201,7 @@ def _latest(listed: Sequence[Listed], url: str) -> Listed:
 def _found(listed: Sequence[ListedCheckpoint]) -> str:
     if not listed:
         return "no checkpoint"
-    return f"the steps {_shortened(_steps(listed))}"
+    return f"the steps {few(_steps(listed))}"
 
 
 def _steps(listed: Sequence[ListedCheckpoint]) -> list[str]:
@@ -205,7 +212,8 @@ def _steps(listed: Sequence[ListedCheckpoint]) -> list[str]:
     ]
 
 
-def _shortened(names: Sequence[str]) -> str:
+def few(names: Sequence[str]) -> str:
+    """Returns names, of many the first and last ones and how many they are."""
     if len(names) <= _SHOWN:
         return ", ".join(names)
     return f"{', '.join(names[:3])}, … {', '.join(names[-3:])} ({len(names)} in all)"

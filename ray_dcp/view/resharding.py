@@ -41,7 +41,6 @@ _WHOLE_ITEM_BYTES = 1 << 20
 
 _PLAIN = re.compile(r"(\d+)(?::(row|column))?")
 _GRID = re.compile(r"(\d+)x(\d+)")
-_NAMED = re.compile(r"(row|column)=(\d+)")
 
 
 @dataclass(frozen=True)
@@ -131,9 +130,9 @@ class ReshardPreview:
         return self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
 
     def _repr_html_(self) -> str:
-        from ray_dcp.view.pictures.of_runs import picture_preview
+        from ray_dcp.view.pictures.tables import preview_chart
 
-        return picture_preview(self).html
+        return preview_chart(self).html
 
     @property
     def peak_bytes(self) -> int:
@@ -145,15 +144,14 @@ def parse_layout(text: str | int | Layout) -> Layout:
     """Returns the layout that a text means.
 
     Args:
-        text: `8` or `8:row`, `8:column`, `4x2` (4 parts of rows, 2 of columns), or
-            `row=4,column=2`.
+        text: `8` or `8:row`, `8:column`, or `4x2` (4 parts of rows, 2 of columns).
 
     Raises:
         InvalidRequestError: It means none.
 
     Example:
-        >>> parse_layout("4x2").num_ranks, str(parse_layout("row=2,column=3")), str(parse_layout(8))
-        (8, '2x3', '8:row')
+        >>> parse_layout("4x2").num_ranks, str(parse_layout("1x3")), str(parse_layout(8))
+        (8, '3:column', '8:row')
     """
     if isinstance(text, Layout):
         return text
@@ -161,16 +159,12 @@ def parse_layout(text: str | int | Layout) -> Layout:
     if isinstance(text, bool) or len(spelled) > 40:
         spelled = ""
     plain, grid = _PLAIN.fullmatch(spelled), _GRID.fullmatch(spelled)
-    named = [_NAMED.fullmatch(part) for part in spelled.split(",")]
     if plain is not None:
         return Layout(1, int(plain[1])) if plain[2] == "column" else Layout(int(plain[1]), 1)
     if grid is not None:
         return Layout(int(grid[1]), int(grid[2]))
-    parts = {found[1]: int(found[2]) for found in named if found is not None}
-    if parts and len(parts) == len(named):
-        return Layout(parts.get("row", 1), parts.get("column", 1))
     raise InvalidRequestError(
-        f"a layout is written as 8, 8:row, 8:column, 4x2 or row=4,column=2, but got {text!r}",
+        f"a layout is written as 8, 8:row, 8:column or 4x2, but got {text!r}",
         key="layout",
     )
 

@@ -26,7 +26,12 @@ from ray_dcp.store.opening import absolute_target, as_target, open_storage, plac
 from ray_dcp.view.checkpoint_view import CheckpointView, layout_text
 from ray_dcp.view.checkpoint_view import open as open_checkpoint
 from ray_dcp.view.difference import diff_tables
-from ray_dcp.view.listing import FOREIGN, ListedCheckpoint, list_checkpoints
+from ray_dcp.view.listing import (
+    FOREIGN,
+    ListedCheckpoint,
+    list_checkpoints,
+    readable_entries,
+)
 from ray_dcp.view.naming import best_of_run, choose, nearest, split_address
 from ray_dcp.view.trace import read_trace
 from ray_dcp.view.wording import size_text
@@ -40,11 +45,6 @@ class StepView(ListedCheckpoint):
     # Why: what is listed holds mappings, which have no hash.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
-
-    @property
-    def listed(self) -> ListedCheckpoint:
-        """What the listing tells."""
-        return self
 
     @property
     def path(self) -> Target:
@@ -268,7 +268,7 @@ class RunView:
         return found.step
 
     def _repr_html_(self) -> str:
-        from ray_dcp.view.pictures.of_runs import picture_steps
+        from ray_dcp.view.pictures.tables import picture_steps
 
         return picture_steps(self).html
 
@@ -371,7 +371,7 @@ def usage_of(run: RunView) -> list[Usage]:
     """
     by_name = {step.name: step for step in run}
     found: dict[str, Counter[str]] = {name: Counter() for name in by_name}
-    for entry in open_storage(run.place).list():
+    for entry in readable_entries(open_storage(run.place))[0]:
         name = _owner(entry.key, by_name)
         if name is None:
             top = entry.key.partition("/")[0] + ("/" if "/" in entry.key else "")

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,12 +56,10 @@ def select(index: Any, shape: tuple[int, ...]) -> Selection:
         Selection(offset=(2, 1), size=(4, 1), rest=(slice(None, None, 3), 0))
     """
     parts = _complete(index if isinstance(index, tuple) else (index,), shape)
-    chosen = [_one(*pair, axis) for axis, pair in enumerate(zip(parts, shape, strict=True))]
-    return Selection(
-        tuple(start for start, _, _ in chosen),
-        tuple(length for _, length, _ in chosen),
-        tuple(rest for _, _, rest in chosen),
-    )
+    pairs = zip(parts, shape, strict=True)
+    chosen = [_one(part, length, axis) for axis, (part, length) in enumerate(pairs)]
+    offset, size, rest = zip(*chosen, strict=True) if chosen else ((), (), ())
+    return Selection(offset, size, rest)
 
 
 def _complete(index: tuple[Any, ...], shape: tuple[int, ...]) -> list[Any]:
@@ -80,36 +78,27 @@ def _complete(index: tuple[Any, ...], shape: tuple[int, ...]) -> list[Any]:
 
 def _one(part: Any, length: int, axis: int) -> tuple[int, int, int | slice]:
     """Returns start, length and remaining index of one dimension."""
-    if isinstance(part, slice):
-        try:
-            steps = range(*part.indices(length))
-        except (TypeError, ValueError) as error:
-            raise InvalidRequestError(
-                f"dimension {axis} can't be sliced by {part}: {error}"
-            ) from None
-        if not steps:
-            return 0, 0, slice(None)
-        low, high = min(steps[0], steps[-1]), max(steps[0], steps[-1])
-        step = slice(None) if steps.step == 1 else slice(None, None, steps.step)
-        return low, high - low + 1, step
-    at = _integer(part, axis)
-    if not -length <= at < length:
+    try:
+        found = range(length)[operator.index(part) if type(part) is not slice else part]
+        if isinstance(part, bool):
+            raise TypeError
+    except IndexError:
         raise InvalidRequestError(
-            f"index {at} is out of bounds for dimension {axis}, which has length {length}"
-        )
-    return at % length, 1, 0
-
-
-def _integer(part: SupportsIndex, axis: int) -> int:
-    if not isinstance(part, bool):
-        try:
-            return operator.index(part)
-        except TypeError:
-            pass
-    raise InvalidRequestError(
-        f"expected an integer, a slice or '...' for dimension {axis}, but found "
-        f"{type(part).__name__}; read a slice and index the array that it gives"
-    )
+            f"index {part} is out of bounds for dimension {axis}, which has length {length}"
+        ) from None
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(
+            f"dimension {axis} can't be sliced by {part}: {error}"
+            if isinstance(part, slice)
+            else f"expected an integer, a slice or '...' for dimension {axis}, but found "
+            f"{type(part).__name__}; read a slice and index the array that it gives"
+        ) from None
+    if isinstance(found, int):
+        return found, 1, 0
+    if not found:
+        return 0, 0, slice(None)
+    low, high = min(found[0], found[-1]), max(found[0], found[-1])
+    return low, high - low + 1, slice(None) if found.step == 1 else slice(None, None, found.step)
 
 
 @dataclass(frozen=True)

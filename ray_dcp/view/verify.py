@@ -48,6 +48,7 @@ from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.store.storage import KeyMissingError, Storage
 from ray_dcp.view.listing import info_below
+from ray_dcp.view.naming import few
 from ray_dcp.view.trace import trace_notes
 
 _RECORDS = {"data.pkl", "version", "byteorder"}
@@ -248,13 +249,10 @@ def index_problem(storage: Storage, key: str, table: ChunkTable) -> Problem | No
     held: dict[str, set[str]] = {name: set() for name in table.names}
     for tensor, file in zip(table.tensor.tolist(), table.file.tolist(), strict=True):
         held[table.names[tensor]].add(table.files[file])
-    wrong = sorted(name for name, file in named.items() if file not in held.get(name, ()))
-    wrong += sorted(held.keys() - named.keys())
+    wrong = sorted(n for n in {*held, *named} if named.get(n) not in held.get(n, ()))
     if not wrong:
         return None
-    told = "; ".join(_told(name, named.get(name), held.get(name)) for name in wrong[:4])
-    more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-    what = f"expected the files that hold each tensor, found {told}{more}"
+    what = f"expected the files that hold each tensor, found other ones for {few(wrong)}"
     return Problem(key, None, 0, len(data), what)
 
 
@@ -284,12 +282,6 @@ def is_header_of(data: bytes, table: ChunkTable, rows: Sequence[int]) -> bool:
         return header(found.entries, sharding_metadata(offsets)) == data
     except CheckpointError:
         return False
-
-
-def _told(name: str, named: str | None, held: set[str] | None) -> str:
-    where = "no file" if named is None else repr(named[:100])
-    there = "none does" if not held else f"it is in {', '.join(sorted(held))}"
-    return f"{where} named for {name[:100]!r}, but {there}"
 
 
 def _attempt_of(metadata: bytes) -> str | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
 
 def size_text(num_bytes: int) -> str:
     """Returns a length in the largest binary unit that keeps it at 1 or above.
@@ -53,20 +51,14 @@ def count_text(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def metric_names(steps: Iterable[tuple[int | None, Mapping[str, float]]], most: int) -> list[str]:
-    """Returns which metrics have a column of their own: one that repeats the step has none.
-
-    Args:
-        steps: Number and metrics of each.
-        most: How many there may be.
+def number_text(value: float) -> str:
+    """Returns a number in at most four digits, plain where it can be.
 
     Example:
-        >>> metric_names([(20, {"step": 20, "loss": 0.5}), (None, {"acc": 0.9})], 6)
-        ['loss', 'acc']
+        >>> number_text(2.31), number_text(0.000123456), number_text(1234567.0)
+        ('2.31', '0.0001235', '1.235e+06')
     """
-    told = [(name, value, step) for step, metrics in steps for name, value in metrics.items()]
-    other = {name for name, value, step in told if name != "step" or value != step}
-    return [name for name in dict.fromkeys(name for name, _, _ in told) if name in other][:most]
+    return f"{value:.4g}"
 
 
 def seconds_text(seconds: float) -> str:

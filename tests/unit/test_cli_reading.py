@@ -7,18 +7,19 @@ import shutil
 import sys
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner, Result
 
 import ray_dcp
 from ray_dcp.cli.main import main
-from ray_dcp.cli.output import Rows
+from ray_dcp.cli.output import table
 from tests import checkpoints
 
 
 def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+    return CliRunner(env={"COLUMNS": None}).invoke(main, [str(one) for one in arguments])
 
 
 def output_of(*arguments: object) -> str:
@@ -58,7 +59,7 @@ def test_show_filters_by_pattern(saved_checkpoint: Path):
 def test_a_tree_counts_tensors_and_objects(saved_checkpoint: Path):
     lines = output_of("show", saved_checkpoint, "--tree").splitlines()
     assert lines[2].startswith("├── model: 7 tensors, ")
-    assert lines[-3:-1] == ["└── note[x]: 0 tensors, 2 objects, 0 B", "    ├── text: object"]
+    assert lines[-3:-1] == ["└── note[x]: 2 objects", "    ├── text: 'hello'"]
 
 
 def test_a_long_name_is_not_cut_when_the_output_is_piped(tmp_path: Path):
@@ -104,12 +105,27 @@ def test_wrong_use_exits_with_2(command: str):
 
 
 def test_a_table_on_a_terminal_has_colours_and_no_control_characters_of_names(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    table = Rows("name", "state", "size<")
-    table.add("a\x1b[2Jb", "damaged", "1 KiB", styled=(1, "red"))
-    table.print()
-    head, row = capsys.readouterr().out.splitlines()
-    assert head == "\x1b[1mNAME    STATE     SIZE\x1b[0m"
+    head, row = table(
+        [{"name": "a\x1b[2Jb", "state": "damaged", "size": "1 KiB"}],
+        left=("name", "state"),
+        style=lambda column, cell: "red" if column == "state" else "",
+    )
+    assert click.unstyle(head) == "NAME    STATE     SIZE"
     assert row == "a\ufffd[2Jb  \x1b[31mdamaged\x1b[0m  1 KiB"
+
+
+@pytest.mark.parametrize("columns", [30, 40, 60])
+def test_a_table_is_never_wider_than_the_screen(monkeypatch: pytest.MonkeyPatch, columns: int):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    rows = [{"name": "model.layers.17.attention.weight", "a": "x" * 12, "b": "y" * 12, "c": ""}]
+    lines = [click.unstyle(line) for line in table(rows, left=("name",), least=("a",))]
+    assert max(map(len, lines)) <= columns
+    assert "B" in lines[0].split()
+    assert "C" not in lines[0].split()
+    assert ("A" in lines[0].split()) == (columns == 60)
+    assert lines[1].startswith("model")
+    monkeypatch.delenv("COLUMNS")
+    assert "x" * 12 in table(rows, left=("name",), least=("a",))[1]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +19,7 @@ from click.testing import CliRunner, Result
 import ray_dcp
 from ray_dcp.cli import output, places
 from ray_dcp.cli.listing import changes
-from ray_dcp.cli.main import main
+from ray_dcp.cli.main import COMMANDS, main
 from ray_dcp.errors import StorageError
 from ray_dcp.manager import Item
 from ray_dcp.store.local import LocalStorage
@@ -39,8 +41,6 @@ def refused(*arguments: object, exit_code: int = 2) -> str:
 
 @pytest.fixture
 def run(saved_checkpoint: Path, tmp_path: Path) -> Path:
-    import shutil
-
     for step in (10, 20):
         shutil.copytree(saved_checkpoint, tmp_path / "run" / f"step-{step}")
     return tmp_path / "run"
@@ -82,7 +82,6 @@ def test_a_run_where_a_step_is_meant_is_told_with_how_to_name_one(run: Path):
     told = f"name one of its 2 steps, as {run}@latest or {run}@20"
     for command in (
         ["show", run],
-        ["verify", run],
         ["export", run, run / "out"],
         ["tag", run, "a"],
     ):
@@ -144,6 +143,91 @@ def test_a_storage_that_gives_no_permission_is_one_message(
     assert sorted(p.name for p in run.parent.iterdir()) == ["run"]
 
 
+def test_one_folder_that_can_not_be_read_stops_nothing(run: Path, monkeypatch: pytest.MonkeyPatch):
+    lists, reads = LocalStorage.list, LocalStorage.read
+
+    def listed(self: LocalStorage, prefix: str = "") -> list[object]:
+        if prefix in ("", "step-10", "step-10/") and self.url == str(run):
+            raise StorageError("[EACCES] Permission denied")
+        return list(lists(self, prefix))
+
+    def read(self: LocalStorage, key: str, *more: object) -> bytes:
+        if key.startswith("step-10/manifest-"):
+            raise StorageError("[EACCES] Permission denied")
+        return reads(self, key, *more)
+
+    for name, denied in (("list", listed), ("read", read)):
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalStorage, name, denied)
+            for command in (["ls", run], ["du", run], ["gc", run, "--yes"]):
+                found = invoke(*command)
+                assert found.exit_code == 0, found.output
+                assert "Permission denied" in found.output
+                assert "step-20" in found.output or command[0] == "gc"
+            steps = json.loads(invoke("ls", run, "--json").stdout)
+            assert [step["state"] for step in steps] == ["unreadable", "committed"]
+
+
+def test_a_run_is_verified_and_copied_step_by_step(run: Path):
+    ray_dcp.open(run).tag(10, "kept").annotate(20, "look")
+    found = invoke("verify", run)
+    assert (found.exit_code, found.stdout.count(": ok, ")) == (0, 2)
+    target = run.parent / "copy"
+    found = invoke("cp", run, target, "--verify")
+    assert (found.exit_code, found.stdout.splitlines()[-1]) == (0, "ok")
+    copied = ray_dcp.open(target)
+    assert [(s.name, s.state, s.tags, s.note) for s in copied] == [
+        ("step-10", "committed", ("kept",), ""), ("step-20", "committed", (), "look")
+    ]  # fmt: skip
+    assert "expected nothing of a checkpoint" in refused("cp", run, target)
+    checkpoints.data_file(run / "step-10").unlink()
+    found = invoke("verify", run)
+    assert (found.exit_code, f"{run}/step-20: ok" in found.stdout) == (1, True)
+    assert f"{run}/step-10: 1 problem," in found.stdout
+    assert [invoke("ls", run, *more).exit_code for more in ([], ["--check"])] == [0, 1]
+
+
+def test_a_report_is_one_page_that_needs_nothing_from_outside(run: Path, tmp_path: Path):
+    found = invoke("report", run, tmp_path / "r.html")
+    assert found.exit_code == 0, found.output
+    page = (tmp_path / "r.html").read_text()
+    for told in ("step-20", "model.large", "coordinator", "loaded by 2 ranks", "10 unchanged"):
+        assert told in page
+    assert not any(word in page for word in ("http:", "https:", "<script", "<link", " src="))
+    assert "no directory" in refused("report", run, tmp_path / "no" / "r.html")
+
+
+def test_no_command_speaks_of_slots_and_attempts_unless_asked(run: Path):
+    (run / "step-10" / "__0_0.00000000000000bb.distcp").write_bytes(b"left")
+    for command in (["ls", run], ["show", f"{run}@20"], ["verify", f"{run}@20"], ["doctor", run],
+                    ["gc", run, "--dry-run"], ["rm", f"{run}@20", "--dry-run"]):  # fmt: skip
+        said = invoke(*command).output
+        assert not re.search(r"\b(slot|attempt)s?\b", said), said
+    assert "in slot 1" in invoke("show", f"{run}@20", "--verbose").stdout
+    helps = [invoke(name, "--help").stdout for name in COMMANDS]
+    assert not [told for told in helps if re.search(r"\b(slot|attempt)s?\b", told)]
+
+
+def test_an_export_of_all_says_what_it_leaves_out(run: Path, tmp_path: Path):
+    found = invoke("export", f"{run}@10", tmp_path / "a.safetensors")
+    assert found.exit_code == 0, found.output
+    assert "left out 3 objects, as safetensors holds tensors alone: step, note[x]" in found.stdout
+    assert invoke("export", f"{run}@10", tmp_path / "b.safetensors", "--model-only").exit_code == 0
+    assert "weight" in ray_dcp.open(tmp_path / "b.safetensors").names
+    ray_dcp.save({"net": {"w": torch.ones(1)}}, checkpoint_id=tmp_path / "net")
+    said = refused("export", tmp_path / "net", tmp_path / "c.safetensors", "--model-only")
+    assert "found net: choose with --tensor and --strip-prefix" in said
+
+
+def test_files_of_other_kinds_are_one_line_and_exit_code_2(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("no checkpoint")
+    for command in (["import", tmp_path / "a.txt", tmp_path / "x"], ["show", tmp_path / "a.txt"],
+                    ["diff", tmp_path / "a.txt", tmp_path], ["verify", tmp_path / "a.txt"],
+                    ["cp", tmp_path / "a.txt", tmp_path / "x"], ["ls", tmp_path / "a.txt"],
+                    ["devstore", "--port", "0"]):  # fmt: skip
+        assert len(refused(*command).splitlines()) == 1, command
+
+
 def test_a_traceback_comes_with_debug_alone(run: Path, monkeypatch: pytest.MonkeyPatch):
     for arguments in (["--debug", "show", f"{run}@11"], ["show", f"{run}@11", "--debug"]):
         found = invoke(*arguments)
@@ -159,8 +243,6 @@ def test_a_traceback_comes_with_debug_alone(run: Path, monkeypatch: pytest.Monke
 def test_a_disk_that_is_too_small_is_said_before_anything_is_written(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    import shutil
-
     usage = shutil.disk_usage(run)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
     target = run.parent / "out"

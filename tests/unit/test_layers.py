@@ -82,7 +82,7 @@ HOMES = {
         },
         set(),
     ),
-    "matplotlib": ({"view"}, set()),
+    "matplotlib": (set(), set()),
     "click": ({"cli"}, set()),
     "rich": ({"cli"}, set()),
     "xxhash": ({"core"}, set()),

@@ -13,33 +13,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ray_dcp
-from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError, MissingKeyError
+from ray_dcp.errors import InvalidRequestError, MissingKeyError
 from ray_dcp.format.save_trace import RankTimes, SaveTrace, Span, make_trace
+from ray_dcp.protocol.messages import Target
+from ray_dcp.view.difference import TensorDiff
+from ray_dcp.view.listing import ListedCheckpoint
 from ray_dcp.view.pictures import (
-    Boxes,
-    Changed,
-    Leaf,
     Picture,
-    Step,
-    diff_chart,
-    even_boxes,
     line_chart,
     picture_diff,
     picture_layout,
     picture_norms,
-    picture_preview,
     picture_reshard,
     picture_steps,
-    picture_timeline,
-    picture_tree,
-    reshard,
-    shard_layout,
-    step_table,
     tensor_tree,
     timeline,
 )
-from ray_dcp.view.pictures.drawing import nice_ticks, rank_colour
-from ray_dcp.view.pictures.layout import flatten, overlaps, raster
+from ray_dcp.view.pictures.drawing import rank_colour, ticks
+from ray_dcp.view.pictures.layout import (
+    Boxes,
+    even_boxes,
+    flatten,
+    overlaps,
+    raster,
+    reshard,
+    shard_layout,
+)
+from ray_dcp.view.pictures.lines import norms_of
+from ray_dcp.view.pictures.tables import diff_chart
+from ray_dcp.view.pictures.tree import Leaf
+from ray_dcp.view.run_view import RunView
+from ray_dcp.view.tensor_handle import TensorInfo
 
 NASTY = "</title><script>alert(1)</script>&\"'\x00\ud800"
 
@@ -228,12 +232,16 @@ def test_what_ranks_take_adds_up_to_what_they_want(length: int, before: int, aft
 # --- trees, tables, lines -----------------------------------------------------------------------
 
 
+def leaf(name: str, num_bytes: int) -> Leaf:
+    return Leaf(name, TensorInfo((num_bytes,), "int8", num_bytes, 1, None))
+
+
 def leaves(n: int) -> list[Leaf]:
-    return [Leaf(f"model.layers.{i}.w", (i + 1,), "float32", 4 * (i + 1)) for i in range(n)]
+    return [leaf(f"model.layers.{i}.w", 4 * (i + 1)) for i in range(n)]
 
 
 def test_a_tree_adds_up_and_sorts_layer_9_before_layer_10():
-    root = parsed(tensor_tree([*leaves(12), Leaf(NASTY, None, "", 0)]))
+    root = parsed(tensor_tree([*leaves(12), Leaf(NASTY, None)]))
     names = [node.text for node in root.iter("code")]
     assert names[0].startswith("</title><script>")
     assert names[1] == "model.layers"
@@ -253,41 +261,48 @@ def test_a_tree_of_a_hundred_thousand_tensors_is_bounded():
 
 
 def test_a_tree_of_many_folders_is_bounded_too():
-    many = [Leaf(f"a{i}.b{j}.c{k}", (1,), "int8", 1)
+    many = [leaf(f"a{i}.b{j}.c{k}", 1)
             for i in range(30) for j in range(30) for k in range(30)]  # fmt: skip
     assert len(parsed(tensor_tree(many)).findall(".//code")) < 1200
 
 
+def run_of(steps: range | tuple[int, ...]) -> RunView:
+    """A run as a listing gives it, with steps of so many MiB."""
+    return RunView(
+        Target("memory://no-run"),
+        tuple(
+            ListedCheckpoint(f"step-{i}", i, "committed", i << 20, None, None, metrics={"loss": i})
+            for i in steps
+        ),
+    )
+
+
 def test_the_steps_of_a_run_have_bars_of_their_sizes():
-    steps = [
-        Step(name=f"step-{i}", step=i, num_bytes=i << 20, new_bytes=i << 19, metrics={"size": i})
-        for i in (1, 2, 4)
-    ]
-    root = parsed(step_table(steps, NASTY, best="step-2"))
-    assert [th.text for th in root.iter("th")] == ["step", "size", "size", "new", "state"]
+    root = parsed(picture_steps(run_of((1, 2, 4)), details=False))
+    assert [th.text for th in root.iter("th")] == ["step", "state", "mark", "loss", "size"]
     bars = [s for s in root.iter("span") if "background:#4c8fd6" in s.get("style", "")]
     widths = [int(re.search(r"width:(\d+)px", b.get("style", "")).group(1)) for b in bars]  # type: ignore[union-attr]
-    assert widths == [15, 15, 30, 30, 60, 60]
+    assert widths == [30, 0, 60, 0, 120, 0]
     rows = ["".join(row.itertext()) for row in root.iter("tr")]
-    assert "★" in rows[2]
+    assert "★" in rows[1]
     assert "latest" in rows[3]
 
 
 def test_a_thousand_steps_show_the_newest():
-    root = parsed(step_table([Step(name=f"step-{i}", step=i) for i in range(1000)]))
+    root = parsed(picture_steps(run_of(range(1000)), details=False))
     assert len(list(root.iter("tr"))) == 101
     assert "… and 900 earlier steps" in "".join(root.itertext())
-    assert "no checkpoints" in "".join(parsed(step_table([])).itertext())
+    assert "0 checkpoints" in "".join(parsed(picture_steps(run_of(()))).itertext())
 
 
 def test_a_difference_tells_how_much_changed_and_where_most():
     changes = [
-        Changed("same", "unchanged", 300),
-        Changed("little", "changed", 100, 100, 0.01),
-        Changed(NASTY, "changed", 100, 100, 0.5),
-        Changed("new", "added", 500, 500),
+        TensorDiff("same", "unchanged", 300, 0),
+        TensorDiff("little", "changed", 100, 100),
+        TensorDiff(NASTY, "changed", 100, 100),
+        TensorDiff("new", "added", 500, 500),
     ]
-    root = parsed(diff_chart(changes, "a → b"))
+    root = parsed(diff_chart(changes, "a → b", {"little": 0.01, NASTY: 0.5}))
     shares = {
         kind: number(titled(root, f"^{kind}: ")[0], "width")
         for kind in ("unchanged", "changed", "added")
@@ -297,7 +312,7 @@ def test_a_difference_tells_how_much_changed_and_where_most():
     told = texts(root)
     assert told.index("50.0%") < told.index("1.0%")
     assert "1 unchanged, 300 B" in told
-    parsed(diff_chart([Changed(f"t{i}", "changed", 1, 1) for i in range(5000)]))
+    parsed(diff_chart([TensorDiff(f"t{i}", "changed", 1, 1) for i in range(5000)]))
 
 
 def test_lines_go_up_where_values_do_and_the_steadiest_are_grey():
@@ -333,10 +348,10 @@ def test_values_far_apart_are_drawn_on_a_logarithmic_scale():
 @settings(deadline=None)
 @given(st.floats(1e-9, 1e12))
 def test_ticks_are_few_and_within(most: float):
-    ticks = nice_ticks(most)
-    assert 2 <= len(ticks) <= 8
-    assert ticks[0] == 0
-    assert ticks[-1] <= most * (1 + 1e-9)
+    found = ticks(0, most)
+    assert 2 <= len(found) <= 8
+    assert found[0] == 0
+    assert found[-1] <= most * (1 + 1e-9)
 
 
 # --- of views -----------------------------------------------------------------------------------
@@ -374,22 +389,14 @@ def test_views_are_drawn_by_name(run: Path):
     assert len(titled(parsed(picture_reshard(view, "a.w", 4)), "^wanted by")) == 4
     assert len(titled(parsed(picture_reshard(view, "a.w", "2x2")), "^wanted by")) == 4
     assert len(titled(parsed(picture_reshard(view, "a.w", (2, 5))), "^wanted by")) == 10
-    assert "rank 0" in texts(parsed(picture_timeline(view)))
-    assert "3 tensors and objects" in "".join(parsed(picture_tree(view)).itertext())
-    preview = parsed(picture_preview(view.reshard(4)))
+    assert "rank 0" in texts(parsed(timeline(view.trace)))
+    assert "2 tensors and 1 object" in "".join(parsed(Picture(view._repr_html_())).itertext())
+    preview = parsed(Picture(view.reshard(4)._repr_html_()))
     assert [t for t in texts(preview) if t.startswith("rank")] == [f"rank {i}" for i in range(4)]
     with pytest.raises(MissingKeyError, match=r"a\.w"):
         picture_layout(view, "a.v")
     with pytest.raises(InvalidRequestError, match="is an object"):
         picture_layout(view, "n")
-
-
-def test_a_checkpoint_without_a_trace_has_no_timeline(tmp_path: Path):
-    ray_dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "c", no_dist=True)
-    (trace,) = (tmp_path / "c").glob("trace.*.json")
-    trace.unlink()
-    with pytest.raises(CheckpointNotFoundError, match="trace of a save"):
-        picture_timeline(ray_dcp.open(tmp_path / "c"))
 
 
 def test_a_difference_shows_itself_without_reading(run: Path):
@@ -402,8 +409,6 @@ def test_a_difference_shows_itself_without_reading(run: Path):
 
 
 def test_norms_over_the_steps_are_those_of_the_tensors(run: Path):
-    from ray_dcp.view.pictures.of_runs import norms_of
-
     norms = norms_of(ray_dcp.open(run), "a.*")
     assert norms["a.w"] == [(s, pytest.approx(s * 20.0)) for s in (1.0, 2.0, 3.0)]
     assert "a.w" in texts(parsed(picture_norms(ray_dcp.open(run), "a.*")))

@@ -31,7 +31,7 @@ ATTEMPT = "0123456789abcdef"
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["timeline", *map(str, arguments)])
+    return CliRunner(env={"COLUMNS": None}).invoke(main, ["timeline", *map(str, arguments)])
 
 
 @pytest.fixture

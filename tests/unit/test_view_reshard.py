@@ -42,7 +42,7 @@ class Everywhere:
         """Takes note of nothing."""
 
 
-@pytest.mark.parametrize("layout", ["1", "3", "8", "3:column", "2x2", "row=3,column=4"])
+@pytest.mark.parametrize("layout", ["1", "3", "8", "3:column", "2x2", "3x4"])
 @pytest.mark.parametrize("kind", ["ours", "stock"])
 def test_the_preview_is_what_the_reader_then_reads(tmp_path: Path, layout: str, kind: str):
     path = tmp_path / "a"
@@ -121,7 +121,7 @@ def test_a_checkpoint_with_holes_says_what_a_load_would_miss(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "x", "8:diagonal", "0x2", "2x", "row=0", "-1", "row=2,rows=3", True, 10**9]
+    "text", ["", "0", "x", "8:diagonal", "0x2", "2x", "row=2", "-1", True, 10**9]
 )
 def test_what_is_no_layout_is_refused(text: object):
     with pytest.raises(InvalidRequestError, match="layout"):

@@ -12,6 +12,7 @@ import ray_dcp
 from ray_dcp.errors import (
     CheckpointNotFoundError,
     InvalidRequestError,
+    StorageError,
     UncommittedCheckpointError,
 )
 from ray_dcp.format.manifest import AbortRecord, encode_record, record_key
@@ -42,7 +43,7 @@ def test_a_step_tells_what_its_manager_and_its_save_noted(root: Path):
         "committed", {"loss": 0.1}, {"commit": "c20"}
     )  # fmt: skip
     assert step.num_ranks == 1
-    assert {step: step.listed.detail} == {step: ""}
+    assert {step: step.detail} == {step: ""}
     assert step.layout == "whole"
     assert 0 <= step.stall_s <= step.durable_s
 
@@ -120,6 +121,8 @@ def test_of_equally_good_steps_the_newest_is_the_best_and_only_readable_ones_cou
     assert choose(run, "latest").step == 2
     with pytest.raises(CheckpointNotFoundError, match="committed step"):
         choose([listed(3, "damaged")], "latest")
+    with pytest.raises(StorageError, match=r"step-3 .*may be the latest step"):
+        choose([*run[:2], listed(3, "unreadable")], "latest")
 
 
 def test_two_folders_of_one_step_have_to_be_told_apart():

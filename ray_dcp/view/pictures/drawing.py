@@ -1,4 +1,4 @@
-"""What all pictures are made of: SVG and HTML elements, colours, text that fits, axes. Pure.
+"""What all pictures are made of: SVG and HTML elements, colours, text that fits, bars. Pure.
 
 No scripts, fonts, images or style sheets: a picture is complete in itself, offline too. Text takes
 the colour of the page (`currentColor`), and all other colours are of middle lightness, so that it
@@ -11,9 +11,11 @@ import colorsys
 import math
 import os
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 WIDTH = 860
 """Of a picture, in pixels; it shrinks with its cell."""
@@ -22,7 +24,7 @@ CHARACTER = 6.3
 FAINT = 0.18
 """Opacity of lines that only guide the eye."""
 
-RED, GREY = "#d1495b", "#8d949c"
+RED, GREY, AMBER = "#d1495b", "#8d949c", "#d99a2b"
 _RANKS = (
     "#4c8fd6", "#e08a3c", "#4fa866", "#d4576b", "#9a6fd0",
     "#a9795a", "#d874b5", "#8a8f98", "#b5a835", "#3ba9b5",
@@ -88,7 +90,7 @@ def safe(value: object) -> str:
     return escape(_NOT_XML.sub("\ufffd", str(value)))
 
 
-def tag(name: str, content: str = "", **attributes: object) -> str:
+def tag(name: str, content: str = "", **attributes: Any) -> str:
     """Returns an element; `_` in the name of an attribute stands for `-`.
 
     Args:
@@ -101,7 +103,7 @@ def tag(name: str, content: str = "", **attributes: object) -> str:
         '<rect x="1.23" stroke-width="2"/>'
     """
     told = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{_value(value)}"'
+        f' {key.replace("_", "-")}="{_value(value)}"'
         for key, value in attributes.items()
         if value is not None
     )
@@ -109,20 +111,31 @@ def tag(name: str, content: str = "", **attributes: object) -> str:
 
 
 def rect(
-    x: float, y: float, width: float, height: float, fill: str, title: str = "", **more: object
+    x: float, y: float, width: float, height: float, fill: str, title: str = "", **more: Any
 ) -> str:
     """Returns a rectangle that tells its title when the mouse is over it."""
     inner = tag("title", safe(title)) if title else ""
     return tag("rect", inner, x=x, y=y, width=width, height=height, fill=fill, **more)
 
 
-def text(x: float, y: float, value: object, *, size: int = 11, **more: object) -> str:
-    """Returns text in the colour of the page."""
-    more.setdefault("fill", "currentColor")
-    return tag("text", safe(value) or " ", x=x, y=y, font_size=size, **more)
+def line(x1: float, y1: float, x2: float, y2: float, **more: Any) -> str:
+    """Returns a line; one that only guides the eye if nothing else is said."""
+    more = more or {"stroke": "currentColor", "opacity": FAINT}
+    return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, **more)
 
 
-def svg(width: float, height: float, *parts: str, label: str = "") -> str:
+def text(x: float, y: float, value: object, anchor: str | None = None, **more: Any) -> str:
+    """Returns text in the colour of the page, from `x` on; to it or around it by `anchor`."""
+    look = {"fill": "currentColor", "font_size": 11, "text_anchor": anchor, **more}
+    return tag("text", safe(value) or " ", x=x, y=y, **look)
+
+
+def note(x: float, y: float, value: object, anchor: str | None = None, **more: Any) -> str:
+    """Returns smaller text that explains."""
+    return text(x, y, value, anchor, **{"font_size": 10, "opacity": 0.75, **more})
+
+
+def svg(width: float, height: float, *parts: str, label: str) -> str:
     """Returns a drawing that shrinks with the page.
 
     Args:
@@ -132,74 +145,147 @@ def svg(width: float, height: float, *parts: str, label: str = "") -> str:
         label: What it shows, in a sentence, for those who don't see it.
     """
     style = f"max-width:{_value(width)}px;width:100%;height:auto;{_FONT}"
-    return tag(
-        "svg",
-        (tag("title", safe(label)) if label else "") + "".join(parts),
-        viewBox=f"0 0 {_value(width)} {_value(height)}",
-        role="img",
-        style=style,
-    )
+    inner = tag("title", safe(label)) + "".join(parts)
+    box = f"0 0 {_value(width)} {_value(height)}"
+    return tag("svg", inner, viewBox=box, role="img", style=style)
 
 
-def div(*parts: str, style: str = "") -> str:
+def div(*parts: str) -> str:
     """Returns a block of HTML."""
-    return f'<div style="{_FONT};font-size:13px;line-height:1.45;{style}">{"".join(parts)}</div>'
+    return f'<div style="{_FONT};font-size:13px;line-height:1.45">{"".join(parts)}</div>'
 
 
-def clip(value: str, pixels: float, size: int = 11) -> str:
+def pictured(*parts: str) -> Picture:
+    """Returns a picture of parts, one below the other."""
+    return Picture(div(*parts))
+
+
+def heading(title: str, told: str = "") -> str:
+    """Returns what stands above a picture: its title and what is told beside it, which is HTML."""
+    return f"<div>{' · '.join(filter(None, (title and f'<b>{safe(title)}</b>', told)))}</div>"
+
+
+def aside(told: str) -> str:
+    """Returns a line below or above a picture that tells what is left out."""
+    return f"<div style='opacity:.75'>{safe(told)}</div>" if told else ""
+
+
+def legend(x: float, y: float, colours: Iterable[tuple[str, str]], **look: Any) -> str:
+    """Returns what colours mean, side by side.
+
+    Args:
+        x: Where it begins.
+        y: Of the top.
+        colours: Each with its meaning.
+        **look: Of the squares.
+    """
+    parts = []
+    for colour, told in colours:
+        parts += [rect(x, y, 10, 10, colour, **look), note(x + 14, y + 9, told)]
+        x += 28 + len(told) * 5.4
+    return "".join(parts)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One row of `bars`."""
+
+    label: str
+    parts: Sequence[tuple[float, str, str]]
+    """`(length, colour, title)`, beside each other."""
+    told: str
+    """Behind them."""
+
+
+def bars(rows: Sequence[Bar], x: float, y: float, *, most: int) -> tuple[str, float]:
+    """Returns rows of names and bars, the longest of which fills the width, and their lower end.
+
+    Args:
+        rows: From above.
+        x: Where the bars begin; their names end there.
+        y: Of the top.
+        most: Rows that are drawn; of more it is told how many they are.
+    """
+    shown = rows[:most]
+    longest = max((sum(part[0] for part in row.parts) for row in shown), default=0.0)
+    room = max((len(row.told) for row in shown), default=0) * 5.6 + 16
+    scale, parts = (WIDTH - x - room) / (longest or 1.0), []
+    for row in shown:
+        parts.append(text(x - 8, y + 11, clip(row.label, x - 12), "end"))
+        end = x
+        for length, colour, title in row.parts:
+            parts.append(rect(end, y + 2, max(length * scale, 1.0), 11, colour, title))
+            end += length * scale
+        parts.append(note(end + 6, y + 11, row.told))
+        y += 16
+    if len(rows) > most:
+        parts.append(note(x, y + 11, f"… and {len(rows) - most} more"))
+        y += 16
+    return "".join(parts), y
+
+
+def clip(value: str, pixels: float) -> str:
     """Returns text that fits, with its middle left out where it is too long: ends tell most.
 
     Args:
         value: Any text.
         pixels: Room for it.
-        size: Of the font.
 
     Example:
         >>> clip("model.layers.17.attention.weight", 100)
         'model.l….weight'
     """
-    most = max(3, int(pixels / (CHARACTER * size / 11)))
-    if len(value) <= most:
-        return value
+    return shortened(value, int(pixels / CHARACTER))
+
+
+def shortened(value: str, most: int) -> str:
+    """Returns text of at most so many characters, with its middle left out if it has more.
+
+    Example:
+        >>> shortened("model.layers.17.attention.weight", 11)
+        'model…eight'
+    """
+    most = max(3, most)
     left = (most - 1) // 2
-    return f"{value[:left]}…{value[len(value) - (most - 1 - left) :]}"
+    return value if len(value) <= most else f"{value[:left]}…{value[left + 1 - most :]}"
 
 
 def rank_colour(rank: int) -> str:
     """Returns the colour of a rank: the same in all pictures, and unlike its neighbours'.
 
     Args:
-        rank: From 0.
+        rank: From 0; -1 where nobody knows.
 
     Example:
         >>> rank_colour(0), rank_colour(11) != rank_colour(12)
         ('#4c8fd6', True)
     """
-    if 0 <= rank < len(_RANKS):
-        return _RANKS[rank]
+    if rank < len(_RANKS):
+        return GREY if rank < 0 else _RANKS[rank]
     hue = rank * 0.618033988749895 % 1.0
-    lightness = (0.5, 0.58, 0.54)[rank % 3]
-    red, green, blue = colorsys.hls_to_rgb(hue, lightness, 0.45)
-    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
+    rgb = colorsys.hls_to_rgb(hue, (0.5, 0.58, 0.54)[rank % 3], 0.45)
+    return "#" + "".join(f"{round(part * 255):02x}" for part in rgb)
 
 
-def nice_ticks(most: float, about: int = 6) -> list[float]:
-    """Returns round numbers from 0 to at most a value.
+def ticks(low: float, high: float, about: int = 6) -> list[float]:
+    """Returns round numbers from one value to another.
 
     Args:
-        most: At least 0.
+        low: The first is at least this.
+        high: The last is at most this.
         about: How many are wanted.
 
     Example:
-        >>> nice_ticks(0.93), nice_ticks(0)
-        ([0.0, 0.2, 0.4, 0.6, 0.8], [0.0])
+        >>> ticks(0, 0.93), ticks(7.3, 12.9), ticks(0, 0)
+        ([0.0, 0.2, 0.4, 0.6, 0.8], [8.0, 9.0, 10.0, 11.0, 12.0], [0.0])
     """
-    if not 0 < most < math.inf:
-        return [0.0]
-    raw = most / about
+    if not 0 < high - low < math.inf:
+        return [float(low)]
+    raw = (high - low) / about
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next((power * factor for factor in (1, 2, 5) if power * factor >= raw), power * 10)
-    return [round(step * index, 12) for index in range(int(most / step + 1e-9) + 1)]
+    every = next((power * factor for factor in (1, 2, 5) if power * factor >= raw), power * 10)
+    first, last = math.ceil(low / every - 1e-9), math.floor(high / every + 1e-9)
+    return [round(every * at, 12) for at in range(first, last + 1)]
 
 
 def _value(value: object) -> str:

@@ -1,73 +1,101 @@
-"""Numbers over the steps of a training, as lines: norms of weights, losses, sizes. Pure."""
+"""Numbers over the steps of a training, as lines: norms of weights, losses, sizes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
-from ray_dcp.view.pictures.drawing import (
-    FAINT,
-    GREY,
-    WIDTH,
-    Picture,
-    clip,
-    div,
-    nice_ticks,
-    rank_colour,
-    safe,
-    svg,
-    tag,
-    text,
-)
+import numpy as np
 
-MOST_NAMED, MOST_LINES = 8, 60
-MOST_POINTS = 400
+from ray_dcp.core.dtypes import READABLE, as_numbers
+from ray_dcp.errors import InvalidRequestError
+from ray_dcp.view.pictures import drawing as draw
+from ray_dcp.view.pictures.drawing import GREY, WIDTH, Picture
+from ray_dcp.view.tensor_handle import TensorHandle, parts_of
+
+if TYPE_CHECKING:
+    from ray_dcp.view.run_view import RunView
+
+MOST_NAMED, MOST_LINES, MOST_POINTS = 8, 60, 400
 LOG_RATIO = 50.0
 """Values that lie further apart are drawn on a logarithmic scale."""
 
-_LEFT, _RIGHT, _TOP, _HEIGHT = 58, 210, 12, 230
+_LEFT, _TOP, _BOTTOM, _END = 58, 12, 242, WIDTH - 210
 
 Series = Mapping[str, Sequence[tuple[float, float]]]
 
 
-def line_chart(series: Series, title: str = "", *, unit: str = "") -> Picture:
+def line_chart(series: Series, title: str = "") -> Picture:
     """Returns numbers over steps: the ones that change most by name, the others faint behind them.
 
     Args:
         series: Name → `(step, value)`; values that are not finite are marked at the bottom.
         title: Above the picture.
-        unit: Of the values.
     """
     kept = {name: _thinned(sorted(points)) for name, points in series.items() if points}
-    order = by_change(kept)
-    named, faint = order[:MOST_NAMED], order[MOST_NAMED:MOST_LINES]
-    values = [v for name in order for _, v in kept[name] if math.isfinite(v)]
-    steps = [s for name in order for s, _ in kept[name]]
-    head = f"<div><b>{safe(title)}</b></div>" if title else ""
+    order = sorted(kept, key=lambda name: -_change(kept[name]))
+    values = [v for points in kept.values() for _, v in points if math.isfinite(v)]
     if not values:
-        return Picture(div(head, "<div style='opacity:.75'>no values</div>"))
-    scale = _Scale(steps, values)
-    parts = [scale.axes(unit)]
-    parts += [_line(kept[name], scale, name, GREY, 1.0, 0.35) for name in faint]
-    parts += [
-        _line(kept[name], scale, name, rank_colour(index), 1.8, 1.0)
-        for index, name in enumerate(named)
+        return draw.pictured(draw.heading(title), draw.aside("no values"))
+    scale = _Scale([s for points in kept.values() for s, _ in points], values)
+    faint = order[MOST_NAMED:MOST_LINES]
+    parts = [
+        scale.axes(),
+        *(_line(kept[name], scale, name, GREY, faint=True) for name in faint),
     ]
-    parts.append(_names(named, kept, scale))
-    hidden = len(order) - len(named)
-    note = ""
-    if hidden:
-        told = f"{hidden} that change less" + (
-            "" if len(faint) == hidden else f", {len(faint)} drawn"
+    ends = []
+    for index, name in enumerate(order[:MOST_NAMED]):
+        parts.append(_line(kept[name], scale, name, draw.rank_colour(index), faint=False))
+        ends.append((scale.y(kept[name][-1][1]), scale.x(kept[name][-1][0]), index, name))
+    hidden = len(order) - len(ends)
+    drawn = "" if len(faint) == hidden else f", {len(faint)} drawn"
+    told = draw.aside(f"in grey: {hidden} that change less{drawn}" if hidden else "")
+    label = f"{len(order)} lines over steps"
+    drawing = draw.svg(WIDTH, _BOTTOM + 26, *parts, *_names(ends), label=label)
+    return draw.pictured(draw.heading(title), drawing, told)
+
+
+def picture_norms(run: RunView, include: str = "*") -> Picture:
+    """Returns the norms of tensors over the steps of a run.
+
+    Of steps that were saved with `SaveOptions(stats=True)` they are known; of others the tensors
+    are read.
+
+    Args:
+        run: As `ray_dcp.open` gives it.
+        include: Shell pattern of FQNs.
+
+    Raises:
+        InvalidRequestError: Nothing matches.
+        DamagedCheckpointError: What is read does not match its checksums.
+    """
+    return line_chart(norms_of(run, include), f"norms of {include} over the steps of {run.url}")
+
+
+def norms_of(run: RunView, include: str = "*") -> dict[str, list[tuple[float, float]]]:
+    """Returns the norm of each tensor at each step; see `picture_norms`.
+
+    Returns:
+        FQN → `(step, norm)`. Steps that can't be read are left out.
+    """
+    found: dict[str, list[tuple[float, float]]] = {}
+    for step in run:
+        if step.step is None or not step.is_readable:
+            continue
+        stats = step.view.stats
+        for name, info in step.view.tensors.items():
+            if fnmatchcase(name, include) and info.dtype in READABLE and info.num_bytes:
+                norm = stats[name].norm if name in stats else _norm(step.view[name])
+                found.setdefault(name, []).append((float(step.step), norm))
+    if not found:
+        raise InvalidRequestError(
+            f"expected tensors with numbers whose names match {include!r} in the steps of "
+            f"{run.url}, found none",
+            key="include",
         )
-        note = f"<div style='opacity:.7'>in grey: {told}</div>"
-    label = f"{len(order)} lines over {len(set(steps))} steps"
-    return Picture(div(head, svg(WIDTH, _TOP + _HEIGHT + 26, *parts, label=label), note))
-
-
-def by_change(series: Series) -> list[str]:
-    """Returns the names of all lines that have points, those that change most first."""
-    return sorted((name for name in series if series[name]), key=lambda n: -_change(series[n]))
+    return found
 
 
 class _Scale:
@@ -78,149 +106,77 @@ class _Scale:
         low, high = min(values), max(values)
         self.is_log = low > 0 and high / low > LOG_RATIO
         if self.is_log:
-            self.low, self.high = math.log10(low), math.log10(high)
-        else:
-            # Why from 0 where it is near: a small change of a large number is small.
-            self.low = 0.0 if 0 <= low < 0.5 * high else low
-            self.high = high
-        if self.high - self.low <= abs(self.high) * 1e-9:
-            pad = abs(self.high) * 0.1 or 1.0
-            self.low, self.high = self.low - pad, self.high + pad
+            low, high = math.log10(low), math.log10(high)
+        elif 0 <= low < 0.5 * high:
+            low = 0.0  # a small change of a large number is small
+        if high - low <= abs(high) * 1e-9:
+            pad = abs(high) * 0.1 or 1.0
+            low, high = low - pad, high + pad
+        self.low, self.high = low, high
 
     def x(self, step: float) -> float:
         span = self.last - self.first
-        return _LEFT + ((step - self.first) / span if span else 0.5) * (WIDTH - _LEFT - _RIGHT)
+        return _LEFT + ((step - self.first) / span if span else 0.5) * (_END - _LEFT)
+
+    def shows(self, value: float) -> bool:
+        return math.isfinite(value) and not (self.is_log and value <= 0)
 
     def y(self, value: float) -> float:
-        if not math.isfinite(value) or (self.is_log and value <= 0):
-            return _TOP + _HEIGHT
+        if not self.shows(value):
+            return _BOTTOM
         at = math.log10(value) if self.is_log else value
-        return _TOP + (1 - (at - self.low) / (self.high - self.low)) * _HEIGHT
+        return _TOP + (1 - (at - self.low) / (self.high - self.low)) * (_BOTTOM - _TOP)
 
-    def axes(self, unit: str) -> str:
-        parts = []
-        if self.is_log:
-            ticks = [10.0**p for p in range(math.ceil(self.low), math.floor(self.high) + 1)]
-        else:
-            ticks = _multiples(self.low, self.high, 5)
-        for tick in ticks:
+    def axes(self) -> str:
+        parts = [draw.note(_END + 24, _BOTTOM + 16, "step")]
+        powers = range(math.ceil(self.low), math.floor(self.high) + 1) if self.is_log else ()
+        for tick in (
+            [10.0**p for p in powers] if self.is_log else draw.ticks(self.low, self.high, 5)
+        ):
             y = self.y(tick)
-            parts.append(
-                tag(
-                    "line",
-                    x1=_LEFT,
-                    x2=WIDTH - _RIGHT,
-                    y1=y,
-                    y2=y,
-                    stroke="currentColor",
-                    opacity=FAINT,
-                )
-            )
-            told = f"{tick:.4g} {unit}".strip()
-            parts.append(text(_LEFT - 6, y + 4, told, size=10, text_anchor="end", opacity=0.75))
-        for step in _multiples(self.first, self.last, 6) or [self.first]:
-            parts.append(
-                text(
-                    self.x(step),
-                    _TOP + _HEIGHT + 16,
-                    f"{step:.10g}",
-                    size=10,
-                    text_anchor="middle",
-                    opacity=0.75,
-                )
-            )
-        parts.append(text(WIDTH - _RIGHT + 24, _TOP + _HEIGHT + 16, "step", size=10, opacity=0.6))
+            parts += [
+                draw.line(_LEFT, y, _END, y),
+                draw.note(_LEFT - 6, y + 4, f"{tick:.4g}", "end"),
+            ]
+        for step in draw.ticks(self.first, self.last):
+            parts.append(draw.note(self.x(step), _BOTTOM + 16, f"{step:.10g}", "middle"))
         return "".join(parts)
 
 
-def _multiples(low: float, high: float, about: int) -> list[float]:
-    """Returns round numbers from one to another, whatever the first of them is."""
-    ticks = nice_ticks(high - low, about)
-    every = ticks[1] if len(ticks) > 1 else 1.0
-    first, last = math.ceil(low / every - 1e-9), math.floor(high / every + 1e-9)
-    return [round(every * at, 12) for at in range(first, last + 1)]
-
-
 def _line(
-    points: Sequence[tuple[float, float]],
-    scale: _Scale,
-    name: str,
-    colour: str,
-    width: float,
-    opacity: float,
+    points: Sequence[tuple[float, float]], scale: _Scale, name: str, colour: str, *, faint: bool
 ) -> str:
-    finite = [(s, v) for s, v in points if math.isfinite(v) and not (scale.is_log and v <= 0)]
-    path = " ".join(f"{scale.x(s):.1f},{scale.y(v):.1f}" for s, v in finite)
-    told = tag("title", safe(name))
-    parts = (
-        [
-            tag(
-                "polyline",
-                told,
-                points=path,
-                fill="none",
-                stroke=colour,
-                stroke_width=width,
-                opacity=opacity,
-                stroke_linejoin="round",
-            )
-        ]
-        if finite
-        else []
-    )
-    if opacity == 1.0 and len(finite) <= 40:
-        parts += [
-            tag(
-                "circle",
-                tag("title", safe(f"{name} at {s:.10g}: {v:.6g}")),
-                cx=scale.x(s),
-                cy=scale.y(v),
-                r=2.4,
-                fill=colour,
-            )
-            for s, v in finite
-        ]
-    parts += [
-        text(scale.x(s), _TOP + _HEIGHT - 2, "✕", fill=colour, text_anchor="middle")
-        for s, v in points
-        if not math.isfinite(v)
-    ][:20]
+    shown = [(scale.x(s), scale.y(v), s, v) for s, v in points if scale.shows(v)]
+    look = {"stroke": colour, "stroke_width": 1.0 if faint else 1.8, "fill": "none"}
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _, _ in shown)
+    title = draw.tag("title", draw.safe(name))
+    parts = [draw.tag("polyline", title, points=path, opacity=0.35 if faint else 1, **look)]
+    if not faint and len(shown) <= 40:
+        for x, y, step, value in shown:
+            told = draw.tag("title", draw.safe(f"{name} at {step:.10g}: {value:.6g}"))
+            parts.append(draw.tag("circle", told, cx=x, cy=y, r=2.4, fill=colour))
+    wrong = [step for step, value in points if not math.isfinite(value)]
+    parts += [draw.text(scale.x(s), _BOTTOM - 2, "✕", "middle", fill=colour) for s in wrong[:20]]
     return "".join(parts)
 
 
-def _names(
-    named: Sequence[str], series: Mapping[str, Sequence[tuple[float, float]]], scale: _Scale
-) -> str:
+def _names(ends: list[tuple[float, float, int, str]]) -> list[str]:
     """Returns a label at the end of each line, moved apart where they would overlap."""
-    ends = sorted((scale.y(series[name][-1][1]), index, name) for index, name in enumerate(named))
     parts: list[str] = []
     free = -math.inf
-    room = _TOP + _HEIGHT - 13 * (len(ends) - 1)
-    for place, (y, index, name) in enumerate(ends):
-        at = max(min(y, room + 13 * place), free)
+    for left, (y, x, index, name) in zip(range(len(ends))[::-1], sorted(ends), strict=True):
+        at = max(min(y, _BOTTOM - 13.0 * left), free)
         free = at + 13
-        x = scale.x(series[name][-1][0])
-        colour = rank_colour(index)
-        parts.append(
-            tag(
-                "path",
-                d=f"M{x + 3:.1f} {y:.1f}L{WIDTH - _RIGHT + 10} {at:.1f}",
-                stroke=colour,
-                opacity=0.5,
-                fill="none",
-            )
-        )
-        told = clip(name, _RIGHT - 18)
-        parts.append(text(WIDTH - _RIGHT + 13, at + 4, told, fill=colour))
-    return "".join(parts)
+        colour = draw.rank_colour(index)
+        parts.append(draw.line(x + 3, y, _END + 10, at, stroke=colour, opacity=0.5))
+        parts.append(draw.text(_END + 13, at + 4, draw.clip(name, 190), fill=colour))
+    return parts
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Returns at most `MOST_POINTS` of the points, with the first and the last."""
-    if len(points) <= MOST_POINTS:
-        return list(points)
-    last = len(points) - 1
-    return [points[round(index * last / (MOST_POINTS - 1))] for index in range(MOST_POINTS)]
+    chosen = np.linspace(0, len(points) - 1, min(len(points), MOST_POINTS)).round().astype(int)
+    return [points[index] for index in chosen.tolist()]
 
 
 def _change(points: Sequence[tuple[float, float]]) -> float:
@@ -230,3 +186,12 @@ def _change(points: Sequence[tuple[float, float]]) -> float:
         return math.inf
     size = max(abs(value) for value in values)
     return (max(values) - min(values)) / size if size else 0.0
+
+
+def _norm(handle: TensorHandle) -> float:
+    total = 0.0
+    for part in parts_of(handle.shape):
+        values = np.abs(as_numbers(handle.raw(part), handle.dtype).reshape(-1))
+        with np.errstate(over="ignore", invalid="ignore"):
+            total += float(np.dot(values, values))
+    return math.sqrt(total) if total >= 0 else total

@@ -1,260 +1,253 @@
-"""Tables with bars: the steps of a run, and what changed between two checkpoints. Pure."""
+"""The steps of a run as a table; what changed, and what a load would read, as bars."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
-from ray_dcp.view.pictures.drawing import (
-    GREY,
-    RED,
-    WIDTH,
-    Picture,
-    clip,
-    div,
-    rect,
-    safe,
-    svg,
-    text,
-)
-from ray_dcp.view.wording import count_text, metric_names, seconds_text, size_text
+from ray_dcp.errors import CheckpointError
+from ray_dcp.view.pictures import drawing as draw
+from ray_dcp.view.pictures.drawing import AMBER, GREY, RED, WIDTH, Bar, Picture
+from ray_dcp.view.wording import age_text, count_text, number_text, seconds_text, size_text
 
-MOST_STEPS = 100
-MOST_CHANGED = 24
+if TYPE_CHECKING:
+    from ray_dcp.view.difference import CheckpointDiff, TensorDiff
+    from ray_dcp.view.resharding import ReshardPreview
+    from ray_dcp.view.run_view import RunView, StepView
+
+MOST_DETAILED = 50
+"""Steps of which is told what is in them without being asked for, where that is quick."""
+MOST_STEPS, MOST_CHANGED, MOST_RANKS, MOST_METRICS = 100, 24, 32, 6
 BAR = 120
 
 _STATES = {
     "committed": "#4fa866", "stock": "#4c8fd6", "safetensors": "#4c8fd6", "damaged": RED,
-    "aborted": "#a9795a", "in flight": "#d99a2b", "uncommitted": "#d99a2b", "deleted": GREY,
+    "aborted": "#a9795a", "in flight": AMBER, "unreadable": RED, "deleted": GREY,
 }  # fmt: skip
 CHANGES = {
     "unchanged": GREY, "changed": "#e08a3c", "added": "#4fa866", "removed": RED,
     "reshaped": "#9a6fd0", "retyped": "#d874b5", "undecided": "#b5a835",
 }  # fmt: skip
 """What may have become of a tensor, each with its colour."""
+_CELL = "padding:2px 10px 2px 0;white-space:nowrap;background:none;border:none"
+LEFT = ("name", "step", "state", "mark", "layout", "tags", "note")
+"""Columns of a table of steps whose cells begin at the left."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """One row of the table of a run. What is None is not known, and not shown."""
+def step_cells(run: RunView, *, details: bool, now_s: float) -> list[dict[str, str]]:
+    """Returns what a table tells of each step, as text by column; empty where it is not known.
 
-    name: str
-    step: int | None = None
-    state: str = "committed"
-    age: str = ""
-    """In words."""
-    num_bytes: int = 0
-    new_bytes: int | None = None
-    """Bytes that the step before did not have."""
-    num_ranks: int | None = None
-    layout: str | None = None
-    """How the tensors are cut, in words."""
-    stall_s: float | None = None
-    """How long training waited for the save."""
-    durable_s: float | None = None
-    """How long it took until the commit."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    tags: Sequence[str] = ()
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Changed:
-    """What became of one tensor between two checkpoints."""
-
-    name: str
-    change: str
-    """A key of `CHANGES`."""
-    num_bytes: int
-    changed_bytes: int = 0
-    relative: float | None = None
-    """Norm of the difference over the norm of the first; None if values were not read."""
+    Args:
+        run: The steps.
+        details: Also new bytes, layout, stall and time to the commit, for which two small files
+            of each step are read.
+        now_s: The time, for ages.
+    """
+    metrics = _metric_names(run)
+    marks: dict[str, list[str]] = {}
+    for key in ("latest", "best"):
+        with suppress(CheckpointError):
+            marks.setdefault(run.step(key).name, []).append(key)
+    return [
+        {
+            "name": step.name,
+            "step": "" if step.step is None else str(step.step),
+            "state": step.state,
+            "mark": " ".join(marks.get(step.name, ())),
+            "age": "" if step.created_s is None else age_text(now_s - step.created_s),
+            **{n: number_text(step.metrics[n]) if n in step.metrics else "" for n in metrics},
+            "size": size_text(step.num_bytes),
+            "ranks": "" if step.num_ranks is None else str(step.num_ranks),
+            **(_details(step) if details else {}),
+            "tags": " ".join(step.tags),
+            "note": step.note,
+        }
+        for step in run
+    ]
 
 
-def step_table(steps: Sequence[Step], title: str = "", *, best: str | None = None) -> Picture:
+def _details(step: StepView) -> dict[str, str]:
+    new = step.new_bytes if step.is_readable else None
+    return {
+        "new": "" if new is None else size_text(new),
+        "layout": (step.layout if step.is_readable else None) or "",
+        "stall": "" if step.stall_s is None else seconds_text(step.stall_s),
+        "durable": "" if step.durable_s is None else seconds_text(step.durable_s),
+    }
+
+
+def _metric_names(run: RunView) -> list[str]:
+    """Returns which metrics have a column of their own: one that repeats the step has none."""
+    told = [(name, value, step.step) for step in run for name, value in step.metrics.items()]
+    other = {name for name, value, step in told if name != "step" or value != step}
+    return [name for name in dict.fromkeys(name for name, _, _ in told) if name in other][
+        :MOST_METRICS
+    ]
+
+
+def picture_steps(run: RunView, *, details: bool | None = None) -> Picture:
     """Returns the steps of a run as a table with bars for their sizes.
 
     Args:
-        steps: Oldest first; of more than 100 the newest.
-        title: Above the table.
-        best: Name of a step to be marked with a star.
+        run: As `ray_dcp.open` gives it; of more than 100 steps the newest are shown.
+        details: Also new bytes, layout, stall and time to the commit, for which two small files of
+            each step are read. None: of at most 50 steps, and not over a network.
+
+    Example:
+        >>> import ray_dcp, torch
+        >>> for step in (1, 2):
+        ...     _ = ray_dcp.save({"w": torch.ones(2)}, checkpoint_id=f"memory://doc-pic/step-{step}")
+        >>> picture_steps(ray_dcp.open("memory://doc-pic")).html.count("<tr>")
+        3
     """
-    shown = steps[-MOST_STEPS:]
-    top = max((step.num_bytes for step in shown), default=0)
-    metrics = metric_names(((step.step, step.metrics) for step in shown), 6)
-    columns = _columns(shown, metrics)
-    head = "".join(
-        f"<th style='{_CELL};text-align:{'left' if name in _LEFT else 'right'}'>"
-        f"{safe(name.removeprefix(_METRIC))}</th>"
-        for name in columns
-    )
-    rows = []
-    for index, step in enumerate(shown):
-        last = index == len(shown) - 1
-        cells = _cells(step, metrics, top, step.name == best, last)
-        rows.append(
-            "<tr>"
-            + "".join(
-                f"<td style='{_CELL};text-align:{'left' if name in _LEFT else 'right'}'>"
-                f"{cells[name]}</td>"
-                for name in columns
-            )
-            + "</tr>"
+    if details is None:
+        is_near = "://" not in run.url or run.url.startswith("memory://")
+        details = is_near and len(run) <= MOST_DETAILED
+    rows = step_cells(run, details=details, now_s=time.time())[-MOST_STEPS:]
+    steps = run.steps[-MOST_STEPS:]
+    head = draw.heading(run.url, count_text(len(run), "checkpoint"))
+    if not rows:
+        return draw.pictured(head)
+    columns = [name for name in rows[0] if name != "name" and any(row[name] for row in rows)]
+    top = max(step.num_bytes for step in steps) or 1
+    lines = [_row("th", columns, {name: name for name in columns})]
+    for step, row in zip(steps, rows, strict=True):
+        cells = {name: draw.safe(draw.clip(told, 400)) for name, told in row.items()}
+        label = draw.safe(draw.clip(row["step"] or step.name, 260))
+        cells["step"] = f"<b title='{draw.safe(step.name)}'>{label}</b>"
+        cells["mark"] = cells["mark"].replace("best", f"<span style='color:{AMBER}'>★</span>")
+        cells["state"] = (
+            f"<span style='color:{_STATES.get(step.state, GREY)}'>● </span>{step.state}"
         )
-    hidden = len(steps) - len(shown)
-    note = f"<div style='opacity:.75'>… and {hidden} earlier steps</div>" if hidden else ""
-    name = (
-        f"<div><b>{safe(title)}</b> · {count_text(len(steps), 'checkpoint')}</div>" if title else ""
-    )
-    if not steps:
-        return Picture(div(name or "<div>no checkpoints</div>"))
-    table = (
-        "<table style='border-collapse:collapse;font-size:13px'>"
-        f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    )
-    return Picture(div(name, note, table))
+        new = step.new_bytes if details and step.is_readable else None
+        cells["size"] = f"{_size_bar(step.num_bytes, new, top)} {cells['size']}"
+        lines.append(_row("td", columns, cells))
+    hidden = len(run) - len(rows)
+    told = draw.aside(f"… and {hidden} earlier steps" if hidden else "")
+    table = f"<table style='border-collapse:collapse;font-size:13px'>{''.join(lines)}</table>"
+    return draw.pictured(head, told, table)
 
 
-def diff_chart(changes: Sequence[Changed], title: str = "") -> Picture:
+def _row(cell: str, columns: Sequence[str], told: Mapping[str, str]) -> str:
+    sides = {name: "left" if name in LEFT else "right" for name in columns}
+    cells = (f"<{cell} style='{_CELL};text-align:{sides[n]}'>{told[n]}</{cell}>" for n in columns)
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _size_bar(num_bytes: int, new_bytes: int | None, top: int) -> str:
+    """Returns a bar, what the step before does not have in full colour."""
+    width = round(BAR * num_bytes / top)
+    new = width if new_bytes is None else min(round(BAR * new_bytes / top), width)
+    colour = f"display:inline-block;height:10px;background:{draw.rank_colour(0)}"
+    return (
+        f"<span style='display:inline-block;width:{BAR}px;text-align:left'><span style='{colour};"
+        f"width:{new}px'></span><span style='{colour};opacity:.35;width:{width - new}px'></span>"
+        f"</span>"
+    )
+
+
+def picture_diff(diff: CheckpointDiff, *, values: bool = False) -> Picture:
+    """Returns what changed between two checkpoints.
+
+    Args:
+        diff: As `CheckpointView.diff` gives it.
+        values: Read what changed and tell by how much.
+
+    Raises:
+        DamagedCheckpointError: What is read does not match its checksums.
+    """
+    names = ("/".join(view.url.rstrip("/").split("/")[-2:]) for view in (diff.first, diff.second))
+    relative = {one.name: one.relative for one in diff.values()} if values else {}
+    return diff_chart(diff.tensors, " → ".join(names), relative)
+
+
+def diff_chart(
+    tensors: Sequence[TensorDiff], title: str = "", relative: Mapping[str, float] | None = None
+) -> Picture:
     """Returns what changed between two checkpoints: how much in all, and in which tensors most.
 
     Args:
-        changes: Every tensor and object of either.
+        tensors: Every tensor and object of either.
         title: Above the picture.
+        relative: Norm of the difference over the norm of the first, by name, where values were
+            read.
     """
-    total = sum(change.num_bytes for change in changes)
+    scale = WIDTH / (sum(one.num_bytes for one in tensors) or 1)
     parts: list[str] = []
-    x, scale = 0.0, WIDTH / total if total else 0.0
+    meant, x = [], 0.0
     for kind, colour in CHANGES.items():
-        num_bytes = sum(one.num_bytes for one in changes if one.change == kind)
-        if num_bytes:
-            parts.append(
-                rect(x, 0, num_bytes * scale, 16, colour, f"{kind}: {size_text(num_bytes)}")
-            )
-            x += num_bytes * scale
-    y = 34.0
-    parts.append(_kinds(changes, y))
-    measured = any(one.relative is not None for one in changes)
-    moved = sorted((one for one in changes if one.change != "unchanged"), key=_weight, reverse=True)
-    y += 18
-    if moved:
-        told = "|new - old| / |old|" if measured else "bytes in blocks that differ"
-        parts.append(text(300, y + 10, told, size=10, opacity=0.7))
-        y += 16
-    top = max((_length(one, measured) for one in moved), default=0.0) or 1.0
-    for one in moved[:MOST_CHANGED]:
-        parts.append(text(292, y + 11, clip(one.name, 280), text_anchor="end"))
-        length = max(_length(one, measured) / top * (WIDTH - 430), 1.0)
-        told = f"{one.name}: {one.change}, {size_text(one.changed_bytes)} of "
-        told += size_text(one.num_bytes)
-        parts.append(rect(300, y + 2, length, 11, CHANGES.get(one.change, GREY), told))
-        parts.append(text(306 + length, y + 11, _words(one, measured), size=10, opacity=0.8))
-        y += 16
-    if len(moved) > MOST_CHANGED:
-        parts.append(text(300, y + 11, f"… and {len(moved) - MOST_CHANGED} more", opacity=0.7))
-        y += 16
-    name = f"<div><b>{safe(title)}</b></div>" if title else ""
-    drawing = svg(WIDTH, y + 6, *parts, label="What changed between two checkpoints")
-    return Picture(div(name, drawing))
-
-
-# --- pieces -------------------------------------------------------------------------------------
-
-_UNKNOWN_NEW = "<span title='hashes can&#39;t tell: it is cut otherwise than before'>?</span>"
-_CELL = "padding:2px 10px 2px 0;white-space:nowrap;background:none;border:none"
-_METRIC = "metric "
-_LEFT = ("step", "state", "layout", "size", "tags", "note")
-
-
-def _columns(steps: Sequence[Step], metrics: Sequence[str]) -> list[str]:
-    known = {
-        "age": any(step.age for step in steps),
-        "new": any(step.new_bytes is not None for step in steps),
-        "ranks": any(step.num_ranks is not None for step in steps),
-        "layout": any(step.layout for step in steps),
-        "stall": any(step.stall_s is not None for step in steps),
-        "durable": any(step.durable_s is not None for step in steps),
-        "tags": any(step.tags for step in steps),
-        "note": any(step.note for step in steps),
-    }
-    told = [f"{_METRIC}{name}" for name in metrics]
-    order = ["step", "age", *told, "size", "new", "ranks", "layout", "stall", "durable", "state"]
-    return [name for name in [*order, "tags", "note"] if known.get(name, True)]
-
-
-def _cells(
-    step: Step, metrics: Sequence[str], top: int, is_best: bool, is_last: bool
-) -> dict[str, str]:
-    star = f" <span style='color:{_STATES['in flight']}'>★</span>" if is_best else ""
-    latest = " <span style='opacity:.65'>← latest</span>" if is_last else ""
-    label = step.name if step.step is None else step.step
-    cells = {
-        "step": f"<b title='{safe(step.name)}'>{safe(clip(str(label), 260))}</b>{star}{latest}",
-        "age": safe(step.age),
-        "size": f"{_size_bar(step, top)}<span style='display:inline-block;width:74px;"
-        f"text-align:right'>{size_text(step.num_bytes)}</span>",
-        "new": _UNKNOWN_NEW if step.new_bytes is None else size_text(step.new_bytes),
-        "ranks": "" if step.num_ranks is None else str(step.num_ranks),
-        "layout": safe(step.layout or ""),
-        "stall": "" if step.stall_s is None else seconds_text(step.stall_s),
-        "durable": "" if step.durable_s is None else seconds_text(step.durable_s),
-        "state": f"<span style='color:{_STATES.get(step.state, GREY)}'>● </span>{safe(step.state)}",
-        "tags": " ".join(_badge(tag) for tag in step.tags[:8]),
-        "note": safe(clip(step.note, 400)),
-    }
-    for name in metrics:
-        value = step.metrics.get(name)
-        cells[f"{_METRIC}{name}"] = "" if value is None else f"{value:.4g}"
-    return cells
-
-
-def _size_bar(step: Step, top: int) -> str:
-    width = round(BAR * step.num_bytes / top) if top else 0
-    known = step.new_bytes is not None
-    new = min(round(BAR * min(step.new_bytes or 0, top) / top) if top else 0, width)
-    told = f"{size_text(step.num_bytes)}"
-    told += "" if step.new_bytes is None else f", {size_text(step.new_bytes)} new"
-    return (
-        f"<span title='{told}' style='display:inline-block;width:{BAR}px;vertical-align:middle'>"
-        f"<span style='display:inline-block;height:10px;width:{new}px;background:#4c8fd6'></span>"
-        f"<span style='display:inline-block;height:10px;width:{width - new}px;"
-        f"background:#4c8fd6;opacity:{'.35' if known else '.65'}'></span></span>"
+        found = [one.num_bytes for one in tensors if one.change == kind]
+        if sum(found):
+            told = f"{kind}: {size_text(sum(found))}"
+            parts.append(draw.rect(x, 0, sum(found) * scale, 16, colour, told))
+            x += sum(found) * scale
+        if found:
+            meant.append((colour, f"{len(found)} {kind}, {size_text(sum(found))}"))
+    parts.append(draw.legend(0, 24, meant))
+    known = relative or {}
+    moved = [one for one in tensors if one.change != "unchanged"]
+    moved.sort(key=lambda one: (-known.get(one.name, 0.0), -_bytes(one)))
+    rows = []
+    for one in moved:
+        length = known.get(one.name, 0.0) if known else float(_bytes(one))
+        title_ = f"{one.name}: {one.change}, {size_text(_bytes(one))} of {size_text(one.num_bytes)}"
+        rows.append(Bar(one.name, [(length, CHANGES[one.change], title_)], _told(one, known)))
+    if rows:
+        told = "|new - old| / |old|" if known else "bytes in blocks that differ"
+        parts.append(draw.note(300, 54, told))
+    drawn, y = draw.bars(rows, 300, 58, most=MOST_CHANGED)
+    label = "What changed between two checkpoints"
+    return Picture(
+        draw.div(draw.heading(title), draw.svg(WIDTH, y + 6, *parts, drawn, label=label))
     )
 
 
-def _badge(tag: str) -> str:
-    return (
-        "<span style='border:1px solid rgba(128,128,128,.6);border-radius:8px;padding:0 6px;"
-        f"font-size:11px'>{safe(clip(tag, 160))}</span>"
+def preview_chart(preview: ReshardPreview) -> Picture:
+    """Returns what each rank of a load would need and read, as bars.
+
+    Args:
+        preview: As `CheckpointView.reshard` gives it.
+    """
+    rows = []
+    for one in preview.ranks:
+        needed, more = one.bytes_needed, max(one.bytes_read - one.bytes_needed, 0)
+        title = f"needs {size_text(needed)}, reads {size_text(one.bytes_read)}"
+        parts = [(needed, draw.rank_colour(0), title), (more, AMBER, title)]
+        told = f"{size_text(one.bytes_read)} in {count_text(one.num_ranges, 'range')} of "
+        told += (
+            f"{count_text(one.num_files, 'file')}, at most {size_text(one.peak_bytes)} of memory"
+        )
+        rows.append(Bar(f"rank {one.rank}", parts, told))
+    drawn, bottom = draw.bars(rows, 72, 0, most=MOST_RANKS)
+    meant = (
+        (draw.rank_colour(0), "needed"),
+        (AMBER, "read beyond that, in fewer and whole ranges"),
     )
+    told = (
+        f"{count_text(len(preview.ranks), 'rank')} need {size_text(preview.bytes_needed)} and read "
+        f"{size_text(preview.bytes_read)} (<b>{preview.amplification:.3f}</b> times), none more "
+        f"than {size_text(preview.peak_bytes)} of memory"
+    )
+    holes = count_text(len(preview.uncovered), "tensor")
+    lacking = draw.aside(
+        f"parts of {holes} are missing: a load would fail" if preview.uncovered else ""
+    )
+    drawing = draw.svg(
+        WIDTH, bottom + 22, drawn, draw.legend(72, bottom + 6, meant), label="Reads of a load"
+    )
+    return draw.pictured(draw.heading(str(preview.layout), told), lacking, drawing)
 
 
-def _kinds(changes: Sequence[Changed], y: float) -> str:
-    parts, x = [], 0.0
-    for kind, colour in CHANGES.items():
-        found = [one for one in changes if one.change == kind]
-        if not found:
-            continue
-        told = f"{len(found)} {kind}, {size_text(sum(one.num_bytes for one in found))}"
-        parts.append(rect(x, y - 10, 11, 11, colour))
-        parts.append(text(x + 16, y, told))
-        x += 40 + len(told) * 6.2
-    return "".join(parts)
+def _bytes(one: TensorDiff) -> int:
+    return one.changed_bytes or one.num_bytes
 
 
-def _weight(one: Changed) -> tuple[float, int]:
-    return (one.relative if one.relative is not None else 0.0, one.changed_bytes or one.num_bytes)
-
-
-def _length(one: Changed, measured: bool) -> float:
-    if measured:
-        return one.relative or 0.0
-    return float(one.changed_bytes or one.num_bytes)
-
-
-def _words(one: Changed, measured: bool) -> str:
-    if measured and one.relative is not None:
-        return f"{one.relative:.3g}" if one.relative < 0.01 else f"{one.relative:.1%}"
-    if one.change == "changed" and one.changed_bytes:
-        return f"{size_text(one.changed_bytes)} of {size_text(one.num_bytes)}"
+def _told(one: TensorDiff, relative: Mapping[str, float]) -> str:
+    if one.name in relative:
+        share = relative[one.name]
+        return f"{share:.3g}" if share < 0.01 else f"{share:.1%}"
+    if one.change == "changed":
+        return f"{size_text(_bytes(one))} of {size_text(one.num_bytes)}"
     return f"{one.change}, {size_text(one.num_bytes)}"

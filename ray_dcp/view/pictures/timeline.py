@@ -2,57 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from ray_dcp.format.save_trace import SaveTrace, Span
-from ray_dcp.view.pictures.drawing import (
-    FAINT,
-    GREY,
-    RED,
-    WIDTH,
-    Picture,
-    div,
-    nice_ticks,
-    rect,
-    safe,
-    svg,
-    tag,
-    text,
-)
-from ray_dcp.view.wording import seconds_text, size_text
+from ray_dcp.view.pictures import drawing as draw
+from ray_dcp.view.pictures.drawing import AMBER, GREY, RED, WIDTH, Picture
+from ray_dcp.view.wording import count_text, seconds_text, size_text
 
-COLOURS = {
-    "capture": "#d99a2b",
-    "plan": "#b9a88a",
-    "stage": "#9a6fd0",
-    "write": "#4c8fd6",
-    "commit": GREY,
+RANK = {
+    "capture": (AMBER, "what is there?"),
+    "plan": ("#b9a88a", "wait for all, plan"),
+    "stage": ("#9a6fd0", "copy, training waits"),
+    "write": ("#4c8fd6", "write durably"),
+    "commit": (GREY, "wait for the commit"),
 }
-"""Of the phases of a rank."""
+"""Colour and meaning of the phases of a rank."""
 COORDINATOR = {
-    "look": GREY,
-    "plan": "#b9a88a",
-    "build": "#6fae8b",
-    "table": "#3e8f6a",
-    "record": RED,
+    "look": (GREY, "what stands there?"),
+    "plan": ("#b9a88a", "who writes what"),
+    "build": ("#6fae8b", "check what was written"),
+    "table": ("#3e8f6a", "chunk table"),
+    "record": (RED, "commit"),
 }
 _FADED = {"plan": 0.55, "commit": 0.2}
-_MEANINGS = {
-    "capture": "what is there?",
-    "plan": "wait for all, plan",
-    "stage": "copy, training waits",
-    "write": "write durably",
-    "commit": "wait for the commit",
-}
-
-_COORDINATOR_MEANINGS = {
-    "look": "what stands there?",
-    "plan": "plan",
-    "build": "check what was written",
-    "table": "chunk table",
-    "record": "commit",
-}
-
 _LEFT, _RIGHT, _TOP = 92, 78, 34
 
 
@@ -71,182 +44,97 @@ def timeline(trace: SaveTrace, title: str = "") -> Picture:
     scale = (WIDTH - _LEFT - _RIGHT) / end_s
     height = 20 if len(found) <= 20 else 16
     bottom = _TOP + height * len(found) + 4
-    parts = [_axis(end_s, scale, bottom), _marks(trace, scale, bottom)]
-    for index, (lane, spans) in enumerate(found.items()):
-        parts.append(_lane(trace, lane, spans, _TOP + index * height, height, scale))
-    parts += [
-        tag(
-            "path",
-            tag("title", safe(f"another stager took over from rank {rank}'s")),
-            d=_triangle(_LEFT + at_s * scale, _TOP + [*found].index(rank) * height),
-            fill=RED,
-        )
-        for rank, at_s in trace.takeovers
-        if rank in found
-    ]
-    parts.append(_legends(trace, bottom + 28))
-    drawing = svg(
-        WIDTH, bottom + 56, *parts, label=f"Timeline of a save of {trace.world_size} ranks"
-    )
-    return Picture(div(_summary(trace, title), drawing, *_notes(trace)))
-
-
-def _summary(trace: SaveTrace, title: str) -> str:
-    name = f"<b>{safe(title)}</b> · " if title else ""
-    ranks = f"{trace.world_size} rank{'s' * (trace.world_size != 1)}"
-    return (
-        f"<div>{name}{safe(trace.mode)} of {ranks} · {size_text(trace.num_bytes)} · training "
-        f"waited <b>{seconds_text(trace.stall_s)}</b> · committed after "
-        f"<b>{seconds_text(trace.committed_s)}</b></div>"
-    )
-
-
-def _axis(end_s: float, scale: float, bottom: float) -> str:
     parts = []
-    for tick in nice_ticks(end_s):
+    for tick in draw.ticks(0, end_s):
         x = _LEFT + tick * scale
-        parts.append(
-            tag("line", x1=x, x2=x, y1=_TOP - 4, y2=bottom, stroke="currentColor", opacity=FAINT)
-        )
-        label = "0" if tick == 0 else seconds_text(tick)
-        parts.append(text(x, _TOP - 8, label, size=10, text_anchor="middle", opacity=0.7))
-    return "".join(parts)
+        parts.append(draw.line(x, _TOP - 4, x, bottom))
+        parts.append(draw.note(x, _TOP - 8, seconds_text(tick) if tick else "0", "middle"))
+    parts += _marks(trace, scale, bottom)
+    for index, (lane, spans) in enumerate(found.items()):
+        parts += _lane(trace, lane, spans, _TOP + index * height, height, scale)
+    for rank, at_s in trace.takeovers:
+        if rank in found:
+            told = draw.tag("title", draw.safe(f"another stager took over from rank {rank}'s"))
+            x, y = _LEFT + at_s * scale, _TOP + [*found].index(rank) * height + 4
+            parts.append(draw.tag("path", told, d=f"M{x:.1f} {y}l5 -7h-10z", fill=RED))
+    shown = {span.phase for span in trace.spans if span.rank is not None} | {"commit"}
+    own = {span.phase for span in trace.spans if span.rank is None}
+    for y, who, looks, phases in (
+        (20, "ranks", RANK, shown),
+        (38, "coordinator", COORDINATOR, own),
+    ):
+        meant = [(c, f"{phase}: {told}") for phase, (c, told) in looks.items() if phase in phases]
+        parts.append(draw.note(_LEFT - 8, bottom + y + 9, who, "end"))
+        parts.append(draw.legend(_LEFT, bottom + y, meant))
+    label = f"Timeline of a save of {count_text(trace.world_size, 'rank')}"
+    told = (
+        f"{draw.safe(trace.mode)} of {count_text(trace.world_size, 'rank')} · "
+        f"{size_text(trace.num_bytes)} · training waited <b>{seconds_text(trace.stall_s)}</b> · "
+        f"committed after <b>{seconds_text(trace.committed_s)}</b>"
+    )
+    drawn = draw.svg(WIDTH, bottom + 56, *parts, label=label)
+    return draw.pictured(draw.heading(title, told), drawn, *_notes(trace))
 
 
-def _marks(trace: SaveTrace, scale: float, bottom: float) -> str:
+def _marks(trace: SaveTrace, scale: float, bottom: float) -> list[str]:
     """Returns the line from which training goes on, and that of the commit."""
-    marks = [(trace.committed_s, "committed", RED, "end")]
+    parts = []
+    marks = [(trace.committed_s, "committed", RED, True)]
     if trace.mode == "async_save":
         late = trace.stall_s > 0.6 * trace.committed_s
-        marks.append((trace.stall_s, "training goes on", COLOURS["stage"], "end" if late else ""))
-    parts = []
-    for index, (at_s, name, colour, anchor) in enumerate(marks):
+        marks.append((trace.stall_s, "training goes on", RANK["stage"][0], late))
+    for at_s, told, colour, before in marks:
         x = _LEFT + at_s * scale
-        parts.append(
-            tag(
-                "line",
-                x1=x,
-                x2=x,
-                y1=_TOP - 4,
-                y2=bottom,
-                stroke=colour,
-                stroke_width=1.5,
-                stroke_dasharray="4 3",
-            )
-        )
+        dashed = {"stroke": colour, "stroke_width": 1.5, "stroke_dasharray": "4 3"}
+        parts.append(draw.line(x, _TOP - 4, x, bottom, **dashed))
         # Why two heights: the two may be at one place.
+        y = 11 if told == "committed" else bottom + 8
+        look = {"fill": colour, "opacity": None}
         parts.append(
-            text(
-                x - 3 if anchor else x + 3,
-                bottom + 8 if index else 11,
-                name,
-                size=10,
-                fill=colour,
-                text_anchor=anchor or None,
-            )
+            draw.note(x - 3 if before else x + 3, y, told, "end" if before else None, **look)
         )
-    return "".join(parts)
+    return parts
 
 
 def _lane(
     trace: SaveTrace, lane: int | None, spans: Sequence[Span], y: float, height: float, scale: float
-) -> str:
+) -> list[str]:
     late = {s.phase: s for s in trace.stragglers if s.rank == lane} if lane is not None else {}
     name = "coordinator" if lane is None else f"rank {lane}"
-    label = text(
-        _LEFT - 8,
-        y + height / 2 + 4,
-        f"▲ {name}" if late else name,
-        text_anchor="end",
-        fill=RED if late else "currentColor",
-        font_weight="bold" if late else None,
-    )
-    parts = [label]
-    bar = height - 6
+    red = {"fill": RED, "font_weight": "bold"} if late else {}
+    parts = [draw.text(_LEFT - 8, y + height / 2 + 4, f"▲ {name}" if late else name, "end", **red)]
+    looks = COORDINATOR if lane is None else RANK
     # Why halves: a stager writes while its rank still copies.
     halves = lane is not None and any(span.phase == "stage" for span in spans)
+    bar = (height - 6) / (2 if halves else 1)
     for span in spans:
-        below = halves and span.phase in ("write", "commit")
-        top = y + 3 + (bar / 2 if below else 0)
-        colours = COORDINATOR if lane is None else COLOURS
+        top = y + 3 + (bar if halves and span.phase in ("write", "commit") else 0)
         straggler = late.get(span.phase)
         told = f"{name}: {span.phase} {seconds_text(span.seconds)}"
         told += f", {size_text(span.num_bytes)}" if span.num_bytes else ""
         told += f", late: half of the ranks {seconds_text(straggler.median_s)}" if straggler else ""
         told += f" on {straggler.where}" if straggler and straggler.where else ""
-        parts.append(
-            rect(
-                _LEFT + span.start_s * scale,
-                top,
-                max(span.seconds * scale, 1.0),
-                bar / 2 if halves else bar,
-                colours.get(span.phase, GREY),
-                told,
-                opacity=_FADED.get(span.phase),
-                stroke=RED if straggler else None,
-                stroke_width=1.5 if straggler else None,
-            )
-        )
+        edge: dict[str, Any] = {"stroke": RED, "stroke_width": 1.5} if straggler else {}
+        edge["opacity"] = _FADED.get(span.phase)
+        x, width = _LEFT + span.start_s * scale, max(span.seconds * scale, 1.0)
+        colour = looks.get(span.phase, (GREY, ""))[0]
+        parts.append(draw.rect(x, top, width, bar, colour, told, **edge))
     num_bytes = sum(span.num_bytes for span in spans if span.phase == "write")
     if num_bytes:
-        parts.append(
-            text(
-                WIDTH - 4,
-                y + height / 2 + 4,
-                size_text(num_bytes),
-                size=10,
-                text_anchor="end",
-                opacity=0.8,
-            )
-        )
-    return tag("g", "".join(parts))
-
-
-def _legends(trace: SaveTrace, y: float) -> str:
-    """Returns what the colours mean: of the ranks, and below them of the coordinator."""
-    own = {span.phase for span in trace.spans if span.rank is None}
-    phases = {span.phase for span in trace.spans if span.rank is not None} | {"commit"}
-    return _legend("ranks", COLOURS, _MEANINGS, phases, y) + _legend(
-        "coordinator", COORDINATOR, _COORDINATOR_MEANINGS, own, y + 18
-    )
-
-
-def _legend(
-    title: str, colours: Mapping[str, str], meanings: Mapping[str, str], phases: set[str], y: float
-) -> str:
-    parts = [text(_LEFT - 8, y + 1, title, size=10, text_anchor="end", opacity=0.8)]
-    x = float(_LEFT)
-    for phase, colour in colours.items():
-        if phase not in phases:
-            continue
-        told = phase if meanings[phase] == phase else f"{phase}: {meanings[phase]}"
-        parts.append(rect(x, y - 8, 10, 10, colour, opacity=_FADED.get(phase)))
-        parts.append(text(x + 14, y + 1, told, size=10, opacity=0.8))
-        x += 26 + len(told) * 5.4
-    return tag("g", "".join(parts))
+        parts.append(draw.note(WIDTH - 4, y + height / 2 + 4, size_text(num_bytes), "end"))
+    return parts
 
 
 def _notes(trace: SaveTrace) -> list[str]:
-    hidden = trace.world_size - len(trace.ranks)
     notes = []
+    hidden = trace.world_size - len(trace.ranks)
     if hidden > 0:
-        write = next((phase for phase in trace.phases if phase.phase == "write"), None)
-        told = (
-            f": all wrote within {seconds_text(write.max_s)}, half of them within "
-            f"{seconds_text(write.median_s)}"
-            if write
-            else ""
-        )
-        notes.append(f"<div style='opacity:.75'>… and {hidden} more ranks{told}</div>")
-    for straggler in trace.stragglers[:4]:
-        where = f" ({safe(straggler.where)})" if straggler.where else ""
+        notes.append(draw.aside(f"… and {hidden} more ranks"))
+    for one in trace.stragglers[:4]:
+        where = f" ({draw.safe(one.where)})" if one.where else ""
         notes.append(
-            f"<div><span style='color:{RED}'>▲ rank {straggler.rank}</span>{where} was late with "
-            f"<b>{safe(straggler.phase)}</b>: {seconds_text(straggler.seconds)}, half of the ranks "
-            f"needed {seconds_text(straggler.median_s)}</div>"
+            f"<div><span style='color:{RED}'>▲ rank {one.rank}</span>{where} was late with "
+            f"<b>{draw.safe(one.phase)}</b>: {seconds_text(one.seconds)}, half of the ranks "
+            f"needed {seconds_text(one.median_s)}</div>"
         )
     return notes
-
-
-def _triangle(x: float, y: float) -> str:
-    return f"M{x:.1f} {y + 4:.1f}l5 -7h-10z"

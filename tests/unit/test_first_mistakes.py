@@ -1,0 +1,58 @@
+"""What a newcomer gets wrong first is said by name, in a few lines, with the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ray_dcp
+from ray_dcp.errors import InvalidRequestError, MissingKeyError, ShapeMismatchError
+
+
+@pytest.mark.parametrize("call", [ray_dcp.save, ray_dcp.load])
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_path_as_second_argument_is_told_its_name(
+    call: Callable[..., Any], kind: type, tmp_path: Path
+):
+    with pytest.raises(InvalidRequestError, match=rf"given as checkpoint_id='{tmp_path}/a'"):
+        call({"w": torch.ones(1)}, kind(f"{tmp_path}/a"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (ray_dcp.save, "SaveOptions"),
+        (ray_dcp.async_save, "SaveOptions"),
+        (ray_dcp.load, "LoadOptions"),
+    ],
+)
+def test_options_in_a_dict_are_refused_by_name(call: Callable[..., Any], name: str, tmp_path: Path):
+    with pytest.raises(InvalidRequestError, match=rf"options=ray_dcp\.{name}.* found a dict"):
+        call({"w": torch.ones(1)}, checkpoint_id=tmp_path / "a", options={"strict": False})
+    with pytest.raises(InvalidRequestError, match=r"LoadOptions.* found a dict"):
+        ray_dcp.load_newest({"w": torch.ones(1)}, tmp_path, options={"strict": False})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dtype_that_does_not_fit_is_called_one(tmp_path: Path):
+    ray_dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a")
+    with pytest.raises(ShapeMismatchError, match=r"^Dtype mismatch .*float32 and wanted as"):
+        ray_dcp.load({"w": torch.ones(2).half()}, checkpoint_id=tmp_path / "a")
+    with pytest.raises(ShapeMismatchError, match=r"^Size mismatch "):
+        ray_dcp.load({"w": torch.ones(3)}, checkpoint_id=tmp_path / "a")
+
+
+def test_missing_keys_are_lines_the_first_five_and_a_count(tmp_path: Path):
+    ray_dcp.save({"model.w0": torch.ones(2)}, checkpoint_id=tmp_path / "a")
+    with pytest.raises(MissingKeyError) as caught:
+        ray_dcp.load({f"w{i}": torch.ones(2) for i in range(7)}, checkpoint_id=tmp_path / "a")
+    first, *names, more, way_out = caught.value.message.splitlines()
+    assert first == "Missing key in checkpoint state_dict: 7 keys of the state dict"
+    assert [name.split()[0] for name in names] == [f"'w{i}'" for i in range(5)]
+    assert more == "  … and 2 more"
+    assert "LoadOptions(strict=False)" in way_out
