@@ -1,4 +1,4 @@
-"""DIFFERENCES.md: every chosen difference from DCP names a test, and that test exists."""
+"""docs/differences.md: every chosen difference from DCP names a test, and that test exists."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "ray_dcp" / "DIFFERENCES.md").read_text()
+PAGE = (ROOT / "docs" / "differences.md").read_text()
 ROWS = re.findall(r"^\| ([SLEMD]\d+) \|", PAGE, re.MULTILINE)
 TESTS = dict(re.findall(r"^\* ([SLEMD]\d+): `([^`]+)`$", PAGE, re.MULTILINE))
 

@@ -1,0 +1,81 @@
+"""What the README and the pages of docs/ say can be run, runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ray_dcp.cli.main import COMMANDS
+
+REPOSITORY = Path(__file__).parents[2]
+DOCS = REPOSITORY / "docs"
+PAGES = {
+    page.relative_to(REPOSITORY).as_posix(): page.read_text()
+    for page in (REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md")))
+}
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGES[page], re.M | re.S)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_the_python_blocks_of_a_page_run_one_after_the_other(page: str, tmp_path: Path):
+    finished = subprocess.run(
+        [
+            sys.executable,
+            "-W",
+            "error::UserWarning:ray_dcp",
+            "-c",
+            "\n".join(blocks(page, "python")),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_every_command_that_is_shown_exists():
+    shown = {
+        command
+        for page in PAGES
+        for block in blocks(page, "bash")
+        for command in re.findall(r"ray-dcp ([a-z]+)", block)
+    }
+    assert {"ls", "show", "verify", "demo", "timeline"} <= shown
+    assert shown <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_linked_file_exists(page: str):
+    links = re.findall(r"\]\(([^)#:]+)[)#]", PAGES[page])
+    assert [link for link in links if not (REPOSITORY / page).parent.joinpath(link).exists()] == []
+
+
+def test_the_readme_can_be_read_at_once():
+    text = PAGES["README.md"]
+    assert len(text.splitlines()) <= 150
+    assert len(text.encode()) <= 9_000
+
+
+def test_every_page_is_in_the_menu():
+    menu = (REPOSITORY / "mkdocs.yml").read_text()
+    pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    assert {page for page in pages if f"- {page}\n" not in menu} == set()
+
+
+def test_every_error_is_in_the_catalogue():
+    from ray_dcp import errors
+
+    catalogue = PAGES["docs/reference/errors.md"]
+    assert [name for name in errors.__all__ if f"`{name}`" not in catalogue] == []
