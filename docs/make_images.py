@@ -6,6 +6,7 @@ Run by hand where a picture or a screen of the command line changed; the images 
 from __future__ import annotations
 
 import io
+import re
 import tempfile
 from pathlib import Path
 
@@ -17,8 +18,7 @@ from rich.text import Text
 import ray_dcp
 from ray_dcp.cli.main import main
 from ray_dcp.manager import EverySteps
-from ray_dcp.view.pictures.figures import figure_reshard
-from ray_dcp.view.pictures.layout import even_boxes
+from ray_dcp.view.pictures.layout import even_boxes, reshard
 
 IMAGES = Path(__file__).parent / "images"
 
@@ -26,8 +26,15 @@ IMAGES = Path(__file__).parent / "images"
 def draw_reshard() -> None:
     """Draws a matrix that 4 ranks saved by rows and 6 ranks load as two by three blocks."""
     before, after = even_boxes((24, 16), (4, 1)), even_boxes((24, 16), (2, 3))
-    figure = figure_reshard(before, after, "layers.0.weight")
-    figure.savefig(IMAGES / "reshard.svg", bbox_inches="tight")
+    page = reshard(before, after, "layers.0.weight", itemsize=4)._repr_html_()
+    found = re.search(r"<svg.*</svg>", page, re.S)
+    assert found is not None
+    image = found[0].replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
+    # As an image it has no page that it could be as wide as, or take a text colour from.
+    image = re.sub(
+        'style="[^"]*"', 'style="background:white;font-family:sans-serif"', image, count=1
+    )
+    (IMAGES / "reshard.svg").write_text(image.replace("currentColor", "#333"))
 
 
 def draw_screen(name: str, commands: list[list[str]], run: str) -> None:
