@@ -13,18 +13,13 @@ import ray_dcp
 from tests.integration.test_runtime_own_ray import LEASE_S, REPOSITORY, plain_environment
 from tests.polling import eventually, session_members
 
-LIMIT_S = 3
+LIMIT_S = 1
 """After which Ray ends a driver that has no control store, in seconds; 60 by default."""
 
 
 @pytest.mark.parametrize(
     ("victim", "then"),
-    [
-        ("gcs_server", "again"),
-        ("gcs_server", "leave"),
-        ("raylet", "raise"),
-        ("supervisor", "again"),
-    ],
+    [("gcs_server", "again"), ("raylet", "raise"), ("supervisor", "leave")],
 )
 def test_ranks_outlive_their_ray_and_save_with_the_next_one(tmp_path, victim, then):
     finished = subprocess.run(
