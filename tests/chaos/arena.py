@@ -33,6 +33,7 @@ from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE, coordinator_name
 from ray_dcp.runtime.coordinator import Coordinator
 from ray_dcp.runtime.worker_group import WorkerGroup
 from tests.bench.processes import born, descendants
+from tests.integration import forked_workers
 from tests.polling import eventually, lives
 
 REPOSITORY = Path(__file__).parents[2]
@@ -81,8 +82,9 @@ class Arena:
     def _node_args(self, *, num_cpus: int, **resources: float) -> dict[str, Any]:
         return {
             "num_cpus": num_cpus, "resources": resources, "object_store_memory": 100 << 20,
-            "include_dashboard": False, "node_ip_address": "127.0.0.1",
-            "temp_dir": str(self.directory / "ray"),
+            "include_dashboard": False, "include_log_monitor": False, "no_monitor": True,
+            "node_ip_address": "127.0.0.1", "temp_dir": str(self.directory / "ray"),
+            "setup_worker_path": forked_workers.__file__,
         }  # fmt: skip
 
     # Places

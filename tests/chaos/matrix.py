@@ -42,15 +42,13 @@ NOT_PLAYED = {
 
 CI = {
     "SIGKILL rank planning",
-    "SIGSTOP rank writing",
-    "SIGKILL coordinator committing (before the record)",
-    "SIGKILL coordinator loading (while it opens)",
-    "SIGSTOP coordinator writing",
-    "SIGKILL driver writing",
     "SIGKILL stager staging",
+    "SIGKILL driver writing",
     "SIGKILL node committing (with the coordinator)",
+    "SIGKILL coordinator loading (while it opens)",
+    "SIGSTOP rank writing",
 }
-"""What continuous integration plays: one kill for each participant, and one for each phase."""
+"""What `pytest` plays: a kill of each participant and in each phase, and one that is frozen."""
 
 
 def add(blow: str, who: str, phase: str, trap: Trap | None, variant: str = "", **more: Any) -> None:

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import pytest
 from ray_dcp.errors import CheckpointError
 from tests import xla_env
 from tests.bench.soak_leaks import end_all, marked
+from tests.integration import forked_workers
 from tests.polling import lives
 from tests.s3_server import server_on_memory_disk
 
@@ -28,7 +30,12 @@ THIRD_PARTY_WARNINGS = (
 )
 
 
-DAEMONS = {"num_cpus": 8, "object_store_memory": 256 << 20, "include_dashboard": False}
+NODE = {
+    "num_cpus": 8, "object_store_memory": 256 << 20, "include_dashboard": False,
+    "include_log_monitor": False, "no_monitor": True,
+    "setup_worker_path": forked_workers.__file__,
+}  # fmt: skip
+"""A node of Ray with nothing that tests do not need, and workers that start soon."""
 
 OF_TORCH_XLA = "test_exchange_torch29.py"
 collect_ignore = [] if xla_env.chosen().exists() else [OF_TORCH_XLA]
@@ -61,12 +68,16 @@ def sound_group(request: pytest.FixtureRequest) -> None:
             mend(group)
 
 
-def mend(group: WorkerGroup) -> None:
-    """Replaces the ranks of a group if one of them does not answer."""
+def mend(group: WorkerGroup, within_s: float = 60.0) -> None:
+    """Replaces the ranks of a group if one of them died, or does not answer in time."""
+    options = group.options
+    group.options = replace(options, run_timeout_s=within_s, release_s=within_s)
     try:
         group.run(os.getpid)
     except CheckpointError:
         group.resize(group.world_size)
+    finally:
+        group.options = options
 
 
 @pytest.fixture(scope="session")
@@ -84,50 +95,55 @@ def server(servers: DevStore) -> DevStore:
 
 
 class Daemons:
-    """Ray's daemons, in a directory of their own; none before they are asked for."""
+    """Ray's daemons, in a directory of their own; none before they are asked for.
 
-    def __init__(self) -> None:
-        self._directory = ""
-        self._cluster: Any = None
+    Args:
+        node: What their node has other than `NODE`.
+    """
+
+    def __init__(self, **node: Any) -> None:
+        self._node = {**NODE, **node}
+        self.directory = ""
+        self.cluster: Any = None
 
     def address(self) -> str:
         """Returns where they are, after starting them again if one of them has ended."""
-        if self._cluster is not None and not self._cluster.head_node.remaining_processes_alive():
+        if self.cluster is not None and not self.cluster.head_node.remaining_processes_alive():
             self.close()
-        while self._cluster is None:
+        while self.cluster is None:
             self._start()
-        return self._cluster.address
+        return self.cluster.address
 
     def _start(self) -> None:
         """Starts them; does nothing where the machine is so busy that Ray gives up after 30 s."""
         from ray.cluster_utils import Cluster
 
-        self._directory = tempfile.mkdtemp(prefix="rd", dir="/tmp")
-        (Path(self._directory) / "ray").mkdir()
+        self.directory = tempfile.mkdtemp(prefix="rd", dir="/tmp")
+        (Path(self.directory) / "ray").mkdir()
         with self._named_here():
-            head = {**DAEMONS, "temp_dir": f"{self._directory}/ray"}
+            head = {**self._node, "temp_dir": f"{self.directory}/ray"}
             try:
-                self._cluster = Cluster(initialize_head=True, head_node_args=head)
+                self.cluster = Cluster(initialize_head=True, head_node_args=head)
             except Exception as error:
-                mark = f"RAY_TMPDIR={self._directory}"
+                mark = f"RAY_TMPDIR={self.directory}"
                 end_all(marked(mark), mark)
-                shutil.rmtree(self._directory, ignore_errors=True)
+                shutil.rmtree(self.directory, ignore_errors=True)
                 if "timed out during startup" not in str(error):
                     raise
 
     def close(self) -> None:
         """Ends them, and removes all that they have on disk."""
-        if self._cluster is not None:
+        if self.cluster is not None:
             with self._named_here():
-                self._cluster.shutdown()
-            self._cluster = None
-            shutil.rmtree(self._directory, ignore_errors=True)
+                self.cluster.shutdown()
+            self.cluster = None
+            shutil.rmtree(self.directory, ignore_errors=True)
 
     @contextmanager
     def _named_here(self) -> Iterator[None]:
         """Why: Ray writes the address of the newest cluster there, and everybody reads it."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("RAY_TMPDIR", self._directory)
+            patch.setenv("RAY_TMPDIR", self.directory)
             yield
 
 
@@ -137,15 +153,11 @@ def ray_daemons() -> Iterator[Daemons]:
         yield daemons
 
 
-@pytest.fixture(scope="module")
-def ray_session(ray_daemons: Daemons) -> Iterator[str]:
-    """A driver on this machine for one module; every actor that it leaves is ended.
-
-    Its Ray is shared by the modules of this process: to start one takes longer than most of them.
-    """
+def driven(daemons: Daemons) -> Iterator[str]:
+    """Makes this process a driver of daemons; yields their address, and ends every actor then."""
     import ray
 
-    address = ray_daemons.address()
+    address = daemons.address()
     ray.init(address, log_to_driver=False, configure_logging=False, namespace="tests")
     yield ray.get_runtime_context().gcs_address
     # Also those that live on by themselves, and what they have in memory.
@@ -157,19 +169,16 @@ def ray_session(ray_daemons: Daemons) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
+def ray_session(ray_daemons: Daemons) -> Iterator[str]:
+    """A driver on this machine for one module.
+
+    Its Ray is shared by the modules of this process: to start one takes longer than most of them.
+    """
+    yield from driven(ray_daemons)
+
+
+@pytest.fixture(scope="module")
 def own_ray_session() -> Iterator[str]:
     """A Ray for one module, with its environment; everything it leaves is removed."""
-    import ray
-
-    directory = tempfile.mkdtemp(prefix="rd", dir="/tmp")
-    ray.init(
-        "local",
-        **DAEMONS,
-        log_to_driver=False,
-        configure_logging=False,
-        namespace="tests",
-        _temp_dir=directory,
-    )
-    yield ray.get_runtime_context().gcs_address
-    ray.shutdown()
-    shutil.rmtree(directory, ignore_errors=True)
+    with closing(Daemons()) as daemons:
+        yield from driven(daemons)

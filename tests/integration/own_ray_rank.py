@@ -34,8 +34,7 @@ def exchange(session: Session, timeout_s: float) -> str:
 
 def main(group_file: str, lease_s: str) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    init_method = group_file if "://" in group_file else f"file://{group_file}"
-    dist.init_process_group("gloo", init_method, rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", f"file://{group_file}", rank=rank, world_size=world_size)
     logged = io.StringIO()
     logging.basicConfig(stream=logged, level=logging.INFO)
     session = current_session(lease_s=float(lease_s))

@@ -41,7 +41,7 @@ from tests.attempts import (
     try_save,
 )
 from tests.checkpoints import flip
-from tests.conflicts import ALL, CONFLICTS
+from tests.conflicts import ALL
 from tests.polling import eventually
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -124,14 +124,6 @@ def test_a_state_that_can_not_be_saved_is_one_error_before_anything_is_written(
     fresh = place.parent / "fresh"
     one_error(ranks.run(try_save, str(fresh), state), kind, str(fresh), *told)
     assert not fresh.exists()
-
-
-@pytest.mark.parametrize("conflict", CONFLICTS.values(), ids=CONFLICTS.keys())
-def test_a_conflict_of_ranks_is_one_error_before_anything_is_written(ranks, place, conflict):
-    before = files_at(place)
-    attempts = ranks.run(try_save, str(place), conflict.state)
-    one_error(attempts, conflict.kind, str(place), *conflict.told)
-    assert files_at(place) == before
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["save", "async_save"])

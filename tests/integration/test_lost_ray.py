@@ -13,7 +13,7 @@ import ray_dcp
 from tests.integration.test_runtime_own_ray import LEASE_S, REPOSITORY, plain_environment
 from tests.polling import eventually, session_members
 
-LIMIT_S = 3
+LIMIT_S = 1
 """After which Ray ends a driver that has no control store, in seconds; 60 by default."""
 
 
@@ -21,10 +21,9 @@ LIMIT_S = 3
     ("victim", "then"),
     [
         ("gcs_server", "again"),
-        ("gcs_server", "leave"),
         ("raylet", "raise"),
         ("raylet", "busy"),
-        ("supervisor", "again"),
+        ("supervisor", "leave"),
     ],
 )
 def test_ranks_outlive_their_ray_and_save_with_the_next_one(tmp_path, victim, then):

@@ -14,7 +14,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
@@ -147,32 +146,6 @@ def test_a_killed_supervisor_takes_its_ray_with_it(jobs):
         assert process.wait(180) == 0
     os.kill(facts["supervisor_pid"], signal.SIGKILL)
     assert eventually(lambda: not session_members(facts["supervisor_pid"]))
-
-
-def objects_in(text: str) -> list[dict[str, Any]]:
-    """Returns the JSON objects of a text; two ranks may have printed into one line."""
-    decoder, found, start = json.JSONDecoder(), [], text.find("{")
-    while start >= 0:
-        value, end = decoder.raw_decode(text, start)
-        found.append(value)
-        start = text.find("{", end)
-    return found
-
-
-def test_torchrun_ranks_get_a_session(tmp_path: Path):
-    finished = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         "--local-addr=127.0.0.1", "-m", "tests.integration.own_ray_rank", "env://",
-         str(LEASE_S)],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=REPOSITORY, timeout=400,
-        env=plain_environment(OMP_NUM_THREADS="1"), check=False,
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stderr
-    told = objects_in(finished.stdout)
-    assert [facts["exchanged"] for facts in told] == ["Exchanged "] * 2
-    assert told[0]["session"] == told[1]["session"]
-    assert eventually(lambda: not session_members(told[0]["supervisor_pid"]))
-    assert eventually(lambda: not Path(told[0]["directory"]).exists())
 
 
 def test_a_rank_on_another_machine_is_told_how_to_start_ray(tmp_path: Path):
