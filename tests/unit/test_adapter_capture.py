@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -180,15 +181,30 @@ def test_a_rank_outside_the_mesh_of_a_tensor_contributes_nothing() -> None:
     check_restores({"w": full}, on_ranks(WORLD, on_rank))
 
 
-def sharded_tensor(full: torch.Tensor, rank: int) -> ShardedTensor:
-    """Rows 2 r and 2 r + 1 on rank r."""
-    shards = [
-        ShardMetadata([2 * r, 0], [2, full.shape[1]], placement=f"rank:{r}/cpu") for r in range(2)
-    ]
-    outer = ShardedTensorMetadata(shards, full.shape, TensorProperties(dtype=full.dtype))
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
+def sharded_tensor(full: torch.Tensor, rank: int, nested: bool = False) -> ShardedTensor:
+    """Rows 2 r and 2 r + 1 on rank r; `nested`: as a ShardedTensor of one ShardedTensor."""
+
+    def metadata(offset: int, of: int, sizes: list[int]) -> ShardMetadata:
+        return ShardMetadata([offset, 0], sizes, placement=f"rank:{of}/cpu")
+
+    width = full.shape[1]
+    shards = [metadata(2 * r, r, [2, width]) for r in range(2)]
+    local: Any = full[2 * rank : 2 * rank + 2].clone()
+    properties = TensorProperties(dtype=full.dtype)
+    if nested:
+        inner = ShardedTensorMetadata(
+            [metadata(r, r, [1, width]) for r in range(2)], torch.Size([2, width]), properties
+        )
+        local = ShardedTensor._init_from_local_shards_and_global_metadata(
+            [LocalShard(full[2 * rank + rank : 2 * rank + rank + 1].clone(),
+                        inner.shards_metadata[rank])], inner)  # fmt: skip
+    outer = ShardedTensorMetadata(shards, full.shape, properties)
+    tensor = ShardedTensor._init_from_local_shards_and_global_metadata(
         [LocalShard(full[2 * rank : 2 * rank + 2].clone(), shards[rank])], outer
     )
+    if nested:
+        tensor.local_shards()[0].tensor = local
+    return tensor
 
 
 @pytest.mark.filterwarnings("ignore:Please use DTensor instead")
@@ -372,3 +388,36 @@ def test_a_jagged_nested_tensor_is_refused_with_the_way_out():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     with pytest.raises(UnsupportedValueError, match=r"'n'.*nested tensor: save list"):
         capture({"n": nested}, rank=0, world_size=1)
+
+
+def test_several_local_shards_of_one_rank_are_several_rows() -> None:
+    full = torch.arange(24.0).reshape(6, 4)
+
+    def on_rank(rank: int) -> Capture:
+        mesh = init_device_mesh("cpu", (2,))
+        pieces = [full[:, 2 * rank : 2 * rank + 1], full[:, 2 * rank + 1 : 2 * rank + 2]]
+        local = LocalShardsWrapper(
+            [piece.clone() for piece in pieces], [(0, 2 * rank), (0, 2 * rank + 1)]
+        )
+        tensor = DTensor.from_local(
+            local, mesh, [Shard(1)], run_check=False, shape=full.shape, stride=full.stride()
+        )
+        captured = capture({"w": tensor}, rank=rank, world_size=2)
+        assert rows(captured.columns) == torch_rows({"w": tensor})
+        assert len(captured.columns) == 2
+        assert captured.columns.names == ("w",)
+        return frozen(captured)
+
+    check_restores({"w": full}, on_ranks(2, on_rank))
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead")
+def test_a_sharded_tensor_in_a_sharded_tensor_is_one_box_at_the_sum_of_the_offsets() -> None:
+    full = torch.arange(12.0).reshape(4, 3)
+    for rank in range(2):
+        with as_rank(rank, 2):
+            tensor = sharded_tensor(full, rank, nested=True)
+            columns = capture({"w": tensor}, rank=rank, world_size=2).columns
+            assert [box(columns, 0)] == [((3 * rank, 0), (1, 3))]
+            with pytest.raises(UnsupportedValueError, match="flatten_sharded_tensors"):
+                capture({"w": tensor}, rank=rank, world_size=2, flatten_sharded_tensors=False)

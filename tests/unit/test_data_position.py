@@ -14,6 +14,7 @@ import ray_dcp
 from ray_dcp.data import ElasticBatchSampler, ElasticStream, LoaderPosition, RowsSeen
 from ray_dcp.data.rows import IdRuns
 from ray_dcp.data.sampler import SampleOrder
+from ray_dcp.data.stream import merged
 from ray_dcp.errors import InvalidRequestError, StateDictError
 
 
@@ -285,3 +286,18 @@ def test_rows_refuse_what_is_not_theirs():
     for runs in ([[3, 3]], [[5, 6], [1, 2]], [1, 2], [[1.0, 2.0]], [[1, 3], [2, 4]]):
         with pytest.raises(StateDictError):
             IdRuns(runs)
+
+
+def test_another_number_of_workers_needs_another_number_of_ranks():
+    _, loader, position = loader_of(0, 1)
+    take(loader, 1)
+    _, _, other = loader_of(0, 1, workers=1)
+    with pytest.raises(StateDictError, match="with 0 workers, but this one has 1"):
+        resume([position], [other])
+
+
+def test_places_of_two_epochs_are_not_one():
+    one, other = (ElasticStream(["a"], read, rank=0, world_size=1) for _ in range(2))
+    other.set_epoch(1)
+    with pytest.raises(StateDictError, match=r"found epochs \[0, 1\]"):
+        merged([one.state_dict(), other.state_dict()])

@@ -345,3 +345,15 @@ def test_the_name_that_safetensors_reserves_is_refused(tmp_path: Path, save: Cal
     with pytest.raises(ray_dcp.CheckpointError, match=r"'__metadata__'.*rename it") as caught:
         save({"__metadata__": torch.ones(2)}, tmp_path / "a")
     assert isinstance(caught.value, InvalidRequestError)
+
+
+def test_a_tensor_that_no_file_has_is_not_consolidated(tmp_path: Path):
+    sharded(tmp_path, torch.ones(2, 2), 1)
+    with pytest.raises(InvalidRequestError, match="'other'"):
+        consolidate(tmp_path, tmp_path / "out", {"w": "a", "other": "a"})
+
+
+def test_a_mapping_that_lacks_a_name_is_told(tmp_path: Path):
+    writer = ray_dcp.HuggingFaceStorageWriter(str(tmp_path), fqn_to_index_mapping={"w": 1})
+    with pytest.raises(ray_dcp.CheckpointError, match="'scale'"):
+        ray_dcp.save(state(), storage_writer=writer)

@@ -16,6 +16,7 @@ from ray_dcp.errors import InternalError
 from ray_dcp.runtime import staging_backend
 from ray_dcp.stage.copying import HostFiller, fill_rows
 from ray_dcp.stage.memory import StagingMemory
+from ray_dcp.torch_adapter import device_copy
 from ray_dcp.torch_adapter.capture import TensorBytes
 from ray_dcp.torch_adapter.device_copy import Cuda, DeviceFiller, filler_for
 from ray_dcp.torch_adapter.tensors import host_bytes
@@ -188,3 +189,25 @@ def test_all_devices_are_waited_for_where_one_fails():
     with pytest.raises(RuntimeError, match="is lost"):
         filler.finish()
     assert {"cpu", "meta"} <= set(driver.told)
+
+
+def test_small_ones_are_joined_without_taking_much_memory(monkeypatch):
+    monkeypatch.setattr(device_copy, "_JOINED_BYTES", 1000)
+    tensors = [torch.randn(60) for _ in range(20)]
+    driver = Late(*tensors)
+    assert filled(tensors, driver).tobytes() == expected(tensors)
+    assert driver.most_read == 960
+
+
+def test_a_slot_is_pinned_once_when_it_is_used_and_given_back():
+    driver = Late(torch.randn(1))
+    arena = StagingMemory.create(3, 4 * KIB)
+    arena.slot_array(0)
+    assert not driver.pinned
+    arena.pin_with(driver.pin)
+    for _ in range(2):
+        arena.slot_array(0)
+        arena.touch(2)
+    assert len(driver.pinned) == 2
+    arena.close()
+    assert not driver.pinned

@@ -49,3 +49,11 @@ def test_lengths_that_no_chunk_has_are_refused():
         cs.block_bytes_for_many(np.array([3, -1]))
     with pytest.raises(InvalidRequestError):
         cs.block_checks(b"x", 0)
+
+
+def test_first_bad_block_is_the_first_of_those_that_changed():
+    data = bytearray(np.random.default_rng(0).bytes(20000))
+    checks = cs.block_checks(data, 4096)
+    data[19999] ^= 1
+    data[5000] ^= 1
+    assert cs.first_bad_block(data, 4096, checks) == 1

@@ -266,3 +266,16 @@ def test_reading_leaks_no_descriptors_even_when_it_fails(tmp_path):
     del storage
     gc.collect()
     assert open_below(tmp_path) == []
+
+
+@pytest.mark.parametrize("target", [bytes(1024), bytearray(1023), bytearray(1025)])
+def test_a_target_that_does_not_fit_is_refused(storage, target):
+    arrays = [random_array(16, 16)]
+    table = written(storage, arrays)
+
+    class Wrong(Sink):
+        def buffer(self, row):
+            return memoryview(target)
+
+    with pytest.raises(errors.InvalidRequestError, match="1024 writable bytes"):
+        read(storage, table, whole(arrays), Wrong([1024]))

@@ -354,3 +354,14 @@ def test_own_values_need_the_native_way(tmp_path: Path, saved: Path):
                 ray_dcp.save(values, checkpoint_id=tmp_path / "d", **how)
     with pytest.raises(errors.InvalidRequestError, match=r"model\.0\.rng"):
         ray_dcp.load(state, checkpoint_id=saved, planner=Mine())
+
+
+def test_a_prefix_without_keys_is_refused(saved: Path):
+    with pytest.raises(errors.InvalidRequestError, match="no key at or below"):
+        load(saved, target(), prefixes=["modle"])
+
+
+def test_own_values_of_different_numbers_of_ranks_are_damage(tmp_path: Path):
+    ray_dcp.save({"r": {"rank-0-of-2": (1,), "rank-0-of-1": (2,)}}, checkpoint_id=tmp_path / "c")
+    with pytest.raises(errors.DamagedCheckpointError, match="rank 0 of 1, rank 0 of 2"):
+        load(tmp_path / "c", {"r": PerRank(0)})

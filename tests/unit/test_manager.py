@@ -520,3 +520,13 @@ def test_a_manager_in_another_thread_takes_the_callers_word_instead(tmp_path):
     manager.notice_preemption()
     assert manager.save(3, state(3))
     manager.close()
+
+
+def test_a_planner_is_made_for_each_call_and_not_shared():
+    with pytest.raises(errors.InvalidRequestError, match="must make a planner for each call"):
+        Item(save_planner=torch.distributed.checkpoint.DefaultSavePlanner())
+
+
+def test_without_detection_the_question_is_refused(manage):
+    with pytest.raises(errors.InvalidRequestError, match="Preemption detection not enabled"):
+        manage().reached_preemption(1)
