@@ -127,20 +127,6 @@ def test_an_asynchronous_save_tells_each_phase_and_one_end(told, counted, tmp_pa
     assert counted("dcp_save_durable_seconds") == {("async_save",): end["seconds"]}
 
 
-def test_a_synchronous_save_tells_the_same_without_staging(told, counted, tmp_path):
-    ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
-    assert told.names == [
-        "save.capture", "save.plan", "save.write", "save.commit", "save.committed"
-    ]  # fmt: skip
-    assert told.end["mode"] == "save"
-    assert told.end["stall_s"] == pytest.approx(sum(e["seconds"] for e in told.events[:-1]))
-    assert counted("dcp_saves") == {("save", "committed"): 1}
-    assert counted("dcp_staged_bytes") == {}
-    # A zero before it, which no counter of Ray's takes, is in nobody's way.
-    assert counted("dcp_written_bytes") == {(): told.end["num_bytes"]}
-    assert told.end["num_bytes"] > STATE_BYTES
-
-
 def test_a_load_tells_what_it_read_and_its_report_the_seconds(told, counted, tmp_path):
     ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
     told.events.clear()

@@ -301,26 +301,6 @@ def test_objects_that_a_safe_load_refuses_are_warned_of_or_refused() -> None:
         of(state, objects="refuse")
 
 
-class Marked(torch.Tensor):
-    """A subclass that pickles as itself."""
-
-
-def test_a_tensor_subclass_is_serialised_as_itself_in_its_box() -> None:
-    tensor = torch.arange(10_000.0)[:6].reshape(2, 3).as_subclass(Marked)
-    captured = of({"w": tensor}, world_size=2)
-    columns = captured.columns
-    assert columns.kind.tolist() == [Kind.OPAQUE]
-    assert rows(columns) == {("w", "tensor", "float32", (2, 3), (0, 0), (2, 3), False)}
-    assert columns.value[0] != 0
-    assert len(captured.deferred(0)) < 2500  # not the 10,000 elements behind it
-    assert "Marked" in captured.warnings[0]
-    with torch.serialization.safe_globals([Marked]):
-        back = load_object(captured.deferred(0), fqn="w")
-        assert of({"w": tensor}).warnings == ()
-    assert type(back) is Marked
-    assert torch.equal(back.as_subclass(torch.Tensor), tensor.as_subclass(torch.Tensor))
-
-
 def test_something_else_than_a_state_dict_is_refused() -> None:
     with pytest.raises(StateDictError, match="'model': model"):
         of(nn.Linear(1, 1))  # type: ignore[arg-type]

@@ -228,16 +228,6 @@ def test_what_a_subclass_of_the_file_writer_saved_loads_in_stock_dcp(world_size,
     assert target["counter"].n == 1
 
 
-def test_what_stock_dcp_saved_loads_on_three_ranks(tmp_path):
-    dcp.save(state(), checkpoint_id=tmp_path, no_dist=True)
-    targets = [state(9.0) for _ in range(3)]
-    ends = load_all(3, lambda rank: dcp.FileSystemReader(tmp_path), targets.__getitem__)
-    for end, target in zip(ends, targets, strict=True):
-        end.get()
-        assert torch.equal(target["w"], state()["w"])
-        assert target["counter"].n == 1
-
-
 def test_without_collectives_every_rank_writes_its_own_metadata_and_reads_it(tmp_path):
     ends = save_all(2, lambda rank: Writer(tmp_path), use_collectives=False)
     assert all(end.error is None for end in ends)

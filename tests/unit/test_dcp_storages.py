@@ -74,9 +74,6 @@ def test_what_either_saves_the_other_loads(
     check(found, whole)
 
 
-# --- what goes wrong ----------------------------------------------------------------------------
-
-
 # --- Hugging Face -------------------------------------------------------------------------------
 
 WAYS: list[dict[str, Any]] = [

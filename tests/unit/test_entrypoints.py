@@ -64,21 +64,6 @@ def test_use_collectives_false_is_a_checkpoint_like_any_other(tmp_path: Path):
     assert found["step"] == 1
 
 
-def test_planners_and_storages_of_third_parties_take_their_paths(tmp_path: Path):
-    class Doubling(ray_dcp.DefaultLoadPlanner):
-        def commit_tensor(self, read_item, tensor):
-            tensor.mul_(2)
-
-    class Writer(ray_dcp.FileSystemWriter):
-        pass
-
-    ray_dcp.save(state(), storage_writer=Writer(tmp_path / "c"))
-    found = state(0)
-    report = ray_dcp.load(found, checkpoint_id=tmp_path / "c", planner=Doubling())
-    assert report.path == "planner hooks"
-    assert found["w"].unique().tolist() == [2.0]
-
-
 def test_the_outcome_of_a_save_is_told_by_its_attempt(tmp_path: Path):
     metadata = ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
     assert ray_dcp.outcome(tmp_path / "c", metadata.attempt) == "committed"

@@ -13,7 +13,6 @@ from ray_dcp.errors import (
     CheckpointError,
     DamagedCheckpointError,
     InvalidRequestError,
-    UnsafeCheckpointError,
     UnsupportedValueError,
 )
 from ray_dcp.format import torch_items
@@ -266,24 +265,6 @@ def test_a_compressed_or_big_endian_item_is_left_to_torch():
 
 def with_pickle(data):
     return repacked(saved(BASE), ("data.pkl", "data/0"), replace={"data.pkl": data})
-
-
-@pytest.mark.parametrize(
-    ("data", "name"),
-    [
-        (b"\x80\x02cos\nsystem\nX\x02\0\0\0id\x85R.", "os.system"),
-        (b"\x80\x02cbuiltins\neval\nX\x01\0\0\x001\x85R.", "builtins.eval"),
-        (b"\x80\x02c__builtin__\nexec\n.", "__builtin__.exec"),
-        (b"\x80\x02csubprocess\nPopen\n.", "subprocess.Popen"),
-        (b"\x80\x02ctorch.hub\nload\n.", "torch.hub.load"),
-        (b"\x80\x02cbuiltins\ngetattr\n.", "builtins.getattr"),
-    ],
-)
-def test_an_item_that_asks_for_code_is_named(data, name):
-    item = with_pickle(data)
-    with pytest.raises(UnsafeCheckpointError) as caught:
-        parse_torch_save(item, len(item))
-    assert caught.value.key == name
 
 
 def view_pickle(size=(4, 6), stride=(6, 1), offset=0, count=24):

@@ -11,14 +11,11 @@ from hypothesis import strategies as st
 from ray_dcp.format.manifest import AbortRecord, FileEntry, Manifest, Verdict, record_key, slot_of
 from ray_dcp.protocol.garbage import (
     MOST_DECIDED,
-    Owned,
-    left_by_others,
     owner_of,
     sweep,
     verdicts,
     was_committed,
 )
-from ray_dcp.store.storage import check_key
 
 A, B, C = "aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb", "0123456789abcdef"
 TEMP = ".tmp-0123456789ab-"
@@ -58,13 +55,6 @@ def test_every_file_of_an_attempt_is_told_by_its_name(attempt):
         assert owned.kind == expected
 
 
-def test_records_and_metadata_name_no_attempt():
-    assert owner_of(record_key(7)) == Owned("record")
-    assert owner_of(".metadata") == Owned("metadata")
-    assert owner_of(f"{TEMP}{record_key(7)}") == Owned("temp")
-    assert owner_of(f"{TEMP}.metadata") == Owned("temp")
-
-
 @pytest.mark.parametrize(
     "key",
     [
@@ -102,30 +92,6 @@ keys = st.one_of(
     ),
     st.sampled_from([*names_of(A), *names_of(B), ".metadata", *map(record_key, range(1, 9))]),
 )
-
-
-@given(keys)
-def test_what_is_ours_is_a_legal_key_at_its_place(key):
-    owned = owner_of(key)
-    if owned is not None:
-        assert check_key(key, unpublished=True) == key
-        assert key.count("/") <= 1
-        assert owned.attempt is None or owned.attempt in key
-
-
-@given(st.lists(keys, unique=True), st.integers(0, 9))
-def test_a_save_removes_data_before_tables_before_records_and_nothing_else(found, last_slot):
-    left = left_by_others(found, last_slot=last_slot)
-    assert set(left) <= set(found)
-    kinds = [owner_of(key).kind for key in left]
-    order = ["table" if kind == "table" else "record" if kind == "record" else "" for kind in kinds]
-    assert order == sorted(order, key=["", "table", "record"].index)
-    slots = [slot_of(key) for key in left if slot_of(key) is not None]
-    assert slots == sorted(slots)
-    assert all(slot <= last_slot for slot in slots)
-    for key in set(found) - set(left):
-        owned = owner_of(key)
-        assert owned is None or key == ".metadata" or (slot_of(key) or 0) > last_slot
 
 
 attempts = st.sampled_from([A, B, C])

@@ -11,8 +11,6 @@ from ray_dcp import errors
 from ray_dcp.core.checksums import digest
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.aggregation import (
-    FIRST_WAIT_S,
-    LONGEST_WAIT_S,
     BatchedJoins,
     BatchedReceipts,
     BatchedReplies,
@@ -33,7 +31,7 @@ from ray_dcp.protocol.messages import (
 from ray_dcp.runtime.rank_save import PlanMemory, save_rank
 from ray_dcp.store.memory import MemoryStorage
 from tests.crash.array_states import ArrayCapture, same_state, sample_state
-from tests.crash.ranks import load_ranks, load_state
+from tests.crash.ranks import load_state
 from tests.gathered_ranks import Gathered
 
 WORLD = 6
@@ -97,21 +95,6 @@ def test_in_any_order_and_whoever_dies_all_ranks_commit(seed):
         assert len({result.get().attempt for result in results}) == 1
         assert job.holds(state)
         assert bool(world.direct) == any(group.is_dead for group in world.groups)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_loads_go_the_same_way(seed):
-    dice = random.Random(seed)
-    job = Job(f"load-{seed}")
-    job.save(sample_state(3))
-    ranks, _ = load_ranks(sample_state(3), WORLD, job.url, session="s", seq=99)
-    world = Gathered(GROUPS, job.world.coordination)
-    results = world.run(
-        ranks, choose=dice.randrange, kill=lambda group: dice.random() < 0.05 * (seed % 2)
-    )
-    for result in results:
-        result.get()
-    assert seed % 2 or set(world.messages.values()) == {3}
 
 
 def test_a_rank_that_differs_is_told_as_by_itself():
@@ -218,25 +201,6 @@ def test_receipts_are_joined_by_file():
     with pytest.raises(errors.InternalError, match="of one line"):
         pack_receipts([receipt_of(5, key="a\nb")])
     assert len(join_receipts([])) == 0
-
-
-def test_what_is_incomplete_goes_late_and_ever_later():
-    now = [0.0]
-    gathering = BatchWindow(range(3), lambda: now[0])
-    assert gathering.take(join(0)) == []
-    assert gathering.next_s == FIRST_WAIT_S
-    assert gathering.due() == []
-    now[0] = FIRST_WAIT_S
-    assert [message.ranks for message in gathering.due()] == [(0,)]
-    assert gathering.next_s is None
-    assert gathering.take(join(1)) == []
-    assert gathering.next_s == 3 * FIRST_WAIT_S
-    # The last one completes it: nothing is waited for any more.
-    assert [message.ranks for message in gathering.take(join(2))] == [(1, 2)]
-    for _ in range(9):
-        gathering.take(join(0))
-        wait_s = 0.0 if gathering.next_s is None else gathering.next_s - now[0]
-        assert wait_s <= LONGEST_WAIT_S
 
 
 @pytest.mark.parametrize("asked", [[(1, 3)], [(1,), (3,)]])

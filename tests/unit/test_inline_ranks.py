@@ -175,9 +175,6 @@ def test_a_rank_that_freezes_while_loading_is_named_on_all_others(url):
     assert "rank 2" in results[0].error.message
 
 
-# Two saves of one id
-
-
 # A coordinator that is gone
 
 
@@ -249,9 +246,6 @@ def test_without_coordinator_and_storage_the_outcome_is_unknown(url):
     with pytest.raises(CommitUnknownError) as caught:
         drive(rank, call)
     assert caught.value.attempt
-
-
-# The shell
 
 
 # What tasks find and leave in the slots of a place
