@@ -245,7 +245,7 @@ def test_the_reader_refuses_what_does_not_fit(tmp_path: Path, wanted: Any, error
 
 class Bomb:
     def __reduce__(self) -> Any:
-        return (list, (range(10**6),))
+        return (list, (range(10**4),))
 
 
 # Exports, imports and copies: whole or not at all, and looked at before anything is written
