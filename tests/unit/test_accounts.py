@@ -333,3 +333,18 @@ def test_a_listener_that_fails_disturbs_nobody(
     unsubscribe()
     assert heard[-1].name == "save.committed"
     assert "A listener of events failed" in caplog.text
+
+
+def test_an_account_ends_once(told, counted):
+    account = Account("save", "/c")
+    account.end(errors.SaveCancelledError("by hand"))
+    account.end()
+    assert told.names == ["save.cancelled"]
+    assert counted("dcp_saves") == {("save", "cancelled"): 1}
+
+
+def test_the_memory_of_a_node_is_a_gauge(counted):
+    metrics.staging_memory(0, 64)
+    metrics.staging_memory(32, 64)
+    assert counted("dcp_staging_used_bytes") == {(): 32}
+    assert counted("dcp_staging_limit_bytes") == {(): 128}

@@ -32,6 +32,7 @@ from ray_dcp.errors import StateDictError, UnsupportedValueError
 from ray_dcp.options import SaveOptions
 from ray_dcp.torch_adapter.capture import Capture, capture
 from ray_dcp.torch_adapter.objects import load_object
+from ray_dcp.warming import share_bytes
 
 from .adapter_support import as_rank, box, frozen, load, on_ranks, stored
 
@@ -401,3 +402,12 @@ def test_a_sharded_tensor_in_a_sharded_tensor_is_one_box_at_the_sum_of_the_offse
             assert [box(columns, 0)] == [((3 * rank, 0), (1, 3))]
             with pytest.raises(UnsupportedValueError, match="flatten_sharded_tensors"):
                 capture({"w": tensor}, rank=rank, world_size=2, flatten_sharded_tensors=False)
+
+
+def test_a_rank_stages_about_its_share_of_what_others_hold_too() -> None:
+    with as_rank(0, 4):
+        mesh = init_device_mesh("cpu", (2, 2))
+        value = distribute_tensor(
+            torch.zeros(8, 4), mesh, [Replicate(), Shard(0)], src_data_rank=None
+        )
+        assert share_bytes({"w": value, "more": [torch.zeros(4), 1]}, 4) == 64 / 2 + 16 / 4

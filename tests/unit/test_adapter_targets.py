@@ -20,6 +20,7 @@ from ray_dcp import errors
 from ray_dcp.planning.reads import plan_reads
 from ray_dcp.protocol.messages import Target
 from ray_dcp.torch_adapter.capture import Capture, capture
+from ray_dcp.torch_adapter.objects import dump_object
 from ray_dcp.torch_adapter.sink import TensorSink
 from ray_dcp.torch_adapter.targets import plan_targets
 
@@ -309,3 +310,19 @@ def test_a_tensor_whose_memory_was_taken_meanwhile_is_left() -> None:
     emptied.untyped_storage().resize_(0)
     shrunk.resize_(2)
     assert sink.put_many([0, 1], SOURCE, [0, 0], [4, 4]) == [0, 1]
+
+
+def test_whole_items_without_raw_bytes_go_into_the_buffers_of_all_rows_they_meet() -> None:
+    full = torch.arange(12.0).reshape(4, 3)
+    table = table_of(saved({"w": full, "v": full.T.contiguous()}))
+    target = {"w": torch.zeros(4, 3), "v": torch.zeros(3, 4, dtype=torch.float64)}
+    targets = plan_targets(target, table)
+    for chunk, tensor in enumerate((full, full.T)):
+        targets.place_item(chunk, dump_object(tensor, fqn="w"))
+    targets.finish()
+    assert torch.equal(target["w"], full)
+    assert torch.equal(target["v"], full.T.double())
+    with pytest.raises(errors.DamagedCheckpointError, match=r"shape \(4, 3\)"):
+        targets.place_item(0, dump_object(full.T, fqn="w"))
+    with pytest.raises(errors.DamagedCheckpointError, match="shape"):
+        targets.place_item(0, dump_object(5, fqn="w"))

@@ -577,3 +577,15 @@ def test_doctor_says_that_a_storage_refuses(run: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(LocalStorage, "write", deny)
     found = invoke("doctor", run, "--write")
     assert (found.exit_code, "Read-only" in found.stdout) == (2, True)
+
+
+def test_every_command_exists():
+    context = click.Context(main)
+    for name in COMMANDS:
+        assert isinstance(main.get_command(context, name), click.Command)
+
+
+def test_an_unknown_command_is_a_usage_error():
+    found = CliRunner().invoke(main, ["nope"])
+    assert found.exit_code == 2
+    assert "No such command 'nope'" in found.output

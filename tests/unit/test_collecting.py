@@ -35,6 +35,7 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import StorageTraits
+from ray_dcp.view.checkpoint_view import open as open_view
 from ray_dcp.view.listing import list_checkpoints
 from tests.inline_ranks import run_ranks
 from tests.numpy_ranks import load_and_check, loads_whole, save, save_ranks, state_of
@@ -641,3 +642,34 @@ def test_a_load_publishes_the_metadata_that_a_dead_save_did_not(tmp_path):
     found = {"a": torch.zeros(13, 7)}
     dcp.load(found, checkpoint_id=path, no_dist=True)
     assert torch.equal(found["a"], torch.from_numpy(TWO["a"]))
+
+
+def test_a_deleted_checkpoint_is_listed_as_deleted(tmp_path):
+    saved(str(tmp_path / "step-1"))
+    saved(str(tmp_path / "step-2"))
+    gone = open_view(tmp_path / "step-1").attempt
+    delete(str(tmp_path / "step-1"))
+    assert [(item.name, item.state) for item in list_checkpoints(tmp_path)] == [
+        ("step-1", "deleted"), ("step-2", "committed")
+    ]  # fmt: skip
+    (tmp_path / "step-1" / f"__0_0.{gone}.distcp").write_bytes(b"left")
+    (first, _) = list_checkpoints(tmp_path)
+    assert (first.state, first.detail) == (
+        "deleted", "files are left: ray_dcp.collect removes them"
+    )  # fmt: skip
+    (tmp_path / "step-1" / f"__0_0.{DEAD}.distcp").write_bytes(b"left")
+    (first, _) = list_checkpoints(tmp_path)
+    assert (first.state, first.detail) == ("in flight", "it was deleted, and is being saved again")
+
+
+def test_unpublished_files_are_those_of_their_attempt(tmp_path):
+    storage = LocalStorage(tmp_path)
+    attempt = saved(str(tmp_path)).attempt
+    kept = {f"{TEMP}__0_0.{DEAD}.distcp", f"{TEMP}{record_key(2)}", f"{TEMP}.metadata"}
+    for key in (*kept, f"{TEMP}__0_0.{attempt}.distcp"):
+        (tmp_path / key).write_bytes(b"half")
+    assert collect(str(tmp_path)).deleted == (f"{TEMP}__0_0.{attempt}.distcp",)
+    report = collect(str(tmp_path), abort_unfinished=True)
+    assert set(report.deleted) == kept
+    assert report.fenced == (DEAD,)
+    assert names(storage) == needed(storage) | {record_key(2)}

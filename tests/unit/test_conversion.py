@@ -631,3 +631,14 @@ def test_what_safetensors_lacks_is_named(tmp_path: Path):
     with pytest.raises(errors.UnsupportedValueError, match="'pair'"):
         ray_dcp.dcp_to_safetensors(tmp_path / "c", tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
+
+
+def test_a_copy_whose_metadata_can_not_be_written_stands(tmp_path: Path):
+    view = ray_dcp.open(checkpoints.save(tmp_path / "source"))
+    failing = Failing(tmp_path / "copy", errors.StorageError("disk full"), ".metadata")
+    target = Target(str(tmp_path / "copy"))
+    with pytest.warns(UserWarning, match=r"stands, but what follows.*disk full"):
+        copy_checkpoint(
+            view.storage, plan_copy(view.storage, view.checkpoint), target, opener=lambda _: failing
+        )
+    assert ray_dcp.verify(tmp_path / "copy").ok

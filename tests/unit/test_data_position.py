@@ -301,3 +301,8 @@ def test_places_of_two_epochs_are_not_one():
     other.set_epoch(1)
     with pytest.raises(StateDictError, match=r"found epochs \[0, 1\]"):
         merged([one.state_dict(), other.state_dict()])
+
+
+def test_a_small_rest_may_leave_a_rank_without_samples():
+    rest = [list(sampler_of(rank, 3, 7, last="short"))[1] for rank in range(3)]
+    assert sorted(map(len, rest)) == [0, 0, 1]

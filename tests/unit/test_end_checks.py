@@ -10,11 +10,13 @@ import ray_dcp
 from ray_dcp import errors
 from ray_dcp.format.manifest import decode_record
 from ray_dcp.io.checkpoint import checkpoint_from, read_checkpoint
+from ray_dcp.io.writer import write_part
 from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.planning.global_plan import make_plan, rank_plan
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
-from tests.crash.array_states import sample_state
+from tests.crash.array_states import ArrayCapture, sample_state
 from tests.crash.ranks import save_state
 
 WITHOUT = SaveOptions(num_threads=1, stock_metadata=False)
@@ -144,3 +146,35 @@ def test_a_small_load_reads_each_file_that_tells_of_it_once(tmp_path, monkeypatc
     (table,) = tmp_path.glob("*.table")
     # Of the data file its end; what it holds goes straight into the targets.
     assert sorted(reads) == sorted([".metadata", "manifest-00000001.json", table.name, data.name])
+
+
+def written(world_size=2):
+    columns = [ArrayCapture(sample_state(0), rank, world_size) for rank in range(world_size)]
+    plan = make_plan([one.columns for one in columns])
+    storage = MemoryStorage("end-checks-written")
+    storage.delete([entry.key for entry in storage.list()])
+    receipts = {
+        receipt.file: receipt
+        for rank, one in enumerate(columns)
+        for receipt in write_part(
+            storage, rank_plan(plan, rank), "a1", source=one.source, deferred=one.deferred,
+            options=WITHOUT,
+        )
+    }  # fmt: skip
+    return plan, columns, storage, receipts
+
+
+def test_a_file_that_another_writer_published_has_to_end_alike():
+    plan, columns, storage, receipts = written()
+
+    def again():
+        return write_part(
+            storage, rank_plan(plan, 0), "a1", source=columns[0].source,
+            deferred=columns[0].deferred, options=WITHOUT,
+        )  # fmt: skip
+
+    key = receipts[0].key
+    assert again()[0].digest == receipts[0].digest
+    storage.write(key, storage.read(key)[:-1] + b"!")
+    with pytest.raises(errors.CheckpointExistsError, match="two writers"):
+        again()

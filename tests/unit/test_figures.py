@@ -10,7 +10,7 @@ import pytest
 
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.format.save_trace import RankTimes, Span, make_trace
-from ray_dcp.view.pictures import even_boxes, figures
+from ray_dcp.view.pictures import Changed, Leaf, Step, even_boxes, figures
 
 
 def drawn(figure) -> bytes:
@@ -63,3 +63,15 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(InvalidRequestError, match="ray-dcp\\[viz\\]"):
         figures.figure_steps([])
+
+
+def test_bars_are_as_long_as_values():
+    leaves = [Leaf("m.a.w", (1,), "int8", 3 << 20), Leaf("m.b.w", (1,), "int8", 1 << 20)]
+    (axes,) = figures.figure_tree(leaves).axes
+    assert [p.get_width() for p in axes.patches] == [3.0, 1.0]
+    steps = [Step(name="s-1", step=1, num_bytes=4 << 20, new_bytes=1 << 20)]
+    (axes,) = figures.figure_steps(steps).axes
+    assert [p.get_height() for p in axes.patches] == [4.0, 1.0]
+    changes = [Changed("a", "changed", 9, 9, 0.5), Changed("b", "unchanged", 9)]
+    (axes,) = figures.figure_diff(changes).axes
+    assert [p.get_width() for p in axes.patches] == [0.5]

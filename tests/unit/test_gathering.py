@@ -14,10 +14,12 @@ from ray_dcp.protocol.aggregation import (
     BatchedJoins,
     BatchedReceipts,
     BatchedReplies,
+    Batches,
     BatchWindow,
     group_of,
     together,
 )
+from ray_dcp.protocol.commands import Answer
 from ray_dcp.protocol.messages import (
     FileReceipt,
     OpKey,
@@ -222,3 +224,33 @@ def test_groups_are_few_and_of_neighbours():
     assert group_of(0, 64) is None
     with pytest.raises(errors.InvalidRequestError, match="rank from 0 to 99, found 100"):
         group_of(100, 100)
+
+
+def test_joins_together_mean_the_same():
+    joins = [join(rank, node=f"node {rank // 2}") for rank in (2, 0, 1)]
+    message = together(joins)
+    assert isinstance(message.said, BatchedJoins)
+    assert message.requests() == sorted(joins, key=lambda one: one.rank)
+    assert message.only({1}).requests() == [join(1, node="node 0")]
+
+
+def test_a_batch_takes_replies_for_those_who_wait_in_it_and_no_others():
+    batches = Batches()
+    here = batches.add(together([join(0), join(1)]))
+    other = batches.add(together([join(2, key=OpKey("run", 1))]))
+    here.put((1, 7), SendItems(rows=True))
+    assert [ranks for ranks, _ in here.told] == [(1,)]
+    batches.refuse(here.key, SendItems(rows=False))
+    assert [ranks for ranks, _ in here.told] == [(1,), (0,)]
+    assert other.told == []
+    # A message that nobody waits in any more gets nothing; the same rank in another one does.
+    gone = batches.add(together([join(3), join(4)]))
+    again = batches.add(together([join(3)]))
+    batches.remove(gone)
+    batches.answer(Answer(gone.key, (3,), gone.step, SendItems(rows=True)))
+    assert (gone.told, [ranks for ranks, _ in again.told]) == ([], [(3,)])
+    late = batches.add(together([join(2)]))
+    assert batches.answer(Answer(late.key, (2,), late.step, SendItems(rows=True))) == set()
+    assert [ranks for ranks, _ in late.told] == [(2,)]
+    everybody = Answer(late.key, (0, 3, 9), late.step, SendItems(rows=True))
+    assert batches.answer(everybody) == {0, 3, 9}

@@ -16,6 +16,7 @@ from ray_dcp.errors import (
     CommitUnknownError,
     DamagedCheckpointError,
     DeadlineError,
+    InternalError,
     MissingKeyError,
     ParticipantError,
     StorageError,
@@ -394,3 +395,9 @@ def test_at_every_fault_over_a_stock_checkpoint_one_of_the_two_loads_whole(tmp_p
         if not script.hit:
             break
     assert change >= 6
+
+
+def test_a_session_of_one_process_waits_for_nobody_else(url):
+    (rank, _) = save_ranks(state_of(), 2, url)
+    with pytest.raises(InternalError, match="world size 1"):
+        drive(rank, InlineSession().call)

@@ -279,3 +279,45 @@ def test_a_target_that_does_not_fit_is_refused(storage, target):
 
     with pytest.raises(errors.InvalidRequestError, match="1024 writable bytes"):
         read(storage, table, whole(arrays), Wrong([1024]))
+
+
+def test_a_wrong_element_size_is_refused(storage):
+    table = written(storage, [random_array(16, 16)])
+    wanted = replace(whole([random_array(16, 16)]), itemsize=np.array([8]))
+    with pytest.raises(errors.InvalidRequestError, match="stored with 4"):
+        read(storage, table, wanted, Sink([2048]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"payload_bytes": np.array([1020])},
+        {"check_start": np.array([0, 0])},
+        {"block_bytes": np.array([256])},
+    ],
+)
+def test_a_table_that_contradicts_itself_is_damage(storage, change):
+    table = replace(written(storage, [random_array(16, 16)]), **change)
+    with pytest.raises(errors.DamagedCheckpointError, match="contradicts itself"):
+        read(storage, table, whole([random_array(16, 16)]))
+
+
+@pytest.mark.parametrize("whole_item_bytes", [1, 1 << 20])
+def test_a_row_that_needs_an_opaque_chunk_is_never_done(storage, monkeypatch, whole_item_bytes):
+    monkeypatch.setattr(reader, "_WHOLE_ITEM_BYTES", whole_item_bytes)
+    table = stock_table(storage, [torch.full((3, 2), 5.0), torch.ones(3, 2).to_sparse()])
+    table = replace(
+        table,
+        names=("w",),
+        kind=np.zeros(1, np.int8),
+        dtype=np.zeros(1, np.int8),
+        ndim=np.full(1, 2, np.int8),
+        shape=np.array([[6, 2]]),
+        requires_grad=np.zeros(1, bool),
+        tensor=np.zeros(2, np.int32),
+        offset=np.array([[0, 0], [3, 0]]),
+    )
+    sink, stats = read(storage, table, wanted_of((0, (0, 0), (6, 2)), (0, (0, 0), (3, 2))))
+    assert stats.opaque == (1,)
+    assert sink.finished == [1]
+    assert sink.buffers[0][:24] == np.full(6, 5, np.float32).tobytes()

@@ -267,3 +267,11 @@ def test_a_staged_piece_of_another_length_than_planned_is_refused(tmp_path, leng
     with pytest.raises(errors.InternalError, match="a piece up to byte"):
         write_pieces(LocalStorage(tmp_path), plan, "a", Parts(*lengths), options=SaveOptions())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_with_other_frames_than_ours_is_an_internal_error(storage):
+    arrays = arrays_of((3, 5))
+    plan = plan_of(arrays)
+    object.__setattr__(plan, "item_bytes", plan.item_bytes + 1)
+    with pytest.raises(errors.InternalError, match="an item of"):
+        write_file(storage, plan, "a1", source=source_of(arrays), deferred=no_deferred)
