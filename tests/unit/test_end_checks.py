@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,9 @@ from ray_dcp.format.manifest import decode_record
 from ray_dcp.io.checkpoint import checkpoint_from, read_checkpoint
 from ray_dcp.io.writer import write_part
 from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.planning.finish import checked_receipts, finish_table
 from ray_dcp.planning.global_plan import make_plan, rank_plan
+from ray_dcp.protocol.messages import join_receipts, pack_receipts
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
@@ -178,3 +182,20 @@ def test_a_file_that_another_writer_published_has_to_end_alike():
     storage.write(key, storage.read(key)[:-1] + b"!")
     with pytest.raises(errors.CheckpointExistsError, match="two writers"):
         again()
+
+
+def test_what_says_another_number_of_checksums_does_not_fit_the_plan():
+    plan, _, _, receipts = written()
+    whole = join_receipts([pack_receipts(receipts.values())])
+    assert checked_receipts(plan, "a1", whole)[1] is whole
+    assert not len(finish_table(plan, "a1", whole).checks)
+    for change in (
+        {"num_bytes": receipts[1].num_bytes - 8},
+        {"num_bytes": receipts[1].num_bytes + 8},
+        {"checks": np.ones(1, np.uint64)},
+    ):
+        wrong = {**receipts, 1: replace(receipts[1], **change)}
+        for found in (wrong, pack_receipts(wrong[file] for file in sorted(wrong))):
+            with pytest.raises(errors.CheckpointError, match=receipts[1].key) as told:
+                checked_receipts(plan, "a1", found)
+            assert isinstance(told.value, errors.InternalError | errors.DamagedCheckpointError)

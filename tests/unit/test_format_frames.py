@@ -1,6 +1,7 @@
 import io
 import math
 import os
+import pickle
 import tracemalloc
 import zipfile
 
@@ -426,3 +427,8 @@ def test_an_item_that_unpacks_to_too_much_is_refused_early():
 def test_more_layers_than_anybody_writes_are_refused():
     with pytest.raises(DamagedCheckpointError, match="at most 4 layers"):
         unpacked_item(streamed(ITEM), [ZSTD] * 5)
+
+
+def test_need_more_bytes_crosses_processes_with_its_number():
+    error = pickle.loads(pickle.dumps(NeedMoreBytes("more", num_bytes=9, key="k")))
+    assert (error.num_bytes, error.key) == (9, "k")

@@ -9,7 +9,7 @@ import pytest
 
 from ray_dcp import errors
 from ray_dcp.core.checksums import digest
-from ray_dcp.options import SaveOptions
+from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.aggregation import (
     BatchedJoins,
     BatchedReceipts,
@@ -17,14 +17,19 @@ from ray_dcp.protocol.aggregation import (
     Batches,
     BatchWindow,
     group_of,
+    is_gathered,
     together,
 )
 from ray_dcp.protocol.commands import Answer
 from ray_dcp.protocol.messages import (
+    Exchange,
     FileReceipt,
+    LoadJoin,
     OpKey,
+    PartsHeld,
     SaveJoin,
     SaveReceipt,
+    SaveStaged,
     SendItems,
     Target,
     join_receipts,
@@ -254,3 +259,41 @@ def test_a_batch_takes_replies_for_those_who_wait_in_it_and_no_others():
     assert [ranks for ranks, _ in late.told] == [(2,)]
     everybody = Answer(late.key, (0, 3, 9), late.step, SendItems(rows=True))
     assert batches.answer(everybody) == {0, 3, 9}
+
+
+def test_receipts_of_another_attempt_are_refused_one_by_one():
+    job = Job("fence")
+    job.save(sample_state(0))
+    world = Gathered(GROUPS, job.world.coordination)
+    stray = [SaveReceipt(OpKey("s", 1), rank, "other", 1, (receipt_of(rank),)) for rank in range(2)]
+    batch = world.shell.receive_together(together(stray))
+    told = dict(batch.told)
+    assert set(told) == {(0,), (1,)}
+    assert all(isinstance(reply.error, errors.CommitUnknownError) for reply in told.values())
+
+
+def test_steps_that_were_sent_are_forgotten_and_no_others():
+    gathering = BatchWindow(range(2), lambda: 0.0)
+    for seq in range(1000):
+        key = OpKey("run", seq)
+        gathering.take(join(0, key=key))
+        if seq:
+            (message,) = gathering.take(join(1, key=key))
+            gathering.told(message, BatchedReplies((((0,), SendItems(rows=True)),)))
+    # What waits is sent however long ago it came.
+    assert [m.ranks for m in gathering.take(join(1, key=OpKey("run", 0)))] == [(0, 1)]
+    assert len(gathering._steps) <= 300
+    assert len(gathering._asked) <= 300
+
+
+def test_what_fails_goes_directly():
+    assert is_gathered(join(0))
+    assert not is_gathered(join(0, error=errors.CheckpointError("no")))
+    assert is_gathered(SaveReceipt(OpKey("run", 0), 0, "a1", 1))
+    assert is_gathered(SaveStaged(OpKey("run", 0), 0, "a1", 1))
+    assert not is_gathered(
+        SaveStaged(OpKey("run", 0), 0, "a1", 1, error=errors.CheckpointError("no"))
+    )
+    assert not is_gathered(PartsHeld(OpKey("run", 0), 0, "a1", 1, "s"))
+    assert is_gathered(LoadJoin(OpKey("run", 0), 0, 2, Target("memory://x"), LoadOptions()))
+    assert not is_gathered(Exchange(OpKey("run", 0), 0, 2, "t", {}, 1.0))

@@ -10,6 +10,7 @@ import pytest
 
 from ray_dcp import errors
 from ray_dcp.core.checksums import block_bytes_for, block_checks, digest
+from ray_dcp.io.threads import Stop, run_tasks
 from ray_dcp.io.writer import write_part, write_pieces
 from ray_dcp.options import SaveOptions
 from ray_dcp.store.fault_injection import Fault, FaultyStorage
@@ -275,3 +276,18 @@ def test_a_plan_with_other_frames_than_ours_is_an_internal_error(storage):
     object.__setattr__(plan, "item_bytes", plan.item_bytes + 1)
     with pytest.raises(errors.InternalError, match="an item of"):
         write_file(storage, plan, "a1", source=source_of(arrays), deferred=no_deferred)
+
+
+def test_an_error_keeps_other_threads_from_beginning_more():
+    begun = []
+    stop = Stop()
+
+    def work(task):
+        begun.append(task)
+        if task == 0:
+            raise ValueError(task)
+        stop.wait(180)
+
+    with pytest.raises(ValueError, match="0"):
+        run_tasks(range(100), work, 2, stop)
+    assert len(begun) <= 2
