@@ -1,31 +1,27 @@
-"""Events, metrics and reports of saves and loads: each phase, one end, and never in the way."""
+"""Events, metrics, logs and reports of saves and loads: each phase, one end, never in the way."""
 
 from __future__ import annotations
 
-import json
 import logging
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint import logger as stock_logger
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import ray_dcp
-from ray_dcp.errors import (
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    CommitUnknownError,
-    SaveCancelledError,
-    SaveSkippedError,
-    UnsupportedValueError,
-)
+from ray_dcp import errors, events
 from ray_dcp.events import LOGGER_NAME, Event, outcome_of
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.messages import LoadDone, LoadOutcome, OpKey, ReadCounts
 from ray_dcp.runtime import metrics
 from ray_dcp.runtime.metrics import Account
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
 STATE_BYTES = 4000
 
@@ -131,20 +127,6 @@ def test_an_asynchronous_save_tells_each_phase_and_one_end(told, counted, tmp_pa
     assert counted("dcp_save_durable_seconds") == {("async_save",): end["seconds"]}
 
 
-def test_a_synchronous_save_tells_the_same_without_staging(told, counted, tmp_path):
-    ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
-    assert told.names == [
-        "save.capture", "save.plan", "save.write", "save.commit", "save.committed"
-    ]  # fmt: skip
-    assert told.end["mode"] == "save"
-    assert told.end["stall_s"] == pytest.approx(sum(e["seconds"] for e in told.events[:-1]))
-    assert counted("dcp_saves") == {("save", "committed"): 1}
-    assert counted("dcp_staged_bytes") == {}
-    # A zero before it, which no counter of Ray's takes, is in nobody's way.
-    assert counted("dcp_written_bytes") == {(): told.end["num_bytes"]}
-    assert told.end["num_bytes"] > STATE_BYTES
-
-
 def test_a_load_tells_what_it_read_and_its_report_the_seconds(told, counted, tmp_path):
     ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
     told.events.clear()
@@ -158,20 +140,12 @@ def test_a_load_tells_what_it_read_and_its_report_the_seconds(told, counted, tmp
     assert counted("dcp_load_seconds") == {(): told.end["seconds"]}
 
 
-def test_the_load_of_the_newest_step_is_one_load(told, tmp_path):
-    ray_dcp.save(state(), checkpoint_id=tmp_path / "step-1")
-    told.events.clear()
-    report = ray_dcp.load_newest(state(), tmp_path)
-    assert told.end["name"] == "load.loaded"
-    assert set(report.seconds) == {"plan", "read", "finish"}
-
-
 @pytest.mark.parametrize("save", [ray_dcp.save, ray_dcp.async_save])
 def test_a_save_that_fails_tells_why(save, told, counted, tmp_path):
     ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
     told.events.clear()
     options = SaveOptions(overwrite=False)
-    with pytest.raises(CheckpointExistsError):
+    with pytest.raises(errors.CheckpointExistsError):
         save(state(), checkpoint_id=tmp_path / "c", options=options).result(180)
     assert told.end["name"] == "save.failed"
     assert told.end["error"].startswith("CheckpointExistsError: ")
@@ -180,60 +154,48 @@ def test_a_save_that_fails_tells_why(save, told, counted, tmp_path):
     assert len(counted("dcp_save_durable_seconds")) == 1
 
 
-def test_a_state_that_can_not_be_saved_has_one_end_too(told, tmp_path):
-    with pytest.raises(UnsupportedValueError):
-        ray_dcp.async_save(
-            {"x": torch.empty(3, device="meta")}, checkpoint_id=tmp_path / "c"
-        ).result(180)
-    assert told.names == ["save.capture", "save.failed"]
+class Interrupted:
+    """A value that the user's Ctrl-C meets."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+class Broken(DefaultStager):
+    """A stager that raises."""
+
+    def stage(self, state_dict: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no memory")
+
+
+@pytest.mark.parametrize(
+    ("save", "value", "stager", "error"),
+    [
+        (ray_dcp.async_save, torch.empty(3, device="meta"), None, errors.UnsupportedValueError),
+        (ray_dcp.async_save, 1, Broken, RuntimeError),
+        (ray_dcp.async_save, Interrupted(), None, KeyboardInterrupt),
+        (ray_dcp.save, Interrupted(), None, KeyboardInterrupt),
+    ],
+)
+def test_a_save_that_ends_before_it_is_planned_has_one_end_too(
+    save, value, stager, error, told, tmp_path
+):
+    how = {"async_stager": stager(StagingOptions(False, False, False, False))} if stager else {}
+    with pytest.raises(error):
+        save({"x": value}, checkpoint_id=tmp_path / "c", **how).result(180)
+    assert told.end["name"] == "save.failed"
+    assert told.end["error"].startswith(error.__name__)
 
 
 def test_a_load_that_fails_has_one_end(told, counted, tmp_path):
-    with pytest.raises(CheckpointNotFoundError):
+    with pytest.raises(errors.CheckpointNotFoundError):
         ray_dcp.load(state(), checkpoint_id=tmp_path / "c")
     assert told.end["name"] == "load.failed"
     assert counted("dcp_loads") == {("failed",): 1}
     assert counted("dcp_read_bytes") == {}
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_what_a_stager_of_the_users_stages_is_told_as_well(background, told, tmp_path):
-    stager = DefaultStager(StagingOptions(False, False, background, False))
-    handle = ray_dcp.async_save(state(), checkpoint_id=tmp_path / "c", async_stager=stager)
-    handle.committed(180)
-    stager.close()
-    assert told.names == [
-        *(f"save.{phase}" for phase in ("stage", "capture", "plan", "write", "commit")),
-        "save.committed",
-    ]
-    assert list(handle.report().seconds) == ["stage", "capture", "plan", "write", "commit"]
-
-
-def test_a_stager_that_raises_ends_the_save(told, tmp_path):
-    class Broken(DefaultStager):
-        def stage(self, state_dict: Any, **kwargs: Any) -> Any:
-            raise RuntimeError("no memory")
-
-    stager = Broken(StagingOptions(False, False, False, False))
-    with pytest.raises(RuntimeError, match="no memory"):
-        ray_dcp.async_save(state(), checkpoint_id=tmp_path / "c", async_stager=stager)
-    assert told.names == ["save.failed"]
-
-
-def test_a_save_that_is_interrupted_has_its_end(told, tmp_path):
-    class Interrupted:
-        def state_dict(self) -> dict[str, Any]:
-            raise KeyboardInterrupt
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            pass
-
-    for save in (ray_dcp.save, ray_dcp.async_save):
-        told.events.clear()
-        with pytest.raises(KeyboardInterrupt):
-            save({"x": Interrupted()}, checkpoint_id=tmp_path / "c")
-        assert told.names == ["save.failed"]
-        assert told.end["error"].startswith("KeyboardInterrupt")
 
 
 def test_only_rank_0_counts_what_is_one_for_all_ranks(counted):
@@ -254,37 +216,21 @@ def test_only_rank_0_counts_what_is_one_for_all_ranks(counted):
 
 
 def test_bytes_of_a_save_that_was_not_committed_are_not_counted_as_written(counted):
-    with suppress(SaveCancelledError), Account("save", "/c") as account:
+    with suppress(errors.SaveCancelledError), Account("save", "/c") as account:
         account.done("write", 9)
-        raise SaveCancelledError("after the last byte")
+        raise errors.SaveCancelledError("after the last byte")
     assert counted("dcp_saves") == {("save", "cancelled"): 1}
     assert counted("dcp_written_bytes") == {}
-
-
-def test_bytes_from_the_memory_of_the_nodes_are_told_apart(told, counted):
-    with Account("load", "/c") as load:
-        done = LoadDone(OpKey("s", 1), 0, ReadCounts(9, 12, bytes_from_memory=5))
-        load.watching(lambda _: LoadOutcome(ReadCounts(9, 12)))(done)
-    assert counted("dcp_read_bytes") == {("storage",): 7, ("memory",): 5}
-    assert (told.end["num_bytes"], told.end["memory_bytes"]) == (12, 5)
-
-
-def test_an_account_ends_once(told, counted):
-    account = Account("save", "/c")
-    account.end(SaveCancelledError("by hand"))
-    account.end()
-    assert told.names == ["save.cancelled"]
-    assert counted("dcp_saves") == {("save", "cancelled"): 1}
 
 
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [
         (None, "committed"),
-        (SaveSkippedError("x"), "skipped"),
-        (SaveCancelledError("x"), "cancelled"),
-        (CommitUnknownError("x", attempt="a"), "unknown"),
-        (CheckpointNotFoundError("x"), "failed"),
+        (errors.SaveSkippedError("x"), "skipped"),
+        (errors.SaveCancelledError("x"), "cancelled"),
+        (errors.CommitUnknownError("x", attempt="a"), "unknown"),
+        (errors.CheckpointNotFoundError("x"), "failed"),
         (KeyboardInterrupt(), "failed"),
     ],
 )
@@ -296,25 +242,12 @@ def test_every_way_to_end_has_its_word(error, outcome):
 # How it is told
 
 
-def test_an_event_is_a_record_that_json_takes_and_names_everything():
-    event = Event(name="save.stage", rank=3)
-    found = json.loads(json.dumps(event.as_dict()))
-    assert found["rank"] == 3
-    known = {field.name for field in fields(Event)}
-    assert known - set(found) == {"checkpoint_id", "attempt", "plan", "stall_s", "error"}
-
-
 def test_one_line_for_a_save_at_level_info_and_the_rest_below(told, tmp_path):
     ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
     assert told.levels == [logging.DEBUG] * (len(told.levels) - 1) + [logging.INFO]
     told.levels.clear()
     Account("save", "/c", rank=1, world_size=2).end()
     assert told.levels == [logging.DEBUG]
-
-
-def test_nothing_is_made_of_an_event_that_nobody_listens_to(monkeypatch, tmp_path):
-    monkeypatch.setattr(Event, "as_dict", lambda self: pytest.fail("nobody listens"))
-    ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
 
 
 def test_a_handler_that_raises_does_not_fail_a_save(told, counted, monkeypatch, tmp_path):
@@ -330,10 +263,84 @@ def test_a_metric_that_raises_does_not_fail_a_save(told, monkeypatch, tmp_path):
     assert told.end["name"] == "save.committed"
 
 
-def test_without_ray_nothing_is_counted(counted, monkeypatch, tmp_path):
-    monkeypatch.setattr(metrics, "_ray_is_up", lambda: False)
+# Who listens
+
+
+@pytest.fixture
+def heard() -> Iterator[list[Event]]:
+    found: list[Event] = []
+    unsubscribe = events.subscribe(found.append)
+    yield found
+    unsubscribe()
+
+
+@pytest.fixture
+def logged() -> Iterator[list[dict[str, Any]]]:
+    """What a handler on DCP's logger is told."""
+    found: list[dict[str, Any]] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append({**record.msg, "level": record.levelname})  # type: ignore[dict-item]
+
+    logger, handler = stock_logger._dcp_logger, Handler()
+    before = logger.level
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
+    logger.setLevel(before)
+
+
+def test_an_event_comes_to_whoever_subscribed_until_he_ends_it(tmp_path: Path, heard: list[Event]):
     ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
-    assert all(counted(name) == {} for name in metrics.METRICS)
+    names = [event.name for event in heard]
+    assert names == ["save.capture", "save.plan", "save.write", "save.commit", "save.committed"]
+    assert {event.checkpoint_id for event in heard} == {str(tmp_path / "c")}
+    late: list[Event] = []
+    events.subscribe(late.append)()
+    ray_dcp.load(state(), checkpoint_id=tmp_path / "c")
+    assert heard[-1].name == "load.loaded"
+    assert late == []
+
+
+def test_a_handler_on_dcps_logger_hears_what_dcp_would_tell(
+    tmp_path: Path, logged: list[dict[str, Any]]
+):
+    writer, planner = stock.FileSystemWriter(tmp_path / "c"), stock.DefaultSavePlanner()
+    stock.save(state(), storage_writer=writer, planner=planner, no_dist=True)
+    theirs = {each["func_name"]: each for each in logged if each["event"] == "end"}
+    logged.clear()
+    ray_dcp.save(state(), storage_writer=writer, planner=planner, no_dist=True)
+    ours = {each["func_name"]: each for each in logged if each["event"] == "end"}
+    for name in ("save", "local_step", "global_step", "write_data"):
+        assert theirs[name].keys() <= ours[name].keys() | {"checkpoint_id"}, name
+    same = ("checkpoint_id", "storage_writer", "planner", "func_name", "event", "level")
+    assert {key: theirs["save"][key] for key in same} == {key: ours["save"][key] for key in same}
+    logged.clear()
+    ray_dcp.load(state(), checkpoint_id=tmp_path / "c", planner=stock.DefaultLoadPlanner())
+    assert [each["event"] for each in logged if each["func_name"] == "load"] == ["start", "end"]
+
+
+def test_a_listener_that_fails_disturbs_nobody(
+    tmp_path: Path, heard: list[Event], caplog: pytest.LogCaptureFixture
+):
+    def fail(event: Event) -> None:
+        raise ValueError("a listener")
+
+    unsubscribe = events.subscribe(fail)
+    ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
+    unsubscribe()
+    assert heard[-1].name == "save.committed"
+    assert "A listener of events failed" in caplog.text
+
+
+def test_an_account_ends_once(told, counted):
+    account = Account("save", "/c")
+    account.end(errors.SaveCancelledError("by hand"))
+    account.end()
+    assert told.names == ["save.cancelled"]
+    assert counted("dcp_saves") == {("save", "cancelled"): 1}
 
 
 def test_the_memory_of_a_node_is_a_gauge(counted):

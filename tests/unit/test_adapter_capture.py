@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed._shard.sharded_tensor import (
-    Shard as LocalShard,
-)
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import (
     ShardedTensor,
     ShardedTensorMetadata,
@@ -25,11 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ray_dcp.core.columns import decode, encode
@@ -163,27 +157,6 @@ def test_every_placement_of_a_dtensor_is_described_as_torch_describes_it(
     check_restores({"w": full}, on_ranks(WORLD, on_rank))
 
 
-@pytest.mark.parametrize("shape", [(8, 3), (10, 2), (9, 1), (13, 2), (3, 2)], ids=str)
-@pytest.mark.parametrize(
-    "placements",
-    [[Shard(0), _StridedShard(0, split_factor=2)], [_StridedShard(0, split_factor=3), Shard(1)]],
-    ids=str,
-)
-def test_rows_of_a_truly_strided_shard_come_from_where_they_belong(
-    shape: tuple[int, ...], placements: list[Any]
-) -> None:
-    full = torch.arange(float(np.prod(shape))).reshape(shape)
-
-    def on_rank(rank: int) -> Capture:
-        mesh = init_device_mesh("cpu", (2, 2))
-        state = {"w": distribute_tensor(full, mesh, placements, src_data_rank=None)}
-        return frozen(capture(state, rank=rank, world_size=WORLD))
-
-    captures = on_ranks(WORLD, on_rank)
-    assert sum(int(c.columns.size.prod(axis=1).sum()) for c in captures) == full.numel()
-    check_restores({"w": full}, captures)
-
-
 def check_restores(full: dict[str, torch.Tensor], captures: list[Capture]) -> None:
     target = {key: torch.full_like(value, -1) for key, value in full.items()}
     load(stored(*captures), target)
@@ -207,27 +180,6 @@ def test_a_rank_outside_the_mesh_of_a_tensor_contributes_nothing() -> None:
         return frozen(captured)
 
     check_restores({"w": full}, on_ranks(WORLD, on_rank))
-
-
-def test_several_local_shards_of_one_rank_are_several_rows() -> None:
-    full = torch.arange(24.0).reshape(6, 4)
-
-    def on_rank(rank: int) -> Capture:
-        mesh = init_device_mesh("cpu", (2,))
-        pieces = [full[:, 2 * rank : 2 * rank + 1], full[:, 2 * rank + 1 : 2 * rank + 2]]
-        local = LocalShardsWrapper(
-            [piece.clone() for piece in pieces], [(0, 2 * rank), (0, 2 * rank + 1)]
-        )
-        tensor = DTensor.from_local(
-            local, mesh, [Shard(1)], run_check=False, shape=full.shape, stride=full.stride()
-        )
-        captured = capture({"w": tensor}, rank=rank, world_size=2)
-        assert rows(captured.columns) == torch_rows({"w": tensor})
-        assert len(captured.columns) == 2
-        assert captured.columns.names == ("w",)
-        return frozen(captured)
-
-    check_restores({"w": full}, on_ranks(2, on_rank))
 
 
 def sharded_tensor(full: torch.Tensor, rank: int, nested: bool = False) -> ShardedTensor:
@@ -269,18 +221,6 @@ def test_sharded_tensors_are_described_as_torch_describes_them() -> None:
     check_restores({"w": full}, on_ranks(2, on_rank))
 
 
-@pytest.mark.filterwarnings("ignore:Please use DTensor instead")
-def test_a_sharded_tensor_in_a_sharded_tensor_is_one_box_at_the_sum_of_the_offsets() -> None:
-    full = torch.arange(12.0).reshape(4, 3)
-    for rank in range(2):
-        with as_rank(rank, 2):
-            tensor = sharded_tensor(full, rank, nested=True)
-            columns = capture({"w": tensor}, rank=rank, world_size=2).columns
-            assert [box(columns, 0)] == [((3 * rank, 0), (1, 3))]
-            with pytest.raises(UnsupportedValueError, match="flatten_sharded_tensors"):
-                capture({"w": tensor}, rank=rank, world_size=2, flatten_sharded_tensors=False)
-
-
 def test_values_of_every_kind_are_rows_of_torchs_plan_with_dcp_paths() -> None:
     base = torch.arange(6.0)
     state = {
@@ -307,75 +247,6 @@ def test_values_of_every_kind_are_rows_of_torchs_plan_with_dcp_paths() -> None:
             data = np.frombuffer(captured.source(row), np.uint8)
             assert data.tobytes() == bytes(expected.clone().untyped_storage())
     assert rows(decode(encode(captured.columns))) == rows(captured.columns)
-
-
-def test_without_flattening_the_top_level_is_all_and_has_no_paths() -> None:
-    state = {"model": {"w": torch.ones(2)}, "x": torch.ones(3)}
-    captured = capture(state, rank=0, world_size=1, flatten_state_dict=False)
-    assert captured.columns.names == ("model", "x")
-    assert captured.columns.paths == (None, None)
-    assert captured.columns.kind.tolist() == [Kind.OBJECT, Kind.TENSOR]
-    assert load_object(captured.deferred(0), fqn="model")["w"].tolist() == [1, 1]
-
-
-class Counting:
-    """A Stateful that counts its calls."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        self.calls += 1
-        return {"n": self.calls}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.calls = state_dict["n"]
-
-
-def test_only_stateful_values_at_the_top_are_asked_and_only_when_wanted() -> None:
-    top, below = Counting(), Counting()
-    captured = of({"top": top, "a": {"below": below}})
-    assert captured.columns.names == ("top.n", "a.below")
-    assert (top.calls, below.calls) == (1, 0)
-    assert [w for w in captured.warnings if "'a.below'" in w and "Counting" in w]
-    raw = capture({"top": top}, rank=0, world_size=1, stateful=False)
-    assert raw.columns.names == ("top",)
-    assert top.calls == 1
-
-
-def test_splittable_are_large_floating_plain_tensors_and_intended_replicas() -> None:
-    num = (4 << 20) // 4
-    captured = of({
-        "large": torch.zeros(num), "less": torch.zeros(num - 1), "half": torch.zeros(num).half(),
-        "int": torch.zeros(num, dtype=torch.int32), "object": "x" * (8 << 20),
-    })  # fmt: skip
-    assert captured.columns.splittable.tolist() == [True, False, False, False, False]
-
-
-def test_a_large_shard_that_nobody_is_meant_to_share_is_not_splittable() -> None:
-    full = torch.zeros(2 * (4 << 20) // 4)
-    with as_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,))
-        state = {
-            "shard": distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None),
-            "replica": distribute_tensor(full, mesh, [Replicate()], src_data_rank=None),
-        }
-        assert of(state, world_size=2).columns.splittable.tolist() == [False, True]
-
-
-def test_digests_are_taken_only_when_others_may_differ_and_tell_values_apart() -> None:
-    state = {"w": torch.ones(3), "x": 1, "o": collections_of(1)}
-    assert of(state).columns.value.tolist() == [0, 0, 0]
-    values = of(state, world_size=2).columns.value.tolist()
-    assert 0 not in values
-    same = {"w": torch.ones(3), "x": 1, "o": collections_of(1)}
-    other = {"w": torch.zeros(3), "x": 2, "o": collections_of(2)}
-    assert of(same, world_size=2).columns.value.tolist() == values
-    assert all(a != b for a, b in zip(of(other, world_size=2).columns.value, values, strict=True))
-
-
-def collections_of(value: int) -> Any:
-    return np.arange(5) + value
 
 
 def test_everything_that_cannot_be_saved_is_told_at_once() -> None:
@@ -431,41 +302,12 @@ def test_objects_that_a_safe_load_refuses_are_warned_of_or_refused() -> None:
         of(state, objects="refuse")
 
 
-class Marked(torch.Tensor):
-    """A subclass that pickles as itself."""
-
-
-def test_a_tensor_subclass_is_serialised_as_itself_in_its_box() -> None:
-    tensor = torch.arange(10_000.0)[:6].reshape(2, 3).as_subclass(Marked)
-    captured = of({"w": tensor}, world_size=2)
-    columns = captured.columns
-    assert columns.kind.tolist() == [Kind.OPAQUE]
-    assert rows(columns) == {("w", "tensor", "float32", (2, 3), (0, 0), (2, 3), False)}
-    assert columns.value[0] != 0
-    assert len(captured.deferred(0)) < 2500  # not the 10,000 elements behind it
-    assert "Marked" in captured.warnings[0]
-    with torch.serialization.safe_globals([Marked]):
-        back = load_object(captured.deferred(0), fqn="w")
-        assert of({"w": tensor}).warnings == ()
-    assert type(back) is Marked
-    assert torch.equal(back.as_subclass(torch.Tensor), tensor.as_subclass(torch.Tensor))
-
-
 def test_something_else_than_a_state_dict_is_refused() -> None:
     with pytest.raises(StateDictError, match="'model': model"):
         of(nn.Linear(1, 1))  # type: ignore[arg-type]
     empty = of({}).columns
     assert len(empty) == 0
     assert empty.shape.shape == (0, 1)
-
-
-def test_the_state_dict_is_not_changed_and_the_tensors_not_copied() -> None:
-    tensor = torch.zeros(3)
-    state = {"a": {"w": tensor}}
-    captured = of(state)
-    tensor[0] = 1
-    assert np.frombuffer(captured.source(0), np.float32).tolist() == [1, 0, 0]
-    assert state == {"a": {"w": tensor}}
 
 
 @pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
@@ -527,6 +369,39 @@ def test_a_jagged_nested_tensor_is_refused_with_the_way_out():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     with pytest.raises(UnsupportedValueError, match=r"'n'.*nested tensor: save list"):
         capture({"n": nested}, rank=0, world_size=1)
+
+
+def test_several_local_shards_of_one_rank_are_several_rows() -> None:
+    full = torch.arange(24.0).reshape(6, 4)
+
+    def on_rank(rank: int) -> Capture:
+        mesh = init_device_mesh("cpu", (2,))
+        pieces = [full[:, 2 * rank : 2 * rank + 1], full[:, 2 * rank + 1 : 2 * rank + 2]]
+        local = LocalShardsWrapper(
+            [piece.clone() for piece in pieces], [(0, 2 * rank), (0, 2 * rank + 1)]
+        )
+        tensor = DTensor.from_local(
+            local, mesh, [Shard(1)], run_check=False, shape=full.shape, stride=full.stride()
+        )
+        captured = capture({"w": tensor}, rank=rank, world_size=2)
+        assert rows(captured.columns) == torch_rows({"w": tensor})
+        assert len(captured.columns) == 2
+        assert captured.columns.names == ("w",)
+        return frozen(captured)
+
+    check_restores({"w": full}, on_ranks(2, on_rank))
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead")
+def test_a_sharded_tensor_in_a_sharded_tensor_is_one_box_at_the_sum_of_the_offsets() -> None:
+    full = torch.arange(12.0).reshape(4, 3)
+    for rank in range(2):
+        with as_rank(rank, 2):
+            tensor = sharded_tensor(full, rank, nested=True)
+            columns = capture({"w": tensor}, rank=rank, world_size=2).columns
+            assert [box(columns, 0)] == [((3 * rank, 0), (1, 3))]
+            with pytest.raises(UnsupportedValueError, match="flatten_sharded_tensors"):
+                capture({"w": tensor}, rank=rank, world_size=2, flatten_sharded_tensors=False)
 
 
 def test_a_rank_stages_about_its_share_of_what_others_hold_too() -> None:

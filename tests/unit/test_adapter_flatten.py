@@ -15,7 +15,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflat
 
 from ray_dcp.conversion import nested as nested_by_path
 from ray_dcp.errors import DamagedCheckpointError, StateDictError
-from ray_dcp.torch_adapter.flatten import flatten, flatten_top, set_by_path
+from ray_dcp.torch_adapter.flatten import flatten, flatten_top
 
 TENSOR = torch.ones(2)
 
@@ -110,25 +110,6 @@ def test_without_flattening_each_top_value_is_one() -> None:
 def test_paths_that_contradict_themselves_or_ask_for_the_impossible_are_refused(paths: Any) -> None:
     with pytest.raises(DamagedCheckpointError, match="can't be a place"):
         nested_by_path(dict.fromkeys(paths.values(), 1))
-
-
-def test_a_gap_in_a_list_is_filled_with_none() -> None:
-    root: dict[str, Any] = {}
-    set_by_path(root, ("a", 2, "b"), 7)
-    assert root == {"a": [None, None, {"b": 7}]}
-
-
-def test_numbers_as_keys_and_empty_mappings_come_back() -> None:
-    state = {"a": {0: 1, "1": 2, -3: {}, "l": [{5: TENSOR}, {}]}, 7: 8, "t": (1, {2: 3})}
-    flat = flatten(state)
-    back = nested_by_path(dict(zip(flat.paths, flat.values, strict=True)))
-    assert repr(back) == repr(state)
-
-
-def test_a_mapping_of_another_class_without_entries_is_a_plain_one() -> None:
-    flat = flatten({"a": MappingProxyType({})})
-    assert flat.values == [{}]
-    assert flat.empty == {"a"}
 
 
 def test_an_empty_mapping_gives_way_to_a_value_of_its_name() -> None:

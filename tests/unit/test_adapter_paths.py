@@ -65,17 +65,14 @@ def test_a_relative_path_is_made_absolute(monkeypatch, tmp_path):
 
 
 def test_torchs_own_storage_is_native_at_its_path(tmp_path):
-    assert decide_save(None, dcp.FileSystemWriter(tmp_path)).target == Target(str(tmp_path))
+    writer = dcp.FileSystemWriter(tmp_path)
+    assert decide_save(None, writer).target == Target(str(tmp_path))
+    assert decide_save(None, writer, tmp_path / "two").target == Target(str(tmp_path / "two"))
+    assert writer.path == tmp_path
     assert decide_load(None, dcp.FileSystemReader(tmp_path)).target == Target(str(tmp_path))
     for url in (str(tmp_path), f"file://{tmp_path}"):
         assert decide_save(None, FsspecWriter(url)).path == "native"
         assert decide_load(None, FsspecReader(url)).target == Target(str(tmp_path))
-
-
-def test_an_id_takes_the_place_of_the_writers_path(tmp_path):
-    writer = dcp.FileSystemWriter(tmp_path / "one")
-    assert decide_save(None, writer, tmp_path / "two").target == Target(str(tmp_path / "two"))
-    assert writer.path == tmp_path / "one"
 
 
 def test_arguments_of_the_writer_become_options(tmp_path):
@@ -95,13 +92,9 @@ def test_arguments_of_the_writer_become_options(tmp_path):
     )
 
 
-def test_default_arguments_of_the_writer_leave_the_callers_options_alone(tmp_path):
-    decision = decide_save(None, dcp.FileSystemWriter(tmp_path))
-    options = SaveOptions(overwrite=False, num_threads=9, sync_files=False)
-    assert decision.apply(options) == options
-
-
 def test_what_the_caller_set_stands_against_the_writer(tmp_path):
+    options = SaveOptions(overwrite=False, num_threads=9, sync_files=False)
+    assert decide_save(None, dcp.FileSystemWriter(tmp_path)).apply(options) == options
     decision = decide_save(None, dcp.FileSystemWriter(tmp_path, thread_count=7))
     assert decision.apply(SaveOptions(num_threads=3)).num_threads == 3
 
@@ -124,10 +117,7 @@ def test_flags_of_the_default_planners_are_mapped(tmp_path):
         checkpoint_id=tmp_path,
     )
     assert saving.path == "native"
-    assert saving.flags == PlannerFlags(
-        flatten_state_dict=False,
-        flatten_sharded_tensors=False,
-    )
+    assert saving.flags == PlannerFlags(flatten_state_dict=False, flatten_sharded_tensors=False)
     assert saving.apply(SaveOptions()).dedup_save_to_lowest_rank
     loading = decide_load(
         dcp.DefaultLoadPlanner(flatten_state_dict=False, allow_partial_load=True),
@@ -154,53 +144,60 @@ def test_a_planner_subclass_takes_the_hooks_on_native_storage(decide, planner, t
     assert type(planner).__name__ in decision.reason
 
 
-def test_a_default_planner_with_a_patched_method_takes_the_hooks(tmp_path):
-    planner = dcp.DefaultSavePlanner()
-    planner.resolve_data = lambda item: None  # type: ignore[method-assign,assignment,return-value]
-    decision = decide_save(planner, checkpoint_id=tmp_path)
-    assert decision.path == "planner hooks"
-    assert "resolve_data" in decision.reason
+def patched(made, **methods):
+    """Something of torch's with methods of the user's."""
+    for name, method in methods.items():
+        setattr(made, name, method)
+    return made
 
 
-def test_subclasses_of_torchs_storage_are_foreign(tmp_path):
-    for decision in (
-        decide_save(SavePlannerSubclass(), WriterSubclass(tmp_path)),
-        decide_load(LoadPlannerSubclass(), ReaderSubclass(tmp_path)),
-        decide_save(SavePlannerSubclass(), dcp.HuggingFaceStorageWriter(str(tmp_path))),
-    ):
-        assert decision.path == "foreign storage"
-        assert decision.target is None
-        assert decision.planner is not None
-        assert decision.storage is not None
+class OtherFileSystem(filesystem.FileSystem):
+    pass
 
 
-def test_a_writer_with_a_patched_method_or_other_file_system_is_foreign(tmp_path):
-    patched = dcp.FileSystemWriter(tmp_path)
-    patched.finish = lambda metadata, results: None  # type: ignore[method-assign]
-    assert "finish" in decide_save(None, patched).reason
+class Duck:
+    """Only behaves like a writer."""
 
-    class OtherFileSystem(filesystem.FileSystem):
-        pass
-
-    swapped = dcp.FileSystemWriter(tmp_path)
-    swapped.fs = OtherFileSystem()
-    assert decide_save(None, swapped).path == "foreign storage"
-    assert "OtherFileSystem" in decide_save(None, swapped).reason
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
 
 
-def test_stream_extensions_make_a_writer_foreign(tmp_path):
-    extension = _extension.ZStandard()
-    assert decide_save(None, dcp.FileSystemWriter(tmp_path, _extensions=[])).path == "native"
-    with_one = dcp.FileSystemWriter(tmp_path, _extensions=[extension])
-    assert decide_save(None, with_one).path == "foreign storage"
+def registry(**extensions):
+    made = _extension.ExtensionRegistry()
+    made.extensions.update(extensions)
+    return made
 
 
-def test_only_a_registry_of_ones_own_makes_a_reader_foreign(tmp_path):
-    default, own = _extension.ExtensionRegistry(), _extension.ExtensionRegistry()
-    own.extensions["mine"] = _extension.ZStandard
-    reader = dcp.FileSystemReader
-    assert decide_load(None, reader(tmp_path, _extension_registry=default)).path == "native"
-    assert decide_load(None, reader(tmp_path, _extension_registry=own)).path == "foreign storage"
+NATIVE, HOOKS, FOREIGN = "native", "planner hooks", "foreign storage"
+ZSTD = _extension.ZStandard
+W, R = dcp.FileSystemWriter, dcp.FileSystemReader
+WAYS = [
+    (
+        lambda p: decide_save(patched(dcp.DefaultSavePlanner(), resolve_data=len), None, p),
+        HOOKS,
+        "resolve_data",
+    ),
+    (lambda p: decide_save(SavePlannerSubclass(), WriterSubclass(p)), FOREIGN, "WriterSubclass"),
+    (lambda p: decide_load(LoadPlannerSubclass(), ReaderSubclass(p)), FOREIGN, "ReaderSubclass"),
+    (lambda p: decide_save(None, dcp.HuggingFaceStorageWriter(str(p))), FOREIGN, ""),
+    (lambda p: decide_save(None, patched(W(p), finish=max)), FOREIGN, "finish"),
+    (lambda p: decide_save(None, patched(W(p), fs=OtherFileSystem())), FOREIGN, "OtherFileSystem"),
+    (lambda p: decide_save(None, W(p, _extensions=[])), NATIVE, ""),
+    (lambda p: decide_save(None, W(p, _extensions=[ZSTD()])), FOREIGN, ""),
+    (lambda p: decide_load(None, R(p, registry())), NATIVE, ""),
+    (lambda p: decide_load(None, R(p, registry(mine=ZSTD))), FOREIGN, ""),
+    (lambda p: decide_save(None, Duck()), FOREIGN, "Duck"),
+    (lambda p: decide_save(checkpoint_id="simplecache::memory://x"), NATIVE, ""),
+]
+
+
+@pytest.mark.parametrize(("decide", "path", "reason"), WAYS)
+def test_what_is_not_torchs_own_goes_another_way_and_says_why(decide, path, reason, tmp_path):
+    decision = decide(tmp_path)
+    assert decision.path == path
+    assert reason in decision.reason
+    assert (decision.target is None) == (path == FOREIGN)
+    assert decision.storage is not None or path != FOREIGN
 
 
 def test_an_fsspec_writer_is_native_on_any_protocol_with_the_filesystem_it_was_given():
@@ -219,28 +216,9 @@ def test_an_id_moves_an_fsspec_writer_and_its_options_stay(tmp_path):
     assert moved.filesystem.storage_options["of_mine"] == "x"
 
 
-def test_an_id_moves_an_fsspec_writer_to_another_protocol(tmp_path):
-    there = decide_save(None, FsspecWriter(str(tmp_path)), "memory://x").target
-    assert there.url == "memory://x"
-    assert there.filesystem is fsspec.filesystem("memory")
-    back = decide_save(None, FsspecWriter("memory://x"), f"file://{tmp_path}")
-    assert (back.path, back.target.url, back.target.filesystem) == ("native", str(tmp_path), None)
-
-
-def test_a_protocol_that_only_fsspec_serves_is_native_too():
-    decision = decide_save(checkpoint_id="simplecache::memory://x")
-    assert decision.path == "native"
-    assert decision.target.url.startswith("simplecache")
-
-
 def test_a_protocol_that_nothing_serves_is_told_with_the_way_out():
     with pytest.raises(InvalidRequestError, match=r"nosuch://x.*install the package"):
         decide_save(checkpoint_id="nosuch://x")
-
-
-def test_a_plugin_that_does_its_own_work_takes_no_filesystem_for_an_id(tmp_path):
-    with pytest.raises(InvalidRequestError, match="WriterSubclass does its own work"):
-        decide_save(None, WriterSubclass(tmp_path), fsspec.filesystem("memory"))
 
 
 def test_neither_id_nor_storage_is_an_invalid_request_and_a_runtime_error():
@@ -270,17 +248,14 @@ def test_a_wrong_type_is_named(call, message, tmp_path):
         call(tmp_path)
 
 
-def test_what_only_behaves_like_a_writer_is_foreign():
-    class Duck:
-        def __getattr__(self, name: str) -> Any:
-            return lambda *args, **kwargs: None
-
-    assert decide_save(None, Duck()).path == "foreign storage"
+def test_a_plugin_that_does_its_own_work_takes_no_filesystem_for_an_id(tmp_path):
+    with pytest.raises(InvalidRequestError, match="WriterSubclass does its own work"):
+        decide_save(None, WriterSubclass(tmp_path), fsspec.filesystem("memory"))
 
 
-def test_dedup_to_the_lowest_rank_stays_native():
-    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    decision = decide_save(planner, checkpoint_id="/somewhere/step-1")
-    assert decision.path == "native"
-    assert decision.apply(SaveOptions()).dedup_save_to_lowest_rank
-    assert not decide_save(checkpoint_id="/x").apply(SaveOptions()).dedup_save_to_lowest_rank
+def test_an_id_moves_an_fsspec_writer_to_another_protocol(tmp_path):
+    there = decide_save(None, FsspecWriter(str(tmp_path)), "memory://x").target
+    assert there.url == "memory://x"
+    assert there.filesystem is fsspec.filesystem("memory")
+    back = decide_save(None, FsspecWriter("memory://x"), f"file://{tmp_path}")
+    assert (back.path, back.target.url, back.target.filesystem) == ("native", str(tmp_path), None)

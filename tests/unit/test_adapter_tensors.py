@@ -66,16 +66,6 @@ def test_many_give_the_bytes_that_each_gives(
     assert {(data.format, data.ndim) for data in found} == {("B", 1)}
 
 
-def test_many_of_several_dtypes_and_odd_views_give_the_bytes_that_each_gives() -> None:
-    base = torch.arange(24.0)
-    negative = torch.complex(base, base).conj().imag
-    assert negative.is_neg()
-    views = [base[::2], base.reshape(4, 6).t(), negative, base.requires_grad_(), base[:0]]
-    for many in (views, [*views, torch.ones(3, dtype=torch.int64)]):
-        found = host_bytes_of_many(many)
-        assert [bytes(data) for data in found] == [storage_bytes(tensor) for tensor in many]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_views_give_the_bytes_that_they_show(dtype: torch.dtype) -> None:
     tensor = torch.arange(24.0).to(dtype).reshape(2, 3, 4)
@@ -84,24 +74,6 @@ def test_views_give_the_bytes_that_they_show(dtype: torch.dtype) -> None:
         tensor[0, 0, 0].expand(5), torch.nn.Parameter(tensor), tensor.flatten()[3],
     ):  # fmt: skip
         assert bytes(host_bytes(view)) == storage_bytes(view)
-
-
-def test_conjugate_and_negative_views_are_resolved() -> None:
-    tensor = torch.tensor([1 + 2j, 3 - 4j])
-    conjugate, negative = tensor.conj(), tensor.conj().imag
-    assert conjugate.is_conj()
-    assert negative.is_neg()
-    assert np.frombuffer(host_bytes(conjugate), np.complex64).tolist() == [1 - 2j, 3 + 4j]
-    assert np.frombuffer(host_bytes(negative), np.float32).tolist() == [-2, 4]
-
-
-def test_bytes_of_a_contiguous_tensor_are_its_own_memory_and_outlive_it() -> None:
-    tensor = torch.zeros(4)
-    data = host_bytes(tensor)
-    tensor[1] = 1.0
-    expected = bytes(host_bytes(tensor))
-    del tensor
-    assert bytes(data) == expected
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -18,14 +18,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultSta
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 import ray_dcp
-from ray_dcp.errors import (
-    CheckpointExistsError,
-    DeadlineError,
-    InvalidRequestError,
-    SaveCancelledError,
-    StorageError,
-    UnsupportedValueError,
-)
+from ray_dcp import errors
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import staging_backend
 from ray_dcp.store.opening import open_storage
@@ -116,37 +109,17 @@ def test_a_handle_is_both_of_what_dcp_returns(gate, tmp_path):
     assert handle.progress == ray_dcp.SaveProgress("committed", *[handle.progress.bytes_total] * 2)
 
 
-def test_its_report_tells_the_path_the_phases_and_the_bytes(tmp_path):
-    handle = ray_dcp.async_save(state_of(1), checkpoint_id=tmp_path / "c")
-    handle.committed(180)
-    report = handle.report()
-    assert (report.path, report.staging, report.takeovers) == ("native", "process", 0)
-    assert {"capture", "plan", "stage", "write"} <= set(report.seconds)
-    state = state_of(1)
-    expected = sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor))
-    assert report.bytes_staged == expected
-    assert ray_dcp.outcome(tmp_path / "c", report.attempt) == "committed"
-
-
 def test_a_failed_save_is_told_by_the_handle_and_leaves_what_stood(tmp_path):
     ray_dcp.save(state_of(1), checkpoint_id=tmp_path / "c")
     handle = ray_dcp.async_save(
         state_of(2), checkpoint_id=tmp_path / "c", options=SaveOptions(overwrite=False)
     )
-    with pytest.raises(CheckpointExistsError):
+    with pytest.raises(errors.CheckpointExistsError):
         handle.result(180)
-    with pytest.raises(CheckpointExistsError):
+    with pytest.raises(errors.CheckpointExistsError):
         handle.upload_completion.result(0)
     assert handle.progress.phase == "failed"
     assert_is(loaded(tmp_path / "c"), 1)
-
-
-def test_a_state_that_can_not_be_saved_fails_the_handle_and_its_staging(tmp_path):
-    handle = ray_dcp.async_save({"x": torch.empty(3, device="meta")}, checkpoint_id=tmp_path / "c")
-    with pytest.raises(UnsupportedValueError):
-        handle.staged(180)
-    with pytest.raises(UnsupportedValueError):
-        handle.committed(180)
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -167,7 +140,7 @@ def test_a_thread_that_writes_while_the_state_is_copied_is_found_when_asked_for(
         handle.committed(180)
         assert_is(loaded(tmp_path), 1)
         return
-    with pytest.raises(InvalidRequestError, match=r"changed on rank 0") as raised:
+    with pytest.raises(errors.InvalidRequestError, match=r"changed on rank 0") as raised:
         handle.committed(180)
     assert "'bf16'" in str(raised.value)
     assert "'t'" in str(raised.value)
@@ -177,21 +150,9 @@ def test_a_thread_that_writes_while_the_state_is_copied_is_found_when_asked_for(
     assert loaded(tmp_path)["bf16"][4] == 7
 
 
-def test_a_storage_that_fails_later_fails_the_handle_only(tmp_path, monkeypatch):
-    def broken(target):
-        raise StorageError("the disk is gone", key="x")
-
-    make = staging_backend.InProcessBackend
-    monkeypatch.setattr(staging_backend, "InProcessBackend", lambda rank: make(rank, broken))
-    handle = ray_dcp.async_save(state_of(1), checkpoint_id=tmp_path / "c")
-    handle.staged(180)
-    with pytest.raises(StorageError, match="disk is gone"):
-        handle.committed(180)
-
-
 def test_waiting_has_a_deadline_and_the_save_goes_on(gate, tmp_path):
     handle = ray_dcp.async_save(state_of(1), checkpoint_id=tmp_path / "c")
-    with pytest.raises(DeadlineError, match="goes on"):
+    with pytest.raises(errors.DeadlineError, match="goes on"):
         handle.committed(0.01)
     gate.open.set()
     handle.committed(180)
@@ -205,21 +166,11 @@ def test_a_cancelled_save_ends_so_and_leaves_what_stood(gate, tmp_path):
     handle = ray_dcp.async_save(state_of(2), checkpoint_id=tmp_path / "c")
     assert handle.cancel()
     gate.open.set()
-    with pytest.raises(SaveCancelledError):
+    with pytest.raises(errors.SaveCancelledError):
         handle.committed(180)
     assert handle.cancelled()
     assert not handle.cancel()
     assert_is(loaded(tmp_path / "c"), 1)
-
-
-def test_memory_of_one_save_is_not_used_by_another_that_overlaps(gate, tmp_path):
-    first = ray_dcp.async_save(state_of(1), checkpoint_id=tmp_path / "a")
-    second = ray_dcp.async_save(state_of(2), checkpoint_id=tmp_path / "b")
-    gate.open.set()
-    first.committed(180)
-    second.committed(180)
-    assert_is(loaded(tmp_path / "a"), 1)
-    assert_is(loaded(tmp_path / "b"), 2)
 
 
 def test_an_unseen_failure_is_logged(tmp_path, caplog):
@@ -308,35 +259,33 @@ def test_dcps_writer_is_taken_at_its_word(kind, tmp_path):
 
 
 def test_something_that_is_no_stager_is_refused(tmp_path):
-    with pytest.raises(InvalidRequestError, match="AsyncStager"):
+    with pytest.raises(errors.InvalidRequestError, match="AsyncStager"):
         ray_dcp.async_save({}, checkpoint_id=tmp_path / "c", async_stager=object())
 
 
 SCRIPT = """
 import sys, torch, ray_dcp
+ray_dcp.async_save({"x": torch.empty(3, device="meta")}, checkpoint_id=sys.argv[1] + "-none")
 ray_dcp.async_save({"w": torch.full((2_000_000,), 7.0)}, checkpoint_id=sys.argv[1])
 if "ray" in sys.modules:
     raise SystemExit("a process that is alone has no need of Ray")
 """
 
 
-def test_a_script_that_ends_at_once_has_saved(tmp_path):
-    subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "c")],
-        check=True, cwd=REPOSITORY, timeout=400,
+def run(script: str, path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script, str(path)],
+        check=True, cwd=REPOSITORY, timeout=400, capture_output=True, text=True,
     )  # fmt: skip
+
+
+def test_a_script_that_ends_at_once_has_saved_and_says_what_failed(tmp_path):
+    ended = run(SCRIPT, tmp_path / "c")
     found = {"w": torch.zeros(2_000_000)}
     ray_dcp.load(found, checkpoint_id=tmp_path / "c")
     assert bool((found["w"] == 7).all())
-
-
-def test_a_script_that_ends_says_that_a_save_failed(tmp_path):
-    script = SCRIPT.replace('"w": torch', '"x": torch.empty(3, device="meta"), "w": torch')
-    ended = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "c")],
-        check=True, cwd=REPOSITORY, timeout=400, capture_output=True, text=True,
-    )  # fmt: skip
     assert "nobody asked" in ended.stderr
+    assert "c-none" in ended.stderr
 
 
 PENDING = """
@@ -402,11 +351,7 @@ threading.Thread(target=release_late, daemon=True).start()
     ("ending", "said"), [(FORKS, "the child ended with 7"), (IMPORTS_LATE, "saved before")]
 )
 def test_a_save_that_is_pending_at_exit_is_awaited_by_its_own_process(ending, said, tmp_path):
-    ended = subprocess.run(
-        [sys.executable, "-c", PENDING + ending, str(tmp_path / "c")],
-        check=True, cwd=REPOSITORY, timeout=400, capture_output=True, text=True,
-    )  # fmt: skip
-    assert ended.stdout.strip() == said
+    assert run(PENDING + ending, tmp_path / "c").stdout.strip() == said
     assert ray_dcp.verify(tmp_path / "c").ok
 
 
@@ -414,7 +359,7 @@ def test_warming_up_touches_memory_for_the_first_save():
     staging_backend._memory.clear()
     ray_dcp.warm_up({"w": torch.zeros(3 << 20), "n": 1}, no_dist=True).result(180)
     assert staging_backend._memory.idle_bytes >= 12 << 20
-    with pytest.raises(InvalidRequestError, match="mapping"):
+    with pytest.raises(errors.InvalidRequestError, match="mapping"):
         ray_dcp.warm_up([torch.zeros(3)])
 
 

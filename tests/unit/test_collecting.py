@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import warnings
 from fnmatch import fnmatch
 from pathlib import Path
@@ -13,22 +10,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import ray_dcp
-from ray_dcp.errors import (
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    DamagedCheckpointError,
-    InvalidRequestError,
-    SaveCancelledError,
-    StorageError,
-)
-from ray_dcp.format.manifest import (
-    DeleteRecord,
-    Verdict,
-    decode_record,
-    record_key,
-    slot_of,
-)
+from ray_dcp import errors
+from ray_dcp.format.manifest import DeleteRecord, decode_record, record_key, slot_of
 from ray_dcp.io.checkpoint import find_checkpoint, newest_record
 from ray_dcp.io.records import read_slots
 from ray_dcp.options import SaveOptions
@@ -55,14 +38,7 @@ from ray_dcp.store.storage import StorageTraits
 from ray_dcp.view.checkpoint_view import open as open_view
 from ray_dcp.view.listing import list_checkpoints
 from tests.inline_ranks import run_ranks
-from tests.numpy_ranks import (
-    load_and_check,
-    load_ranks,
-    loads_whole,
-    save,
-    save_ranks,
-    state_of,
-)
+from tests.numpy_ranks import load_and_check, loads_whole, save, save_ranks, state_of
 
 ONE, TWO, THREE = state_of(1), state_of(2), state_of(3)
 STATES = [ONE, TWO, THREE]
@@ -171,18 +147,6 @@ def test_after_a_save_there_is_the_checkpoint_one_record_and_what_is_not_ours(pl
     load_and_check(THREE, 2, place.url)
 
 
-def test_many_saves_leave_as_many_files_as_one_and_no_longer_records():
-    storage = MemoryStorage("test-many-saves")
-    sizes = []
-    for number in range(90):
-        saved(storage.url, {"step": number})
-        if number in (79, 89):
-            found = {entry.key: entry.num_bytes for entry in storage.list()}
-            sizes.append((len(found), found[record_key(number + 1)] // 100))
-    assert sizes[0] == sizes[1]
-    assert sizes[0][0] == 4
-
-
 def test_a_save_removes_what_dead_attempts_left_and_their_unpublished_files(tmp_path, path):
     storage = LocalStorage(path)
     saved(path)
@@ -204,11 +168,11 @@ def test_a_failed_save_leaves_no_folder(tmp_path):
         def open_writer(self, key, **how):
             writer = super().open_writer(key, **how)
             writer.abort()
-            raise StorageError("the disk is full", key=key)
+            raise errors.StorageError("the disk is full", key=key)
 
     options = SaveOptions(container="safetensors")
     ranks = save_ranks(ONE, 1, str(tmp_path), options=options, opener=lambda _: Full(tmp_path))
-    assert isinstance(run_ranks(ranks)[0].error, StorageError)
+    assert isinstance(run_ranks(ranks)[0].error, errors.StorageError)
     assert [entry.name for entry in tmp_path.iterdir()] == [record_key(1)]
 
 
@@ -218,7 +182,7 @@ def test_a_save_whose_metadata_could_not_be_published_removes_nothing(place):
 
     def performer(task):
         if isinstance(task, PublishMetadata):
-            return Failed(StorageError("read-only"))
+            return Failed(errors.StorageError("read-only"))
         return perform(task)
 
     (result,) = run_ranks(save_ranks(TWO, 1, place.url), performer=performer)
@@ -246,14 +210,6 @@ def test_files_that_can_not_be_removed_warn_and_the_next_save_removes_them(place
     assert names(place) > needed(place)
     saved(place.url, TWO)
     assert names(place) == needed(place)
-
-
-def test_a_save_that_is_overtaken_before_it_publishes_says_so_and_removes_nothing(place):
-    task = stopped_before(place.url, PublishMetadata, ONE)
-    saved(place.url, TWO)
-    before = names(place)
-    assert perform(task) == Published(superseded=True)
-    assert names(place) == before
 
 
 def test_where_records_can_not_be_created_only_if_absent_unknown_attempts_keep_their_files(place):
@@ -289,28 +245,6 @@ def test_where_records_can_not_be_created_only_if_absent_unknown_attempts_keep_t
     assert names(place) == needed(place)
 
 
-@pytest.mark.parametrize("content", [b"", b"rubbish"])
-def test_where_a_record_can_not_be_read_nobody_is_told_that_his_attempt_was_overtaken(
-    place, content
-):
-    """The record may be the commit of one who has left files."""
-    attempt = decode_record(stopped_before(place.url, CreateRecord).record).attempt
-    place.write(record_key(1), content)
-    outcome = saved(place.url)
-    assert decode_record(outcome.manifest).decided == ()
-    assert not any(attempt in key for key in names(place))
-    saved(place.url)
-    assert names(place) == needed(place)
-
-
-def test_a_save_tells_of_the_attempts_that_it_found(place):
-    first = saved(place.url).attempt
-    dead = decode_record(stopped_before(place.url, CreateRecord).record).attempt
-    found = decode_record(saved(place.url, TWO).manifest).decided
-    assert found == (Verdict(first, True), Verdict(dead, False))
-    assert outcome(place.url, dead) == "aborted"
-
-
 # Delete
 
 
@@ -325,9 +259,11 @@ def test_a_deleted_checkpoint_is_gone_and_says_so(place, container):
     assert report.num_bytes == sum(sizes[key] for key in report.deleted)
     assert [kept.key for kept in report.kept] == ["notes.txt"]
     assert names(place) == {"notes.txt", record_key(2)}
-    with pytest.raises(CheckpointNotFoundError, match=r"was deleted on 20.*load another") as caught:
+    with pytest.raises(
+        errors.CheckpointNotFoundError, match=r"was deleted on 20.*load another"
+    ) as caught:
         load_and_check(ONE, 1, place.url)
-    assert type(caught.value) is CheckpointNotFoundError
+    assert type(caught.value) is errors.CheckpointNotFoundError
     assert newest_record(place) is None
     assert outcome(place.url, attempt) == "committed"
 
@@ -350,33 +286,11 @@ def test_a_second_delete_is_fine_and_finishes_the_first(place):
     assert names(place) == {record_key(2)}
 
 
-def test_a_second_delete_does_not_end_a_save_that_began_after_the_first(place):
-    saved(place.url)
-    delete(place.url)
-    task = stopped_before(place.url, CreateRecord)
-    report = delete(place.url)
-    assert report.deleted == report.fenced == ()
-    assert {kept.reason for kept in report.kept} == {
-        f"attempt {json.loads(task.record)['record']['attempt']} may still be committed"
-    }
-    assert perform(task) == RecordCreated(3)
-    load_and_check(TWO, 1, place.url)
-
-
-def test_a_place_that_was_deleted_can_be_saved_to_again_also_without_overwrite(place):
-    saved(place.url)
-    delete(place.url)
-    outcome = saved(place.url, TWO, options=SaveOptions(overwrite=False))
-    assert outcome.slot == 3
-    assert names(place) == needed(place)
-    load_and_check(TWO, 2, place.url)
-
-
 def test_to_delete_nothing_is_an_error(place):
-    with pytest.raises(CheckpointNotFoundError, match="there is nothing"):
+    with pytest.raises(errors.CheckpointNotFoundError, match="there is nothing"):
         delete(place.url)
     place.write("notes.txt", b"mine")
-    with pytest.raises(CheckpointNotFoundError, match=r"found notes\.txt"):
+    with pytest.raises(errors.CheckpointNotFoundError, match=r"found notes\.txt"):
         delete(place.url)
     assert names(place) == {"notes.txt"}
 
@@ -389,7 +303,7 @@ def test_what_another_program_wrote_is_refused_with_the_way_out(tmp_path, call, 
     else:
         (tmp_path / "model.safetensors").write_bytes(b"weights")
     before = names(LocalStorage(tmp_path))
-    with pytest.raises(InvalidRequestError, match="remove the directory"):
+    with pytest.raises(errors.InvalidRequestError, match="remove the directory"):
         call(str(tmp_path))
     assert names(LocalStorage(tmp_path)) == before
 
@@ -397,7 +311,7 @@ def test_what_another_program_wrote_is_refused_with_the_way_out(tmp_path, call, 
 def test_a_stock_checkpoint_is_not_deleted_with_what_a_failed_save_of_ours_left_there(tmp_path):
     stock_save(tmp_path, 3.0)
     stopped_before(str(tmp_path), CreateRecord)
-    with pytest.raises(InvalidRequestError, match="written by another program"):
+    with pytest.raises(errors.InvalidRequestError, match="written by another program"):
         delete(str(tmp_path))
     report = collect(str(tmp_path), abort_unfinished=True)
     assert len(report.deleted) == 2
@@ -407,13 +321,13 @@ def test_a_stock_checkpoint_is_not_deleted_with_what_a_failed_save_of_ours_left_
 def test_a_stock_checkpoint_that_was_saved_over_ours_stays_and_stands(tmp_path):
     saved(str(tmp_path))
     stock_save(tmp_path, 4.0)
-    with pytest.raises(DamagedCheckpointError, match="two checkpoints"):
+    with pytest.raises(errors.DamagedCheckpointError, match="two checkpoints"):
         load_and_check(ONE, 1, str(tmp_path))
     report = delete(str(tmp_path))
     assert not any(key.endswith(".metadata") for key in report.deleted)
     assert stock_value(tmp_path) == [4.0]
     assert find_checkpoint(LocalStorage(tmp_path)).kind == "stock"
-    with pytest.raises(InvalidRequestError, match="written by another program"):
+    with pytest.raises(errors.InvalidRequestError, match="written by another program"):
         delete(str(tmp_path))
 
 
@@ -455,28 +369,10 @@ def test_a_dry_run_tells_and_changes_nothing(place):
     assert len(told[1].kept) == 2
 
 
-def test_a_deleted_checkpoint_is_listed_as_deleted(tmp_path):
-    saved(str(tmp_path / "step-1"))
-    saved(str(tmp_path / "step-2"))
-    gone = open_view(tmp_path / "step-1").attempt
-    delete(str(tmp_path / "step-1"))
-    assert [(item.name, item.state) for item in list_checkpoints(tmp_path)] == [
-        ("step-1", "deleted"), ("step-2", "committed")
-    ]  # fmt: skip
-    (tmp_path / "step-1" / f"__0_0.{gone}.distcp").write_bytes(b"left")
-    (first, _) = list_checkpoints(tmp_path)
-    assert (first.state, first.detail) == (
-        "deleted", "files are left: ray_dcp.collect removes them"
-    )  # fmt: skip
-    (tmp_path / "step-1" / f"__0_0.{DEAD}.distcp").write_bytes(b"left")
-    (first, _) = list_checkpoints(tmp_path)
-    assert (first.state, first.detail) == ("in flight", "it was deleted, and is being saved again")
-
-
 def test_a_damaged_record_does_not_keep_a_place_from_being_deleted_but_from_being_collected(place):
     saved(place.url)
     place.write(record_key(1), b"rubbish")
-    with pytest.raises(DamagedCheckpointError, match="Nothing is collected before"):
+    with pytest.raises(errors.DamagedCheckpointError, match="Nothing is collected before"):
         collect(place.url)
     delete(place.url)
     assert names(place) == {record_key(2)}
@@ -488,31 +384,10 @@ def test_a_delete_that_gets_no_answer_says_that_it_is_unknown_and_may_be_repeate
         Fault(operation="write", key="manifest-*", nth=number, effect="after")
         for number in range(1, 9)
     ] + [Fault(operation="read", key=record_key(2), nth=number) for number in range(1, 9)]
-    with pytest.raises(StorageError, match="unknown: delete again"):
+    with pytest.raises(errors.StorageError, match="unknown: delete again"):
         delete(place.url, opener=lambda _: FaultyStorage(place, script))
     delete(place.url)
     assert names(place) == {record_key(2)}
-
-
-@pytest.mark.parametrize("effect", ["before", "after"])
-def test_an_answer_that_is_lost_at_any_call_of_a_delete_leaves_no_half_of_a_checkpoint(effect):
-    place = MemoryStorage(f"test-lost-answers-{effect}")
-    for at in range(60):
-        saved(place.url, ONE, 2)
-        calls = ("read", "write", "list", "delete")
-        script = [
-            Fault(operation=calls[at % 4], key="*", nth=1 + at // 4, effect=effect),
-        ]
-        counted = FaultyStorage(place, script)
-        try:
-            delete(place.url, opener=lambda _, counted=counted: counted)
-        except StorageError:
-            assert loads_whole(place.url, STATES) in {0, None}
-        else:
-            assert loads_whole(place.url, STATES) is None
-        delete(place.url)
-        assert names(place) == needed(place)
-        assert isinstance(read_slots(place).decides.record, DeleteRecord)
 
 
 # A save that a delete comes before
@@ -531,7 +406,7 @@ def test_a_delete_ends_a_save_that_is_under_way_which_is_told_so(place, kind, sa
         return perform(task)
 
     (result,) = run_ranks(save_ranks(TWO, 1, place.url), performer=performer)
-    assert type(result.error) is CheckpointExistsError
+    assert type(result.error) is errors.CheckpointExistsError
     assert said in result.error.message
     assert loads_whole(place.url, STATES) is None
     assert not [key for key in names(place) if slot_of(key) is None]
@@ -577,22 +452,6 @@ def test_a_zombie_in_a_slot_that_is_free_again_changes_nothing_and_is_told(place
     assert outcome(place.url, attempt) == "aborted"
 
 
-def test_the_ranks_of_a_zombie_are_told_that_another_save_came_first(place):
-    saved(place.url)
-
-    def performer(task):
-        if isinstance(task, CreateRecord):
-            saved(place.url, TWO, session="b")
-            saved(place.url, THREE, session="c")
-        return perform(task)
-
-    (result,) = run_ranks(save_ranks(ONE, 1, place.url), performer=performer)
-    assert type(result.error) is CheckpointExistsError
-    assert loads_whole(place.url, STATES) == 2
-    saved(place.url, TWO)
-    assert names(place) == needed(place)
-
-
 def test_who_learns_of_a_commit_when_it_is_replaced_and_its_record_gone_is_told_that(place):
     attempt = saved(place.url).attempt
     last = [saved(place.url, state).attempt for state in (TWO, THREE)][-1]
@@ -616,18 +475,6 @@ def test_an_abort_in_a_slot_that_is_free_again_does_not_undo_a_commit(place):
     assert isinstance(vote_says, Lost)
     assert outcome(place.url, attempt) == "committed"
     assert loads_whole(place.url, STATES) == 2
-
-
-def test_an_aborted_attempt_stays_aborted_when_the_record_of_it_is_gone(place):
-    saved(place.url)
-    task, attempt = zombie_of(place)
-    assert isinstance(settle(Target(place.url), attempt, reason="", rank=0), Fenced)
-    saved(place.url, TWO)
-    saved(place.url, THREE)
-    assert read_slots(place).used == (4,)
-    assert perform(task).overtaken is not None
-    assert outcome(place.url, attempt) == "aborted"
-    assert isinstance(settle(Target(place.url), attempt, reason="", rank=0), Fenced)
 
 
 def test_a_commit_of_which_the_answer_was_lost_and_the_record_removed_was_one(place):
@@ -659,7 +506,7 @@ def test_a_record_that_is_removed_while_it_is_looked_for_means_a_newer_one(place
 
     saved(place.url)
     assert find_checkpoint(moving(3)).slot == 4
-    with pytest.raises(StorageError, match="changed 20 times"):
+    with pytest.raises(errors.StorageError, match="changed 20 times"):
         find_checkpoint(moving(1000))
 
 
@@ -673,17 +520,6 @@ def test_an_older_record_that_could_not_be_removed_is_not_taken_for_the_newest(p
         place.write(record_key(1), first)
 
     assert read_slots(Meanwhile(place, "read", record_key(2), replace)).decides.slot == 3
-
-
-def test_a_stock_checkpoint_that_is_replaced_and_deleted_while_it_is_looked_for_is_gone(tmp_path):
-    stock_save(tmp_path)
-
-    def replace():
-        saved(str(tmp_path))
-        delete(str(tmp_path))
-
-    with pytest.raises(CheckpointNotFoundError, match="was deleted"):
-        find_checkpoint(Meanwhile(LocalStorage(tmp_path), "list", "*", replace))
 
 
 class Torn(FaultyStorage):
@@ -711,17 +547,6 @@ def test_a_listing_that_shows_neither_of_two_records_is_not_believed(place):
 # Collect
 
 
-def test_an_attempt_that_may_still_be_committed_is_kept_and_told(place):
-    saved(place.url)
-    task = stopped_before(place.url, CreateRecord)
-    report = collect(place.url)
-    assert report.deleted == report.fenced == report.warnings == ()
-    assert len(report.kept) == 2
-    assert all("may still be committed" in kept.reason for kept in report.kept)
-    assert perform(task) == RecordCreated(2)
-    load_and_check(TWO, 1, place.url)
-
-
 def test_an_attempt_that_is_ended_can_not_be_committed_any_more(place):
     saved(place.url)
     task = stopped_before(place.url, CreateRecord)
@@ -742,7 +567,7 @@ def test_a_save_that_a_collector_ends_fails_as_cancelled(place):
         return perform(task)
 
     (result,) = run_ranks(save_ranks(TWO, 1, place.url), performer=performer)
-    assert type(result.error) is SaveCancelledError
+    assert type(result.error) is errors.SaveCancelledError
     assert names(place) == {record_key(1)}
 
 
@@ -777,7 +602,7 @@ def test_files_that_an_old_metadata_names_stay_while_it_can_not_be_replaced(tmp_
     class ReadOnlyMetadata(LocalStorage):
         def write(self, key, data, *, create=False):
             if key == ".metadata":
-                raise StorageError("refused", key=key)
+                raise errors.StorageError("refused", key=key)
             super().write(key, data, create=create)
 
     report = collect(path, opener=lambda _: ReadOnlyMetadata(path))
@@ -790,19 +615,6 @@ def test_files_that_an_old_metadata_names_stay_while_it_can_not_be_replaced(tmp_
     assert torch.equal(found["a"], torch.from_numpy(ONE["a"]))
     collect(path)
     assert names(LocalStorage(tmp_path)) == needed(LocalStorage(tmp_path))
-
-
-def test_unpublished_files_are_those_of_their_attempt(tmp_path):
-    storage = LocalStorage(tmp_path)
-    attempt = saved(str(tmp_path)).attempt
-    kept = {f"{TEMP}__0_0.{DEAD}.distcp", f"{TEMP}{record_key(2)}", f"{TEMP}.metadata"}
-    for key in (*kept, f"{TEMP}__0_0.{attempt}.distcp"):
-        (tmp_path / key).write_bytes(b"half")
-    assert collect(str(tmp_path)).deleted == (f"{TEMP}__0_0.{attempt}.distcp",)
-    report = collect(str(tmp_path), abort_unfinished=True)
-    assert set(report.deleted) == kept
-    assert report.fenced == (DEAD,)
-    assert names(storage) == needed(storage) | {record_key(2)}
 
 
 def test_a_link_out_of_the_checkpoint_is_not_followed(tmp_path):
@@ -819,32 +631,6 @@ def test_a_link_out_of_the_checkpoint_is_not_followed(tmp_path):
     assert (path / DEAD).is_symlink()
 
 
-def test_neither_needs_torch_or_ray(tmp_path):
-    saved(str(tmp_path))
-    program = (
-        "import json, sys, ray_dcp\n"
-        "ray_dcp.collect(sys.argv[1])\n"
-        "ray_dcp.delete(sys.argv[1])\n"
-        "print(json.dumps([m for m in ('ray', 'torch') if m in sys.modules]))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        capture_output=True, text=True, timeout=400, check=True,
-    )  # fmt: skip
-    assert json.loads(done.stdout) == []
-    assert names(LocalStorage(tmp_path)) == {record_key(2)}
-
-
-def test_paths_and_targets_and_the_facade(tmp_path):
-    saved(str(tmp_path / "a"))
-    assert ray_dcp.collect(tmp_path / "a").path == str(tmp_path / "a")
-    assert ray_dcp.delete(Target(f"file://{tmp_path}/a")).checkpoint is not None
-    with pytest.raises(InvalidRequestError):
-        ray_dcp.delete("")
-    with pytest.raises(InvalidRequestError, match="takes no storage_options"):
-        ray_dcp.delete(tmp_path / "a", storage_options={"key": "x"})
-
-
 # A load finds an old `.metadata`
 
 
@@ -858,11 +644,32 @@ def test_a_load_publishes_the_metadata_that_a_dead_save_did_not(tmp_path):
     assert torch.equal(found["a"], torch.from_numpy(TWO["a"]))
 
 
-def test_a_load_that_can_not_publish_it_works_all_the_same(place):
-    saved(place.url)
-    stopped_before(place.url, PublishMetadata, TWO)
-    faulty = FaultyStorage(place, [Fault(operation="write", key=".metadata")])
-    ranks, works = load_ranks(TWO, 1, place.url)
-    run_ranks(ranks, performer=lambda task: perform(task, lambda _: faulty))[0].get()
-    faulty.assert_hit()
-    works[0].check(TWO)
+def test_a_deleted_checkpoint_is_listed_as_deleted(tmp_path):
+    saved(str(tmp_path / "step-1"))
+    saved(str(tmp_path / "step-2"))
+    gone = open_view(tmp_path / "step-1").attempt
+    delete(str(tmp_path / "step-1"))
+    assert [(item.name, item.state) for item in list_checkpoints(tmp_path)] == [
+        ("step-1", "deleted"), ("step-2", "committed")
+    ]  # fmt: skip
+    (tmp_path / "step-1" / f"__0_0.{gone}.distcp").write_bytes(b"left")
+    (first, _) = list_checkpoints(tmp_path)
+    assert (first.state, first.detail) == (
+        "deleted", "files are left: ray_dcp.collect removes them"
+    )  # fmt: skip
+    (tmp_path / "step-1" / f"__0_0.{DEAD}.distcp").write_bytes(b"left")
+    (first, _) = list_checkpoints(tmp_path)
+    assert (first.state, first.detail) == ("in flight", "it was deleted, and is being saved again")
+
+
+def test_unpublished_files_are_those_of_their_attempt(tmp_path):
+    storage = LocalStorage(tmp_path)
+    attempt = saved(str(tmp_path)).attempt
+    kept = {f"{TEMP}__0_0.{DEAD}.distcp", f"{TEMP}{record_key(2)}", f"{TEMP}.metadata"}
+    for key in (*kept, f"{TEMP}__0_0.{attempt}.distcp"):
+        (tmp_path / key).write_bytes(b"half")
+    assert collect(str(tmp_path)).deleted == (f"{TEMP}__0_0.{attempt}.distcp",)
+    report = collect(str(tmp_path), abort_unfinished=True)
+    assert set(report.deleted) == kept
+    assert report.fenced == (DEAD,)
+    assert names(storage) == needed(storage) | {record_key(2)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,9 +13,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import ray_dcp
 from ray_dcp.data import ElasticBatchSampler, ElasticStream, LoaderPosition, RowsSeen
 from ray_dcp.data.rows import IdRuns
-from ray_dcp.data.sampler import SampleOrder, share_of
+from ray_dcp.data.sampler import SampleOrder
 from ray_dcp.data.stream import merged
-from ray_dcp.errors import CheckpointError, InvalidRequestError, StateDictError
+from ray_dcp.errors import InvalidRequestError, StateDictError
 
 
 def sampler_of(rank=0, world_size=1, num_samples=24, **more):
@@ -33,17 +32,6 @@ def test_the_order_stays_what_it_is_for_ever():
     assert order.samples(0, 10).tolist() == [7, 9, 2, 1, 8, 4, 5, 0, 3, 6]
     assert order.samples(10, 20).tolist() == [5, 2, 9, 3, 1, 8, 4, 6, 7, 0]
     assert SampleOrder(4, shuffle=False).samples(2, 7).tolist() == [2, 3, 0, 1, 2]
-
-
-def test_shares_are_everything_and_even():
-    for count in range(9):
-        for world_size in range(1, 5):
-            shares = [share_of(count, rank, world_size) for rank in range(world_size)]
-            assert shares[0][0] == 0
-            assert shares[-1][1] == count
-            assert all(a[1] == b[0] for a, b in pairwise(shares))
-            sizes = [stop - start for start, stop in shares]
-            assert max(sizes) - min(sizes) <= 1
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -84,11 +72,6 @@ def test_a_loader_that_does_not_go_by_the_sampler_is_told(batches, what):
     sampler = sampler_of()
     with pytest.raises(InvalidRequestError, match=what):
         list(sampler.follow([0] * batches))
-
-
-def test_a_small_rest_may_leave_a_rank_without_samples():
-    rest = [list(sampler_of(rank, 3, 7, last="short"))[1] for rank in range(3)]
-    assert sorted(map(len, rest)) == [0, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -134,12 +117,6 @@ def test_a_place_in_other_data_is_refused_and_changes_nothing(change, what):
     for foreign in (None, {}, [1]):
         with pytest.raises(StateDictError):
             sampler.load_state_dict(foreign)
-
-
-def test_a_load_tells_of_other_data_too(tmp_path):
-    ray_dcp.save({"data": sampler_of()}, checkpoint_id=tmp_path / "c")
-    with pytest.raises(CheckpointError, match="of 24 samples, but the data set has 30"):
-        ray_dcp.load({"data": sampler_of(num_samples=30)}, checkpoint_id=tmp_path / "c")
 
 
 # Files, through torchdata's loader
@@ -207,14 +184,6 @@ def test_a_resize_of_loaders_goes_through_a_checkpoint(tmp_path):
     assert Counter(sample for batch in loader for sample in batch) == EVERYTHING
 
 
-def test_another_number_of_workers_needs_another_number_of_ranks():
-    _, loader, position = loader_of(0, 1)
-    take(loader, 1)
-    _, _, other = loader_of(0, 1, workers=1)
-    with pytest.raises(StateDictError, match="with 0 workers, but this one has 1"):
-        resume([position], [other])
-
-
 def test_a_loader_without_a_rule_says_so_and_a_rule_is_used():
     numbers = [StatefulDataLoader(range(4)) for _ in range(3)]
     assert LoaderPosition(numbers[0]).state_dict()["loader"].resized == "error"
@@ -269,13 +238,6 @@ def test_a_stream_refuses_what_it_cant_read():
     assert stream.state_dict() == place
 
 
-def test_places_of_two_epochs_are_not_one():
-    one, other = (ElasticStream(["a"], read, rank=0, world_size=1) for _ in range(2))
-    other.set_epoch(1)
-    with pytest.raises(StateDictError, match=r"found epochs \[0, 1\]"):
-        merged([one.state_dict(), other.state_dict()])
-
-
 # Rows of Ray Data
 
 
@@ -324,3 +286,23 @@ def test_rows_refuse_what_is_not_theirs():
     for runs in ([[3, 3]], [[5, 6], [1, 2]], [1, 2], [[1.0, 2.0]], [[1, 3], [2, 4]]):
         with pytest.raises(StateDictError):
             IdRuns(runs)
+
+
+def test_another_number_of_workers_needs_another_number_of_ranks():
+    _, loader, position = loader_of(0, 1)
+    take(loader, 1)
+    _, _, other = loader_of(0, 1, workers=1)
+    with pytest.raises(StateDictError, match="with 0 workers, but this one has 1"):
+        resume([position], [other])
+
+
+def test_places_of_two_epochs_are_not_one():
+    one, other = (ElasticStream(["a"], read, rank=0, world_size=1) for _ in range(2))
+    other.set_epoch(1)
+    with pytest.raises(StateDictError, match=r"found epochs \[0, 1\]"):
+        merged([one.state_dict(), other.state_dict()])
+
+
+def test_a_small_rest_may_leave_a_rank_without_samples():
+    rest = [list(sampler_of(rank, 3, 7, last="short"))[1] for rank in range(3)]
+    assert sorted(map(len, rest)) == [0, 0, 1]

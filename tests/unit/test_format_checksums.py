@@ -27,16 +27,6 @@ def test_block_lengths_of_many_equal_those_of_each():
     ]
 
 
-def test_no_block_without_bytes_or_without_checksums():
-    assert cs.num_blocks(0, 4096) == 0
-    assert cs.num_blocks(5, 0) == 0
-    assert cs.num_blocks_many(np.array([0, 5, 4097]), np.array([4096, 0, 4096])).tolist() == [
-        0,
-        0,
-        2,
-    ]
-
-
 @pytest.mark.parametrize("length", [0, 1, 4096, 4097, 12288, 12289])
 def test_checks_are_xxh3_64_of_each_block_with_a_shorter_last_one(length):
     data = np.random.default_rng(length).bytes(length)
@@ -45,23 +35,6 @@ def test_checks_are_xxh3_64_of_each_block_with_a_shorter_last_one(length):
     assert found.dtype == np.uint64
     assert found.tolist() == expected
     assert cs.first_bad_block(data, 4096, found) is None
-
-
-def test_digest_is_xxh3_128_over_the_checks_as_little_endian_bytes():
-    checks = np.array([1, 2**63], dtype=np.uint64)
-    assert cs.digest(checks) == xxhash.xxh3_128_digest(
-        (1).to_bytes(8, "little") + (2**63).to_bytes(8, "little")
-    )
-    assert len(cs.digest(checks[:0])) == cs.DIGEST_BYTES
-    assert cs.digest(checks[::-1]) != cs.digest(checks)
-
-
-def test_first_bad_block_is_the_first_of_those_that_changed():
-    data = bytearray(np.random.default_rng(0).bytes(20000))
-    checks = cs.block_checks(data, 4096)
-    data[19999] ^= 1
-    data[5000] ^= 1
-    assert cs.first_bad_block(data, 4096, checks) == 1
 
 
 def test_a_wrong_number_of_checks_is_damage():
@@ -76,3 +49,11 @@ def test_lengths_that_no_chunk_has_are_refused():
         cs.block_bytes_for_many(np.array([3, -1]))
     with pytest.raises(InvalidRequestError):
         cs.block_checks(b"x", 0)
+
+
+def test_first_bad_block_is_the_first_of_those_that_changed():
+    data = bytearray(np.random.default_rng(0).bytes(20000))
+    checks = cs.block_checks(data, 4096)
+    data[19999] ^= 1
+    data[5000] ^= 1
+    assert cs.first_bad_block(data, 4096, checks) == 1

@@ -1,14 +1,31 @@
 import io
 import math
 import os
+import pickle
+import tracemalloc
 import zipfile
 
 import numpy as np
 import pytest
 import torch
+import zstandard
 
-from ray_dcp.errors import InvalidRequestError, UnsupportedValueError
+from ray_dcp.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    InvalidRequestError,
+    UnsupportedValueError,
+)
 from ray_dcp.format import torch_items
+from ray_dcp.format.stream_transforms import ZSTD, check_plain, unpacked_item
+from ray_dcp.format.torch_items import (
+    NeedMoreBytes,
+    NotPlainTensor,
+    check_directory,
+    parse_torch_save,
+    torch_save_frame,
+)
+from tests.format_cases import saved
 
 SIZES = [(), (0,), (3,), (2, 3), (0, 4), (4, 0), (2, 0, 3), (1, 2, 3, 4, 5), (300, 233)]
 
@@ -59,17 +76,6 @@ def test_torch_loads_a_framed_tensor_as_if_it_had_saved_it(dtype):
         assert raw.numpy().tobytes() == payload
 
 
-@pytest.mark.parametrize("calculates", [False, True])
-def test_torch_maps_a_framed_tensor_into_memory(calculates, tmp_path):
-    from torch.utils.serialization import config
-
-    item, payload = framed("float16", (300, 233))
-    (tmp_path / "item.pt").write_bytes(item)
-    with config.patch("load.calculate_storage_offsets", calculates):
-        loaded = torch.load(tmp_path / "item.pt", weights_only=True, mmap=True)
-    assert loaded.numpy().tobytes() == payload
-
-
 def test_the_header_keeps_the_payload_aligned_and_the_small_records_carry_their_crc():
     for dtype, size in [("float32", (3,)), ("uint16", (1, 2, 3, 4, 5)), ("bool", ())]:
         item, _ = framed(dtype, size)
@@ -114,22 +120,6 @@ def test_frames_beyond_4_gib_are_valid_zips(size, tmp_path):
     os.unlink(path)
 
 
-@pytest.mark.parametrize("size", [(FOUR_GIB + 3,), (2, FOUR_GIB // 2), (FOUR_GIB - 200,)])
-def test_torch_maps_a_sparse_item_beyond_4_gib(size, tmp_path):
-    frame = torch_items.torch_save_frame("uint8", size)
-    path = tmp_path / "sparse"
-    with path.open("wb") as file:
-        file.write(frame.header)
-        file.seek(math.prod(size), os.SEEK_CUR)
-        file.write(frame.footer)
-        file.seek(len(frame.header) + math.prod(size) - 1)
-        file.write(b"\x07")
-    loaded = torch.load(path, weights_only=True, mmap=True)
-    assert loaded.shape == size
-    assert loaded.flatten()[-1].item() == 7
-    assert loaded.flatten()[0].item() == 0
-
-
 def test_lengths_of_many_frames_equal_those_of_each():
     sizes = [*SIZES, *LARGE, (255, 256), (65535, 65536), (1 << 31, 1), (1, 1 << 31), (1 << 39,),
              ((1 << 39) - 1,), (7, 1 << 47), (128, 128, 128, 128), ((1 << 31) - 1,), (1 << 55,),
@@ -159,3 +149,286 @@ def test_tensors_that_can_t_be_framed_are_refused():
         rows = np.array([[*size, 1, 1][:3]], dtype=np.int64)
         with pytest.raises(InvalidRequestError):
             torch_items.frame_bytes_many(["float32"], np.zeros(1, int), np.full(1, len(size)), rows)
+
+
+# Items as torch saves them
+
+
+def rebuilt(item, found):
+    dtype = getattr(torch, found.dtype)
+    raw = bytearray(item[found.payload_offset : found.payload_offset + found.payload_bytes])
+    storage = torch.frombuffer(raw, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=dtype).set_(storage, found.storage_offset, found.size, found.stride)
+
+
+BASE = torch.arange(24.0).reshape(4, 6)
+VIEWS = {
+    "whole": BASE,
+    "transposed": BASE.T,
+    "sliced": BASE[1:, 2:4],
+    "stepped": BASE[::2, 1::3],
+    "expanded": BASE[:1].expand(4, 6),
+    "parameter": torch.nn.Parameter(BASE),
+    "buffer": torch.nn.Parameter(BASE, requires_grad=False)[1:],
+    "0-d": BASE[3, 5],
+    "half": BASE.half(),
+    "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "uint32": torch.arange(5).to(torch.uint32)[2:],
+    "float8": BASE.to(torch.float8_e4m3fn).T,
+    "wide": torch.zeros(70000, dtype=torch.int64)[69999:],
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_strided_tensor_that_stock_torch_saved_is_found_without_unpickling(name):
+    view = VIEWS[name].detach()
+    item = saved(VIEWS[name])
+    found = parse_torch_save(item[:1024], len(item))
+    assert rebuilt(item, found).tolist() == view.tolist()
+    assert (found.size, found.stride) == (tuple(view.shape), view.stride())
+    whole = view.untyped_storage().nbytes() == view.numel() * view.itemsize
+    assert found.is_contiguous == (view.is_contiguous() and whole)
+
+
+def repacked(item, order, *, method=zipfile.ZIP_STORED, replace=None):
+    """The item as a zip with other records: sizes stand in the local headers."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(item)) as old, zipfile.ZipFile(out, "w", method) as new:
+        for name in order:
+            new.writestr(
+                f"archive/{name}", (replace or {}).get(name) or old.read(f"archive/{name}")
+            )
+    return out.getvalue()
+
+
+def test_items_of_older_torch_without_the_newer_records_are_found():
+    item = saved(BASE.T)
+    for order in [
+        ("data.pkl", "data/0", "version"),
+        ("data.pkl", "byteorder", "data/0", "version"),
+        ("data.pkl", "version", "data/0"),
+    ]:
+        old = repacked(item, order)
+        found = parse_torch_save(old, len(old))
+        assert torch.equal(rebuilt(old, found), BASE.T)
+
+
+def test_a_head_that_is_too_short_says_how_much_to_read_and_then_succeeds():
+    item = saved(torch.zeros(3, 4, 5, 6))
+    whole = parse_torch_save(item, len(item))
+    for length in range(0, whole.payload_offset, 7):
+        head, found, asked = item[:length], None, []
+        while found is None and len(asked) < 3:
+            try:
+                found = parse_torch_save(head, len(item))
+            except NeedMoreBytes as error:
+                asked.append((len(head), error.num_bytes))
+                head = item[: error.num_bytes]
+        assert found == whole
+        assert all(had < wanted <= len(item) for had, wanted in asked)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+NOT_PLAIN = {
+    "object": lambda: {"a": 1},
+    "number": lambda: 5,
+    "list": lambda: [torch.zeros(2)],
+    "subclass": lambda: torch.zeros(3).as_subclass(Subclass),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "conjugated": lambda: torch.zeros(3, dtype=torch.complex64).conj(),
+    "negated": lambda: torch.zeros(3, dtype=torch.complex64).conj().imag,
+    "meta": lambda: torch.zeros(3, device="meta"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_PLAIN)
+def test_what_is_no_plain_tensor_is_left_to_torch(name):
+    item = saved(NOT_PLAIN[name]())
+    with pytest.raises(NotPlainTensor):
+        parse_torch_save(item, len(item))
+
+
+def test_a_compressed_or_big_endian_item_is_left_to_torch():
+    item = saved(BASE)
+    order = ("data.pkl", "byteorder", "data/0", "version")
+    for other in (
+        repacked(item, order, method=zipfile.ZIP_DEFLATED),
+        repacked(item, order, replace={"byteorder": b"big"}),
+        repacked(item, ("data/0", "data.pkl")),
+        with_pickle(b"\x80\x02X\x00\x00\x20\x00" + b"x" * (2 << 20) + b"."),
+    ):
+        with pytest.raises(NotPlainTensor):
+            parse_torch_save(other, len(other))
+
+
+def with_pickle(data):
+    return repacked(saved(BASE), ("data.pkl", "data/0"), replace={"data.pkl": data})
+
+
+def view_pickle(size=(4, 6), stride=(6, 1), offset=0, count=24):
+    def ints(values):
+        return b"(" + b"".join(b"J" + v.to_bytes(4, "little", signed=True) for v in values) + b"t"
+
+    return (
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nFloatStorage\n"
+        b"X\x01\0\0\x000X\x03\0\0\0cpuJ" + count.to_bytes(4, "little", signed=True) + b"tQ"
+        b"J" + offset.to_bytes(4, "little", signed=True) + ints(size) + ints(stride)
+        + b"\x89ccollections\nOrderedDict\n)RtR."
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"size": (5, 6)}, {"stride": (7, 1)}, {"offset": 1}, {"offset": -1}, {"size": (-4, 6)},
+        {"stride": (-6, 1)}, {"stride": (6,)}, {"count": 25}, {"count": 2_000_000_000},
+        {"count": -24}, {"size": (2_000_000_000,) * 3, "stride": (0,) * 3},
+    ],
+)  # fmt: skip
+def test_a_view_outside_its_storage_is_damage(wrong):
+    item = with_pickle(view_pickle(**wrong))
+    with pytest.raises((DamagedCheckpointError, NotPlainTensor)):
+        parse_torch_save(item, len(item))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        view_pickle() + b"x",
+        view_pickle().replace(b"FloatStorage", b"float32"),
+        b"\x80\x02" + b"(" * 5000 + b"t" * 5000 + b".",
+        b"\x80\x02)" + b"\x85" * 100_000 + b".",
+        b"\x80\x02)q\0" + b"h\0h\0\x86q\0" * 200 + b"Q.",
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n)" + b"\x85" * 100_000 + b"R.",
+        b"\x80\x02h\x07.",
+        b"\x80\x02t.",
+        b"\x80\x02R.",
+        b"\x80\x02X\xff\xff\xff\x7fab.",
+        b"\x80\x02cos",
+        b"\x80\x02\xff.",
+        b"\x80\x05N.",
+    ],
+)
+def test_a_hostile_pickle_ends_in_an_error_of_ours(data):
+    item = with_pickle(data)
+    with pytest.raises(CheckpointError):
+        parse_torch_save(item, len(item))
+
+
+def test_an_item_cut_short_is_damage():
+    item = saved(BASE)
+    with pytest.raises(DamagedCheckpointError):
+        parse_torch_save(item[:750], 750)
+    with pytest.raises(DamagedCheckpointError, match="zip record"):
+        parse_torch_save(b"#" * 2000, 2000)
+
+
+@pytest.mark.parametrize("size", [(3,), (1 << 33,)])
+def test_a_directory_that_says_anything_else_is_damage(size):
+    frame = torch_save_frame("uint8", size)
+    item_bytes = len(frame.header) + size[0] + len(frame.footer)
+    check_directory(frame.footer, item_bytes)
+    errors = 0
+    for at in range(len(frame.footer)):
+        wrong = bytearray(frame.footer)
+        wrong[at] ^= 0xFF
+        for data, num_bytes in ((wrong, item_bytes), (wrong[:at], item_bytes - len(wrong) + at)):
+            try:
+                check_directory(bytes(data), num_bytes)
+            except DamagedCheckpointError:
+                errors += 1
+    # What nobody reads may be anything: names, versions, times, CRCs and attributes.
+    assert errors > len(frame.footer) + 80
+    entry = frame.footer.rindex(b"PK\1\2")
+    assert int.from_bytes(frame.footer[entry + 20 : entry + 24], "little") in (3, 0xFFFFFFFF)
+    shorter = frame.footer[: entry + 20] + b"\2\0\0\0" + frame.footer[entry + 24 :]
+    for data, num_bytes in ((frame.footer, item_bytes + 1), (shorter, item_bytes)):
+        with pytest.raises(DamagedCheckpointError):
+            check_directory(data, num_bytes)
+
+
+# Undoing the zstd of stock DCP's items
+
+
+ITEM = b"PK\x03\x04" + bytes(range(256)) * 9000
+
+
+def streamed(data):
+    """As DCP writes: frames that do not tell the length of what is in them."""
+    compressor = zstandard.ZstdCompressor().compressobj()
+    return compressor.compress(data) + compressor.flush()
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+@pytest.mark.parametrize(
+    ("stored", "layers"),
+    [
+        (ITEM, 0),
+        (streamed(ITEM), 1),
+        (zstandard.compress(ITEM), 1),
+        (streamed(streamed(ITEM)), 2),
+        (streamed(ITEM[:70_000]) + streamed(ITEM[70_000:]), 1),
+    ],
+    ids=["plain", "zstd", "zstd of told length", "zstd twice", "two frames"],
+)
+def test_an_item_comes_back(stored, layers, kind):
+    assert bytes(unpacked_item(kind(stored), [ZSTD] * layers)) == ITEM
+
+
+def test_what_metadata_does_not_call_compressed_is_not_unpacked():
+    stored = streamed(ITEM)
+    assert unpacked_item(stored, ()) is stored
+    with pytest.raises(DamagedCheckpointError, match="28b52ffd"):
+        check_plain(stored)
+
+
+@pytest.mark.parametrize("stored", [b"", b"P", b"garbage", ITEM[::-1]])
+def test_what_is_no_item_is_refused_with_the_way_out(stored):
+    with pytest.raises(DamagedCheckpointError, match=r"torch\.save.*_extension_registry"):
+        check_plain(stored)
+
+
+@pytest.mark.parametrize("stored", [b"garbage", b"\x28\xb5\x2f\xfd", ITEM])
+def test_what_is_not_compressed_although_it_should_be_is_refused(stored):
+    with pytest.raises(DamagedCheckpointError, match="compressed with zstd"):
+        unpacked_item(stored, [ZSTD])
+
+
+@pytest.mark.parametrize("transforms", [["stream.mine/1"], [ZSTD, "stream.mine/1"], [""]])
+def test_a_transform_of_a_plug_in_is_named_with_the_way_out(transforms):
+    with pytest.raises(DamagedCheckpointError, match=r"_extension_registry") as caught:
+        unpacked_item(streamed(ITEM), transforms)
+    assert repr(transforms[-1]) in caught.value.message
+
+
+@pytest.mark.parametrize("cut", [5, 100, -1])
+def test_an_item_that_is_cut_off_is_never_taken_for_a_whole_one(cut):
+    stored = streamed(ITEM)
+    with pytest.raises(DamagedCheckpointError, match="compressed with zstd"):
+        unpacked_item(stored[:cut], [ZSTD])
+
+
+def test_an_item_that_unpacks_to_too_much_is_refused_early():
+    stored = zstandard.compress(b"PK" + bytes(64 << 20))
+    assert len(stored) < 10_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(DamagedCheckpointError, match="at most 1000 bytes"):
+            unpacked_item(stored, [ZSTD], max_bytes=1000)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 << 20
+
+
+def test_more_layers_than_anybody_writes_are_refused():
+    with pytest.raises(DamagedCheckpointError, match="at most 4 layers"):
+        unpacked_item(streamed(ITEM), [ZSTD] * 5)
+
+
+def test_need_more_bytes_crosses_processes_with_its_number():
+    error = pickle.loads(pickle.dumps(NeedMoreBytes("more", num_bytes=9, key="k")))
+    assert (error.num_bytes, error.key) == (9, "k")

@@ -3,12 +3,7 @@ import json
 
 import pytest
 
-from ray_dcp.errors import (
-    CheckpointError,
-    DamagedCheckpointError,
-    InternalError,
-    UnsafeCheckpointError,
-)
+from ray_dcp import errors
 from ray_dcp.format import manifest as mf
 
 ENTRY = mf.FileEntry("__0_0.a1.distcp", 4096, "00" * 16)
@@ -73,11 +68,11 @@ def test_any_flipped_bit_and_any_cut_is_damage():
         for bit in range(8):
             wrong = bytearray(data)
             wrong[position] ^= 1 << bit
-            with pytest.raises(DamagedCheckpointError):
+            with pytest.raises(errors.DamagedCheckpointError):
                 mf.decode_record(bytes(wrong))
-        with pytest.raises(DamagedCheckpointError):
+        with pytest.raises(errors.DamagedCheckpointError):
             mf.decode_record(data[:position])
-    with pytest.raises(DamagedCheckpointError):
+    with pytest.raises(errors.DamagedCheckpointError):
         mf.decode_record(data + b" ")
 
 
@@ -85,9 +80,9 @@ def test_any_flipped_bit_and_any_cut_is_damage():
 def test_another_version_says_to_upgrade_and_is_not_called_damaged(version):
     data = signed({**fields_of(ABORT), "format_version": version, "more": 1})
     told = f"version {mf.FORMAT_VERSION}, found version {version}: .*upgrade ray_dcp"
-    with pytest.raises(CheckpointError, match=told) as caught:
+    with pytest.raises(errors.CheckpointError, match=told) as caught:
         mf.decode_record(data)
-    assert not isinstance(caught.value, DamagedCheckpointError)
+    assert not isinstance(caught.value, errors.DamagedCheckpointError)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +96,7 @@ def test_another_version_says_to_upgrade_and_is_not_called_damaged(version):
     ],
 )  # fmt: skip
 def test_a_field_of_a_wrong_type_or_range_is_damage(change):
-    with pytest.raises(DamagedCheckpointError):
+    with pytest.raises(errors.DamagedCheckpointError):
         mf.decode_record(signed({**fields_of(MANIFEST), **change}))
 
 
@@ -111,14 +106,14 @@ def test_a_field_of_a_wrong_type_or_range_is_damage(change):
      b'{"format_version":1,"kind":"abort" ,"attempt":"a","reason":"","rank":null}',],
 )  # fmt: skip
 def test_signed_nonsense_is_damage(body):
-    with pytest.raises(DamagedCheckpointError):
+    with pytest.raises(errors.DamagedCheckpointError):
         mf.decode_record(signed(body))
 
 
 def test_one_file_twice_is_damage():
     for keys in ("x\nx", "x1\nx{1..1}", "x{01..01}\nx01"):
         files = {"keys": keys, "num_bytes": [1, 1], "digests": "00" * 32}
-        with pytest.raises(DamagedCheckpointError, match="each key once"):
+        with pytest.raises(errors.DamagedCheckpointError, match="each key once"):
             mf.decode_record(signed({**fields_of(MANIFEST), "files": files}))
 
 
@@ -131,7 +126,7 @@ def test_one_file_twice_is_damage():
     ],
 )  # fmt: skip
 def test_a_record_that_could_not_be_read_back_is_never_written(change):
-    with pytest.raises(InternalError):
+    with pytest.raises(errors.InternalError):
         mf.encode_record(dataclasses.replace(MANIFEST, **change))
 
 
@@ -143,7 +138,7 @@ def test_slots_and_their_keys():
                 "x/manifest-00000001.json", "manifest-00000001.json.tmp", "manifest-0000000١.json",
                 "manifest-00000001.json\n"):  # fmt: skip
         assert mf.slot_of(key) is None
-    with pytest.raises(InternalError):
+    with pytest.raises(errors.InternalError):
         mf.record_key(0)
 
 
@@ -210,7 +205,7 @@ def test_a_delete_decides_like_a_commit(records, slot):
 )  # fmt: skip
 @pytest.mark.parametrize("record", [MANIFEST, DELETE])
 def test_what_a_record_says_of_other_attempts_is_checked(record, decided):
-    with pytest.raises(DamagedCheckpointError):
+    with pytest.raises(errors.DamagedCheckpointError):
         mf.decode_record(signed({**fields_of(record), "decided": decided}))
 
 
@@ -283,7 +278,7 @@ def test_names_are_read_back_as_they_were(keys, lines):
     ],
 )
 def test_files_that_do_not_fit_are_damage(changes):
-    with pytest.raises((DamagedCheckpointError, UnsafeCheckpointError)):
+    with pytest.raises((errors.DamagedCheckpointError, errors.UnsafeCheckpointError)):
         mf.decode_record(with_files(**changes)[1])
 
 
@@ -291,5 +286,5 @@ def test_what_a_record_lacks_is_left_out_and_never_null():
     fields = fields_of(dataclasses.replace(MANIFEST, metadata=None, replaced_metadata=None))
     assert not {"metadata", "replaced_metadata"} & {*fields}
     for name in ("metadata", "replaced_metadata"):
-        with pytest.raises(DamagedCheckpointError):
+        with pytest.raises(errors.DamagedCheckpointError):
             mf.decode_record(signed({**fields, name: None}))

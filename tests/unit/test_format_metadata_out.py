@@ -1,14 +1,9 @@
 import dataclasses
-import io
 import pickle
-import pickletools
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint import metadata as md
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -16,7 +11,6 @@ from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.core.values import Kind
 from ray_dcp.errors import InternalError
 from ray_dcp.format.metadata import encode_metadata
-from ray_dcp.format.torch_items import torch_save_frame
 from tests.format_cases import many_table, mixed_table, table_of
 
 
@@ -130,87 +124,9 @@ def test_torch_unpickles_what_it_would_have_built_itself(name):
     assert_same(pickle.loads(encoded(table)), expected)
 
 
-def test_planner_data_is_none_when_nothing_was_flattened():
-    table = mixed_table()
-    found = pickle.loads(encoded(dataclasses.replace(table, paths=(None,) * table.num_tensors)))
-    assert found.planner_data is None
-
-
-def test_objects_that_can_change_are_not_shared():
-    found = pickle.loads(encoded(many_table(20)))
-    parts = [*found.state_dict_metadata.values(), *found.storage_data.values()]
-    parts += [entry.properties for entry in found.state_dict_metadata.values()]
-    parts += [entry.chunks for entry in found.state_dict_metadata.values()]
-    parts += [entry.chunks[0] for entry in found.state_dict_metadata.values()]
-    assert len(set(map(id, parts))) == len(parts)
-
-
-def test_equal_tables_give_equal_bytes():
-    assert encoded(mixed_table()) == encoded(mixed_table())
-
-
-def test_it_is_protocol_4_and_names_only_dcp_s_own_classes():
-    data = encoded(mixed_table())
-    assert max(op.proto for op, _, _ in pickletools.genops(data)) == 4
-    texts = {arg for op, arg, _ in pickletools.genops(data) if "UNICODE" in op.name}
-    assert "pathlib" not in texts
-    assert {t for t in texts if t.startswith("torch")} == {
-        "torch", "torch.serialization", "torch.strided",
-        "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem",
-    }  # fmt: skip
-
-
-def test_it_is_written_without_importing_torch():
-    code = (
-        "import sys; from tests.format_cases import mixed_table\n"
-        "from ray_dcp.format import metadata, manifest, table, safetensors\n"
-        "data = metadata.encode_metadata(mixed_table(), checkpoint_id='x', attempt='a')\n"
-        "assert metadata.decode_metadata(data).attempt == 'a'\n"
-        "assert not {'torch', 'ray'} & set(sys.modules), 'torch or ray was imported'\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=400)
-
-
 def test_a_chunk_without_a_place_is_refused():
     table = mixed_table()
     place = table.item_offset.copy()
     place[3] = -1
     with pytest.raises(InternalError, match="have a place"):
         encoded(dataclasses.replace(table, item_offset=place))
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_stock_dcp_loads_a_checkpoint_whose_metadata_and_frames_are_ours(tmp_path):
-    whole = torch.arange(24.0).reshape(6, 4)
-    values = {"m.w": whole, "m.scale": torch.tensor(2.5, dtype=torch.bfloat16)}
-    buffer = io.BytesIO()
-    torch.save({"lr": 0.5}, buffer)
-    boxes = [("m.w", 0, (0, 0), (3, 4)), ("m.w", 0, (3, 0), (3, 4)), ("m.scale", 1, (), ())]
-    items = []
-    for name, _, offset, size in boxes:
-        value = values[name]
-        piece = value[offset[0] : offset[0] + size[0]] if size else value
-        frame = torch_save_frame(str(value.dtype).removeprefix("torch."), size)
-        raw = piece.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        items.append(frame.header + raw + frame.footer)
-    items.append(buffer.getvalue())
-    table = table_of(
-        [
-            ("m.w", ("m", "w"), Kind.TENSOR, "float32", (6, 4), True,
-             [(offset, size, 0) for _, tensor, offset, size in boxes if tensor == 0]),
-            ("m.scale", ("m", "scale"), Kind.TENSOR, "bfloat16", (), False, [((), (), 0)]),
-            ("o", ("o",), Kind.OBJECT, None, (), False, [((), (), 0)]),
-        ]
-    )  # fmt: skip
-    lengths = np.array([len(item) for item in items])
-    starts = np.cumsum(lengths + 7) - lengths
-    (tmp_path / table.files[0]).write_bytes(b"".join(b"-" * 7 + item for item in items))
-    table = dataclasses.replace(table, item_offset=starts, item_bytes=lengths)
-    (tmp_path / ".metadata").write_bytes(encoded(table))
-
-    target = {"m": {"w": torch.zeros(6, 4), "scale": torch.tensor(0.0, dtype=torch.bfloat16)},
-              "o": None}  # fmt: skip
-    load(target, storage_reader=FileSystemReader(tmp_path), no_dist=True)
-    assert torch.equal(target["m"]["w"], whole)
-    assert target["m"]["scale"].item() == 2.5
-    assert target["o"] == {"lr": 0.5}

@@ -36,35 +36,6 @@ TENSORS = {
 }
 
 
-def test_the_safetensors_library_reads_every_dtype_that_has_a_code(tmp_path):
-    from safetensors.torch import load_file
-
-    tensors = dict(TENSORS)
-    for dtype in sf.DTYPE_CODE:
-        tensors[dtype] = torch.arange(6).reshape(2, 3).to(getattr(torch, dtype))
-    entries, data = packed(tensors)
-    (tmp_path / "x.safetensors").write_bytes(sf.header(entries) + data)
-    loaded = load_file(tmp_path / "x.safetensors")
-    assert set(loaded) == set(tensors)
-    for name, tensor in tensors.items():
-        assert loaded[name].dtype == tensor.dtype
-        assert torch.equal(loaded[name], tensor)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_dcp_s_hugging_face_reader_puts_shards_of_two_files_together(tmp_path):
-    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
-
-    whole = torch.arange(24.0).reshape(6, 4)
-    for part, start in enumerate((0, 3)):
-        entries, data = packed({"w": whole[start : start + 3]})
-        metadata = sf.sharding_metadata({"w": (start, 0)})
-        (tmp_path / f"{part}.safetensors").write_bytes(sf.header(entries, metadata) + data)
-    target = {"w": torch.zeros(6, 4)}
-    load(target, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
-    assert torch.equal(target["w"], whole)
-
-
 def test_every_code_is_one_that_dcp_s_reader_takes_for_the_same_dtype():
     from torch.distributed.checkpoint._hf_utils import DTYPE_MAP
 
@@ -82,21 +53,6 @@ def test_a_header_is_read_back_and_its_data_is_aligned():
     assert found.metadata == metadata
     assert sf.saved_offsets(found.metadata) == dict.fromkeys(TENSORS, (7,))
     assert sf.saved_offsets({}) is None
-
-
-def test_what_the_library_saved_is_read(tmp_path):
-    from safetensors.torch import save_file
-
-    tensors = {**TENSORS, "mask": torch.tensor([True]), "f8": torch.zeros(3).to(torch.float8_e5m2)}
-    save_file(tensors, tmp_path / "x", metadata={"format": "pt"})
-    data = (tmp_path / "x").read_bytes()
-    found = sf.parse_header(data, len(data))
-    assert {entry.name: entry.size for entry in found.entries} == {
-        name: tuple(tensor.shape) for name, tensor in tensors.items()
-    }
-    assert {entry.name: entry.dtype for entry in found.entries} == {
-        name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()
-    }
 
 
 def test_dtypes_that_other_readers_mistake_are_refused():

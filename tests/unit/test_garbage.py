@@ -11,15 +11,11 @@ from hypothesis import strategies as st
 from ray_dcp.format.manifest import AbortRecord, FileEntry, Manifest, Verdict, record_key, slot_of
 from ray_dcp.protocol.garbage import (
     MOST_DECIDED,
-    Owned,
-    attempts_of,
-    left_by_others,
     owner_of,
     sweep,
     verdicts,
     was_committed,
 )
-from ray_dcp.store.storage import check_key
 
 A, B, C = "aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb", "0123456789abcdef"
 TEMP = ".tmp-0123456789ab-"
@@ -57,13 +53,6 @@ def test_every_file_of_an_attempt_is_told_by_its_name(attempt):
         assert owned.attempt == attempt
         expected = "temp" if ".tmp-" in key else "table" if "chunks" in key else "data"
         assert owned.kind == expected
-
-
-def test_records_and_metadata_name_no_attempt():
-    assert owner_of(record_key(7)) == Owned("record")
-    assert owner_of(".metadata") == Owned("metadata")
-    assert owner_of(f"{TEMP}{record_key(7)}") == Owned("temp")
-    assert owner_of(f"{TEMP}.metadata") == Owned("temp")
 
 
 @pytest.mark.parametrize(
@@ -105,30 +94,6 @@ keys = st.one_of(
 )
 
 
-@given(keys)
-def test_what_is_ours_is_a_legal_key_at_its_place(key):
-    owned = owner_of(key)
-    if owned is not None:
-        assert check_key(key, unpublished=True) == key
-        assert key.count("/") <= 1
-        assert owned.attempt is None or owned.attempt in key
-
-
-@given(st.lists(keys, unique=True), st.integers(0, 9))
-def test_a_save_removes_data_before_tables_before_records_and_nothing_else(found, last_slot):
-    left = left_by_others(found, last_slot=last_slot)
-    assert set(left) <= set(found)
-    kinds = [owner_of(key).kind for key in left]
-    order = ["table" if kind == "table" else "record" if kind == "record" else "" for kind in kinds]
-    assert order == sorted(order, key=["", "table", "record"].index)
-    slots = [slot_of(key) for key in left if slot_of(key) is not None]
-    assert slots == sorted(slots)
-    assert all(slot <= last_slot for slot in slots)
-    for key in set(found) - set(left):
-        owned = owner_of(key)
-        assert owned is None or key == ".metadata" or (slot_of(key) or 0) > last_slot
-
-
 attempts = st.sampled_from([A, B, C])
 
 
@@ -166,18 +131,6 @@ def test_nothing_that_stands_or_may_stand_or_is_named_is_swept(
         assert done.unfinished == ()
 
 
-@given(st.lists(keys, unique=True), attempts, st.sets(attempts))
-def test_who_is_dead_leaves_nothing_and_who_is_not_everything(found, own, dead):
-    standing = manifest_of(own)
-    done = sweep(found, standing=standing, last_slot=0, dead=dead)
-    for key in found:
-        owned = owner_of(key)
-        if owned is None or owned.attempt is None or owned.attempt == own:
-            continue
-        assert (key in done.delete) == (owned.attempt in dead)
-    assert set(done.unfinished) == attempts_of(found) - dead - {own}
-
-
 # What a record says of earlier attempts
 
 
@@ -195,13 +148,6 @@ def test_a_record_remembers_what_decided_before_it_and_who_was_overtaken():
     assert was_committed(later, A)
     assert not was_committed(later, B)
     assert not was_committed(later, "never heard of")
-
-
-def test_of_an_attempt_that_was_aborted_before_its_manifest_the_abort_is_remembered():
-    records = {
-        2: AbortRecord(attempt=A, reason="", rank=None), 3: manifest_of(A), 4: manifest_of(B)
-    }  # fmt: skip
-    assert verdicts(records, ()) == (Verdict(A, False), Verdict(B, True))
 
 
 def test_what_is_remembered_is_bounded_and_the_newest():

@@ -7,20 +7,10 @@ from functools import partial
 import numpy as np
 import pytest
 
+from ray_dcp import errors
 from ray_dcp.core.checksums import digest
-from ray_dcp.errors import (
-    CheckpointError,
-    CommitUnknownError,
-    DamagedCheckpointError,
-    InternalError,
-    InvalidRequestError,
-    PlanConflictError,
-    RankDisagreementError,
-)
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.aggregation import (
-    FIRST_WAIT_S,
-    LONGEST_WAIT_S,
     BatchedJoins,
     BatchedReceipts,
     BatchedReplies,
@@ -32,7 +22,6 @@ from ray_dcp.protocol.aggregation import (
 )
 from ray_dcp.protocol.commands import Answer
 from ray_dcp.protocol.messages import (
-    DeferredPlace,
     Exchange,
     FileReceipt,
     LoadJoin,
@@ -49,7 +38,7 @@ from ray_dcp.protocol.messages import (
 from ray_dcp.runtime.rank_save import PlanMemory, save_rank
 from ray_dcp.store.memory import MemoryStorage
 from tests.crash.array_states import ArrayCapture, same_state, sample_state
-from tests.crash.ranks import load_ranks, load_state
+from tests.crash.ranks import load_state
 from tests.gathered_ranks import Gathered
 
 WORLD = 6
@@ -100,22 +89,6 @@ def test_a_warm_save_is_one_message_of_each_group_in_each_phase():
     assert job.holds(sample_state(1))
 
 
-def test_by_way_of_gatherers_and_without_the_same_is_written():
-    def files(job):
-        return {
-            entry.key.split(".")[0]: job.storage.read(entry.key)
-            for entry in job.storage.list()
-            if entry.key.endswith(".distcp")
-        }
-
-    one, other = Job("one"), Job("other")
-    for state in (sample_state(0), sample_state(1)):
-        one.save(state)
-        world, _ = other.save(state, groups=())
-        assert not world.messages
-    assert files(one) == files(other) != {}
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_in_any_order_and_whoever_dies_all_ranks_commit(seed):
     dice = random.Random(seed)
@@ -131,21 +104,6 @@ def test_in_any_order_and_whoever_dies_all_ranks_commit(seed):
         assert bool(world.direct) == any(group.is_dead for group in world.groups)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_loads_go_the_same_way(seed):
-    dice = random.Random(seed)
-    job = Job(f"load-{seed}")
-    job.save(sample_state(3))
-    ranks, _ = load_ranks(sample_state(3), WORLD, job.url, session="s", seq=99)
-    world = Gathered(GROUPS, job.world.coordination)
-    results = world.run(
-        ranks, choose=dice.randrange, kill=lambda group: dice.random() < 0.05 * (seed % 2)
-    )
-    for result in results:
-        result.get()
-    assert seed % 2 or set(world.messages.values()) == {3}
-
-
 def test_a_rank_that_differs_is_told_as_by_itself():
     job = Job("differs")
     job.save(sample_state(0))
@@ -153,7 +111,7 @@ def test_a_rank_that_differs_is_told_as_by_itself():
     urls[3] += "-else"
     _, results = job.save(sample_state(0), urls=urls)
     for result in results:
-        with pytest.raises(RankDisagreementError, match="rank 3"):
+        with pytest.raises(errors.RankDisagreementError, match="rank 3"):
             result.get()
 
 
@@ -172,36 +130,10 @@ def test_a_rank_that_fails_fails_all_at_once():
     job.save(sample_state(0))
     world, results = job.save(sample_state(1), capture=Failing)
     for result in results:
-        with pytest.raises(CheckpointError, match="the disk is gone"):
+        with pytest.raises(errors.CheckpointError, match="the disk is gone"):
             result.get()
     assert world.direct == {"SaveReceipt": 1}
     assert job.holds(sample_state(0))
-
-
-def test_content_that_differs_is_refused_by_way_of_gatherers():
-    class Own(ArrayCapture):
-        def __init__(self, state, rank, world_size):
-            super().__init__({**state, "step": rank}, rank, world_size)
-
-    job = Job("check")
-    options = SaveOptions(num_threads=1, replicas="check")
-    state = {"w": np.arange(12.0), "step": 0}
-    job.save(state, options=options)
-    _, results = job.save(state, options=options, capture=Own)
-    for result in results:
-        with pytest.raises(PlanConflictError, match="step"):
-            result.get()
-
-
-def test_receipts_of_another_attempt_are_refused_one_by_one():
-    job = Job("fence")
-    job.save(sample_state(0))
-    world = Gathered(GROUPS, job.world.coordination)
-    stray = [SaveReceipt(OpKey("s", 1), rank, "other", 1, (receipt_of(rank),)) for rank in range(2)]
-    batch = world.shell.receive_together(together(stray))
-    told = dict(batch.told)
-    assert set(told) == {(0,), (1,)}
-    assert all(isinstance(reply.error, CommitUnknownError) for reply in told.values())
 
 
 # --- the gatherer by itself ---------------------------------------------------------------------
@@ -220,21 +152,13 @@ def receipt_of(file, key=None, places=()):
     return FileReceipt(file, key or f"__{file}_0.a1.distcp", 10, digest(checks), checks, places)
 
 
-def test_joins_together_mean_the_same():
-    joins = [join(rank, node=f"node {rank // 2}") for rank in (2, 0, 1)]
-    message = together(joins)
-    assert isinstance(message.said, BatchedJoins)
-    assert message.requests() == sorted(joins, key=lambda one: one.rank)
-    assert message.only({1}).requests() == [join(1, node="node 0")]
-
-
 OTHER_CALLS = [
     {"known": b"e" * 32}, {"fingerprint": b""}, {"staged": True}, {"world_size": 11},
     {"target": Target("memory://y")}, {"options": SaveOptions(num_threads=3)},
 ]  # fmt: skip
 MORE_TO_SAY = [
     {"known": b""}, {"asked": 1}, {"stats": b"stats"}, {"columns": b"rows"}, {"contents": b"8"},
-    {"target": Target("memory://x", filesystem="fs")}, {"error": CheckpointError("no")},
+    {"target": Target("memory://x", filesystem="fs")}, {"error": errors.CheckpointError("no")},
 ]  # fmt: skip
 
 
@@ -248,23 +172,7 @@ def test_a_join_that_is_not_like_the_others_or_has_more_to_say_travels_as_it_is(
     assert list(together(joins).requests()) == joins
 
 
-def test_receipts_together_mean_the_same():
-    places = (DeferredPlace(3, 64, 100, 1024), DeferredPlace(4, 192, 5, 1024))
-    receipts = [
-        SaveReceipt(OpKey("run", 0), 1, "a1", 1, (receipt_of(2), receipt_of(3, places=places))),
-        SaveReceipt(OpKey("run", 0), 0, "a1", 1, ()),
-    ]
-    message = together(receipts)
-    assert isinstance(message.said, BatchedReceipts)
-    empty, full = message.requests()
-    assert empty == receipts[1]
-    assert replace(full, files=()) == replace(receipts[0], files=())
-    for found, sent in zip(full.files, receipts[0].files, strict=True):
-        assert found.checks.tolist() == sent.checks.tolist()
-        assert vars(replace(found, checks=None)) == vars(replace(sent, checks=None))
-
-
-@pytest.mark.parametrize("change", [{"error": CheckpointError("no")}, {"attempt": "a2"}])
+@pytest.mark.parametrize("change", [{"error": errors.CheckpointError("no")}, {"attempt": "a2"}])
 def test_a_receipt_that_failed_or_is_not_like_the_others_travels_as_it_is(change):
     first = SaveReceipt(OpKey("run", 0), 0, "a1", 1, (receipt_of(0),))
     other = replace(first, rank=1, files=(), **change)
@@ -280,10 +188,10 @@ def test_checksums_that_change_on_the_way_are_noticed_by_both():
     assert isinstance(message.said, tuple)
     good = pack_receipts([receipt_of(1), receipt_of(2)])
     changed = replace(good, parts=(good.parts[0] + np.uint64(1),))
-    with pytest.raises(DamagedCheckpointError, match=r"__1_0\.a1.*__2_0\.a1"):
+    with pytest.raises(errors.DamagedCheckpointError, match=r"__1_0\.a1.*__2_0\.a1"):
         join_receipts([changed])
     swapped = replace(good, digests=good.digests[16:] + good.digests[:16])
-    with pytest.raises(DamagedCheckpointError):
+    with pytest.raises(errors.DamagedCheckpointError):
         join_receipts([swapped])
     assert join_receipts([good]).checks.tolist() == [0, 1, 0, 1, 2]
 
@@ -295,85 +203,11 @@ def test_receipts_are_joined_by_file():
     assert [one.checks.tolist() for one in whole] == [
         receipt_of(file).checks.tolist() for file in (1, 5, 7)
     ]
-    with pytest.raises(InternalError, match="one receipt for file 5, but found two"):
+    with pytest.raises(errors.InternalError, match="one receipt for file 5, but found two"):
         join_receipts([receipt_of(5), receipt_of(5, key="again")])
-    with pytest.raises(InternalError, match="of one line"):
+    with pytest.raises(errors.InternalError, match="of one line"):
         pack_receipts([receipt_of(5, key="a\nb")])
     assert len(join_receipts([])) == 0
-
-
-def test_what_is_incomplete_goes_late_and_ever_later():
-    now = [0.0]
-    gathering = BatchWindow(range(3), lambda: now[0])
-    assert gathering.take(join(0)) == []
-    assert gathering.next_s == FIRST_WAIT_S
-    assert gathering.due() == []
-    now[0] = FIRST_WAIT_S
-    assert [message.ranks for message in gathering.due()] == [(0,)]
-    assert gathering.next_s is None
-    assert gathering.take(join(1)) == []
-    assert gathering.next_s == 3 * FIRST_WAIT_S
-    # The last one completes it: nothing is waited for any more.
-    assert [message.ranks for message in gathering.take(join(2))] == [(1, 2)]
-    for _ in range(9):
-        gathering.take(join(0))
-        wait_s = 0.0 if gathering.next_s is None else gathering.next_s - now[0]
-        assert wait_s <= LONGEST_WAIT_S
-
-
-def test_the_wait_is_that_of_the_first_who_came_and_has_an_end():
-    now = [0.0]
-    gathering = BatchWindow(range(64), lambda: now[0])
-    waits = []
-    for rank in range(0, 20, 2):
-        gathering.take(join(rank))
-        begun_s, due_s = now[0], gathering.next_s
-        now[0] += (due_s - now[0]) / 2
-        gathering.take(join(rank + 1))
-        assert gathering.next_s == due_s
-        now[0] = due_s
-        assert [message.ranks for message in gathering.due()] == [(rank, rank + 1)]
-        waits.append(due_s - begun_s)
-    assert waits == [min(FIRST_WAIT_S * 2**turn, LONGEST_WAIT_S) for turn in range(10)]
-
-
-def test_what_is_due_first_is_sent_first():
-    now = [0.0]
-    gathering = BatchWindow(range(3), lambda: now[0])
-    gathering.take(join(0))
-    now[0] = 0.1
-    gathering.take(join(0, key=OpKey("run", 1)))
-    assert gathering.next_s == FIRST_WAIT_S
-    now[0] = FIRST_WAIT_S
-    assert [message.key.seq for message in gathering.due()] == [0]
-    assert gathering.next_s == FIRST_WAIT_S + 0.1
-
-
-def test_steps_that_were_sent_are_forgotten_and_no_others():
-    gathering = BatchWindow(range(2), lambda: 0.0)
-    for seq in range(1000):
-        key = OpKey("run", seq)
-        gathering.take(join(0, key=key))
-        if seq:
-            (message,) = gathering.take(join(1, key=key))
-            gathering.told(message, BatchedReplies((((0,), SendItems(rows=True)),)))
-    # What waits is sent however long ago it came.
-    assert [m.ranks for m in gathering.take(join(1, key=OpKey("run", 0)))] == [(0, 1)]
-    assert len(gathering._steps) <= 300
-    assert len(gathering._asked) <= 300
-
-
-def test_who_is_asked_twice_is_waited_for_each_time():
-    gathering = BatchWindow(range(4), lambda: 0.0)
-    (first,) = [m for rank in range(4) for m in gathering.take(join(rank))]
-    gathering.told(first, BatchedReplies((((1, 3), SendItems(rows=False)),)))
-    rows = {"columns": b"rows", "contents": b"c"}
-    assert gathering.take(join(1, asked=1, **rows)) == []
-    (second,) = gathering.take(join(3, asked=1, **rows))
-    gathering.told(second, BatchedReplies((((3,), SendItems(rows=True)),)))
-    # The second time only one was asked.
-    (third,) = gathering.take(join(3, asked=2, **rows))
-    assert (third.ranks, third.step) == ((3,), "SaveJoin 2")
 
 
 @pytest.mark.parametrize("asked", [[(1, 3)], [(1,), (3,)]])
@@ -393,19 +227,16 @@ def test_groups_are_few_and_of_neighbours():
         ranks = sorted(rank for group in groups for rank in group)
         assert ranks == list(range(world_size))
     assert group_of(0, 64) is None
-    with pytest.raises(InvalidRequestError, match="rank from 0 to 99, found 100"):
+    with pytest.raises(errors.InvalidRequestError, match="rank from 0 to 99, found 100"):
         group_of(100, 100)
 
 
-def test_what_fails_goes_directly():
-    assert is_gathered(join(0))
-    assert not is_gathered(join(0, error=CheckpointError("no")))
-    assert is_gathered(SaveReceipt(OpKey("run", 0), 0, "a1", 1))
-    assert is_gathered(SaveStaged(OpKey("run", 0), 0, "a1", 1))
-    assert not is_gathered(SaveStaged(OpKey("run", 0), 0, "a1", 1, error=CheckpointError("no")))
-    assert not is_gathered(PartsHeld(OpKey("run", 0), 0, "a1", 1, "s"))
-    assert is_gathered(LoadJoin(OpKey("run", 0), 0, 2, Target("memory://x"), LoadOptions()))
-    assert not is_gathered(Exchange(OpKey("run", 0), 0, 2, "t", {}, 1.0))
+def test_joins_together_mean_the_same():
+    joins = [join(rank, node=f"node {rank // 2}") for rank in (2, 0, 1)]
+    message = together(joins)
+    assert isinstance(message.said, BatchedJoins)
+    assert message.requests() == sorted(joins, key=lambda one: one.rank)
+    assert message.only({1}).requests() == [join(1, node="node 0")]
 
 
 def test_a_batch_takes_replies_for_those_who_wait_in_it_and_no_others():
@@ -428,3 +259,41 @@ def test_a_batch_takes_replies_for_those_who_wait_in_it_and_no_others():
     assert [ranks for ranks, _ in late.told] == [(2,)]
     everybody = Answer(late.key, (0, 3, 9), late.step, SendItems(rows=True))
     assert batches.answer(everybody) == {0, 3, 9}
+
+
+def test_receipts_of_another_attempt_are_refused_one_by_one():
+    job = Job("fence")
+    job.save(sample_state(0))
+    world = Gathered(GROUPS, job.world.coordination)
+    stray = [SaveReceipt(OpKey("s", 1), rank, "other", 1, (receipt_of(rank),)) for rank in range(2)]
+    batch = world.shell.receive_together(together(stray))
+    told = dict(batch.told)
+    assert set(told) == {(0,), (1,)}
+    assert all(isinstance(reply.error, errors.CommitUnknownError) for reply in told.values())
+
+
+def test_steps_that_were_sent_are_forgotten_and_no_others():
+    gathering = BatchWindow(range(2), lambda: 0.0)
+    for seq in range(1000):
+        key = OpKey("run", seq)
+        gathering.take(join(0, key=key))
+        if seq:
+            (message,) = gathering.take(join(1, key=key))
+            gathering.told(message, BatchedReplies((((0,), SendItems(rows=True)),)))
+    # What waits is sent however long ago it came.
+    assert [m.ranks for m in gathering.take(join(1, key=OpKey("run", 0)))] == [(0, 1)]
+    assert len(gathering._steps) <= 300
+    assert len(gathering._asked) <= 300
+
+
+def test_what_fails_goes_directly():
+    assert is_gathered(join(0))
+    assert not is_gathered(join(0, error=errors.CheckpointError("no")))
+    assert is_gathered(SaveReceipt(OpKey("run", 0), 0, "a1", 1))
+    assert is_gathered(SaveStaged(OpKey("run", 0), 0, "a1", 1))
+    assert not is_gathered(
+        SaveStaged(OpKey("run", 0), 0, "a1", 1, error=errors.CheckpointError("no"))
+    )
+    assert not is_gathered(PartsHeld(OpKey("run", 0), 0, "a1", 1, "s"))
+    assert is_gathered(LoadJoin(OpKey("run", 0), 0, 2, Target("memory://x"), LoadOptions()))
+    assert not is_gathered(Exchange(OpKey("run", 0), 0, 2, "t", {}, 1.0))

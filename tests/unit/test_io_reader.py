@@ -5,27 +5,21 @@ from __future__ import annotations
 import gc
 import io
 import os
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from ray_dcp.errors import (
-    DamagedCheckpointError,
-    InvalidRequestError,
-    StorageError,
-    UnsafeCheckpointError,
-)
+from ray_dcp import errors
 from ray_dcp.io import read_jobs, reader
-from ray_dcp.io.reader import read_chunks, read_item
+from ray_dcp.io.reader import read_chunks
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Wanted, plan_reads
-from ray_dcp.store.fault_injection import Fault, FaultyStorage
+from ray_dcp.store.fault_injection import FaultyStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
-from ray_dcp.store.storage import LOCAL_DISK, OBJECT_STORE
+from ray_dcp.store.storage import OBJECT_STORE
 from tests.descriptors import open_below
 from tests.unit.io_cases import Chunk, Piece, Sink, file_plan, pad, raw, table_of, write_file
 
@@ -139,33 +133,6 @@ def test_a_long_tensor_is_read_in_order_by_short_slices_or_by_long_ones_from_afa
         assert all(shortest <= high - low <= longest for low, high in far.reads[:-1])
 
 
-def test_tensors_far_apart_in_a_file_are_not_read_through(storage):
-    arrays = [random_array(16, 16), random_array(400, 1000), random_array(16, 16)]
-    table = written(storage, arrays)
-    sink, stats = read(storage, table, wanted_of((0, (0, 0), (16, 16)), (2, (0, 0), (16, 16))))
-    assert sink.buffers[1] == arrays[2].tobytes()
-    assert stats.bytes_read == 2048
-
-
-def test_a_large_tensor_is_read_straight_into_its_target(storage):
-    array = random_array(3000, 1000)
-    table = written(storage, [array])
-    sink = Sink([array.nbytes])
-    base = np.frombuffer(sink.buffers[0], np.uint8).__array_interface__["data"][0]
-    seen = []
-
-    class Watched(FaultyStorage):
-        def read_into(self, key, start, target):
-            address = np.frombuffer(target, np.uint8).__array_interface__["data"][0]
-            seen.append((address - base, len(target)))
-            super().read_into(key, start, target)
-
-    read(Watched(storage), table, whole([array]), sink)
-    assert sink.buffers[0] == array.tobytes()
-    assert all(0 <= at < array.nbytes for at, _ in seen)
-    assert sum(length for _, length in seen) == array.nbytes
-
-
 def test_only_edge_blocks_of_a_row_range_go_through_scratch(storage):
     array = random_array(3000, 1000)
     table = written(storage, [array])
@@ -173,15 +140,6 @@ def test_only_edge_blocks_of_a_row_range_go_through_scratch(storage):
     assert sink.buffers[0] == array[701:1704].tobytes()
     block = int(table.block_bytes[0])
     assert stats.bytes_needed < stats.bytes_read <= stats.bytes_needed + 2 * block
-
-
-def test_a_narrow_column_of_a_wide_tensor_does_not_read_the_tensor(storage):
-    array = random_array(64, 100_000)
-    table = written(storage, [array])
-    sink, stats = read(storage, table, wanted_of((0, (0, 500), (64, 10))))
-    assert sink.buffers[0] == np.ascontiguousarray(array[:, 500:510]).tobytes()
-    assert stats.bytes_read <= 64 * 2 * int(table.block_bytes[0])
-    assert stats.bytes_read < array.nbytes / 2
 
 
 def scratch_peaks(monkeypatch):
@@ -208,65 +166,13 @@ def test_scratch_memory_stays_within_its_limit(storage, monkeypatch):
     assert len(peaks) >= array.nbytes // limit
 
 
-def test_small_tensors_need_no_more_scratch_than_one_span(storage, monkeypatch):
-    arrays = [random_array(16, 16)] * 12_000
-    table = written(storage, arrays)
-    peaks = scratch_peaks(monkeypatch)
-    read(storage, table, whole(arrays))
-    assert len(peaks) >= 2
-    assert max(peaks) <= read_jobs.SPAN_BYTES
-
-
-def test_every_row_is_done_once_after_its_bytes_came(storage, monkeypatch):
-    monkeypatch.setattr(read_jobs, "DIRECT_BYTES", 1)
-    monkeypatch.setattr(read_jobs, "SLICE_BYTES", 4096)
-    arrays = [
-        random_array(100, 100),
-        random_array(7),
-        random_array(0, 3),
-        np.float32(4).reshape(()),
-    ]
-    table = written(storage, arrays, rows=9)
-    wanted = whole(arrays)
-
-    class Checking(Sink):
-        def done(self, row):
-            assert self.buffers[row] == arrays[row].tobytes()
-            super().done(row)
-
-    sink = Checking((np.prod(wanted.size, axis=1) * 4).tolist())
-    read(storage, table, wanted, sink, num_threads=4)
-    assert Counter(sink.finished) == {0: 1, 1: 1, 2: 1, 3: 1}
-
-
-def test_an_uncovered_row_is_filled_as_far_as_possible_and_never_done(storage):
-    array = random_array(8, 4)
-    table = written(storage, [array])
-    table = replace(table, shape=np.array([[10, 4]]))
-    sink, _ = read(storage, table, wanted_of((0, (0, 0), (10, 4)), (0, (0, 0), (8, 4))))
-    assert sink.finished == [1]
-    assert sink.buffers[0][: array.nbytes] == array.tobytes()
-
-
-@pytest.mark.parametrize("rows", [(0, 7, 4, 10), (0, 10, 0, 10)])
-def test_overlapping_chunks_fill_what_they_cover(storage, rows):
-    array = random_array(10, 10)
-    chunks = [Chunk(0, (low, 0), array[low:high]) for low, high in (rows[:2], rows[2:])]
-    plan = file_plan([Piece(i, "float32", c.data.shape) for i, c in enumerate(chunks)])
-    receipt = write_file(storage, plan, "a1", source=lambda r: raw(chunks[r].data), deferred=None)
-    table = table_of(["w"], ["float32"], [(10, 10)], chunks, plan, receipt)
-    sink, _ = read(storage, table, whole([array]))
-    assert sink.buffers[0] == array.tobytes()
-    assert sink.finished == [0]
-
-
 def test_damage_names_tensor_file_and_bytes(storage):
     arrays = [random_array(300, 1000), random_array(300, 1000)]
     table = written(storage, arrays)
     start, block = int(table.payload_offset[1]), int(table.block_bytes[1])
     position = start + arrays[1].nbytes - 1
     flip(storage, position)
-    with pytest.raises(DamagedCheckpointError) as caught:
+    with pytest.raises(errors.DamagedCheckpointError) as caught:
         read(storage, table, whole(arrays))
     low = (arrays[1].nbytes - 1) // block * block
     text = str(caught.value)
@@ -275,40 +181,6 @@ def test_damage_names_tensor_file_and_bytes(storage):
     assert "earlier step" in text
     assert caught.value.key == FILE
     assert caught.value.checkpoint_id == storage.url
-
-
-def test_rows_that_share_a_chunk_are_each_verified(storage):
-    array = random_array(5000)
-    table = written(storage, [array], block_bytes=4096)
-    boxes = [(0, (0,), (3072,)), (0, (1100,), (10,)), (0, (4000,), (10,))]
-    sink, stats = read(storage, table, wanted_of(*boxes))
-    assert [bytes(b) for b in sink.buffers] == [
-        array[low : low + n].tobytes() for _, (low,), (n,) in boxes
-    ]
-    assert (stats.blocks_checked, stats.bytes_read) == (3 + 1 + 1, 4 * 4096)
-    sink, stats = read(storage, table, wanted_of(*boxes[:2]))
-    assert sink.buffers[0] == array[:3072].tobytes()
-    assert stats.bytes_read == 3 * 4096
-    flip(storage, int(table.payload_offset[0]) + 4000 * 4)
-    with pytest.raises(DamagedCheckpointError, match=r"bytes \[12288, 16384\) of the chunk's"):
-        read(storage, table, wanted_of(*boxes))
-
-
-def test_a_sample_counts_from_the_first_block_that_is_read(storage):
-    array = random_array(3000, 1000)
-    table = written(storage, [array])
-    block = int(table.block_bytes[0])
-    low, high = 701 * 4000, 1704 * 4000
-    num_blocks = -(-high // block) - low // block
-    for num_threads in (1, 3):
-        _, stats = read(
-            storage,
-            table,
-            wanted_of((0, (701, 0), (1003, 1000))),
-            verify="sample",
-            num_threads=num_threads,
-        )
-        assert stats.blocks_checked == -(-num_blocks // 16)
 
 
 def test_never_reads_no_more_than_needed_and_checks_nothing(storage):
@@ -331,84 +203,10 @@ def test_a_missing_or_short_file_is_damage_and_named(storage, shape, damage):
         storage.delete([FILE])
     else:
         storage.write(FILE, stored[: int(table.payload_offset[0]) + 100])
-    with pytest.raises(DamagedCheckpointError) as caught:
+    with pytest.raises(errors.DamagedCheckpointError) as caught:
         read(storage, table, whole(arrays))
     assert caught.value.key == FILE
     assert FILE in caught.value.message
-
-
-def test_a_storage_that_fails_is_a_storage_error(storage):
-    arrays = [random_array(16, 16)]
-    table = written(storage, arrays)
-    faulty = FaultyStorage(storage, [Fault(operation="read_into")])
-    with pytest.raises(StorageError, match="scripted"):
-        read(faulty, table, whole(arrays))
-    faulty.assert_hit()
-
-
-@pytest.mark.parametrize("target", [bytes(1024), bytearray(1023), bytearray(1025)])
-def test_a_target_that_does_not_fit_is_refused(storage, target):
-    arrays = [random_array(16, 16)]
-    table = written(storage, arrays)
-
-    class Wrong(Sink):
-        def buffer(self, row):
-            return memoryview(target)
-
-    with pytest.raises(InvalidRequestError, match="1024 writable bytes"):
-        read(storage, table, whole(arrays), Wrong([1024]))
-
-
-def test_a_wrong_element_size_is_refused(storage):
-    table = written(storage, [random_array(16, 16)])
-    wanted = replace(whole([random_array(16, 16)]), itemsize=np.array([8]))
-    with pytest.raises(InvalidRequestError, match="stored with 4"):
-        read(storage, table, wanted, Sink([2048]))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"payload_bytes": np.array([1020])},
-        {"check_start": np.array([0, 0])},
-        {"block_bytes": np.array([256])},
-    ],
-)
-def test_a_table_that_contradicts_itself_is_damage(storage, change):
-    table = replace(written(storage, [random_array(16, 16)]), **change)
-    with pytest.raises(DamagedCheckpointError, match="contradicts itself"):
-        read(storage, table, whole([random_array(16, 16)]))
-
-
-def test_an_object_comes_back_verified(storage):
-    plan = file_plan([Piece(0, "float32", (3,))], deferred=(1,))
-    array, blob = random_array(3), os.urandom(30_000)
-    receipt = write_file(storage, plan, "a1", source=lambda r: raw(array), deferred=lambda r: blob)
-    (place,) = receipt.deferred
-    tensor = table_of(["w"], ["float32"], [(3,)], [Chunk(0, (0,), array)], plan, receipt)
-    table = replace(
-        tensor,
-        names=("w", "step"),
-        kind=np.array([0, 1], np.int8),
-        tensor=np.array([0, 1], np.int32),
-        file=np.zeros(2, np.int32),
-        item_offset=np.append(tensor.item_offset, place.item_offset),
-        item_bytes=np.append(tensor.item_bytes, place.item_bytes),
-        payload_offset=np.append(tensor.payload_offset, place.item_offset),
-        payload_bytes=np.append(tensor.payload_bytes, place.item_bytes),
-        block_bytes=np.append(tensor.block_bytes, place.block_bytes),
-        check_start=np.append(tensor.check_start, len(receipt.checks)),
-    )
-    assert read_item(storage, table, 1) == blob
-    item = read_item(storage, table, 0)
-    assert torch.load(io.BytesIO(item), weights_only=True).numpy().tobytes() == array.tobytes()
-    flip(storage, place.item_offset + 20_000)
-    with pytest.raises(DamagedCheckpointError, match=r"'step' is damaged: bytes \["):
-        read_item(storage, table, 1)
-    assert len(read_item(storage, table, 1, verify="never")) == len(blob)
-    storage.delete([FILE])
-    with pytest.raises(DamagedCheckpointError, match="no such file"):
-        read_item(storage, table, 1)
 
 
 def stock_table(storage, tensors, shapes=None):
@@ -437,35 +235,87 @@ def stock_table(storage, tensors, shapes=None):
     )
 
 
-def test_stock_items_of_one_length_and_shape_are_told_apart_by_their_heads(storage):
-    square = [torch.from_numpy(random_array(24, 24)) for _ in range(6)]
-    tensors = [*square[:2], square[2].t(), square[3], square[4].t(), square[5]]
-    table = stock_table(storage, tensors)
-    assert len(set(table.item_bytes.tolist())) == 1
-    arrays = [t.contiguous().numpy() for t in tensors]
-    sink, _ = read(storage, table, whole(arrays))
-    assert [bytes(b) for b in sink.buffers] == [a.tobytes() for a in arrays]
-
-
 def test_a_stock_item_that_is_rubbish_among_alike_ones_is_damage_and_named(storage):
     table = stock_table(storage, [torch.zeros(16, 16)] * 3)
     data = bytearray(storage.read("__0_0.distcp"))
     start = int(table.item_offset[2])
     data[start : start + 4] = b"junk"
     storage.write("__0_0.distcp", data)
-    with pytest.raises(DamagedCheckpointError, match=r"'layer\.2' in __0_0\.distcp"):
+    with pytest.raises(errors.DamagedCheckpointError, match=r"'layer\.2' in __0_0\.distcp"):
         read(storage, table, whole([np.zeros((16, 16), np.float32)] * 3))
 
 
-def test_an_item_that_only_torch_can_read_is_left_to_the_caller(storage):
-    tensors = [torch.ones(3, 2), torch.ones(3, 2).to_sparse(), torch.ones(2)]
-    table = stock_table(storage, tensors)
-    arrays = [np.ones((3, 2), np.float32), np.ones((3, 2), np.float32), np.ones(2, np.float32)]
-    sink, stats = read(storage, table, whole(arrays))
-    assert stats.opaque == (1,)
-    assert sorted(sink.finished) == [0, 2]
-    loaded = torch.load(io.BytesIO(read_item(storage, table, 1)), weights_only=True)
-    assert torch.equal(loaded.to_dense(), torch.ones(3, 2))
+@pytest.mark.parametrize("shape", [(16, 16), (600, 1000)])
+def test_a_stock_item_of_another_shape_or_dtype_is_damage(storage, shape):
+    table = stock_table(storage, [torch.zeros(*shape)], [(*shape[::-1], 1)])
+    with pytest.raises(errors.DamagedCheckpointError, match=r"'layer\.0' as float32 of size"):
+        read(storage, table, wanted_of((0, (0, 0, 0), (*shape[::-1], 1))))
+    table = stock_table(storage, [torch.zeros(*shape, dtype=torch.int32)])
+    with pytest.raises(errors.DamagedCheckpointError, match="found int32"):
+        read(storage, table, wanted_of((0, (0, 0), shape)))
+
+
+class Evil:
+    def __reduce__(self):
+        return (os.system, ("true",))
+
+
+def test_a_stock_item_that_asks_for_code_is_refused_or_left_to_safe_loading(storage):
+    table = stock_table(storage, [torch.zeros(4)])
+    stream = io.BytesIO()
+    torch.save(Evil(), stream)
+    storage.write("__0_0.distcp", stream.getvalue())
+    table = replace(table, item_bytes=np.array([len(stream.getvalue())]))
+    with pytest.raises(errors.UnsafeCheckpointError):
+        read(storage, table, wanted_of((0, (0,), (4,))))
+
+
+def test_reading_leaks_no_descriptors_even_when_it_fails(tmp_path):
+    storage = LocalStorage(tmp_path)
+    arrays = [random_array(300, 1000), random_array(16)]
+    table = written(storage, arrays)
+    sink, _ = read(storage, table, whole(arrays))
+    assert sink.buffers[0] == arrays[0].tobytes()
+    flip(storage, int(table.payload_offset[0]))
+    with pytest.raises(errors.DamagedCheckpointError):
+        read(storage, table, whole(arrays))
+    del storage
+    gc.collect()
+    assert open_below(tmp_path) == []
+
+
+@pytest.mark.parametrize("target", [bytes(1024), bytearray(1023), bytearray(1025)])
+def test_a_target_that_does_not_fit_is_refused(storage, target):
+    arrays = [random_array(16, 16)]
+    table = written(storage, arrays)
+
+    class Wrong(Sink):
+        def buffer(self, row):
+            return memoryview(target)
+
+    with pytest.raises(errors.InvalidRequestError, match="1024 writable bytes"):
+        read(storage, table, whole(arrays), Wrong([1024]))
+
+
+def test_a_wrong_element_size_is_refused(storage):
+    table = written(storage, [random_array(16, 16)])
+    wanted = replace(whole([random_array(16, 16)]), itemsize=np.array([8]))
+    with pytest.raises(errors.InvalidRequestError, match="stored with 4"):
+        read(storage, table, wanted, Sink([2048]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"payload_bytes": np.array([1020])},
+        {"check_start": np.array([0, 0])},
+        {"block_bytes": np.array([256])},
+    ],
+)
+def test_a_table_that_contradicts_itself_is_damage(storage, change):
+    table = replace(written(storage, [random_array(16, 16)]), **change)
+    with pytest.raises(errors.DamagedCheckpointError, match="contradicts itself"):
+        read(storage, table, whole([random_array(16, 16)]))
 
 
 @pytest.mark.parametrize("whole_item_bytes", [1, 1 << 20])
@@ -487,50 +337,3 @@ def test_a_row_that_needs_an_opaque_chunk_is_never_done(storage, monkeypatch, wh
     assert stats.opaque == (1,)
     assert sink.finished == [1]
     assert sink.buffers[0][:24] == np.full(6, 5, np.float32).tobytes()
-
-
-def test_a_chunk_that_the_table_calls_opaque_is_not_read(storage):
-    arrays = [random_array(3), random_array(4)]
-    table = written(storage, arrays)
-    table = replace(table, kind=np.array([0, 2], np.int8))
-    sink, stats = read(storage, table, whole(arrays))
-    assert (stats.opaque, sink.finished) == ((1,), [0])
-
-
-@pytest.mark.parametrize("shape", [(16, 16), (600, 1000)])
-def test_a_stock_item_of_another_shape_or_dtype_is_damage(storage, shape):
-    table = stock_table(storage, [torch.zeros(*shape)], [(*shape[::-1], 1)])
-    with pytest.raises(DamagedCheckpointError, match=r"'layer\.0' as float32 of size"):
-        read(storage, table, wanted_of((0, (0, 0, 0), (*shape[::-1], 1))))
-    table = stock_table(storage, [torch.zeros(*shape, dtype=torch.int32)])
-    with pytest.raises(DamagedCheckpointError, match="found int32"):
-        read(storage, table, wanted_of((0, (0, 0), shape)))
-
-
-class Evil:
-    def __reduce__(self):
-        return (os.system, ("true",))
-
-
-def test_a_stock_item_that_asks_for_code_is_refused_or_left_to_safe_loading(storage):
-    table = stock_table(storage, [torch.zeros(4)])
-    stream = io.BytesIO()
-    torch.save(Evil(), stream)
-    storage.write("__0_0.distcp", stream.getvalue())
-    table = replace(table, item_bytes=np.array([len(stream.getvalue())]))
-    with pytest.raises(UnsafeCheckpointError):
-        read(storage, table, wanted_of((0, (0,), (4,))))
-
-
-def test_reading_leaks_no_descriptors_even_when_it_fails(tmp_path):
-    storage = LocalStorage(tmp_path)
-    arrays = [random_array(300, 1000), random_array(16)]
-    table = written(storage, arrays)
-    sink, _ = read(storage, table, whole(arrays))
-    assert sink.buffers[0] == arrays[0].tobytes()
-    flip(storage, int(table.payload_offset[0]))
-    with pytest.raises(DamagedCheckpointError):
-        read(storage, table, whole(arrays))
-    del storage
-    gc.collect()
-    assert open_below(tmp_path) == []

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import gc
-import io
 import os
-import threading
 
 import numpy as np
 import pytest
-import torch
 
+from ray_dcp import errors
 from ray_dcp.core.checksums import block_bytes_for, block_checks, digest
-from ray_dcp.errors import (
-    CheckpointExistsError,
-    InternalError,
-    StateDictError,
-    StorageError,
-)
-from ray_dcp.format.safetensors import header
 from ray_dcp.io.threads import Stop, run_tasks
 from ray_dcp.io.writer import write_part, write_pieces
 from ray_dcp.options import SaveOptions
@@ -54,19 +45,6 @@ def no_deferred(row):
     raise AssertionError(f"row {row} is not deferred")
 
 
-def test_every_item_is_a_torch_save_zip_of_its_tensor(storage):
-    arrays = arrays_of((3, 5), (), (0, 4), (200, 300), (1500, 1000))
-    plan = plan_of(arrays)
-    receipt = write_file(storage, plan, "a1", source=source_of(arrays), deferred=no_deferred)
-    assert receipt.key == KEY
-    for row, array in enumerate(arrays):
-        start, length = int(plan.item_offset[row]), int(plan.item_bytes[row])
-        item = storage.read(KEY, start, length)
-        loaded = torch.load(io.BytesIO(item), weights_only=True)
-        assert torch.equal(loaded, torch.from_numpy(array))
-    assert receipt.num_bytes == storage.list()[0].num_bytes == plan.num_bytes
-
-
 def test_the_receipt_has_the_checksums_of_what_is_stored(storage):
     arrays = arrays_of((3, 5), (200, 300), (1500, 1000), (0,))
     plan = plan_of(arrays)
@@ -99,99 +77,6 @@ def test_the_receipt_has_the_checksums_of_what_is_stored(storage):
     assert receipt.num_bytes == len(stored)
 
 
-def test_pieces_of_one_item_are_cut_out_of_its_bytes(storage):
-    (array,) = arrays_of((10, 100))
-    plan = file_plan(
-        [
-            Piece(0, "float32", (4, 100), start=0),
-            Piece(0, "float32", (6, 100), start=4 * 100 * 4),
-        ]
-    )
-    asked = []
-
-    def source(row):
-        asked.append(row)
-        return raw(array)
-
-    write_file(storage, plan, "a1", source=source, deferred=no_deferred)
-    second = storage.read(KEY, int(plan.payload_offset[1]), 6 * 400)
-    assert second == array[4:].tobytes()
-    assert asked == [0], "neighbouring pieces of a row share one call"
-
-
-class Many:
-    """A source that counts how it is asked."""
-
-    def __init__(self, arrays):
-        self.arrays = arrays
-        self.asked = []
-
-    def __call__(self, row):
-        self.asked.append(row)
-        return raw(self.arrays[row])
-
-    def many(self, rows):
-        self.asked.append(list(rows))
-        return [raw(self.arrays[row]) for row in rows]
-
-
-def test_small_items_are_asked_for_together_and_the_file_is_the_same(storage):
-    arrays = arrays_of((3, 5), (), (0, 4), (200, 300), (7,), (8, 2))
-    plan = plan_of(arrays)
-    one = write_file(storage, plan, "a1", source=source_of(arrays), deferred=no_deferred)
-    source = Many(arrays)
-    many = write_file(storage, plan, "a2", source=source, deferred=no_deferred)
-    assert (many.digest, many.num_bytes) == (one.digest, one.num_bytes)
-    assert storage.read(many.key) == storage.read(one.key)
-    assert source.asked == [[0, 1, 2], 3, [4, 5]]
-
-
-def test_a_source_of_many_that_gives_too_little_is_an_internal_error(storage):
-    arrays = arrays_of((3, 5), (4,))
-    source = Many([arrays[0], arrays[1][:3]])
-    with pytest.raises(InternalError, match="of row 1"):
-        write_file(storage, plan_of(arrays), "a1", source=source, deferred=no_deferred)
-    assert storage.list() == []
-
-
-def test_pieces_are_joined_up_to_a_length_and_all_arrive(tmp_path):
-    arrays = arrays_of(*[(n % 700 + 1,) for n in range(3000)])
-    storage = FaultyStorage(LocalStorage(tmp_path))
-    receipt = write_file(storage, plan_of(arrays), "a1", source=Many(arrays), deferred=no_deferred)
-    assert 3 <= sum(call.operation == "writer.write" for call in storage.calls) <= 6
-    plan, data = plan_of(arrays), storage.read(KEY)
-    for row in (0, 1, 699, 1500, 2999):
-        start = int(plan.payload_offset[row])
-        assert data[start : start + arrays[row].nbytes] == arrays[row].tobytes()
-    assert receipt.num_bytes == len(data)
-
-
-def test_a_safetensors_file_is_read_by_the_safetensors_library(storage):
-    arrays = arrays_of((1024,), (2048,))
-    head = header([("x", "float32", (1024,), 0, 4096), ("y", "float32", (2048,), 4096, 12288)])
-    plan = plan_of(arrays, container="safetensors", header=head, key="{attempt}/rank-0.safetensors")
-    write_file(storage, plan, "a1", source=source_of(arrays), deferred=no_deferred)
-    from safetensors.numpy import load
-
-    loaded = load(storage.read("a1/rank-0.safetensors"))
-    np.testing.assert_array_equal(loaded["x"], arrays[0])
-    np.testing.assert_array_equal(loaded["y"], arrays[1])
-
-
-def test_the_gap_up_to_the_planned_length_is_written(storage):
-    arrays = arrays_of((3,))
-    plan = plan_of(arrays)
-    object.__setattr__(plan, "num_bytes", plan.num_bytes + 1000)
-    receipt = write_file(storage, plan, "a1", source=source_of(arrays), deferred=no_deferred)
-    assert receipt.num_bytes == plan.num_bytes == len(storage.read(KEY))
-
-
-def test_a_file_without_anything_is_empty(storage):
-    receipt = write_file(storage, plan_of([]), "a1", source=no_deferred, deferred=no_deferred)
-    assert (receipt.num_bytes, len(receipt.checks)) == (0, 0)
-    assert storage.read(KEY) == b""
-
-
 @pytest.mark.parametrize(
     "source",
     [
@@ -202,28 +87,20 @@ def test_a_file_without_anything_is_empty(storage):
 )
 def test_an_item_that_does_not_fit_the_plan_is_an_internal_error(storage, source):
     plan = plan_of(arrays_of((3, 5)))
-    with pytest.raises(InternalError, match="plan") as caught:
+    with pytest.raises(errors.InternalError, match="plan") as caught:
         write_file(storage, plan, "a1", source=source, deferred=no_deferred)
     assert caught.value.key == KEY
     assert storage.list() == []
     assert storage.unpublished() == ()
 
 
-def test_a_plan_with_other_frames_than_ours_is_an_internal_error(storage):
-    arrays = arrays_of((3, 5))
-    plan = plan_of(arrays)
-    object.__setattr__(plan, "item_bytes", plan.item_bytes + 1)
-    with pytest.raises(InternalError, match="an item of"):
-        write_file(storage, plan, "a1", source=source_of(arrays), deferred=no_deferred)
-
-
 @pytest.mark.parametrize("operation", ["open_writer", "writer.write", "commit"])
 def test_a_failing_storage_leaves_nothing_and_its_error_names_the_key(tmp_path, operation):
     inner = LocalStorage(tmp_path)
-    error = StorageError("[ENOSPC] No space left on device")
+    error = errors.StorageError("[ENOSPC] No space left on device")
     storage = FaultyStorage(inner, [Fault(operation=operation, error=error)])
     arrays = arrays_of((600, 1000))
-    with pytest.raises(StorageError, match="ENOSPC") as caught:
+    with pytest.raises(errors.StorageError, match="ENOSPC") as caught:
         write_file(storage, plan_of(arrays), "a1", source=source_of(arrays), deferred=no_deferred)
     assert caught.value.key == KEY
     storage.assert_hit()
@@ -235,9 +112,9 @@ def test_a_failing_storage_leaves_nothing_and_its_error_names_the_key(tmp_path, 
 
 def test_what_the_source_raises_comes_out_and_leaves_nothing(storage):
     def source(row):
-        raise StateDictError("this tensor is gone")
+        raise errors.StateDictError("this tensor is gone")
 
-    with pytest.raises(StateDictError, match="gone") as caught:
+    with pytest.raises(errors.StateDictError, match="gone") as caught:
         write_file(storage, plan_of(arrays_of((3,))), "a1", source=source, deferred=no_deferred)
     assert caught.value.key == KEY
     assert storage.list() == []
@@ -251,15 +128,13 @@ def test_what_the_source_raises_comes_out_and_leaves_nothing(storage):
     assert storage.unpublished() == ()
 
 
-def test_a_lost_answer_to_commit_is_an_error_and_another_writer_takes_the_file(
-    tmp_path,
-):
+def test_a_lost_answer_to_commit_is_an_error_and_another_writer_takes_the_file(tmp_path):
     inner = LocalStorage(tmp_path)
     storage = FaultyStorage(inner, [Fault(operation="commit", effect="after")])
     arrays = arrays_of((3, 5), (1500, 1000))
     plan = file_plan([Piece(r, "float32", a.shape) for r, a in enumerate(arrays)], deferred=(2,))
     write = {"source": source_of(arrays), "deferred": lambda row: b"object" * 5000}
-    with pytest.raises(StorageError):
+    with pytest.raises(errors.StorageError):
         write_file(storage, plan, "a1", **write)
     storage.assert_hit()
     assert write_file(storage, plan, "a1", **write).num_bytes == inner.list()[0].num_bytes
@@ -280,40 +155,11 @@ def test_a_key_taken_by_other_bytes_is_refused(storage, change):
     else:
         stored += b"x"
     storage.write(KEY, stored)
-    with pytest.raises(CheckpointExistsError, match="other bytes") as caught:
+    with pytest.raises(errors.CheckpointExistsError, match="other bytes") as caught:
         write_file(storage, plan, "a1", **write)
     assert caught.value.key == KEY
     assert storage.read(KEY) == stored
     assert storage.unpublished() == ()
-
-
-def test_a_part_gives_receipts_in_the_order_of_its_files(storage):
-    arrays = arrays_of((3,), (4,), (5,), (6,))
-    files = [
-        file_plan([Piece(row, "float32", (row + 3,))], file=10 - row, key=f"__0_{row}.{{attempt}}")
-        for row in range(4)
-    ]
-    receipts = write_part(
-        storage,
-        rank_plan(*files),
-        "a1",
-        source=source_of(arrays),
-        deferred=no_deferred,
-        options=SaveOptions(num_threads=3),
-    )
-    assert [r.file for r in receipts] == [10, 9, 8, 7]
-    assert [r.key for r in receipts] == [f"__0_{row}.a1" for row in range(4)]
-    assert (
-        write_part(
-            storage,
-            rank_plan(),
-            "a1",
-            source=no_deferred,
-            deferred=no_deferred,
-            options=SaveOptions(),
-        )
-        == ()
-    )
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
@@ -326,7 +172,7 @@ def test_the_first_error_of_a_part_stops_its_other_files(num_threads):
         file_plan([Piece(row, "float32", (300, 1000))], file=row, key=f"__0_{row}.{{attempt}}")
         for row in range(12)
     ]
-    with pytest.raises(StorageError, match="scripted") as caught:
+    with pytest.raises(errors.StorageError, match="scripted") as caught:
         write_part(
             storage,
             rank_plan(*files),
@@ -342,88 +188,6 @@ def test_the_first_error_of_a_part_stops_its_other_files(num_threads):
     assert len(opened) <= 12
     if num_threads == 1:
         assert opened == ["__0_0.a1"]
-
-
-def test_a_large_file_under_way_is_given_up_when_another_fails(tmp_path):
-    inner = LocalStorage(tmp_path)
-    large_began, small_failed = threading.Event(), threading.Event()
-
-    storage = FaultyStorage(inner, [Fault(operation="commit", key="small*")])
-    arrays = arrays_of((3,), (300, 1000), (300, 1000))
-
-    def source(row):
-        if row == 0:
-            assert large_began.wait(180)
-        if row == 1:
-            large_began.set()
-        if row == 2:
-            assert small_failed.wait(180)
-        return raw(arrays[row])
-
-    class Watched:
-        def __init__(self, inner):
-            self.inner = inner
-
-        def __getattr__(self, name):
-            return getattr(self.inner, name)
-
-        def open_writer(self, key, **kwargs):
-            writer = self.inner.open_writer(key, **kwargs)
-            if key.startswith("small"):
-                abort = writer.abort
-                writer.abort = lambda: (abort(), small_failed.set())
-            return writer
-
-    files = [
-        file_plan([Piece(0, "float32", (3,))], key="small.{attempt}"),
-        file_plan(
-            [Piece(1, "float32", (300, 1000)), Piece(2, "float32", (300, 1000))],
-            key="large.{attempt}",
-        ),
-    ]
-    with pytest.raises(StorageError, match="scripted"):
-        write_part(
-            Watched(storage),
-            rank_plan(*files),
-            "a1",
-            source=source,
-            deferred=no_deferred,
-            options=SaveOptions(num_threads=2),
-        )
-    storage.assert_hit()
-    assert inner.unpublished() == ()
-
-
-def test_tasks_run_once_each_and_the_first_error_ends_them():
-    for num_threads in (1, 3):
-        done = []
-        run_tasks(range(100), done.append, num_threads)
-        assert sorted(done) == list(range(100))
-    begun = []
-
-    def work(task):
-        begun.append(task)
-        raise ValueError(task)
-
-    with pytest.raises(ValueError, match="0"):
-        run_tasks(range(100), work, 1)
-    assert begun == [0]
-    run_tasks([], work, 0)
-
-
-def test_an_error_keeps_other_threads_from_beginning_more():
-    begun = []
-    stop = Stop()
-
-    def work(task):
-        begun.append(task)
-        if task == 0:
-            raise ValueError(task)
-        stop.wait(180)
-
-    with pytest.raises(ValueError, match="0"):
-        run_tasks(range(100), work, 2, stop)
-    assert len(begun) <= 2
 
 
 class Busy:
@@ -498,22 +262,32 @@ class Parts:
         self.ends.append(end)
 
 
-def test_a_staged_piece_comes_in_parts_and_its_source_hears_how_far_it_is_written(tmp_path):
-    plan = file_plan([Piece(0, "uint8", (3 << 20,))])
-    storage = LocalStorage(tmp_path)
-    source = Parts(1 << 20, 2 << 20)
-    staged = write_pieces(storage, plan, "a", source, options=SaveOptions())
-    item = memoryview(bytes(3 << 20))
-    whole = write_file(storage, plan, "b", source=lambda row: item, deferred=lambda row: b"")
-    assert staged.digest == whole.digest
-    start = int(plan.payload_offset[0])
-    assert source.ends == sorted(source.ends)
-    assert {start, start + (1 << 20), start + (3 << 20), staged.num_bytes} <= set(source.ends)
-
-
 @pytest.mark.parametrize("lengths", [(1 << 20,), (2 << 20, 2 << 20)])
 def test_a_staged_piece_of_another_length_than_planned_is_refused(tmp_path, lengths):
     plan = file_plan([Piece(0, "uint8", (3 << 20,))])
-    with pytest.raises(InternalError, match="a piece up to byte"):
+    with pytest.raises(errors.InternalError, match="a piece up to byte"):
         write_pieces(LocalStorage(tmp_path), plan, "a", Parts(*lengths), options=SaveOptions())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_with_other_frames_than_ours_is_an_internal_error(storage):
+    arrays = arrays_of((3, 5))
+    plan = plan_of(arrays)
+    object.__setattr__(plan, "item_bytes", plan.item_bytes + 1)
+    with pytest.raises(errors.InternalError, match="an item of"):
+        write_file(storage, plan, "a1", source=source_of(arrays), deferred=no_deferred)
+
+
+def test_an_error_keeps_other_threads_from_beginning_more():
+    begun = []
+    stop = Stop()
+
+    def work(task):
+        begun.append(task)
+        if task == 0:
+            raise ValueError(task)
+        stop.wait(180)
+
+    with pytest.raises(ValueError, match="0"):
+        run_tasks(range(100), work, 2, stop)
+    assert len(begun) <= 2

@@ -45,11 +45,6 @@ def steps_at(root):
     return CheckpointManager(root, read_only=True).all_steps()
 
 
-def test_ranks_save_a_step_of_items_together(tmp_path):
-    assert save_items(tmp_path, 1) == [True, True]
-    assert steps_at(tmp_path) == [1]
-
-
 def test_a_step_that_was_committed_before_a_rank_died_is_told_as_committed(tmp_path):
     ended = save_items(
         tmp_path, 1, lambda rank, request, after: rank == 1 and commits(request, "decided")

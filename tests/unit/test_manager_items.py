@@ -10,12 +10,7 @@ import pytest
 import torch
 
 import ray_dcp
-from ray_dcp import CheckpointManager
-from ray_dcp.errors import (
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    StorageError,
-)
+from ray_dcp import CheckpointManager, errors
 from ray_dcp.io.records import Announced, fence
 from ray_dcp.manager import Item
 from ray_dcp.store.local import LocalStorage
@@ -72,7 +67,7 @@ def test_a_writer_that_is_taken_over_before_its_step_is_committed_does_not_commi
         return written if folder else writes(storage, name, *args, **how)
 
     monkeypatch.setattr(LocalStorage, "write", write)
-    with pytest.raises(CheckpointExistsError):
+    with pytest.raises(errors.CheckpointExistsError):
         first.save(5, state(5))
     first.close()
     with CheckpointManager(tmp_path, items={"model": Item()}, read_only=True) as reader:
@@ -147,12 +142,12 @@ def test_a_copied_step_that_is_replaced_is_never_a_mixture(
 
     def write(storage: LocalStorage, key: str, *args: Any, **how: Any) -> Any:
         if storage.url == str(other) and key.startswith("chunks."):
-            raise StorageError("the disk is full")
+            raise errors.StorageError("the disk is full")
         return writes(storage, key, *args, **how)
 
     with manager(tmp_path / "other") as made:
         monkeypatch.setattr(LocalStorage, "write", write)
-        with pytest.raises(StorageError, match="full"):
+        with pytest.raises(errors.StorageError, match="full"):
             made.save(5, state(3), replace=True)
         monkeypatch.undo()
         found = state(0)
@@ -174,12 +169,12 @@ def test_a_copy_of_a_step_that_fails_leaves_none_of_its_items(
 
     def open_writer(storage: LocalStorage, key: str, **how: Any) -> Any:
         if storage.url == str(other):
-            raise StorageError("the disk is full")
+            raise errors.StorageError("the disk is full")
         return opens(storage, key, **how)
 
     monkeypatch.setattr(LocalStorage, "open_writer", open_writer)
-    with pytest.raises(StorageError, match="full"):
+    with pytest.raises(errors.StorageError, match="full"):
         ray_dcp.copy(step(tmp_path / "run", 5), other)
     assert not list(other.rglob("*.distcp"))
-    with pytest.raises(CheckpointNotFoundError):
+    with pytest.raises(errors.CheckpointNotFoundError):
         ray_dcp.open(other / "model")

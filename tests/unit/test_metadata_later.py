@@ -41,21 +41,6 @@ def loaded(load, path):
     return torch.equal(state["w"], state_of(1)["w"]) and state["step"] == 1
 
 
-def test_ours_reads_it_and_stock_sees_nothing(path):
-    assert not (path / ".metadata").exists()
-    assert loaded(ray_dcp.load, path)
-    assert ray_dcp.verify(path).ok
-    assert ray_dcp.open(path).attempt
-
-
-def test_the_one_before_does_not_stay(tmp_path):
-    ray_dcp.save(state_of(0), checkpoint_id=tmp_path)
-    assert (tmp_path / ".metadata").exists()
-    ray_dcp.save(state_of(1), checkpoint_id=tmp_path, options=WITHOUT)
-    assert not (tmp_path / ".metadata").exists()
-    assert loaded(ray_dcp.load, tmp_path)
-
-
 def test_made_later_it_is_what_the_save_would_have_written(path, tmp_path):
     assert ray_dcp.write_metadata(path)
     assert loaded(stock_load, path)
@@ -75,21 +60,6 @@ def test_it_stays_when_others_look_after_the_checkpoint_and_goes_with_it(path):
     ray_dcp.write_metadata(path)
     ray_dcp.delete(path)
     assert not (path / ".metadata").exists()
-
-
-def test_a_missing_one_is_put_right(tmp_path):
-    ray_dcp.save(state_of(1), checkpoint_id=tmp_path)
-    (tmp_path / ".metadata").unlink()
-    assert ray_dcp.write_metadata(tmp_path)
-    assert loaded(stock_load, tmp_path)
-
-
-def test_the_command_makes_it(path, tmp_path):
-    done = CliRunner().invoke(main, ["metadata", str(path)])
-    assert (done.exit_code, "stock DCP can read" in done.output) == (0, True)
-    assert loaded(stock_load, path)
-    missing = CliRunner().invoke(main, ["metadata", str(tmp_path / "nothing")])
-    assert missing.exit_code == 2
 
 
 def test_what_has_no_use_for_it_is_refused(tmp_path):
@@ -133,15 +103,6 @@ def test_later_is_after_all_ranks_were_told(tmp_path, staged):
     assert ray_dcp.verify(path).ok
 
 
-def test_later_of_one_process_and_over_an_older_one(tmp_path):
-    ray_dcp.save(state_of(0), checkpoint_id=tmp_path)
-    ray_dcp.save(state_of(1), checkpoint_id=tmp_path, options=LATER)
-    assert loaded(stock_load, tmp_path)
-    flat = ray_dcp.SaveOptions(stock_metadata="later", container="safetensors")
-    ray_dcp.save(state_of(1), checkpoint_id=tmp_path / "flat", options=flat)
-    assert not (tmp_path / "flat" / ".metadata").exists()
-
-
 def test_a_failure_to_make_it_later_fails_nothing(tmp_path):
     def performer(task):
         if isinstance(task, MakeMetadata):
@@ -153,11 +114,6 @@ def test_a_failure_to_make_it_later_fails_nothing(tmp_path):
     for result in run_ranks(ranks, performer=performer):
         assert result.get().slot == 1
     assert ray_dcp.write_metadata(path)
-
-
-def test_other_words_than_later_are_refused():
-    with pytest.raises(InvalidRequestError, match="stock_metadata must be True or False"):
-        ray_dcp.SaveOptions(stock_metadata="never")
 
 
 def test_a_copy_that_lacks_the_dot_file_gets_one_of_its_own(tmp_path):

@@ -78,15 +78,6 @@ def test_a_save_that_one_rank_missed_fails_alone_and_the_next_ones_are_saved(job
         load_and_check(state_of(1), 2, str(tmp_path / f"step-{step}"))
 
 
-def test_a_rank_that_missed_several_calls_of_several_steps_each_comes_to_the_next(job, tmp_path):
-    for number in range(20):
-        for error in job.without_rank_1("agree", f"question {number}"):
-            assert type(error) is DeadlineError
-    assert job.all_do("agree", "the last question") == [2, 2, 2]
-    outcomes = job.all_do("save", str(tmp_path / "step-1"))
-    assert [type(outcome) for outcome in outcomes] == [SaveOutcome] * 3, outcomes
-
-
 def test_a_rank_that_comes_first_after_a_call_that_it_missed_waits_for_the_others(job, tmp_path):
     job.without_rank_1("save", str(tmp_path / "step-1"))
     path = str(tmp_path / "step-2")
@@ -94,25 +85,6 @@ def test_a_rank_that_comes_first_after_a_call_that_it_missed_waits_for_the_other
     job.hub.wait_for(1)
     calls = [early, *(job.pool.submit(job.ranks[rank].save, path) for rank in (0, 2))]
     outcomes = [call.result(LIMIT_S) for call in calls]
-    assert [type(outcome) for outcome in outcomes] == [SaveOutcome] * 3, outcomes
-
-
-def test_a_rank_that_is_merely_late_is_told_that_its_save_has_failed(job, tmp_path):
-    told = job.without_rank_1("save", str(tmp_path / "step-1"))
-    late = job.ranks[1].save(str(tmp_path / "step-1"))
-    assert type(late) is DeadlineError
-    assert late.message == told[0].message
-    outcomes = job.all_do("save", str(tmp_path / "step-2"))
-    assert [type(outcome) for outcome in outcomes] == [SaveOutcome] * 3, outcomes
-
-
-def test_ranks_that_always_save_to_one_path_agree_after_the_second_failure(job, tmp_path):
-    path = str(tmp_path / "latest")
-    job.without_rank_1("save", path)
-    # It can't be known that this is not the save that the others gave up.
-    assert type(job.ranks[1].save(path)) is DeadlineError
-    job.without_rank_1("save", path)
-    outcomes = job.all_do("save", path)
     assert [type(outcome) for outcome in outcomes] == [SaveOutcome] * 3, outcomes
 
 

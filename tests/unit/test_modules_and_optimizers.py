@@ -231,41 +231,6 @@ def test_a_save_does_not_move_parameters_whose_optimizer_has_no_learning_rate(tm
     assert flat(model.state_dict(), "") == before
 
 
-def test_a_save_calls_no_hook_of_an_optimizer_that_has_not_stepped(tmp_path: Path):
-    state = plain("AdamW", 1)
-    called: list[int] = []
-    state["optimizer"].register_step_post_hook(lambda *_: called.append(1))
-    saved(state, tmp_path / "c", "plain")
-    assert called == []
-
-
-def test_a_module_without_state_is_saved_and_loaded(tmp_path: Path):
-    state = {"model": nn.Linear(2, 1), "loss": nn.MSELoss()}
-    saved(state, tmp_path / "c", "plain")
-    other = {"model": nn.Linear(2, 1), "loss": nn.MSELoss()}
-    loaded(other, tmp_path / "c", "plain")
-    assert of_all(other) == of_all(state)
-
-
-def test_a_manager_restores_modules_and_optimizers(tmp_path: Path):
-    state, other = plain("AdamW", 1), plain("AdamW", 2)
-    step(state, 3)
-    with ray_dcp.CheckpointManager(tmp_path, save_interval=1, no_dist=True) as manager:
-        manager.save(3, state)
-        manager.restore("auto", other)
-    assert of_all(other) == of_all(state)
-
-
-def test_parameters_that_never_had_a_gradient_have_no_state_afterwards(tmp_path: Path):
-    state, other = plain("AdamW", 1), plain("AdamW", 2)
-    state["model"][0](torch.ones(1, 4)).sum().backward()
-    state["optimizer"].step()
-    saved(state, tmp_path / "c", "plain")
-    loaded(other, tmp_path / "c", "plain")
-    assert of_all(other) == of_all(state)
-    assert len(other["optimizer"].state) == 2
-
-
 def test_several_optimizers_and_schedulers_of_one_model(tmp_path: Path):
     def several(seed: int, *, scheduled: bool = True) -> dict[str, Any]:
         model = plain("SGD", seed)["model"]
@@ -335,32 +300,6 @@ def test_an_optimizer_that_needs_a_closure_is_loaded_once_it_has_stepped(tmp_pat
     ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
     with pytest.raises(StateDictError, match="closure has to step once"):
         ray_dcp.load(other, checkpoint_id=tmp_path / "c", no_dist=True)
-
-
-@pytest.mark.parametrize("wrap", ["bare", "DDP"])
-def test_what_stock_dcp_saved_of_modules_and_optimizers_is_loaded(wrap: str, tmp_path: Path):
-    state, other = made(wrap, 1), made(wrap, 2)
-    train(state, 2)
-    kept = {"model": state["model"], "optimizer": state["optimizer"]}
-    torch.distributed.checkpoint.save(kept, checkpoint_id=tmp_path / "c")
-    into = {"model": other["model"], "optimizer": other["optimizer"]}
-    ray_dcp.load(into, checkpoint_id=tmp_path / "c", no_dist=True)
-    assert of_all(into) == of_all(kept)
-
-
-def test_an_optimizer_of_other_parameters_keeps_its_numbers(tmp_path: Path):
-    def lone(value: float) -> dict[str, Any]:
-        weight = nn.Parameter(torch.full((2,), value))
-        return {"model": nn.Linear(1, 1), "optimizer": torch.optim.AdamW([weight])}
-
-    state, other = lone(1.0), lone(2.0)
-    for group in state["optimizer"].param_groups:
-        group["params"][0].sum().backward()
-    state["optimizer"].step()
-    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
-    assert "optimizer.state.0.exp_avg" in ray_dcp.open(tmp_path / "c")
-    loaded(other, tmp_path / "c", "plain")
-    assert of_all(other) == of_all(state)
 
 
 def test_a_state_dict_of_the_users_own_keeps_its_names(tmp_path: Path):
