@@ -183,7 +183,7 @@ class CreateAbort:
 class PublishMetadata:
     """Replace `.metadata` by that of the committed checkpoint. Result: `Published`.
 
-    Where a higher slot holds a commit or delete by then, the `.metadata` of that is put back.
+    Left as it is, or put back, when a higher slot holds a commit or delete.
     """
 
     target: Target

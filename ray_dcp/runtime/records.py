@@ -332,7 +332,7 @@ def foreign_metadata(
 
 
 def publish(storage: Storage, slot: int, metadata: bytes | None, url: str) -> Published:
-    """Replaces `.metadata` by that of the commit in a slot, or by that of a later one that decides.
+    """Replaces `.metadata` by that of the commit in a slot, unless a later record decides.
 
     Args:
         storage: Of the target.
@@ -343,9 +343,12 @@ def publish(storage: Storage, slot: int, metadata: bytes | None, url: str) -> Pu
     Raises:
         CheckpointError: The storage fails.
     """
+    # Why: this save may have lain still since its commit, and a later one has published by now.
+    if _decides_above(storage, slot):
+        return Published(superseded=True)
     _put(storage, metadata)
     if _decides_above(storage, slot):
-        # Why: this save may have lain still since its commit, and has replaced what a later one
+        # Why: it may have lain still since it looked, and has replaced what the later one
         # published, whose files are the only ones that are left.
         republish(storage, url)
         return Published(superseded=True)
