@@ -26,7 +26,7 @@ from ray_dcp.manager import (
     preemption,
 )
 from ray_dcp.manager.preemption import Preemption
-from ray_dcp.options import SaveOptions
+from ray_dcp.options import LoadOptions, SaveOptions
 from tests.checkpoints import flip
 
 STATE_BYTES = 4000
@@ -530,3 +530,35 @@ def test_a_planner_is_made_for_each_call_and_not_shared():
 def test_without_detection_the_question_is_refused(manage):
     with pytest.raises(errors.InvalidRequestError, match="Preemption detection not enabled"):
         manage().reached_preemption(1)
+
+
+def test_a_deleted_step_is_gone_and_may_be_saved_again(manage):
+    manager = manage()
+    manager.save(10, state(10))
+    manager.save(20, state(20))
+    manager.delete(20)
+    assert manager.all_steps() == [10]
+    with pytest.raises(errors.CheckpointNotFoundError, match="found 10"):
+        manager.delete(20)
+    manager.save(20, state(20))
+    assert restored(manager) == 20
+
+
+def test_options_of_the_call_go_before_those_of_the_item(manage):
+    manager = manage(item=Item(load_options=LoadOptions(strict=False)))
+    manager.save(10, state(10))
+    wanted = {**state(-1), "other": torch.ones(2)}
+    assert manager.restore(10, wanted).report.missing == ("other",)
+    with pytest.raises(errors.MissingKeyError):
+        manager.restore(10, wanted, options=LoadOptions())
+
+
+def test_the_best_step_is_chosen_by_a_metric(manage):
+    manager = manage(1)
+    for step, (loss, score) in enumerate(((3, 1), (1, 2), (2, 3))):
+        manager.save(step, state(step), metrics={"loss": loss, "score": score})
+    assert manager.best_step("loss") == 1
+    assert manager.best_step("score", "max") == 2
+    assert manager.best_step("else") is None
+    with pytest.raises(errors.InvalidRequestError, match="have the metrics loss, score"):
+        manager.best_step()

@@ -165,3 +165,19 @@ def test_a_retention_policy_that_raises_removes_nothing_and_fails_no_save(
         manager.save(5, {"w": torch.ones(2)})
         manager.join()
         assert manager.all_steps() == [4, 5]
+
+
+@pytest.mark.parametrize(
+    "policy", [EverySteps(7) & ~EverySteps(2), AtSteps(10**9), EverySteps(10) & AtSteps(20)]
+)
+def test_policies_that_are_due_at_some_step_are_taken(policy):
+    assert check_save_policy(policy) is policy
+
+
+def test_a_policy_that_does_not_answer_for_each_step_is_refused():
+    class Short:
+        def keeps(self, steps):
+            return [True]
+
+    with pytest.raises(InvalidRequestError, match="of each of 3 steps"):
+        superfluous(run_of(1.0, 2.0, 3.0), Short())

@@ -23,6 +23,7 @@ from ray_dcp.format.names import CATALOGUE
 from ray_dcp.format.step_info import StepInfo, decode_info, encode_info
 from ray_dcp.io.records import Announced
 from ray_dcp.manager import CheckpointManager, LatestN
+from ray_dcp.manager import writer as removal
 from ray_dcp.manager.catalogue import FOLDER, look, publish
 from ray_dcp.manager.leases import Lease, Readers, WriterLease, this_process
 from ray_dcp.runtime.garbage_collection import delete
@@ -562,3 +563,30 @@ def test_steps_are_saved_kept_and_restored_there(root):
     state = {"w": torch.zeros(3)}
     report = CheckpointManager(root, read_only=True).restore("auto", state)
     assert (report.step, state["w"][0]) == (3, 3)
+
+
+def test_a_deletion_that_never_works_is_given_up_and_told_and_found_by_the_next_writer(
+    storage, caplog, monkeypatch
+):
+    fails = Fault(operation="delete", key="step-00000001/*", error=5, times=None)
+    with Script([fails]) as script:
+        wrapped = script.wrap(storage)
+        writer = writer_of(wrapped, max_to_keep=1)
+        monkeypatch.setattr(removal, "MOST_TRIES", 2)
+        monkeypatch.setattr(removal, "FIRST_RETRY_S", 0.0)
+        save_step(writer, wrapped, 1, OLD)
+        save_step(writer, wrapped, 2, NEW)
+    assert "could not be deleted in 2 tries" in caplog.text
+    save_step(writer_of(storage, max_to_keep=1), storage, 3, NEW)
+    assert folders_of(storage) == {"step-00000003", FOLDER}
+
+
+def test_a_folder_that_was_removed_and_saved_to_again_is_read_again(storage):
+    opener, root, names = opener_of(storage), root_of(storage), settings().names
+    writer = writer_of(storage, order="any")
+    save_step(writer, storage, 1, OLD, metrics={"loss": 1})
+    before = look(root, names, opener)
+    storage.delete([e.key for e in storage.list("step-00000001/")])
+    save_step(writer_of(storage, order="any"), storage, 1, NEW, metrics={"loss": 2})
+    found = look(root, names, opener, before).steps[1]
+    assert (found.last_slot, found.info.metrics) == (before.steps[1].last_slot, {"loss": 2.0})

@@ -329,3 +329,28 @@ def test_a_state_dict_of_the_users_own_keeps_its_names(tmp_path: Path):
     assert torch.equal(into["model"][0].weight, state["model"][0].weight)
     assert into["model"][0].absmax.tolist() == [1.0]
     assert into["other"].value == 5
+
+
+def test_parameters_that_never_had_a_gradient_have_no_state_afterwards(tmp_path: Path):
+    state, other = plain("AdamW", 1), plain("AdamW", 2)
+    state["model"][0](torch.ones(1, 4)).sum().backward()
+    state["optimizer"].step()
+    saved(state, tmp_path / "c", "plain")
+    loaded(other, tmp_path / "c", "plain")
+    assert of_all(other) == of_all(state)
+    assert len(other["optimizer"].state) == 2
+
+
+def test_an_optimizer_of_other_parameters_keeps_its_numbers(tmp_path: Path):
+    def lone(value: float) -> dict[str, Any]:
+        weight = nn.Parameter(torch.full((2,), value))
+        return {"model": nn.Linear(1, 1), "optimizer": torch.optim.AdamW([weight])}
+
+    state, other = lone(1.0), lone(2.0)
+    for group in state["optimizer"].param_groups:
+        group["params"][0].sum().backward()
+    state["optimizer"].step()
+    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert "optimizer.state.0.exp_avg" in ray_dcp.open(tmp_path / "c")
+    loaded(other, tmp_path / "c", "plain")
+    assert of_all(other) == of_all(state)
