@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,22 +33,28 @@ from ray_dcp.options import LoadOptions
 from ray_dcp.runtime.private_ray import joined
 from ray_dcp.runtime.session import current_session
 from ray_dcp.stage.memory import MemoryAddress, StagingMemory
+from ray_dcp.store.local import LocalStorage
 from tests.polling import eventually, session_members
 
 
 class Killer:
-    """Part of rank 1's state: asked for it, it kills the victim and waits for rank 0's error.
+    """Part of the state. Rank 1's kills the victim once rank 0 is in the save as well, if asked to.
 
-    So the save can't end before: rank 0 waits for rank 1 in it.
+    Then it waits for rank 0's error, unless there is none to wait for. So the save can't end
+    before: rank 0 waits for rank 1 in it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, entered: Path) -> None:
+        self.entered = entered
         self.victim = 0
         self.error: Path | None = None
 
     def state_dict(self) -> dict[str, Any]:
         victim, self.victim = self.victim, 0
-        if victim:
+        if victim and dist.get_rank() == 0:
+            self.entered.touch()
+        elif victim:
+            eventually(self.entered.exists)
             os.kill(victim, signal.SIGKILL)
             if self.error is not None and not eventually(self.error.exists):
                 raise SystemExit("rank 0 still waits")
@@ -64,6 +71,20 @@ def pid_of(victim: str) -> int:
     tree = session_members(supervisor_pid)
     (found,) = (pid for pid in tree if Path(f"/proc/{pid}/comm").read_text().strip() == victim)
     return found
+
+
+def kill_at_large_read(victim: int) -> None:
+    """Kills a process once this one has read of a tensor, before it hands that on."""
+    read_into = LocalStorage.read_into
+
+    def killing(storage: LocalStorage, key: str, start: int, target: memoryview) -> None:
+        read_into(storage, key, start, target)
+        if len(target) >= 1 << 20:
+            LocalStorage.read_into = read_into
+            with suppress(ProcessLookupError):  # another rank was first
+                os.kill(victim, signal.SIGKILL)
+
+    LocalStorage.read_into = killing
 
 
 def unmappable(address: MemoryAddress) -> NoReturn:
@@ -92,12 +113,11 @@ def main(victim: str, then: str, folder: str, lease_s: str, limit_s: str) -> Non
 
     # With so many names that Ray would send no message with a plan without its object store.
     names = {f"a long name of rank {rank}, number {n}": torch.tensor(n) for n in range(3000)}
-    killer = Killer()
+    killer = Killer(Path(folder, "entered"))
     state = {"w": torch.arange(1 << 20), **names, f"killer of {rank}": killer}
     ray_dcp.save(state, checkpoint_id=f"{folder}/before")
-    if rank == 1:
-        killer.victim = pid_of(victim)
-        killer.error = None if then == "busy" else told.with_name("rank-0.json")
+    killer.victim = pid_of(victim)
+    killer.error = None if then == "busy" else told.with_name("rank-0.json")
     lost = {**state, "new": torch.zeros(1)}  # a plan that nobody knows
     attempt("error", lambda: ray_dcp.save(lost, checkpoint_id=f"{folder}/lost"))
     tell()
@@ -111,7 +131,9 @@ def main(victim: str, then: str, folder: str, lease_s: str, limit_s: str) -> Non
         facts["supervisors"].append(joined().supervisor_pid)
         facts["directories"].append(joined().directory)
         found = {"w": torch.zeros(1 << 20, dtype=torch.int64), f"killer of {rank}": killer}
-        killer.victim = pid_of(victim) if then == "busy" and rank == 1 else 0
+        if then == "busy":
+            kill_at_large_read(pid_of(victim))
+            dist.barrier()
         options = LoadOptions(share_reads=True)
         load = partial(ray_dcp.load, found, checkpoint_id=f"{folder}/after")
         attempt("load error", partial(load, options=options))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import fcntl
 import os
+import pickle
 import platform
 import shutil
 import socket
@@ -14,6 +16,7 @@ import threading
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
 from ray.exceptions import RaySystemError
@@ -157,6 +160,19 @@ def test_a_call_to_a_ray_of_our_own_that_lives_is_as_without_it(own, supervisor)
     assert ray_calls.unless_lost(lambda a, b: a + b)(1, b=2) == 3
     with pytest.raises(KeyError):
         ray_calls.unless_lost(lambda: {}[1])()
+
+
+def test_a_value_is_not_put_into_the_store_of_a_ray_of_our_own(own, supervisor):
+    async def awaited() -> np.ndarray:
+        return await sent
+
+    value = np.arange(3)
+    sent = pickle.loads(pickle.dumps(ray_calls.put(value)))
+    value[:] = 0  # as the next window does
+    assert ray_calls.get(sent).tolist() == asyncio.run(awaited()).tolist() == [0, 1, 2]
+    kept = ray_calls.put(value)
+    value[:] = 7
+    assert ray_calls.get(kept).tolist() == [0, 0, 0]
 
 
 def test_no_call_is_made_to_a_ray_of_our_own_that_is_lost(own, supervisor):
