@@ -17,7 +17,7 @@ from ray_dcp.exporting import copy as copy_checkpoint
 from ray_dcp.exporting import export as export_checkpoint
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.location import AnyPlace
-from ray_dcp.store.opening import open_storage, place_below
+from ray_dcp.store.opening import absolute_target, open_storage, place_below
 from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.checkpoint_view import open as open_checkpoint
 from ray_dcp.view.naming import few
@@ -164,7 +164,8 @@ def cp(source: str, target: str, verify: bool, dry_run: bool) -> None:
         view = open_checkpoint(place)
         to: AnyPlace = target
         if is_run:
-            to = place_below(Target(target), name.rpartition("/")[2])
+            step = name.removeprefix(f"{source.rstrip('/')}/")
+            to = place_below(absolute_target(target), step)
         check_free(open_storage(to))
         todo.append((view, to))
     num_files, num_bytes = map(sum, zip(*(_planned(view) for view, _ in todo), strict=True))
