@@ -38,7 +38,7 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import OpKey, SaveOutcome
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_progress import Activity
-from ray_dcp.runtime.rank_save import Captured, Unchanged, join_save
+from ray_dcp.runtime.rank_save import Captured, RankSave, Unchanged
 from ray_dcp.runtime.session import Disconnected, shut_down_meanwhile, until_disconnected
 from ray_dcp.runtime.staging_backend import StagingBackend, keeping_of
 from ray_dcp.torch_adapter.dispatch import FOREIGN, Route
@@ -439,7 +439,7 @@ class _NativeSave(_Save):
         keeping = self._keeping = keeping_of(self._session)
         self._staging = keeping.kind
         self._key = session.next_key()
-        join = join_save(
+        save = RankSave(
             self._key,
             rank=session.rank,
             world_size=session.world_size,
@@ -451,10 +451,10 @@ class _NativeSave(_Save):
             memory=session.plans,
             node=session.node,
         )
-        go, captured = drive(join, call)
+        go, captured = drive(save.join(), call)
         self._key = vitals.key or self._key
         account.planned(go)
-        error, rest = keeping.stage(self._key, go, captured, target, options, vitals)
+        error, rest = keeping.stage(save, go, captured)
         account.done("stage", keeping.num_bytes)
         self._handle._is_staged(error)
         noted = (*captured.warnings, *go.warnings)

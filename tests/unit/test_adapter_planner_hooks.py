@@ -45,8 +45,6 @@ from ray_dcp.errors import (
 )
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.messages import Target
-from ray_dcp.runtime.rank_load import load_rank
-from ray_dcp.runtime.rank_save import save_rank
 from ray_dcp.torch_adapter import planner_save
 from ray_dcp.torch_adapter.capture import Capture
 from ray_dcp.torch_adapter.collective import Group
@@ -56,6 +54,7 @@ from ray_dcp.torch_adapter.planner_load import targets_with_planner
 from ray_dcp.torch_adapter.planner_save import capture_with_planner, plans_globally
 from ray_dcp.torch_adapter.replica_digests import content_digest
 from tests.inline_ranks import run_ranks
+from tests.rank_saves import load_rank, save_rank
 from tests.unit.adapter_ranks import Ended, OneOf, group, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -84,7 +84,7 @@ class Gate:
 def gate(monkeypatch):
     gate = Gate()
     make = staging_backend.InProcessBackend
-    monkeypatch.setattr(staging_backend, "InProcessBackend", lambda rank: make(rank, gate))
+    monkeypatch.setattr(staging_backend, "InProcessBackend", lambda: make(gate))
     yield gate
     gate.open.set()
 
@@ -182,7 +182,7 @@ def test_a_storage_that_fails_later_fails_the_handle_only(tmp_path, monkeypatch)
         raise StorageError("the disk is gone", key="x")
 
     make = staging_backend.InProcessBackend
-    monkeypatch.setattr(staging_backend, "InProcessBackend", lambda rank: make(rank, broken))
+    monkeypatch.setattr(staging_backend, "InProcessBackend", lambda: make(broken))
     handle = ray_dcp.async_save(state_of(1), checkpoint_id=tmp_path / "c")
     handle.staged(180)
     with pytest.raises(StorageError, match="disk is gone"):

@@ -23,8 +23,7 @@ from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import LoadDone, OpKey, SaveOutcome, SaveReceipt, Target
 from ray_dcp.protocol.vote import Fenced, Won
 from ray_dcp.runtime.inline import InlineSession
-from ray_dcp.runtime.rank_load import drive, load_rank
-from ray_dcp.runtime.rank_save import save_rank
+from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.tasks import new_attempt, outcome, perform, settle
 from ray_dcp.store.memory import MemoryStorage
 from tests.inline_ranks import run_ranks
@@ -38,6 +37,7 @@ from tests.numpy_ranks import (
     save_ranks,
     state_of,
 )
+from tests.rank_saves import load_rank, save_rank
 from tests.scripted_storage import ChangeScript
 
 
