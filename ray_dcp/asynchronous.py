@@ -46,7 +46,7 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import OpKey, SaveOutcome
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_progress import Activity
-from ray_dcp.runtime.rank_save import Captured, Unchanged, join_save
+from ray_dcp.runtime.rank_save import Captured, RankSave, Unchanged
 from ray_dcp.runtime.session import Disconnected, shut_down_meanwhile, until_disconnected
 from ray_dcp.runtime.staging_backend import Finish, StagingBackend, keeping_of
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route
@@ -534,7 +534,7 @@ class _NativeSave(_Save):
         keeping = self._keeping = keeping_of(self._session)
         self._staging = keeping.kind
         self._key = session.next_key()
-        join = join_save(
+        save = RankSave(
             self._key,
             rank=session.rank,
             world_size=session.world_size,
@@ -546,10 +546,10 @@ class _NativeSave(_Save):
             memory=session.plans,
             node=session.node,
         )
-        go, captured = drive(join, call)
+        go, captured = drive(save.join(), call)
         self._key = vitals.key or self._key
         account.planned(go)
-        key, noted = self._key, (*captured.warnings, *go.warnings)
+        noted = (*captured.warnings, *go.warnings)
         if self._in_background:
             # Suppressed: staging raises it again, where the other ranks are told.
             with suppress(Exception):
@@ -558,7 +558,7 @@ class _NativeSave(_Save):
                         captured.deferred(row)
 
         def stage() -> Callable[[], Metadata]:
-            error, rest = keeping.stage(key, go, captured, target, options, vitals)
+            error, rest = keeping.stage(save, go, captured)
             account.done("stage", keeping.num_bytes)
             self._handle._is_staged(error)
             return partial(finish, rest)

@@ -28,10 +28,10 @@ from ray_dcp.runtime.memory_tier import NodeMemory, memory_of
 from ray_dcp.runtime.rank_load import (
     LoadResult,
     LoadWork,
+    RankLoad,
     StepRange,
     drive,
     load_newest_rank,
-    load_rank,
     with_time_to_join,
 )
 from ray_dcp.runtime.rank_progress import Activity
@@ -256,8 +256,8 @@ def _load_steps(
         return work
 
     try:
-        result: LoadResult = yield from load_rank(
-            session.next_key(),
+        result: LoadResult = yield from RankLoad(
+            key=session.next_key(),
             rank=rank,
             world_size=world_size,
             target=target,
@@ -266,7 +266,7 @@ def _load_steps(
             vitals=session.vitals,
             kept=memory.storage,
             peers=peers,
-        )
+        ).run()
     except CheckpointError:
         overwritten.update(*(work.loaded for work in works))
         raise

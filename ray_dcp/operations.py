@@ -21,7 +21,7 @@ from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.metrics import Account
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_progress import Activity
-from ray_dcp.runtime.rank_save import save_rank
+from ray_dcp.runtime.rank_save import RankSave
 from ray_dcp.runtime.session import current_session
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import as_target
@@ -112,7 +112,7 @@ def run_save(
             coordinator_rank=coordinator_rank,
             stateful=stateful,
         )
-        save = save_rank(
+        save = RankSave(
             activity.next_key(),
             rank=session.rank,
             world_size=session.world_size,
@@ -123,7 +123,7 @@ def run_save(
             memory=activity.plans,
             node=activity.node,
         )
-        outcome = drive(save, account.watching(activity.call))
+        outcome = drive(save.run(), account.watching(activity.call))
     if session.rank == 0:
         for warning in outcome.warnings:
             warnings.warn(warning, UserWarning, stacklevel=3)

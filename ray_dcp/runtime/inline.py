@@ -39,7 +39,7 @@ from ray_dcp.protocol.messages import OpKey, Refused, Reply, Request, Target
 from ray_dcp.runtime.metrics import Performer, Tracing
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_progress import LEAVING_S, Activity, RankProgress
-from ray_dcp.runtime.rank_save import Captured, PlanMemory, save_rank
+from ray_dcp.runtime.rank_save import Captured, PlanMemory, RankSave
 from ray_dcp.runtime.tasks import new_attempt, perform
 from ray_dcp.store.memory import MemoryStorage
 
@@ -299,7 +299,7 @@ def rehearse(capture: Callable[[], Captured] | None = None) -> None:
     url = f"memory://ray-dcp-rehearsal/{secrets.token_hex(8)}"
     session = InlineSession("rehearsal")
     try:
-        save = save_rank(
+        save = RankSave(
             session.next_key(),
             rank=0,
             world_size=1,
@@ -308,7 +308,7 @@ def rehearse(capture: Callable[[], Captured] | None = None) -> None:
             capture=capture or _Small,
             memory=session.plans,
         )
-        drive(save, session.call)
+        drive(save.run(), session.call)
     finally:
         storage = MemoryStorage(url.removeprefix("memory://"))
         storage.delete([entry.key for entry in storage.list()])

@@ -195,38 +195,98 @@ class LoadWork(Protocol):
         ...
 
 
-class Reading:
-    """The storage of one load on one rank.
+Opener = Callable[[Target], Storage]
 
-    Args:
-        opener: What opens it.
-        target: What to load.
-        options: Its deadlines, and how to read.
-        vitals: Where it notes how far it is.
-        rank: This rank.
-        kept: As for `load_rank`.
-        peers: How the other ranks are reached.
-    """
 
-    def __init__(
-        self,
-        opener: Callable[[Target], Storage],
-        target: Target,
-        options: LoadOptions,
-        vitals: RankProgress,
-        rank: int,
-        kept: KeptIn | None = None,
-        peers: Peers | None = None,
-    ) -> None:
-        self._peers = peers or Peers()
-        self._memory = MemorySource(kept if options.from_memory else None)
-        self._opener = opener
-        self._target = target
-        self._options = options
-        self._vitals = vitals
-        self._rank = rank
-        self._storage: Storage | None = None
-        self._opened: SmallFiles | None = None
+LoadPlanning = Generator[Request, Reply, LoadWork]
+"""A plan that asks the other ranks before it ends with the work."""
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """What came of a load on one rank."""
+
+    together: ReadCounts
+    """Of all ranks."""
+    checkpoint: Checkpoint
+    own: ReadCounts
+    """Of this rank."""
+
+
+@dataclass(kw_only=True, eq=False)
+class RankLoad:
+    """The part of one rank in a load, and the steps of it."""
+
+    key: OpKey
+    """The operation, as it was named at first."""
+    rank: int
+    world_size: int
+    target: Target
+    """What to load."""
+    options: LoadOptions
+    plan: Callable[[Checkpoint], LoadWork | LoadPlanning]
+    """From the checkpoint to what this rank wants of it, or a generator that ends with that, for
+    planners that talk to the other ranks; changes nothing yet."""
+    opener: Opener = open_storage
+    """What opens the storage."""
+    vitals: RankProgress = field(default_factory=RankProgress)
+    """Where it notes how far it is, and is told to stop."""
+    kept: KeptIn | None = None
+    """Returns the storage with what nodes keep of an attempt in memory, or None."""
+    peers: Peers = field(default_factory=Peers)
+    """How the other ranks are reached, to share reads with them."""
+    _storage: Storage | None = field(default=None, init=False)
+    _opened: SmallFiles | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._memory = MemorySource(self.kept if self.options.from_memory else None)
+
+    def run(self) -> Generator[Request, Reply, LoadResult]:
+        """Returns what this rank says, until every rank has loaded.
+
+        Raises:
+            CheckpointError: The load failed, on this rank or on another: the same error on all. No
+                target was touched unless the failure came while reading.
+        """
+        key, rank, vitals = self.key, self.rank, self.vitals
+        vitals.begin(key)
+        with naming_checkpoint(self.target.url):
+            storage, error = attempt(self.open, "opening the storage", rank)
+            vitals.enter("waiting")
+            go = yield LoadJoin(key, rank, self.world_size, self.target, self.options, error)
+            if not isinstance(go, LoadGo) or storage is None:
+                raise refusal(go, rank)
+
+            vitals.enter("planning")
+            checkpoint, error = attempt(partial(self.checkpoint, go), "opening", rank)
+            work: LoadWork | None = None
+            prepared: Prepared | None = None
+            if checkpoint is not None:
+                work, read_plan, error = yield from _planned(self.plan, checkpoint, rank)
+                if work is not None and read_plan is not None:
+                    prepare = partial(self.prepare, checkpoint, work, read_plan)
+                    prepared, error = attempt(prepare, "planning the reads", rank)
+            vitals.enter("waiting")
+            if vitals.abandoned is not None:
+                raise located(vitals.abandoned, self.target.url)
+            may_share = self.world_size > 1 and prepared is not None
+            needs = self.needs(prepared) if may_share and prepared is not None else None
+            proceed = yield LoadReady(key, rank, error, needs)
+            if not isinstance(proceed, LoadProceed):
+                raise refusal(proceed, rank)
+            if checkpoint is None or work is None or prepared is None:
+                raise error or refusal(proceed, rank)
+            fill = partial(self.fill, checkpoint, work, prepared, proceed.share)
+            counts, error = attempt(fill, "reading", rank)
+            vitals.enter("waiting")
+            if vitals.abandoned is not None:
+                raise located(vitals.abandoned, self.target.url)
+            counts = counts or ReadCounts()
+            outcome = yield LoadDone(key, rank, counts, error)
+            vitals.over = True
+            if not isinstance(outcome, LoadOutcome):
+                raise refusal(outcome, rank)
+            return LoadResult(outcome.counts, checkpoint, counts)
 
     def open(self) -> Storage:
         """Returns the storage.
@@ -237,19 +297,19 @@ class Reading:
                 for `plan_timeout_s`.
             CheckpointError: It can't be opened.
         """
-        self._vitals.enter("opening")
+        self.vitals.enter("opening")
         with _ended:
-            alone = _ended.wait_for(lambda: not _hung, self._options.plan_timeout_s)
+            alone = _ended.wait_for(lambda: not _hung, self.options.plan_timeout_s)
         if not alone:
             raise ParticipantError(
                 f"Expected no read of an earlier load to be left in this process, but "
                 f"{len(_hung)} hang in the storage and could still write into tensors. Wait until "
-                f"the storage answers, or restart rank {self._rank}",
-                rank=self._rank,
+                f"the storage answers, or restart rank {self.rank}",
+                rank=self.rank,
             )
-        opened = self._in_time(partial(self._opener, self._target), "open the storage")
+        opened = self._in_time(partial(self.opener, self.target), "open the storage")
         self._opened = SmallFiles(opened)
-        self._storage = WatchedStorage(self._opened, self._vitals)
+        self._storage = WatchedStorage(self._opened, self.vitals)
         return self._storage
 
     def checkpoint(self, go: LoadGo) -> Checkpoint:
@@ -287,7 +347,7 @@ class Reading:
             CheckpointError: It can't be read, or does not fit.
         """
         storage = self._storage or self.open()
-        table, options = checkpoint.table, self._options
+        table, options = checkpoint.table, self.options
 
         def prepare() -> Prepared:
             if checkpoint.check_file is not None and options.verify != "never":
@@ -303,8 +363,8 @@ class Reading:
         Args:
             prepared: What is to be read.
         """
-        choice, traits = self._options.share_reads, read_traits_of(self._opened)
-        if choice is False or not self._peers.node or not traits.shared:
+        choice, traits = self.options.share_reads, read_traits_of(self._opened)
+        if choice is False or not self.peers.node or not traits.shared:
             return None
         ranges = merged(*prepared.reads())
         if not len(ranges) or len(ranges) > MOST_RANGES:
@@ -312,7 +372,7 @@ class Reading:
         cost = None
         if choice == "auto":
             cost = ShareCost(traits.request_s, traits.bytes_per_s, traits.cached)
-        return ReadNeeds(ranges.encode(), self._peers.node, cost)
+        return ReadNeeds(ranges.encode(), self.peers.node, cost)
 
     def fill(
         self,
@@ -320,7 +380,6 @@ class Reading:
         work: LoadWork,
         prepared: Prepared,
         share: RankShare | None = None,
-        key: OpKey | None = None,
     ) -> ReadCounts:
         """Puts everything that is wanted into place.
 
@@ -329,7 +388,6 @@ class Reading:
             work: What is wanted.
             prepared: What is to be read for it.
             share: What is to be read for others, or comes from them.
-            key: Of the load; with a share.
 
         Raises:
             DeadlineError: It takes longer than `read_timeout_s`.
@@ -337,8 +395,8 @@ class Reading:
         """
         storage = self._storage or self.open()
         memory = self._memory.found()
-        source = storage if memory is None else WatchedStorage(memory, self._vitals)
-        relay = self._relay(source, checkpoint, prepared, share, key)
+        source = storage if memory is None else WatchedStorage(memory, self.vitals)
+        relay = self._relay(source, checkpoint, prepared, share)
         if memory is None and relay is None:
             return self._fill(storage, checkpoint, work, prepared)
         most = None if memory is None else memory.most_threads
@@ -366,22 +424,22 @@ class Reading:
         checkpoint: Checkpoint,
         prepared: Prepared,
         share: RankShare | None,
-        key: OpKey | None,
     ) -> SharedReadStorage | None:
-        if share is None or key is None:
+        if share is None:
             return None
-        vitals, options = self._vitals, self._options
-        exchange = self._peers.exchange(key, self._rank, vitals.check)
+        vitals, options = self.vitals, self.options
+        # Why not `key`: the call may have another number by now.
+        exchange = self.peers.exchange(vitals.key or self.key, self.rank, vitals.check)
         if exchange is None:
             return None
         return SharedReadStorage(
             storage,
             checkpoint.table.files,
             share,
-            self._rank,
+            self.rank,
             prepared.reads(),
             exchange,
-            budget_bytes=self._peers.budget_bytes(share.here),
+            budget_bytes=self.peers.budget_bytes(share.here),
             num_threads=options.num_threads,
             check=vitals.check,
             moved=vitals.moved,
@@ -396,10 +454,10 @@ class Reading:
         relay: SharedReadStorage | None = None,
         most_threads: int | None = None,
     ) -> ReadCounts:
-        table, options = checkpoint.table, self._options
+        table, options = checkpoint.table, self.options
         if most_threads is not None:
             options = replace(options, num_threads=min(options.num_threads, most_threads))
-        self._vitals.enter("reading", prepared.read_plan.bytes_needed)
+        self.vitals.enter("reading", prepared.read_plan.bytes_needed)
         end_s = time.monotonic() + options.read_timeout_s
 
         def chunks() -> ReadStats:
@@ -442,11 +500,11 @@ class Reading:
         )
 
     def _in_time(self, work: Callable[[], T], what: str) -> T:
-        timeout_s = self._options.plan_timeout_s
+        timeout_s = self.options.plan_timeout_s
         overdue = partial(
-            self._vitals.overdue, what, "LoadOptions.plan_timeout_s", timeout_s, self._rank
+            self.vitals.overdue, what, "LoadOptions.plan_timeout_s", timeout_s, self.rank
         )
-        return run_within(work, timeout_s, self._vitals.stop, overdue)
+        return run_within(work, timeout_s, self.vitals.stop, overdue)
 
     def _read(self, work: Callable[[], T], end_s: float) -> T:
         """Returns what a read gives; one that is given up is remembered until it ends."""
@@ -463,14 +521,14 @@ class Reading:
                     _ended.notify_all()
 
         overdue = partial(
-            self._vitals.overdue,
+            self.vitals.overdue,
             "read its share",
             "LoadOptions.read_timeout_s",
-            self._options.read_timeout_s,
-            self._rank,
+            self.options.read_timeout_s,
+            self.rank,
         )
         try:
-            return run_within(marked, end_s - time.monotonic(), self._vitals.stop, overdue)
+            return run_within(marked, end_s - time.monotonic(), self.vitals.stop, overdue)
         finally:
             with _ended:
                 _hung.update(under_way)
@@ -491,102 +549,6 @@ def _batches(table: ChunkTable, items: Sequence[_Item]) -> Iterator[list[_Item]]
             batch, num_bytes = [], 0
     if batch:
         yield batch
-
-
-Opener = Callable[[Target], Storage]
-
-
-LoadPlanning = Generator[Request, Reply, LoadWork]
-"""A plan that asks the other ranks before it ends with the work."""
-
-
-@dataclass(frozen=True)
-class LoadResult:
-    """What came of a load on one rank."""
-
-    together: ReadCounts
-    """Of all ranks."""
-    checkpoint: Checkpoint
-    own: ReadCounts
-    """Of this rank."""
-
-
-def load_rank(
-    key: OpKey,
-    *,
-    rank: int,
-    world_size: int,
-    target: Target,
-    options: LoadOptions,
-    plan: Callable[[Checkpoint], LoadWork | LoadPlanning],
-    opener: Opener = open_storage,
-    vitals: RankProgress | None = None,
-    kept: KeptIn | None = None,
-    peers: Peers | None = None,
-) -> Generator[Request, Reply, LoadResult]:
-    """Returns the part of one rank in a load.
-
-    Args:
-        key: The operation.
-        rank: This rank.
-        world_size: Number of ranks.
-        target: What to load.
-        options: How.
-        plan: From the checkpoint to what this rank wants of it, or a generator that ends with
-            that, for planners that talk to the other ranks; changes nothing yet.
-        opener: What opens the storage.
-        vitals: Where it notes how far it is, and is told to stop.
-        kept: Returns the storage with what nodes keep of an attempt in memory, or None.
-        peers: How the other ranks are reached, to share reads with them.
-
-    Returns:
-        A generator that ends when every rank has loaded.
-
-    Raises:
-        CheckpointError: The load failed, on this rank or on another: the same error on all. No
-            target was touched unless the failure came while reading.
-    """
-    vitals = vitals or RankProgress()
-    vitals.begin(key)
-    with naming_checkpoint(target.url):
-        reading = Reading(opener, target, options, vitals, rank, kept, peers)
-        storage, error = attempt(reading.open, "opening the storage", rank)
-        vitals.enter("waiting")
-        go = yield LoadJoin(key, rank, world_size, target, options, error)
-        if not isinstance(go, LoadGo) or storage is None:
-            raise refusal(go, rank)
-
-        vitals.enter("planning")
-        checkpoint, error = attempt(partial(reading.checkpoint, go), "opening", rank)
-        work: LoadWork | None = None
-        prepared: Prepared | None = None
-        if checkpoint is not None:
-            work, read_plan, error = yield from _planned(plan, checkpoint, rank)
-            if work is not None and read_plan is not None:
-                prepare = partial(reading.prepare, checkpoint, work, read_plan)
-                prepared, error = attempt(prepare, "planning the reads", rank)
-        vitals.enter("waiting")
-        if vitals.abandoned is not None:
-            raise located(vitals.abandoned, target.url)
-        may_share = world_size > 1 and prepared is not None
-        needs = reading.needs(prepared) if may_share and prepared is not None else None
-        proceed = yield LoadReady(key, rank, error, needs)
-        if not isinstance(proceed, LoadProceed):
-            raise refusal(proceed, rank)
-        if checkpoint is None or work is None or prepared is None:
-            raise error or refusal(proceed, rank)
-        # Why not `key`: the call may have another number by now.
-        fill = partial(reading.fill, checkpoint, work, prepared, proceed.share, vitals.key or key)
-        counts, error = attempt(fill, "reading", rank)
-        vitals.enter("waiting")
-        if vitals.abandoned is not None:
-            raise located(vitals.abandoned, target.url)
-        counts = counts or ReadCounts()
-        outcome = yield LoadDone(key, rank, counts, error)
-        vitals.over = True
-        if not isinstance(outcome, LoadOutcome):
-            raise refusal(outcome, rank)
-        return LoadResult(outcome.counts, checkpoint, counts)
 
 
 def drive(generator: Generator[Request, Reply, T], call: Callable[[Request], Reply]) -> T:

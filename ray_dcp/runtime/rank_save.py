@@ -21,7 +21,7 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -237,71 +237,241 @@ ROWS_AT_ONCE = 64
 With more, the coordinator asks one rank of each fingerprint: most hold the same."""
 
 
-def join_save(
-    key: OpKey,
-    *,
-    rank: int,
-    world_size: int,
-    target: Target,
-    options: SaveOptions,
-    capture: Callable[[], Captured],
-    staged: bool = False,
-    vitals: RankProgress | None = None,
-    memory: PlanMemory | None = None,
-    node: str = "",
-) -> Generator[Request, Reply, tuple[SaveGo, Captured]]:
-    """Returns the first half of a rank's save: what it is to write, and what it captured.
+logger = logging.getLogger(__name__)
 
-    Args:
-        key: The operation.
-        rank: This rank.
-        world_size: Number of ranks.
-        target: Where to save.
-        options: How.
-        capture: Makes the local plan; called once, at the start.
-        staged: Whether stagers write the bytes.
-        vitals: Where it notes how far it is.
-        memory: Plans of earlier saves of this rank's session; this one's is added.
-        node: Names the node of this rank, where that is known.
+Opener = Callable[[Target], Storage]
 
-    Raises:
-        CheckpointError: The save failed, on this rank or on another: the same error on all.
-    """
-    vitals = vitals or RankProgress()
-    plans = memory or PlanMemory()
-    vitals.begin(key)
-    vitals.enter("capturing")
-    captured, error = attempt(capture, "capturing the state dict", rank)
-    join = SaveJoin(key, rank, world_size, target, options, b"", error, staged, node=node)
-    known: Remembered | None = None
-    if captured is not None:
-        first = partial(_first, join, captured.columns, plans)
-        described, error = attempt(first, "encoding the plan", rank)
-        join, known = described or (replace(join, error=error), None)
-    stats = getattr(captured, "stats", b"")  # see `Capture.stats`
-    join = replace(join, stats=stats, capture_s=vitals.doing.phase_s)
-    vitals.enter("waiting")
-    with naming_checkpoint(target.url):
-        reply = yield join
-        while isinstance(reply, SendItems) and captured is not None:
-            again = partial(_again, join, reply, captured.columns)
-            answer, error = attempt(again, "encoding the plan", rank)
-            join = answer or replace(join, error=error, asked=join.asked + 1)
+
+@dataclass(frozen=True)
+class RankSave:
+    """The part of one rank in a save, and the steps of it."""
+
+    key: OpKey
+    """The operation, as it was named at first."""
+    _: KW_ONLY
+    rank: int
+    world_size: int
+    target: Target
+    """Where to save."""
+    options: SaveOptions
+    capture: Callable[[], Captured]
+    """Makes the local plan; called once, at the start."""
+    staged: bool = False
+    """Whether stagers write the bytes."""
+    opener: Opener = open_storage
+    """What opens the storage."""
+    vitals: RankProgress = field(default_factory=RankProgress)
+    """Where it notes how far it is, and is told to stop."""
+    memory: PlanMemory = field(default_factory=PlanMemory)
+    """Plans of earlier saves of this rank's session; this one's is added."""
+    node: str = ""
+    """Names the node of this rank, where that is known."""
+
+    def run(self) -> Generator[Request, Reply, SaveOutcome]:
+        """Returns the whole part of a rank that writes its own files.
+
+        Returns:
+            A generator that ends with the outcome; its warnings are those of this rank as well.
+
+        Raises:
+            CheckpointError: The save failed, on this rank or on another: the same error on all.
+            CommitUnknownError: Neither coordinator nor storage say whether it was committed.
+        """
+        go, captured = yield from self.join()
+        receipt = self.write(go, captured.source, captured.deferred)
+        outcome = yield from self.outcome(go, receipt)
+        self.vitals.over = True
+        warnings = dict.fromkeys([*captured.warnings, *go.warnings, *outcome.warnings])
+        return replace(outcome, warnings=tuple(warnings))
+
+    def join(self) -> Generator[Request, Reply, tuple[SaveGo, Captured]]:
+        """Returns the first half: what this rank is to write, and what it captured.
+
+        Raises:
+            CheckpointError: The save failed, on this rank or on another: the same error on all.
+        """
+        rank, options, vitals, plans = self.rank, self.options, self.vitals, self.memory
+        vitals.begin(self.key)
+        vitals.enter("capturing")
+        captured, error = attempt(self.capture, "capturing the state dict", rank)
+        join = SaveJoin(
+            self.key,
+            rank,
+            self.world_size,
+            self.target,
+            options,
+            b"",
+            error,
+            self.staged,
+            node=self.node,
+        )
+        known: Remembered | None = None
+        if captured is not None:
+            first = partial(_first, join, captured.columns, plans)
+            described, error = attempt(first, "encoding the plan", rank)
+            join, known = described or (replace(join, error=error), None)
+        stats = getattr(captured, "stats", b"")  # see `Capture.stats`
+        join = replace(join, stats=stats, capture_s=vitals.doing.phase_s)
+        vitals.enter("waiting")
+        with naming_checkpoint(self.target.url):
             reply = yield join
-        if isinstance(reply, SaveAgain) and known is not None and reply.digest == known.digest:
-            told = (reply.attempt, reply.epoch, known.plan, reply.warnings)
-            reply = SaveGo(*told, origin=reply.origin, create_if_absent=reply.create_if_absent)
-        elif isinstance(reply, SaveAgain):
-            raise InternalError(
-                f"expected the coordinator to send rank {rank} its part of the plan, but it named "
-                f"one that this rank does not have. Please report this",
-                rank=rank,
+            while isinstance(reply, SendItems) and captured is not None:
+                again = partial(_again, join, reply, captured.columns)
+                answer, error = attempt(again, "encoding the plan", rank)
+                join = answer or replace(join, error=error, asked=join.asked + 1)
+                reply = yield join
+            if isinstance(reply, SaveAgain) and known is not None and reply.digest == known.digest:
+                told = (reply.attempt, reply.epoch, known.plan, reply.warnings)
+                reply = SaveGo(*told, origin=reply.origin, create_if_absent=reply.create_if_absent)
+            elif isinstance(reply, SaveAgain):
+                raise InternalError(
+                    f"expected the coordinator to send rank {rank} its part of the plan, but it "
+                    f"named one that this rank does not have. Please report this",
+                    rank=rank,
+                )
+            if not isinstance(reply, SaveGo) or captured is None:
+                raise refusal(reply, rank)
+        if reply.digest:
+            plans.put(join.fingerprint, Remembered(reply.digest, reply.plan, *reply.groups))
+        return reply, captured
+
+    def write(
+        self, go: SaveGo, source: Source, deferred: Deferred, *, staged_s: float = 0.0
+    ) -> SaveReceipt:
+        """Writes what the plan gives to this rank; returns the receipt, which tells a failure too.
+
+        Args:
+            go: What this rank writes.
+            source: Gives an item's bytes.
+            deferred: Gives a deferred item's bytes.
+            staged_s: See `SaveReceipt`.
+        """
+        vitals, rank, timeout_s = self.vitals, self.rank, self.options.write_timeout_s
+
+        def write() -> tuple[FileReceipt, ...]:
+            return write_part(
+                WatchedStorage(self.opener(self.target), vitals),
+                go.plan,
+                go.attempt,
+                source=source,
+                deferred=deferred,
+                options=self.options,
             )
-        if not isinstance(reply, SaveGo) or captured is None:
-            raise refusal(reply, rank)
-    if reply.digest:
-        plans.put(join.fingerprint, Remembered(reply.digest, reply.plan, *reply.groups))
-    return reply, captured
+
+        overdue = partial(
+            vitals.overdue, "write its part", "SaveOptions.write_timeout_s", timeout_s, rank
+        )
+        vitals.enter("writing", sum(file.num_bytes for file in go.plan.files))
+        in_time = partial(run_within, write, timeout_s, vitals.stop, overdue)
+        files, error = attempt(in_time, "writing", rank)
+        return SaveReceipt(self.key, rank, go.attempt, go.epoch, files or (), error, staged_s)
+
+    def outcome(
+        self,
+        go: SaveGo,
+        said: SaveReceipt | SaveStaged,
+        hand_over: Callable[[TakeOver], PartsHeld | None] | None = None,
+    ) -> Generator[Request, Reply, SaveOutcome]:
+        """Returns how this rank's save ended, from the coordinator or else from the storage.
+
+        Args:
+            go: What this rank was to write.
+            said: What this rank tells last.
+            hand_over: Gives staged bytes to another stager; returns what was told of that.
+
+        Raises:
+            CheckpointError: The save failed.
+            CommitUnknownError: Neither coordinator nor storage say whether it was committed.
+        """
+        rank, vitals = self.rank, self.vitals
+        vitals.enter("waiting")
+        held = said.held if isinstance(said, SaveStaged) else None
+        if vitals.abandoned is not None:
+            return self._settled(go, vitals.abandoned)
+        try:
+            outcome = yield said
+            while isinstance(outcome, TakeOver) and hand_over is not None:
+                told, error = attempt(
+                    partial(hand_over, outcome), "handing over staged bytes", rank
+                )
+                held = told or held
+                if error is not None and not outcome.lost:
+                    # The slow stager still writes: nothing is lost, and the save needs no help.
+                    logger.warning("No other stager took over from a slow one: %s", error)
+                    error = None
+                outcome = yield SaveStaged(
+                    said.key, rank, said.attempt, said.epoch, outcome.incarnation, error, held
+                )
+        except CheckpointError as unanswered:
+            outcome = self._settled(go, unanswered)
+        # Why InternalError: a coordinator that contradicted itself may have committed, or still
+        # may.
+        if isinstance(outcome, Refused) and isinstance(
+            outcome.error, CommitUnknownError | InternalError
+        ):
+            outcome = self._settled(go, refusal(outcome, rank))
+        if not isinstance(outcome, SaveOutcome):
+            raise refusal(outcome, rank)
+        return outcome
+
+    def _settled(self, go: SaveGo, unanswered: CheckpointError) -> SaveOutcome:
+        """Returns the outcome that the storage knows, when the coordinator does not tell it."""
+        unanswered = located(unanswered, self.target.url)
+        timeout_s = self.options.commit_timeout_s
+
+        def overdue() -> CommitUnknownError:
+            return self._unknown(
+                go,
+                f"the storage did not answer within SaveOptions.commit_timeout_s={timeout_s:g} s, "
+                f"and no coordinator did ({unanswered.message})",
+                "when the storage answers again",
+            )
+
+        look = partial(self._look, go, unanswered)
+        return run_within(look, timeout_s, Stop(), overdue, unwind_s=0.0)
+
+    def _look(self, go: SaveGo, unanswered: CheckpointError) -> SaveOutcome:
+        target, rank = self.target, self.rank
+        decision = settle(
+            target,
+            go.attempt,
+            reason=f"rank {rank} has no answer: {type(unanswered).__name__}",
+            rank=rank,
+            opener=self.opener,
+            create_if_absent=go.create_if_absent,
+        )
+        match decision:
+            case Won():
+                warning = f"The coordinator did not confirm the commit, but it stands: {unanswered}"
+                # Why rank 0: one is enough, and each would decode the whole chunk table.
+                if rank == 0:
+                    with suppress(CheckpointError):
+                        republish(self.opener(target), target.url)
+                return SaveOutcome(go.attempt, decision.slot, decision.record, (warning,))
+            case Lost():
+                raise replaced_since(go.attempt, decision, target.url, rank)
+            case Fenced() if not isinstance(unanswered, CommitUnknownError):
+                raise unanswered
+            case Fenced():
+                raise ParticipantError(
+                    f"The save failed: attempt {go.attempt} was declared failed in slot "
+                    f"{decision.slot} after no coordinator knew its outcome. Save again. "
+                    f"({unanswered.message})",
+                    checkpoint_id=target.url,
+                    rank=rank,
+                )
+        if isinstance(unanswered, CommitUnknownError):
+            raise unanswered
+        raise self._unknown(go, unanswered.message, "later")
+
+    def _unknown(self, go: SaveGo, why: str, when: str) -> CommitUnknownError:
+        return CommitUnknownError(
+            f"Nobody said whether attempt {go.attempt} was committed: {why}. Ask "
+            f"ray_dcp.outcome({self.target.url!r}, {go.attempt!r}) {when}",
+            attempt=go.attempt,
+            checkpoint_id=self.target.url,
+            rank=self.rank,
+        )
 
 
 def _first(
@@ -328,270 +498,6 @@ def _first(
 def _again(join: SaveJoin, asked: SendItems, columns: Columns) -> SaveJoin:
     rows = encode(without_contents(columns)) if asked.rows else b""
     return replace(join, columns=rows, contents=contents_of(columns), asked=join.asked + 1)
-
-
-logger = logging.getLogger(__name__)
-
-Opener = Callable[[Target], Storage]
-
-
-def save_rank(
-    key: OpKey,
-    *,
-    rank: int,
-    world_size: int,
-    target: Target,
-    options: SaveOptions,
-    capture: Callable[[], Captured],
-    opener: Opener = open_storage,
-    vitals: RankProgress | None = None,
-    memory: PlanMemory | None = None,
-    node: str = "",
-) -> Generator[Request, Reply, SaveOutcome]:
-    """Returns the part of one rank in a save.
-
-    Args:
-        key: The operation.
-        rank: This rank.
-        world_size: Number of ranks.
-        target: Where to save.
-        options: How.
-        capture: Makes the local plan; called once, at the start.
-        opener: What opens the storage.
-        vitals: Where it notes how far it is, and is told to stop.
-        memory: Plans of earlier saves of this rank's session.
-        node: Names the node of this rank, where that is known.
-
-    Returns:
-        A generator that ends with the outcome; its warnings are those of this rank as well.
-
-    Raises:
-        CheckpointError: The save failed, on this rank or on another: the same error on all.
-        CommitUnknownError: Neither coordinator nor storage say whether it was committed.
-    """
-    vitals = vitals or RankProgress()
-    go, captured = yield from join_save(
-        key,
-        rank=rank,
-        world_size=world_size,
-        target=target,
-        options=options,
-        capture=capture,
-        vitals=vitals,
-        memory=memory,
-        node=node,
-    )
-    receipt = write_share(
-        key,
-        go,
-        target,
-        options,
-        rank=rank,
-        source=captured.source,
-        deferred=captured.deferred,
-        opener=opener,
-        vitals=vitals,
-    )
-    outcome = yield from await_outcome(
-        receipt,
-        target,
-        opener,
-        timeout_s=options.commit_timeout_s,
-        vitals=vitals,
-        create_if_absent=go.create_if_absent,
-    )
-    vitals.over = True
-    warnings = dict.fromkeys([*captured.warnings, *go.warnings, *outcome.warnings])
-    return replace(outcome, warnings=tuple(warnings))
-
-
-def write_share(
-    key: OpKey,
-    go: SaveGo,
-    target: Target,
-    options: SaveOptions,
-    *,
-    rank: int,
-    source: Source,
-    deferred: Deferred,
-    opener: Opener,
-    vitals: RankProgress,
-    staged_s: float = 0.0,
-) -> SaveReceipt:
-    """Writes what the plan gives to this rank; returns the receipt, which tells a failure too.
-
-    Args:
-        key: The operation.
-        go: What this rank writes.
-        target: Where to.
-        options: How, and within which time.
-        rank: This rank.
-        source: Gives an item's bytes.
-        deferred: Gives a deferred item's bytes.
-        opener: What opens the storage.
-        vitals: Where it notes how far it is, and is told to stop.
-        staged_s: See `SaveReceipt`.
-    """
-
-    def write() -> tuple[FileReceipt, ...]:
-        return write_part(
-            WatchedStorage(opener(target), vitals),
-            go.plan,
-            go.attempt,
-            source=source,
-            deferred=deferred,
-            options=options,
-        )
-
-    timeout_s = options.write_timeout_s
-    overdue = partial(
-        vitals.overdue, "write its part", "SaveOptions.write_timeout_s", timeout_s, rank
-    )
-    vitals.enter("writing", sum(file.num_bytes for file in go.plan.files))
-    in_time = partial(run_within, write, timeout_s, vitals.stop, overdue)
-    files, error = attempt(in_time, "writing", rank)
-    return SaveReceipt(key, rank, go.attempt, go.epoch, files or (), error, staged_s)
-
-
-def await_outcome(
-    receipt: SaveReceipt | SaveStaged,
-    target: Target,
-    opener: Opener = open_storage,
-    *,
-    hand_over: Callable[[TakeOver], PartsHeld | None] | None = None,
-    timeout_s: float | None = None,
-    vitals: RankProgress | None = None,
-    create_if_absent: bool = True,
-) -> Generator[Request, Reply, SaveOutcome]:
-    """Returns how a rank's save ended, from the coordinator or else from the storage.
-
-    Args:
-        receipt: What this rank tells last.
-        target: Where it was saved.
-        opener: What opens the storage.
-        hand_over: Gives staged bytes to another stager; returns what was told of that.
-        timeout_s: How long the storage may take to tell the outcome when the coordinator is
-            gone, in seconds; `SaveOptions.commit_timeout_s` by default.
-        vitals: Tells that the coordinator is gone, and where this rank notes how far it is.
-        create_if_absent: See `SaveGo.create_if_absent`.
-
-    Raises:
-        CheckpointError: The save failed.
-        CommitUnknownError: Neither coordinator nor storage say whether it was committed.
-    """
-    rank, attempt_id = receipt.rank, receipt.attempt
-    vitals = vitals or RankProgress()
-    vitals.enter("waiting")
-    held = receipt.held if isinstance(receipt, SaveStaged) else None
-    ask = partial(
-        _settled,
-        attempt_id=attempt_id,
-        rank=rank,
-        target=target,
-        opener=opener,
-        timeout_s=SaveOptions().commit_timeout_s if timeout_s is None else timeout_s,
-        create_if_absent=create_if_absent,
-    )
-    if vitals.abandoned is not None:
-        return ask(vitals.abandoned)
-    try:
-        outcome = yield receipt
-        while isinstance(outcome, TakeOver) and hand_over is not None:
-            told, error = attempt(partial(hand_over, outcome), "handing over staged bytes", rank)
-            held = told or held
-            if error is not None and not outcome.lost:
-                # The slow stager still writes: nothing is lost, and the save needs no help.
-                logger.warning("No other stager took over from a slow one: %s", error)
-                error = None
-            outcome = yield SaveStaged(
-                receipt.key, rank, attempt_id, receipt.epoch, outcome.incarnation, error, held
-            )
-    except CheckpointError as unanswered:
-        outcome = ask(unanswered)
-    # Why InternalError: a coordinator that contradicted itself may have committed, or still may.
-    if isinstance(outcome, Refused) and isinstance(
-        outcome.error, CommitUnknownError | InternalError
-    ):
-        outcome = ask(refusal(outcome, rank))
-    if not isinstance(outcome, SaveOutcome):
-        raise refusal(outcome, rank)
-    return outcome
-
-
-def _settled(
-    unanswered: CheckpointError,
-    *,
-    attempt_id: str,
-    rank: int,
-    target: Target,
-    opener: Opener,
-    timeout_s: float,
-    create_if_absent: bool,
-) -> SaveOutcome:
-    """Returns the outcome that the storage knows, when the coordinator does not tell it."""
-    unanswered = located(unanswered, target.url)
-
-    def overdue() -> CommitUnknownError:
-        return CommitUnknownError(
-            f"Nobody said whether attempt {attempt_id} was committed: the storage did not answer "
-            f"within SaveOptions.commit_timeout_s={timeout_s:g} s, and no coordinator did "
-            f"({unanswered.message}). Ask ray_dcp.outcome({target.url!r}, {attempt_id!r}) when the "
-            f"storage answers again",
-            attempt=attempt_id,
-            checkpoint_id=target.url,
-            rank=rank,
-        )
-
-    look = partial(_look, unanswered, attempt_id, rank, target, opener, create_if_absent)
-    return run_within(look, timeout_s, Stop(), overdue, unwind_s=0.0)
-
-
-def _look(
-    unanswered: CheckpointError,
-    attempt_id: str,
-    rank: int,
-    target: Target,
-    opener: Opener,
-    create_if_absent: bool,
-) -> SaveOutcome:
-    reason = f"rank {rank} has no answer: {type(unanswered).__name__}"
-    decision = settle(
-        target,
-        attempt_id,
-        reason=reason,
-        rank=rank,
-        opener=opener,
-        create_if_absent=create_if_absent,
-    )
-    match decision:
-        case Won():
-            warning = f"The coordinator did not confirm the commit, but it stands: {unanswered}"
-            # Why rank 0: one is enough, and each would decode the whole chunk table.
-            if rank == 0:
-                with suppress(CheckpointError):
-                    republish(opener(target), target.url)
-            return SaveOutcome(attempt_id, decision.slot, decision.record, (warning,))
-        case Lost():
-            raise replaced_since(attempt_id, decision, target.url, rank)
-        case Fenced() if not isinstance(unanswered, CommitUnknownError):
-            raise unanswered
-        case Fenced():
-            raise ParticipantError(
-                f"The save failed: attempt {attempt_id} was declared failed in slot "
-                f"{decision.slot} after no coordinator knew its outcome. Save again. "
-                f"({unanswered.message})",
-                checkpoint_id=target.url,
-                rank=rank,
-            )
-    if isinstance(unanswered, CommitUnknownError):
-        raise unanswered
-    raise CommitUnknownError(
-        f"Nobody said whether attempt {attempt_id} was committed: {unanswered.message}. Ask "
-        f"ray_dcp.outcome({target.url!r}, {attempt_id!r}) later",
-        attempt=attempt_id,
-        checkpoint_id=target.url,
-        rank=rank,
-    )
 
 
 _MOST_NAMED = 8

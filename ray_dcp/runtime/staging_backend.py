@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,7 +21,6 @@ import numpy as np
 from ray_dcp.core.values import FilePlan
 from ray_dcp.errors import CheckpointError, LimitError
 from ray_dcp.io.threads import Stop
-from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import (
     Ack,
     OpKey,
@@ -32,17 +32,16 @@ from ray_dcp.protocol.messages import (
     SaveReceipt,
     SaveStaged,
     TakeOver,
-    Target,
 )
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_progress import RankProgress
 from ray_dcp.runtime.rank_save import (
     Captured,
+    Opener,
+    RankSave,
     attempt,
-    await_outcome,
     check_unchanged,
     refusal,
-    write_share,
 )
 from ray_dcp.stage.copying import fill_rows, filler_of
 from ray_dcp.stage.memory import PIECE_BYTES, Lease, PrivateMemory
@@ -69,13 +68,7 @@ class StagingBackend(Protocol):
     """How often they were handed to another stager."""
 
     def stage(
-        self,
-        key: OpKey,
-        go: SaveGo,
-        captured: Captured,
-        target: Target,
-        options: SaveOptions,
-        vitals: RankProgress,
+        self, save: RankSave, go: SaveGo, captured: Captured
     ) -> tuple[CheckpointError | None, Finish]:
         """Copies what this rank writes; when it returns, the state may change.
 
@@ -105,7 +98,7 @@ def keeping_of(session: Any) -> StagingBackend:
         session: Of this rank: a `Session`, or an `InlineSession` for a process that is alone.
     """
     if isinstance(session, InlineSession):
-        return InProcessBackend(session.rank)
+        return InProcessBackend()
     return StagerBackend(session)
 
 
@@ -130,7 +123,6 @@ class InProcessBackend:
     """Keeps the bytes in this process: training goes on, but the save dies with the process.
 
     Args:
-        rank: Of this process.
         opener: What opens the storage.
     """
 
@@ -138,8 +130,7 @@ class InProcessBackend:
     survives = False
     takeovers = 0
 
-    def __init__(self, rank: int, opener: Callable[[Target], Any] = open_storage) -> None:
-        self._rank = rank
+    def __init__(self, opener: Opener = open_storage) -> None:
         self.num_bytes = 0
         self._opener = opener
         self._lease: Lease | None = None
@@ -148,51 +139,24 @@ class InProcessBackend:
         self._total = 0
 
     def stage(
-        self,
-        key: OpKey,
-        go: SaveGo,
-        captured: Captured,
-        target: Target,
-        options: SaveOptions,
-        vitals: RankProgress,
+        self, save: RankSave, go: SaveGo, captured: Captured
     ) -> tuple[CheckpointError | None, Finish]:
         """See `StagingBackend.stage`."""
-        rank = self._rank
         began_s = time.perf_counter()
-        copy, error = attempt(partial(self._copy, go, captured), "staging", rank)
+        copy, error = attempt(partial(self._copy, go, captured), "staging", save.rank)
         staged_s = time.perf_counter() - began_s
-        self._vitals = vitals
+        self._vitals = save.vitals
+        save = replace(save, opener=self._opener)
 
         def finish() -> Finish:
             if copy is None:
                 receipt = SaveReceipt(
-                    key, rank, go.attempt, go.epoch, error=error, staged_s=staged_s
+                    save.key, save.rank, go.attempt, go.epoch, error=error, staged_s=staged_s
                 )
             else:
-                source, deferred = copy
-                receipt = write_share(
-                    key,
-                    go,
-                    target,
-                    options,
-                    rank=rank,
-                    source=source,
-                    deferred=deferred,
-                    opener=self._opener,
-                    vitals=vitals,
-                    staged_s=staged_s,
-                )
+                receipt = save.write(go, *copy, staged_s=staged_s)
             self._ended = receipt.error is None
-            return (
-                yield from await_outcome(
-                    receipt,
-                    target,
-                    self._opener,
-                    timeout_s=options.commit_timeout_s,
-                    vitals=vitals,
-                    create_if_absent=go.create_if_absent,
-                )
-            )
+            return (yield from save.outcome(go, receipt))
 
         return error, finish()
 
@@ -295,31 +259,19 @@ class StagerBackend:
         self._last: tuple[int, int] = (0, 0)
 
     def stage(
-        self,
-        key: OpKey,
-        go: SaveGo,
-        captured: Captured,
-        target: Target,
-        options: SaveOptions,
-        vitals: RankProgress,
+        self, save: RankSave, go: SaveGo, captured: Captured
     ) -> tuple[CheckpointError | None, Finish]:
         """See `StagingBackend.stage`."""
-        rank = self._session.rank
         held: PartsHeld | None = None
         error: CheckpointError | None = None
         if go.plan.files:
-            hand_in = partial(self._hand_in, key, go, captured, target, options, vitals.stop)
-            held, error = attempt(hand_in, "staging", rank)
-        said = SaveStaged(key, rank, go.attempt, go.epoch, self._incarnation, error, held)
-        finish = await_outcome(
-            said,
-            target,
-            hand_over=partial(self._hand_over, said, vitals.stop),
-            timeout_s=options.commit_timeout_s,
-            vitals=vitals,
-            create_if_absent=go.create_if_absent,
-        )
-        return error, finish
+            hand_in = partial(self._hand_in, save, go, captured)
+            held, error = attempt(hand_in, "staging", save.rank)
+        # Why not `save.key`: the call may have another number by now.
+        key = save.vitals.key or save.key
+        said = SaveStaged(key, save.rank, go.attempt, go.epoch, self._incarnation, error, held)
+        hand_over = partial(self._hand_over, said, save.vitals.stop)
+        return error, save.outcome(go, said, hand_over)
 
     def progress(self) -> tuple[int, int]:
         """See `StagingBackend.progress`."""
@@ -333,27 +285,19 @@ class StagerBackend:
         if self._staged is not None:
             self._staged.release(committed=committed)
 
-    def _hand_in(
-        self,
-        key: OpKey,
-        go: SaveGo,
-        captured: Captured,
-        target: Target,
-        options: SaveOptions,
-        stop: Stop,
-    ) -> PartsHeld:
+    def _hand_in(self, save: RankSave, go: SaveGo, captured: Captured) -> PartsHeld:
         # Why here: a process that is alone has no need of Ray.
         from ray_dcp.runtime.stager import Reporter
 
-        session = self._session
+        session, key = self._session, save.vitals.key or save.key
         staged = self._staged = session.staging().stage(
             StageKey(name_of(key, go.epoch), session.rank, go.attempt),
             go.plan,
             captured,
-            target=target,
-            options=options,
+            target=save.target,
+            options=save.options,
             reporter=Reporter(session.coordinator(), REPORT_METHOD),
-            stop=stop,
+            stop=save.vitals.stop,
         )
         try:
             check_unchanged(captured)

@@ -37,10 +37,11 @@ from ray_dcp.protocol.messages import (
     SaveReceipt,
     Target,
 )
-from ray_dcp.runtime.rank_save import PlanMemory, join_save
+from ray_dcp.runtime.rank_save import PlanMemory
 from ray_dcp.runtime.tasks import new_attempt, perform
 from ray_dcp.store.memory import MemoryStorage
 from tests.inline_ranks import Shell
+from tests.rank_saves import join_save
 
 WORLDS = (64, 256, 1024, 4096, 10240)
 TENSORS = 1000

@@ -26,21 +26,16 @@ from ray_dcp.protocol.messages import (
     SaveStaged,
     Target,
 )
-from ray_dcp.runtime.rank_load import LoadResult, load_rank
-from ray_dcp.runtime.rank_progress import RankProgress
+from ray_dcp.runtime.rank_load import LoadResult
 from ray_dcp.runtime.rank_save import (
     Captured,
     PlanMemory,
-    await_outcome,
-    join_save,
-    save_rank,
-    write_share,
 )
 from ray_dcp.runtime.tasks import perform
-from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 from tests.crash.array_states import ArrayCapture, ArrayWork, State, same_value
 from tests.inline_ranks import RankResult, run_ranks
+from tests.rank_saves import load_rank, rank_save, save_rank
 
 __all__ = ["Capturing", "load_ranks", "load_state", "one_outcome", "save_ranks", "save_state"]
 
@@ -92,39 +87,19 @@ def save_ranks(
     ]  # fmt: skip
 
 
-def _save_staged(
-    key: OpKey,
-    *,
-    rank: int,
-    world_size: int,
-    target: Target,
-    options: SaveOptions,
-    capture: Callable[[], Captured],
-    node: str,
-    memory: PlanMemory | None,
-    opener: Opener = open_storage,
-) -> Generator[Request, Reply, SaveOutcome]:
+def _save_staged(key: OpKey, **how: Any) -> Generator[Request, Reply, SaveOutcome]:
     """What a rank and its stager say and do in an asynchronous save, one after the other."""
-    go, captured = yield from join_save(
-        key, rank=rank, world_size=world_size, target=target, options=options, capture=capture,
-        staged=True, node=node, memory=memory,
-    )  # fmt: skip
+    save = rank_save(key, staged=True, **how)
+    rank = save.rank
+    go, captured = yield from save.join()
     held = PartsHeld(key, rank, go.attempt, go.epoch, f"stager {rank}")
     yield held
-    written = write_share(
-        key, go, target, options, rank=rank, source=captured.source, deferred=captured.deferred,
-        opener=opener, vitals=RankProgress(),
-    )  # fmt: skip
+    written = save.write(go, captured.source, captured.deferred)
     yield PartsWritten(
         key, rank, go.attempt, go.epoch, f"stager {rank}", 0, written.files, written.error
     )
     told = SaveStaged(key, rank, go.attempt, go.epoch, held=held)
-    return (
-        yield from await_outcome(
-            told, target, opener, timeout_s=options.commit_timeout_s,
-            create_if_absent=go.create_if_absent,
-        )
-    )  # fmt: skip
+    return (yield from save.outcome(go, told))
 
 
 def load_ranks(

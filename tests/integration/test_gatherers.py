@@ -18,12 +18,12 @@ from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime import gatherer
 from ray_dcp.runtime.actor_names import NAMESPACE, gatherer_name
 from ray_dcp.runtime.rank_load import drive
-from ray_dcp.runtime.rank_save import save_rank
 from ray_dcp.runtime.session import Session
 from ray_dcp.store.opening import open_storage
 from tests.crash.array_states import ArrayCapture, same_state, sample_state
 from tests.crash.ranks import load_state
 from tests.polling import eventually
+from tests.rank_saves import save_rank
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

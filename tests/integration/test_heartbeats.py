@@ -26,14 +26,14 @@ from ray_dcp.errors import (
 )
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.messages import SaveOutcome, Target
-from ray_dcp.runtime.rank_load import drive, load_rank
-from ray_dcp.runtime.rank_save import save_rank
+from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.session import Session
 from ray_dcp.runtime.tasks import outcome
 from ray_dcp.store.opening import open_storage
 from tests.gated_storage import Gate
 from tests.numpy_ranks import NumpyCapture, NumpyWork, load_and_check, state_of
 from tests.polling import eventually
+from tests.rank_saves import load_rank, save_rank
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

@@ -28,10 +28,10 @@ from ray_dcp.planning.merge import without_contents
 from ray_dcp.protocol.commands import MakePlan, Planned
 from ray_dcp.protocol.messages import OpKey, Target
 from ray_dcp.protocol.planning import PlanCache, Planning
-from ray_dcp.runtime.rank_save import join_save
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.torch_adapter.capture import capture
 from tests.crash.array_states import ArrayCapture, sample_state
+from tests.rank_saves import join_save
 from tests.unit.adapter_support import as_rank
 
 WORLD = 4

@@ -15,12 +15,11 @@ from ray_dcp.core.values import ChunkTable, Kind
 from ray_dcp.io.checkpoint import read_checkpoint
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.messages import OpKey, Target
-from ray_dcp.runtime.rank_load import load_rank
-from ray_dcp.runtime.rank_save import save_rank
 from ray_dcp.store.opening import open_storage
 from ray_dcp.torch_adapter.capture import Capture
 from ray_dcp.torch_adapter.targets import Targets, plan_targets
 from tests.inline_ranks import run_ranks
+from tests.rank_saves import load_rank, save_rank
 
 _numbers = itertools.count()
 

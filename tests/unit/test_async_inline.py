@@ -77,7 +77,7 @@ class Gate:
 def gate(monkeypatch):
     gate = Gate()
     make = staging_backend.InProcessBackend
-    monkeypatch.setattr(staging_backend, "InProcessBackend", lambda rank: make(rank, gate))
+    monkeypatch.setattr(staging_backend, "InProcessBackend", lambda: make(gate))
     yield gate
     gate.open.set()
 

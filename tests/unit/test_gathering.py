@@ -35,11 +35,12 @@ from ray_dcp.protocol.messages import (
     join_receipts,
     pack_receipts,
 )
-from ray_dcp.runtime.rank_save import PlanMemory, save_rank
+from ray_dcp.runtime.rank_save import PlanMemory
 from ray_dcp.store.memory import MemoryStorage
 from tests.crash.array_states import ArrayCapture, same_state, sample_state
 from tests.crash.ranks import load_state
 from tests.gathered_ranks import Gathered
+from tests.rank_saves import save_rank
 
 WORLD = 6
 GROUPS = (range(2), range(2, 4), range(4, 6))

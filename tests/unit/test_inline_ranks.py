@@ -36,14 +36,14 @@ from ray_dcp.protocol.commands import (
 )
 from ray_dcp.protocol.messages import LoadDone, OpKey, SaveReceipt, Target
 from ray_dcp.runtime.inline import InlineSession
-from ray_dcp.runtime.rank_load import drive, load_rank
-from ray_dcp.runtime.rank_save import save_rank
+from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.records import standing_records
 from ray_dcp.runtime.tasks import outcome, perform
 from ray_dcp.store.fault_injection import FaultyStorage
 from ray_dcp.store.memory import MemoryStorage
 from tests.inline_ranks import run_ranks
 from tests.numpy_ranks import load_and_check, load_ranks, loads_whole, save, save_ranks, state_of
+from tests.rank_saves import load_rank, save_rank
 from tests.scripted_storage import ChangeScript
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

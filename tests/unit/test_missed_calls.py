@@ -9,8 +9,8 @@ from ray_dcp.manager.collective_actions import agree
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import SaveOutcome, Target
 from ray_dcp.runtime.rank_load import drive
-from ray_dcp.runtime.rank_save import save_rank
 from tests.numpy_ranks import NumpyCapture, load_and_check, state_of
+from tests.rank_saves import save_rank
 from tests.thread_ranks import RankThread, Shared
 
 LIMIT_S = 120.0

@@ -35,7 +35,7 @@ from ray_dcp.format.manifest import AbortRecord, encode_record, record_key
 from ray_dcp.options import LoadOptions
 from ray_dcp.protocol.messages import LoadDone, OpKey, Target
 from ray_dcp.runtime import rank_load
-from ray_dcp.runtime.rank_load import StepRange, falls_back, load_newest_rank, load_rank
+from ray_dcp.runtime.rank_load import StepRange, falls_back, load_newest_rank
 from ray_dcp.store.fault_injection import Fault, FaultyStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
@@ -44,6 +44,7 @@ from ray_dcp.view.listing import StepFolder, list_run
 from tests import checkpoints
 from tests.inline_ranks import run_ranks
 from tests.numpy_ranks import NumpyWork, save, state_of
+from tests.rank_saves import load_rank
 
 STEPS = (8, 9, 10)
 
@@ -326,13 +327,13 @@ def test_a_rank_that_is_lost_is_no_reason_to_fall_back(run, fate, damaged):
 def test_a_slow_reader_has_its_time_before_the_next_step_is_given_up(torch_run, monkeypatch):
     """The others wait for it when they join the load of the next step."""
     joined = []
-    real = loading.load_rank
+    real = loading.RankLoad
 
-    def note(key, **how):
+    def note(**how):
         joined.append((how["target"].url[-2:], how["options"].plan_timeout_s))
-        return real(key, **how)
+        return real(**how)
 
-    monkeypatch.setattr(loading, "load_rank", note)
+    monkeypatch.setattr(loading, "RankLoad", note)
     checkpoints.data_file(torch_run / "step-10").unlink()
     options = LoadOptions(plan_timeout_s=50, read_timeout_s=700)
     load_newest(state_at(0), torch_run, options=options)

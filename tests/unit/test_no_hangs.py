@@ -20,9 +20,8 @@ from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.commands import BuildCommit, CreateRecord
 from ray_dcp.protocol.messages import LoadDone, OpKey, SaveJoin, SaveReceipt, Target
 from ray_dcp.runtime.inline import InlineSession
-from ray_dcp.runtime.rank_load import drive, load_rank
+from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_progress import RankProgress, WatchedStorage
-from ray_dcp.runtime.rank_save import save_rank
 from ray_dcp.runtime.tasks import outcome, perform
 from ray_dcp.store.memory import MemoryStorage
 from tests.gated_storage import Gate
@@ -38,6 +37,7 @@ from tests.numpy_ranks import (
     state_of,
 )
 from tests.polling import eventually
+from tests.rank_saves import load_rank, save_rank
 
 PATIENCE_S = 120.0
 """Far more than any wait here takes, in seconds."""

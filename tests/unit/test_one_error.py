@@ -15,10 +15,10 @@ from ray_dcp.errors import (
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.commands import Failed
 from ray_dcp.protocol.messages import OpKey, Target
-from ray_dcp.runtime.rank_load import drive, load_rank
-from ray_dcp.runtime.rank_save import save_rank
+from ray_dcp.runtime.rank_load import drive
 from ray_dcp.store.local import LocalStorage
 from tests.protocol_play import Play
+from tests.rank_saves import load_rank, save_rank
 
 
 def test_a_rank_that_comes_after_others_disagreed_is_told_what_they_were_told():

@@ -142,7 +142,7 @@ def test_readers_ask_for_no_write(tmp_path, monkeypatch, kind):
             monkeypatch.setattr(module, "open_storage", open_without_writes)
     # The defaults of arguments were taken when the functions were made.
     monkeypatch.setattr(tasks.perform, "__defaults__", (open_without_writes,))
-    monkeypatch.setitem(rank_load.load_rank.__kwdefaults__, "opener", open_without_writes)
+    monkeypatch.setitem(rank_load.RankLoad.__init__.__kwdefaults__, "opener", open_without_writes)
     state = checkpoints.state()
     if kind == "damaged":
         with pytest.raises(ray_dcp.DamagedCheckpointError):

@@ -24,12 +24,12 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.planning.fingerprint import FINGERPRINT_BYTES
 from ray_dcp.protocol.aggregation import together
 from ray_dcp.protocol.messages import OpKey, SaveJoin, Target
-from ray_dcp.runtime.rank_save import save_rank
 from ray_dcp.torch_adapter import device_copy
 from ray_dcp.torch_adapter.capture import capture, measured, part_stats, part_stats_on_device
 from ray_dcp.torch_adapter.tensors import host_bytes
 from tests.gpu.played import Played
 from tests.inline_ranks import run_ranks
+from tests.rank_saves import save_rank
 
 STATS = SaveOptions(stats=True)
 

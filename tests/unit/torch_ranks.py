@@ -9,11 +9,10 @@ from typing import Any
 
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.messages import OpKey, Target
-from ray_dcp.runtime.rank_load import load_rank
-from ray_dcp.runtime.rank_save import save_rank
 from ray_dcp.torch_adapter.capture import capture
 from ray_dcp.torch_adapter.targets import Targets, plan_targets
 from tests.inline_ranks import run_ranks
+from tests.rank_saves import load_rank, save_rank
 
 Path = str | os.PathLike[str]
 
