@@ -38,8 +38,8 @@ GAP_SHARE = 0.05
 """Most bytes to read in vain in other gaps, as a share of the bytes that are needed."""
 DIRECT_BYTES = 256 << 10
 """Contiguous pairs from this length on are read straight into the target."""
-SLICE_BYTES = 4 << 20
-"""A direct read is cut into slices of about this length, for several threads. Why so long: what
+SLICE_BYTES = 2 << 20
+"""A direct read is cut into slices of about this length, for several threads. Why not shorter: what
 Python does for a slice takes as long as to copy 256 KiB. Why not longer: a slice is verified while
 it is in the cache, which the slices of all threads share. What a disk gives does not depend on it,
 as `READ_AHEAD_BYTES` are begun before they are asked for."""

@@ -24,7 +24,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -247,7 +247,7 @@ class WriterLease:
         if not self.is_taken:
             raise InvalidRequestError("the right to write was not taken; call take() first")
         storage = self._opener(self._root.shared)
-        highest = max(_numbers(storage), default=0)
+        highest = _highest(storage)
         if highest == self._number:
             return
         other = self._holder_of(storage, highest)
@@ -271,13 +271,14 @@ class WriterLease:
             return
         number, self._number = self._number, 0
         storage = self._opener(self._root.shared)
-        if max(_numbers(storage), default=0) == number:
+        if _highest(storage) == number:
             storage.write(_released(number), b"")
 
     def _held(self, storage: Storage) -> tuple[int, LeaseHolder | None]:
         """Returns the highest number, and its holder unless it was given back."""
-        number = max(_numbers(storage), default=0)
-        if not number or any(entry.key == _released(number) for entry in storage.list("writer-")):
+        keys = [entry.key for entry in storage.list("writer-")]
+        number = max(_numbers(keys), default=0)
+        if not number or _released(number) in keys:
             return number, None
         return number, self._holder_of(storage, number)
 
@@ -330,9 +331,13 @@ def _number_in(key: str) -> int:
     return int(key[len("writer-") :].partition(".")[0])
 
 
-def _numbers(storage: Storage) -> list[int]:
-    found = (_RIGHT.fullmatch(entry.key) for entry in storage.list("writer-"))
+def _numbers(keys: Iterable[str]) -> list[int]:
+    found = map(_RIGHT.fullmatch, keys)
     return [int(one[1]) for one in found if one is not None]
+
+
+def _highest(storage: Storage) -> int:
+    return max(_numbers(entry.key for entry in storage.list("writer-")), default=0)
 
 
 def _content(storage: Storage, key: str) -> bytes | None:

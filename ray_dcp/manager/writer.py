@@ -27,7 +27,7 @@ from ray_dcp.format.step_info import StepInfo, check_metadata
 from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look_at_step, publish
 from ray_dcp.manager.leases import LeaseHolder, Readers, WriterLease
 from ray_dcp.manager.retention import check_metrics
-from ray_dcp.manager.save_policy import SaveFacts
+from ray_dcp.manager.save_policy import SaveFacts, asks_only_the_step
 from ray_dcp.manager.settings import Settings
 from ray_dcp.manager.steps import Deletions, Going, Steps, StepTarget
 from ray_dcp.protocol.messages import Target
@@ -161,8 +161,9 @@ class Remover:
         self._due_s = time.monotonic() + min(LAST_RETRY_S, wait_s)
 
 
-PUBLISH_EVERY = 64
-"""Steps that the catalogue file may lack before it is written again."""
+PUBLISH_EVERY = 8
+"""Steps that the catalogue file may lack before it is written again: each costs whoever begins
+after a crash two reads."""
 
 Opener = Callable[[Target], Storage]
 
@@ -254,7 +255,7 @@ class Writer:
         policy = self._settings.policy
         if force or policy is None:
             return force
-        if not self._is_known:
+        if not self._is_known and not asks_only_the_step(policy):
             self.look()
         with self.lock:
             facts = SaveFacts(

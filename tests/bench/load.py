@@ -1,4 +1,4 @@
-"""Loads over all pairs of layouts: bytes that are read over bytes that are needed."""
+"""Loads beside their limit; over all pairs of layouts, bytes read over bytes that are needed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed.checkpoint as stock
+
 import ray_dcp
 from ray_dcp.core.values import ChunkTable
 from ray_dcp.io.reader import prepare_reads
@@ -18,8 +20,8 @@ from ray_dcp.planning.reads import merged, plan_reads, share_reads
 from ray_dcp.runtime.worker_group import WorkerGroup
 from ray_dcp.store.storage import LOCAL_DISK
 from tests import layout_cases, layouts
-from tests.bench import table_parts
-from tests.bench.measure import drop_cache
+from tests.bench import single, table_parts
+from tests.bench.measure import drop_cache, state_of
 from tests.s3_server import fresh_place, server_on_memory_disk
 
 WORLDS = (1, 2, 3, 4, 8)
@@ -32,6 +34,7 @@ def load(directory: str | None, most_ranks: int) -> int:
     warnings.simplefilter("ignore")
     root = Path(tempfile.mkdtemp(prefix="load-", dir=directory))
     try:
+        _beside_the_limit(root)
         _planned_pairs()
         table_parts.print_table(
             ((1024, 1000, "irregular"), (10240, 300, "regular"), (10240, 300, "stages"))
@@ -39,6 +42,18 @@ def load(directory: str | None, most_ranks: int) -> int:
         return _pairs(root, most_ranks) if most_ranks else 0
     finally:
         shutil.rmtree(root, ignore_errors=True)
+
+
+def _beside_the_limit(root: Path) -> None:
+    """One process: ours, stock DCP, and `preadv` of as many bytes, which is the limit."""
+    state = state_of()
+    ray_dcp.save(state, checkpoint_id=str(root / "ours"), no_dist=True)
+    stock.save(state, checkpoint_id=str(root / "stock"), no_dist=True)
+    single.raw_write(root / "raw", sum(t.nbytes for t in state.values()))
+    single.compare_loads("1.4 GB in 243 tensors", state, root, rounds=5)
+    for name in ("ours", "stock"):
+        shutil.rmtree(root / name)
+    (root / "raw").unlink()
 
 
 def _planned_pairs() -> None:

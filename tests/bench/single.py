@@ -46,28 +46,32 @@ def _compare(title: str, state: State, rounds: int, directory: str | None) -> No
             shutil.rmtree(root / folders.get(name, "none"), ignore_errors=True)
 
         show(f"save, {title}", interleaved(saves, rounds, before=remove), num_bytes, "torch DCP")
-        targets = {name: torch.zeros_like(t) for name, t in state.items()}
-        ours, theirs = str(root / "ours"), str(root / "stock")
-        loads: dict[str, Callable[[], object]] = {
-            "ray_dcp": lambda: ray_dcp.load(dict(targets), checkpoint_id=ours),
-            "ray_dcp, verify=never": lambda: ray_dcp.load(
-                dict(targets), checkpoint_id=ours, options=ray_dcp.LoadOptions(verify="never")
-            ),
-            "ray_dcp reads stock's files": lambda: ray_dcp.load(
-                dict(targets), checkpoint_id=theirs
-            ),
-            "torch DCP": lambda: stock.load(dict(targets), checkpoint_id=theirs),
-            "limit: preadv into the targets": lambda: raw_read(root / "raw", targets),
-        }
-        warm = interleaved(loads, rounds, before=lambda name: warm_cache(root))
-        show(f"load, warm cache, {title}", warm, num_bytes, "torch DCP")
-        cold = interleaved(loads, rounds, before=lambda name: drop_cache(root))
-        show(f"load, cold cache, {title}", cold, num_bytes, "torch DCP")
-        ray_dcp.load(dict(targets), checkpoint_id=ours)
-        wrong = [name for name, t in state.items() if not torch.equal(t, targets[name])]
-        print(f"\nvalues that differ after loading: {len(wrong)}")
+        compare_loads(title, state, root, rounds)
     finally:
         shutil.rmtree(root, ignore_errors=True)
+
+
+def compare_loads(title: str, state: State, root: Path, rounds: int) -> None:
+    """Loads what is saved below `root` as `ours`, `stock` and `raw`, warm and cold, in turns."""
+    num_bytes = sum(t.nbytes for t in state.values())
+    targets = {name: torch.zeros_like(t) for name, t in state.items()}
+    ours, theirs = str(root / "ours"), str(root / "stock")
+    loads: dict[str, Callable[[], object]] = {
+        "ray_dcp": lambda: ray_dcp.load(dict(targets), checkpoint_id=ours),
+        "ray_dcp, verify=never": lambda: ray_dcp.load(
+            dict(targets), checkpoint_id=ours, options=ray_dcp.LoadOptions(verify="never")
+        ),
+        "ray_dcp reads stock's files": lambda: ray_dcp.load(dict(targets), checkpoint_id=theirs),
+        "torch DCP": lambda: stock.load(dict(targets), checkpoint_id=theirs),
+        "limit: preadv into the targets": lambda: raw_read(root / "raw", targets),
+    }
+    warm = interleaved(loads, rounds, before=lambda name: warm_cache(root))
+    show(f"load, warm cache, {title}", warm, num_bytes, "torch DCP")
+    cold = interleaved(loads, rounds, before=lambda name: drop_cache(root))
+    show(f"load, cold cache, {title}", cold, num_bytes, "torch DCP")
+    ray_dcp.load(dict(targets), checkpoint_id=ours)
+    wrong = [name for name, t in state.items() if not torch.equal(t, targets[name])]
+    print(f"\nvalues that differ after loading: {len(wrong)}")
 
 
 def raw_write(path: Path, num_bytes: int) -> None:

@@ -121,7 +121,7 @@ def test_a_long_tensor_is_read_in_order_by_short_slices_or_by_long_ones_from_afa
     array = random_array(5120, 1024)
     table = written(storage, [array])
     for traits, shortest, longest in (
-        ({"read_traits": LOCAL_DISK}, 4 << 20, 6 << 20),
+        ({"read_traits": LOCAL_DISK}, 2 << 20, 3 << 20),
         ({}, 8 << 20, 12 << 20),
         ({"request_bytes": 5 << 20}, 5 << 20, 8 << 20),
     ):
