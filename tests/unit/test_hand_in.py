@@ -1,0 +1,123 @@
+"""A rank tells its stager of windows whose bytes are there, and gives up when nothing moves."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ray_dcp.protocol.messages import Target
+from ray_dcp.runtime import staging
+from ray_dcp.runtime.staging import hand_in
+from ray_dcp.stage.copying import HostFiller, fill_window
+from ray_dcp.stage.memory import StagingMemory
+from ray_dcp.stage.values import Grant, Slot, StageKey
+from ray_dcp.torch_adapter.capture import TensorBytes
+from ray_dcp.torch_adapter.device_copy import DeviceFiller, Moment
+from tests.gpu.played import Played
+from tests.staged import MIB, Share, share
+
+SLOT = 2 * MIB
+KEY = StageKey("s", 0, "a1")
+
+
+class Stager:
+    """The link to a stager that grants a few slots at a time, and looks at what is under way."""
+
+    stager = "played"
+
+    def __init__(self, driver: Played, num_slots: int, at_once: int) -> None:
+        self.arena = StagingMemory.create(num_slots, SLOT)
+        self.known_plans: set[bytes] = set()
+        self.told: list[tuple[str, int]] = []
+        self._driver = driver
+        self._at_once = at_once
+        self._granted = 0
+
+    def call(self, method: str, *_: Any, **__: Any) -> Any:
+        self.told.append((method, self._driver.num_under_way))
+        if method == "seal":
+            return None
+        slots = range(self._granted, self._granted + self._at_once)
+        self._granted += self._at_once
+        return Grant(tuple(Slot(index, 1) for index in slots))
+
+    def post(self, method: str, *_: Any) -> None:
+        self.told.append((method, self._driver.num_under_way))
+
+
+def filler_of(what: Share, driver: Played) -> DeviceFiller:
+    tensors = [torch.from_numpy(value) for value in what.items.values]
+    driver.own(*tensors)
+    filler = Moment(tensors, driver).filler(tensors, HostFiller(TensorBytes(tensors)))
+    assert filler is not None
+    return filler
+
+
+def handed(what: Share, link: Stager, filler: DeviceFiller) -> list[bytes]:
+    def fill(layout: Any, window: int, into: np.ndarray) -> None:
+        fill_window(layout, window, into, filler, what.items.deferred, wait=False)
+
+    order = what.order(KEY, Target("memory://x"), SLOT)
+    link.arena.pin_with(filler.pin)
+    done = hand_in(link, order, what.plan, None, fill, filler, timeout_s=60)  # type: ignore[arg-type]
+    pairs = zip(done.slots, done.layout.used_bytes.tolist(), strict=False)
+    return [bytes(link.arena.slot(slot.index)[:used]) for slot, used in pairs]
+
+
+def windows_of(what: Share) -> list[bytes]:
+    """Returns what each window holds when it is filled by itself."""
+    from ray_dcp.stage.windows import lay_out_windows
+
+    order = what.order(KEY, Target("memory://x"), SLOT)
+    layout = lay_out_windows(what.plan, order.deferred_bytes, SLOT)
+    windows = [np.zeros(used, np.uint8) for used in layout.used_bytes.tolist()]
+    fill = partial(fill_window, layout)
+    for window, into in enumerate(windows):
+        fill(window, into, HostFiller(what.items.source), what.items.deferred)
+    return [into.tobytes() for into in windows]
+
+
+def test_several_windows_are_under_way_at_once_and_all_are_there_at_the_seal():
+    what, driver = share([5 * MIB, 1000, 2000, 3 * MIB]), Played()
+    link = Stager(driver, 8, at_once=8)
+    assert handed(what, link, filler_of(what, driver)) == windows_of(what)
+    assert link.told == [("begin", 0), ("seal", 0)]
+    assert driver.told.count("wait") == 1
+    link.arena.close()
+
+
+@pytest.mark.parametrize("told_s", [1e9, 0.0])
+def test_what_the_stager_is_told_of_is_there(told_s, monkeypatch):
+    monkeypatch.setattr(staging, "TELL_S", told_s)
+    what, driver = share([9 * MIB]), Played()
+    link = Stager(driver, 8, at_once=2)
+    assert handed(what, link, filler_of(what, driver)) == windows_of(what)
+    assert all(under_way == 0 for _, under_way in link.told)
+    methods = [method for method, _ in link.told]
+    assert methods.count("more") == 2
+    assert methods.count("deliver") == (2 if told_s else 6)
+    link.arena.close()
+
+
+@pytest.mark.parametrize("where", ["a copy", "between two windows"])
+def test_memory_is_given_up_when_nothing_comes_into_it_any_more(where):
+    what, driver = share([9 * MIB]), Played()
+    link = Stager(driver, 8, at_once=8)
+    filler = filler_of(what, driver)
+    owner, name = (driver, "copy") if where == "a copy" else (link.arena, "slot_array")
+    begin = getattr(owner, name)
+
+    def third_fails(*arguments: Any) -> Any:
+        if driver.num_under_way == 2:
+            raise KeyboardInterrupt
+        return begin(*arguments)
+
+    setattr(owner, name, third_fails)
+    with pytest.raises(KeyboardInterrupt):
+        handed(what, link, filler)
+    assert link.told == [("begin", 0), ("cancel", 0)]
+    link.arena.close()
