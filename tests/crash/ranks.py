@@ -42,8 +42,6 @@ from ray_dcp.store.storage import Storage
 from tests.crash.array_states import ArrayCapture, ArrayWork, State, same_value
 from tests.inline_ranks import RankResult, run_ranks
 
-__all__ = ["Capturing", "load_ranks", "load_state", "one_outcome", "save_ranks", "save_state"]
-
 Opener = Callable[[Target], Storage]
 Capturing = Callable[[State, int, int], Captured]
 
