@@ -19,8 +19,6 @@ from ray_dcp.manager import Item
 from ray_dcp.store.opening import open_storage
 from tests import checkpoints
 
-__all__ = ["commands", "make_ours", "make_safetensors", "make_stock", "tell"]
-
 GOLDEN = Path(__file__).parent / "golden"
 
 _RULES = [

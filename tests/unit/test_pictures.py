@@ -9,21 +9,14 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import ray_dcp
-from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError, MissingKeyError
+from ray_dcp.errors import InvalidRequestError, MissingKeyError
 from ray_dcp.format.save_trace import RankTimes, SaveTrace, Span, make_trace
 from ray_dcp.view.pictures import (
-    Boxes,
-    Changed,
     Leaf,
     Picture,
-    Step,
-    diff_chart,
     even_boxes,
-    line_chart,
     picture_diff,
     picture_layout,
     picture_norms,
@@ -34,12 +27,10 @@ from ray_dcp.view.pictures import (
     picture_tree,
     reshard,
     shard_layout,
-    step_table,
     tensor_tree,
     timeline,
 )
-from ray_dcp.view.pictures.drawing import nice_ticks, rank_colour
-from ray_dcp.view.pictures.layout import flatten, overlaps, raster
+from ray_dcp.view.pictures.drawing import rank_colour
 
 NASTY = "</title><script>alert(1)</script>&\"'\x00\ud800"
 
@@ -114,16 +105,6 @@ def test_a_late_rank_is_marked_and_named_with_its_place():
     assert "<script>alert(1)</script>" in "".join(root.itertext())
 
 
-def test_of_an_asynchronous_save_it_shows_when_training_went_on():
-    root = parsed(timeline(trace_of(3, staged=True)))
-    assert "training goes on" in texts(root)
-    (line,) = [n for n in root.iter("line") if n.get("stroke") == "#9a6fd0"]
-    (stage, *_) = titled(root, "^rank 0: stage")
-    end = number(stage, "x") + number(stage, "width")
-    assert number(line, "x1") == pytest.approx(end, abs=0.1)
-    assert "training goes on" not in texts(parsed(timeline(trace_of(3))))
-
-
 def test_a_timeline_of_ten_thousand_ranks_is_bounded_and_tells_how_many_it_leaves_out():
     picture = timeline(trace_of(10_000, late=77))
     assert len(picture.html) < 120_000
@@ -131,10 +112,6 @@ def test_a_timeline_of_ten_thousand_ranks_is_bounded_and_tells_how_many_it_leave
     assert "▲ rank 77" in texts(root)
     shown = sum("rank " in text for text in texts(root))
     assert f"… and {10_000 - shown} more ranks" in "".join(root.itertext())
-
-
-def test_a_timeline_of_nothing_can_be_drawn():
-    parsed(timeline(SaveTrace(attempt="a", mode="save", world_size=1, began_s=0, committed_s=0)))
 
 
 # --- layouts ------------------------------------------------------------------------------------
@@ -153,45 +130,11 @@ def test_a_layout_has_a_box_for_each_part_where_it_lies():
     assert by_rank[7].find("title").text == "rank 7 [75:100, 25:50]"  # type: ignore[union-attr]
 
 
-def test_an_uneven_part_is_drawn_smaller():
-    root = parsed(shard_layout(even_boxes((10,), (3,))))
-    widths = [round(number(p, "width"), 1) for p in titled(root, "^rank")]
-    assert widths == [152.0, 152.0, 76.0]
-
-
-def test_parts_of_an_unknown_rank_are_grey_and_scalars_are_drawn():
-    boxes = Boxes((), np.array([-1]), np.zeros((1, 0), int), np.zeros((1, 0), int))
-    root = parsed(shard_layout(boxes))
-    (part,) = titled(root, "^a file")
-    assert part.get("fill") == "#8d949c"
-
-
 def test_half_a_million_parts_become_a_raster_of_bounded_size():
     boxes = even_boxes((100_000, 500), (1000, 500))
     picture = shard_layout(boxes)
     assert len(picture.html) < 400_000
     parsed(picture)
-
-
-@settings(deadline=None)
-@given(rows=st.integers(1, 40), columns=st.integers(1, 40), data=st.data())
-def test_a_raster_gives_each_cell_the_rank_of_the_part_at_its_centre(
-    rows: int, columns: int, data: st.DataObject
-):
-    parts = (data.draw(st.integers(1, rows)), data.draw(st.integers(1, columns)))
-    flat = flatten(even_boxes((rows, columns), parts))
-    cells = raster(flat, (8, 8))
-    for y in range(8):
-        for x in range(8):
-            at = ((y + 0.5) * rows / 8, (x + 0.5) * columns / 8)
-            inside = (flat.offset <= at).all(axis=1) & (at < flat.offset + flat.size).all(axis=1)
-            assert cells[y, x] == flat.rank[inside][0]
-
-
-def test_of_more_than_two_cut_dimensions_the_first_slice_is_drawn_and_said():
-    root = parsed(shard_layout(even_boxes((4, 6, 8), (2, 2, 2))))
-    assert len(titled(root, "^rank")) == 4
-    assert "others are cut as well" in "".join(root.itertext())
 
 
 def test_a_reshard_tells_who_takes_how_much_from_whom():
@@ -206,23 +149,6 @@ def test_a_reshard_tells_who_takes_how_much_from_whom():
     assert number(bars[0], "width") == pytest.approx(3 * number(bars[1], "width"), rel=0.01)
     assert len(titled(root, "^wanted by rank")) == 3
     assert "160 B of 2 ranks" in texts(root)
-
-
-def test_a_reshard_of_another_shape_is_refused():
-    with pytest.raises(InvalidRequestError, match="two layouts of one tensor"):
-        reshard(even_boxes((4,), (2,)), even_boxes((5,), (2,)))
-    with pytest.raises(InvalidRequestError, match="numbers of parts"):
-        even_boxes((4,), (2, 2))
-
-
-@settings(deadline=None)
-@given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 9))
-def test_what_ranks_take_adds_up_to_what_they_want(length: int, before: int, after: int):
-    old, new = even_boxes((length, 3), (before,)), even_boxes((length, 3), (after,))
-    common = overlaps(old, new)
-    assert common is not None
-    assert common.sum(axis=1).tolist() == new.size.prod(axis=1).tolist()
-    assert common.sum(axis=0).tolist() == old.size.prod(axis=1).tolist()
 
 
 # --- trees, tables, lines -----------------------------------------------------------------------
@@ -252,93 +178,6 @@ def test_a_tree_of_a_hundred_thousand_tensors_is_bounded():
     assert "… and 99960 more" in "".join(parsed(picture).itertext())
 
 
-def test_a_tree_of_many_folders_is_bounded_too():
-    many = [Leaf(f"a{i}.b{j}.c{k}", (1,), "int8", 1)
-            for i in range(30) for j in range(30) for k in range(30)]  # fmt: skip
-    assert len(parsed(tensor_tree(many)).findall(".//code")) < 1200
-
-
-def test_the_steps_of_a_run_have_bars_of_their_sizes():
-    steps = [
-        Step(name=f"step-{i}", step=i, num_bytes=i << 20, new_bytes=i << 19, metrics={"size": i})
-        for i in (1, 2, 4)
-    ]
-    root = parsed(step_table(steps, NASTY, best="step-2"))
-    assert [th.text for th in root.iter("th")] == ["step", "size", "size", "new", "state"]
-    bars = [s for s in root.iter("span") if "background:#4c8fd6" in s.get("style", "")]
-    widths = [int(re.search(r"width:(\d+)px", b.get("style", "")).group(1)) for b in bars]  # type: ignore[union-attr]
-    assert widths == [15, 15, 30, 30, 60, 60]
-    rows = ["".join(row.itertext()) for row in root.iter("tr")]
-    assert "★" in rows[2]
-    assert "latest" in rows[3]
-
-
-def test_a_thousand_steps_show_the_newest():
-    root = parsed(step_table([Step(name=f"step-{i}", step=i) for i in range(1000)]))
-    assert len(list(root.iter("tr"))) == 101
-    assert "… and 900 earlier steps" in "".join(root.itertext())
-    assert "no checkpoints" in "".join(parsed(step_table([])).itertext())
-
-
-def test_a_difference_tells_how_much_changed_and_where_most():
-    changes = [
-        Changed("same", "unchanged", 300),
-        Changed("little", "changed", 100, 100, 0.01),
-        Changed(NASTY, "changed", 100, 100, 0.5),
-        Changed("new", "added", 500, 500),
-    ]
-    root = parsed(diff_chart(changes, "a → b"))
-    shares = {
-        kind: number(titled(root, f"^{kind}: ")[0], "width")
-        for kind in ("unchanged", "changed", "added")
-    }
-    assert shares["added"] == pytest.approx(shares["unchanged"] * 5 / 3, abs=0.1)
-    assert sum(shares.values()) == pytest.approx(860, abs=0.1)
-    told = texts(root)
-    assert told.index("50.0%") < told.index("1.0%")
-    assert "1 unchanged, 300 B" in told
-    parsed(diff_chart([Changed(f"t{i}", "changed", 1, 1) for i in range(5000)]))
-
-
-def test_lines_go_up_where_values_do_and_the_steadiest_are_grey():
-    series = {f"steady{i}": [(0, 5.0), (1, 5.0), (2, 5.0)] for i in range(9)}
-    series["moves"] = [(0, 1.0), (1, 2.0), (2, 3.0)]
-    root = parsed(line_chart(series, NASTY))
-    lines = {n.find("title").text: n for n in root.iter("polyline")}  # type: ignore[union-attr]
-    assert len(lines) == 10
-    ys = [float(p.split(",")[1]) for p in lines["moves"].attrib["points"].split()]
-    assert ys[0] - ys[1] == pytest.approx(ys[1] - ys[2], abs=0.2)
-    assert ys == sorted(ys, reverse=True)
-    assert "moves" in texts(root)
-    assert sum(line.get("stroke") == "#8d949c" for line in lines.values()) == 2
-    assert "in grey: 2 that change less" in "".join(root.itertext())
-
-
-def test_what_is_not_finite_is_marked_and_never_drawn():
-    root = parsed(line_chart({"w": [(0, 1.0), (1, float("nan")), (2, float("inf")), (3, 2.0)]}))
-    assert texts(root).count("✕") == 2
-    assert len(root.find(".//polyline").attrib["points"].split()) == 2  # type: ignore[union-attr]
-    assert "nan" not in re.sub("<title>.*?</title>", "", line_chart({"w": [(0, 1.0)]}).html)
-    parsed(line_chart({"w": [(0, float("nan"))]}))
-    parsed(line_chart({}))
-
-
-def test_values_far_apart_are_drawn_on_a_logarithmic_scale():
-    root = parsed(line_chart({"loss": [(0, 100.0), (1, 10.0), (2, 1.0), (3, 0.1)]}))
-    points = root.find(".//polyline").attrib["points"].split()  # type: ignore[union-attr]
-    ys = [float(point.split(",")[1]) for point in points]
-    assert np.diff(ys) == pytest.approx([np.diff(ys)[0]] * 3, abs=0.2)
-
-
-@settings(deadline=None)
-@given(st.floats(1e-9, 1e12))
-def test_ticks_are_few_and_within(most: float):
-    ticks = nice_ticks(most)
-    assert 2 <= len(ticks) <= 8
-    assert ticks[0] == 0
-    assert ticks[-1] <= most * (1 + 1e-9)
-
-
 # --- of views -----------------------------------------------------------------------------------
 
 
@@ -360,13 +199,6 @@ def test_a_run_shows_itself_as_a_table(run: Path):
     assert "stall" not in [th.text for th in plain.iter("th")]
 
 
-def test_a_checkpoint_shows_its_tree_and_its_timeline(run: Path):
-    html = ray_dcp.open(run / "step-1")._repr_html_()
-    root = parsed(Picture(html))
-    assert {"w", "frozen", "n"} <= {code.text for code in root.iter("code")}
-    assert "coordinator" in texts(root)
-
-
 def test_views_are_drawn_by_name(run: Path):
     view = ray_dcp.open(run / "step-1")
     assert "a.w" in "".join(parsed(picture_layout(view, "a.w")).itertext())
@@ -382,13 +214,6 @@ def test_views_are_drawn_by_name(run: Path):
         picture_layout(view, "a.v")
     with pytest.raises(InvalidRequestError, match="is an object"):
         picture_layout(view, "n")
-
-
-def test_a_checkpoint_without_a_trace_has_no_timeline(tmp_path: Path):
-    options = ray_dcp.SaveOptions(trace=False)
-    ray_dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "c", options=options, no_dist=True)
-    with pytest.raises(CheckpointNotFoundError, match="trace of a save"):
-        picture_timeline(ray_dcp.open(tmp_path / "c"))
 
 
 def test_a_difference_shows_itself_without_reading(run: Path):
@@ -415,15 +240,3 @@ def test_a_picture_is_saved_as_a_page(tmp_path: Path):
     page = (tmp_path / "p.html").read_text()
     assert "<div>x</div>" in page
     assert "<title>&lt;t&gt;</title>" in page
-
-
-def test_ticks_are_round_numbers_between_the_values():
-    told = texts(parsed(line_chart({"w": [(20, 7.337), (160, 12.9)]})))
-    assert {"8", "10", "12"} <= set(told)
-    assert not {"6", "0", "14"} & set(told)
-
-
-def test_the_colours_of_the_coordinator_are_told_too():
-    told = texts(parsed(timeline(trace_of(3))))
-    assert "record: commit" in told
-    assert "write: write durably" in told

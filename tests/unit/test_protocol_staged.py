@@ -1,19 +1,20 @@
-"""The machine of asynchronous saves, fed by hand: no storage, no ranks, no stagers."""
+"""Asynchronous saves: the machine, fed by hand; who is helped; plans that outlive a coordinator."""
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+import ray_dcp
 from ray_dcp.core.values import FilePlan, RankPlan
 from ray_dcp.errors import (
-    CheckpointError,
     CheckpointExistsError,
     CommitUnknownError,
-    DeadlineError,
     InternalError,
     ParticipantError,
     SaveCancelledError,
@@ -33,6 +34,7 @@ from ray_dcp.protocol.commands import (
     RecordCreated,
 )
 from ray_dcp.protocol.coordination import Coordination
+from ray_dcp.protocol.holders import HELP_COSTS_S, LEAST_WAIT_S, Pace, find_stragglers
 from ray_dcp.protocol.liveness import Heartbeat
 from ray_dcp.protocol.messages import (
     Ack,
@@ -47,7 +49,16 @@ from ray_dcp.protocol.messages import (
     TakeOver,
     Target,
 )
-from tests.protocol_play import BUILT, KEY, NOTHING, TARGET, Play, planned, receipt_file
+from ray_dcp.runtime import ray_calls, ray_private
+from ray_dcp.runtime.coordinator import Coordinator
+from ray_dcp.runtime.recovery import StagedPlans
+from ray_dcp.runtime.tasks import perform, settle
+from ray_dcp.stage.values import StageKey, StageProgress
+from tests.inline_ranks import Shell
+from tests.protocol_play import BUILT, KEY, NOTHING, TARGET, Play, join_of, planned, receipt_file
+
+# --- The machine, fed by hand ---------------------------------------------------------------------
+
 
 FILES_OF_A_RANK = 2
 
@@ -180,16 +191,6 @@ def test_it_commits_when_every_file_has_a_receipt_whoever_wrote_it(play, staged_
     assert isinstance(play.staged(1), SaveOutcome)
 
 
-def test_a_rank_without_files_is_done_when_it_says_so():
-    play = StagedPlay(world_size=1)
-    play.join_staged(0)
-    play.done(NOTHING)
-    play.done(planned(1))
-    assert not play.todo
-    play.staged(0)
-    commit(play)
-
-
 def test_a_rank_that_dies_when_a_stager_holds_its_bytes_does_not_matter(play):
     play.to_staged()
     play.lag(0)  # it is asked to hand over to another one; its slow stager has all that it had
@@ -262,16 +263,6 @@ def test_a_lost_stager_makes_its_living_rank_hand_its_unwritten_files_over(play)
     assert isinstance(play.reply(0, "SaveStaged 1"), SaveOutcome)
 
 
-def test_a_rank_that_was_not_waiting_yet_is_asked_when_it_comes_if_need_be(play):
-    play.to_writing()
-    for rank in range(2):
-        play.held(rank)
-        play.lose_stager(f"s{rank}")
-    assert play.staged(0) == TakeOver(1, (0, 1), "it died", lost=True)
-    play.write_all(ranks=[1])
-    assert play.staged(1) is None
-
-
 @pytest.mark.parametrize("stager_first", [True, False])
 def test_a_save_fails_that_lost_a_stager_and_the_rank_whose_bytes_it_held(play, stager_first):
     play.to_staged()
@@ -284,17 +275,6 @@ def test_a_save_fails_that_lost_a_stager_and_the_rank_whose_bytes_it_held(play, 
     error = play.reply(1, "SaveStaged 0").error
     assert (type(error), error.rank) == (ParticipantError, 0)
     assert stager_first or "2 files unwritten" in error.message
-
-
-def test_a_stager_that_lags_and_that_nobody_can_help_goes_on_alone(play):
-    play.to_staged()
-    play.lag(0)
-    asked = play.reply(0, "SaveStaged 0")
-    play.staged(0, incarnation=asked.incarnation)
-    play.lose(0)  # its slow stager still holds everything
-    assert play.lag(0) == ()
-    play.write_all()
-    commit(play)
 
 
 def test_a_stager_that_lags_is_helped_once_and_whoever_is_first_counts(play):
@@ -325,26 +305,6 @@ def test_who_is_much_slower_than_the_others_is_helped(play):
     assert "2 of 100 bytes" in asked.reason
 
 
-def test_a_rank_whose_helper_failed_is_asked_again_when_its_stager_died_meanwhile(play):
-    play.to_staged()
-    play.lag(0)
-    asked = play.reply(0, "SaveStaged 0")
-    play.lose_stager("s0")
-    again = play.staged(0, incarnation=asked.incarnation)
-    assert again == TakeOver(asked.incarnation + 1, (0, 1), "it died", lost=True)
-    play.held(0, incarnation=again.incarnation, stager="s0.2")
-    assert play.staged(0, incarnation=again.incarnation) is None
-    play.write_all()
-    commit(play)
-
-
-def test_what_an_earlier_stager_of_a_rank_says_late_does_not_count(play):
-    play.to_staged()
-    for incarnation in (2, 1):
-        assert play.held(0, incarnation=incarnation, stager=f"s0.{incarnation}") == Ack()
-    assert play.coordination.held_by("s0.2") == {KEY: [0]}
-
-
 def test_what_is_of_another_attempt_epoch_or_coordinator_is_refused(play):
     with pytest.raises(CommitUnknownError, match="restarted"):
         play.written(0, 0)
@@ -355,13 +315,6 @@ def test_what_is_of_another_attempt_epoch_or_coordinator_is_refused(play):
         play.held(0, epoch=7)
     play.write_all()
     commit(play)
-
-
-def test_files_that_nobody_writes_are_blamed_on_their_ranks_at_the_deadline(play):
-    play.to_staged()
-    play.write_all(ranks=[1])
-    error = fails(play)
-    assert (type(error), error.rank) == (DeadlineError, 0)
 
 
 # --- the queue ----------------------------------------------------------------------------------
@@ -447,13 +400,6 @@ def test_two_saves_of_one_id_are_not_under_way_at_once(play):
     assert "operation 0" in error.message
 
 
-def test_a_queued_save_whose_rank_dies_fails_at_once(play):
-    play.to_staged()
-    join_second(play)
-    play.lose(1)
-    assert isinstance(play.reply(0, "SaveJoin", key=SECOND).error, ParticipantError)
-
-
 # Another coordinator
 
 
@@ -490,33 +436,6 @@ def resumed(play):
     return Resumed(world_size=play.world_size, epoch=2).take_up(play)
 
 
-def test_only_what_is_planned_and_neither_over_nor_failing_can_be_taken_up(play):
-    def known():
-        return play.coordination.staged_plan(KEY) is not None
-
-    for rank in range(play.world_size):
-        assert not known()
-        play.join_staged(rank)
-    assert not known()
-    play.done(NOTHING)
-    play.done(staged_plan(play.world_size))
-    assert known()
-    for rank in range(play.world_size):
-        play.held(rank)
-    # All is written and nothing committed: who dies now must leave it to another coordinator.
-    play.write_all()
-    assert isinstance(play.task, BuildCommit)
-    assert known()
-    commit(play)
-    assert not known()
-    other, written = StagedPlay(), Play()
-    other.to_staged()
-    other.cancel()
-    assert other.coordination.staged_plan(KEY) is None
-    written.to_writing()  # by its ranks
-    assert written.coordination.staged_plan(KEY) is None
-
-
 def test_a_save_is_taken_up_twice_and_committed_under_the_newest_epoch(resumed):
     third = Resumed(world_size=2, epoch=3).take_up(resumed)
     third.say_again()
@@ -524,39 +443,6 @@ def test_a_save_is_taken_up_twice_and_committed_under_the_newest_epoch(resumed):
     assert (task.attempt, task.epoch) == ("a1", 3)
     assert {file.file for file in task.receipts} == {0, 1, 2, 3}
     assert isinstance(third.reply(0, "SaveStaged 0"), SaveOutcome)
-
-
-def test_a_rank_says_who_holds_its_bytes_to_a_coordinator_that_never_heard_it(resumed):
-    held = PartsHeld(KEY, 0, "a1", 1, "s0")
-    assert resumed.send(SaveStaged(KEY, 0, "a1", 1, held=held)) is None
-    resumed.lose_stager("s0")
-    assert resumed.reply(0, "SaveStaged 0") == TakeOver(1, (0, 1), "it died", lost=True)
-
-
-def test_what_nobody_says_again_does_not_count(resumed):
-    resumed.held(0)
-    resumed.written(0, 0)
-    resumed.held(1)
-    resumed.written(1, 2, 3)
-    assert not resumed.todo
-
-
-def test_a_rank_without_its_part_of_the_plan_fails_the_save_that_was_taken_up(resumed):
-    resumed.staged(0)
-    resumed.join_staged(1)
-    resumed.held(0)
-    resumed.write_all(ranks=[0])
-    resumed.end_abort()
-    refused = resumed.reply(1, "SaveJoin")
-    assert isinstance(refused, Refused)
-    assert "was restarted" in refused.error.message
-
-
-def test_another_attempt_or_epoch_is_refused_by_who_took_it_up(resumed):
-    for stray in ({"attempt": "a2"}, {"epoch": 3}):
-        with pytest.raises(CheckpointError):
-            resumed.held(0, **stray)
-    resumed.held(0, epoch=2)
 
 
 def test_a_dead_rank_does_not_matter_once_its_stager_has_said_that_it_holds_its_bytes(resumed):
@@ -567,19 +453,6 @@ def test_a_dead_rank_does_not_matter_once_its_stager_has_said_that_it_holds_its_
     resumed.held(0)
     resumed.write_all(ranks=[0, 1])
     assert "lost" in resumed.task.reason
-
-
-def test_a_dead_rank_without_files_does_not_matter_to_who_takes_a_save_up(play):
-    play.to_writing()
-    found = play.coordination.staged_plan(KEY)
-    found = replace(found, files=(found.files[0], frozenset()))
-    resumed = Resumed(world_size=2, epoch=2)
-    resumed._take(resumed.coordination.resume(found))
-    resumed.todo.clear()
-    resumed.held(0)
-    resumed.lose(0, 1)
-    resumed.write_all(ranks=[0])
-    commit(resumed)
 
 
 def taken_up(play, outcome=None):
@@ -610,17 +483,6 @@ def test_a_save_that_storage_has_decided_is_dropped_and_the_next_one_begins_only
     assert isinstance(resumed.task, ReadRecords)
 
 
-@pytest.mark.parametrize("outcome", [OutcomeRead(), Failed(StorageError("no answer")), None])
-def test_a_save_that_nothing_decides_goes_on_where_it_was_taken_up(play, outcome):
-    resumed = taken_up(play, outcome)
-    resumed.say_again()
-    assert isinstance(resumed.task, BuildCommit)
-    if outcome is None:
-        resumed.told(OutcomeRead(3))  # late: the vote decides
-    commit(resumed)
-    assert isinstance(resumed.reply(1, "SaveStaged 0"), SaveOutcome)
-
-
 def test_a_failure_that_could_not_be_recorded_is_unknown_as_another_could_commit_it(play):
     play.to_writing()
     play.cancel()
@@ -628,3 +490,254 @@ def test_a_failure_that_could_not_be_recorded_is_unknown_as_another_could_commit
         play.done(Failed(StorageError("no answer")))
     play.staged(0)
     assert isinstance(play.reply(0, "SaveStaged 0").error, CommitUnknownError)
+
+
+# --- When a slow stager is helped -----------------------------------------------------------------
+
+
+def others(done_s: float, count: int = 3) -> dict[int, Pace]:
+    return {rank: Pace(100, 100, done_s=done_s) for rank in range(1, count + 1)}
+
+
+@pytest.mark.parametrize("usual_s", [0.6, 4.0, 60.0])
+def test_a_tenth_of_the_pace_is_seen_as_soon_as_the_others_are_done(usual_s):
+    assert find_stragglers({0: Pace(10, 100), **others(usual_s)}, usual_s) == {
+        0: f"after {usual_s:.1f} s 10 of 100 bytes were written, where others took "
+        f"{usual_s:.1f} s for theirs"
+    }
+    assert find_stragglers({0: Pace(9, 100), **others(usual_s)}, 0.99 * usual_s) == {}
+
+
+def test_what_has_written_nothing_is_helped_but_not_at_once():
+    paces = {0: Pace(0, 100), **others(0.1)}
+    assert find_stragglers(paces, 0.9 * LEAST_WAIT_S) == {}
+    assert set(find_stragglers(paces, LEAST_WAIT_S)) == {0}
+
+
+def test_nobody_is_helped_who_ends_before_help_could_come():
+    """Ten times as slow as the others, but with less left to do than help costs."""
+    elapsed_s = 0.6
+    left = HELP_COSTS_S / elapsed_s
+    soon, late = round(1000 / (1 + 0.9 * left)), round(1000 / (1 + 1.1 * left))
+    assert find_stragglers({0: Pace(soon, 1000), **others(0.06)}, elapsed_s) == {}
+    assert set(find_stragglers({0: Pace(late, 1000), **others(0.06)}, elapsed_s)) == {0}
+
+
+def test_nobody_is_helped_who_takes_less_than_twice_as_long():
+    assert find_stragglers({0: Pace(55, 100), **others(10.0)}, 10.0) == {}
+    assert set(find_stragglers({0: Pace(45, 100), **others(10.0)}, 10.0)) == {0}
+
+
+def test_nobody_is_helped_before_half_of_the_ranks_are_done():
+    slow = {rank: Pace(1, 100) for rank in (10, 11, 12)}
+    assert find_stragglers({**slow, **others(1.0, count=2)}, 50.0) == {}
+    assert set(find_stragglers({**slow, **others(1.0, count=3)}, 50.0)) == {10, 11, 12}
+
+
+def test_a_rank_without_bytes_is_never_helped():
+    assert find_stragglers({0: Pace(0, 0), **others(1.0)}, 50.0) == {}
+
+
+# --- Plans that outlive a coordinator ------------------------------------------------------------
+
+
+class Stager:
+    """What a coordinator calls of a stager."""
+
+    def __init__(self, name, gate=None):
+        self.name, self.gate = name, gate
+        self.plans = {}
+        self.sealed = []
+        self.asked = []
+        for method in ("keep_plan", "plan_of", "drop_plan", "shares"):
+            setattr(self, method, SimpleNamespace(remote=getattr(self, f"_{method}")))
+
+    async def _keep_plan(self, name, data):
+        if self.gate is not None:
+            await self.gate.wait()
+        self.plans[name] = data
+
+    async def _plan_of(self, name):
+        return self.plans.get(name)
+
+    async def _drop_plan(self, name):
+        self.plans.pop(name, None)
+
+    async def _shares(self, attempt):
+        self.asked.append(attempt)
+        keys = [StageKey(f"1:{KEY.seq}:{KEY.session}", rank, attempt) for rank in self.sealed]
+        return self.name, [StageProgress(key, 8, 8, True, ()) for key in keys]
+
+
+class Cluster:
+    """Ray's control store and stagers, by the names of their actors."""
+
+    def __init__(self, monkeypatch):
+        self.stagers = {}
+        self.store = {}
+        monkeypatch.setattr(ray_calls, "get_actor", self._get_actor)
+        monkeypatch.setattr(ray_private, "remember", self._remember)
+        monkeypatch.setattr(ray_private, "recall", lambda name: self.store.get(name, ""))
+        monkeypatch.setattr(
+            ray_private,
+            "names_from",
+            lambda prefix: [n for n in self.store if n.startswith(prefix)],
+        )
+
+    def add(self, number, gate=None):
+        self.stagers[f"s{number}"] = Stager(f"s{number}#0", gate)
+        return self.stagers[f"s{number}"]
+
+    def _get_actor(self, name, namespace):
+        if name not in self.stagers:
+            raise ValueError(f"no actor {name}")
+        return self.stagers[name]
+
+    def _remember(self, name, text):
+        if text:
+            self.store[name] = text
+        else:
+            self.store.pop(name, None)
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    return Cluster(monkeypatch)
+
+
+class Actor(Coordinator):
+    """A coordinator without Ray, in which the save of a play is planned_play."""
+
+    def __init__(self, play):
+        self._loop = asyncio.get_running_loop()
+        self._called, self._resumed = asyncio.Event(), asyncio.Event()
+        self._resumed.set()
+        self._waiting, self._watching, self._timers, self._tasks = {}, {}, {}, set()
+        self._performing = 0
+        nothing = lambda *_: None  # noqa: E731
+        self._tracing = SimpleNamespace(hears=nothing, hears_together=nothing, tells=nothing)
+        self._switchboard = SimpleNamespace(tidy=lambda: None)
+        self._together = SimpleNamespace(answer=nothing, tell=nothing, call=self._told)
+        self._coordination = play.coordination
+        self._plans = StagedPlans("actor", play.coordination, self._carry_out, "namespace")
+
+    async def _perform(self, command):
+        """Leaves its tasks undone."""
+
+    async def _told(self, message, beats_s):
+        """Hears nothing from the machine."""
+
+    async def settled(self):
+        """Lets everything go on that can."""
+        for _ in range(50):
+            await asyncio.sleep(0)
+
+
+def planned_play(world_size=2):
+    play = StagedPlay(world_size=world_size)
+    play.to_writing()
+    return play
+
+
+def held_by_stager(rank, stager=None):
+    return PartsHeld(KEY, rank, "a1", 1, f"s{rank if stager is None else stager}#0")
+
+
+def another_coordinator():
+    """Returns the next coordinator's state after it has looked for what it can take up."""
+
+    async def story():
+        coordination = Coordination(epoch=2, new_attempt=lambda: "a2")
+        plans = StagedPlans("actor", coordination, lambda commands: None, "namespace")
+        await plans.resume()
+        return coordination
+
+    return asyncio.run(story())
+
+
+def test_nobody_is_told_that_bytes_are_held_before_the_plan_is(cluster):
+    play = planned_play()
+
+    async def story():
+        gate = asyncio.Event()
+        cluster.add(0, gate)
+        actor = Actor(play)
+        call = asyncio.ensure_future(actor.call(held_by_stager(0)))
+        again = asyncio.ensure_future(actor.call(held_by_stager(0)))
+        await actor.settled()
+        assert not call.done()
+        assert not again.done()
+        gate.set()
+        assert await call == await again == Ack()
+        return dict(cluster.store)
+
+    # As it was when the rank was told: everybody may die now.
+    cluster.store = asyncio.run(story())
+    assert another_coordinator().active == (KEY,)
+
+
+def test_a_rank_is_told_only_when_its_own_stager_would_be_asked(cluster):
+    play = planned_play()
+
+    async def story():
+        actor = Actor(play)
+        for rank in range(2):
+            cluster.add(rank).sealed = [rank]
+            assert await actor.call(held_by_stager(rank)) == Ack()
+        return dict(cluster.store)
+
+    cluster.store = asyncio.run(story())
+    coordination = another_coordinator()
+    assert [stager.asked for stager in cluster.stagers.values()] == [["a1"], ["a1"]]
+    assert coordination.held_by("s1#0") == {KEY: [1]}
+
+
+def test_a_stager_that_is_lost_has_its_plan_kept_by_another(cluster):
+    play = planned_play()
+
+    async def story():
+        actor = Actor(play)
+        for number in range(3):
+            cluster.add(number)
+        for rank in range(2):
+            await actor.call(held_by_stager(rank))
+        await actor._plans.keep()
+        for number in (0, 1):
+            del cluster.stagers[f"s{number}"]
+            actor._plans.lost(f"s{number}#0")
+        taken = PartsHeld(KEY, 0, "a1", 1, "s2#0", incarnation=1)
+        assert await actor.call(taken) == Ack()
+        return dict(cluster.store)
+
+    cluster.store = asyncio.run(story())
+    assert another_coordinator().active == (KEY,)
+
+
+@pytest.mark.parametrize("ended", ["committed", "aborted"])
+def test_a_save_that_had_ended_does_not_keep_the_next_one_waiting(tmp_path, ended):
+    """Its plan may be there still: whoever ended it died before it could forget it."""
+    target = Target(str(tmp_path / "c"))
+    before = StagedPlay()
+    before.to_writing(target=target)
+    planned_save = before.coordination.staged_plan(KEY)
+    attempt = planned_save.attempt
+    if ended == "committed":
+        handle = ray_dcp.async_save({"x": 1}, checkpoint_id=target.url, no_dist=True)
+        handle.committed(180)
+        attempt = handle.report().attempt
+        (tmp_path / "c" / ".metadata").unlink()  # it did not come to that
+    else:
+        settle(target, attempt, reason="played", rank=None)
+    planned_save = pickle.loads(pickle.dumps(planned_save))
+    object.__setattr__(planned_save, "attempt", attempt)
+
+    shell = Shell(Coordination(epoch=2, new_attempt=lambda: "a2"), perform)
+    shell._carry_out(shell.coordination.resume(planned_save))
+    elsewhere = Target(str(tmp_path / "d"))
+    for rank in range(2):
+        assert not shell.receive(join_of(rank, key=SECOND, target=elsewhere, staged=True))
+    while shell.tasks and KEY in shell.coordination.active:
+        shell.perform(0)
+    assert shell.coordination.active == (SECOND,)
+    assert len(shell.tasks) == 1  # what the second one begins with
+    assert (tmp_path / "c" / ".metadata").exists() == (ended == "committed")

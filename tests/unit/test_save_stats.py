@@ -11,17 +11,10 @@ import pytest
 import torch
 
 import ray_dcp
-from ray_dcp.errors import (
-    DamagedCheckpointError,
-    InvalidRequestError,
-    NonFiniteError,
-    UnsupportedValueError,
-)
-from ray_dcp.format.tensor_stats import PartStats, combine, encode_stats, stats_key
+from ray_dcp.errors import DamagedCheckpointError, NonFiniteError
+from ray_dcp.format.tensor_stats import stats_key
 from ray_dcp.options import SaveOptions
-from ray_dcp.planning.fingerprint import FINGERPRINT_BYTES
-from ray_dcp.protocol.aggregation import together
-from ray_dcp.protocol.messages import OpKey, SaveJoin, Target
+from ray_dcp.protocol.messages import OpKey, Target
 from ray_dcp.runtime.rank_save import save_rank
 from ray_dcp.torch_adapter.capture import capture, measured, part_stats
 from tests.inline_ranks import run_ranks
@@ -101,12 +94,6 @@ def test_what_several_ranks_hold_counts_once_and_shards_are_put_together(tmp_pat
     assert found["big"].num_elements == 3_000_000
 
 
-def test_a_tensor_of_which_a_part_is_not_known_has_no_numbers():
-    half = PartStats(2, 8.0, 2.0, 0, 0)
-    assert combine([[("w", (0, 2), half)]], {"w": 4}) == {}
-    assert set(combine([[("w", (0, 2), half)], [("w", (2, 2), half)]], {"w": 4})) == {"w"}
-
-
 @pytest.mark.parametrize("refused_on", [[1], [0, 2]])
 def test_a_refusal_fails_the_save_on_all_ranks_and_names_tensor_rank_and_count(
     tmp_path: Path, refused_on: list[int]
@@ -156,19 +143,6 @@ def test_the_options_of_a_save_refuse_or_warn(tmp_path: Path, asynchronous: bool
     assert ray_dcp.open(tmp_path / "warned")["bad"][1] == float("inf")
 
 
-def test_many_bad_tensors_are_named_up_to_a_point(tmp_path: Path):
-    bad = {f"w{i}": torch.tensor(float("nan")) for i in range(20)}
-    with pytest.raises(NonFiniteError, match="and 12 more tensors"):
-        ray_dcp.save(bad, checkpoint_id=tmp_path / "a", options=SaveOptions(nonfinite="refuse"))
-
-
-def test_values_whose_squares_overflow_are_not_mistaken_for_infinities():
-    found = part_stats(np.array([1e200, -2e200]), "float64")
-    assert (found.num_nan, found.num_inf, found.absmax) == (0, 0, 2e200)
-    stats = combine([[("w", (0, 2), found)]], {"w": 2})
-    assert b'"inf"' in encode_stats("a", stats)
-
-
 @pytest.mark.parametrize("position", [0, 65_535, 65_536, 199_999])
 def test_a_single_nan_is_found_wherever_it_is(position: int):
     values = np.ones(200_000, np.float32)
@@ -186,42 +160,6 @@ def test_numbers_that_are_damaged_are_an_error_and_the_checkpoint_is_none(tmp_pa
         _ = ray_dcp.open(tmp_path / "a").stats
     assert view.verify().ok
     assert ray_dcp.open(tmp_path / "a")["w"][0] == 1
-
-
-def test_numbers_go_with_their_checkpoint(tmp_path: Path):
-    for _ in range(2):
-        ray_dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a", options=STATS)
-    assert len(list((tmp_path / "a").glob("stats.*"))) == 1
-    assert ray_dcp.collect(tmp_path / "a").deleted == ()
-    ray_dcp.delete(tmp_path / "a")
-    assert not list((tmp_path / "a").glob("stats.*"))
-
-
-def test_storages_of_others_can_not_promise_it(tmp_path: Path):
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
-    class Theirs(FileSystemWriter):
-        pass
-
-    for options in (STATS, SaveOptions(nonfinite="refuse")):
-        with pytest.raises(InvalidRequestError, match="needs a storage of ray_dcp"):
-            ray_dcp.save(
-                {"w": torch.ones(1)}, storage_writer=Theirs(tmp_path / "a"), options=options
-            )
-    with pytest.raises(InvalidRequestError, match="nonfinite must be one of"):
-        SaveOptions(nonfinite="raise")
-    assert not issubclass(NonFiniteError, UnsupportedValueError)
-
-
-def test_ranks_that_join_in_one_message_tell_their_own_numbers():
-    joins = [
-        SaveJoin(
-            OpKey("s", 0), rank, 2, Target("memory://x"), STATS, b"", known=b"k",
-            fingerprint=b"f" * FINGERPRINT_BYTES, stats=bytes([rank]),
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    assert [join.stats for join in together(joins).requests()] == [b"\0", b"\1"]
 
 
 def test_every_rank_warns_of_its_own_values_and_the_first_of_them_once(tmp_path: Path):

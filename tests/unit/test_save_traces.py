@@ -1,24 +1,30 @@
-"""The trace of a save: what it says, that it stays small, and that no save depends on it."""
+"""The trace of a save: what it says, that no save depends on it, and how `timeline` shows it."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ray_dcp
+from ray_dcp.cli.main import main
 from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import DamagedCheckpointError
 from ray_dcp.format.save_trace import (
     MAX_TRACE_BYTES,
     MOST_RANKS,
     RankTimes,
+    SaveTrace,
     Span,
     decode_trace,
     encode_trace,
@@ -27,22 +33,14 @@ from ray_dcp.format.save_trace import (
 )
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.commands import Answer, MakePlan, Perform, PublishMetadata
-from ray_dcp.protocol.messages import (
-    FileReceipt,
-    OpKey,
-    PartsHeld,
-    PartsWritten,
-    Refused,
-    SaveGo,
-    SaveJoin,
-    SaveReceipt,
-    Target,
-)
+from ray_dcp.protocol.messages import FileReceipt, OpKey, SaveGo, SaveJoin, SaveReceipt, Target
 from ray_dcp.protocol.save_recorder import SaveRecorder
 from ray_dcp.runtime.inline import Tracing
 from ray_dcp.store.memory import MemoryStorage
-from ray_dcp.store.opening import open_storage
-from tests import numpy_ranks
+from tests import big_views, cli_story
+
+# --- The trace ------------------------------------------------------------------------------------
+
 
 ATTEMPT = "0123456789abcdef"
 KEY = OpKey("s", 0)
@@ -80,18 +78,6 @@ def many(n: int, late: dict[int, float] | None = None):
 # --- the value ----------------------------------------------------------------------------------
 
 
-def test_a_trace_comes_back_from_its_bytes():
-    trace = many(5, {3: 4.0})
-    assert decode_trace(encode_trace(trace)) == trace
-    assert trace.num_bytes == 35
-
-
-def test_the_bytes_are_json_that_anybody_reads():
-    found = json.loads(encode_trace(many(2)))
-    assert found["format"] == "ray_dcp.trace"
-    assert ["write", 1, 0.1, 1.01, 7] in found["spans"]
-
-
 def test_a_trace_of_ten_thousand_ranks_is_small_and_counts_them_all():
     trace = many(10_000, {4711: 5.0, 12: 0.5})
     assert len(encode_trace(trace)) < 32_000
@@ -100,13 +86,6 @@ def test_a_trace_of_ten_thousand_ranks_is_small_and_counts_them_all():
     write = next(phase for phase in trace.phases if phase.phase == "write")
     assert (write.num_ranks, write.num_bytes, write.max_s) == (10_000, 70_000, 5.90471)
     assert [(one.rank, one.where) for one in trace.stragglers] == [(4711, "pid 4711")]
-
-
-def test_of_a_thousand_stragglers_the_latest_are_told():
-    trace = many(10_000, {rank: 2.0 + rank / 1000 for rank in range(1000)})
-    assert trace.stragglers[0].rank == 999
-    assert len(trace.stragglers) == 24
-    assert len(encode_trace(trace)) < 40_000
 
 
 @pytest.mark.parametrize(
@@ -126,11 +105,6 @@ def test_who_is_late(stops: list[float], late: list[int]):
     assert [one.rank for one in trace.stragglers] == late
 
 
-def test_waiting_for_the_others_makes_nobody_a_straggler():
-    times = {"plan": RankTimes.of([0, 1], [0.0, 0.0], [0.1, 9.0])}
-    assert make_trace(ATTEMPT, "save", 2, 0.0, 9.0, [], times).stragglers == ()
-
-
 @given(at=st.integers(0, 10_000), bit=st.integers(0, 7))
 @settings(max_examples=60, deadline=None)
 def test_any_flipped_bit_of_a_trace_is_noticed(at: int, bit: int):
@@ -140,104 +114,9 @@ def test_any_flipped_bit_of_a_trace_is_noticed(at: int, bit: int):
         decode_trace(bytes(data), key="trace.x.json")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda told: told.update(version=2),
-        lambda told: told.update(world_size="2"),
-        lambda told: told.update(committed_s=float("nan")),
-        lambda told: told["spans"].append(["write", 0, 0.0, 1.0]),
-        lambda told: told["spans"].append(["write", "0", 0.0, 1.0, 1]),
-        lambda told: told["spans"].append(7),
-        lambda told: told.pop("phases"),
-        lambda told: told.update(spans=None),
-    ],
-)
-def test_what_is_no_trace_is_refused(change):
-    told = json.loads(encode_trace(many(2)))
-    del told["xxh3_128"]
-    change(told)
-    from ray_dcp.core.checksums import digest_bytes
-
-    body = json.dumps(told).encode()[:-1]
-    ending = f',\n "xxh3_128": "{digest_bytes(body).hex()}"}}\n'.encode()
-    with pytest.raises(DamagedCheckpointError):
-        decode_trace(body + ending)
-
-
 def test_a_file_that_is_too_long_is_refused_before_it_is_read():
     with pytest.raises(DamagedCheckpointError, match="more than"):
         decode_trace(b" " * (MAX_TRACE_BYTES + 1))
-
-
-# --- the notes ----------------------------------------------------------------------------------
-
-
-def test_the_notes_of_a_save_become_its_phases():
-    recorder = SaveRecorder(join(0), unix_s=1000.0, now_s=10.0)
-    recorder.hears(join(0), 10.0, "pid 1 on a")
-    recorder.hears(join(1), 11.0, "pid 2 on b")
-    recorder.performed(PLAN, 11.0, 11.5)
-    for rank in (0, 1):
-        recorder.tells(go(rank), 12.0)
-    recorder.hears(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5), receipt(1, 6))), 13.0)
-    recorder.hears(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5), receipt(1, 6))), 14.0)  # again
-    recorder.hears(SaveReceipt(KEY, 1, "another", 1, (receipt(2, 9),)), 13.0)
-    recorder.hears(SaveReceipt(KEY, 1, ATTEMPT, 1, (receipt(2, 9),)), 15.5)
-    trace = recorder.trace(committed_s=16.0)
-    assert trace is not None
-    assert trace.began_s == 999.5  # rank 0 had captured for half a second when it joined
-    assert trace.committed_s == 6.5
-    assert trace.mode == "save"
-    assert [(s.phase, s.rank, s.start_s, s.stop_s, s.num_bytes) for s in trace.spans] == [
-        ("plan", None, 1.5, 2.0, 0),
-        ("capture", 0, 0.0, 0.5, 0),
-        ("plan", 0, 0.5, 2.5, 0),
-        ("write", 0, 2.5, 3.5, 11),
-        ("capture", 1, 1.0, 1.5, 0),
-        ("plan", 1, 1.5, 2.5, 0),
-        ("write", 1, 2.5, 6.0, 9),
-    ]
-    assert [(one.rank, one.phase, one.where) for one in trace.stragglers] == [
-        (1, "write", "pid 2 on b"), (1, "capture", "pid 2 on b"),
-    ]  # fmt: skip
-
-
-def test_an_asynchronous_save_is_staged_while_it_is_written():
-    recorder = SaveRecorder(join(0, staged=True), 0.0, 0.0)
-    recorder.hears(join(0, staged=True), 1.0)
-    recorder.tells(go(0), 2.0)
-    recorder.hears(PartsWritten(KEY, 0, ATTEMPT, 1, "st", 0, (receipt(0, 5),)), 2.5)
-    recorder.hears(PartsHeld(KEY, 0, ATTEMPT, 1, "st"), 3.0)
-    recorder.hears(PartsHeld(KEY, 0, ATTEMPT, 1, "other", 1), 3.5)
-    recorder.hears(PartsWritten(KEY, 0, ATTEMPT, 1, "st", 0, (receipt(1, 6),)), 4.0)
-    recorder.hears(PartsWritten(KEY, 0, ATTEMPT, 1, "other", 1, (receipt(1, 6),)), 9.0)
-    trace = recorder.trace(10.0)
-    assert trace is not None
-    assert trace.mode == "async_save"
-    spans = {span.phase: (span.start_s, span.stop_s, span.num_bytes) for span in trace.spans}
-    assert spans["stage"] == (1.5, 2.5, 11)
-    assert spans["write"] == (1.5, 3.5, 11)
-    assert trace.takeovers == ((0, 3.0),)
-    assert trace.stall_s == 2.5
-
-
-def test_a_process_alone_tells_how_long_it_copied():
-    recorder = SaveRecorder(join(0), 0.0, 0.0)
-    recorder.hears(join(0), 1.0)
-    recorder.tells(go(0), 2.0)
-    recorder.hears(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5),), None, 0.25), 3.0)
-    trace = recorder.trace(4.0)
-    assert trace is not None
-    spans = {span.phase: (span.start_s, span.stop_s) for span in trace.spans}
-    assert spans["stage"] == (1.5, 1.75)
-    assert spans["write"] == (1.75, 2.5)
-
-
-def test_there_is_no_trace_of_what_was_never_planned():
-    recorder = SaveRecorder(join(0), 0.0, 0.0)
-    recorder.hears(join(0), 1.0)
-    assert recorder.trace(2.0) is None
 
 
 # --- the file -----------------------------------------------------------------------------------
@@ -248,27 +127,6 @@ def noted(tracing: Tracing, **options: object) -> Perform:
     tracing.tells(go(0))
     tracing.hears(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5),)))
     return Perform(KEY, PublishMetadata(Target("memory://trace-file"), 1, None))
-
-
-def test_the_trace_is_written_while_metadata_is_published():
-    storage = MemoryStorage("trace-file")
-    tracing = Tracing(opener=lambda _: storage)
-    command = noted(tracing)
-    assert tracing.perform(command, lambda task: task) is command.task
-    assert decode_trace(storage.read(trace_key(ATTEMPT))).world_size == 2
-    storage.delete([trace_key(ATTEMPT)])
-    tracing.perform(command, lambda task: task)  # once only
-    assert storage.list() == []
-
-
-def test_no_trace_is_written_where_it_is_not_wanted_or_the_save_failed():
-    storage = MemoryStorage("trace-none")
-    tracing = Tracing(opener=lambda _: storage)
-    tracing.perform(noted(tracing, trace=False), lambda task: task)
-    command = noted(tracing)
-    tracing.tells(Answer(KEY, (0,), "SaveReceipt", Refused(ray_dcp.CheckpointError("no"))))
-    tracing.perform(command, lambda task: task)
-    assert storage.list() == []
 
 
 def test_a_storage_that_refuses_the_trace_changes_nothing(caplog: pytest.LogCaptureFixture):
@@ -293,13 +151,6 @@ def test_notes_that_go_wrong_change_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(SaveRecorder, "performed", broken)
     tracing.tells(go(0))
     assert tracing.perform(Perform(KEY, PLAN), lambda task: "done") == "done"
-
-
-def test_a_coordinator_keeps_the_notes_of_a_bounded_number_of_saves():
-    tracing = Tracing()
-    for seq in range(200):
-        tracing.hears(SaveJoin(OpKey("s", seq), 0, 1, Target("memory://x"), SaveOptions(), b""))
-    assert len(tracing._saves) == 64
 
 
 # --- beside real checkpoints --------------------------------------------------------------------
@@ -389,18 +240,91 @@ def test_without_a_trace_there_is_none(tmp_path: Path):
     assert ray_dcp.open(tmp_path / "c").trace is None
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_stock_dcp_and_a_load_do_not_mind(tmp_path: Path):
-    import torch.distributed.checkpoint as stock
-
-    ray_dcp.save({"w": torch.arange(9.0)}, checkpoint_id=tmp_path / "c")
-    found = {"w": torch.zeros(9)}
-    stock.load(found, checkpoint_id=tmp_path / "c", no_dist=True)
-    assert found["w"].tolist() == list(range(9))
+# --- `ray-dcp timeline` ---------------------------------------------------------------------------
 
 
-def test_ranks_that_are_played_leave_no_trace():
-    # The executor of property tests has virtual time: a trace of it would say nothing.
-    numpy_ranks.save(numpy_ranks.state_of(), 2, "memory://trace-played")
-    names = [entry.key for entry in open_storage("memory://trace-played").list()]
-    assert not [name for name in names if name.startswith("trace.")]
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["timeline", *map(str, arguments)])
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    ray_dcp.save({"w": torch.ones(50)}, checkpoint_id=tmp_path / "run" / "step-7", no_dist=True)
+    return tmp_path / "run" / "step-7"
+
+
+def test_the_course_of_a_save_is_printed_as_it_was(tmp_path: Path):
+    """Of a trace that is given: no two saves take as long. See tests/golden/README.md."""
+    table = big_views.table(2, 4, ATTEMPT, files=4)
+    path = big_views.checkpoint(tmp_path / "run" / "step-7", table, ATTEMPT)
+    (path / trace_key(ATTEMPT)).write_bytes(encode_trace(async_trace()))
+    told = []
+    for arguments in ([f"{tmp_path}/run@7"], [path, "--json"]):
+        found = run(*arguments)
+        assert found.exit_code == 0, found.output
+        command = " ".join(map(str, arguments))
+        told.append(f"$ ray-dcp timeline {command}\n{found.output}".replace(str(tmp_path), "TMP"))
+    cli_story.compare("timeline", "\n".join(told), renew="RENEW_GOLDEN" in os.environ)
+
+
+def async_trace() -> SaveTrace:
+    """A save of four ranks, the last of which is late."""
+    four = range(4)
+    times = {
+        "capture": RankTimes.of(four, [0.0, 0.01, 0.0, 0.02], [0.1] * 4),
+        "plan": RankTimes.of(four, [0.1] * 4, [0.2] * 4),
+        "stage": RankTimes.of(four, [0.2] * 4, [0.3, 0.32, 0.3, 0.35]),
+        "write": RankTimes.of(four, [0.25] * 4, [0.8, 0.82, 0.8, 1.9], [3 << 20] * 4),
+    }
+    coordinator = [
+        Span("look", None, 0.05, 0.1), Span("plan", None, 0.12, 0.2),
+        Span("build", None, 1.9, 1.94), Span("table", None, 1.94, 1.97),
+        Span("record", None, 1.97, 2.0),
+    ]  # fmt: skip
+    return make_trace(ATTEMPT, "async_save", 4, 1e9, 2.0, coordinator, times,
+                      where={3: "pid 7 on node-b"})  # fmt: skip
+
+
+def test_the_file_for_chrome_has_complete_events_of_all_lanes(saved: Path, tmp_path: Path):
+    found = run(saved, "--chrome", tmp_path / "trace.json")
+    assert found.exit_code == 0
+    assert "ui.perfetto.dev" in found.output
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {0: "coordinator", 1: "rank 0"}
+    spans = [e for e in events if e["ph"] == "X"]
+    assert {e["name"] for e in spans if e["pid"] == 1} >= {"capture", "plan", "write", "commit"}
+    assert all(e["dur"] >= 0 and e["ts"] > 1e15 for e in spans)
+    assert json.loads(run(saved, "--json", "--chrome", tmp_path / "b.json").output)["attempt"]
+    assert (tmp_path / "b.json").exists()
+
+
+def test_what_has_no_trace_says_why(tmp_path: Path):
+    options = ray_dcp.SaveOptions(trace=False)
+    ray_dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "c", options=options, no_dist=True)
+    found = run(tmp_path / "c")
+    assert found.exit_code == 2
+    assert "SaveOptions(trace=False)" in found.output
+    assert run(tmp_path / "nothing").exit_code == 2
+
+
+def test_a_file_that_can_not_be_written_leaves_nothing(saved: Path, tmp_path: Path):
+    (tmp_path / "folder").mkdir()
+    found = run(saved, "--chrome", tmp_path / "missing" / "t.json")
+    assert found.exit_code != 0
+    assert "can't be written" in found.output
+    assert "Traceback" not in found.output
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "run"]
+
+
+def test_it_loads_neither_torch_nor_ray(saved: Path):
+    code = (
+        "import sys; from ray_dcp.cli.main import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "sys.exit(bool({'torch', 'ray', 'matplotlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "timeline", str(saved)], check=False, timeout=400,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""A run view: its steps, how one is named, tags and notes."""
+"""The steps of a run and the checkpoints below a folder: states, names, tags and notes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import pytest
 import torch
 
 import ray_dcp
-from ray_dcp.errors import (
-    CheckpointNotFoundError,
-    InvalidRequestError,
-    UncommittedCheckpointError,
-)
+from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError, UncommittedCheckpointError
 from ray_dcp.format.manifest import AbortRecord, encode_record, record_key
-from ray_dcp.view.listing import ListedCheckpoint
-from ray_dcp.view.naming import best_of_run, choose, split_address
+from ray_dcp.view.listing import ListedCheckpoint, list_checkpoints
+from ray_dcp.view.naming import best_of_run
 from tests import checkpoints
+
+# --- Runs -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +43,6 @@ def test_a_step_tells_what_its_manager_and_its_save_noted(root: Path):
     assert {step: step.listed.detail} == {step: ""}
     assert step.layout == "whole"
     assert 0 <= step.stall_s <= step.durable_s
-
-
-def test_metrics_are_read_from_the_steps(run: Path):
-    shutil.rmtree(run / ".manager")
-    assert ray_dcp.open(run).step(20).metrics == {"loss": 0.1}
-    (run / "step-00000020" / "step-info-00000000.json").write_bytes(b"{}")
-    assert ray_dcp.open(run).step(20).metrics == {}
 
 
 def test_new_bytes_are_those_of_tensors_that_changed(root: Path):
@@ -88,12 +79,6 @@ def test_a_step_that_is_not_there_offers_the_nearest(root: Path, key: int | str,
         ray_dcp.open(f"{root}@{key}")
 
 
-@pytest.mark.parametrize("key", [True, 1.0, None, b"latest"])
-def test_what_names_no_step_is_refused(root: Path, key: object):
-    with pytest.raises(InvalidRequestError, match="a step is named by"):
-        ray_dcp.open(root)[key]
-
-
 def listed(step: int, state: str = "committed", **metrics: float) -> ListedCheckpoint:
     return ListedCheckpoint(f"step-{step}", step, state, 1, 1, float(step), metrics=metrics)
 
@@ -114,36 +99,6 @@ def test_the_best_is_told_by_the_name_of_its_metric_or_asked_for():
         best_of_run([listed(1, loss=float("nan"))])
 
 
-def test_of_equally_good_steps_the_newest_is_the_best_and_only_readable_ones_count():
-    run = [listed(1, loss=0.5), listed(2, loss=0.5), listed(3, "damaged", loss=0.1)]
-    assert best_of_run(run).step == 2
-    assert choose(run, "latest").step == 2
-    with pytest.raises(CheckpointNotFoundError, match="committed step"):
-        choose([listed(3, "damaged")], "latest")
-
-
-def test_two_folders_of_one_step_have_to_be_told_apart():
-    run = [
-        ListedCheckpoint("a-5", 5, "committed", 1, 1, 1.0),
-        ListedCheckpoint("b-5", 5, "committed", 1, 1, 1.0),
-    ]
-    with pytest.raises(InvalidRequestError, match="a-5, b-5"):
-        choose(run, 5)
-    assert choose([run[0], ListedCheckpoint("b-5", 5, "aborted", 1, 1, 1.0)], 5).name == "a-5"
-    assert choose([run[0], ListedCheckpoint("x/b-5", 5, "committed", 1, 1, 1.0)], 5).name == "a-5"
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("run@5", ("run", "5")), ("run", ("run", None)), ("a@b/run", ("a@b/run", None)),
-        ("run@", ("run@", None)), ("@5", ("@5", None)), ("a@b/run@best:x", ("a@b/run", "best:x")),
-    ],
-)  # fmt: skip
-def test_an_address_is_taken_apart_at_its_last_at(text: str, found: tuple[str, str | None]):
-    assert split_address(text) == found
-
-
 def test_a_directory_with_an_at_in_its_name_is_taken_literally(tmp_path: Path):
     checkpoints.save(tmp_path / "run@5")
     checkpoints.save(tmp_path / "runs@new" / "step-1")
@@ -162,15 +117,6 @@ def test_tags_and_notes_are_put_on_steps_and_taken_away(run: Path):
         assert manager.step_info(30).tags == {"b"}
 
 
-def test_a_manager_that_removes_a_step_removes_its_note(run: Path):
-    ray_dcp.open(run).annotate(10, "old")
-    assert list((run / ".manager" / "notes").iterdir())
-    with ray_dcp.CheckpointManager(run, 1) as manager:
-        manager.delete(10)
-        manager.join()
-    assert not (run / ".manager" / "notes" / "10.txt").exists()
-
-
 def test_what_can_be_no_tag_and_no_note_is_refused_and_nothing_is_written(run: Path):
     view = ray_dcp.open(run)
     with pytest.raises(InvalidRequestError, match="a tag must be"):
@@ -182,18 +128,6 @@ def test_what_can_be_no_tag_and_no_note_is_refused_and_nothing_is_written(run: P
     with pytest.raises(CheckpointNotFoundError):
         view.tag(11, "good")
     assert view.refresh().step(10).tags == ()
-
-
-def test_a_tag_on_several_steps_names_none_of_them(run: Path):
-    view = ray_dcp.open(run).tag(10, "x").tag(20, "x")
-    with pytest.raises(InvalidRequestError, match="10, 20"):
-        view["x"]
-
-
-def test_a_checkpoint_without_a_number_takes_no_tags(tmp_path: Path):
-    checkpoints.save(tmp_path / "final")
-    with pytest.raises(InvalidRequestError, match="steps with a number"):
-        ray_dcp.open(tmp_path).tag("final", "x")
 
 
 def test_the_states_of_steps_that_are_not_whole(run: Path):
@@ -239,3 +173,73 @@ def test_a_single_safetensors_file_is_a_checkpoint(tmp_path: Path):
     assert view.names == ("w",)
     assert view["w"][2:4].tolist() == [2.0, 3.0]
     assert view.verify().ok
+
+
+# --- Checkpoints below a folder -------------------------------------------------------------------
+
+
+@pytest.fixture
+def several(saved_checkpoint: Path, stock_checkpoint: Path, tmp_path: Path) -> Path:
+    for name in ("step-10", "step-9", "best"):
+        shutil.copytree(saved_checkpoint, tmp_path / name)
+    shutil.copytree(stock_checkpoint, tmp_path / "old" / "iter_0000020")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "events.txt").write_text("no checkpoint")
+    return tmp_path
+
+
+def by_name(root: Path) -> dict[str, ListedCheckpoint]:
+    return {item.name: item for item in list_checkpoints(root)}
+
+
+def test_checkpoints_are_listed_by_step_and_those_without_step_last(several: Path):
+    found = [(item.name, item.step) for item in list_checkpoints(several)]
+    assert found == [("step-9", 9), ("step-10", 10), ("old/iter_0000020", 20), ("best", None)]
+
+
+def test_a_save_that_was_never_committed_is_told_as_such(several: Path):
+    for manifest in (several / "best").glob("manifest-*"):
+        manifest.unlink()
+    assert by_name(several)["best"].state == "in flight"
+    (several / "best" / ".metadata").unlink()
+    assert by_name(several)["best"].state == "in flight"
+    (several / "old" / "iter_0000020" / ".metadata").unlink()
+    assert by_name(several)["old/iter_0000020"].state == "in flight"
+
+
+def test_a_failed_save_over_a_stock_checkpoint_leaves_it_a_stock_checkpoint(several: Path):
+    record = AbortRecord(attempt="a1", reason="a rank died", rank=None)
+    path = several / "old" / "iter_0000020"
+    (path / record_key(1)).write_bytes(encode_record(record))
+    (path / "__0_0.a1.distcp").write_bytes(b"")
+    assert by_name(several)["old/iter_0000020"].state == "stock"
+    assert ray_dcp.open(path).kind == "stock"
+
+
+def test_a_missing_or_shorter_file_is_told_as_damage(several: Path):
+    checkpoints.data_file(several / "best").unlink()
+    short = checkpoints.data_file(several / "step-9")
+    num_bytes = short.stat().st_size
+    short.write_bytes(short.read_bytes()[:-1])
+    found = by_name(several)
+    assert found["best"].state == "damaged"
+    assert "is missing" in found["best"].detail
+    assert found["step-9"].state == "damaged"
+    assert f"has {num_bytes - 1} bytes instead of {num_bytes}" in found["step-9"].detail
+    assert found["step-10"].state == "committed"
+
+
+def test_the_folder_of_a_safetensors_attempt_belongs_to_its_checkpoint(tmp_path: Path):
+    path = checkpoints.save(tmp_path / "step-1", container="safetensors")
+    assert list(path.rglob("*/*.safetensors"))
+    (item,) = list_checkpoints(tmp_path)
+    assert (item.name, item.state) == ("step-1", "committed")
+    for manifest in path.glob("manifest-*"):
+        manifest.unlink()
+    (item,) = list_checkpoints(tmp_path)
+    assert (item.name, item.state) == ("step-1", "in flight")
+
+
+def test_nothing_is_listed_where_nothing_is(tmp_path: Path):
+    assert list_checkpoints(tmp_path) == ()
+    assert list_checkpoints(tmp_path / "nothing") == ()
