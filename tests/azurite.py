@@ -23,8 +23,6 @@ PORT = 10_000
 HOME = Path(sys.prefix) / "share" / f"azurite-{VERSION}"
 MAIN = HOME / "node_modules" / "azurite" / "dist" / "src" / "blob" / "main.js"
 
-__all__ = ["PORT", "NotInstalledError", "azurite", "command"]
-
 
 class NotInstalledError(Exception):
     """There is no Azurite, and none could be installed."""

@@ -11,8 +11,6 @@ from ray_dcp.runtime.session import Session
 from ray_dcp.store import local
 from tests.polling import eventually
 
-__all__ = ["hold_writes"]
-
 
 def hold_writes(session: Session, gate: Path) -> None:
     """Has the stager of this node begin no write to a local file before `gate` is there.

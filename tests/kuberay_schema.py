@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["SCHEMAS"]
-
 Schema = dict[str, Any]
 
 TEXT: Schema = {"type": "string"}

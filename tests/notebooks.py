@@ -1,6 +1,6 @@
 """Executes the notebooks, each from a clean kernel: `python -m tests.notebooks [NAME...]`.
 
-What they print or draw is dropped; `tests.notebook_shots` keeps it and looks at it.
+What they print or draw is dropped.
 """
 
 from __future__ import annotations

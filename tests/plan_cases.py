@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -126,25 +126,6 @@ def cases(draw: st.DrawFn) -> Case:
     world_size = draw(st.integers(1, 8))
     count = draw(st.integers(1, 4))
     return Case(world_size, tuple(draw(tensors(f"t{index}", world_size)) for index in range(count)))
-
-
-def torch_shards(
-    shape: tuple[int, ...], dim: int, world_size: int
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Returns each rank's `(offset, size)` as DTensor's `Shard(dim)` gives them."""
-    step = -(-shape[dim] // world_size)
-    found = []
-    for rank in range(world_size):
-        low, high = min(rank * step, shape[dim]), min((rank + 1) * step, shape[dim])
-        offset, size = [0] * len(shape), list(shape)
-        offset[dim], size[dim] = low, high - low
-        found.append((tuple(offset), tuple(size)))
-    return found
-
-
-def sharded(tensor: Tensor, boxes_by_rank: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Tensor:
-    pieces = tuple(Piece(o, s, (rank,)) for rank, (o, s) in enumerate(boxes_by_rank))
-    return replace(tensor, pieces=pieces)
 
 
 def write(

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-__all__ = ["CUT", "Refusal", "RefusingProxy"]
-
 CUT = 0
 """In place of a status: the connection is closed without an answer."""
 

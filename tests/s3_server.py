@@ -17,16 +17,6 @@ from pathlib import Path
 from ray_dcp.store.location import Location
 from ray_dcp.testing.dev_store import DevStore
 
-__all__ = [
-    "CuttingProxy",
-    "fresh_place",
-    "server_on_memory_disk",
-    "server_without_conditions",
-    "shared_memory",
-    "unfinished_uploads",
-]
-
-
 _SERVER = "ray_dcp-s3-"
 
 

@@ -6,8 +6,6 @@ from typing import Literal
 
 from ray_dcp.store.fault_injection import Call, Fault, Script
 
-__all__ = ["ChangeScript"]
-
 
 class ChangeScript(Script):
     """Makes the change of one number go wrong: a written key, a published part file, a deleted key.

@@ -15,8 +15,6 @@ from pathlib import Path
 VERSION = "0.3.0"
 HOME = Path(sys.prefix) / "share" / f"torchtitan-{VERSION}"
 
-__all__ = ["installed"]
-
 
 def installed() -> Path:
     """Returns the folder that it is imported from, after installing it if that is needed."""

@@ -5,19 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.bench import (
-    async_saves,
-    elastic,
-    load,
-    manager,
-    plan,
-    reshard,
-    single,
-    soak,
-    storage,
-    train,
-    view,
-)
+from tests.bench import async_saves, elastic, load, plan, reshard, single, storage, train
 
 
 def main() -> int:
@@ -25,13 +13,13 @@ def main() -> int:
     choices = parser.add_subparsers(dest="what", required=True)
     for what, module in (
         ("async", async_saves), ("small", single), ("big", single), ("elastic", elastic),
-        ("load", load), ("manager", manager), ("plan", plan), ("reshard", reshard), ("soak", soak),
-        ("storage", storage), ("train", train), ("view", view),
+        ("load", load), ("plan", plan), ("reshard", reshard),
+        ("storage", storage), ("train", train),
     ):  # fmt: skip
         told = module.__doc__ or ""
         choice = choices.add_parser(what, description=told, help=told.partition("\n")[0])
         choice.add_argument("--dir", default=None, help="where to write (default: the temp folder)")
-        if what not in ("elastic", "load", "plan", "reshard", "soak"):
+        if what not in ("elastic", "load", "plan", "reshard"):
             choice.add_argument("--rounds", type=int, default=5, help="interleaved (medians)")
         if what in ("load", "reshard"):
             choice.add_argument("--ranks", type=int, default=8, help="largest number of ranks")
@@ -40,7 +28,6 @@ def main() -> int:
     choices.choices["plan"].add_argument("--tensors", type=int, default=1000, help="of each rank")
     choices.choices["plan"].add_argument("--largest", type=int, default=10240, help="most ranks")
     async_saves.add_arguments(choices.choices["async"])
-    soak.add_arguments(choices.choices["soak"])
     return _run(parser.parse_args()) or 0
 
 
@@ -56,19 +43,13 @@ def _run(given: argparse.Namespace) -> int | None:
             return elastic.elastic(given.dir)
         case "load":
             return load.load(given.dir, given.ranks)
-        case "manager":
-            return manager.manager(given.rounds, given.dir)
         case "plan":
             return plan.plan(given.tensors, given.largest)
         case "reshard":
             return reshard.reshard(given.ranks, given.dir)
-        case "soak":
-            return soak.command(given)
         case "storage":
             return storage.storage(given.rounds, given.dir, given.megabytes)
-        case "train":
-            return train.train(given.rounds, given.dir, given.megabytes)
-    return view.view(given.rounds, given.dir)
+    return train.train(given.rounds, given.dir, given.megabytes)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,8 @@ from typing import Any
 import torch.distributed.checkpoint as stock
 
 import ray_dcp
-from ray_dcp.core.values import ChunkTable
-from ray_dcp.io.reader import prepare_reads
-from ray_dcp.io.shared_read import bytes_asked
-from ray_dcp.planning.reads import merged, plan_reads, share_reads
 from ray_dcp.runtime.worker_group import WorkerGroup
-from ray_dcp.store.storage import LOCAL_DISK
-from tests import layout_cases, layouts
+from tests import layouts
 from tests.bench import single, table_parts
 from tests.bench.measure import drop_cache, state_of
 from tests.s3_server import fresh_place, server_on_memory_disk
@@ -35,7 +30,6 @@ def load(directory: str | None, most_ranks: int) -> int:
     root = Path(tempfile.mkdtemp(prefix="load-", dir=directory))
     try:
         _beside_the_limit(root)
-        _planned_pairs()
         table_parts.print_table(
             ((1024, 1000, "irregular"), (10240, 300, "regular"), (10240, 300, "stages"))
         )
@@ -54,46 +48,6 @@ def _beside_the_limit(root: Path) -> None:
     for name in ("ours", "stock"):
         shutil.rmtree(root / name)
     (root / "raw").unlink()
-
-
-def _planned_pairs() -> None:
-    """All pairs by the real planning of reads, byte for byte, without ranks."""
-    unique = sum(4 * rows * columns for rows, columns in SHAPES)
-    rows: dict[tuple[str, str], str] = {}
-    worst = [0.0, 0.0]
-    _title("planned: bytes that the whole job reads / bytes that it needs at least once", WORLDS)
-    for world_size in WORLDS:
-        for source in layouts.LAYOUTS:
-            table, files, _ = layout_cases.written(source, world_size, SHAPES)
-            storage = layout_cases.Counting(files)
-            storage.read_traits = LOCAL_DISK
-            for target in layouts.LAYOUTS:
-                found = [n / unique for n in _planned(storage, table, target, world_size)]
-                worst = [max(pair) for pair in zip(worst, found, strict=True)]
-                at = (source, target)
-                rows[at] = rows.get(at, "") + f"{found[0]:9.3f}{found[1]:8.3f}"
-    for (source, target), cells in rows.items():
-        print(f"  {f'{source} -> {target}':24}{cells}")
-    print(f"  worst, shared: {worst[0]:.3f}, each alone: {worst[1]:.3f}")
-
-
-def _planned(
-    storage: layout_cases.Counting, table: ChunkTable, target: str, world_size: int
-) -> tuple[int, int]:
-    """Returns the bytes that all ranks read: sharing, and each alone."""
-    options, reads = ray_dcp.LoadOptions(), []
-    for rank in range(world_size):
-        boxes = [layout_cases.boxes_of(target, shape, rank, world_size) for shape in SHAPES]
-        wanted = layout_cases.wanted_of(boxes)
-        plan = plan_reads(table, wanted)
-        reads.append(prepare_reads(storage, table, plan, wanted, options=options).reads())
-    alone = sum(int((high - low).sum()) for _, low, high in reads)
-    needs = {rank: merged(*each) for rank, each in enumerate(reads)}
-    shares = share_reads(needs, world_size=world_size)
-    saved = sum(
-        int(bytes_asked(shares.of_rank(rank), each).sum()) for rank, each in enumerate(reads)
-    )
-    return alone - saved + int((shares.high - shares.low).sum()), alone
 
 
 def _title(title: str, worlds: Sequence[int]) -> None:

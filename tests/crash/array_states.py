@@ -22,17 +22,6 @@ from ray_dcp.errors import MissingKeyError
 from ray_dcp.io.checkpoint import Checkpoint
 from ray_dcp.planning.reads import ReadPlan, Wanted
 
-__all__ = [
-    "ArrayCapture",
-    "ArrayWork",
-    "State",
-    "box_of",
-    "cut",
-    "same_state",
-    "same_value",
-    "sample_state",
-]
-
 State = Mapping[str, Any]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

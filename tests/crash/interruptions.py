@@ -1,29 +1,27 @@
-"""Ways to interrupt an operation at its n-th call of the storage, as `crashes` enumerates them.
+"""Ways to interrupt an operation at its n-th call of the storage, or of the operating system.
 
-Calls of the operating system are interrupted in `system_calls`.
+`crashes` enumerates them. What the kernel itself may lose when the power is cut is not played.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Literal, NoReturn, Protocol
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Protocol
+from unittest import mock
 
-from ray_dcp.errors import StorageError
+from ray_dcp.errors import InvalidRequestError, StorageError
 from ray_dcp.store.fault_injection import Call, CrashError, Effect, Fault, Script
 from ray_dcp.store.storage import Storage
+from tests.crash.registry import directory_of
 
-__all__ = [
-    "ALL_VARIANTS",
-    "CRASHES",
-    "CountedSteps",
-    "Interruption",
-    "Step",
-    "Variant",
-    "interrupted_storage",
-]
+# --- Calls of the storage -------------------------------------------------------------------------
+
 
 Variant = Literal["before", "after", "torn", "refused", "lost", "broken"]
 """What becomes of the n-th call.
@@ -179,3 +177,126 @@ class _StorageInterruption(Script):
 
 def _error(call: Call, what: str) -> StorageError:
     return StorageError(f"scripted: {call} {what}", key=call.key or None)
+
+
+# --- Calls of the operating system ----------------------------------------------------------------
+
+
+_WRITES = frozenset({"write", "pwrite", "writev", "pwritev"})
+"""Their second argument holds the bytes: one buffer, or several."""
+CALLS = (
+    "open", *sorted(_WRITES), "copy_file_range", "fdatasync", "fsync", "ftruncate", "link", "mkdir",
+    "posix_fallocate", "remove", "rename", "replace", "rmdir", "sendfile", "symlink", "truncate",
+    "unlink",
+)  # fmt: skip
+"""What is counted and interrupted: all functions of `os` that change or open files."""
+_ON_TWO_FILES = frozenset({"copy_file_range", "link", "rename", "replace", "sendfile", "symlink"})
+_PAGE = 4096
+_CHANGING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+
+@contextmanager
+def interrupted_system(
+    storage: Storage, at: int | None, variant: Variant
+) -> Iterator[tuple[Storage, Interruption]]:
+    """Interrupts the n-th call of the operating system; see `interruptions.Interrupt`.
+
+    Args:
+        storage: A `LocalStorage`; it is returned as it is.
+        at: Number of the call, from 0; None to count them only.
+        variant: What becomes of it. `refused` and `lost` give EIO, `broken` ENOSPC.
+
+    Example:
+        >>> import itertools, tempfile
+        >>> from ray_dcp.store.local import LocalStorage
+        >>> from tests.crash.crashes import check_crashes
+        >>> number = itertools.count()
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     reached = check_crashes(
+        ...         "save.first",
+        ...         storage=lambda: LocalStorage(f"{root}/{next(number)}/step-1"),
+        ...         interrupt=interrupted_system,
+        ...         variants=["torn"],
+        ...     )
+        >>> reached.points["torn"] >= 3
+        True
+    """
+    directory = directory_of(storage)
+    if directory is None:
+        raise InvalidRequestError(f"expected a LocalStorage, but found {type(storage).__name__}")
+    system = _System(directory.parent, at, variant)
+    with ExitStack() as stack:
+        for name in (name for name in CALLS if hasattr(os, name)):
+            stack.enter_context(mock.patch.object(os, name, system.replaced(name)))
+        yield storage, system
+
+
+class _System(CountedSteps):
+    def __init__(self, folder: Path, at: int | None, variant: Variant) -> None:
+        super().__init__(at, variant)
+        self._folder = os.path.realpath(folder)
+
+    def replaced(self, name: str) -> Callable[..., Any]:
+        """Returns what stands in for a function of `os`."""
+        real = getattr(os, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._concerns(name, args, kwargs):
+                return real(*args, **kwargs)
+            if self.stopped:
+                return _from_the_grave(name)
+            if not self.hits(_step(name, args)):
+                return real(*args, **kwargs)
+            return self._interrupt(name, real, args, kwargs)
+
+        return call
+
+    def _concerns(self, name: str, args: Any, kwargs: Any) -> bool:
+        files = args[:2] if name in _ON_TWO_FILES else args[:1]
+        folders = (value for key, value in kwargs.items() if key.endswith("dir_fd"))
+        paths = (_path(file) for file in (*files, *folders) if file is not None)
+        return any(f"{path}/".startswith(f"{self._folder}/") for path in paths)
+
+    def _interrupt(self, name: str, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.variant in ("after", "lost"):
+            made = real(*args, **kwargs)
+            if name == "open":
+                os.close(made)
+        elif self.variant == "torn":
+            real(args[0], _first_half(name, args[1]), *args[2:], **kwargs)
+        if self.variant in CRASHES:
+            self.die(name)
+        number = errno.ENOSPC if self.variant == "broken" else errno.EIO
+        raise OSError(number, os.strerror(number))
+
+
+def _path(file: Any) -> str:
+    """Returns the path of a file that was given by its path or by its descriptor."""
+    return os.path.realpath(f"/proc/self/fd/{file}" if isinstance(file, int) else os.fsdecode(file))
+
+
+def _from_the_grave(name: str) -> None:
+    # Why: what only removes may be called while an object is dropped, where nothing can be raised.
+    if name not in ("unlink", "remove", "rmdir"):
+        raise CrashError(f"the process is dead, but called {name}")
+
+
+def _first_half(name: str, data: Any) -> Any:
+    """Returns about half of what was to be written."""
+    if not name.endswith("v"):
+        return _half(memoryview(data))
+    first, *rest = (memoryview(buffer) for buffer in data)
+    return [first, *rest[: len(rest) // 2]] if rest else [_half(first)]
+
+
+def _half(view: memoryview) -> memoryview:
+    # Why whole pages: direct I/O takes nothing else.
+    half = len(view) // 2
+    return view[: half // _PAGE * _PAGE or half]
+
+
+def _step(name: str, args: Any) -> Step:
+    changes = name not in ("fsync", "fdatasync")
+    if name == "open":
+        changes = bool(args[1] & _CHANGING_FLAGS)
+    return Step(name, str(args[0]), changes, writes=name in _WRITES and len(args[1]) > 0)

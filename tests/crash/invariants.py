@@ -36,24 +36,6 @@ from tests.crash.array_states import State, same_state
 from tests.crash.ranks import load_state, save_state
 from tests.crash.registry import NEXT
 
-__all__ = [
-    "INVARIANTS",
-    "Aftermath",
-    "Invariant",
-    "Told",
-    "a_later_save_works",
-    "an_allowed_checkpoint_loads_whole",
-    "nothing_is_left",
-    "nothing_lies_outside",
-    "only_what_stands_is_listed",
-    "outcomes_agree",
-    "standing_state",
-    "stock_dcp_agrees",
-    "stock_state",
-    "what_is_gone_was_deleted",
-    "what_stands_verifies",
-]
-
 _STOCK_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 Told = Literal["committed", "failed", "unknown", "nothing"]

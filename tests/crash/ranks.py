@@ -37,8 +37,6 @@ from tests.crash.array_states import ArrayCapture, ArrayWork, State, same_value
 from tests.inline_ranks import RankResult, run_ranks
 from tests.rank_saves import load_rank, rank_save, save_rank
 
-__all__ = ["Capturing", "load_ranks", "load_state", "one_outcome", "save_ranks", "save_state"]
-
 Opener = Callable[[Target], Storage]
 Capturing = Callable[[State, int, int], Captured]
 

@@ -1,6 +1,6 @@
 """What an operation is that is interrupted at every point, and the place where it happens.
 
-What is done with them is in `crashes`; those of ray_dcp itself are in `own_operations`.
+What is done with them is in `crashes`; so are those of ray_dcp itself.
 """
 
 from __future__ import annotations
@@ -15,14 +15,6 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import Storage
 from tests.crash.array_states import State, sample_state
 from tests.crash.ranks import save_state
-
-__all__ = [
-    "NEW",
-    "NEXT",
-    "OLD",
-    "Operation",
-    "Place",
-]
 
 OLD, NEW, NEXT = sample_state(1), sample_state(2), sample_state(3)
 """What is saved before an operation, by it, and after everything."""

@@ -18,8 +18,6 @@ from ray_dcp.store.storage import (
     StorageWrapper,
 )
 
-__all__ = ["UnconditionalStorage"]
-
 
 class UnconditionalStorage(StorageWrapper):
     """Implements `Storage` by another one, without its `create_if_absent`.

@@ -15,8 +15,8 @@ import pytest
 
 from ray_dcp.errors import CheckpointError
 from tests import xla_env
-from tests.bench.soak_leaks import end_all, marked
 from tests.integration import forked_workers
+from tests.leftovers import end_all, marked
 from tests.polling import lives
 from tests.s3_server import server_on_memory_disk
 

@@ -27,9 +27,9 @@ from ray_dcp.errors import (
 )
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import staging
-from tests.bench.soak_leaks import marked
 from tests.held_writes import hold_writes
 from tests.integration.conftest import Daemons
+from tests.leftovers import marked
 from tests.polling import eventually, lives
 
 REPOSITORY = Path(__file__).parents[2]

@@ -3,26 +3,50 @@
 Ranks and coordinators are those of the package, without Ray. Only one process moves at a time,
 and every call of the storage is a point at which another may go on, or at which something goes
 wrong: a process dies or freezes, an answer is lost, a coordinator is replaced. A frozen process
-keeps its place and may go on much later, as a zombie.
-"""
+keeps its place and may go on much later, as a zombie."""
 
 from __future__ import annotations
 
+import ast
 import random
+import shutil
 import threading
+import warnings
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from ray_dcp.errors import DeadlineError, ParticipantError, StorageError
+import numpy as np
+import torch
+import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    DeadlineError,
+    InternalError,
+    ParticipantError,
+    StorageError,
+)
+from ray_dcp.io.checkpoint import METADATA_KEY
 from ray_dcp.protocol.commands import Perform, step_of
 from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.messages import OpKey, Request, SaveGo
+from ray_dcp.protocol.messages import OpKey, Request, SaveGo, SaveOutcome
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.tasks import perform
+from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import as_bytes_view
-from tests.inline_ranks import Shell
+from tests.inline_ranks import Shell, run_ranks
+from tests.numpy_ranks import load_ranks
+
+# --- Processes that take turns --------------------------------------------------------------------
+
 
 MOST_STEPS = 20_000
 HEARTBEAT_S = 60.0
@@ -546,3 +570,239 @@ class World:
 def drive_rank(session: Session, generator: Any) -> Any:
     """In the thread of a rank: returns what its part of an operation ends with."""
     return drive(generator, session.call)
+
+
+# --- The model ------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Change:
+    """Something that may change what stands at a place: a save, or a delete."""
+
+    value: int | None
+    """What stands when it succeeds; None for a delete."""
+    started: int
+    """The step at which it began."""
+    key: OpKey | None = None
+    overwrite: bool = True
+    reports: dict[int, Any] = field(default_factory=dict)
+    """What each rank was told that ended."""
+    planned: int | None = None
+    """The step at which its ranks were told to write: later commits are in its way."""
+    stood: bool = False
+    """Its value was seen."""
+    settled: bool = False
+    """Nothing is left that could still commit it."""
+
+    @property
+    def status(self) -> str:
+        """`committed`, `failed` or `open`, as the ranks were told."""
+        kinds = {kind_of(report) for report in self.reports.values()}
+        return next((kind for kind in ("committed", "failed") if kind in kinds), "open")
+
+    @property
+    def slot(self) -> int:
+        """The highest slot that was told; 0 when none was."""
+        told = (r for r in self.reports.values() if isinstance(r, SaveOutcome))
+        return max((outcome.slot for outcome in told), default=0)
+
+    @property
+    def attempts(self) -> set[str]:
+        """Attempts of which the ranks were told that they are committed."""
+        return {r.attempt for r in self.reports.values() if isinstance(r, SaveOutcome)}
+
+
+def kind_of(report: Any) -> str:
+    """Returns what one rank was told: `committed`, `failed`, `unknown` or `late`."""
+    if not isinstance(report, CheckpointError):
+        return "committed"
+    if isinstance(report, CommitUnknownError):
+        return "unknown"
+    if isinstance(report, CheckpointExistsError) and "learned it late" in report.message:
+        return "late"  # it was committed, and is replaced or deleted by now
+    return "failed"
+
+
+class Place:
+    """One checkpoint id."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.stands: int | None = None
+        """The value that was seen to stand last."""
+        self.changes: list[Change] = []
+        self.over: set[int] = set()
+        """Values that stood and were replaced, or never will stand."""
+        self.were_told: dict[str, str] = {}
+        """What `outcome` said of an attempt."""
+        self.stood: set[int] = set()
+        """Values that were seen, or whose ranks were told that they are committed."""
+        self.slots: dict[int | None, int] = {}
+        """Where the values were committed, as their ranks were told."""
+        self.stock_saw = "None"
+        """What stock DCP saw last."""
+        self.unquiet = False
+        """Something died or went wrong since the last quiet change."""
+
+    def begin(self, change: Change) -> Change:
+        self.changes.append(change)
+        return change
+
+    def allowed(self, moved: list[Change], resumed: list[Change]) -> set[int | None]:
+        """Returns what may stand after those changes moved that could, and nothing else.
+
+        Args:
+            moved: All of them.
+            resumed: Those that began earlier: what they did may be seen already, and replaced.
+        """
+        committed = [change for change in moved if change.status == "committed"]
+        for change in committed:
+            self.slots.setdefault(change.value, change.slot)
+        # What was committed earlier and is told only now may be replaced by what stands already.
+        standing = self.slots.get(self.stands, 0)
+        top = max((change.slot for change in committed), default=0)
+        last = {c.value for c in committed if c.value is None or c.slot == top}
+        last -= self.over
+        if committed and all(change in resumed for change in committed):
+            if None in last or standing == 0:
+                last |= {self.stands}
+            elif top < standing:
+                last = set()
+        still_open = {change.value for change in moved if change.status == "open"}
+        return (last or {self.stands}) | (still_open - self.over)
+
+    def check_told(self, change: Change) -> None:
+        """Checks what the ranks of one change were told against each other and the past."""
+        errors = [e for e in change.reports.values() if isinstance(e, CheckpointError)]
+        for error in errors:
+            assert not isinstance(error, InternalError), error
+        kinds = {kind_of(report) for report in change.reports.values()}
+        assert not {"committed", "failed"} <= kinds, f"ranks were told both: {change.reports}"
+        assert not (change.stood and "failed" in kinds), f"it stood: {change.reports}"
+        assert len(change.attempts) <= 1, change.attempts
+
+    def see(self, found: int | None, moved: list[Change], resumed: list[Change]) -> None:
+        """Checks what was seen to stand, and holds it against all that comes later."""
+        allowed = self.allowed(moved, resumed)
+        assert found in allowed, (
+            f"expected one of {allowed} at {self.url}, found {found}; "
+            f"{[(c.value, c.status, c.reports) for c in moved]}"
+        )
+        if found != self.stands and self.stands is not None:
+            self.over.add(self.stands)
+        self.stands = found
+        told = [change.value for change in moved if change.status == "committed"]
+        self.stood |= {value for value in (found, *told) if value is not None}
+        for change in self.changes:
+            if change.value == found and found is not None:
+                change.stood = True
+            elif change.status != "open" or change.settled:
+                self._close(change)
+        self.changes = [c for c in self.changes if not c.settled or c.stood]
+
+    def _close(self, change: Change) -> None:
+        if change.value is not None:
+            self.over.add(change.value)
+
+    def overtaken(self, by: Change) -> None:
+        """Closes the changes that were planned before a quiet one began that is committed."""
+        for change in self.changes:
+            if change is not by and change.planned is not None and change.planned < by.started:
+                self._close(change)
+
+    def check_outcome(self, attempt: str, told: str, change: Change | None) -> None:
+        """Checks what `outcome` says of an attempt."""
+        before = self.were_told.get(attempt)
+        assert {before, told} != {"committed", "aborted"}, (attempt, before, told)
+        if change is not None and attempt in change.attempts:
+            assert told == "committed", change.reports
+        if change is not None and change.status == "failed":
+            assert told != "committed", change.reports
+        if told != "open":
+            self.were_told[attempt] = told
+
+
+def tally(changes: list[Change], count: Counter[str]) -> None:
+    """Counts what the ranks were told."""
+    for change in changes:
+        count[f"{'save' if change.value is not None else 'delete'} {change.status}"] += 1
+        kinds = {kind_of(report) for report in change.reports.values()}
+        count["told unknown"] += "unknown" in kinds
+        count["told late"] += "late" in kinds
+        if any(isinstance(r, CheckpointExistsError) for r in change.reports.values()):
+            count["told exists"] += 1
+
+
+# --- The readers ----------------------------------------------------------------------------------
+
+
+def state_of(value: int) -> dict:
+    """Returns a state in which every element tells its value."""
+    return {
+        "a": np.arange(35, dtype=np.float32).reshape(7, 5) + value * 100,
+        "rep.large": np.arange(620, dtype=np.float64).reshape(31, 20) + value * 1000,
+        "rep.bias": np.full(5, value, np.int32),
+        "step": {"step": value},
+    }
+
+
+SHAPES = state_of(0)
+
+
+def keys_at(storage) -> set[str]:
+    """Returns the keys of a storage, those of unpublished files as well."""
+    unpublished = getattr(storage, "unpublished", tuple)()
+    return {entry.key for entry in (*storage.list(), *unpublished)}
+
+
+def contents(storage) -> dict[str, bytes]:
+    """Returns every file of a storage."""
+    return {entry.key: storage.read(entry.key) for entry in storage.list()}
+
+
+def loaded(work) -> int:
+    """Returns which value the work of a rank loaded, whole."""
+    value = ast.literal_eval(work.state["step"].decode())["step"]
+    work.check(state_of(value))
+    return value
+
+
+def what_stands(url: str, world_size: int) -> int | None:
+    """Returns the value that loads, the same on every rank; None when there is no checkpoint."""
+    ranks, works = load_ranks(SHAPES, world_size, url)
+    results = run_ranks(ranks)
+    if any(isinstance(result.error, CheckpointNotFoundError) for result in results):
+        return None
+    for result in results:
+        result.get()
+    (value,) = {loaded(work) for work in works}
+    return value
+
+
+def stock_sees(storage, directory: Path):
+    """Returns the value that stock DCP loads, None if it sees no checkpoint, or its error."""
+    keys = [entry.key for entry in storage.list()]
+    if METADATA_KEY not in keys:
+        return None
+    if isinstance(storage, LocalStorage):
+        path = Path(storage.url)
+    else:
+        path = directory
+        shutil.rmtree(path, ignore_errors=True)
+        for key in keys:
+            (path / key).parent.mkdir(parents=True, exist_ok=True)
+            (path / key).write_bytes(storage.read(key))
+    arrays = {name: value for name, value in SHAPES.items() if isinstance(value, np.ndarray)}
+    found = {
+        name: torch.zeros(a.shape, dtype=torch.from_numpy(a).dtype) for name, a in arrays.items()
+    }
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            stock.load(found, checkpoint_id=str(path), no_dist=True)
+    except (Exception, CheckpointException) as error:
+        return error
+    value = int(found["rep.bias"][0])
+    for name, tensor in found.items():
+        np.testing.assert_array_equal(tensor.numpy(), state_of(value)[name], err_msg=name)
+    return value

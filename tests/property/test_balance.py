@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from ray_dcp.core.columns import ColumnsBuilder
 from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, make_plan
-from ray_dcp.planning.sharing import Loads, level_shares, node_numbers
 
 MIB = 1 << 20
 ROW_BYTES = MIB
@@ -123,47 +122,3 @@ def _with_own(rank):
     if rank is not None:
         builder.tensor(f"own.{rank}", "int64", ())
     return builder.build()
-
-
-loads = st.lists(st.integers(0, 1 << 40), min_size=1, max_size=30)
-
-
-@given(load=loads, total=st.integers(0, 1 << 44))
-@settings(max_examples=100, deadline=None)
-def test_shares_raise_the_lowest_to_one_level(load, total):
-    found = level_shares(np.array(load), total)
-    assert total - len(load) <= found.sum() <= total
-    after = np.array(load) + found
-    assert (found >= 0).all()
-    assert np.ptp(after[found > 0]) <= 0 if (found > 0).any() else total < len(load)
-    if (found > 0).any():
-        assert (after[found == 0] >= after[found > 0].max()).all()
-
-
-@given(job=jobs(4, 20, 99), total=st.integers(1, 500))
-# What others on a node write is in no file of its holder.
-@example(([0, 0, 0, 3], [11, 0, 0, 0], {1, 3}), 37)
-# The holder whose file has enough takes what another of its node could not make enough of.
-@example(([0, 0, 1], [58, 9, 69], {0, 1}), 2)
-@settings(max_examples=100, deadline=None)
-def test_writers_are_never_none_and_have_enough(job, total):
-    nodes, load, holders = job
-    world_size, load, holders = len(nodes), np.array(load), np.array(sorted(holders))
-    known = Loads(load.copy(), nodes)
-    chosen = holders[known.writers(holders, total, 20)]
-    assert len(chosen)
-    assert set(chosen) <= set(holders)
-    share = known.shares(chosen, total)
-    assert total - 2 * world_size <= share.sum() <= total
-    fresh = (load[chosen] == 0) & (share > 0)
-    if fresh.any() and (load[holders] > 0).any():
-        # A file more is worth it.
-        assert share[fresh].min() >= 20 - 2
-    # As nobody can write more than all there is, one who has nothing else may have less.
-    assert len(chosen) == 1 or (load[chosen] + share).min() >= 20 - 2
-
-
-def test_nodes_count_by_who_shares_them_and_not_by_name():
-    assert node_numbers(["x", "x", "y"]) == node_numbers(["p", "p", "q"]) == (0, 0, 1)
-    assert node_numbers(["x", "y", "y"]) != node_numbers(["x", "x", "y"])
-    assert node_numbers(["", "", ""]) == (0, 1, 2)

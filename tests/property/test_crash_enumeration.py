@@ -1,32 +1,20 @@
-"""Everything that ray_dcp does at a place, interrupted at every call that it makes there."""
+"""Everything that ray_dcp does at a place, interrupted at every call and every step of a rank."""
 
 from __future__ import annotations
 
-import random
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from ray_dcp.errors import CommitUnknownError
-from ray_dcp.runtime.tasks import perform
-from ray_dcp.store.fault_injection import CrashError
+from ray_dcp.options import SaveOptions
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
-from tests.crash.array_states import sample_state
-from tests.crash.crashes import check_crashes
-from tests.crash.interruptions import interrupted_storage
-from tests.crash.invariants import (
-    INVARIANTS,
-    Aftermath,
-    standing_state,
-)
-from tests.crash.own_operations import OPERATIONS
-from tests.crash.ranks import one_outcome, save_ranks
-from tests.crash.registry import NEXT, OLD, Place
-from tests.crash.system_calls import interrupted_system
+from tests.crash.crashes import OPERATIONS, check_crashes
+from tests.crash.interruptions import interrupted_system
 from tests.inline_ranks import run_ranks
+from tests.numpy_ranks import loads_whole, save, save_ranks, state_of
+
+# --- Calls of the storage and of the system -------------------------------------------------------
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=str)
@@ -64,6 +52,19 @@ def test_a_process_that_dies_at_a_system_call_leaves_the_previous_or_the_new(ope
 
 
 @pytest.mark.parametrize("name", ["save.overwrite", "save.overwrite_safetensors"])
+def test_who_meets_an_error_at_a_system_call_is_told_what_stands(name, tmp_path):
+    reached = check_crashes(
+        name,
+        storage=partial(LocalStorage, tmp_path / "step-1"),
+        interrupt=interrupted_system,
+        variants=["refused", "lost", "broken"],
+        every=6,
+    )
+    assert set(reached.points) == {"refused", "lost", "broken"}
+    assert {"committed", "failed"} <= set(reached.told)
+
+
+@pytest.mark.parametrize("name", ["save.overwrite", "save.overwrite_safetensors"])
 def test_a_process_that_dies_in_the_midst_of_a_write_leaves_the_previous(name, tmp_path):
     reached = check_crashes(
         name,
@@ -75,59 +76,46 @@ def test_a_process_that_dies_in_the_midst_of_a_write_leaves_the_previous(name, t
     assert reached.stood["previous"] >= 3
 
 
-@settings(max_examples=20, deadline=None)
-@given(
-    seed=st.integers(0, 2**32), at=st.none() | st.integers(0, 60), world_size=st.integers(1, 2),
-    variant=st.sampled_from(["before", "after", "refused", "lost", "broken"]),
-)  # fmt: skip
-def test_two_saves_that_race_leave_one_of_the_states_whole_whatever_happens(
-    seed, at, world_size, variant
-):
-    storage = MemoryStorage("races-and-crashes")
+# --- Steps of the ranks and the coordinator -------------------------------------------------------
+
+
+OLD, NEW, NEXT = state_of(1), state_of(2), state_of(3)
+STATES = [OLD, NEW, NEXT]
+
+
+def fresh(name, overwrite):
+    """Returns an empty place, with a checkpoint on it if asked."""
+    storage = MemoryStorage(name)
     storage.delete([entry.key for entry in storage.list()])
-    Place(storage).save(OLD)
-    one, two = sample_state(11), sample_state(12)
-    told, attempts = [], []
-    with interrupted_storage(storage, at, variant) as (asked, _):
-        place = Place(asked)
-        ranks = [
-            rank
-            for session, state in (("one", one), ("two", two))
-            for rank in save_ranks(
-                state, world_size, storage.url, session=session, opener=place.open
-            )
-        ]
-        try:
-            results = run_ranks(
-                ranks,
-                choose=random.Random(seed).randrange,
-                performer=partial(perform, opener=place.open),
-            )
-        except CrashError:
-            results = []
-    for index, state in enumerate((one, two)) if results else ():
-        try:
-            outcome = one_outcome(results[index * world_size :][:world_size])
-        except CommitUnknownError:
-            told.append((state, None))
-        except Exception:
-            continue
-        else:
-            told.append((state, outcome.slot))
-            attempts.append(outcome.attempt)
-    allowed = what_may_stand(told) if results else (OLD, one, two)
-    after = Aftermath(storage, allowed, earlier=(OLD, one, two), told="nothing")
-    for invariant in INVARIANTS:
-        invariant(after)
+    if overwrite:
+        save(OLD, 2, storage.url)
+    return storage.url
 
 
-def what_may_stand(told):
-    """What may stand by what the callers of two saves were told: their states and slots."""
-    committed = sorted((slot, index) for index, (_, slot) in enumerate(told) if slot is not None)
-    unknown = [state for state, slot in told if slot is None]
-    last = told[committed[-1][1]][0] if committed else OLD
-    return (last, *unknown)
+def check_place(url, allowed):
+    """What stands is one of the allowed states, whole, and the place can be saved to again."""
+    found = loads_whole(url, STATES)
+    assert found in allowed
+    save(NEXT, 3, url, session="after")
+    assert loads_whole(url, STATES) == 2
+    return found
 
 
-def test_the_last_state_is_none_that_a_race_saves():
-    assert standing_state(MemoryStorage("nothing-here"), (NEXT,)) is None
+@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_crash_before_any_step_leaves_the_previous_or_the_new_checkpoint(overwrite, container):
+    found = []
+    for step in range(1000):
+        url = fresh("crash-steps", overwrite)
+        options = SaveOptions(container=container)
+        results = run_ranks(save_ranks(NEW, 3, url, options=options), crash_at=step)
+        found.append(check_place(url, {0 if overwrite else None, 1}))
+        if all(result.ended for result in results):
+            break
+        # Nobody was told of a success that is not there.
+        assert found[-1] == 1 or all(result.error or not result.ended for result in results)
+    previous = 0 if overwrite else None
+    # There is one moment of commit: before it the previous one stands, from it on the new one.
+    commit = found.index(1)
+    assert found == [previous] * commit + [1] * (len(found) - commit)
+    assert commit > 10

@@ -7,12 +7,11 @@ from collections import Counter
 from itertools import islice
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_dcp.data import ElasticBatchSampler, ElasticStream, rows
-from ray_dcp.data.rows import IdRuns, RowsSeen
+from ray_dcp.data import ElasticBatchSampler, ElasticStream
+from ray_dcp.data.rows import RowsSeen
 from ray_dcp.data.stream import merged
 
 SEGMENTS = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9), st.integers(0, 4)), max_size=8)
@@ -84,26 +83,6 @@ def test_after_any_resizes_the_samples_consumed_are_whole_epochs_and_the_begin_o
         assert state["place"] == len(stream)
 
 
-@settings(max_examples=30, deadline=None)
-@given(num_samples=st.integers(1, 40), first=SEGMENTS, seed=st.integers(0, 99))
-def test_the_order_does_not_depend_on_the_resizes(num_samples, first, seed):
-    def samples(segments):
-        state, stream = None, []
-        for world_size, _, steps in segments:
-
-            def make(rank, world_size=world_size):
-                return ElasticBatchSampler(
-                    num_samples, rank=rank, world_size=world_size, seed=seed, global_batch_size=6
-                )
-
-            consumed, state = run_segment(make, state, world_size, steps)
-            stream += [[s for batch in batches for s in batch] for _, batches in consumed]
-        return stream
-
-    total = sum(steps for _, _, steps in first)
-    assert samples(first) == samples([(1, 0, total)])
-
-
 @settings(max_examples=40, deadline=None)
 @given(num_samples=st.integers(5, 60), segments=SEGMENTS, each=st.integers(1, 2))
 def test_dropping_the_last_loses_less_than_a_batch_an_epoch_and_repeats_none(
@@ -162,34 +141,6 @@ def test_after_any_resizes_every_source_is_read_to_its_end_once(counts, segments
     assert Counter(seen) == Counter(everything)
 
 
-@pytest.mark.parametrize("most_later", [0, 3, 4096])
-@settings(max_examples=25, deadline=None)
-@given(
-    additions=st.lists(st.lists(st.integers(-20, 40), max_size=12), max_size=6),
-    asked=st.integers(-25, 45),
-)
-def test_runs_of_ids_are_a_set_of_ids(most_later, additions, asked):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "MOST_LATER", most_later)
-        check_that_runs_are_a_set(additions, asked)
-
-
-def check_that_runs_are_a_set(additions, asked):
-    ids, model = IdRuns(), set()
-    for addition in additions:
-        ids.add(addition)
-        model.update(addition)
-        again = IdRuns(ids.runs)
-        again.union(ids)
-        if len(addition) % 2:
-            assert len(ids) == len(again) == len(model)
-            assert again.runs.tolist() == ids.runs.tolist()
-    assert ids.has([asked]).tolist() == [asked in model]
-    assert [n for a, b in ids.runs for n in range(a, b)] == sorted(model)
-    # No two runs touch: there are as few as there can be.
-    assert all(ids.runs[1:, 0] > ids.runs[:-1, 1])
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.permutations(range(24)), st.lists(st.integers(1, 4), min_size=1, max_size=5), st.data())
 def test_rows_dealt_in_any_order_come_once_whoever_gets_them(order, sizes, data):
@@ -222,12 +173,3 @@ def as_loaded(states, rank, world_size):
     values = [state["seen"].value for state in states]
     value = values[rank] if world_size == len(states) else own.resized(values, rank, world_size)
     return {"epoch": states[0]["epoch"], "seen": type(own)(value)}
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_place_that_no_larger_batch_fits_in_begins_the_next_epoch(world_size):
-    sampler = ElasticBatchSampler(10, rank=0, world_size=1, batch_size=4, last="drop")
-    next(sampler.follow(list_when_iterated(sampler)))
-    other = ElasticBatchSampler(10, rank=0, world_size=world_size, global_batch_size=7, last="drop")
-    other.load_state_dict(sampler.state_dict())
-    assert (other.epoch, other.consumed, len(other)) == (1, 0, 1)

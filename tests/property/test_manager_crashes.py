@@ -1,18 +1,20 @@
-"""A manager that keeps one step, interrupted at every call: it never loses the only good one."""
+"""A manager that keeps one step, interrupted at every call, and beside others: none is lost."""
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
 from functools import partial
 
 import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
 
-from ray_dcp.errors import StorageError
 from ray_dcp.manager.catalogue import FOLDER, look
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.testing import CrashError, Fault, Script
 from tests.crash.crashes import check_crashes
+from tests.crash.interruptions import interrupted_system
 from tests.crash.invariants import (
     an_allowed_checkpoint_loads_whole,
     expect,
@@ -21,22 +23,17 @@ from tests.crash.invariants import (
     standing_state,
 )
 from tests.crash.registry import NEW, NEXT, OLD, Operation
-from tests.crash.system_calls import interrupted_system
-from tests.manager_places import (
-    folders_of,
-    newest_state,
-    opener_of,
-    root_of,
-    save_step,
-    settings,
-    writer_of,
-)
+from tests.manager_places import folders_of, newest_state, opener_of, root_of, save_step, writer_of
+from tests.manager_places import settings as manager_settings
+from tests.manager_play import play
+
+# --- Crashes --------------------------------------------------------------------------------------
 
 
 def every_listed_step_loads(after):
     """What the catalogue lists is whole: one of the states that were ever saved."""
     opener = opener_of(after.storage)
-    for found in look(root_of(after.storage), settings().names, opener).steps.values():
+    for found in look(root_of(after.storage), manager_settings().names, opener).steps.values():
         folder = opener(root_of(after.storage).below(found.name))
         expect(standing_state(folder, after.states) is not None, f"{found.name} does not load")
 
@@ -118,16 +115,24 @@ def test_the_only_good_step_survives_a_death_at_a_system_call(tmp_path):
     assert set(reached.stood) == {"previous", "new"}
 
 
-def test_who_is_told_that_a_save_failed_still_has_the_step_before():
-    storage = MemoryStorage("manager-told")
-    storage.delete([entry.key for entry in storage.list()])
-    with Script([Fault(operation="commit", key="*.distcp", error=28)]) as script:
-        keep_one_in(storage, 1, OLD)
-        wrapped = script.wrap(storage)
-        with pytest.raises(StorageError):
-            save_step(writer_of(wrapped, max_to_keep=1), wrapped, 2, NEW)
-    assert is_same(newest_state(storage, (OLD, NEW)), OLD)
+# --- Races ----------------------------------------------------------------------------------------
 
 
-def keep_one_in(storage, step, state):
-    return save_step(writer_of(storage, max_to_keep=1), storage, step, state)
+_reached: Counter[str] = Counter()
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def _no_step_is_deleted_that_must_stand(seed):
+    model = play(seed)
+    assert model.wrong == []
+    for what in model.seen:
+        event(what)
+    _reached.update(model.seen)
+
+
+def test_no_step_is_deleted_that_must_stand_whatever_happens_at_once():
+    """More rounds by hand: `python -m tests.manager_play 200`."""
+    _no_step_is_deleted_that_must_stand()
+    assert _reached["deleted, by retention"] >= 1
+    assert _reached["saved"] >= 10

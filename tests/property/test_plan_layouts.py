@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import event, given, settings, target
 from hypothesis import strategies as st
 
 from ray_dcp.core.checksums import block_checks
-from ray_dcp.core.columns import decode, encode
 from ray_dcp.core.values import Kind
-from ray_dcp.format.safetensors import parse_header
-from ray_dcp.planning.coverage import problems
+from ray_dcp.planning.coverage import check_coverage, holes, missing_volumes, problems
 from ray_dcp.planning.finish import finish_table
 from ray_dcp.planning.global_plan import make_plan, pack_for_commit, unpack_for_commit
-from ray_dcp.planning.layout import LARGE_ALIGNMENT, LARGE_BYTES, SMALL_ALIGNMENT
 from tests.format_cases import difference
 from tests.plan_cases import Case, box_bytes, cases, truth, write
+
+# --- Plans ----------------------------------------------------------------------------------------
+
 
 CONTAINERS = ("torch_save", "safetensors")
 
@@ -84,47 +83,6 @@ def test_every_element_is_written_once_and_where_the_table_says(
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    case=cases(), container=st.sampled_from(CONTAINERS), part_bytes=st.sampled_from([1, 1 << 30])
-)
-def test_files_keep_order_alignment_and_names(case: Case, container: str, part_bytes: int) -> None:
-    plan = make_plan(case.columns(), container=container, part_bytes=part_bytes, min_piece_bytes=1)
-    table = plan.table
-    fixed = table.payload_offset >= 0
-    framed = np.array([key.endswith(".distcp") for key in table.files])[table.file]
-    large = table.payload_bytes >= LARGE_BYTES
-    aligned = np.where(large, LARGE_ALIGNMENT, SMALL_ALIGNMENT)
-    assert (table.payload_offset % aligned == 0)[fixed & framed].all()
-    assert (np.diff(table.file) >= 0).all()
-    same = np.diff(table.file) == 0
-    later = (table.payload_offset[1:] >= table.payload_offset[:-1]) | ~fixed[1:]
-    assert later[same].all()
-    assert len(set(table.files)) == len(table.files)
-    assert all(key.count("{attempt}") == 1 for key in table.files)
-    assert (plan.source_rank == plan.file_rank[table.file]).all()
-    assert sorted(set(table.file.tolist())) == list(range(len(table.files)))
-    for file, head in enumerate(plan.file_headers):
-        if not head:
-            continue
-        own = table.file == file
-        entries = parse_header(head).entries
-        assert len(head) % 4096 == 0
-        assert len({entry.name for entry in entries}) == own.sum()
-        assert [entry.begin + len(head) for entry in entries] == table.payload_offset[own].tolist()
-
-
-@settings(max_examples=30, deadline=None)
-@given(case=cases())
-def test_the_same_columns_give_the_same_plan_after_a_trip_as_bytes(case: Case) -> None:
-    columns = case.columns()
-    again = [decode(encode(own)) for own in columns]
-    plan, other = make_plan(columns), make_plan(again)
-    assert plan.digest == other.digest
-    assert plan.disagreements == other.disagreements
-    assert plan.table.paths == other.table.paths
-
-
-@settings(max_examples=40, deadline=None)
 @given(case=cases())
 def test_what_differs_between_ranks_is_whole_and_from_the_lowest(case: Case) -> None:
     plan = make_plan(case.columns(), min_piece_bytes=1)
@@ -145,39 +103,39 @@ def test_what_differs_between_ranks_is_whole_and_from_the_lowest(case: Case) -> 
             assert tensor.fqn in told
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    weights=st.lists(st.integers(1, 40), min_size=1, max_size=30),
-    world_size=st.integers(1, 8),
-    extra=st.integers(0, 60),
-)
-def test_replicated_bytes_are_balanced_over_their_holders(
-    weights: list[int], world_size: int, extra: int
+# --- Coverage -------------------------------------------------------------------------------------
+
+
+@st.composite
+def a_box(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    offset = [draw(st.integers(0, length)) for length in shape]
+    return offset, [draw(st.integers(0, n - low)) for n, low in zip(shape, offset, strict=True)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), shape=st.lists(st.integers(0, 5), min_size=1, max_size=3))
+def test_coverage_of_any_boxes_is_what_counting_elements_says(
+    data: st.DataObject, shape: list[int]
 ) -> None:
-    from ray_dcp.core.columns import ColumnsBuilder
-
-    builders = [ColumnsBuilder() for _ in range(world_size)]
-    if extra:
-        builders[0].tensor("alone", "float32", (extra, 1024))
-    for builder in builders:
-        for index, weight in enumerate(weights):
-            builder.tensor(f"w{index}", "float32", (weight, 1024))
-    plan = make_plan([builder.build() for builder in builders])
-    load = np.zeros(world_size, np.int64)
-    np.add.at(load, plan.source_rank, plan.table.payload_bytes + 1024)
-    own = extra * 4096 + 1024 if extra else 0
-    total = int(load.sum())
-    fair = max(own, -(-total // world_size))
-    # Each cut of the line is off by at most half a piece.
-    assert load.max() - fair <= max(weights) * 4096 + 1024
-    target(-float(load.max() - fair), label="balance")
-
-
-@pytest.mark.parametrize("container", CONTAINERS)
-def test_ranks_without_anything_have_no_file(container: str) -> None:
-    from ray_dcp.core.columns import ColumnsBuilder
-
-    some = ColumnsBuilder()
-    some.tensor("w", "float32", (3,))
-    plan = make_plan([ColumnsBuilder().build(), some.build()], container=container)
-    assert plan.file_rank.tolist() == [1]
+    found = [data.draw(a_box(tuple(shape))) for _ in range(data.draw(st.integers(0, 6)))]
+    counts = np.zeros(shape, np.int64)
+    for low, size in found:
+        counts[tuple(slice(o, o + s) for o, s in zip(low, size, strict=True))] += 1
+    offset = np.array([low for low, _ in found], np.int64).reshape(-1, len(shape))
+    size = np.array([size for _, size in found], np.int64).reshape(-1, len(shape))
+    whole = np.array([shape], np.int64)
+    region = np.zeros(len(found), np.int64)
+    coverage = check_coverage(region, offset, size, whole)
+    missing = int((counts == 0).sum())
+    event(f"missing: {missing > 0}, overlapping: {bool((counts > 1).any())}")
+    assert coverage.outside == ()
+    assert bool(coverage.overlaps) == bool((counts > 1).any())
+    assert sum(gap[1] for gap in coverage.gaps) == missing
+    full = (size > 0).all(axis=1)
+    zero = np.zeros_like(whole)
+    assert missing_volumes(region[full], offset[full], size[full], zero, whole)[0] == missing
+    for low, lengths in holes(offset, size, zero[0], whole[0]):
+        part = tuple(slice(o, o + s) for o, s in zip(low, lengths, strict=True))
+        assert (counts[part] == 0).all()
+        counts[part] = 9
+    assert (counts != 0).all()

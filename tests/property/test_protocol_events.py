@@ -181,18 +181,3 @@ def test_no_sequence_of_events_makes_a_save_contradict_its_storage(steps, joined
     told = model.finish()
     assert len(told) <= 1
     event(f"fate {model.fate}, told {', '.join(sorted(t.__name__ for t in told))}")
-
-
-@settings(max_examples=120, deadline=None)
-@given(st.lists(events | st.just(("expire",)), max_size=25))
-def test_no_sequence_of_faults_around_the_commit_makes_a_save_contradict_its_storage(steps):
-    model = Model()
-    model.play.to_writing(RecordsRead(0, None, None, ("old",)))
-    for rank in range(WORLD):
-        model.play.receipt(rank)
-    model.check(model.play.commands)
-    for step in steps:
-        model.step(*step)
-    told = model.finish()
-    assert len(told) == 1
-    event(f"fate {model.fate}, told {', '.join(sorted(t.__name__ for t in told))}")

@@ -4,22 +4,104 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from ray_dcp.io import read_jobs
+from ray_dcp.core.checksums import block_checks
+from ray_dcp.core.values import Kind
 from ray_dcp.io.reader import prepare_reads, read_prepared
 from ray_dcp.io.shared_read import SharedReadStorage
 from ray_dcp.options import LoadOptions
-from ray_dcp.planning.reads import Ranges, ShareCost, merged, plan_reads, share_reads
-from ray_dcp.store.storage import ReadTraits
-from tests.layout_cases import LAYOUTS, Counting, boxes_of, wanted_of, written
-from tests.plan_cases import box_bytes
+from ray_dcp.planning.finish import finish_table
+from ray_dcp.planning.global_plan import make_plan
+from ray_dcp.planning.reads import Ranges, ShareCost, Wanted, merged, plan_reads, share_reads
+from ray_dcp.store.memory import MemoryStorage
+from tests.plan_cases import Case, Piece, Tensor, box_bytes, truth, write
 from tests.thread_peers import Board, ThreadExchange
 from tests.unit.io_cases import Sink
+
+# --- Tensors in parallel layouts ------------------------------------------------------------------
+
+
+LAYOUTS = ("row", "column", "2-D", "replicated")
+
+
+def boxes_of(layout: str, shape: tuple[int, ...], rank: int, world_size: int):
+    """Returns the part of a two-dimensional tensor that a rank wants."""
+    rows, columns = {
+        "row": (world_size, 1), "column": (1, world_size), "replicated": (1, 1),
+        "2-D": (2, world_size // 2) if world_size % 2 == 0 else (1, world_size),
+    }[layout]  # fmt: skip
+    place = divmod(rank % (rows * columns), columns)
+    bounds = [
+        [length * index // parts for index in range(parts + 1)]
+        for length, parts in zip(shape, (rows, columns), strict=True)
+    ]
+    low = [bound[at] for bound, at in zip(bounds, place, strict=True)]
+    high = [bound[at + 1] for bound, at in zip(bounds, place, strict=True)]
+    return low, [b - a for a, b in zip(low, high, strict=True)]
+
+
+class Counting(MemoryStorage):
+    """Counts how often each byte was asked for."""
+
+    def __init__(self, files: dict[str, bytearray]) -> None:
+        super().__init__("read-once")
+        self.files = files
+        self.asked = {key: np.zeros(len(data), np.int32) for key, data in files.items()}
+        self.ranges: list[tuple[str, int, int]] = []
+        self._counting = threading.Lock()
+
+    def read_into(self, key: str, start: int, target: memoryview) -> None:
+        target[:] = memoryview(self.files[key])[start : start + len(target)]
+        with self._counting:
+            self.asked[key][start : start + len(target)] += 1
+            self.ranges.append((key, start, start + len(target)))
+
+
+def written(source: str, writers: int, shapes):
+    """Returns the chunk table and files of tensors that ranks hold in a layout, and the values."""
+    tensors = []
+    for number, shape in enumerate(shapes):
+        holders: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        for rank in range(writers):
+            low, size = boxes_of(source, shape, rank, writers)
+            holders.setdefault((tuple(low), tuple(size)), []).append(rank)
+        pieces = [Piece(low, size, tuple(ranks)) for (low, size), ranks in holders.items()]
+        tensors.append(Tensor(f"t{number}", Kind.TENSOR, "float32", shape, True, tuple(pieces)))
+    case = Case(writers, tuple(tensors))
+    columns = case.columns()
+    plan = make_plan(columns, part_bytes=1 << 30, min_piece_bytes=1)
+    files, receipts = write(case, columns, plan, "a1")
+    table = _with_checks(finish_table(plan, "a1", receipts), files)
+    assert table.names == tuple(tensor.fqn for tensor in tensors)
+    return table, files, [truth(tensor) for tensor in tensors]
+
+
+def _with_checks(table, files):
+    """Returns the table with the checksums that a load takes from the ends of the files."""
+    checks = []
+    for chunk in range(len(table.file)):
+        start = int(table.payload_offset[chunk])
+        payload = files[table.files[table.file[chunk]]][start:][: int(table.payload_bytes[chunk])]
+        checks.append(block_checks(payload, int(table.block_bytes[chunk])))
+    starts = np.cumsum([0, *(len(one) for one in checks)]).astype(np.int64)
+    return replace(table, check_start=starts, checks=np.concatenate(checks))
+
+
+def wanted_of(boxes) -> Wanted:
+    return Wanted(
+        np.arange(len(boxes), dtype=np.int32),
+        np.array([low for low, _ in boxes], np.int64),
+        np.array([size for _, size in boxes], np.int64),
+        np.full(len(boxes), 4),
+    )
+
+
+# --- Sharing --------------------------------------------------------------------------------------
 
 
 def ranges_of(rows: list[tuple[int, int, int]]) -> Ranges:
@@ -30,24 +112,6 @@ def ranges_of(rows: list[tuple[int, int, int]]) -> Ranges:
 some_ranges = st.lists(
     st.tuples(st.integers(0, 2), st.integers(0, 60), st.integers(0, 25)), max_size=6
 ).map(ranges_of)
-
-
-@settings(deadline=None)
-@given(
-    rows=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(0, 12)), max_size=12)
-)
-def test_merged_ranges_cover_the_same_bytes_once(rows):
-    found = ranges_of(rows)
-    covered = {(file, at) for file, low, n in rows for at in range(low, low + n)}
-    listed = [
-        (file, at)
-        for file, low, high in zip(*(c.tolist() for c in (found.file, found.low, found.high)),
-                                   strict=True)
-        for at in range(low, high)
-    ]  # fmt: skip
-    assert listed == sorted(covered)
-    ends = set(zip(found.file.tolist(), found.high.tolist(), strict=True))
-    assert not ends & set(zip(found.file.tolist(), found.low.tolist(), strict=True))
 
 
 @settings(max_examples=80, deadline=None)
@@ -95,24 +159,6 @@ def test_a_unit_has_one_reader_who_needs_it_and_goes_to_all_who_do(
     assert all(count == 1 for count in seen.values())
     places = list(zip(shares.file.tolist(), shares.low.tolist(), strict=True))
     assert places == sorted(places)
-
-
-def test_readers_carry_equal_loads_and_equal_needs_are_looked_at_once():
-    whole = ranges_of([(0, 0, 6400), (1, 0, 6400)])
-    shares = share_reads(dict.fromkeys(range(64), whole), world_size=64, unit_bytes=100)
-    assert len(shares) == 0  # 100 bytes for 64 ranks are not worth 64 messages
-    shares = share_reads(
-        dict.fromkeys(range(64), whole), world_size=64, unit_bytes=100, min_saved_bytes=1
-    )
-    assert np.bincount(shares.reader, minlength=64).tolist() == [2] * 64
-    assert len(shares.group) == len(shares)
-
-
-def test_who_reads_much_for_itself_reads_less_for_others():
-    both = (0, 0, 1000)
-    needs = {0: ranges_of([both, (1, 0, 1000)]), 1: ranges_of([both])}
-    shares = share_reads(needs, world_size=2, unit_bytes=100, min_saved_bytes=1)
-    assert np.bincount(shares.reader, minlength=2).tolist() == [0, 10]
 
 
 def test_a_store_that_is_far_away_is_read_once_and_a_cached_disk_is_not():
@@ -221,39 +267,3 @@ def test_ranks_that_share_reads_get_what_each_would_read_alone(
     longest = int((shares.high - shares.low).max(initial=0))
     assert all(most <= max(budget_bytes, longest) for most in board.most_bytes.values())
     assert board.handover.num_there == 0
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    case=layouts(),
-    gap=st.sampled_from([0, 64, 1 << 16]),
-    scratch=st.sampled_from([64, 4096]),
-    direct=st.sampled_from([1, 1 << 18]),
-    verify=st.sampled_from(["always", "never"]),
-)
-def test_what_a_rank_says_it_will_read_is_what_it_reads(case, gap, scratch, direct, verify):
-    source, target, writers, readers, shapes = case
-    table, files, _ = written(source, writers, shapes)
-    options = LoadOptions(num_threads=1, verify=verify)
-    storage = Counting(files)
-    storage.read_traits = ReadTraits(request_s=gap / 1e6, bytes_per_s=1e6)
-    for rank in range(readers):
-        boxes = [boxes_of(target, shape, rank, readers) for shape in shapes]
-        wanted = wanted_of(boxes)
-        storage.ranges.clear()
-        plan = plan_reads(table, wanted)
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(read_jobs, "DIRECT_BYTES", direct)
-            patched.setattr(read_jobs, "SLICE_BYTES", 2 * direct)
-            patched.setattr(read_jobs, "FREE_GAP_BYTES", 0)
-            patched.setattr(read_jobs, "SCRATCH_BYTES", scratch)
-            prepared = prepare_reads(storage, table, plan, wanted, options=options)
-        sink = Sink((wanted.size.prod(axis=1) * 4).tolist())
-        read_prepared(storage, prepared, sink, options=options)
-        said = Counter(
-            (table.files[file], at)
-            for file, low, high in zip(*(c.tolist() for c in prepared.reads()), strict=True)
-            for at in range(low, high)
-        )
-        done = Counter((key, at) for key, low, high in storage.ranges for at in range(low, high))
-        assert said == done

@@ -10,16 +10,28 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from ray_dcp.core.columns import ColumnsBuilder
+from ray_dcp.core.columns import ColumnsBuilder, encode
 from ray_dcp.errors import CheckpointError
-from ray_dcp.planning.fingerprint import alike
+from ray_dcp.planning.fingerprint import alike, fingerprint
 from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, make_plan
+from ray_dcp.planning.merge import contents_of, without_contents
 from ray_dcp.planning.regular import probes
 from ray_dcp.planning.sharing import node_numbers
-from ray_dcp.protocol.commands import Failed, Planned, RowsMissing
+from ray_dcp.protocol.commands import Failed, MakePlan, Planned, RowsMissing
 from ray_dcp.runtime import tasks
 from ray_dcp.runtime.tasks import perform
-from tests.unit.test_regular import task_of
+
+NAMED = {"container": "torch_save", "part_bytes": 1 << 20}
+
+
+def task_of(columns, sent):
+    """The planning of a job of which some ranks sent their rows, and all others fingerprints."""
+    names = tuple(fingerprint(own, world_size=len(columns), **NAMED) for own in columns)
+    rows = tuple(
+        encode(without_contents(own)) if rank in sent else b"" for rank, own in enumerate(columns)
+    )
+    contents = tuple(map(contents_of, columns))
+    return MakePlan(rows, "torch_save", 1 << 20, False, contents, names)
 
 
 class Tensor:
@@ -313,17 +325,3 @@ def test_what_contradicts_itself_is_told_as_by_the_rows(change):
     found, _ = planned_of(columns)
     assert isinstance(found, Failed)
     check(found, outcome(columns))
-
-
-@pytest.mark.parametrize("change", ["value of a stage", "value of a rank", "boxes of a rank"])
-def test_who_differs_is_planned_as_by_the_rows(change):
-    columns = held(pipeline())
-    for rank in range(32, 64) if change == "value of a stage" else [40]:
-        value = columns[rank].value.copy()
-        value[-1] = 99
-        columns = changed(columns, rank, value=value)
-        if change == "boxes of a rank":
-            columns = changed(columns, rank, requires_grad=~columns[rank].requires_grad)
-    found, _ = planned_of(columns)
-    check(found, outcome(columns))
-    assert bool(found.disagreements)

@@ -1,30 +1,17 @@
-"""Any history of saves, crashes, zombies and deletes: what loads is what a dict says.
-
-`python -m tests.property.test_stateful --minutes 15` goes on with new histories for so long.
-"""
+"""Any history of saves, crashes, zombies and deletes: what loads is what a dict says."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import shutil
-import sys
 import tempfile
-import time
-import traceback
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 import ray_dcp
 from ray_dcp.errors import (
@@ -45,17 +32,24 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.view.verify import verify
 from tests.numpy_ranks import load_ranks, save_ranks
-from tests.property.stateful_model import Change, Place, tally
-from tests.property.stateful_readers import (
+from tests.property.stateful_world import (
     SHAPES,
+    Change,
+    Incident,
+    Order,
+    Place,
+    Process,
+    Session,
+    World,
     contents,
+    drive_rank,
     keys_at,
     loaded,
     state_of,
     stock_sees,
+    tally,
     what_stands,
 )
-from tests.property.stateful_world import Incident, Order, Process, Session, World, drive_rank
 
 REACHED: Counter[str] = Counter()
 """How often each kind of thing happened in this process."""
@@ -589,33 +583,3 @@ def test_everything_that_must_be_tried_was_reached():
 
 def report() -> str:
     return "\n".join(f"{count:8d}  {what}" for what, count in sorted(REACHED.items()))
-
-
-def main() -> int:
-    """Runs new histories until the time is up; returns how many failed."""
-    parser = argparse.ArgumentParser(prog="python -m tests.property.test_stateful")
-    parser.add_argument("--minutes", type=float, default=15.0)
-    parser.add_argument("--steps", type=int, default=25, help="rules in a history")
-    parser.add_argument("--shrink", action="store_true", help="make failing histories short")
-    arguments = parser.parse_args()
-    phases = [Phase.generate, *([Phase.shrink] if arguments.shrink else [])]
-    deep = settings(
-        QUICK, max_examples=25, stateful_step_count=arguments.steps, derandomize=False,
-        database=None, print_blob=True, phases=phases,
-    )  # fmt: skip
-    end_s = time.monotonic() + 60 * arguments.minutes
-    rounds = failed = 0
-    while time.monotonic() < end_s:
-        rounds += 1
-        try:
-            run_state_machine_as_test(Checkpoints, settings=deep)
-        except Exception:
-            failed += 1
-            traceback.print_exc()
-        print(f"round {rounds}: {failed} failed", flush=True)
-    print(report())
-    return failed
-
-
-if __name__ == "__main__":
-    sys.exit(main())

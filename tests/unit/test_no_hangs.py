@@ -8,16 +8,8 @@ from functools import partial
 
 import pytest
 
-from ray_dcp.errors import (
-    CommitUnknownError,
-    DeadlineError,
-    ParticipantError,
-    SaveCancelledError,
-    StorageError,
-)
-from ray_dcp.io.threads import Stop, run_within
+from ray_dcp.errors import CommitUnknownError, DeadlineError, ParticipantError, SaveCancelledError
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.protocol.commands import BuildCommit, CreateRecord
 from ray_dcp.protocol.messages import LoadDone, OpKey, SaveJoin, SaveReceipt, Target
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_load import drive
@@ -114,24 +106,6 @@ def test_a_rank_that_freezes_is_blamed_by_its_silence_once_it_takes_part(url, st
     assert loads_whole(url, [state_of(1), state_of(2)]) == 0
 
 
-def test_a_frozen_rank_is_blamed_while_another_is_slow(url):
-    fates = {1: "freeze", 2: "slow"}
-    results = run_ranks(
-        save_ranks(state_of(2), 3, url, options=SaveOptions(heartbeat_timeout_s=7.0)),
-        fate=lambda r: fates.get(r.rank, "live") if isinstance(r, SaveReceipt) else "live",
-    )
-    assert results[0].error.rank == 1
-    assert set(results[0].error.failures) == {1}
-
-
-def test_a_rank_that_beats_and_never_writes_is_blamed_at_the_deadline_only(url):
-    results = run_ranks(
-        save_ranks(state_of(2), 3, url, options=SaveOptions(heartbeat_timeout_s=7.0)),
-        fate=lambda r: "slow" if r.rank == 1 and isinstance(r, SaveReceipt) else "live",
-    )
-    assert "write its part within 3600 s" in results[0].error.message
-
-
 def test_a_frozen_rank_ends_a_load_long_before_its_deadline(url):
     save(state_of(1), 2, url)
     ranks, _ = load_ranks(state_of(1), 3, url, options=LoadOptions(heartbeat_timeout_s=7.0))
@@ -175,25 +149,15 @@ def test_a_write_that_comes_back_after_it_was_given_up_publishes_nothing(url, ga
 def test_a_read_that_hangs_is_given_up_at_the_deadline_and_names_the_file(url, gate):
     save(state_of(1), 1, url)
     held = gate()
+    # Without checksums, as these are read while the reads are planned, which has a deadline too.
     with pytest.raises(DeadlineError, match=r"read its share within 2 s") as caught:
-        one_load(url, InlineSession(), opener=held.opener, read_timeout_s=2)
+        one_load(url, InlineSession(), opener=held.opener, read_timeout_s=2, verify="never")
     assert caught.value.key.startswith("__0_0.")
     # What it reads could still be written into tensors, so nobody may load meanwhile.
     with pytest.raises(ParticipantError, match="hang in the storage"):
         one_load(url, InlineSession(), opener=Gate("nothing").opener, plan_timeout_s=0.1)
     held.open()
     load_and_check(state_of(1), 1, url)
-
-
-def test_a_checkpoint_whose_table_can_not_be_read_is_given_up_at_the_deadline(
-    url, gate, monkeypatch
-):
-    # The ranks get a short table with the plan; longer ones they read.
-    monkeypatch.setattr("ray_dcp.protocol.load.MOST_SENT_BYTES", 0)
-    save(state_of(1), 1, url)
-    with pytest.raises(DeadlineError, match=r"read what is stored within 2 s") as caught:
-        one_load(url, InlineSession(), opener=gate("chunks.*").opener, plan_timeout_s=2)
-    assert caught.value.key.startswith("chunks.")
 
 
 def test_a_commit_that_hangs_is_outvoted_by_its_rank_and_loses_when_it_comes_back(url, gate):
@@ -279,21 +243,6 @@ def test_a_rank_whose_coordinator_is_given_up_while_it_writes_asks_the_storage_a
     assert keys(url) == ["manifest-00000001.json"]
 
 
-def test_a_load_whose_coordinator_is_given_up_while_it_reads_says_so(url, gate):
-    save(state_of(1), 1, url)
-    held, vitals = gate(), RankProgress()
-    ranks, _ = load_ranks(state_of(1), 1, url, opener=held.opener, vitals=vitals)
-
-    def give_up():
-        held.reached.wait(PATIENCE_S)
-        vitals.abandon(ParticipantError("the coordinator died"))
-        held.open()
-
-    threading.Thread(target=give_up, daemon=True).start()
-    with pytest.raises(ParticipantError, match="the coordinator died"):
-        drive(ranks[0], InlineSession().call)
-
-
 # Ctrl-C and cancel
 
 
@@ -352,71 +301,6 @@ def test_a_save_of_one_process_is_cancelled_by_another_thread(url, gate):
     load_and_check(state_of(1), 1, url)
 
 
-# Work in threads that may hang
-
-
-def test_work_gives_what_it_returns_and_raises_what_it_raised():
-    assert run_within(lambda: 7, 10.0, Stop(), TimeoutError) == 7
-    with pytest.raises(StorageError, match="full"):
-        run_within(partial(throw, StorageError("full")), 10.0, Stop(), TimeoutError)
-
-
-def throw(error):
-    raise error
-
-
-def test_work_that_is_asked_to_stop_raises_why_and_not_what_became_of_it():
-    stop, begun = Stop(), threading.Event()
-
-    def work():
-        begun.set()
-        stop.wait(PATIENCE_S)
-        raise StorageError("torn")
-
-    threading.Thread(
-        target=lambda: begun.wait(PATIENCE_S) and stop.because(ParticipantError("elsewhere"))
-    ).start()
-    with pytest.raises(ParticipantError, match="elsewhere"):
-        run_within(work, PATIENCE_S, stop, TimeoutError)
-
-
-def test_work_that_ended_before_it_was_stopped_counts():
-    stop = Stop()
-
-    def work():
-        stop.because(ParticipantError("elsewhere"))
-        return 7
-
-    assert run_within(work, PATIENCE_S, stop, TimeoutError) == 7
-
-
-def test_overdue_work_is_left_and_asked_to_stop():
-    stop, ended = Stop(), threading.Event()
-
-    def work():
-        stop.wait(PATIENCE_S)
-        ended.set()
-
-    with pytest.raises(DeadlineError, match="too long"):
-        run_within(work, 0.05, stop, lambda: DeadlineError("too long"), unwind_s=0.0)
-    assert ended.wait(PATIENCE_S)
-
-
-def test_a_watched_storage_tells_what_is_moved_and_where_it_is(url, gate):
-    held, vitals = gate("x"), RankProgress()
-    vitals.enter("writing", 10)
-    storage = WatchedStorage(held.opener(Target(url)), vitals)
-    storage.write("y", b"12345")
-    assert storage.read("y") == b"12345"
-    writing = threading.Thread(target=storage.write, args=("x", b"1"))
-    writing.start()
-    assert held.reached.wait(PATIENCE_S)
-    assert (vitals.doing.key, vitals.doing.done_bytes) == ("x", 5)
-    held.open()
-    writing.join(PATIENCE_S)
-    assert vitals.doing.key is None
-
-
 def test_a_watched_storage_begins_nothing_after_the_stop(url):
     vitals = RankProgress()
     storage = WatchedStorage(MemoryStorage(url.removeprefix("memory://")), vitals)
@@ -432,53 +316,3 @@ def test_a_watched_storage_begins_nothing_after_the_stop(url):
             begin()
     writer.abort()
     assert keys(url) == []
-
-
-def test_what_a_watched_storage_reads_after_the_stop_is_not_handed_on(url, gate):
-    held, vitals = gate("x"), RankProgress()
-    MemoryStorage(url.removeprefix("memory://")).write("x", b"1")
-    storage = WatchedStorage(held.opener(Target(url)), vitals)
-
-    def stop():
-        held.reached.wait(PATIENCE_S)
-        vitals.stop.because(ParticipantError("elsewhere"))
-        held.open()
-
-    threading.Thread(target=stop, daemon=True).start()
-    with pytest.raises(SaveCancelledError, match="elsewhere"):
-        storage.read_into("x", 0, memoryview(bytearray(1)))
-
-
-def test_the_next_save_of_one_call_is_not_stopped_by_the_one_before():
-    vitals = RankProgress()
-    vitals.begin(OpKey("run", 3))
-    vitals.abandon(ParticipantError("gone"))
-    vitals.begin(OpKey("run", 5))
-    assert not vitals.stop.asked
-    assert vitals.abandoned is None
-    assert (vitals.doing.first_seq, vitals.doing.last_seq) == (3, 5)
-
-
-def test_the_tasks_that_hang_do_not_keep_others_from_being_done(url, gate):
-    held = gate("chunks.*")
-    hung = InlineSession(performer=partial(perform, opener=held.opener))
-    for _ in range(20):
-        with pytest.raises(DeadlineError):
-            one_save(url, hung, commit_timeout_s=0.05)
-    assert not hung._shell.tasks
-    one_save(url, InlineSession())
-
-
-def test_no_commit_is_built_after_a_cancel():
-    performed = []
-
-    def performer(task):
-        performed.append(type(task))
-        return perform(task)
-
-    session = InlineSession(performer=performer)
-    session.cancel(OpKey("inline", 0), "early")
-    with pytest.raises(SaveCancelledError):
-        one_save("memory://cancelled-early", session)
-    assert BuildCommit not in performed
-    assert CreateRecord not in performed

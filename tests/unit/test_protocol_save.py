@@ -1,7 +1,6 @@
-"""The save machine, fed by hand: no storage, no ranks."""
+"""The save machine, fed by hand: no storage, no ranks; and what it concludes from silence."""
 
 import dataclasses
-import pickle
 
 import pytest
 
@@ -11,11 +10,9 @@ from ray_dcp.errors import (
     DeadlineError,
     InternalError,
     ParticipantError,
-    PlanConflictError,
     RankDisagreementError,
     SaveCancelledError,
     StorageError,
-    UnsupportedValueError,
 )
 from ray_dcp.format.manifest import Verdict
 from ray_dcp.options import SaveOptions
@@ -38,19 +35,23 @@ from ray_dcp.protocol.commands import (
     SlotTaken,
     WriteTable,
 )
+from ray_dcp.protocol.liveness import AwakeClock, Doing, Heartbeat
 from ray_dcp.protocol.messages import (
+    Exchange,
     LoadReady,
     OpKey,
     Refused,
     Renumbered,
-    SaveGo,
     SaveOutcome,
     SaveReceipt,
     Target,
 )
-from ray_dcp.protocol.operation import GRACE_S
+from ray_dcp.protocol.operation import GRACE_S, LOST_GRACE_S
 from ray_dcp.protocol.save import REPLACED_SINCE
-from tests.protocol_play import BUILT, KEY, NOTHING, TARGET, Play, planned, receipt_file
+from tests.protocol_play import BUILT, KEY, TARGET, Play, receipt_file
+
+# --- Saves ----------------------------------------------------------------------------------------
+
 
 REPLACED = RecordsRead(4, "attempt a0 committed in slot 3", None, ("__0_0.a0.distcp",))
 FULL = StorageError("the disk is full", key="__0_0")
@@ -59,11 +60,6 @@ FULL = StorageError("the disk is full", key="__0_0")
 @pytest.fixture
 def play():
     return Play()
-
-
-def join_all(play, **changed):
-    for rank in range(play.world_size):
-        play.join(rank, **changed)
 
 
 def write_all(play, **errors):
@@ -107,18 +103,6 @@ def test_the_commit_takes_the_slot_after_the_one_that_planning_saw_and_tells_wha
     assert play.task == CreateRecord(TARGET, 5, BUILT.record)
 
 
-def test_rows_are_handed_to_the_plan_in_the_order_of_ranks_once_the_last_has_joined():
-    play = Play(world_size=3)
-    play.join(2, rows=b"two")
-    play.join(0, rows=b"zero")
-    assert play.task is None
-    play.join(1, rows=b"one")
-    assert play.task == ReadRecords(TARGET)
-    play.done(NOTHING)
-    assert isinstance(play.task, MakePlan)
-    assert (play.task.columns, play.task.nodes) == ((b"zero", b"one", b"two"), (0, 1, 2))
-
-
 @pytest.mark.parametrize("step", ["SaveJoin", "SaveReceipt"])
 def test_a_request_that_comes_twice_is_answered_twice_the_same(play, step):
     play.to_writing()
@@ -135,18 +119,6 @@ def test_a_request_that_comes_twice_is_answered_twice_the_same(play, step):
 
 
 # Errors of ranks
-
-
-def test_an_error_at_join_fails_all_ranks_with_the_original_error_also_after_a_pickle():
-    play = Play(world_size=3)
-    play.join(0)
-    play.join(1, error=UnsupportedValueError("a quantised tensor", key="w"))
-    play.join(2)
-    errors = pickle.loads(pickle.dumps(play.errors("SaveJoin")))
-    assert sorted(errors) == [0, 1, 2]
-    assert {(type(e), e.rank, e.key) for e in errors.values()} == {(UnsupportedValueError, 1, "w")}
-    assert [e.message for e, _ in errors[0].failures.values()] == ["a quantised tensor"]
-    assert play.task is None
 
 
 def test_the_error_holds_the_error_of_every_rank_that_failed():
@@ -207,17 +179,6 @@ def test_the_deadline_of_writing_fences_the_attempt_off_before_anybody_is_told()
     assert "ranks 1, 2 did not" in told(play).message
 
 
-def test_the_timer_and_the_result_of_a_phase_that_is_over_do_nothing(play):
-    play.join(0)
-    timer = play.timer
-    play.join(1)
-    assert play.coordination.expired(timer.key, timer.phase) == ()
-    play.expire()  # a slow storage ends planning
-    assert type(told(play, step="SaveJoin")) is DeadlineError
-    play.done(NOTHING)
-    assert play.task is None
-
-
 def test_a_lost_rank_is_named_on_all_others_unless_its_receipt_is_here():
     play = Play(world_size=3)
     play.to_writing()
@@ -229,21 +190,6 @@ def test_a_lost_rank_is_named_on_all_others_unless_its_receipt_is_here():
     error = told(play, 1)
     assert (type(error), error.rank) == (ParticipantError, 2)
     assert "its actor died" in error.message
-
-
-@pytest.mark.parametrize("back", ["no", "speaks", "is placed"])
-def test_a_rank_that_was_lost_before_the_save_fails_it_unless_it_is_there_again(play, back):
-    play.lose(1)
-    if back == "speaks":
-        play.join(1)
-    elif back == "is placed":
-        play.coordination.place("run", 1, "pid 7 on node-3")
-    play.join(0)
-    if back == "no":
-        assert told(play, step="SaveJoin").rank == 1
-    else:
-        play.join(1)
-        assert isinstance(play.task, ReadRecords)
 
 
 # Disagreement
@@ -265,52 +211,6 @@ def test_ranks_that_call_different_things_are_named_with_what_they_asked(play, c
     assert said in reply.error.message
     assert "rank 0: save to memory://ckpt" in reply.error.message
     assert play.errors("SaveJoin")[0] is reply.error
-
-
-def test_a_rank_that_comes_twice_with_other_content_fails_the_save_until_it_is_planned(play):
-    play.join(0, rows=b"mine")
-    error = play.join(0, rows=b"another").error
-    assert (type(error), error.rank) == (RankDisagreementError, 0)
-    later = Play()
-    later.to_writing()
-    with pytest.raises(RankDisagreementError):
-        later.join(1, rows=b"another")
-    write_all(later)
-    assert isinstance(later.task, BuildCommit)
-
-
-# Planning
-
-
-def test_overwrite_false_refuses_what_stands():
-    play = Play(options=SaveOptions(overwrite=False))
-    join_all(play)
-    play.done(REPLACED)
-    error = told(play, 1, "SaveJoin")
-    assert type(error) is CheckpointExistsError
-    assert "attempt a0" in error.message
-    assert play.task is None
-
-
-@pytest.mark.parametrize("replicas", ["warn", "check"])
-def test_values_that_differ_between_ranks_warn_or_refuse(replicas):
-    play = Play(options=SaveOptions(replicas=replicas))
-    join_all(play)
-    play.done(NOTHING)
-    play.done(planned(2, disagreements="'rng' differs"))
-    refused = replicas == "check"
-    assert type(told(play, step="SaveJoin")) is (PlanConflictError if refused else SaveGo)
-
-
-def test_a_plan_that_fails_fails_all_and_so_does_an_attempt_that_somebody_ended_before(play):
-    join_all(play)
-    play.done(NOTHING)
-    play.fail(PlanConflictError("two shapes"))
-    assert {type(e) for e in play.errors("SaveJoin").values()} == {PlanConflictError}
-    ended = Play()
-    ended.to_writing(dataclasses.replace(NOTHING, decided=(Verdict("a1", False),)))
-    assert type(told(ended, step="SaveJoin")) is SaveCancelledError
-    assert ended.task is None
 
 
 # Fences
@@ -352,18 +252,6 @@ def test_after_a_restart_nobody_waits_for_a_rank_that_had_begun_with_the_old_coo
     error = told(play, step="SaveJoin")
     assert (type(error), error.rank) == (ParticipantError, 1)
     assert "restarted" in error.message
-
-
-def test_a_result_that_nobody_awaits_is_a_bug_and_changes_nothing(play):
-    join_all(play)
-    todo = play.todo[0]
-    for task in (WriteTable(TARGET, (("t", b""),)), todo.task):
-        with pytest.raises(InternalError, match=r"so far.*perform ReadRecords"):
-            play.coordination.performed(todo.key, task, Finished())
-    play.done(NOTHING)
-    with pytest.raises(InternalError, match="so far"):
-        play.coordination.performed(KEY, todo.task, NOTHING)
-    assert isinstance(play.task, MakePlan)
 
 
 # The vote
@@ -475,21 +363,6 @@ def test_what_fails_after_a_commit_is_a_warning_and_the_rest_is_left(
     assert (play.task, play.coordination.active) == (None, ())
 
 
-@pytest.mark.parametrize("published", [False, True])
-def test_a_committed_save_that_is_slow_to_clean_up_is_a_success(play, published):
-    play.to_record(REPLACED)
-    play.done(RecordCreated(5))
-    if published:
-        play.done(Published())
-    play.expire()
-    assert "took longer" in told(play).warnings[0]
-    if not published:
-        play.done(Published())
-    assert play.task == CollectReplaced(TARGET, ("__0_0.a0.distcp",))
-    play.done(Finished())
-    assert play.coordination.active == ()
-
-
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_failed_save_deletes_what_it_wrote_after_it_is_fenced_off(play, hangs):
     play.to_writing()
@@ -505,25 +378,7 @@ def test_a_failed_save_deletes_what_it_wrote_after_it_is_fenced_off(play, hangs)
     assert play.coordination.active == ()
 
 
-def test_a_safetensors_save_takes_an_old_metadata_away_after_the_commit(play):
-    play.to_writing()
-    write_all(play)
-    play.done(type(BUILT)("chunks.a1.table", b"table", b"manifest", None))
-    play.done(Finished())
-    play.done(RecordCreated(1))
-    assert play.task == PublishMetadata(TARGET, 1, None)
-
-
 # Several operations
-
-
-def test_saves_of_two_sessions_do_not_touch_each_other():
-    play = Play(world_size=1)
-    for session in ("one", "two"):
-        play.join(0, key=OpKey(session, 0))
-    play._take(play.coordination.lost("one", [0], "killed"))
-    play.done(NOTHING)
-    assert [todo.key.session for todo in play.todo] == ["two"]
 
 
 def test_finished_operations_are_remembered_up_to_a_bound_and_never_begin_again():
@@ -536,3 +391,274 @@ def test_finished_operations_are_remembered_up_to_a_bound_and_never_begin_again(
     # Whoever begins one of them missed it, and all that came since.
     assert play.join(0, key=OpKey("run", 3)) == Renumbered(40)
     assert play.coordination.active == ()
+
+
+# --- Slow, frozen, absent and gone ----------------------------------------------------------------
+
+
+TIMEOUT_S = 10.0
+
+
+class Now:
+    """A clock that a test sets."""
+
+    now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+class Beating(Play):
+    """A play whose ranks promise to beat, with a clock."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.clock = Now()
+        self.coordination = type(self.coordination)(
+            epoch=self.epoch, new_attempt=lambda: "a1", clock=self.clock
+        )
+
+    def send(self, request):
+        return self._take(self.coordination.receive(request, beats_s=TIMEOUT_S), request.rank)
+
+    def beat(self, rank, *doings):
+        """Returns for whom the rank is told to log long waits."""
+        return self.coordination.hear(Heartbeat(KEY.session, rank, TIMEOUT_S, doings))
+
+    def listen(self, now_s):
+        self.clock.now_s = now_s
+        self._take(self.coordination.listen())
+
+
+def writing(done=0, total=0, **more):
+    return Doing(KEY.seq, KEY.seq, "writing", 5.0, done, total, **more)
+
+
+# Silence
+
+
+def test_a_rank_that_is_silent_for_its_timeout_is_blamed_long_before_the_deadline():
+    play = Beating(world_size=3)
+    play.coordination.place(KEY.session, 2, "pid 7 on host-b")
+    play.to_writing()
+    play.receipt(0)
+    for now_s in (4.0, 8.0, 12.0):
+        play.clock.now_s = now_s
+        play.beat(1)
+    play.listen(12.0)
+    assert play.timer.after_s == LOST_GRACE_S < GRACE_S
+    play.expire()
+    play.done(RecordCreated(1))
+    error = play.errors("SaveReceipt")[0]
+    assert type(error) is DeadlineError
+    assert error.rank == 2
+    assert "pid 7 on host-b" in error.message
+    assert "every 10 s" in error.message
+    assert "12 s ago" in error.message
+    assert "frozen (stopped, swapped out, or a thread holds the GIL)" in error.message
+
+
+def test_nobody_is_blamed_before_the_timeout_nor_for_being_slow_while_it_beats():
+    play = Beating(world_size=2)
+    play.to_writing()
+    play.receipt(0)
+    play.listen(TIMEOUT_S - 0.01)
+    assert (play.timer.phase, play.timer.after_s) == ("writing", SaveOptions().write_timeout_s)
+    for step in range(1, 100):
+        play.clock.now_s = 9.0 * step
+        play.beat(0)
+        play.beat(1)
+        play.listen(9.0 * step)
+    play.receipt(1)
+    assert isinstance(play.task, BuildCommit)
+
+
+def test_a_rank_that_has_not_joined_or_promised_no_beats_is_not_judged_by_its_silence():
+    play = Beating(world_size=2)
+    play.coordination.place(KEY.session, 1, "pid 7 on host-b")
+    play.join(0)
+    play.clock.now_s = 500.0
+    play.beat(0)
+    play.listen(500.0)
+    assert play.timer.after_s == SaveOptions().plan_timeout_s
+    assert play.errors("SaveJoin") == {}
+    silent = Play(world_size=2)
+    silent.to_writing()
+    silent._take(silent.coordination.listen())
+    assert silent.coordination.next_silence_s is None
+
+
+def test_a_rank_that_speaks_again_is_told_the_outcome_and_not_taken_back():
+    play = Beating(world_size=2)
+    play.to_writing()
+    play.clock.now_s = TIMEOUT_S
+    play.beat(0)
+    play.listen(TIMEOUT_S)
+    play.beat(1)
+    assert play.receipt(1) is None
+    play.receipt(0)
+    assert isinstance(play.task, CreateAbort)
+    play.done(RecordCreated(1))
+    errors = play.errors("SaveReceipt")
+    assert errors[0] is errors[1]
+    assert play.receipt(1).error is errors[0]
+
+
+def test_a_clock_of_a_process_that_was_stopped_does_not_count_that_time():
+    now = Now()
+    awake = AwakeClock(now, 1.0)
+    now.now_s = 1000.0
+    assert awake.tick() == 2.0
+    now.now_s = 1000.5
+    assert awake() == 2.5
+
+
+# What is told of a rank that is missing
+
+
+def writes(**doing):
+    def begin(play):
+        play.to_writing()
+        play.receipt(0)
+        play.beat(1, writing(**doing))
+
+    return begin
+
+
+def ended_before(play):
+    play.to_end()
+    play.join(0, key=OpKey(KEY.session, 1))
+
+
+def is_in_another_operation(play):
+    play.send(Exchange(OpKey(KEY.session, 7), 1, 2, "plans", {}, 900.0))
+    play.join(0)
+
+
+def captures(play):
+    play.join(0)
+    play.beat(1, Doing(KEY.seq, KEY.seq, "capturing", 598.0))
+
+
+FATES = {
+    "slow": (
+        writes(done=1_200_000_000, total=4_000_000_000), 0.4,
+        "rank 1 last wrote 1.2 of 4.0 GB 0.4 s ago (slow)",
+    ),
+    "stuck": (
+        writes(done=3_000_000, total=4_000_000, quiet_s=300.0, key="__1_0.a1.distcp"), 0.0,
+        "last wrote 3.0 of 4.0 MB 300 s ago (stuck in __1_0.a1.distcp)",
+    ),
+    "beats no more": (writes(done=1, total=2), 19.0, "rank 1 was last heard 19 s ago"),
+    "called before": (
+        ended_before, 43.0,
+        "rank 1 never called: its last operation was #0 (save to memory://ckpt), which ended "
+        "43 s ago",
+    ),
+    "is elsewhere": (
+        is_in_another_operation, 0.0,
+        "its last operation was #7 (exchange 'plans'), which has not ended",
+    ),
+    "captures": (captures, 0.0, "rank 1 has been capturing for 598.0 s"),
+    "was never heard": (
+        lambda play: play.join(0), 600.0,
+        "rank 1 was never heard by this coordinator, which began 600 s ago",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fate", FATES)
+def test_a_deadline_says_what_is_known_of_the_rank_that_missed_it(fate):
+    begin, after_s, said = FATES[fate]
+    play = Beating(world_size=2)
+    begin(play)
+    play.clock.now_s += after_s
+    play.expire()
+    if play.todo:
+        play.done(RecordCreated(1))
+    error = next(reply.error for reply in play.replies.values() if isinstance(reply, Refused))
+    assert error.rank == 1
+    assert said in error.message
+
+
+def at(play, now_s, *beating):
+    """Lets ranks beat, and the coordinator look; returns what long waits the ranks are told."""
+    play.clock.now_s = now_s
+    told = [play.beat(rank, Doing(KEY.seq, KEY.seq, "waiting")) for rank in beating]
+    play.listen(now_s)
+    return told
+
+
+def test_who_waits_for_long_is_told_once_for_whom():
+    play = Beating(world_size=4)
+    play.coordination.place(KEY.session, 3, "pid 7 on host-b")
+    play.join(2)
+    play.join(1)
+    for now_s in range(0, 31, 5):
+        assert at(play, now_s, 1, 2) == [(), ()]
+    (wait,), none = at(play, 36, 1, 2)
+    assert none == ()
+    assert (
+        "operation 0 of session 'run' (save to memory://ckpt) has been joining for" in wait.lower()
+    )
+    assert "it waits for ranks 0, 3: rank 0 was never heard" in wait
+    assert "rank 3 (pid 7 on host-b) was never heard" in wait
+    for now_s in range(40, 100, 5):
+        assert at(play, now_s, 1, 2) == [(), ()]
+
+
+# Cancelling, leaving, and ranks ahead of a restarted coordinator
+
+
+def test_a_save_can_be_cancelled_until_its_commit_and_the_answer_stays_the_same():
+    play = Play()
+    play.to_writing()
+    play._take(play.coordination.cancel(KEY, "enough"))
+    assert play.coordination.is_cancelled(KEY)
+    play._take(play.coordination.cancel(KEY, "again"))
+    assert play.coordination.is_cancelled(KEY)
+    play.done(RecordCreated(1))
+    play.receipt(0)
+    assert type(play.errors("SaveReceipt")[0]) is SaveCancelledError
+    assert "enough" in play.errors("SaveReceipt")[0].message
+    assert play.coordination.is_cancelled(KEY)
+
+
+@pytest.mark.parametrize("why", ["its commit has begun", "it failed by itself", "it is over"])
+def test_a_save_is_not_cancelled_nor_left_when_that_is_too_late(why):
+    play = Play()
+    if why == "its commit has begun":
+        play.to_record()
+    elif why == "it is over":
+        play.to_end()
+        assert play.coordination.withdraw(KEY, 1, "late") == ()
+        assert isinstance(play.join(1), SaveOutcome)
+    else:
+        play.join(0, error=StorageError("full"))
+        play.join(1)
+    assert play.coordination.cancel(KEY, "too late") == ()
+    assert not play.coordination.is_cancelled(KEY)
+
+
+def test_a_save_that_is_cancelled_before_anybody_has_joined_fails_the_first_who_does():
+    play = Play()
+    assert play.coordination.cancel(KEY, "not today") == ()
+    assert play.coordination.is_cancelled(KEY)
+    play.join(0)
+    assert type(play.errors("SaveJoin")[0]) is SaveCancelledError
+    assert play.coordination.is_cancelled(KEY)
+    assert type(play.join(1).error) is SaveCancelledError
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_ranks_that_join_again_after_a_restart_do_not_wait_for_one_that_went_on(first):
+    play = Play(world_size=3)
+    if first:
+        assert play.coordination.works(KEY, 2) == ()
+        assert isinstance(play.coordination.outcome(KEY), Refused)
+    play.join(0)
+    play._take(play.coordination.works(KEY, 2))
+    play.join(1)
+    error = play.errors("SaveJoin")[0]
+    assert (type(error), error.rank) == (ParticipantError, 2)
+    assert "had begun it before" in error.message

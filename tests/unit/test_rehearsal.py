@@ -45,23 +45,6 @@ def test_one_that_fails_is_told_in_the_log_and_leaves_nothing(caplog):
     assert [e.key for e in MemoryStorage("").list() if "rehearsal" in e.key] == []
 
 
-def test_a_module_that_is_not_there_is_told_in_the_log(caplog):
-    inline.begin_rehearsal(modules=["ray_dcp.no_such_module"]).join(180)
-    assert "no_such_module" in caplog.text
-
-
-def test_what_is_captured_is_saved(monkeypatch):
-    """Else it would rehearse nothing."""
-    kept = []
-    monkeypatch.setattr(MemoryStorage, "delete", lambda self, keys: kept.extend(keys))
-    inline.rehearse()
-    assert any(key.endswith(".metadata") for key in kept)
-    assert len(kept) >= 3
-    monkeypatch.undo()
-    storage = MemoryStorage("ray-dcp-rehearsal")
-    storage.delete([entry.key for entry in storage.list()])
-
-
 @pytest.fixture(autouse=True)
 def _logged(caplog):
     caplog.set_level("WARNING", logger="ray_dcp")

@@ -13,18 +13,14 @@ from ray_dcp.errors import (
     CheckpointNotFoundError,
     CommitUnknownError,
     InternalError,
+    ParticipantError,
+    PlanConflictError,
     StorageError,
 )
 from ray_dcp.format.manifest import decode_record, encode_record
 from ray_dcp.io.checkpoint import find_checkpoint
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.protocol.commands import (
-    CollectReplaced,
-    Failed,
-    Published,
-    PublishMetadata,
-)
-from ray_dcp.protocol.coordination import LAST, Coordination, Forgotten
+from ray_dcp.protocol.commands import CollectReplaced, Failed, Published, PublishMetadata
 from ray_dcp.protocol.messages import (
     LoadDone,
     LoadJoin,
@@ -36,15 +32,19 @@ from ray_dcp.protocol.messages import (
 )
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_load import drive
-from ray_dcp.runtime.records import republish
 from ray_dcp.runtime.session import CallTimeouts
-from ray_dcp.runtime.tasks import new_attempt, outcome, perform
+from ray_dcp.runtime.tasks import outcome, perform
 from ray_dcp.store import local
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError
 from tests.inline_ranks import run_ranks
 from tests.numpy_ranks import load_and_check, save, save_ranks, state_of
+from tests.protocol_play import Play
+from tests.rank_saves import load_rank, save_rank
+
+# --- The outcome ----------------------------------------------------------------------------------
+
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled:UserWarning",
@@ -91,17 +91,6 @@ def test_a_save_whose_files_only_their_rank_can_see_fails_and_names_them(tmp_pat
     assert "__1_0." in errors[0].message
     with pytest.raises(CheckpointNotFoundError):
         load_and_check(state_of(), 1, str(tmp_path / "a"))
-
-
-def test_a_save_of_which_a_file_was_cut_short_before_the_commit_fails(tmp_path):
-    def cut_short(task):
-        for file in tmp_path.glob("__0_0.*"):
-            os.truncate(file, file.stat().st_size - 1)
-        return perform(task)
-
-    (rank,) = save_ranks(state_of(), 1, str(tmp_path))
-    (result,) = run_ranks([rank], performer=cut_short)
-    assert isinstance(result.error, StorageError)
 
 
 # Durable
@@ -200,39 +189,6 @@ def test_metadata_written_after_a_later_commit_is_put_right(tmp_path):
     assert torch.equal(found["a"], torch.from_numpy(state_of(2)["a"]))
 
 
-def test_metadata_that_is_published_once_more_is_that_of_the_newest_commit(tmp_path):
-    path = str(tmp_path)
-    save(state_of(1), 1, path)
-    old = (tmp_path / ".metadata").read_bytes()
-    (tmp_path / ".metadata").unlink()
-
-    class Overtaken(LocalStorage):
-        def write(self, key, data, *, create=False):
-            if data == old:
-                save(state_of(2), 1, path)
-            super().write(key, data, create=create)
-
-    assert republish(Overtaken(path), path)
-    assert not find_checkpoint(LocalStorage(path)).metadata_is_stale
-
-
-def test_metadata_that_two_commits_replaced_since_it_was_read_is_no_second_checkpoint(tmp_path):
-    stock_save(tmp_path, 1)
-
-    class Slow(LocalStorage):
-        overtaken = False
-
-        def list(self, prefix=""):
-            if not self.overtaken:
-                self.overtaken = True
-                save(state_of(1), 1, str(tmp_path))
-                save(state_of(2), 1, str(tmp_path))
-            return super().list(prefix)
-
-    found = find_checkpoint(Slow(tmp_path))
-    assert (found.slot, found.metadata_is_stale) == (2, False)
-
-
 @pytest.mark.parametrize("container", ["torch_save", "safetensors"])
 def test_a_commit_that_a_rank_finds_on_storage_is_published_for_stock_dcp(tmp_path, container):
     path = str(tmp_path)
@@ -276,33 +232,6 @@ def test_files_of_a_stock_checkpoint_that_came_later_are_not_collected(tmp_path)
     (rank,) = save_ranks(state_of(), 1, str(tmp_path))
     run_ranks([rank], performer=stock_saves_before_collecting)
     assert stock_value(tmp_path) == [5.0]
-
-
-@pytest.mark.parametrize("containers", [("torch_save", "safetensors", "torch_save")])
-@pytest.mark.parametrize("skipped", range(3))
-def test_stock_dcp_never_sees_a_mixture_whichever_publication_is_lost(
-    tmp_path, containers, skipped
-):
-    path = str(tmp_path)
-    stock_save(tmp_path, 9)
-
-    def lose(task):
-        return Failed(StorageError("lost")) if isinstance(task, PublishMetadata) else perform(task)
-
-    for step, container in enumerate(containers):
-        (rank,) = save_ranks(state_of(step), 1, path, options=SaveOptions(container=container))
-        run_ranks([rank], performer=lose if step == skipped else perform)[0].get()
-        load_and_check(state_of(step), 2, path)
-        if (tmp_path / ".metadata").exists():
-            names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-            seen = {"w": torch.zeros(6, 4)} if "w" in names else {"a": torch.zeros(13, 7)}
-            dcp.load(seen, checkpoint_id=path, no_dist=True)
-            if "w" in seen:
-                assert seen["w"].unique().tolist() == [9.0]
-            else:
-                assert any(
-                    torch.equal(seen["a"], torch.from_numpy(state_of(s)["a"])) for s in range(3)
-                )
 
 
 # What an overwrite may delete
@@ -367,26 +296,6 @@ def test_a_refusal_of_a_coordinator_that_contradicts_itself_is_made_final(tmp_pa
     assert outcome(str(tmp_path), attempts[0]) == "aborted"
 
 
-def test_an_operation_that_begins_after_many_with_higher_numbers_is_not_taken_for_an_old_one():
-    url = "memory://review-late-key"
-    coordination = Coordination(epoch=1, new_attempt=new_attempt)
-    for seq in range(1, 40):
-        run_ranks(save_ranks({}, 1, url, seq=seq), coordination=coordination)[0].get()
-    (result,) = run_ranks(save_ranks({}, 1, url, seq=0), coordination=coordination)
-    assert result.get().attempt
-    (again,) = run_ranks(save_ranks({}, 1, url, seq=1), coordination=coordination)
-    assert "Renumbered" in again.error.message
-
-
-def test_what_is_remembered_of_operations_that_ended_is_bounded():
-    forgotten = Forgotten()
-    for seq in range(5, 5 + 3 * LAST, 2):
-        forgotten.add(OpKey("s", seq))
-    assert OpKey("s", 5) in forgotten
-    assert OpKey("s", 5 + 3 * LAST) not in forgotten
-    assert len(vars(forgotten)["_last"]) <= LAST + 1
-
-
 def patience(*requests):
     kept = CallTimeouts()
     return [kept.of(request) for request in requests][-1]
@@ -403,3 +312,33 @@ def test_a_rank_waits_for_all_that_its_coordinator_may_take_and_no_deadline_is_l
     load_join = LoadJoin(key, 0, 2, target, load)
     assert patience(load_join) > 2 * 1000
     assert patience(load_join, LoadDone(key, 0)) > 2000
+
+
+# --- The one error of all ranks -------------------------------------------------------------------
+
+
+def test_an_error_of_the_coordinators_work_names_the_checkpoint():
+    play = Play()
+    play.join(0)
+    play.join(1)
+    failed = PlanConflictError("'w' differs")
+    play.done(Failed(failed))
+    assert {error.checkpoint_id for error in play.errors("SaveJoin").values()} == {"memory://ckpt"}
+    assert failed.checkpoint_id is None
+
+
+def test_an_error_on_the_way_to_the_coordinator_names_the_checkpoint():
+    def out_of_reach(request):
+        raise ParticipantError("the coordinator is gone")
+
+    target, here = Target("memory://ckpt"), {"rank": 0, "world_size": 1}
+    save = save_rank(
+        OpKey("s", 0), target=target, options=SaveOptions(), capture=lambda: None, **here
+    )
+    load = load_rank(
+        OpKey("s", 1), target=target, options=LoadOptions(), plan=lambda found: None, **here
+    )
+    for steps in (save, load):
+        with pytest.raises(ParticipantError) as caught:
+            drive(steps, out_of_reach)
+        assert caught.value.checkpoint_id == "memory://ckpt"

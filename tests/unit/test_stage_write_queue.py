@@ -1,4 +1,4 @@
-"""A write queue writes what ranks hand over as they would, within its budget, whatever ends."""
+"""A write queue writes what ranks hand over, as they would; what stays in memory is the same."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ import os
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ray_dcp.errors import LimitError, ParticipantError, SaveCancelledError, StorageError
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Target
+from ray_dcp.runtime.rank_load import MemorySource
 from ray_dcp.stage.allocator import SlotAllocator
 from ray_dcp.stage.memory import StagingMemory
-from ray_dcp.stage.values import StageKey, StagerOptions, Unknown
+from ray_dcp.stage.memory_tier import too_many
+from ray_dcp.stage.values import StageKey, StagerOptions
 from ray_dcp.stage.write_queue import Channel, WriteQueue
+from ray_dcp.store.memory import MemoryStorage
 from tests.polling import eventually
 from tests.staged import MIB, Rank, Share, same_files, scribbled, share
+
+# --- The write queue ------------------------------------------------------------------------------
+
 
 SLOT = 2 * MIB
 
@@ -70,37 +77,6 @@ def test_it_writes_the_bytes_that_the_rank_would_have_written(container, num_slo
     assert [found[r.file].deferred for r in expected] == [r.deferred for r in expected]
 
 
-def test_it_begins_to_write_with_the_first_window(places):
-    what = share([6 * MIB])
-    node = Node(8)
-    rank = node.rank(what, places[0]).begin()
-    rank.fill()
-    assert eventually(lambda: node.queue.progress(rank.order.key).written_bytes > MIB)
-    assert not node.queue.progress(rank.order.key).is_sealed
-    assert node.queue.progress(rank.order.key).num_bytes == 6 * MIB
-
-
-def test_one_word_delivers_a_window_and_all_before_it(places):
-    """So a rank need not tell of each; what is told twice, or of windows without slots, is fine."""
-    what = share([9 * MIB])
-    node = Node(8)
-    rank = node.rank(what, places[0]).begin()
-    for _ in range(4):
-        rank.fill(deliver=False)
-    assert rank.num_windows == 5
-    node.queue.deliver(rank.order.key, 2)
-    assert eventually(lambda: node.queue.progress(rank.order.key).written_bytes >= 5 * MIB)
-    for told in (3, 1, 99):
-        node.queue.deliver(rank.order.key, told)
-    rank.fill(deliver=False)
-    assert node.queue.seal(rank.order.key).result(180) is True
-    what.written(places[1])
-    assert node.idle()
-    node.queue.deliver(rank.order.key, 4)
-    assert same_files(*places)
-    assert node.queue.owned("rank 0") == tuple(sorted(slot.index for slot in rank.slots))
-
-
 def test_a_state_larger_than_the_budget_goes_through_and_the_rank_waits_for_its_last_file(places):
     what = share([3 * MIB] * 10)
     node = Node(4)
@@ -135,21 +111,6 @@ def test_bytes_stay_until_the_report_is_taken_also_when_another_save_waits_for_r
     assert not all(node.arena.holds(slot) for slot in first.slots)
 
 
-def test_a_rank_gets_its_own_slots_again(places):
-    node = Node(8)
-    used = []
-    for number in range(3):
-        rank = node.rank(share([5 * MIB]), Target(f"{places[0].url}{number}"), save=str(number))
-        rank.stage()
-        used.append({slot.index for slot in rank.slots})
-        assert node.idle()
-        other = node.rank(share([MIB]), Target(f"{places[1].url}{number}"), save=f"o{number}",
-                          owner="rank 1")  # fmt: skip
-        other.stage()
-        assert node.idle()
-    assert used[0] == used[1] == used[2]
-
-
 def test_a_rank_that_dies_in_the_middle_is_reported_and_its_slots_come_back(places):
     what = share([3 * MIB] * 2)
     node = Node(8)
@@ -159,18 +120,6 @@ def test_a_rank_that_dies_in_the_middle_is_reported_and_its_slots_come_back(plac
     assert node.idle()
     assert [type(report.error) for report in node.reports] == [ParticipantError]
     assert not list(Path(places[0].url).rglob("*"))
-
-
-def test_a_rank_that_dies_when_all_is_delivered_is_not_missed(places):
-    what = share([3 * MIB] * 2)
-    what.written(places[1])
-    node = Node(8)
-    rank = node.rank(what, places[0]).begin()
-    for _ in range(rank.num_windows):
-        rank.fill()
-    node.queue.process_died("p0")
-    assert node.idle()
-    assert same_files(*places)
 
 
 def test_a_cancelled_save_frees_its_slots_only_when_the_rank_has_stopped_filling_them(places):
@@ -253,67 +202,6 @@ def test_adopted_bytes_that_were_overwritten_are_an_error_and_no_file(places):
     assert not list(Path(places[0].url).rglob("*"))
 
 
-def test_only_the_files_that_are_asked_for_are_written_again(places):
-    what = share([3 * MIB] * 4, part_bytes=3 * MIB)
-    dead = Node(8, opener=lambda target: threading.Event().wait(60))
-    rank = dead.rank(what, places[0])
-    rank.stage()
-    node = Node(4)
-    order = what.order(StageKey("s", 0, "a1", 1), places[0], SLOT, files=(1, 3))
-    node.queue.adopt(order, None, dead.arena, tuple(rank.slots))
-    assert eventually(lambda: len(node.reports) == 2)
-    assert {report.file for report in node.reports} == {1, 3}
-    assert eventually(lambda: len(list(Path(places[0].url).glob("*"))) == 2)
-
-
-def test_the_same_order_twice_is_one_job_and_a_plan_is_sent_once(places):
-    what = share([MIB])
-    node = Node(4)
-    rank = node.rank(what, places[0]).begin()
-    assert node.queue.begin(rank.order, None).slots == tuple(rank.slots)
-    assert node.queue.used_bytes() == SLOT
-    without = what.order(StageKey("t", 0, "a1"), places[0], SLOT, plan=None)
-    assert node.queue.begin(without, None).slots
-    other = share([2 * MIB]).order(StageKey("u", 0, "a1"), places[0], SLOT, plan=None)
-    assert node.queue.begin(other, None) == Unknown("plan")
-
-
-def test_what_is_not_known_is_said_or_ignored(places):
-    node = Node(4)
-    key = StageKey("s", 0, "a1")
-    assert node.queue.more(key, 0).result(180) == Unknown("job")
-    assert node.queue.seal(key).result(180) == Unknown("job")
-    assert node.queue.progress(key) is None
-    node.queue.deliver(key, 0)
-    node.queue.cancel(key)
-    node.queue.release(key)
-    with pytest.raises(LimitError, match="windows of at most 0 bytes in the store"):
-        node.queue.begin(share([1]).order(key, places[0], SLOT, channel="store"), None)
-
-
-def test_reports_stay_until_they_are_released(places):
-    node = Node(4)
-    rank = node.rank(share([MIB]), places[0])
-    rank.stage()
-    assert node.idle()
-    progress = node.queue.progress(rank.order.key)
-    assert progress.written_bytes == progress.num_bytes == MIB
-    assert progress.reports == tuple(node.reports)
-    node.queue.release(rank.order.key)
-    assert node.queue.progress(rank.order.key) is None
-
-
-def test_release_in_the_middle_gives_up(places):
-    node = Node(4, opener=lambda target: threading.Event().wait(60))
-    rank = node.rank(share([MIB]), places[0])
-    rank.begin()
-    node.queue.release(rank.order.key)
-    with pytest.raises(SaveCancelledError):
-        node.queue.seal(rank.order.key).result(180)
-    node.queue.cancel(rank.order.key, by_rank=True)
-    assert node.queue.used_bytes() == 0
-
-
 def test_windows_that_come_as_objects_are_counted_and_let_go(places):
     what = share([3 * MIB] * 4)
     what.written(places[1])
@@ -378,43 +266,6 @@ def test_a_rank_is_told_at_once_that_nobody_can_write_its_bytes(places, monkeypa
     assert same_files(*places)
 
 
-def test_bytes_of_a_dead_stager_that_nobody_can_write_are_refused(places, monkeypatch):
-    what = share([3 * MIB])
-    rank = Node(8, opener=lambda target: threading.Event().wait(60)).rank(what, places[0])
-    rank.stage()
-    order = what.order(StageKey("s", 0, "a1", 1), places[0], SLOT)
-    without_threads(monkeypatch)
-    with pytest.raises(LimitError, match="thread"):
-        Node(4).queue.adopt(order, None, rank.channel.arena, tuple(rank.slots))
-
-
-def test_one_thread_writes_all_files_where_no_more_can_be_started(places, monkeypatch):
-    what = share([3 * MIB] * 4, part_bytes=3 * MIB)
-    what.written(places[1])
-    assert len(what.plan.files) > 1
-    node = Node(16)
-    rank = node.rank(what, places[0], options=SaveOptions(num_threads=4))
-    without_threads(monkeypatch, after=1)
-    rank.stage()
-    assert node.idle()
-    assert same_files(*places)
-    assert len(node.reports) == len(what.plan.files)
-
-
-def test_every_file_is_reported_whatever_goes_wrong_beside_the_writing(places, monkeypatch):
-    what = share([3 * MIB] * 2, part_bytes=3 * MIB)
-
-    def refuse(*_):
-        raise OSError("no such niceness")
-
-    monkeypatch.setattr("ray_dcp.stage.write_queue.step_behind", refuse)
-    node = Node(8)
-    node.rank(what, places[0]).stage()
-    assert node.idle()
-    assert [report.file for report in node.reports] == [f.file for f in what.plan.files]
-    assert all("no such niceness" in report.error.message for report in node.reports)
-
-
 def memory(arena):
     """Returns the bytes that a machine spends on staging memory."""
     return os.fstat(arena.address.fd).st_blocks * 512
@@ -443,13 +294,93 @@ def test_memory_that_only_ranks_that_are_gone_have_used_is_given_back(places):
     assert same_files(*places)
 
 
-def test_a_slot_that_a_rank_which_stays_once_used_keeps_its_memory(places):
-    node = Node(4)
-    for number, owner in enumerate(["stays", "gone"]):
-        what = share([7 * MIB], seed=number)
-        node.rank(what, Target(f"{places[0].url}{number}"), str(number), owner=owner).stage()
-        assert node.idle()
-    before = memory(node.arena)
-    node.queue.shrink({"stays"})
-    # It may have registered these pages with a device, which would go on writing to them.
-    assert memory(node.arena) == before
+# --- The memory tier ------------------------------------------------------------------------------
+
+
+KEEP = SaveOptions(keep_in_memory=1)
+
+
+def save(node, path, name, seed=0, options=KEEP, sizes=(3 * MIB,), objects=()):
+    """Stages and writes a share; returns its rank and what it was."""
+    what = share(list(sizes), list(objects), seed=seed)
+    rank = node.rank(what, Target(str(path / name)), save=name, options=options)
+    rank.stage()
+    return rank, what
+
+
+def kept(node, rank):
+    return node.queue.kept(rank.order.key.attempt)
+
+
+def test_every_byte_of_a_payload_is_found_as_it_lies_in_its_file(tmp_path):
+    node = Node(40)
+    rank, _ = save(node, tmp_path, "c", sizes=MIXED * 3, objects=[b"pickled", bytes(3 * MIB)])
+    assert eventually(lambda: kept(node, rank) is not None)
+    found = kept(node, rank)
+    assert found.address == node.arena.address
+    num_bytes = 0
+    for file in found.files:
+        stored = np.frombuffer((tmp_path / "c" / file.key).read_bytes(), dtype=np.uint8)
+        for start, length in zip(file.start.tolist(), file.num_bytes.tolist(), strict=True):
+            got = node.queue.fetch(file.find(start, length))
+            assert np.array_equal(got, stored[start : start + length])
+            num_bytes += length
+        ends = file.start + file.num_bytes
+        assert file.find(int(ends[-1]) - 1, 2) is None
+        assert file.find(int(file.start[0]) - 1, 2) is None
+        whole = file.find(int(file.start[0]), int(ends[-1] - file.start[0]))
+        assert sum(part.num_bytes for part in whole) == ends[-1] - file.start[0]
+    assert num_bytes == node.queue.progress(rank.order.key).num_bytes
+
+
+def test_the_next_committed_one_takes_its_place_and_not_one_that_failed(tmp_path):
+    node = Node(20)
+    ranks = []
+    for number, committed in enumerate([True, False, True]):
+        what = share([3 * MIB], seed=number)
+        rank = node.rank(
+            what, Target(str(tmp_path / f"c{number}")), save=f"s{number}", options=KEEP
+        )
+        object.__setattr__(rank.order.key, "attempt", f"a{number}")
+        rank.stage()
+        assert eventually(lambda: kept(node, rank) is not None)  # noqa: B023
+        assert node.queue.in_flight(str(tmp_path))[-1].is_written
+        node.queue.release(rank.order.key, committed=committed)
+        assert not node.queue.in_flight(str(tmp_path))
+        ranks.append(rank)
+        if number == 1:
+            assert kept(node, ranks[0])
+            assert kept(node, rank) is None
+    assert node.queue.kept_attempts() == {"a2"}
+    assert node.queue.num_active() == 0
+
+
+def test_what_another_save_needs_is_given_up_and_noticed_by_who_reads(tmp_path):
+    node = Node(2)
+    rank, _ = save(node, tmp_path, "c")
+    assert eventually(lambda: kept(node, rank) is not None)
+    file = kept(node, rank).files[0]
+    parts = file.find(int(file.start[0]), int(file.num_bytes[0]))
+    assert node.queue.fetch(parts) is not None
+    save(node, tmp_path, "d", seed=1, options=SaveOptions())
+    assert node.idle()
+    assert node.queue.fetch(parts) is None
+    assert kept(node, rank) is None
+
+
+@pytest.mark.parametrize(("keep", "gone"), [(1, {"a", "b", "c"}), (2, {"a", "b"}), (3, {"b"})])
+def test_the_last_committed_ones_stay_and_what_came_after_them(keep, gone):
+    committed = {"a": True, "b": False, "c": True, "d": True, "e": False}
+    seen = [("run", name, keep, is_committed) for name, is_committed in committed.items()]
+    assert too_many(seen) == gone
+
+
+def test_what_a_load_does_not_find_in_memory_at_once_it_asks_for_again():
+    """What has just been committed is kept a moment later; an error is raised by who asks again."""
+    storage, answers = MemoryStorage("asked-again"), [None, "kept"]
+    source = MemorySource(lambda storage, attempt: answers.pop(0))
+    source.ask(storage, "a1")
+    assert source.found() == "kept"
+    assert answers == []
+    with pytest.raises(IndexError):
+        source.found()

@@ -1,4 +1,4 @@
-"""The storages that ship with ray_dcp keep the protocol's promises."""
+"""The storages that ship with ray_dcp keep the protocol's promises; one of 16 committers wins."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import uuid
 import fsspec
 import obstore.store
 import pytest
+from obstore.store import LocalStore, MemoryStore
 from pyarrow import fs as arrow
 
 from ray_dcp.store import local
@@ -16,10 +17,14 @@ from ray_dcp.store.arrow_storage import ArrowStorage
 from ray_dcp.store.fault_injection import FaultyStorage
 from ray_dcp.store.fsspec_storage import FsspecStorage
 from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.location import Location
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.object_storage import ObjectStorage
 from ray_dcp.store.object_stores import ObjectOptions
 from ray_dcp.testing.storage_conformance import StorageConformance
+from tests.races import race_often
+
+# --- Conformance ----------------------------------------------------------------------------------
 
 
 class TestLocal(StorageConformance):
@@ -94,3 +99,14 @@ class TestArrow(StorageConformance):
     @pytest.fixture
     def storage(self, tmp_path):
         return ArrowStorage(arrow.LocalFileSystem(), str(tmp_path / "step-1"))
+
+
+# --- Races ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["local", "memory", "obstore in memory", "obstore on a disk"])
+def test_16_committers_race_50_times_and_one_wins_each_time(kind, tmp_path):
+    store = LocalStore(str(tmp_path)) if kind.endswith("disk") else MemoryStore()
+    places = {"local": str(tmp_path), "memory": f"memory://races-{id(store)}"}
+    place = Location(places[kind]) if kind in places else Location("races", filesystem=store)
+    race_often(place.__truediv__, 16, 50)

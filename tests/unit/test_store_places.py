@@ -13,7 +13,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from pyarrow import fs as arrow
 
 import ray_dcp
-from ray_dcp.errors import InvalidRequestError, StorageError
+from ray_dcp.errors import InvalidRequestError
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.arrow_storage import ArrowStorage
 from ray_dcp.store.fsspec_storage import FsspecStorage
@@ -21,7 +21,7 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import Location, url_below
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.object_storage import ObjectStorage
-from ray_dcp.store.object_stores import ObjectOptions, make_store, split_options
+from ray_dcp.store.object_stores import make_store
 from ray_dcp.store.opening import absolute_target, as_target, open_storage, place_below
 
 SECRET = "hush-hush-secret"
@@ -68,27 +68,6 @@ def test_a_place_is_served_by_its_storage(place, kind, url):
     assert (type(again), again.url) == (kind, url)
     below = open_storage(place_below(place, "x/y"))
     assert (type(below), below.url) == (kind, url_below(url, "x/y"))
-
-
-def test_a_ready_object_store_is_a_place_with_its_prefix():
-    store = s3_store(prefix="run")
-    assert open_storage(store).url == "s3://bucket/run"
-    assert open_storage(Location("step-1", filesystem=store)).url == "s3://bucket/run/step-1"
-    again = Location("s3://bucket/run/step-1", filesystem=store)
-    assert open_storage(again)._path("a") == "step-1/a"
-    with pytest.raises(InvalidRequestError, match="begins with s3://bucket/run/"):
-        open_storage(Location("s3://other/run", filesystem=store))
-
-
-def test_what_a_store_in_memory_holds_is_found_by_all_who_have_it():
-    store = obstore.store.MemoryStore()
-    ray_dcp.save({"w": torch.ones(3)}, checkpoint_id=Location("s", filesystem=store), no_dist=True)
-    state = {"w": torch.zeros(3)}
-    ray_dcp.load(state, checkpoint_id=Location("s", filesystem=store), no_dist=True)
-    assert state["w"].tolist() == [1, 1, 1]
-    assert ray_dcp.open(Location("s", filesystem=store))["w"][0] == 1
-    ray_dcp.delete(Location("s", filesystem=store))
-    assert open_storage(Location("other", filesystem=store)).list() == []
 
 
 def test_steps_are_listed_and_loaded_with_the_options_of_their_run(tmp_path):
@@ -154,19 +133,6 @@ def test_what_is_no_place_is_told(place, message):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("s3://b", "x"), "storage_options must be a mapping"),
-        (("s3://b", {}, "x"), "filesystem must be one of"),
-        (("b", {"a": 1}, fsspec.filesystem("memory")), "takes no storage_options"),
-    ],
-)
-def test_a_wrong_location_is_told(arguments, message):
-    with pytest.raises(InvalidRequestError, match=message):
-        Location(*arguments)
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"bogus": SECRET}, "bogus"),
@@ -193,13 +159,6 @@ def test_an_endpoint_that_is_no_url_is_told(endpoint):
             open_storage(Location(f"{scheme}://bucket/run", {"endpoint": endpoint}))
 
 
-def test_an_endpoint_of_the_environment_that_is_no_url_is_an_error_of_the_storage(monkeypatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "127.0.0.1:9000")
-    options = {"access_key_id": "k", "secret_access_key": SECRET, "region": "r"}
-    with pytest.raises(StorageError, match="check the endpoint in storage_options or the env"):
-        open_storage(Location("s3://malformed/run", options)).list()
-
-
 @pytest.mark.parametrize(
     ("given", "environment", "is_hashed"),
     [
@@ -218,27 +177,6 @@ def test_bodies_are_hashed_for_the_server_where_nothing_else_protects_them(
     config = make_store("s3", f"hashed-{is_hashed}-{environment[:5]}", given)[0].config
     assert (config["unsigned_payload"] == "false") == is_hashed
     assert ("checksum_algorithm" in config) == (is_hashed or "checksum_algorithm" in given)
-
-
-def test_options_of_s3fs_are_understood():
-    ours, config, more = split_options(
-        "s3",
-        {"key": "k", "secret": "s", "client_kwargs": {"endpoint_url": "http://x"}, "anon": False,
-         "num_requests": 4, "client_options": {"timeout": "9s"}},
-    )  # fmt: skip
-    assert ours == ObjectOptions(num_requests=4)
-    assert config == {
-        "access_key_id": "k", "secret_access_key": "s", "endpoint": "http://x",
-        "skip_signature": False,
-    }  # fmt: skip
-    assert more == {"client_options": {"timeout": "9s"}}
-
-
-def test_a_client_is_kept_for_the_same_options_and_no_others():
-    same = [open_storage(Location("s3://bucket/run", dict(S3)))._store for _ in range(2)]
-    assert same[0] is same[1]
-    other = open_storage(Location("s3://bucket/run", {**S3, "access_key_id": "other"}))
-    assert other._store is not same[0]
 
 
 def test_without_obstore_the_extra_is_named(monkeypatch):

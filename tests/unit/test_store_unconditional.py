@@ -11,33 +11,18 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 import ray_dcp
-from ray_dcp.errors import (
-    CheckpointExistsError,
-    CommitUnknownError,
-    StorageError,
-)
+from ray_dcp.errors import CheckpointExistsError, CommitUnknownError, StorageError
 from ray_dcp.format.manifest import record_key
-from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.commands import (
-    CreateAbort,
-    CreateRecord,
-    ReadRecord,
-    ReadRecords,
-    RecordsRead,
-    SlotFree,
-    SlotTaken,
-)
+from ray_dcp.protocol.commands import CreateAbort, CreateRecord, ReadRecord, RecordsRead, SlotFree
 from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.messages import SaveReceipt, Target
-from ray_dcp.protocol.vote import Fenced, Open, Won
-from ray_dcp.runtime.tasks import new_attempt, outcome, perform, settle
+from ray_dcp.protocol.messages import SaveReceipt
+from ray_dcp.runtime.tasks import new_attempt, outcome, perform
 from ray_dcp.store.location import Location
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.testing.storage_conformance import StorageConformance
-from tests.crash.crashes import check_crashes
+from tests.crash.crashes import OPERATIONS, check_crashes
 from tests.crash.invariants import INVARIANTS, nothing_is_left
-from tests.crash.own_operations import OPERATIONS
 from tests.crash.unconditional_storage import UnconditionalStorage
 from tests.inline_ranks import run_ranks
 from tests.numpy_ranks import load_and_check, loads_whole, save, save_ranks, state_of
@@ -73,10 +58,6 @@ def save_without(place, state, world_size=2, *, opened=None, **more):
     return run_ranks(ranks, performer=partial(perform, opener=opened))
 
 
-def clear(place):
-    place.delete([entry.key for entry in place.list()])
-
-
 def test_a_save_says_that_its_coordinator_alone_decides_and_loads(place):
     for step, state in enumerate([OLD, NEW], 1):
         results = save_without(place, state)
@@ -90,14 +71,10 @@ def test_a_save_says_that_its_coordinator_alone_decides_and_loads(place):
     assert with_conditions.warnings == ()
 
 
-def test_overwrite_false_refuses_there_as_everywhere(place):
-    save_without(place, OLD)
-    refused = save_without(place, NEW, options=SaveOptions(overwrite=False))
-    assert {type(result.error) for result in refused} == {CheckpointExistsError}
-    assert loads_whole(place.url, STATES) == 0
+INTERRUPTED = {"save.overwrite", "save.staged", "save.overwrite_stock", "delete", "collect"}
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
+@pytest.mark.parametrize("operation", [o for o in OPERATIONS if o.name in INTERRUPTED], ids=str)
 def test_whatever_is_interrupted_leaves_a_whole_checkpoint(operation):
     """All invariants but one: what an undecided attempt left is not collected by a later save.
 
@@ -218,21 +195,6 @@ def test_a_rename_that_does_nothing_fails_the_save_and_the_previous_one_stands(
 # who may decide
 
 
-def test_what_is_read_at_planning_says_whether_a_record_has_one_winner(place):
-    task = ReadRecords(Target(place.url))
-    assert perform(task).create_if_absent
-    assert not perform(task, opener(place)).create_if_absent
-
-
-def test_a_record_that_stands_is_never_replaced(place):
-    (won,) = save_without(place, OLD, 1)
-    manifest = place.read(record_key(1))
-    late = perform(CreateAbort(Target(place.url), 1, "late", "why", None, False), opener(place))
-    assert isinstance(late, SlotTaken)
-    assert late.attempt == won.get().attempt
-    assert place.read(record_key(1)) == manifest
-
-
 @pytest.mark.parametrize("there", [None, open_storage])
 def test_a_rank_without_its_coordinator_only_looks(place, there):
     """The restarted coordinator knows nothing: with conditions the ranks would fence it off.
@@ -265,32 +227,6 @@ def test_a_rank_without_its_coordinator_only_looks(place, there):
     # The place is as good as new.
     save_without(place, NEXT, session="after")
     assert loads_whole(place.url, STATES) == 2
-
-
-def test_a_coordinator_on_another_mount_than_the_save_was_planned_on_writes_no_record(place):
-    task = CreateRecord(Target(place.url), 1, b"{}")
-    refused = perform(task, opener(place))
-    assert "in the same way on all machines" in str(refused.error)
-    assert place.list() == []
-
-
-def test_settle_tells_what_a_record_says_and_writes_none(place):
-    target = Target(place.url)
-    (won,) = save_without(place, OLD, 1)
-    attempt = won.get().attempt
-    opened = opener(place)
-
-    def ask(attempt):
-        return settle(target, attempt, reason="test", rank=0, opener=opened)
-
-    assert ask(attempt) == Won(1, won.get().manifest)
-    keys = place.list()
-    still_open = ask("nobody")
-    assert isinstance(still_open, Open)
-    assert "only the coordinator" in str(still_open.error)
-    assert place.list() == keys
-    perform(CreateAbort(target, 2, "aborted", "why", None, False), opened)
-    assert ask("aborted") == Fenced(2)
 
 
 @pytest.mark.parametrize("create_if_absent", [True, False])

@@ -1,19 +1,25 @@
-"""Fault scripts: what can go wrong does, once and where it was scripted, or the test fails."""
+"""Fault scripts do what they say, or the test fails; the enumeration of crashes finds each bug."""
 
 from __future__ import annotations
 
+import ast
 import errno
+import re
+from pathlib import Path
 
 import pytest
 
+import ray_dcp
 from ray_dcp.errors import DamagedCheckpointError, InternalError, InvalidRequestError, StorageError
-from ray_dcp.protocol.messages import Target
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.testing import CrashError, Fault, FaultyStorage, Script
-from tests.crash.array_states import same_state
+from tests.crash.crashes import check_crashes
+from tests.crash.interruptions import CALLS
 from tests.crash.ranks import load_state
-from tests.crash.registry import NEW, Place
+from tests.crash.registry import NEW, OLD, Operation, Place
+
+# --- Fault scripts -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -35,16 +41,6 @@ def test_the_error_of_the_test_itself_is_not_hidden_by_a_fault_that_was_not_hit(
         raise ZeroDivisionError
 
 
-def test_one_script_serves_all_storages_that_it_opens():
-    with Script([Fault(operation="write", nth=2)]) as script:
-        script.open("memory://faults/one").write("a", b"1")
-        with pytest.raises(StorageError, match="scripted"):
-            script.open(Target("memory://faults/two")).write("a", b"1")
-    assert [call.operation for call in script.calls] == ["write", "write"]
-    MemoryStorage("faults").delete(["one/a"])
-    assert MemoryStorage("faults/two").list() == []
-
-
 @pytest.mark.parametrize(
     ("error", "told"),
     [
@@ -61,22 +57,6 @@ def test_an_error_says_what_a_storage_would_say(memory, error, told):
     with pytest.raises(StorageError, match=told):
         storage.open_writer("a").commit()
     assert memory.list() == []
-
-
-def test_a_fault_may_last_some_calls_or_for_ever(memory):
-    faults = [
-        Fault(operation="write", key="a", times=2),
-        Fault(operation="write", key="b", times=None),
-    ]
-    with Script(faults) as script:
-        storage = script.wrap(memory)
-        for key, fails in [("a", True), ("a", True), ("a", False), *[("b", True)] * 5]:
-            if not fails:
-                storage.write(key, b"1")
-                continue
-            with pytest.raises(StorageError):
-                storage.write(key, b"1")
-    assert [entry.key for entry in memory.list()] == ["a"]
 
 
 @pytest.mark.parametrize("effect", ["before", "after"])
@@ -115,14 +95,6 @@ def test_what_is_written_may_be_less_or_other_than_was_asked(memory, effect, fou
     assert memory.read("a") == found
 
 
-@pytest.mark.parametrize("effect", ["short", "torn"])
-def test_a_part_file_of_another_length_is_never_committed(memory, effect):
-    script = Script([Fault(operation="writer.write", effect=effect)])
-    with script, pytest.raises(StorageError) as caught:
-        Place(script.wrap(memory)).save(NEW)
-    assert effect == "torn" or "another length" in str(caught.value)
-
-
 def test_a_bit_that_flips_on_the_way_to_the_storage_is_found_when_it_is_read(memory):
     with Script([Fault(operation="writer.write", effect="flip")]) as script:
         Place(script.wrap(memory)).save(NEW, 1)
@@ -148,13 +120,6 @@ def test_the_dead_ask_for_nothing_and_clean_nothing_up(tmp_path, effect):
     assert left.key.endswith("-a")
     assert left.num_bytes == {"before": 0, "after": 4 << 20, "torn": 0}[effect]
     assert len(script.calls) == 2
-
-
-def test_a_process_that_died_while_it_opened_a_file_leaves_that_file(tmp_path):
-    with Script([Fault(operation="open_writer", effect="after", stops=True)]) as script:
-        with pytest.raises(CrashError):
-            script.wrap(LocalStorage(tmp_path)).open_writer("a")
-        assert len(LocalStorage(tmp_path).unpublished()) == 1
 
 
 @pytest.mark.parametrize(
@@ -184,11 +149,107 @@ def test_unpublished_files_are_told_through_a_script(tmp_path, memory):
     writer.abort()
 
 
-def test_a_state_is_the_same_only_with_all_its_bytes():
-    assert same_state(NEW, {**NEW})
-    for name in NEW:
-        assert not same_state(NEW, {k: v for k, v in NEW.items() if k != name})
-    assert not same_state(NEW, {**NEW, "step": 3})
-    assert not same_state(NEW, {**NEW, "a": NEW["a"].astype("float64")})
-    assert not same_state(NEW, {**NEW, "a": NEW["a"].T})
-    assert not same_state(NEW, {**NEW, "a": NEW["a"] + 1})
+# --- The enumeration of crashes -------------------------------------------------------------------
+
+
+def overwrite(run, **more):
+    """An operation that replaces OLD by NEW in its own way."""
+    return Operation(
+        name="mine", prepare=lambda place: place.save(OLD), run=run, previous=OLD, new=NEW, **more
+    )
+
+
+def data_keys(storage):
+    return [entry.key for entry in storage.list() if entry.key.endswith(".distcp")]
+
+
+# Bugs that must be found
+
+
+def deletes_first(place):
+    place.storage.delete(data_keys(place.storage))
+    return place.save(NEW)
+
+
+def publishes_first(place):
+    """Lets stock DCP see a save before it is committed."""
+    other = MemoryStorage("crashes/other")
+    Place(other).save(NEW)
+    keys = [*data_keys(other), ".metadata"]
+    for key in keys:
+        place.storage.write(key, other.read(key))
+    place.storage.delete(keys[:-1])
+    other.delete([entry.key for entry in other.list()])
+    return place.save(NEW)
+
+
+def hides_failures(place):
+    """Tells a commit whatever came of it."""
+    try:
+        return place.save(NEW)
+    except StorageError:
+        return None
+
+
+def changes_the_notes(place):
+    place.storage.write("notes.txt", b"yours")
+    place.storage.write("notes.txt", b"mine")
+    return place.save(NEW)
+
+
+def takes_it_away(place):
+    """Moves the old records away for a moment, so that nothing stands and nobody knows why."""
+    keys = [e.key for e in place.storage.list() if e.key.startswith("manifest-")]
+    records = {key: place.storage.read(key) for key in keys}
+    place.storage.delete(keys)
+    for key, data in records.items():
+        place.storage.write(key, data)
+    return place.save(NEW)
+
+
+RUNS = []
+
+
+def asks_other_things_in_every_run(place):
+    RUNS.append(place)
+    for _ in range(len(RUNS) % 2):
+        place.storage.list()
+    return place.save(NEW)
+
+
+BUGS = [
+    (deletes_first, "after", r"call 1 \(delete of '__.*an_allowed_checkpoint_loads_whole"),
+    (publishes_first, "after", r"call 2 \(write of '.metadata'.*stock_dcp_agrees.*state of 2"),
+    (hides_failures, "refused", r"call 0 .*told 'committed': an_allowed.*stands the state of 1"),
+    (changes_the_notes, "after", r"call 0 .*nothing_lies_outside .*notes.txt"),
+    (takes_it_away, "after", r"call 2 \(delete of 'manifest-00000001.json'\)"),
+    (asks_other_things_in_every_run, "before", r".*this time it"),
+]
+
+
+@pytest.mark.parametrize(("run", "variant", "told"), BUGS, ids=[run.__name__ for run, _, _ in BUGS])
+def test_a_bug_is_found_and_told_with_operation_call_variant_and_key(run, variant, told):
+    with pytest.raises(AssertionError) as caught:
+        check_crashes(overwrite(run), variants=[variant])
+    assert re.match(f"mine, {variant}.*{told}", str(caught.value), re.DOTALL), str(caught.value)
+
+
+# System calls
+
+
+def test_every_function_of_os_that_changes_files_in_a_storage_is_interrupted():
+    harmless = {
+        "PathLike", "close", "fsencode", "fspath", "fstat", "getpid", "lstat", "major", "minor",
+        "environ", "path", "pread", "preadv", "scandir", "stat", "stat_result", "strerror",
+    }  # fmt: skip
+    used = {
+        node.attr
+        for file in (Path(ray_dcp.__file__).parent / "store").glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "os"
+        and not node.attr.startswith(("O_", "RWF"))
+    }
+    assert used - harmless <= set(CALLS)
+    assert {"link", "rename", "unlink", "fsync"} <= used

@@ -105,13 +105,6 @@ def test_due_steps_are_saved_and_each_is_reported_when_the_next_has_begun(make: 
     assert told[-1] == (6, {"step": 6, "loss": 6.0})
 
 
-def test_forced_steps_are_saved_too(make: Make, told: Any):
-    with make(interval=100) as ckpt:
-        assert not ckpt.save(1, state())
-        assert ckpt.save(2, state(), force=True)
-    assert [step for step, _ in told] == [2]
-
-
 def test_the_newest_step_comes_back_and_is_told_where_nobody_knew_of_it(make: Make, told: Any):
     with make() as ckpt:
         assert ckpt.restore(state()) is None
@@ -125,17 +118,6 @@ def test_the_newest_step_comes_back_and_is_told_where_nobody_knew_of_it(make: Ma
         assert ckpt.restored is not None
         with pytest.raises(InvalidRequestError, match="not newer than step 3"):
             ckpt.save(3, found)
-
-
-def test_what_is_registered_is_not_told_again(make: Make, told: Any, monkeypatch: Any):
-    with make() as ckpt:
-        ckpt.save(3, state())
-    told.clear()
-    (name,) = [one.name for one in list_run(ckpt.url).steps]
-    monkeypatch.setattr(telling, "registered", lambda: f"/run/{name}")
-    with make() as ckpt:
-        assert ckpt.restore(state()) == 3
-    assert told == []
 
 
 def test_a_run_goes_back_to_the_newest_step_that_it_has_saved_itself(make: Make, told: Any):
@@ -156,16 +138,6 @@ def test_a_run_goes_back_to_the_newest_step_that_it_has_saved_itself(make: Make,
         assert ckpt.save(3, found)
         assert REQUESTS.state("asked") in ("saving", "committed")
     assert [step for step, _ in told] == [1, 2, 3]
-
-
-def test_a_damaged_step_is_passed_over_loudly(make: Make, told: Any, tmp_path: Path):
-    with make() as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state(step))
-    for path in tmp_path.glob("*-step-00000002/*.distcp"):
-        path.write_bytes(b"")
-    with make() as ckpt, pytest.warns(UserWarning, match="step-00000002, which is damaged"):
-        assert ckpt.restore(state()) == 1
 
 
 def test_what_ray_train_knows_of_and_is_gone_is_an_error(make: Make, told: Any, monkeypatch: Any):
@@ -206,17 +178,6 @@ def test_a_failed_save_raises_where_that_is_asked_for(make: Make, told: Any):
         ckpt.save(2, state())
     ckpt.close()
     assert [step for step, _ in told] == [2]
-
-
-def test_nothing_is_saved_after_the_end(make: Make, told: Any):
-    ckpt = make()
-    ckpt.save(1, state())
-    ckpt.close()
-    ckpt.close()
-    for call in (lambda: ckpt.save(2, state()), lambda: ckpt.restore(state())):
-        with pytest.raises(InvalidRequestError, match="is closed"):
-            call()
-    assert [step for step, _ in told] == [1]
 
 
 def test_an_error_in_training_waits_for_no_other_rank(make: Make, told: Any):
@@ -279,3 +240,24 @@ def test_the_asker_is_told_of_a_failure_at_once(make: Make, told: Any):
     with pytest.warns(UserWarning, match="not saved"), pytest.raises(CheckpointError):
         ckpt.save(2, unsaveable())
     assert REQUESTS.state("asked") == "failed"
+
+
+def test_a_damaged_step_is_passed_over_loudly(make: Make, told: Any, tmp_path: Path):
+    with make() as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state(step))
+    for path in tmp_path.glob("*-step-00000002/*.distcp"):
+        path.write_bytes(b"")
+    with make() as ckpt, pytest.warns(UserWarning, match="step-00000002, which is damaged"):
+        assert ckpt.restore(state()) == 1
+
+
+def test_nothing_is_saved_after_the_end(make: Make, told: Any):
+    ckpt = make()
+    ckpt.save(1, state())
+    ckpt.close()
+    ckpt.close()
+    for call in (lambda: ckpt.save(2, state()), lambda: ckpt.restore(state())):
+        with pytest.raises(InvalidRequestError, match="is closed"):
+            call()
+    assert [step for step, _ in told] == [1]

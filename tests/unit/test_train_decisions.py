@@ -1,9 +1,7 @@
-"""Ray Train without Ray: names, who deletes what, what is reported, and who saves at which step."""
+"""Ray Train without Ray: names, deletions, reports, and who saves at which step."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -16,56 +14,34 @@ import torch
 
 import ray_dcp
 from ray_dcp.errors import (
-    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CommitUnknownError,
-    DeadlineError,
     InvalidRequestError,
-    RankDisagreementError,
-    SaveSkippedError,
 )
-from ray_dcp.format.manifest import decode_record, encode_record
 from ray_dcp.format.step_info import info_key
-from ray_dcp.integrations.train import reports, save_requests
-from ray_dcp.integrations.train.checkpointer import (
-    Pace,
-    Save,
-    UnderWay,
-    Warned,
-    is_misuse,
-)
+from ray_dcp.integrations.train import callback, reports, save_requests
+from ray_dcp.integrations.train.callback import SaveBeforeResize
+from ray_dcp.integrations.train.checkpointer import Save, UnderWay
 from ray_dcp.integrations.train.joining import (
     Known,
     Retention,
     RunFacts,
     StepFolder,
     check_folder,
-    next_group,
     owner_of,
     parse,
     superfluous,
     take_right,
     target_of_run,
 )
-from ray_dcp.integrations.train.save_requests import (
-    Asked,
-    SaveRequests,
-    ask_all,
-    follow,
-    next_round_s,
-    tier_that_fits,
-)
+from ray_dcp.integrations.train.save_requests import Asked, SaveRequests, ask_all, tier_that_fits
 from ray_dcp.manager.catalogue import Catalogue, Root
 from ray_dcp.manager.leases import Lease, LeaseHolder, this_process
 from ray_dcp.protocol.messages import Target
-from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
-from ray_dcp.torch_adapter.load_report import LoadReport
 from ray_dcp.view.listing import list_run
 from tests.polling import eventually
-
-REPOSITORY = Path(__file__).parents[2]
 
 # --- names ---------------------------------------------------------------------------------------
 
@@ -83,41 +59,10 @@ def test_the_later_of_two_groups_that_saved_a_step_is_tried_first(tmp_path: Path
     ]  # fmt: skip
 
 
-def test_groups_and_steps_beyond_the_usual_digits_are_read_back():
-    for one in (folder(10**12, 9), folder(3, 12345)):
-        assert parse(f"/run/checkpoints/{one.name}/") == one
-
-
-def test_folders_of_ray_train_itself_are_no_steps_of_ours():
-    assert parse("checkpoint_2026-11-21_17-02-53.123456") is None
-    assert parse("/run/checkpoints/" + folder(5, 3).name) == folder(5, 3)
-    assert next_group([folder(5, 9).name, "checkpoint_000099"]) == 10
-
-
 @pytest.mark.parametrize("name", ["../elsewhere", "/abs", "s3://bucket/x", "a/b", "", ".hidden", 3])
 def test_a_place_outside_of_the_run_is_refused_with_the_way_out(name: Any):
     with pytest.raises(InvalidRequestError, match="RunConfig"):
         check_folder(name)
-
-
-def test_a_run_of_a_newer_version_is_an_error_and_not_a_fresh_start(tmp_path: Path):
-    place = tmp_path / folder(3).name
-    ray_dcp.save({"w": torch.ones(1)}, checkpoint_id=place)
-    (manifest,) = place.glob("manifest-*")
-    record = decode_record(manifest.read_bytes())
-    manifest.write_bytes(encode_record(replace(record, format_version=99)))
-    with pytest.raises(CheckpointError, match="upgrade ray_dcp") as caught:
-        ray_dcp.load_newest({"w": torch.ones(1)}, tmp_path)
-    assert not isinstance(caught.value, CheckpointNotFoundError)
-
-
-def test_naming_it_loads_neither_ray_nor_torch():
-    program = (
-        "import sys, ray_dcp; ray_dcp.train; import ray_dcp.train as train\n"
-        "assert 'checkpointer' in dir(train)\n"
-        "assert not {'ray', 'torch'} & {*sys.modules}\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=400, cwd=REPOSITORY)
 
 
 def test_outside_of_a_worker_it_says_what_to_use_instead():
@@ -309,20 +254,6 @@ def test_a_filesystem_of_the_users_is_taken_as_it_is():
 # --- reports -------------------------------------------------------------------------------------
 
 
-def test_reports_are_no_faster_than_the_controller_looks_and_the_last_is_made():
-    pace = Pace(2.0)
-    assert [step for step in range(10) if pace.is_due(100.0 + step)] == [0, 3, 6, 9]
-    assert not pace.is_due(110.0)
-    assert pace.is_due(110.0, final=True)
-    assert pace.is_due(109.0), "a clock that was set back"
-
-
-def test_what_has_no_time_is_reported():
-    pace = Pace(2.0)
-    assert pace.is_due(None)
-    assert pace.is_due(None)
-
-
 def test_metrics_become_numbers_and_what_can_not_is_named():
     assert reports.check_metrics({"loss": torch.tensor(2.0), "n": 1}) == {"loss": 2.0, "n": 1}
     assert reports.check_metrics(None) == {}
@@ -330,25 +261,6 @@ def test_metrics_become_numbers_and_what_can_not_is_named():
         reports.check_metrics({"grad": torch.ones(2)})
     with pytest.raises(InvalidRequestError, match="dict"):
         reports.check_metrics([1])
-
-
-def test_metrics_come_back_from_beside_the_checkpoint():
-    storage = MemoryStorage("train-metrics")
-    assert reports.read_metrics(storage) == {}
-    storage.write(info_key(0), reports.encoded_metrics(3, {"loss": 0.5, "word": "x", "ok": True}))
-    assert reports.read_metrics(storage) == {"loss": 0.5}
-    storage.write(info_key(0), b"rubbish")
-    assert reports.read_metrics(storage) == {}
-
-
-def test_what_ray_train_registered_and_nobody_finds_is_never_a_fresh_start():
-    nothing = CheckpointNotFoundError("nothing")
-    reports.refuse_fresh_start(None, "/run/checkpoints", nothing)
-    ours = f"/run/checkpoints/{folder(5).name}"
-    for path, way_out in ((ours, "Bring them back"), ("/run/checkpoint_1", "ray_dcp.load")):
-        with pytest.raises(CheckpointNotFoundError, match=way_out) as caught:
-            reports.refuse_fresh_start(path, "/run/checkpoints", nothing)
-        assert caught.value.checkpoint_id == path
 
 
 # --- saves that are under way --------------------------------------------------------------------
@@ -365,29 +277,6 @@ def begun(step: int, error: BaseException | None = None, *, done: bool = True) -
     elif done:
         handle.set_result(None)
     return Save(folder(step), Target("/run"), {}, handle)
-
-
-def steps_of(ended: list[Any]) -> list[tuple[int, bool]]:
-    return [(one.save.folder.step, one.error is None) for one in ended]
-
-
-def test_a_save_is_looked_at_once_the_next_has_begun():
-    under_way = UnderWay(1)
-    under_way.add(begun(1))
-    assert under_way.ended() == []
-    under_way.add(begun(2, DeadlineError("late"), done=True))
-    assert steps_of(under_way.ended()) == [(1, True)]
-    assert steps_of(under_way.ended(all_of_them=True)) == [(2, False)]
-    assert len(under_way) == 0
-
-
-def test_one_that_was_skipped_tells_nothing_of_those_under_way():
-    under_way = UnderWay(1)
-    under_way.add(begun(1, done=False))
-    under_way.add(begun(2, SaveSkippedError("enough")))
-    assert steps_of(under_way.ended()) == [(2, False)]
-    assert under_way.newest is not None
-    assert under_way.newest.folder.step == 1
 
 
 @pytest.mark.parametrize(("said", "committed"), [("committed", True), ("aborted", False)])
@@ -417,35 +306,6 @@ def test_one_that_stays_unknown_ends_the_rank_whatever_on_error_says():
     with pytest.raises(CommitUnknownError):
         under_way.ended(all_of_them=True)
     assert len(asked) >= 3
-
-
-def test_ranks_that_do_not_make_the_same_calls_are_told_from_a_failing_storage():
-    wrong = RankDisagreementError("rank 1 saves elsewhere")
-    assert is_misuse(wrong)
-    assert is_misuse(CheckpointError("two").with_failures({1: (wrong, None)}))  # type: ignore[dict-item]
-    assert not is_misuse(DeadlineError("late"))
-
-
-def test_a_fall_back_and_failed_saves_are_told_on_rank_0_only():
-    damaged = (("/run/newer", CheckpointError("cut off")),)
-    report = LoadReport(
-        loaded=(), missing=(), unexpected=(), cast=(), checkpoint_id="/run/older", step=3,
-        skipped=damaged,
-    )  # fmt: skip
-    Warned(1).fell_back(report, folder(9))
-    with (
-        pytest.warns(UserWarning, match="/run/newer, which is damaged"),
-        pytest.warns(UserWarning, match="registered the newer step 9"),
-    ):
-        Warned(0).fell_back(report, folder(9))
-    warned = Warned(0)
-    for count in (1, 2):
-        with pytest.warns(UserWarning, match=f"{count} in a row"):
-            warned.failed(count, CheckpointError("full"))
-    with pytest.warns(UserWarning, match="training began anew"):
-        warned.ignored_steps(True, None, "/run")
-    warned.ignored_steps(True, None, "/run")
-    Warned(0).ignored_steps(True, report, "/run")
 
 
 # --- asking for a save ---------------------------------------------------------------------------
@@ -492,16 +352,6 @@ def test_a_rank_that_is_held_decides_nothing_until_it_is_told():
     assert [asked.seq for asked in found] == ["a"]
 
 
-def test_only_the_checkpointer_that_was_made_last_is_asked():
-    ranks = Asking(-1)
-    one = ranks.ranks[0]
-    assert one.open() == 2
-    assert ask_all(ranks, "a", "resize").asked
-    assert one.at(5, 1) is None
-    one.close(1)
-    assert one.at(5, 2) is not None
-
-
 def test_a_rank_whose_asker_died_goes_on(monkeypatch: Any):
     monkeypatch.setattr(save_requests, "HOLD_S", 0.01)
     one = SaveRequests()
@@ -509,36 +359,6 @@ def test_a_rank_whose_asker_died_goes_on(monkeypatch: Any):
     assert one.hold("a") is not None
     assert one.at(5, 1) is None
     assert not one.ask(Asked("a", "resize", 4))
-
-
-def test_who_asks_while_somebody_asks_is_refused_and_nobody_is_held():
-    ranks = Asking(4, 4)
-    assert ask_all(ranks, "a", "resize").asked
-    assert not ask_all(ranks, "b", "preemption").asked
-    assert ranks.saved([5, 5], 8) == [[5], [5]]
-
-
-def test_ranks_without_a_checkpointer_can_not_be_asked_and_the_others_go_on():
-    ranks = Asking(4, 4)
-    ranks.ranks[1].close(1)
-    result = ask_all(ranks, "a", "resize")
-    assert (result.asked, "[1]" in result.why) == (False, True)
-    assert ranks.ranks[0].at(5, 1) is None
-
-
-def test_a_worker_that_does_not_answer_leaves_the_others_free():
-    ranks = Asking(4)
-    good = ranks.call
-
-    def call(method: str, *arguments: Any) -> list[Any]:
-        if method == "ask":
-            raise TimeoutError
-        return good(method, *arguments)
-
-    ranks.call = call  # type: ignore[method-assign]
-    with pytest.raises(TimeoutError):
-        ask_all(ranks, "a", "resize")
-    assert ranks.ranks[0].at(5, 1) is None
 
 
 def test_a_save_is_only_asked_for_when_it_fits_into_the_time_left():
@@ -563,37 +383,6 @@ def test_ranks_linger_when_no_further_save_would_fit(
     asked = ranks.ranks[0].at(5, 1)
     assert asked is not None
     assert asked.linger_s == linger_s
-
-
-def test_the_asker_learns_how_the_save_ended():
-    for committed in (True, False):
-        ranks = Asking(4, 4)
-        first = ranks.ranks[0]
-        assert follow(ranks, "never asked", 10.0) == "failed"
-        ask_all(ranks, "a", "preemption")
-        assert follow(ranks, "a", 0.0) == "waiting"
-        asked = [one.at(5, 1) for one in ranks.ranks]
-        assert follow(ranks, "a", 0.0) == "saving"
-        for one, request in zip(ranks.ranks, asked, strict=True):
-            assert request is not None
-            assert follow(ranks, "a", 0.0) == ("saving" if committed or one is first else "failed")
-            one.ended(request, committed)
-        assert follow(ranks, "a", 10.0) == ("committed" if committed else "failed")
-
-
-def test_a_rank_lingers_after_the_save_until_it_is_let_go():
-    ranks = Asking(4)
-    ask_all(ranks, "a", "resize", linger_s=1000.0)
-    one = ranks.ranks[0]
-    asked = one.at(5, 1)
-    assert asked is not None
-    thread = threading.Thread(target=one.ended, args=(asked, True))
-    thread.start()
-    assert eventually(lambda: one._changed._waiters)  # type: ignore[attr-defined]
-    assert follow(ranks, "a", 0.0) == "committed"
-    one.drop("a")
-    thread.join(180)
-    assert not thread.is_alive()
 
 
 @dataclass(frozen=True)
@@ -623,8 +412,129 @@ def test_without_the_callback_ray_train_is_asked_at_the_same_calls_and_once_a_no
     assert reports.Preemption(0, 0).asks(1) is None
 
 
-def test_the_last_round_before_a_node_goes_is_as_late_as_a_save_fits():
-    assert next_round_s(0.0, 20.0, 2.0) == 14.0
-    assert next_round_s(13.0, 20.0, 2.0) is None
-    assert next_round_s(0.0, None, 2.0) is None
-    assert next_round_s(0.0, 20.0, None) is None
+# --- `SaveBeforeResize`, as Ray Train's controller calls it ---------------------------------------
+
+
+class Group:
+    """A worker group of one."""
+
+    def __init__(self) -> None:
+        self.requests = SaveRequests()
+        self.requests.open(4)
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        return [getattr(self.requests, method)(*arguments)]
+
+    def save(self, step: int) -> Asked:
+        """Makes the save that is asked for at a step, without lingering."""
+        assert eventually(lambda: has_asked(self))
+        asked = self.requests.at(step, 1)
+        assert asked is not None
+        self.requests.ended(replace(asked, linger_s=0.0), committed=True)
+        return asked
+
+
+@dataclass(frozen=True)
+class State:
+    """As one of a controller's."""
+
+    preemption_info: Notice | None = None
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Group:
+    monkeypatch.setattr(callback, "_Workers", lambda group: group)
+    return Group()
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
+    """What is waited before each further round, as it is asked for; none comes after these."""
+    waits: list[float | None] = []
+    monkeypatch.setattr(callback, "next_round_s", lambda *_: waits.pop(0) if waits else None)
+    return waits
+
+
+def started(group: Group) -> SaveBeforeResize:
+    one = SaveBeforeResize(limit_s=30.0)
+    one.after_worker_group_start(group)
+    return one
+
+
+def in_s(seconds: float) -> Notice:
+    return Notice((time.time() + seconds) * 1000)
+
+
+def has_asked(group: Group) -> bool:
+    return group.requests._asked is not None
+
+
+def preemption_threads() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == "ray_dcp preemption"]
+
+
+def test_a_resize_waits_for_the_save_and_the_workers_for_their_end(group: Group):
+    controller = threading.Thread(
+        target=started(group).before_controller_execute_resize_decision, args=(None,)
+    )
+    controller.start()
+    assert eventually(lambda: has_asked(group))
+    assert controller.is_alive()
+    assert group.save(5).linger_s > 30.0
+    controller.join(180)
+    assert not controller.is_alive()
+
+
+def test_a_restart_after_a_failure_asks_nobody_and_the_next_resize_does(group: Group, caplog: Any):
+    one = started(group)
+    one.before_controller_execute_failure_decision(None)
+    one.before_controller_execute_resize_decision(None)
+    assert not has_asked(group)
+    assert caplog.text == ""
+    group.requests.close(1)
+    one.before_controller_execute_resize_decision(None)
+    assert "No save before a resize: rank(s) [0] have no open checkpointer" in caplog.text
+
+
+def test_of_two_nodes_that_are_drained_the_second_has_a_save_made_too(
+    group: Group, rounds: list[float | None]
+):
+    one = started(group)
+    first, second = in_s(100.0), in_s(101.0)
+    one.after_controller_state_update(None, State(first))
+    assert eventually(lambda: has_asked(group))
+    one.after_controller_state_update(None, State(first))
+    one.after_controller_state_update(None, State(second))
+    assert len(preemption_threads()) == 2
+    saved = [group.save(step) for step in (5, 6)]
+    assert saved[0].seq != saved[1].seq
+    assert eventually(lambda: preemption_threads() == [])
+
+
+def test_after_the_last_save_that_fits_the_ranks_wait_for_the_node_to_go(
+    group: Group, rounds: list[float | None]
+):
+    one = started(group)
+    rounds.append(0.0)
+    group.requests.took(stage_s=0.1, commit_s=4.0)
+    one.after_controller_state_update(None, State(in_s(1000.0)))
+    assert group.save(5).linger_s == 0.0, "there is time for another one"
+    group.requests.took(stage_s=0.1, commit_s=400.0)
+    assert group.save(6).linger_s > 900.0
+    assert eventually(lambda: preemption_threads() == [])
+
+
+def test_workers_that_can_not_be_asked_do_not_end_the_run(group: Group, caplog: Any):
+    def dead(*_: Any) -> list[Any]:
+        raise TimeoutError("no answer")
+
+    one = started(group)
+    group.call = dead  # type: ignore[method-assign]
+    one.before_controller_execute_resize_decision(None)
+    assert "could not be asked: TimeoutError: no answer" in caplog.text
+
+
+@pytest.mark.parametrize("limit_s", [0, -1.0, True, "10", float("nan")])
+def test_a_limit_that_is_none_is_named(limit_s: Any):
+    with pytest.raises(InvalidRequestError, match="limit_s"):
+        SaveBeforeResize(limit_s)

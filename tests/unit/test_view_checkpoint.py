@@ -1,16 +1,17 @@
-"""A view tells what is in a checkpoint, and reads no more of it than is asked for."""
+"""A view tells what is in a checkpoint, reads what is asked for, and what loads would read."""
 
 from __future__ import annotations
 
 import dataclasses
 import pickle
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import ray_dcp
 from ray_dcp.errors import (
@@ -20,10 +21,17 @@ from ray_dcp.errors import (
     MissingKeyError,
     UnsafeCheckpointError,
 )
+from ray_dcp.io.reader import read_chunks
+from ray_dcp.options import LoadOptions
+from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.view.checkpoint_view import CheckpointView
-from ray_dcp.view.listing import rank_of_file
+from ray_dcp.view.resharding import Layout, parse_layout, preview_reshard
+from ray_dcp.view.tensor_handle import select
 from tests import checkpoints, numpy_ranks
 from tests.counting_storage import counted_view
+
+# --- Views ----------------------------------------------------------------------------------------
+
 
 TENSORS = checkpoints.tensors()
 
@@ -73,28 +81,6 @@ def test_a_view_tells_shape_dtype_and_size(view: CheckpointView):
         assert info.path == tuple(name.split("."))
 
 
-def test_a_view_tells_the_files_and_their_sizes(view: CheckpointView):
-    root = Path(view.url)
-    on_disk = {str(f.relative_to(root)): f.stat().st_size for f in root.rglob("*.distcp")}
-    assert {file.key: file.num_bytes for file in view.files} == on_disk
-    assert view.num_bytes == sum(on_disk.values())
-    assert sum(file.num_chunks for file in view.files) == view.table.num_chunks
-
-
-def test_a_view_of_ours_tells_the_commit(ours: CheckpointView):
-    assert (ours.kind, ours.slot, ours.world_size) == ("native", 1, 1)
-    assert ours.attempt
-    assert all(ours.attempt in file.key for file in ours.files)
-    assert ours.created_s is not None
-
-
-def test_a_view_can_not_be_changed(ours: CheckpointView):
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        ours.storage = None
-    with pytest.raises(TypeError):
-        ours.tensors["new"] = None
-
-
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_whole_tensor_comes_back(view: CheckpointView, name: str):
     assert same(view[name][...], TENSORS[name])
@@ -133,12 +119,6 @@ def test_a_handle_acts_like_an_array(ours: CheckpointView):
 def test_numpy_is_refused_where_it_lacks_the_dtype(ours: CheckpointView):
     with pytest.raises(InvalidRequestError, match=r"numpy has no dtype bfloat16.*handle\[\.\.\.\]"):
         np.asarray(ours["model.half"])
-
-
-def test_a_scalar_has_no_length(ours: CheckpointView):
-    with pytest.raises(InvalidRequestError, match=r"no dimensions.*use \[\(\)\]"):
-        len(ours["model.flag"])
-    assert bool(ours["model.flag"][()]) is True
 
 
 def test_opening_a_view_reads_no_tensor_and_a_row_reads_its_blocks_only(saved_checkpoint: Path):
@@ -181,38 +161,6 @@ def test_damage_is_noticed_when_it_is_read_and_only_then(tmp_path: Path):
     assert np.array_equal(view["model.large"][0], TENSORS["model.large"][0].numpy())
     with pytest.raises(DamagedCheckpointError, match=r"model\.large"):
         view["model.large"][-1]
-
-
-def test_a_view_as_html_escapes_names_and_needs_nothing_from_outside(tmp_path: Path):
-    name = "<script>alert(1)</script>&"
-    ray_dcp.save({name: torch.ones(2)}, checkpoint_id=tmp_path / "c", no_dist=True)
-    html = ray_dcp.open(tmp_path / "c")._repr_html_()
-    assert "&lt;script&gt;alert(1)&lt;/script&gt;&amp;" in html
-    assert "<script" not in html
-    assert "http" not in html
-
-
-def test_html_shows_the_largest_tensors_and_counts_the_rest(tmp_path: Path):
-    state = {f"t{i}": torch.zeros(i + 1) for i in range(60)}
-    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
-    html = ray_dcp.open(tmp_path / "c")._repr_html_()
-    assert set(re.findall(r">(t\d+)</code>", html)) == {f"t{i}" for i in range(20, 60)}
-    assert "and 20 more, 840 B" in html
-
-
-@pytest.mark.parametrize(
-    ("key", "rank"),
-    [
-        ("__0_0.distcp", 0),
-        ("__12_3.a1b2.distcp", 12),
-        ("../step-1/__4_0.distcp", 4),
-        (".metadata", None),
-        ("a1/rank-00003-part-00000.safetensors", 3),
-        ("x__1_0.distcp", None),
-    ],
-)
-def test_the_rank_is_in_the_name_of_a_file(key: str, rank: int | None):
-    assert rank_of_file(key) == rank
 
 
 @pytest.mark.parametrize("container", ["torch_save", "safetensors"])
@@ -267,3 +215,183 @@ def test_a_tensor_subclass_in_a_stock_checkpoint_comes_back(tmp_path: Path):
     assert found.tolist() == [3, 4, 5]
     with pytest.raises(UnsafeCheckpointError, match=r"Tagged.*add_safe_globals"):
         ray_dcp.open(tmp_path)["w"][1]
+
+
+# --- Indices --------------------------------------------------------------------------------------
+
+
+SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
+
+
+def one_index(length: int) -> st.SearchStrategy[Any]:
+    bounds = st.none() | st.integers(-8, 8)
+    steps = st.none() | st.integers(-3, 3).filter(bool)
+    slices = st.builds(slice, bounds, bounds, steps)
+    return slices | st.integers(-length, length - 1) if length else slices
+
+
+@st.composite
+def shapes_and_indices(draw: st.DrawFn) -> tuple[tuple[int, ...], Any]:
+    shape = draw(SHAPES)
+    num_front = draw(st.integers(0, len(shape)))
+    num_back = draw(st.integers(0, len(shape) - num_front))
+    index = [draw(one_index(length)) for length in shape[:num_front]]
+    if num_back or draw(st.booleans()):
+        back = shape[len(shape) - num_back :]
+        index += [Ellipsis, *[draw(one_index(length)) for length in back]]
+    return shape, index[0] if len(index) == 1 and draw(st.booleans()) else tuple(index)
+
+
+def through_box(array: np.ndarray, index: Any) -> tuple[np.ndarray, int]:
+    """Returns what the box and the rest of an index give, and the volume of the box."""
+    selection = select(index, array.shape)
+    ends = [low + length for low, length in zip(selection.offset, selection.size, strict=True)]
+    assert all(
+        low >= 0 and high <= n
+        for low, high, n in zip(selection.offset, ends, array.shape, strict=True)
+    )
+    box = array[tuple(map(slice, selection.offset, ends))]
+    return np.asarray(box[selection.rest]), box.size
+
+
+@given(shapes_and_indices())
+def test_box_and_rest_select_what_numpy_selects(case: tuple[tuple[int, ...], Any]):
+    shape, index = case
+    array = np.arange(int(np.prod(shape))).reshape(shape)
+    found, _ = through_box(array, index)
+    expected = np.asarray(array[index])
+    assert found.shape == expected.shape
+    assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (10, "index 10 is out of bounds for dimension 0, which has length 10"),
+        ((0, -9), "index -9 is out of bounds for dimension 1"),
+        ((0, 0, 0), "at most 2 indices"),
+        ((..., ...), "2 times '...'"),
+        ([1, 2], "found list"),
+        (np.array([1]), "found ndarray"),
+        (True, "found bool"),
+        (None, "found NoneType"),
+        ("name", "found str"),
+        (1.0, "found float"),
+        (slice(0, 5, 0), "can't be sliced"),
+        (slice("a", None), "can't be sliced"),
+    ],
+)
+def test_any_other_index_is_refused(index: Any, message: str):
+    with pytest.raises(InvalidRequestError) as caught:
+        select(index, (10, 8))
+    assert message in str(caught.value)
+
+
+def test_a_dimension_of_length_1_can_be_reversed_in_every_dtype() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        url = f"memory://view-reversed/{dtype}"
+        ray_dcp.save({"w": torch.arange(3, dtype=dtype).reshape(1, 3)}, checkpoint_id=url)
+        handle = ray_dcp.open(url)["w"]
+        assert handle[::-1, ::-1].tolist() == [[2, 1, 0]]
+        assert handle[::-1].tolist() == [[0, 1, 2]]
+
+
+# --- Reshard previews -----------------------------------------------------------------------------
+
+
+def state() -> dict:
+    return {
+        "w": torch.randn(1000, 700),
+        "wide": torch.randn(3, 50_000),
+        "b": torch.randn(1001),
+        "deep": torch.randn(16, 8, 4),
+        "s": torch.ones(()),
+        "empty": torch.zeros(0, 4),
+    }
+
+
+class Everywhere:
+    """A sink of its own memory for each row."""
+
+    def __init__(self, lengths):
+        self.rows = [np.empty(n, np.uint8) for n in lengths]
+
+    def buffer(self, row):
+        return self.rows[row].data
+
+    def done(self, row):
+        """Takes note of nothing."""
+
+
+@pytest.mark.parametrize("layout", ["1", "3", "8", "3:column", "2x2", "row=3,column=4"])
+@pytest.mark.parametrize("kind", ["ours", "stock"])
+def test_the_preview_is_what_the_reader_then_reads(tmp_path: Path, layout: str, kind: str):
+    path = tmp_path / "a"
+    if kind == "ours":
+        ray_dcp.save(state(), checkpoint_id=path, no_dist=True)
+    else:
+        checkpoints.save_stock(path, state())
+    view, _ = counted_view(path)
+    found = view.reshard(layout)
+    assert len(found.ranks) == parse_layout(layout).num_ranks
+    table = view.table
+    for one in found.ranks[:: max(1, len(found.ranks) // 4)]:
+        fresh, reads = counted_view(path)
+        offset, size = boxes(table, found.layout, one.rank)
+        wanted = Wanted(
+            np.arange(table.num_tensors, dtype=np.int32), offset, size,
+            np.full(table.num_tensors, 4, np.int64),
+        )  # fmt: skip
+        plan = plan_reads(table, wanted)
+        lengths = (size.prod(axis=1) * 4).tolist()
+        reads.bytes_read.clear()
+        stats = read_chunks(
+            fresh.storage, table, plan, wanted, Everywhere(lengths), options=LoadOptions()
+        )
+        assert one.bytes_needed == sum(lengths) == stats.bytes_needed
+        # Why: where in a long item of stock DCP its bytes are, only the item itself tells.
+        unknown = 0 if kind == "ours" else 1024
+        assert abs(one.bytes_read - stats.bytes_read) <= unknown
+        if kind == "ours":
+            assert reads.payload_bytes == one.bytes_read
+
+
+def boxes(table, layout: Layout, rank: int):
+    """Returns what a rank holds, by torch's own way to cut."""
+    row, column = divmod(rank, layout.columns)
+    offset, size = np.zeros_like(table.shape), table.shape.copy()
+    for tensor in range(table.num_tensors):
+        for dim, part, parts in ((0, row, layout.rows), (1, column, layout.columns)):
+            if dim >= table.ndim[tensor] or parts == 1:
+                continue
+            pieces = torch.arange(int(table.shape[tensor, dim])).chunk(parts)
+            own = pieces[part] if part < len(pieces) else torch.zeros(0)
+            size[tensor, dim] = len(own)
+            offset[tensor, dim] = int(own[0]) if len(own) else 0
+    return offset, size
+
+
+def test_a_checkpoint_with_holes_says_what_a_load_would_miss(tmp_path: Path):
+    from dataclasses import replace
+
+    ray_dcp.save(state(), checkpoint_id=tmp_path / "a", no_dist=True)
+    view = ray_dcp.open(tmp_path / "a")
+    table = view.table
+    size = table.size.copy()
+    size[table.tensor == table.names.index("w"), 0] = 999
+    holes = replace(view, checkpoint=replace(view.checkpoint, chunks=replace(table, size=size)))
+    assert preview_reshard(holes, 2).uncovered == ("w",)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "x", "8:diagonal", "0x2", "2x", "row=0", "-1", "row=2,rows=3", True, 10**9]
+)
+def test_what_is_no_layout_is_refused(text: object):
+    with pytest.raises(InvalidRequestError, match="layout"):
+        parse_layout(text)
+
+
+def test_a_pattern_that_nothing_matches_offers_names(tmp_path: Path):
+    ray_dcp.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path / "a", no_dist=True)
+    with pytest.raises(InvalidRequestError, match="did you mean 'weight'"):
+        ray_dcp.open(tmp_path / "a").reshard(2, include="wieght")

@@ -118,14 +118,6 @@ def test_what_can_not_be_primed_is_refused_and_a_failing_step_changes_nothing():
     assert torch.equal(parameter.grad, torch.full((2,), 5.0))
 
 
-def test_frozen_parameters_get_no_state():
-    model, optimizer = made("Adam", {})
-    frozen = next(iter(model.parameters()))
-    frozen.requires_grad_(False)
-    prime_optimizer(optimizer)
-    assert frozen not in optimizer.state
-
-
 def nested(step=1):
     return {
         "model": {"w": torch.full((3, 2), float(step)), "b": torch.full((), float(step))},

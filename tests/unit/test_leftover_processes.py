@@ -1,4 +1,4 @@
-"""The soak ends its own processes alone."""
+"""What ends processes that tests left ends those alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from tests.bench import soak_leaks as leaks
+from tests import leftovers as leaks
 from tests.polling import eventually, lives, session_members
 
 

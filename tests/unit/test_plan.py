@@ -1,0 +1,509 @@
+"""Plans: what ranks hold, what contradicts itself, who writes what where, what is read of it."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import fields, replace
+
+import numpy as np
+import pyarrow
+import pytest
+from safetensors.numpy import load as load_safetensors
+
+from ray_dcp.core.checksums import digest
+from ray_dcp.core.columns import ColumnsBuilder, check, decode, encode
+from ray_dcp.core.grouping import group_rows
+from ray_dcp.core.packing import pack_record, unpack_record
+from ray_dcp.core.values import ChunkTable, Columns, GlobalPlan, IntKey, Kind
+from ray_dcp.errors import (
+    CoverageError,
+    DamagedCheckpointError,
+    InternalError,
+    InvalidRequestError,
+    RankDisagreementError,
+    UnsupportedValueError,
+)
+from ray_dcp.planning.coverage import problems
+from ray_dcp.planning.finish import finish_table
+from ray_dcp.planning.global_plan import make_plan, rank_plan
+from ray_dcp.planning.reads import Wanted, block_ranges, plan_reads, slabs
+from ray_dcp.protocol.messages import FileReceipt
+from ray_dcp.torch_adapter.capture import capture
+from tests.conflicts import ALL, CONFLICTS, Boxes
+from tests.crash.ranks import save_ranks
+from tests.inline_ranks import run_ranks
+from tests.plan_cases import Case, Piece, Tensor, truth, write
+
+# --- What a rank holds, as columns ----------------------------------------------------------------
+
+
+def some() -> Columns:
+    builder = ColumnsBuilder()
+    builder.tensor(
+        "model.w", "bfloat16", (4, 6), offset=(2, 0), size=(2, 6), path=("model", "w"),
+        requires_grad=True, splittable=True,
+    )  # fmt: skip
+    builder.tensor("model.w", "bfloat16", (4, 6), offset=(0, 0), size=(2, 6))
+    builder.tensor("scale", "float32", (), value=2**64 - 1)
+    builder.tensor("sub", "uint8", (3,), opaque=True)
+    builder.object("list.0.näme\ud800", path=("list", 0, IntKey(7), "näme\ud800"), value=7)
+    return builder.build()
+
+
+def test_columns_come_back_from_bytes_equal_in_every_field() -> None:
+    sent = some()
+    got = decode(encode(sent))
+    for field in fields(Columns):
+        mine, theirs = getattr(sent, field.name), getattr(got, field.name)
+        if isinstance(mine, np.ndarray):
+            assert mine.dtype == theirs.dtype, field.name
+            assert np.array_equal(mine, theirs), field.name
+        else:
+            assert mine == theirs, field.name
+    assert got.paths == (("model", "w"), None, None, ("list", 0, "7", "näme\ud800"))
+    assert [*map(type, got.paths[3])] == [str, int, IntKey, str]
+    assert got.kind.tolist() == [Kind.TENSOR] * 3 + [Kind.OPAQUE, Kind.OBJECT]
+
+
+@pytest.mark.parametrize("data", [b"", b"rubbish", encode(some())[:-30], encode(some())[:100]])
+def test_bytes_that_are_no_columns_are_an_error_of_ours(data: bytes) -> None:
+    with pytest.raises(InternalError, match="expected a rank's items"):
+        decode(data)
+
+
+def test_another_version_is_told_as_such() -> None:
+    fields, frames = unpack_record(encode(some()))
+    with pytest.raises(RankDisagreementError, match="found form 9: run the same version"):
+        decode(pack_record({**fields, "form": 9}, list(map(bytes, frames))))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"name": np.array([9, 0, 1, 2, 3], np.int32)}, "name from 0 to 3, found 9"),
+        ({"kind": np.array([0, 0, 0, 3, 1], np.int8)}, "kind from 0 to 2, found 3"),
+        ({"dtype": np.array([0, 0, 5, 2, -1], np.int8)}, "dtype of a tensor"),
+        ({"dtype": np.array([0, 0, 1, 2, 0], np.int8)}, "dtype of an object"),
+        ({"ndim": np.array([2, 2, 3, 1, 0], np.int8)}, "ndim from 0 to 2, found 3"),
+        ({"ndim": np.array([2, 2, 0, 1, 1], np.int8)}, "ndim of an object"),
+        ({"ndim": np.array([1, 2, 0, 1, 0], np.int8)}, "'model.w' is not padded"),
+        ({"value": np.zeros(4, np.uint64)}, r"column 'value' of shape \(5,\), found \(4,\)"),
+        ({"size": np.ones((5, 3), np.int64)}, "column 'size'"),
+        ({"paths": ()}, "4 names have 0 paths"),
+        ({"names": ("a", "a", "b", "c")}, "holds a name twice"),
+    ],
+)
+def test_impossible_columns_are_refused(change: dict[str, object], told: str) -> None:
+    broken = replace(some(), **change)
+    assert len(check(broken)) >= 1
+    with pytest.raises(InvalidRequestError, match=told):
+        encode(broken)
+
+
+def test_all_impossible_items_are_told_at_once() -> None:
+    builder = ColumnsBuilder()
+    builder.tensor("huge", "float32", (1 << 40, 1 << 40))
+    builder.tensor("negative", "float32", (3,), size=(-1,))
+    builder.tensor("far", "float32", (3,), offset=(1 << 61,))
+    builder.tensor("before", "float32", (3,), offset=(-1 << 61,))
+    with pytest.raises(InvalidRequestError) as caught:
+        builder.build()
+    for told in ("'huge' is be", "'negative' has a neg", "'far' is be", "'before' is beyond 2**62"):
+        assert told in str(caught.value)
+
+
+# --- Ranks whose items make no checkpoint ---------------------------------------------------------
+
+
+def captured(state, rank, world_size):
+    return capture(state, rank=rank, world_size=world_size)
+
+
+HOW = {
+    "save": {},
+    "async": {"staged": True},
+}
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW.keys())
+@pytest.mark.parametrize("conflict", [*CONFLICTS.values(), ALL], ids=[*CONFLICTS, "all"])
+def test_every_rank_is_told_all_conflicts_by_name_and_rank(tmp_path, conflict, how):
+    states = [conflict.state(rank) for rank in range(3)]
+    url = str(tmp_path / "c")
+    results = run_ranks(save_ranks({}, 3, url, states=states, capture=captured, **how))
+    assert {type(result.error) for result in results} == {conflict.kind}
+    assert len({str(result.error) for result in results}) == 1
+    for line in conflict.told:
+        assert line in str(results[0].error)
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_gap_alone_stays_a_coverage_error(tmp_path, rank):
+    states = [{"w": Boxes(*([(3 * r, min(3 * r + 3, 8))] * (r != rank)))} for r in range(3)]
+    results = run_ranks(save_ranks({}, 3, str(tmp_path), states=states, capture=captured))
+    others = np.delete(np.arange(3), rank)
+    assert {type(result.error) for result in results} == {CoverageError}
+    told = f"{others[0]}-{others[1]}" if rank != 1 else "0, 2"
+    assert f"the rest is on ranks {told}" in str(results[0].error)
+
+
+# --- Receipts that fit the plan -------------------------------------------------------------------
+
+
+def planned(container: str = "torch_save") -> tuple[GlobalPlan, dict[int, FileReceipt]]:
+    shards = (Piece((0,), (9000,), (0,)), Piece((9000,), (9000,), (1,)))
+    case = Case(
+        2,
+        (
+            Tensor("w", Kind.TENSOR, "uint8", (18000,), False, shards),
+            Tensor("o", Kind.OBJECT, "", (), False, (Piece((), (), (1,)),)),
+            Tensor("p", Kind.OBJECT, "", (), False, (Piece((), (), (1,)),)),
+        ),
+    )
+    columns = case.columns()
+    plan = make_plan(columns, container=container)
+    return plan, write(case, columns, plan, "a1")[1]
+
+
+def _deferred(receipt: FileReceipt, **changes: int) -> FileReceipt:
+    first = replace(receipt.deferred[0], **changes)
+    return replace(receipt, deferred=(first, *receipt.deferred[1:]))
+
+
+def _some_checks(receipt: FileReceipt) -> FileReceipt:
+    checks = np.ones(2, np.uint64)
+    return replace(receipt, checks=checks, digest=digest(checks))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda r: replace(r, key="__1_0.a2.distcp"), "found that of 1, __1_0.a2.distcp"),
+        (lambda r: replace(r, file=0), "expected the receipt of file 1, found that of 0"),
+        (lambda r: replace(r, num_bytes=r.num_bytes + 1), "bytes, found"),
+        (_some_checks, "expected 0 block checksums, found 2"),
+        (lambda r: replace(r, deferred=r.deferred[::-1]), "expected the places of rows"),
+        (lambda r: replace(r, deferred=r.deferred[:1]), "expected the places of rows"),
+        (lambda r: _deferred(r, item_offset=5), "expected an item at byte"),
+        (lambda r: _deferred(r, item_bytes=-1), "expected an item at byte"),
+        (lambda r: _deferred(r, block_bytes=0), "expected an item at byte"),
+    ],
+)
+def test_a_receipt_that_does_not_fit_is_named(
+    change: Callable[[FileReceipt], FileReceipt], told: str
+) -> None:
+    plan, receipts = planned()
+    receipts[1] = change(receipts[1])
+    with pytest.raises(InternalError) as caught:
+        finish_table(plan, "a1", receipts)
+    assert told in str(caught.value)
+    assert "__1_0.a1.distcp of rank 1" in str(caught.value)
+
+
+def test_missing_and_unplanned_files_are_told_together() -> None:
+    plan, receipts = planned()
+    with pytest.raises(InternalError) as caught:
+        finish_table(plan, "a1", {7: receipts[0]})
+    for told in ("file 7 is not planned", "__0_0.a1.distcp of rank 0", "__1_0.a1.distcp of rank 1"):
+        assert told in str(caught.value)
+
+
+def test_checksums_that_changed_on_the_way_are_damage() -> None:
+    plan, receipts = planned("safetensors")
+    assert np.diff(finish_table(plan, "a1", receipts).check_start).tolist() == [9, 9, 1, 1]
+    checks = receipts[0].checks.copy()
+    checks[1] ^= np.uint64(1)
+    receipts[0] = replace(receipts[0], checks=checks)
+    with pytest.raises(DamagedCheckpointError, match="a1/rank-00000-part-00000"):
+        finish_table(plan, "a1", receipts)
+
+
+# --- The plan of all ranks ------------------------------------------------------------------------
+
+
+MIB = 1 << 20
+
+
+def on_ranks(world_size: int, fill: Callable[[ColumnsBuilder, int], object]) -> list[Columns]:
+    builders = [ColumnsBuilder() for _ in range(world_size)]
+    for rank, builder in enumerate(builders):
+        fill(builder, rank)
+    return [builder.build() for builder in builders]
+
+
+def replicated(world_size: int, shape: tuple[int, ...], splittable: bool = True) -> list[Columns]:
+    return on_ranks(world_size, lambda b, _: b.tensor("w", "float32", shape, splittable=splittable))
+
+
+def test_a_large_replicated_tensor_is_cut_over_its_holders_along_its_first_long_dimension() -> None:
+    plan = make_plan(replicated(4, (1, 10, 1 << 16)))
+    assert plan.table.size[:, 1].tolist() == [3, 2, 3, 2]
+    assert plan.table.offset[:, 1].tolist() == [0, 3, 5, 8]
+    assert plan.source_rank.tolist() == [0, 1, 2, 3]
+    assert (plan.source_start // (4 << 16)).tolist() == [0, 3, 5, 8]
+
+
+@pytest.mark.parametrize(("shape", "chunks"), [((100,), 1), ((1 << 14,), 1), ((1 << 15,), 2)])
+def test_pieces_are_not_cut_below_64_kib(shape: tuple[int, ...], chunks: int) -> None:
+    assert make_plan(replicated(8, shape)).table.num_chunks == chunks
+
+
+def bytes_by_rank(plan: GlobalPlan) -> np.ndarray:
+    own = np.bincount(plan.source_rank, plan.table.payload_bytes, plan.world_size)
+    return own.astype(np.int64)
+
+
+@pytest.mark.parametrize("world_size", [256, 3000])
+def test_replicated_tensors_with_few_rows_each_are_balanced_together(world_size: int) -> None:
+    # Cut one by one, a rank would get one or two of the 4096 rows of each: 1.5 times the mean.
+    columns = on_ranks(1, lambda b, _: layers(b, 40))
+    plan = make_plan(columns * world_size)
+    written = bytes_by_rank(plan)
+    assert written.max() / written.mean() < 1.01
+    assert plan.table.num_chunks < 80 + world_size
+
+
+def layers(builder: ColumnsBuilder, count: int) -> None:
+    for index in range(count):
+        builder.tensor(f"w{index}", "float32", (4096, 4096), splittable=True)
+        builder.tensor(f"b{index}", "float32", (4096,))
+
+
+def test_small_payloads_come_first_and_large_ones_start_on_pages() -> None:
+    def fill(builder: ColumnsBuilder, rank: int) -> None:
+        builder.tensor("large", "uint8", (65536,))
+        builder.tensor("small", "uint8", (65535,))
+        builder.object("object")
+        builder.tensor("scalar", "float32", ())
+
+    table = make_plan(on_ranks(1, fill)).table
+    assert [table.names[t] for t in table.tensor] == ["small", "scalar", "large", "object"]
+    assert table.payload_offset[2] % 4096 == 0
+    assert (table.payload_offset[:2] % 64 == 0).all()
+    last = (table.item_offset[3], table.item_bytes[3], table.payload_offset[3])
+    assert (*last, table.payload_bytes[3], table.block_bytes[3]) == (-1, -1, -1, -1, 0)
+    assert table.files == ("__0_0.{attempt}.distcp",)
+
+
+def test_a_large_share_is_written_as_several_near_equal_files() -> None:
+    def fill(builder: ColumnsBuilder, rank: int) -> None:
+        for index in range(10):
+            builder.tensor(f"w{index}", "uint8", (MIB,))
+
+    plan = make_plan(on_ranks(1, fill), part_bytes=4 * MIB)
+    assert plan.table.files == tuple(f"__0_{part}.{{attempt}}.distcp" for part in range(3))
+    assert np.bincount(plan.table.file).tolist() == [3, 4, 3]
+    assert [len(file.row) for file in rank_plan(plan, 0).files] == [3, 4, 3]
+
+
+def state() -> Case:
+    def whole(fqn: str, dtype: str, shape: tuple[int, ...], kind: Kind = Kind.TENSOR) -> Tensor:
+        return Tensor(fqn, kind, dtype, shape, False, (Piece((0,) * len(shape), shape, (0,)),))
+
+    halves = (Piece((0, 0), (2, 3), (0,)), Piece((2, 0), (2, 3), (0,)))
+    return Case(
+        1,
+        (
+            whole("a", "uint8", (3,)),
+            Tensor("b", Kind.TENSOR, "float32", (4, 3), False, halves),
+            whole("c", "float64", (5,)),
+            whole("d", "complex64", (2, 2)),
+            whole("e", "int64", ()),
+            whole("o", "", (), Kind.OBJECT),
+        ),
+    )
+
+
+def test_safetensors_files_are_read_by_the_library_and_the_rest_goes_to_a_companion() -> None:
+    case = state()
+    columns = case.columns()
+    plan = make_plan(columns, container="safetensors")
+    files, receipts = write(case, columns, plan, "a1")
+    names = ["a1/rank-00000-part-00000.safetensors", "a1/rank-00000-part-00001.safetensors"]
+    assert list(files) == [*names, "__0_0.a1.distcp"]
+    first, second = (load_safetensors(bytes(files[name])) for name in names)
+    known = {tensor.fqn: truth(tensor) for tensor in case.tensors if tensor.dtype}
+    assert sorted(first) == ["a", "b", "c", "e"]
+    assert list(second) == ["b"]
+    joined = {**first, "b": np.concatenate([first["b"], second["b"]])}
+    for fqn, array in joined.items():
+        assert array.tobytes() == known[fqn].tobytes(), fqn
+    table = finish_table(plan, "a1", receipts)
+    companion = table.file == table.files.index("__0_0.a1.distcp")
+    assert [table.names[t] for t in table.tensor[companion]] == ["d", "o"]
+
+
+def test_boxes_without_elements_are_kept_once_and_never_beside_others_at_their_place() -> None:
+    def fill(builder: ColumnsBuilder, rank: int) -> None:
+        offset, size = [((0,), (3,)), ((3,), (0,)), ((3,), (0,)), ((0,), (0,))][rank]
+        builder.tensor("w", "float32", (3,), offset=offset, size=size)
+
+    plan = make_plan(on_ranks(4, fill))
+    boxes = zip(plan.table.offset.tolist(), plan.table.size.tolist(), strict=True)
+    assert sorted(boxes) == [([0], [3]), ([3], [0])]
+    assert plan.file_rank.tolist() == [0, 1]
+
+
+def test_an_unknown_dtype_names_the_tensor_unless_it_is_opaque() -> None:
+    columns = on_ranks(2, lambda b, _: b.tensor("w", "qint8", (4,)))
+    with pytest.raises(UnsupportedValueError, match="'w' of qint8 on rank 0"):
+        make_plan(columns)
+    opaque = on_ranks(2, lambda b, _: b.tensor("w", "qint8", (4,), opaque=True))
+    assert make_plan(opaque).table.payload_offset.tolist() == [-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"container": "zip"}, "'torch_save' or 'safetensors', found 'zip'"),
+        ({"part_bytes": 0}, "part_bytes of at least 1"),
+        ({"min_piece_bytes": 0}, "min_piece_bytes of at least 1"),
+    ],
+)
+def test_impossible_arguments_are_refused(arguments: dict[str, object], told: str) -> None:
+    with pytest.raises(InvalidRequestError, match=told):
+        make_plan(replicated(1, (1,)), **arguments)
+
+
+def test_no_ranks_are_refused_and_no_items_are_a_plan_without_files() -> None:
+    with pytest.raises(InvalidRequestError, match="at least one rank"):
+        make_plan([])
+    plan = make_plan([ColumnsBuilder().build()] * 2)
+    assert (plan.table.num_chunks, plan.table.files) == (0, ())
+    assert finish_table(plan, "a", {}).num_chunks == 0
+    assert rank_plan(plan, 1).files == ()
+    with pytest.raises(InvalidRequestError, match="a rank from 0 to 1, found 2"):
+        rank_plan(plan, 2)
+
+
+def test_the_lowest_holder_writes_everything_when_asked_to():
+    def columns() -> Columns:
+        builder = ColumnsBuilder()
+        builder.tensor("w", "float32", (4096, 1024), splittable=True)
+        builder.tensor("b", "float32", (7,))
+        builder.object("step")
+        return builder.build()
+
+    shared = make_plan([columns() for _ in range(4)])
+    assert set(shared.source_rank.tolist()) != {0}
+    lowest = make_plan([columns() for _ in range(4)], to_lowest_rank=True)
+    assert set(lowest.source_rank.tolist()) == {0}
+    assert lowest.table.num_chunks == 3
+
+
+# --- Read plans -----------------------------------------------------------------------------------
+
+
+def table_of(
+    shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> ChunkTable:
+    """Returns a table of one float32 tensor whose chunks are as given, fitting or not."""
+    builder = ColumnsBuilder()
+    builder.tensor("w", "float32", shape)
+    builder.object("o")
+    table = make_plan([builder.build()]).table
+    count = len(boxes)
+    number = np.arange(count, dtype=np.int64)
+    return replace(
+        table,
+        tensor=np.append(np.zeros(count, np.int32), np.int32(1)),
+        offset=np.array([*(offset for offset, _ in boxes), (0,) * len(shape)], np.int64),
+        size=np.array([*(size for _, size in boxes), (1,) * len(shape)], np.int64),
+        file=np.zeros(count + 1, np.int32),
+        **{
+            name: np.append(number * 100, -1)
+            for name in ("item_offset", "item_bytes", "payload_offset", "payload_bytes")
+        },
+        block_bytes=np.zeros(count + 1, np.int64),
+        check_start=np.zeros(count + 2, np.int64),
+    )
+
+
+def want(offset: tuple[int, ...], size: tuple[int, ...]) -> Wanted:
+    return Wanted(
+        np.zeros(1, np.int32), np.array([offset], np.int64), np.array([size], np.int64),
+        np.full(1, 4, np.int64),
+    )  # fmt: skip
+
+
+PINWHEEL = [
+    ((0, 0), (1, 2)),
+    ((0, 2), (2, 1)),
+    ((2, 1), (1, 2)),
+    ((1, 0), (2, 1)),
+    ((1, 1), (1, 1)),
+]
+
+
+def test_a_pinwheel_that_no_straight_cut_divides_is_complete() -> None:
+    table = table_of((3, 3), PINWHEEL)
+    assert problems(table) == []
+    plan = plan_reads(table, want((0, 0), (3, 3)))
+    assert (plan.uncovered, len(plan), plan.bytes_needed) == ((), 5, 36)
+
+
+def test_a_hole_in_a_pinwheel_is_told() -> None:
+    table = table_of((3, 3), PINWHEEL[:-1])
+    assert problems(table) == ["'w': 1 of 9 elements are in no chunk, first [1:2, 1:2]"]
+    assert plan_reads(table, want((0, 0), (3, 3))).uncovered == ((0, 4),)
+    assert plan_reads(table, want((0, 0), (3, 1))).uncovered == ()
+
+
+def test_chunks_that_overlap_are_read_but_do_not_hide_a_gap() -> None:
+    table = table_of((4,), [((0,), (2,)), ((1,), (2,))])
+    assert problems(table, overlaps=False) == ["'w': 1 of 4 elements are in no chunk, first [3:4]"]
+    assert problems(table)[0] == "'w': chunks [0:2] and [1:3] overlap"
+    plan = plan_reads(table, want((0,), (4,)))
+    assert (len(plan), plan.uncovered) == (2, ((0, 4),))
+    assert plan_reads(table, want((0,), (3,))).uncovered == ()
+
+
+def test_chunks_out_of_bounds_and_missing_objects_are_told() -> None:
+    table = table_of((4,), [((0,), (5,))])
+    lost = replace(table, tensor=np.zeros(2, np.int32), size=np.array([[5], [0]], np.int64))
+    assert problems(lost) == [
+        "'w': chunk [0:5] reaches out of the tensor's shape (4,)",
+        "'o': expected one stored copy of the object, found 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"tensor": np.array([2], np.int32)}, {"offset": np.array([[-1]])}, {"size": np.array([[-1]])}],
+)
+def test_rows_that_ask_for_nothing_possible_are_refused(bad: dict[str, np.ndarray]) -> None:
+    table = table_of((4,), [((0,), (4,))])
+    with pytest.raises(InvalidRequestError, match="but 1 wanted rows are none; the first, row 0"):
+        plan_reads(table, replace(want((0,), (4,)), **bad))
+
+
+def test_a_column_of_a_large_chunk_is_read_in_few_ranges_without_walking_its_rows() -> None:
+    rows, width = 1 << 20, 1 << 12
+    box = (np.zeros(2, np.int64), np.array([rows, width]))
+    column = (np.array([0, 8]), np.array([rows, 2]))
+    found = block_ranges(
+        *box, *column, 4, block_bytes=1 << 20, payload_bytes=rows * width * 4, max_gap_bytes=0
+    )
+    assert found.tolist() == [[0, rows * width * 4]]
+    parts = slabs(*box, *column, 4, 64 << 20)
+    assert len(parts) == rows * width * 4 // (64 << 20)
+
+
+def test_rows_with_equal_hashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray_dcp.core.grouping._MIX", 0)
+    first, group = group_rows([np.array([3, 4, 3, 5]), np.array([1, 1, 1, 1])])
+    assert (first.tolist(), group.tolist()) == ([0, 1, 3], [0, 1, 0, 2])
+
+
+def test_a_text_that_unpacks_to_far_more_than_its_length_is_refused() -> None:
+    text = json.dumps([{"a": 1}, []]).encode()
+    for num_blanks, is_refused in ((0, False), (1 << 20, True)):
+        long = text + b" " * num_blanks
+        packed = pyarrow.Codec("zstd").compress(long, asbytes=True)
+        tail = struct.pack("<QQQ", len(packed), len(long), len(packed) + 24)
+        with pytest.raises(ValueError, match="can't hold") if is_refused else nullcontext():
+            assert unpack_record(packed + tail) == ({"a": 1}, [])
