@@ -256,6 +256,7 @@ def _tell(
     reports: Sequence[tuple[str, CollectReport]], *more: str, dry_run: bool, quiet: bool
 ) -> None:
     verb, lines = "would delete" if dry_run else "deleted", list[str]()
+    reports = [(name, _without_known(name, report, ())) for name, report in reports]
     for name, report in reports:
         count, size = count_text(len(report.deleted), "file"), size_text(report.num_bytes)
         lines.append(

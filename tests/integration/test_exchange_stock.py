@@ -207,7 +207,7 @@ def test_without_flattening_containers_are_exchanged_whole(exchange):
 
 def test_keys_that_the_checkpoint_lacks_are_an_error(exchange):
     into = {"x": torch.zeros(3), "new": {"n": 9}}
-    with pytest.raises(stock.CheckpointException, match=r"Missing key .*new\.n"):
+    with pytest.raises(stock.CheckpointException, match=r"(?s)Missing key .*new\.n"):
         exchange({"x": torch.ones(3)}, into)
     assert not into["x"].any()
 
