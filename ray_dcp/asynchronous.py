@@ -540,13 +540,12 @@ class _NativeSave(_Save):
             world_size=session.world_size,
             target=target,
             options=options,
-            capture=take,
             staged=keeping.survives,
             vitals=vitals,
             memory=session.plans,
             node=session.node,
         )
-        go, captured = drive(save.join(), call)
+        go, captured = drive(save.join(take), call)
         self._key = vitals.key or self._key
         account.planned(go)
         noted = (*captured.warnings, *go.warnings)

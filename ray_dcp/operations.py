@@ -118,12 +118,11 @@ def run_save(
             world_size=session.world_size,
             target=target,
             options=options,
-            capture=take,
             vitals=activity.vitals,
             memory=activity.plans,
             node=activity.node,
         )
-        outcome = drive(save.run(), account.watching(activity.call))
+        outcome = drive(save.run(take), account.watching(activity.call))
     if session.rank == 0:
         for warning in outcome.warnings:
             warnings.warn(warning, UserWarning, stacklevel=3)

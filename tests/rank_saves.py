@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from ray_dcp.protocol.messages import OpKey, Reply, Request, SaveGo, SaveOutcome
@@ -15,14 +15,18 @@ def rank_save(key: OpKey, **how: Any) -> RankSave:
     return RankSave(key, **{name: value for name, value in how.items() if value is not None})
 
 
-def save_rank(key: OpKey, **how: Any) -> Generator[Request, Reply, SaveOutcome]:
+def save_rank(
+    key: OpKey, *, capture: Callable[[], Captured], **how: Any
+) -> Generator[Request, Reply, SaveOutcome]:
     """Returns what a rank says from its join to the outcome."""
-    return rank_save(key, **how).run()
+    return rank_save(key, **how).run(capture)
 
 
-def join_save(key: OpKey, **how: Any) -> Generator[Request, Reply, tuple[SaveGo, Captured]]:
+def join_save(
+    key: OpKey, *, capture: Callable[[], Captured], **how: Any
+) -> Generator[Request, Reply, tuple[SaveGo, Captured]]:
     """Returns what a rank says until it knows what to write."""
-    return rank_save(key, **how).join()
+    return rank_save(key, **how).join(capture)
 
 
 def load_rank(key: OpKey, **how: Any) -> Generator[Request, Reply, LoadResult]:

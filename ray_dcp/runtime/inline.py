@@ -305,10 +305,9 @@ def rehearse(capture: Callable[[], Captured] | None = None) -> None:
             world_size=1,
             target=Target(url),
             options=SaveOptions(),
-            capture=capture or _Small,
             memory=session.plans,
         )
-        drive(save.run(), session.call)
+        drive(save.run(capture or _Small), session.call)
     finally:
         storage = MemoryStorage(url.removeprefix("memory://"))
         storage.delete([entry.key for entry in storage.list()])

@@ -254,8 +254,6 @@ class RankSave:
     target: Target
     """Where to save."""
     options: SaveOptions
-    capture: Callable[[], Captured]
-    """Makes the local plan; called once, at the start."""
     staged: bool = False
     """Whether stagers write the bytes."""
     opener: Opener = open_storage
@@ -267,8 +265,11 @@ class RankSave:
     node: str = ""
     """Names the node of this rank, where that is known."""
 
-    def run(self) -> Generator[Request, Reply, SaveOutcome]:
+    def run(self, capture: Callable[[], Captured]) -> Generator[Request, Reply, SaveOutcome]:
         """Returns the whole part of a rank that writes its own files.
+
+        Args:
+            capture: Makes the local plan; called once, at the start.
 
         Returns:
             A generator that ends with the outcome; its warnings are those of this rank as well.
@@ -277,15 +278,20 @@ class RankSave:
             CheckpointError: The save failed, on this rank or on another: the same error on all.
             CommitUnknownError: Neither coordinator nor storage say whether it was committed.
         """
-        go, captured = yield from self.join()
+        go, captured = yield from self.join(capture)
         receipt = self.write(go, captured.source, captured.deferred)
         outcome = yield from self.outcome(go, receipt)
         self.vitals.over = True
         warnings = dict.fromkeys([*captured.warnings, *go.warnings, *outcome.warnings])
         return replace(outcome, warnings=tuple(warnings))
 
-    def join(self) -> Generator[Request, Reply, tuple[SaveGo, Captured]]:
+    def join(
+        self, capture: Callable[[], Captured]
+    ) -> Generator[Request, Reply, tuple[SaveGo, Captured]]:
         """Returns the first half: what this rank is to write, and what it captured.
+
+        Args:
+            capture: As for `run`. It holds the state, which may go when its bytes are staged.
 
         Raises:
             CheckpointError: The save failed, on this rank or on another: the same error on all.
@@ -293,7 +299,7 @@ class RankSave:
         rank, options, vitals, plans = self.rank, self.options, self.vitals, self.memory
         vitals.begin(self.key)
         vitals.enter("capturing")
-        captured, error = attempt(self.capture, "capturing the state dict", rank)
+        captured, error = attempt(capture, "capturing the state dict", rank)
         join = SaveJoin(
             self.key,
             rank,

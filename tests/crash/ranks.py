@@ -85,11 +85,13 @@ def save_ranks(
     ]  # fmt: skip
 
 
-def _save_staged(key: OpKey, **how: Any) -> Generator[Request, Reply, SaveOutcome]:
+def _save_staged(
+    key: OpKey, *, capture: Callable[[], Captured], **how: Any
+) -> Generator[Request, Reply, SaveOutcome]:
     """What a rank and its stager say and do in an asynchronous save, one after the other."""
     save = rank_save(key, staged=True, **how)
     rank = save.rank
-    go, captured = yield from save.join()
+    go, captured = yield from save.join(capture)
     held = PartsHeld(key, rank, go.attempt, go.epoch, f"stager {rank}")
     yield held
     written = save.write(go, captured.source, captured.deferred)

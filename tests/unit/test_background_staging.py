@@ -175,7 +175,7 @@ def test_the_state_may_go_when_it_is_staged(staging, monkeypatch, tmp_path):
         assert write.wait(180)
         return open_storage(target)
 
-    monkeypatch.setattr(staging_backend, "InProcessBackend", lambda rank: make(rank, opener))
+    monkeypatch.setattr(staging_backend, "InProcessBackend", lambda: make(opener))
     tensor = torch.ones(1000)
     gone = weakref.ref(tensor)
     options = SaveOptions(staging=staging)

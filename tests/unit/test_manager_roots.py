@@ -461,7 +461,7 @@ def test_a_deletion_takes_only_what_was_decided_about(storage):
     again = save_step(writer, storage, 1, NEW, replace=True)
     folder = writer.root.below("step-00000001")
     for expected in (attempt, ""):
-        with pytest.raises(errors.CheckpointExistsError, match=f"attempt {again} stands"):
+        with pytest.raises(errors.CheckpointExistsError, match=f"save {again} stands"):
             delete(folder, opener=opener, expected=expected)
     assert list(writer.look().steps) == [1]
     delete(folder, opener=opener, expected=again)

@@ -367,7 +367,7 @@ def test_a_damaged_trace_is_a_note_and_no_damage(tmp_path: Path):
     assert name in report.notes[0]
     with pytest.raises(DamagedCheckpointError, match="trace of a save"):
         _ = ray_dcp.open(tmp_path / "c").trace
-    assert "how it was saved" not in ray_dcp.open(tmp_path / "c")._repr_html_()
+    assert "expected the trace of a save" in ray_dcp.open(tmp_path / "c")._repr_html_()
 
 
 def test_the_trace_of_another_attempt_is_refused(tmp_path: Path):

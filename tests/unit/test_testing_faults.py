@@ -240,7 +240,8 @@ def test_a_bug_is_found_and_told_with_operation_call_variant_and_key(run, varian
 def test_every_function_of_os_that_changes_files_in_a_storage_is_interrupted():
     harmless = {
         "PathLike", "close", "fsencode", "fspath", "fstat", "getpid", "lstat", "major", "minor",
-        "environ", "path", "pread", "preadv", "scandir", "stat", "stat_result", "strerror",
+        "environ", "path", "posix_fadvise", "pread", "preadv", "scandir", "stat", "stat_result",
+        "strerror",
     }  # fmt: skip
     used = {
         node.attr
@@ -249,7 +250,7 @@ def test_every_function_of_os_that_changes_files_in_a_storage_is_interrupted():
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
         and node.value.id == "os"
-        and not node.attr.startswith(("O_", "RWF"))
+        and not node.attr.startswith(("O_", "POSIX_FADV", "RWF"))
     }
     assert used - harmless <= set(CALLS)
     assert {"link", "rename", "unlink", "fsync"} <= used

@@ -323,7 +323,7 @@ class Everywhere:
         """Takes note of nothing."""
 
 
-@pytest.mark.parametrize("layout", ["1", "3", "8", "3:column", "2x2", "row=3,column=4"])
+@pytest.mark.parametrize("layout", ["1", "3", "8", "3:column", "2x2", "3x4"])
 @pytest.mark.parametrize("kind", ["ours", "stock"])
 def test_the_preview_is_what_the_reader_then_reads(tmp_path: Path, layout: str, kind: str):
     path = tmp_path / "a"
