@@ -91,7 +91,7 @@ class CheckpointManager:
 
     Args:
         path: Path or URL of the root.
-        save_interval: Steps between saves; or give `save_policy`.
+        save_interval: Steps between saves; or give `save_policy`. With neither every call saves.
         max_to_keep: Newest steps to keep, 0 for all; or give `retention`.
         max_pending_async: Asynchronous saves under way at a time; the next one waits.
         num_of_threads: Threads with which a rank writes; 1 leaves it to `SaveOptions.num_threads`.

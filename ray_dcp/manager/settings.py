@@ -161,11 +161,10 @@ def _policy(
                 key="read_only",
             )
         return None
-    if (interval is None) == (policy is None):
-        found = "neither" if interval is None else "both"
+    if interval is not None and policy is not None:
         raise InvalidRequestError(
-            f"expected save_interval, as CheckpointManager(path, 1000), or save_policy=, found "
-            f"{found}; EverySteps(n) is the policy of an interval of n",
+            "expected save_interval, as CheckpointManager(path, 1000), or save_policy=, found "
+            "both; EverySteps(n) is the policy of an interval of n",
             key="save_interval",
         )
     if policy is not None and not preemption and listens_for_preemption(policy):
@@ -176,7 +175,7 @@ def _policy(
         )
     if interval is not None:
         check_whole(interval, "save_interval", 1)
-    chosen = EverySteps(interval) if interval is not None else check_save_policy(policy)
+    chosen = EverySteps(interval or 1) if policy is None else check_save_policy(policy)
     return AnyOf(chosen, OnPreemption()) if preemption else chosen
 
 

@@ -34,6 +34,15 @@ _FSSPEC_NAMES = {
     "az": {"connection_string": "", "anon": "skip_signature", "sas_token": "sas_key"},
 }
 _PASSED_ON = ("client_options", "credential_provider")
+_OF_CLIENTS = frozenset(
+    (
+        "allow_http", "allow_invalid_certificates", "connect_timeout", "default_headers",
+        "http1_only", "http2_only", "pool_idle_timeout", "pool_max_idle_per_host", "proxy_url",
+        "proxy_ca_certificate", "proxy_excludes", "read_timeout", "root_certificate", "timeout",
+        "user_agent",
+    )
+)  # fmt: skip
+"""Options of obstore's HTTP client, which takes none of them among those of a provider."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +122,9 @@ def split_options(
                 f"storage option {target} is given twice, also as {name}", key=name
             )
         config[target] = value
+    of_client = {name: config.pop(name) for name in _OF_CLIENTS & config.keys()}
+    if of_client:
+        given["client_options"] = {**of_client, **(given.get("client_options") or {})}
     ours = ObjectOptions(**{name: given[name] for name in own & given.keys()})  # type: ignore[arg-type]
     return ours, config, {name: given[name] for name in _PASSED_ON if name in given}
 
@@ -267,8 +279,8 @@ def _make(provider: str, bucket: str, options: Mapping[str, object]) -> tuple[An
         # server has nothing else to check a body by, unless the user chose a checksum. Why twice:
         # of the signed hash and the checksum some servers check only one (SeaweedFS the latter).
         is_checked = _is_encrypted(endpoint) or any("checksum" in name for name in config)
-        more = {} if is_checked else {"checksum_algorithm": "SHA256"}
-        config = {"unsigned_payload": is_checked, **more, **config}
+        checksum = {} if is_checked else {"checksum_algorithm": "SHA256"}
+        config = {"unsigned_payload": is_checked, **checksum, **config}
     if "@" in bucket and provider == "az":
         bucket, _, account = bucket.partition("@")
         config.setdefault("account_name", account.partition(".")[0])

@@ -89,6 +89,12 @@ def test_steps_that_are_due_are_saved_and_others_are_not(manage):
     assert restored(manager, 10) == 10
 
 
+def test_without_an_interval_or_a_policy_each_call_saves(manage):
+    manager = manage(None)
+    assert all(manager.save(step, state(step)) for step in (1, 2, 5))
+    assert manager.all_steps() == [1, 2, 5]
+
+
 def test_an_asynchronous_save_keeps_what_was_given_and_is_listed_when_it_is_committed(manage):
     manager = manage(1, max_pending_async=2)
     for step in range(4):
@@ -183,7 +189,7 @@ def test_what_can_not_be_told_about_a_step_is_refused_before_anything_is_written
 @pytest.mark.parametrize(
     "given",
     [
-        {"interval": 0}, {"interval": 1.5}, {"interval": True}, {"interval": None},
+        {"interval": 0}, {"interval": 1.5}, {"interval": True},
         {"max_to_keep": -1}, {"max_to_keep": 1.0}, {"max_pending_async": 0},
         {"num_of_threads": 0}, {"sync_every": 0}, {"lease_s": 0}, {"order": "up"},
         {"save_policy": EverySteps(1)}, {"interval": None, "save_policy": LatestN(1)},

@@ -110,6 +110,19 @@ def test_a_url_with_credentials_is_refused_without_showing_them(url):
         assert SECRET not in str(raised.value)
 
 
+def test_options_of_the_http_client_are_taken_among_those_of_the_place():
+    def provider():
+        return {"access_key_id": "k", "secret_access_key": SECRET, "expires_at": None}
+
+    given = {"endpoint": "http://127.0.0.1:9", "proxy_url": "http://127.0.0.1:8"}
+    more = {"client_options": {"timeout": "9 s"}, "credential_provider": provider}
+    store, _ = make_store("s3", "client-options", {**given, **more})
+    assert store.client_options["proxy_url"] == "http://127.0.0.1:8"
+    assert store.client_options["timeout"] == "9 s"
+    assert store.credential_provider is provider
+    assert "proxy_url" not in store.config
+
+
 @pytest.mark.parametrize(
     ("place", "message"),
     [
