@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import ray_dcp
 from tests.async_programs import large_is
-from tests.integration import dcp_examples_runner
 from tests.integration.test_runtime_own_ray import LEASE_S, REPOSITORY, plain_environment
 from tests.polling import eventually, session_members
 
@@ -70,35 +68,6 @@ def test_a_group_of_one_and_a_process_without_group_save_beside_the_others(saved
     assert "refused: " in printed
     assert "rank 1" in printed
     assert not (folder / "nobody").exists()
-
-
-def test_dcps_examples_work_with_other_imports_and_understand_the_original(saved):
-    folder, ranks, _ = saved
-    for facts in ranks:
-        assert len(facts["equal"]) == 9 + 2
-        assert all(facts["equal"].values()), facts["equal"]
-    # The same checkpoints in one process, without FSDP and without a group.
-    state = ray_dcp.read_state_dict(folder / "fsdp_checkpoint-ours-stock")["app"]
-    assert state["model"]["net1.weight"].shape == (17, 16)
-    assert float(state["optim"]["state"]["net1.weight"]["step"]) == 2
-    package = folder / "hugging_face-ours-stock"
-    whole = load_file(package / "model-00001-of-00001.safetensors")
-    ray_dcp.export(package / "sharded", folder / "whole", "hf")
-    index = json.loads((folder / "whole" / "model.safetensors.index.json").read_text())
-    assert index["weight_map"].keys() == whole.keys()
-    for name, file in index["weight_map"].items():
-        assert torch.equal(load_file(folder / "whole" / file)[name], whole[name])
-    torch.manual_seed(5)
-    assert torch.equal(whole["net1.weight"], torch.nn.Linear(16, 17).weight)
-
-
-def test_only_the_imports_of_the_examples_are_changed():
-    before = dcp_examples_runner.EXAMPLES
-    after = before.replace("torch.distributed.checkpoint", "ray_dcp")
-    lines = zip(before.splitlines(), after.splitlines(), strict=True)
-    changed = [old for old, new in lines if old != new]
-    assert changed
-    assert all(line.startswith(("import ", "from ")) for line in changed)
 
 
 def test_nothing_of_its_ray_is_left_after_the_lease(saved):
