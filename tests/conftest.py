@@ -18,6 +18,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Why: Ray's workers give way to every other process (15), so those of a test to the tests beside.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 # Why: `ray.init()` joins the cluster that RAY_ADDRESS names, or the newest whose address lies in
 # this directory. Tests join none that they did not start; its sockets need a short path.
@@ -33,15 +35,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 FIRST = ("unit", "property")
 """Folders whose tests start no cluster: what they find is known within minutes."""
 LONGEST = (
-    "test_matrix", "test_train", "test_async_saves", "test_cluster_configs", "test_reshard",
-    "test_bad_input_ranks", "test_torchrun", "test_lost_ray", "test_runtime_own_ray",
-    "test_shared_reads", "test_memory_tier", "test_runtime_workers", "test_s3_cluster",
-    "test_heartbeats",
-    "test_async_bad_input", "test_dcp_examples", "test_full_disk", "test_gatherers",
-    "test_manager_ranks", "test_no_collectives", "test_newest_ranks",
+    "test_train", "test_matrix", "test_cluster_configs", "test_lost_ray", "test_runtime_own_ray",
+    "test_torchrun", "test_async_bad_input", "test_async_saves", "test_heartbeats",
+    "test_runtime_stager", "test_shared_reads", "test_memory_tier", "test_bench_async",
+    "test_runtime_workers", "test_s3_cluster", "test_bad_input_ranks", "test_runtime_coordinator",
+    "test_reshard", "test_metrics", "test_frameworks", "test_full_disk", "test_manager_ranks",
+    "test_dcp_examples", "test_newest_ranks", "test_no_collectives", "test_warm_plan_ranks",
+    "test_gatherers",
 )  # fmt: skip
 """Files of the other folders that take longest: they come first of these, so that several
-processes end at about the same time."""
+processes end at about the same time. In front are those that mostly wait: meanwhile the others
+have the cores."""
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -8,7 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import closing, contextmanager, suppress
+import tempfile
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ from ray_dcp.errors import (
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import staging
 from tests.held_writes import hold_writes
-from tests.integration.conftest import Daemons
 from tests.leftovers import marked
 from tests.polling import eventually, lives
 
@@ -42,12 +42,16 @@ LARGE = 30_000_000
 @contextmanager
 def small_ray():
     """A Ray with the smallest object store that there may be."""
-    with closing(Daemons(num_cpus=2, object_store_memory=STORE_BYTES)) as daemons:
-        ray.init(daemons.address(), log_to_driver=False, configure_logging=False)
-        try:
-            yield f"{daemons.directory}/ray"
-        finally:
-            ray.shutdown()
+    directory = tempfile.mkdtemp(prefix="rd", dir="/tmp")
+    ray.init(
+        num_cpus=2, object_store_memory=STORE_BYTES, include_dashboard=False, log_to_driver=False,
+        configure_logging=False, _temp_dir=directory,
+    )  # fmt: skip
+    try:
+        yield directory
+    finally:
+        ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")

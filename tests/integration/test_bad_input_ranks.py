@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import secrets
 import threading
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,7 @@ from tests.attempts import (
     names_at,
     one_error,
     save_sound,
+    sound_state,
     step_that_loads,
     try_load,
     try_save,
@@ -203,15 +205,11 @@ def test_a_rank_that_can_not_write_fails_the_save_for_all_and_leaves_no_data(ran
         ray_dcp.load({"w0": torch.zeros(1)}, checkpoint_id=fresh, no_dist=True)
 
 
-@pytest.mark.parametrize("below", ["", "step-1"])
-@pytest.mark.parametrize("call", [try_load, try_save])
-def test_a_path_that_is_or_goes_through_a_file_is_a_storage_error_that_names_it(
-    ranks, place, call, below
-):
+def test_a_path_that_is_or_goes_through_a_file_is_a_storage_error_that_names_it(ranks, place):
     file = place.parent / "file"
     file.write_text("not a folder")
-    path = str(file / below)
-    one_error(ranks.run(call, path, lambda rank: {"w": torch.zeros(2)}), StorageError, path)
+    for call, path in product([try_load, try_save], [str(file), str(file / "step-1")]):
+        one_error(ranks.run(call, path, lambda rank: {"w": torch.zeros(2)}), StorageError, path)
 
 
 def test_a_save_that_must_not_replace_is_refused_on_all(ranks, place):
@@ -310,38 +308,12 @@ def test_values_that_differ_are_refused_when_asked_for(ranks, place):
 # Loads
 
 
-def sharded_target(rows: int, dtype: torch.dtype = torch.float32):
-    def make(rank: int):
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        return {"sharded": distribute_tensor(torch.zeros(rows, 10, dtype=dtype), mesh, [Shard(0)])}
-
-    return make
-
-
 BAD_TARGETS = {
     "a key that is not there": (
         lambda rank: {"plane" if rank == 1 else "plain": torch.zeros(7).long()},
         {},
         MissingKeyError,
         ["'plane'", "'plain'", "rank 1"],
-    ),
-    "a dtype that is too narrow": (
-        lambda rank: {"plain": torch.zeros(7, dtype=torch.int32)},
-        {},
-        ShapeMismatchError,
-        ["'plain'", "int64", "int32"],
-    ),
-    "another dtype where none is cast": (
-        sharded_target(60, torch.float64),
-        {"options": LoadOptions(dtype="error")},
-        ShapeMismatchError,
-        ["'sharded'", "float32", "float64"],
-    ),
-    "another shape": (
-        sharded_target(61),
-        {},
-        ShapeMismatchError,
-        ["'sharded'", "(60, 10)", "(61, 10)"],
     ),
     "another shape on one rank": (
         lambda rank: {"plain": torch.zeros(7 + (rank == 2)).long()},
@@ -415,28 +387,17 @@ def in_a_data_file(path: Path) -> tuple[Path, int]:
     return path / table.files[table.file[chunk]], int(table.payload_offset[chunk]) + 40
 
 
-def in_the_middle_of(file: Path) -> tuple[Path, int]:
-    return file, file.stat().st_size // 2
+def test_one_flipped_bit_is_damage_that_names_the_file(ranks, place):
+    def load(path: str):
+        return try_load(path, lambda rank: sound_state(0, fill=False))
 
-
-DAMAGED = {
-    "a data file": (in_a_data_file, ["'sharded'", ".distcp", "bytes"]),
-    "the chunk table": (lambda path: in_the_middle_of(*path.glob("chunks.*")), ["chunks."]),
-    "the manifest": (
-        lambda path: in_the_middle_of(path / "manifest-00000001.json"),
-        ["manifest-00000001.json"],
-    ),
-}
-
-
-@pytest.mark.parametrize(("where", "told"), DAMAGED.values(), ids=DAMAGED.keys())
-def test_one_flipped_bit_is_damage_that_names_the_file(ranks, place, where, told):
     other = place.parent / "other"
     ranks.run(save_sound, str(other), 5)
-    file, offset = where(other)
+    file, offset = in_a_data_file(other)
     flip(file, offset)
-    attempts = ranks.run(try_load, str(other), sharded_target(60))
-    one_error(attempts, DamagedCheckpointError, str(other), *told)
+    one_error(
+        ranks.run(load, str(other)), DamagedCheckpointError, str(other), "'sharded'", file.name
+    )
     assert not ray_dcp.verify(other).ok
     flip(file, offset)
     assert set(ranks.run(step_that_loads, str(other))) == {5}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
@@ -16,12 +17,12 @@ import pytest
 import ray
 import torch
 from ray._private.state import state
+from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch.utils.data import DataLoader
 
 import ray_dcp
 from ray_dcp.data import RowsSeen
-from tests.integration.conftest import NODE, Daemons
 
 # Ray Train makes Ray Data's settings, which sets options that Ray Data itself has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -34,12 +35,23 @@ SCRIPT = REPOSITORY / "cluster_configs" / "train.py"
 @pytest.fixture(scope="module")
 def cluster():
     """Two nodes on this machine: the second one has what workers need."""
-    with pytest.MonkeyPatch.context() as patch, closing(Daemons(num_cpus=1)) as daemons:
+    directory = Path(tempfile.mkdtemp(prefix="rc", dir="/tmp"))
+    (directory / "ray").mkdir()
+    node = {"object_store_memory": 128 << 20, "include_dashboard": False}
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.3")
-        ray.init(daemons.address(), log_to_driver=False, configure_logging=False)
-        daemons.cluster.add_node(**{**NODE, "num_cpus": 2})
-        yield daemons.cluster
+        # Why: Ray writes the address of the newest cluster there, and everybody reads it.
+        patch.setenv("RAY_TMPDIR", str(directory))
+        made = Cluster(
+            initialize_head=True,
+            head_node_args={**node, "num_cpus": 1, "temp_dir": str(directory / "ray")},
+        )
+        ray.init(made.address, log_to_driver=False, configure_logging=False)
+        made.add_node(**node, num_cpus=2)
+        yield made
         ray.shutdown()
+        made.shutdown()
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")

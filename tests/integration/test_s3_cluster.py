@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests import programs
-from tests.integration.conftest import NODE
 from tests.s3_server import fresh_place
 
 
@@ -26,8 +25,10 @@ def two_nodes(monkeypatch):
     (Path(directory) / "ray").mkdir()
     # Why: Ray writes the address of the newest cluster there, and everybody reads it.
     monkeypatch.setenv("RAY_TMPDIR", directory)
-    here = {"node_ip_address": "127.0.0.1", "temp_dir": f"{directory}/ray"}
-    node = {**NODE, **here, "num_cpus": 2}
+    node = {
+        "num_cpus": 2, "object_store_memory": 100 << 20, "include_dashboard": False,
+        "node_ip_address": "127.0.0.1", "temp_dir": f"{directory}/ray",
+    }  # fmt: skip
     with ray_private.loopback_addresses():
         with ray_private.signal_handlers_kept():
             cluster = Cluster(

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import ray
 import torch
-from fsspec.implementations.local import LocalFileSystem
 
 import ray_dcp
 from ray_dcp.errors import (
@@ -33,6 +32,7 @@ from ray_dcp.runtime.actor_names import NAMESPACE, coordinator_name
 from ray_dcp.runtime.attach import attached_address
 from ray_dcp.runtime.session import current_session
 from tests import programs, train_programs, tune_trials
+from tests.held_writes import hold_writes
 from tests.polling import eventually
 from tests.s3_server import fresh_place
 from tests.train_programs import made, mean_losses, note, notes, train_one_step, uninterrupted
@@ -230,44 +230,21 @@ def test_workers_save_and_load_by_themselves_and_what_they_saved_loads_outside(t
 # A worker that is killed while its save is on the way from memory to storage
 
 
-class Gated(LocalFileSystem):  # type: ignore[misc]
-    """The local disk, in which data files are not begun while a gate is closed.
-
-    Args:
-        gate: A file: closed as long as it is there.
-    """
-
-    protocol = "gated"
-
-    def __init__(self, gate: str) -> None:
-        super().__init__()
-        self.gate = Path(gate)
-
-    def _open(self, path: str, mode: str = "rb", **how: Any) -> Any:
-        if mode != "rb" and ".distcp" in path:
-            assert eventually(lambda: not self.gate.exists())
-        return super()._open(path, mode, **how)
-
-
 def test_one_worker_goes_on_with_what_is_in_memory_only_and_wrong_calls_are_refused(
     train_ray, folder
 ):
     """It begins with what two shards saved, and is killed once a save of its own is staged."""
-    from pyarrow import fs
     from ray.train import CheckpointConfig
-
-    gate = folder / "gate"
 
     def open_when_restarted() -> None:
         assert eventually(lambda: len(list(notes(folder, "attempt"))) == 2)
-        gate.unlink()
+        (folder / "gate").touch()
 
     with ThreadPoolExecutor(1) as beside:
         opened = beside.submit(open_when_restarted)
         result = fit(
             train_alone_and_wrongly, folder, 1,
             checkpoint_config=CheckpointConfig(num_to_keep=1),
-            storage_filesystem=fs.PyFileSystem(fs.FSSpecHandler(Gated(str(gate)))),
         )  # fmt: skip
         opened.result()
     assert result.error is None
@@ -296,7 +273,7 @@ def train_alone_and_wrongly(config: dict[str, str]) -> None:
         done = ckpt.restore(state)
         loss = train_one_step(state, done + 1)
         if done == LAST_SAVED:
-            Path(folder, "gate").touch()
+            hold_writes(ckpt._group.session, Path(folder, "gate"))
             ckpt.save(done + 1, state)
             committed = Path(folder).glob(f"runs/run/checkpoints/*-{done + 1:08d}/manifest-*")
             note(folder, 0, begun=done, loss=loss, committed=len(list(committed)))
