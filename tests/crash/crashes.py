@@ -35,6 +35,7 @@ from tests.crash.interruptions import (
     Step,
     Variant,
     interrupted_storage,
+    one_call_at_a_time,
 )
 from tests.crash.invariants import INVARIANTS, Aftermath, Invariant, Told, all_keys, expect, is_same
 from tests.crash.ranks import load_state
@@ -231,6 +232,7 @@ class Reached:
     """What stood afterwards."""
 
 
+@one_call_at_a_time()
 def check_crashes(
     operation: Operation | str,
     *,

@@ -16,9 +16,29 @@ from typing import Any, Literal, NoReturn, Protocol
 from unittest import mock
 
 from ray_dcp.errors import InvalidRequestError, StorageError
+from ray_dcp.io import checkpoint
+from ray_dcp.runtime import tasks
 from ray_dcp.store.fault_injection import Call, CrashError, Effect, Fault, Script
 from ray_dcp.store.storage import Storage
 from tests.crash.registry import directory_of
+
+
+@contextmanager
+def one_call_at_a_time() -> Iterator[None]:
+    """Makes calls that wait for a storage at the same time wait one after the other.
+
+    Why: an operation is stopped before a call by its number, so that is the same call each time.
+    """
+
+    def in_turn(*calls: Callable[[], Any]) -> tuple[Any, ...]:
+        return tuple(call() for call in calls)
+
+    with (
+        mock.patch.object(checkpoint, "at_once", in_turn),
+        mock.patch.object(tasks, "at_once", in_turn),
+    ):
+        yield
+
 
 # --- Calls of the storage -------------------------------------------------------------------------
 

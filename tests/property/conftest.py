@@ -1,24 +1,15 @@
-"""For property tests: what waits for a storage at the same time waits one after the other."""
+"""For property tests: players let one call of a storage through at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
-from ray_dcp.io import checkpoint
-from ray_dcp.runtime import tasks
-
-
-def one_after_the_other(*calls: Callable[[], Any]) -> tuple[Any, ...]:
-    return tuple(call() for call in calls)
+from tests.crash.interruptions import one_call_at_a_time
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_call_at_a_time() -> Iterator[None]:
-    """Players stop before a call by its number, which has to be the same call each time."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (checkpoint, tasks):
-            patch.setattr(module, "at_once", one_after_the_other)
+def calls_in_turn() -> Iterator[None]:
+    with one_call_at_a_time():
         yield
