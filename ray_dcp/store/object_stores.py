@@ -124,7 +124,8 @@ def split_options(
         config[target] = value
     of_client = {name: config.pop(name) for name in _OF_CLIENTS & config.keys()}
     if of_client:
-        given["client_options"] = {**of_client, **(given.get("client_options") or {})}
+        chosen: Any = given.get("client_options") or {}
+        given["client_options"] = {**of_client, **chosen}
     ours = ObjectOptions(**{name: given[name] for name in own & given.keys()})  # type: ignore[arg-type]
     return ours, config, {name: given[name] for name in _PASSED_ON if name in given}
 
