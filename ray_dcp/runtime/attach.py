@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,11 +121,8 @@ def _init(address: str, token_path: str | None) -> None:
         _check_own(address, token_path)
     try:
         own = None if token_path is None else PrivateRay.of_token(token_path)
-        if own is not None:
-            # Why: Ray ends a process that connects while there is no raylet.
-            own.check()
-        _probe(address)
-        with ray_private.signal_handlers_kept():
+        with nullcontext() if own is None else own.held(), ray_private.signal_handlers_kept():
+            _probe(address)
             if own is None:
                 _connect(address)
             else:

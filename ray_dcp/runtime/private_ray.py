@@ -22,6 +22,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,6 +36,8 @@ from ray_dcp.runtime.actor_names import LEASE_S, check_lease
 READY = "ready.json"
 LOG = "supervisor.log"
 TOKEN = "token"  # noqa: S105 - a file name
+ATTACHING = "attaching"
+"""File with a shared lock of each process that attaches; the supervisor ends Ray with its own."""
 
 _POLL_S = 0.05
 
@@ -82,12 +86,9 @@ class PrivateRay:
             is_here = self.machine in ("", platform.node())
             return is_here and isinstance(error, FileNotFoundError)
         try:
-            fcntl.flock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return False
+            return try_lock(folder, fcntl.LOCK_SH)
         finally:
             os.close(folder)
-        return True
 
     def lost(self, rank: int | None = None) -> ParticipantError:
         """Returns the error of whoever needed it when it was lost.
@@ -109,9 +110,47 @@ class PrivateRay:
         if self.is_lost:
             raise self.lost(rank)
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps the supervisor from ending it while this process attaches to it.
+
+        *Why*: Ray ends a process that attaches while the raylet dies, and attaching may take longer
+        than the lease on a busy machine.
+
+        Raises:
+            ParticipantError: It is lost, or about to be.
+        """
+        self.check()
+        try:
+            lock = os.open(Path(self.directory, ATTACHING), os.O_RDONLY)
+        except FileNotFoundError:
+            raise self.lost() from None
+        try:
+            while not try_lock(lock, fcntl.LOCK_SH):
+                # The supervisor looks for a last time whether anybody is here.
+                self.check()
+                threading.Event().wait(_POLL_S)
+            yield
+        finally:
+            os.close(lock)
+
     def remove(self) -> None:
         """Removes what it left on disk: its supervisor can't where that was killed."""
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def try_lock(descriptor: int, kind: int) -> bool:
+    """Returns whether this process has got a lock on an open file, without waiting for it.
+
+    Args:
+        descriptor: Of the file.
+        kind: `fcntl.LOCK_SH` or `fcntl.LOCK_EX`.
+    """
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 _joined: list[PrivateRay] = []

@@ -26,7 +26,14 @@ from types import FrameType
 
 from ray_dcp.errors import CheckpointError
 from ray_dcp.runtime import environment, ray_private
-from ray_dcp.runtime.private_ray import READY, TOKEN, PrivateRay, SupervisorOrder
+from ray_dcp.runtime.private_ray import (
+    ATTACHING,
+    READY,
+    TOKEN,
+    PrivateRay,
+    SupervisorOrder,
+    try_lock,
+)
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -52,6 +59,7 @@ def keep(order: SupervisorOrder) -> None:
     directory = Path(order.directory)
     lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(lock, fcntl.LOCK_EX)
+    attaching = os.open(directory / ATTACHING, os.O_RDONLY | os.O_CREAT, 0o600)
     process, address = None, None
     try:
         process = _start(order, directory)
@@ -59,7 +67,7 @@ def keep(order: SupervisorOrder) -> None:
         if address is not None:
             token, machine = str(directory / TOKEN), platform.node()
             _publish(directory, PrivateRay(address, order.directory, token, os.getpid(), machine))
-            _wait_until_unused(process, address, order.lease_s)
+            _wait_until_unused(process, address, attaching, order.lease_s)
     finally:
         # Why first: the ranks are to know it before they lose what they wait for.
         os.close(lock)
@@ -131,9 +139,16 @@ def _publish(directory: Path, own: PrivateRay) -> None:
     unfinished.rename(directory / READY)
 
 
-def _wait_until_unused(process: subprocess.Popen[bytes], address: str, lease_s: float) -> None:
-    """Returns when nobody has used it for the lease, when a daemon has died, or at SIGTERM."""
+def _wait_until_unused(
+    process: subprocess.Popen[bytes], address: str, attaching: int, lease_s: float
+) -> None:
+    """Returns when nobody has used it for the lease, when a daemon has died, or at SIGTERM.
+
+    At the end of the lease it takes the lock on `attaching`, so that nobody attaches any more, and
+    looks once more: whoever attached just before is a driver by then.
+    """
     daemons = _daemons()
+    locked_s = None
     use = _Use(address)
     threading.Thread(target=use.watch, args=(min(1.0, lease_s / 4),), daemon=True).start()
     while process.poll() is None and not _stop.wait(min(_LOOK_S, lease_s / 4)):
@@ -143,7 +158,12 @@ def _wait_until_unused(process: subprocess.Popen[bytes], address: str, lease_s: 
             what = f"{gone} died" if gone else f"no answer for {silent_s:.0f} s"
             sys.stderr.write(f"Ray is ended: {what}\n")
             return
-        if use.answered_s - use.used_s >= lease_s:
+        if use.answered_s - use.used_s < lease_s:
+            fcntl.flock(attaching, fcntl.LOCK_UN)
+            locked_s = None
+        elif locked_s is None:
+            locked_s = time.monotonic() if try_lock(attaching, fcntl.LOCK_EX) else None
+        elif use.answered_s > locked_s:
             return
 
 
@@ -159,15 +179,17 @@ class _Use:
     def __init__(self, address: str) -> None:
         self._address = address
         self.answered_s = self.used_s = time.monotonic()
+        """When the last question was asked that had an answer, and the last that found a user."""
 
     def watch(self, look_s: float) -> None:
         """Looks for ever."""
         use = ray_private.ClusterUse(self._address)
         while True:
+            asked_s = time.monotonic()
             try:
-                in_use, now_s = use.in_use(), time.monotonic()
-                self.used_s = now_s if in_use else self.used_s
-                self.answered_s = now_s
+                in_use = use.in_use()
+                self.used_s = asked_s if in_use else self.used_s
+                self.answered_s = asked_s
             except (CheckpointError, RuntimeError, OSError) as error:
                 sys.stderr.write(f"No answer from the control store: {error}\n")
             threading.Event().wait(look_s)

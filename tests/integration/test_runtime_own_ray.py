@@ -148,6 +148,17 @@ def test_a_killed_supervisor_takes_its_ray_with_it(jobs):
     assert eventually(lambda: not session_members(facts["supervisor_pid"]))
 
 
+# Its supervisor outlives whoever starts it, on purpose.
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+def test_it_outlasts_its_lease_while_a_process_attaches():
+    own = start_private_ray(lease_s=1.5, num_cpus=0)
+    with own.held():
+        assert not eventually(lambda: own.is_lost, 5.0)
+    assert eventually(lambda: own.is_lost)
+    with pytest.raises(ParticipantError, match="was lost"), own.held():
+        pass
+
+
 def test_a_rank_on_another_machine_is_told_how_to_start_ray(tmp_path: Path):
     with pytest.raises(ParticipantError, match="ray start --address"):
         attach(Invitation("127.0.0.1:1", token_path=str(tmp_path / "token")))
