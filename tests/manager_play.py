@@ -186,7 +186,7 @@ class Round:
         self.order = random.Random(seed)
         self.model = Model(root, self.order.choice([1, 2, 2, 3]))
         self.world = World(root, self.order)
-        self.root = Root(Target(str(root)))
+        self.root = Root(Target(str(root)), open_quickly)
 
     def play(self) -> Model:
         """Plays it to the end; returns the model, which says what was wrong."""
@@ -246,7 +246,6 @@ class Round:
         actor.writer = writer = Writer(
             self.root,
             settings(max_to_keep=self.model.max_to_keep, order="any"),
-            open_quickly,
             threaded=False,
             holder=replace(this_process(), nonce=actor.name),
         )
@@ -329,7 +328,7 @@ class Round:
     def _read(self, actor) -> None:
         step = self._some_step()
         holder = replace(this_process(), nonce=actor.name)
-        lease = Lease(self.root, step, open_quickly, lease_s=30.0, holder=holder, beats=False)
+        lease = Lease(self.root, step, lease_s=30.0, holder=holder, beats=False)
         try:
             lease.__enter__()
         except CheckpointError as error:
@@ -341,7 +340,7 @@ class Round:
             self.model.read[step] += 1
             self.model.seen["read"] += 1
             for _ in range(self.order.randint(1, 60)):
-                open_quickly(self.root.target).list("nothing/")
+                self.root.storage.list("nothing/")
             self.model.read[step] -= 1
         lease.__exit__(None, None, None)
 

@@ -31,9 +31,7 @@ from pathlib import Path
 
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
 from ray_dcp.format.names import READING
-from ray_dcp.io.records import fence
 from ray_dcp.manager.catalogue import Root
-from ray_dcp.protocol.messages import Target
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage
 
 
@@ -146,7 +144,6 @@ _BEATS = 3
 _MOST_TRIES = 20
 _RIGHT = re.compile(r"writer-(\d{8,16})\.json")
 
-Opener = Callable[[Target], Storage]
 logger = logging.getLogger(__name__)
 
 
@@ -155,7 +152,6 @@ class WriterLease:
 
     Args:
         root: Where.
-        opener: What opens storages.
         lease_s: Silence after which a holder on another machine counts as gone, in seconds.
         holder: Who takes it; this process by default.
         wait: Lets seconds pass.
@@ -165,7 +161,6 @@ class WriterLease:
     def __init__(
         self,
         root: Root,
-        opener: Opener,
         *,
         lease_s: float = LEASE_S,
         holder: LeaseHolder | None = None,
@@ -173,7 +168,6 @@ class WriterLease:
         beats: bool = True,
     ) -> None:
         self._root = root
-        self._opener = opener
         self._lease_s = lease_s
         self._holder = holder or this_process()
         self._wait = wait or threading.Event().wait
@@ -192,7 +186,7 @@ class WriterLease:
         Raises:
             StorageError: The storage failed.
         """
-        return self._held(self._opener(self._root.shared))[1]
+        return self._held(self._root.shared)[1]
 
     def take(self, *, even_if_held: bool = False) -> None:
         """Takes the right; does nothing when this process has it, as `check` tells.
@@ -208,7 +202,7 @@ class WriterLease:
         if self.is_taken:
             self.check()
             return
-        storage = self._opener(self._root.shared)
+        storage = self._root.shared
         for _ in range(_MOST_TRIES):
             number, holder = self._held(storage)
             if holder is not None and not even_if_held and self._lives(storage, number, holder):
@@ -246,7 +240,7 @@ class WriterLease:
         """
         if not self.is_taken:
             raise InvalidRequestError("the right to write was not taken; call take() first")
-        storage = self._opener(self._root.shared)
+        storage = self._root.shared
         highest = _highest(storage)
         if highest == self._number:
             return
@@ -270,7 +264,7 @@ class WriterLease:
         if not self.is_taken:
             return
         number, self._number = self._number, 0
-        storage = self._opener(self._root.shared)
+        storage = self._root.shared
         if _highest(storage) == number:
             storage.write(_released(number), b"")
 
@@ -312,7 +306,7 @@ class WriterLease:
         storage.delete([name for name in names if _number_in(name) < self._number])
 
     def _beat(self, number: int) -> None:
-        self._opener(self._root.shared).write(_beat(self._number), str(number).encode())
+        self._root.shared.write(_beat(self._number), str(number).encode())
 
 
 def _key(number: int) -> str:
@@ -353,7 +347,6 @@ class Lease:
     Args:
         root: Where.
         step: Which step.
-        opener: What opens storages.
         lease_s: Silence after which a reader on another machine counts as gone, in seconds.
         holder: Who reads; this process by default.
         beats: Renew it in a thread, so that others see that this process lives.
@@ -367,7 +360,6 @@ class Lease:
         self,
         root: Root,
         step: int,
-        opener: Opener,
         *,
         lease_s: float,
         holder: LeaseHolder | None = None,
@@ -376,7 +368,6 @@ class Lease:
         self._holder = holder or this_process()
         self._root = root
         self._step = step
-        self._opener = opener
         self._lease_s = lease_s
         self._beats = beats
         self._beating: LeaseRenewal | None = None
@@ -386,14 +377,9 @@ class Lease:
         return f"{READING}{self._step}.{self._holder.nonce}"
 
     def __enter__(self) -> Lease:
-        storage = self._opener(self._root.shared)
+        storage = self._root.shared
         storage.write(self._key, self._holder.encode())
-        fence(
-            storage,
-            lambda name: self._opener(self._root.below(name)),
-            f"step {self._step} is read by {self._holder}",
-            self._step,
-        )
+        self._root.fence(f"step {self._step} is read by {self._holder}", self._step)
         if self._beats and storage.traits.shared:
             self._beating = LeaseRenewal(self._beat, self._lease_s / 3)
         return self
@@ -404,10 +390,10 @@ class Lease:
             self._beating = None
         # Why suppressed: the reader is done, and a lease of a process that is gone ends by itself.
         with suppress(CheckpointError):
-            self._opener(self._root.shared).delete([self._key])
+            self._root.shared.delete([self._key])
 
     def _beat(self, number: int) -> None:
-        self._opener(self._root.shared).write(self._key, self._holder.encode(number))
+        self._root.shared.write(self._key, self._holder.encode(number))
 
 
 class Readers:

@@ -46,7 +46,6 @@ from ray_dcp.manager.steps import Order
 from ray_dcp.manager.writer import Writer
 from ray_dcp.options import LoadOptions
 from ray_dcp.runtime.records import target_of
-from ray_dcp.store.opening import open_storage
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +181,7 @@ class CheckpointManager:
             on_failure=on_failure,
         )
         self._root = Root(target_of(path, None))
-        self._writer = Writer(self._root, self._settings, open_storage)
+        self._writer = Writer(self._root, self._settings)
         self._preemption = Preemption()
         self._actions = CollectiveActions(
             self._root, self._settings, self._writer, self._preemption, process_group, no_dist
@@ -259,7 +258,7 @@ class CheckpointManager:
             CheckpointNotFoundError: It is not committed, or is being deleted.
             StorageError: The lease could not be written.
         """
-        with Lease(self._root, step, open_storage, lease_s=self._settings.lease_s):
+        with Lease(self._root, step, lease_s=self._settings.lease_s):
             yield self.step_info(step).checkpoint_id
 
     def follow(

@@ -30,8 +30,6 @@ from ray_dcp.manager.retention import check_metrics
 from ray_dcp.manager.save_policy import SaveFacts, asks_only_the_step
 from ray_dcp.manager.settings import Settings
 from ray_dcp.manager.steps import Deletions, Going, Steps, StepTarget
-from ray_dcp.protocol.messages import Target
-from ray_dcp.store.storage import Storage
 
 FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 60.0
@@ -165,8 +163,6 @@ PUBLISH_EVERY = 8
 """Steps that the catalogue file may lack before it is written again: each costs whoever begins
 after a crash two reads."""
 
-Opener = Callable[[Target], Storage]
-
 
 class Writer:
     """The writer of a root, or who may become it.
@@ -174,7 +170,6 @@ class Writer:
     Args:
         root: Where.
         settings: Of the manager.
-        opener: What opens storages.
         clock: Seconds that only go forward, for policies.
         now: Seconds since 1970, for what is told about steps.
         threaded: Remove in a thread, and let others see that this process lives.
@@ -190,7 +185,6 @@ class Writer:
         self,
         root: Root,
         settings: Settings,
-        opener: Opener,
         *,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
@@ -199,21 +193,13 @@ class Writer:
     ) -> None:
         self.root = root
         self.lock = threading.RLock()
-        self.steps = Steps(root, settings.names, opener, settings.order)
+        self.steps = Steps(root, settings.names, settings.order)
         self._settings = settings
-        self._opener = opener
         self._clock = clock
         self._now = now
-        self._right = WriterLease(
-            root, opener, lease_s=settings.lease_s, holder=holder, beats=threaded
-        )
-        self._deletions = Deletions(
-            root,
-            opener,
-            Readers(lease_s=settings.lease_s, holder=holder),
-            self._right.check,
-            self._removed,
-        )
+        self._right = WriterLease(root, lease_s=settings.lease_s, holder=holder, beats=threaded)
+        readers = Readers(lease_s=settings.lease_s, holder=holder)
+        self._deletions = Deletions(root, readers, self._right.check, self._removed)
         self._begun: dict[int, tuple[StepInfo, frozenset[str]]] = {}
         """What is told of the steps that are being saved, and the tags that they got."""
         self.remover = Remover(root.url, self.remove_superfluous, threaded=threaded)
@@ -308,7 +294,7 @@ class Writer:
             is_leaving = self._settings.names.name_of(step) in self.steps.leaving
         try:
             if is_leaving:
-                self._deletions.fence(f"step {step} is saved again", step)
+                self.root.fence(f"step {step} is saved again", step)
             place = self.steps.place(step)
             info = StepInfo(
                 step=step,
@@ -352,7 +338,7 @@ class Writer:
                 for tag in sorted(added):
                     self.steps.untag(place.step, tag)
                 return
-            found = look_at_step(self.root, place.name, place.step, self._opener)
+            found = look_at_step(self.root, place.name, place.step)
             if found is None:
                 return
             if found.slot and found.info is None and info is not None:
@@ -459,7 +445,7 @@ class Writer:
             self.steps.untag(step, tag)
             return
         self.steps.tag(step, tag)
-        self._deletions.fence(f"step {step} was given the tag {tag!r}", step)
+        self.root.fence(f"step {step} was given the tag {tag!r}", step)
         self.look()
         try:
             self.steps.check_deletable(step)
@@ -488,21 +474,21 @@ class Writer:
         had_it = self._right.is_taken
         self._right.take(even_if_held=self._settings.takeover)
         if not had_it:
-            self._deletions.fence("another process writes to the run", None)
+            self.root.fence("another process writes to the run", None)
         if not had_it or not self._is_known:
             self._unpublished += self.look().num_read
 
     def _publish(self) -> None:
         self._unpublished = 0
         try:
-            publish(self.root, self.steps.catalogue, self._opener)
+            publish(self.root, self.steps.catalogue)
         except StorageError as error:
             logger.info("The catalogue of %s was not written: %s", self.root.url, error)
 
     def _delete_now(self, going: Going) -> None:
         mark = self._deletions.announce(going)
-        shared = self._opener(self.root.shared)
-        if self._deletions.is_read([e.key for e in shared.list(f"{READING}{going.step}.")]):
+        leases = [entry.key for entry in self.root.shared.list(f"{READING}{going.step}.")]
+        if self._deletions.is_read(leases):
             self._deletions.withdraw(mark)
             raise CheckpointError(
                 f"step {going.step} of {self.root.url} is being read by another process; delete "
@@ -515,4 +501,4 @@ class Writer:
         for tag in sorted(tags):
             self.steps.untag(going.step, tag)
         # Why: a removal may have been decided because this step stood.
-        self._deletions.fence(f"step {going.step} was deleted", None)
+        self.root.fence(f"step {going.step} was deleted", None)

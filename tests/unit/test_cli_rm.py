@@ -18,7 +18,7 @@ from ray_dcp.manager import Item
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.leases import Lease, LeaseHolder
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.store.opening import absolute_target, open_storage
+from ray_dcp.store.opening import absolute_target
 
 STATE = {"w": torch.ones(3)}
 
@@ -54,7 +54,7 @@ def test_a_step_that_is_being_read_stays_unless_forced(tmp_path: Path) -> None:
         manager.save(1, STATE)
         manager.save(2, STATE)
     root = Root(absolute_target(tmp_path))
-    with Lease(root, 1, open_storage, lease_s=30.0):
+    with Lease(root, 1, lease_s=30.0):
         found = run("rm", f"{tmp_path}@1", "--yes")
         assert found.exit_code == 2
         assert "is being read by process" in found.output
@@ -67,7 +67,7 @@ def test_a_reader_whose_process_is_gone_holds_nothing(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, 1) as manager:
         manager.save(1, STATE)
         manager.save(2, STATE)
-    with Lease(Root(absolute_target(tmp_path)), 1, open_storage, lease_s=30.0):
+    with Lease(Root(absolute_target(tmp_path)), 1, lease_s=30.0):
         (lease,) = (tmp_path / ".manager" / "reading").iterdir()
         found = LeaseHolder.decode(lease.read_bytes())
     assert found is not None

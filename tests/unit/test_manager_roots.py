@@ -36,7 +36,6 @@ from tests.crash.registry import NEW, NEXT, OLD, Place
 from tests.manager_places import (
     HERE,
     folders_of,
-    opener_of,
     root_of,
     save_step,
     settings,
@@ -60,7 +59,7 @@ def storage(request):
 
 def right(storage, holder=HERE, **given) -> WriterLease:
     given.setdefault("wait", lambda _: None)
-    return WriterLease(root_of(storage), opener_of(storage), holder=holder, beats=False, **given)
+    return WriterLease(root_of(storage), holder=holder, beats=False, **given)
 
 
 def manager_of(path, **given) -> CheckpointManager:
@@ -191,11 +190,11 @@ def test_who_lost_the_right_deletes_nothing_any_more(storage):
     save_step(writer, storage, 1, OLD)
     save_step(writer, storage, 2, NEW)
     place = writer.begin(3)
-    Place(opener_of(storage)(writer.root.below(place.name))).save(NEXT, 2)
+    Place(writer.root.open(place.name)).save(NEXT, 2)
     right(storage, replace(HERE, nonce="other")).take()
     writer.finish(place, True)
     writer.remover.drain()
-    assert list(look(root_of(storage), settings().names, opener_of(storage)).steps) == [2, 3]
+    assert list(look(root_of(storage), settings().names).steps) == [2, 3]
 
 
 def test_a_step_that_is_committed_after_its_writer_was_overtaken_keeps_what_was_told_of_it(storage):
@@ -205,9 +204,9 @@ def test_a_step_that_is_committed_after_its_writer_was_overtaken_keeps_what_was_
     save_step(second, storage, 2, NEW)
     save_step(second, storage, 3, NEXT)
     assert not list(storage.list("step-00000001/step-info-"))  # as a crash would have left it
-    Place(opener_of(storage)(first.root.below(place.name))).save(OLD, 2)
+    Place(first.root.open(place.name)).save(OLD, 2)
     first.finish(place, True)
-    found = look(root_of(storage), settings().names, opener_of(storage)).steps[1]
+    found = look(root_of(storage), settings().names).steps[1]
     assert (found.info.metrics, found.info.metadata) == ({"loss": 1.0}, {"who": "first"})
 
 
@@ -261,13 +260,13 @@ def announce(storage, attempt="0123456789abcdef"):
 
 
 def test_a_reader_that_comes_before_the_delete_record_ends_the_deletion(storage):
-    opener, root = opener_of(storage), root_of(storage)
+    root = root_of(storage)
     save_step(writer_of(storage), storage, 1, OLD)
     mark = announce(storage)
-    with Lease(root, 1, opener, lease_s=30.0, holder=HERE, beats=False):
+    with Lease(root, 1, lease_s=30.0, holder=HERE, beats=False):
         with pytest.raises(errors.CheckpointExistsError, match="somebody who keeps it"):
-            delete(root.below(mark.name), opener=opener, attempt=mark.attempt)
-        assert list(look(root, settings().names, opener).steps) == [1]
+            delete(root.below(mark.name), opener=root.opener, attempt=mark.attempt)
+        assert list(look(root, settings().names).steps) == [1]
     assert [e.key for e in storage.list(FOLDER) if "ing/" in e.key] == []
 
 
@@ -285,21 +284,21 @@ def test_what_a_killed_deletion_left_hides_no_step(tmp_path):
 
 
 def test_a_reader_that_died_keeps_nothing(storage):
-    opener, root = opener_of(storage), root_of(storage)
-    lease = Lease(root, 7, opener, lease_s=30.0, holder=GONE, beats=False)
+    root = root_of(storage)
+    lease = Lease(root, 7, lease_s=30.0, holder=GONE, beats=False)
     lease.__enter__()
-    shared = opener(root.shared)
+    shared = root.shared
     assert not Readers(lease_s=30.0, holder=HERE).is_live(shared, lease._key)
     assert shared.list("reading/") == []
 
 
 def test_a_reader_on_another_machine_keeps_its_step_as_long_as_it_beats(storage):
-    opener, root = opener_of(storage), root_of(storage)
+    root = root_of(storage)
     now = [0.0]
     readers = Readers(lease_s=30.0, holder=HERE, clock=lambda: now[0])
-    reader = Lease(root, 7, opener, lease_s=30.0, holder=ELSEWHERE, beats=False)
+    reader = Lease(root, 7, lease_s=30.0, holder=ELSEWHERE, beats=False)
     reader.__enter__()
-    shared = opener(root.shared)
+    shared = root.shared
     assert readers.is_live(shared, reader._key)
     now[0] = 29.0
     reader._beat(1)
@@ -356,7 +355,7 @@ def test_a_step_that_is_saved_again_while_its_deletion_is_decided_is_not_deleted
     save_step(writer, storage, 2, NEW)
     assert len(begun) == 2
     writer.finish(begun[1], False)  # what was to replace it was never saved
-    assert list(look(root_of(storage), settings().names, opener_of(storage)).steps) == [1, 2]
+    assert list(look(root_of(storage), settings().names).steps) == [1, 2]
 
 
 def test_a_deletion_that_fails_is_tried_again_and_disturbs_no_save(storage, caplog):
@@ -455,16 +454,15 @@ def test_one_read_that_finds_nothing_makes_no_step_damaged(tmp_path, monkeypatch
 
 
 def test_a_deletion_takes_only_what_was_decided_about(storage):
-    opener = opener_of(storage)
     writer = writer_of(storage)
     attempt = save_step(writer, storage, 1, OLD)
     again = save_step(writer, storage, 1, NEW, replace=True)
     folder = writer.root.below("step-00000001")
     for expected in (attempt, ""):
         with pytest.raises(errors.CheckpointExistsError, match=f"save {again} stands"):
-            delete(folder, opener=opener, expected=expected)
+            delete(folder, opener=writer.root.opener, expected=expected)
     assert list(writer.look().steps) == [1]
-    delete(folder, opener=opener, expected=again)
+    delete(folder, opener=writer.root.opener, expected=again)
     assert list(writer.look().steps) == []
 
 
@@ -505,39 +503,39 @@ def test_an_info_that_is_not_what_was_written_is_damaged(damage):
 
 
 def test_the_catalogue_file_saves_reading_and_nothing_depends_on_it(storage):
-    opener, root, names = opener_of(storage), root_of(storage), settings().names
+    root, names = root_of(storage), settings().names
     writer = writer_of(storage)
     for step in (1, 2, 3):
         save_step(writer, storage, step, OLD, metrics={"loss": step}, tags=["a"])
-    first = look(root, names, opener)
+    first = look(root, names)
     assert first.num_read == 3
-    publish(root, first, opener)
-    second = look(root, names, opener)
+    publish(root, first)
+    second = look(root, names)
     assert (second.num_read, second.steps, second.tags) == (0, first.steps, first.tags)
     save_step(writer, storage, 4, NEW)
     save_step(writer, storage, 2, NEW, replace=True, metrics={"loss": 9})
     writer.delete(3)
-    third = look(root, names, opener)
+    third = look(root, names)
     assert list(third.steps) == [1, 2, 4]
     assert third.steps[2].info.metrics == {"loss": 9.0}
     key = f"{FOLDER}/{CATALOGUE}"
     storage.write(key, storage.read(key)[:-9] + b"12345678\n")
-    assert look(root, names, opener).steps == third.steps
+    assert look(root, names).steps == third.steps
 
 
 def test_a_step_that_was_deleted_halfway_is_not_there_whatever_the_catalogue_says(storage):
-    opener, root, names = opener_of(storage), root_of(storage), settings().names
+    root, names = root_of(storage), settings().names
     writer = writer_of(storage)
     for step in (1, 2):
         save_step(writer, storage, step, OLD)
-    publish(root, look(root, names, opener), opener)
+    publish(root, look(root, names))
     place = root.below(names.name_of(1))
     stands = Fault(operation="delete", error=5)
     with Script([stands]) as script:
-        report = delete(place, opener=lambda target: script.wrap(opener(target)))
+        report = delete(place, opener=lambda target: script.wrap(root.opener(target)))
     assert report.warnings  # its files are there, and the record that it was deleted
-    assert [*opener(place).list("chunks.")]
-    assert list(look(root, names, opener).steps) == [2]
+    assert [*root.opener(place).list("chunks.")]
+    assert list(look(root, names).steps) == [2]
 
 
 # A manager reaches its steps as it was told to reach the root: by a ready filesystem
@@ -582,11 +580,11 @@ def test_a_deletion_that_never_works_is_given_up_and_told_and_found_by_the_next_
 
 
 def test_a_folder_that_was_removed_and_saved_to_again_is_read_again(storage):
-    opener, root, names = opener_of(storage), root_of(storage), settings().names
+    root, names = root_of(storage), settings().names
     writer = writer_of(storage, order="any")
     save_step(writer, storage, 1, OLD, metrics={"loss": 1})
-    before = look(root, names, opener)
+    before = look(root, names)
     storage.delete([e.key for e in storage.list("step-00000001/")])
     save_step(writer_of(storage, order="any"), storage, 1, NEW, metrics={"loss": 2})
-    found = look(root, names, opener, before).steps[1]
+    found = look(root, names, before).steps[1]
     assert (found.last_slot, found.info.metrics) == (before.steps[1].last_slot, {"loss": 2.0})

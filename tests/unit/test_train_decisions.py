@@ -39,7 +39,6 @@ from ray_dcp.integrations.train.save_requests import Asked, SaveRequests, ask_al
 from ray_dcp.manager.catalogue import Catalogue, Root
 from ray_dcp.manager.leases import Lease, LeaseHolder, this_process
 from ray_dcp.protocol.messages import Target
-from ray_dcp.store.opening import open_storage
 from ray_dcp.view.listing import list_run
 from tests.polling import eventually
 
@@ -157,7 +156,7 @@ def test_what_has_a_tag_or_is_read_stays(tmp_path: Path):
     save(tmp_path, *steps)
     root = Root(Target(str(tmp_path)))
     ray_dcp.open(tmp_path).tag(1, "release")
-    with Lease(root, 2, open_storage, lease_s=30.0):
+    with Lease(root, 2, lease_s=30.0):
         Retention(root, "ray_dcp", 1, 2, []).told(steps[2])
     assert {one.name for one in list_run(tmp_path).steps} == {one.name for one in steps}
     Retention(root, "ray_dcp", 1, 2, []).told(steps[2])
@@ -184,7 +183,7 @@ def test_a_second_run_of_one_name_is_refused_while_the_first_lives(tmp_path: Pat
     root = Root(Target(str(tmp_path)))
     elsewhere = LeaseHolder("other machine", 1, "1", "far", "run-1")
     beats = iter(range(100))
-    storage = open_storage(root.shared)
+    storage = root.shared
     storage.write("writer-00000001.json", elsewhere.encode())
 
     def beat(_: float) -> None:
@@ -199,7 +198,7 @@ def test_a_second_run_of_one_name_is_refused_while_the_first_lives(tmp_path: Pat
 def test_a_later_group_of_the_same_run_takes_over_at_once(tmp_path: Path):
     root = Root(Target(str(tmp_path)))
     elsewhere = LeaseHolder("other machine", 1, "1", "far", "run-1")
-    open_storage(root.shared).write("writer-00000001.json", elsewhere.encode())
+    root.shared.write("writer-00000001.json", elsewhere.encode())
     waited: list[float] = []
     right = take_right(root, "run-1", "run", beats=False, wait=waited.append)
     assert right.is_taken

@@ -50,8 +50,7 @@ from ray_dcp.runtime.memory_tier import NodeMemory
 from ray_dcp.runtime.ray_private import TESTED
 from ray_dcp.runtime.session import Session
 from ray_dcp.store.location import split_url
-from ray_dcp.store.opening import absolute_target, as_target, open_storage
-from ray_dcp.store.storage import Storage
+from ray_dcp.store.opening import absolute_target, as_target
 from ray_dcp.view.listing import list_run
 
 _NAME = re.compile(r"g(\d{4,9})-([0-9a-f]{6})-step-(\d{8,18})")
@@ -208,7 +207,6 @@ class Retention:
         group: Number of this worker group: what later ones left is not looked at.
         registered: Names that Ray Train knows.
         check: Raises when this run has lost the right to write.
-        opener: What opens storages.
     """
 
     def __init__(
@@ -220,17 +218,14 @@ class Retention:
         registered: Iterable[str],
         *,
         check: Callable[[], object] = lambda: None,
-        opener: Callable[[Target], Storage] = open_storage,
     ) -> None:
         self._root = root
         self._owner: Owner = owner
         self._max_to_keep = max_to_keep
         self._group = group
         self._registered = set(registered)
-        self._opener = opener
         self._found = Catalogue()
-        readers = Readers(lease_s=LEASE_S)
-        self._deletions = Deletions(root, opener, readers, check, self._removed)
+        self._deletions = Deletions(root, Readers(lease_s=LEASE_S), check, self._removed)
 
     def told(self, folder: StepFolder) -> None:
         """Notes that Ray Train was told of one, and deletes what is superfluous now."""
@@ -246,7 +241,7 @@ class Retention:
 
     def _look(self) -> tuple[list[Going], Catalogue]:
         """Returns what may go, by a look at the storage; those with a tag stay."""
-        self._found = look_at_folders(self._root, _step_of, self._opener, self._found.folders)
+        self._found = look_at_folders(self._root, _step_of, self._found.folders)
         committed = {
             folder: going(one)
             for name, one in self._found.folders.items()
@@ -263,7 +258,7 @@ class Retention:
 
     def _removed(self, going: Going) -> None:
         if going.attempt and going.name not in self._registered:
-            remove_records(self._root.target, going.name, self._opener)
+            remove_records(self._root, going.name)
 
 
 def _step_of(name: str) -> int | None:
@@ -511,16 +506,13 @@ def join(
     return Group(root, number, word, session, owns, has_steps, right, retention)
 
 
-def take_right(
-    root: Root, run_id: str, name: str, opener: Callable[[Target], Any] = open_storage, **how: Any
-) -> WriterLease:
+def take_right(root: Root, run_id: str, name: str, **how: Any) -> WriterLease:
     """Returns the right to write to a run, taken: at once from an earlier group of the same run.
 
     Args:
         root: Of the run.
         run_id: Of this `fit()`.
         name: Of the run.
-        opener: What opens storages.
         **how: As for `WriterLease`.
 
     Raises:
@@ -528,7 +520,7 @@ def take_right(
         StorageError: The storage failed.
     """
     holder = replace(this_process(), nonce=run_id)
-    right = WriterLease(root, opener, holder=holder, **how)
+    right = WriterLease(root, holder=holder, **how)
     before = right.holder()
     try:
         right.take(even_if_held=before is not None and before.nonce == run_id)
