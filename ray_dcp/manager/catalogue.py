@@ -31,7 +31,7 @@ from ray_dcp.manager.retention import StepFacts
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.location import url_below
 from ray_dcp.store.opening import open_storage
-from ray_dcp.store.storage import KeyMissingError, Storage
+from ray_dcp.store.storage import Storage, read_if_there
 from ray_dcp.view.listing import PART_NAME, highest_record, info_below
 
 FOLDER = SHARED_FOLDER
@@ -121,22 +121,14 @@ class StepFound:
 
 
 @dataclass(frozen=True)
-class Leftover:
-    """A folder in which something of ours lies, and nothing is committed."""
+class _Folder:
+    """A folder in which something of ours lies; nothing is committed unless its records say so."""
 
     step: int
     name: str
-
-
-@dataclass(frozen=True)
-class _Unread:
-    """A folder whose records have to be read."""
-
-    step: int
-    name: str
-    last: int
-    """Highest slot in use."""
-    infos: Sequence[int | None]
+    last: int = 0
+    """Highest slot in use; 0: no record has to be read."""
+    infos: Sequence[int | None] = ()
     """Slots of its infos."""
 
 
@@ -218,9 +210,8 @@ def publish(root: Root, catalogue: Catalogue) -> None:
 def _published(root: Root, names: StepNames) -> dict[str, StepFound]:
     """Returns what the catalogue file says of folders; nothing where it can't be read."""
     try:
-        rows = decode_catalogue(root.shared.read(CATALOGUE, 0, MAX_RECORD_BYTES))
-    except KeyMissingError:
-        return {}
+        data = read_if_there(root.shared, CATALOGUE, MAX_RECORD_BYTES)
+        rows = [] if data is None else decode_catalogue(data)
     except DamagedCheckpointError as error:
         logger.info("The catalogue of %s is not used: %s", root.url, error)
         return {}
@@ -276,7 +267,7 @@ def _look(
     looked = [
         _look_into(step, name, folders[name], known) for step, name in numbered if step is not None
     ]
-    found.num_read = sum(isinstance(one, _Unread) for one in looked)
+    found.num_read = sum(isinstance(one, _Folder) and one.last > 0 for one in looked)
     for one in _read_all(looked, root, storage):
         if isinstance(one, StepFound):
             found.folders[one.name] = one
@@ -303,7 +294,7 @@ def look_at_step(root: Root, name: str, step: int) -> StepFound | None:
 
 def _look_into(
     step: int, name: str, keys: Iterable[str], known: Mapping[str, StepFound]
-) -> StepFound | Leftover | _Unread | None:
+) -> StepFound | _Folder | None:
     """Returns what the names in a folder and what is known of it tell."""
     # Why so plainly: this runs 10,000 times when a long run is opened.
     last, infos, tables, is_ours, is_stock = 0, [], [], False, False
@@ -332,19 +323,19 @@ def _look_into(
     # Why only then: a commit has a chunk table, so that of a folder of nothing but records, as a
     # deletion leaves it, none has to be read.
     if last and (is_ours or is_stock or infos or tables):
-        return _Unread(step, name, last, infos)
+        return _Folder(step, name, last, infos)
     if is_stock and not is_ours:
         return StepFound(step, name, is_ours=False)
-    return Leftover(step, name) if is_ours or infos else None
+    return _Folder(step, name) if is_ours or infos else None
 
 
 def _read_all(
-    looked: Sequence[StepFound | Leftover | _Unread | None], root: Root, storage: Storage
-) -> Iterator[StepFound | Leftover | None]:
+    looked: Sequence[StepFound | _Folder | None], root: Root, storage: Storage
+) -> Iterator[StepFound | _Folder | None]:
     """Yields what is in folders, in their order, after reading the records of those unread."""
 
-    def read(one: StepFound | Leftover | _Unread | None) -> StepFound | Leftover | None:
-        return _read(one, root, storage) if isinstance(one, _Unread) else one
+    def read(one: StepFound | _Folder | None) -> StepFound | _Folder | None:
+        return _read(one, root, storage) if isinstance(one, _Folder) and one.last else one
 
     # Why only there: a file is read in less time than a thread takes over, a request is waited for.
     if not hasattr(storage, "request_bytes"):
@@ -354,7 +345,7 @@ def _read_all(
         yield from threads.map(read, looked)
 
 
-def _read(folder: _Unread, root: Root, storage: Storage) -> StepFound | Leftover:
+def _read(folder: _Folder, root: Root, storage: Storage) -> StepFound | _Folder:
     step, name, last = folder.step, folder.name, folder.last
     try:
         slot, record = _standing(storage, root, name, last)
@@ -364,7 +355,7 @@ def _read(folder: _Unread, root: Root, storage: Storage) -> StepFound | Leftover
         logger.warning("What stands in %s/%s can't be told: %s", root.url, name, error)
         return StepFound(step, name, last, is_readable=False)
     if not isinstance(record, Manifest):
-        return Leftover(step, name)
+        return folder
     info = None
     try:
         info = info_below(storage, name, folder.infos, slot)

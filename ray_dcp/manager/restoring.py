@@ -89,20 +89,6 @@ def saved_step(found: StepFound, root_url: str, tags: frozenset[str]) -> SavedSt
     )
 
 
-def check_wanted(step: object) -> Wanted:
-    """Returns which step is wanted.
-
-    Raises:
-        InvalidRequestError: It is no step and none of the words.
-    """
-    is_number = isinstance(step, int) and not isinstance(step, bool)
-    if not is_number and step not in ("latest", "best", "auto"):
-        raise InvalidRequestError(
-            f"expected a step, 'latest', 'best' or 'auto', but found {step!r}", key="step"
-        )
-    return step  # type: ignore[return-value]
-
-
 def best_step_of(
     catalogue: Catalogue,
     retention: RetentionPolicy | None,
@@ -236,7 +222,11 @@ def restore(
         state_dict: What to fill.
         options: How; those of the item if None.
     """
-    wanted = check_wanted(wanted)
+    is_number = isinstance(wanted, int) and not isinstance(wanted, bool)
+    if not is_number and wanted not in ("latest", "best", "auto"):
+        raise InvalidRequestError(
+            f"expected a step, 'latest', 'best' or 'auto', but found {wanted!r}", key="step"
+        )
     with ExitStack() as leases:
 
         def decide(_: Sequence[Any]) -> list[tuple[int, str, dict[str, str]]]:

@@ -323,7 +323,7 @@ class Deletions:
     Args:
         root: Where.
         readers: Tells whether who reads a step still does.
-        check: Raises when this process has no right to write any more.
+        check: Raises when this process has lost the writer lease.
         removed: Called with what was deleted.
     """
 
@@ -355,7 +355,7 @@ class Deletions:
             Folders that could not be removed now, by name, with why; None: somebody reads it.
 
         Raises:
-            CheckpointExistsError: Another process has the right to write.
+            CheckpointExistsError: Another process has the writer lease.
             StorageError: The storage failed.
         """
         left: dict[str, CheckpointError | None] = {}

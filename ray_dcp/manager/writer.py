@@ -128,7 +128,7 @@ class Remover:
         try:
             left = self._remove()
         except (CheckpointExistsError, InvalidRequestError) as error:
-            # Why no more: whoever lost the right must not delete.
+            # Why no more: whoever lost the lease must not delete.
             logger.info("Nothing is removed from %s any more: %s", self._url, error)
         except CheckpointError as error:
             left = {"": error}
@@ -197,9 +197,9 @@ class Writer:
         self._settings = settings
         self._clock = clock
         self._now = now
-        self._right = WriterLease(root, lease_s=settings.lease_s, holder=holder, beats=threaded)
+        self._lease = WriterLease(root, lease_s=settings.lease_s, holder=holder, beats=threaded)
         readers = Readers(lease_s=settings.lease_s, holder=holder)
-        self._deletions = Deletions(root, readers, self._right.check, self._removed)
+        self._deletions = Deletions(root, readers, self._lease.check, self._removed)
         self._begun: dict[int, tuple[StepInfo, frozenset[str]]] = {}
         """What is told of the steps that are being saved, and the tags that they got."""
         self.remover = Remover(root.url, self.remove_superfluous, threaded=threaded)
@@ -279,7 +279,7 @@ class Writer:
             CheckpointExistsError: Another process writes to this root.
             StorageError: The storage failed.
         """
-        self._take_right()
+        self._take_lease()
         metrics = check_metrics(metrics, self._settings.kept)
         metadata = check_metadata(metadata)
         tags = frozenset(check_tag(tag) for tag in tags)
@@ -333,8 +333,8 @@ class Writer:
         try:
             if committed is False:
                 if added:
-                    # Why: whoever took the right may have saved the step, and tagged it, since.
-                    self._right.check()
+                    # Why: whoever took the lease may have saved the step, and tagged it, since.
+                    self._lease.check()
                 for tag in sorted(added):
                     self.steps.untag(place.step, tag)
                 return
@@ -367,7 +367,7 @@ class Writer:
             As `Deletions.remove_all`.
 
         Raises:
-            CheckpointExistsError: Another process has the right to write.
+            CheckpointExistsError: Another process has the writer lease.
             InvalidRequestError: This one has given it back, or the policy gives no usable answer.
             StorageError: The storage failed.
         """
@@ -411,7 +411,7 @@ class Writer:
             CheckpointError: Somebody reads the step.
             StorageError: The storage failed.
         """
-        self._take_right()
+        self._take_lease()
         self.look()
         self._delete_now(self.steps.check_deletable(step))
 
@@ -421,7 +421,7 @@ class Writer:
         Raises:
             CheckpointError: As `delete` does; the steps that were not yet deleted stay.
         """
-        self._take_right()
+        self._take_lease()
         self.look()
         gone = []
         for later in self.steps.newer_than(step):
@@ -438,7 +438,7 @@ class Writer:
             StorageError: The storage failed.
         """
         check_tag(tag)
-        self._take_right()
+        self._take_lease()
         self.look()
         self.steps.check_deletable(step)
         if remove:
@@ -454,25 +454,19 @@ class Writer:
             raise
 
     def close(self) -> None:
-        """Gives the right back, so that others need not wait."""
+        """Gives the lease back, so that others need not wait."""
         self.remover.close()
         try:
-            if self._right.is_taken:
+            if self._lease.is_taken:
                 if self._unpublished:
                     self._publish()
-                self._right.give_back()
+                self._lease.give_back()
         except CheckpointError as error:
-            logger.info("The right to write to %s was not given back: %s", self.root.url, error)
+            logger.info("The writer lease of %s was not given back: %s", self.root.url, error)
 
-    def _take_right(self) -> None:
-        if self._settings.read_only:
-            raise InvalidRequestError(
-                f"this manager of {self.root.url} is read_only; make one without it to save, "
-                f"delete or tag",
-                key="read_only",
-            )
-        had_it = self._right.is_taken
-        self._right.take(even_if_held=self._settings.takeover)
+    def _take_lease(self) -> None:
+        had_it = self._lease.is_taken
+        self._lease.take(even_if_held=self._settings.takeover)
         if not had_it:
             self.root.fence("another process writes to the run", None)
         if not had_it or not self._is_known:
@@ -497,7 +491,7 @@ class Writer:
             )
         tags = self.steps.tags_of(going.step)
         self._deletions.remove(going, mark)
-        self._right.check()
+        self._lease.check()
         for tag in sorted(tags):
             self.steps.untag(going.step, tag)
         # Why: a removal may have been decided because this step stood.
