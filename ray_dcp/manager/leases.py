@@ -209,9 +209,9 @@ class WriterLease:
             if holder is not None and not even_if_held and self._lives(storage, number, holder):
                 raise CheckpointExistsError(
                     f"{self._root.url} is written by {holder}, which lives. Use one root a job; or "
-                    f"end that process, or close its manager; to read what it writes no lease is "
-                    f"needed (restore, all_steps, follow). CheckpointManager(takeover=True) takes "
-                    f"it away",
+                    f"end that process, or close its manager; to read what it writes takes "
+                    f"no writer lease (restore, all_steps, follow). "
+                    f"CheckpointManager(takeover=True) takes it away",
                     checkpoint_id=self._root.url,
                 )
             try:

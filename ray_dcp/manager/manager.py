@@ -85,7 +85,8 @@ class CheckpointManager:
     only look (`all_steps`, `latest_step`, `best_step`, `step_info`, `reading`, `follow`) any
     process may call at any time.
 
-    A root has one writer at a time, which is told from a second one; readers need no lease.
+    A root has one writer at a time, which is told from a second one; readers
+    need no writer lease.
 
     Args:
         path: Path or URL of the root.

@@ -188,29 +188,22 @@ def publish(temp: str, path: str, *, create: bool, sync: bool) -> None:
 
 
 def _link(temp: str, path: str) -> None:
-    try:
-        os.link(temp, path)
-    except OSError as exc:
-        if exc.errno not in _NO_LINKS:
-            raise
-        _rename_to_free(temp, path)
+    """Gives a file its name if that is free: by a hard link, or a rename where there are none."""
+    for give in (os.link, _rename_noreplace):
+        try:
+            give(temp, path)
+        except OSError as exc:
+            if exc.errno not in _NO_LINKS | _NO_FLAGS:
+                raise
+            continue
+        # Suppressed: the file has its name, and what a link leaves is no more than a second one.
+        with suppress(OSError):
+            os.unlink(temp)
         return
-    # Suppressed: the file has its name, and what is left is no more than a second one.
-    with suppress(OSError):
-        os.unlink(temp)
-
-
-def _rename_to_free(temp: str, path: str) -> None:
-    """Renames where there are no hard links, if the new name is free."""
-    try:
-        _rename_noreplace(temp, path)
-    except OSError as exc:
-        if exc.errno not in _NO_FLAGS:
-            raise
-        # Careful: of two callers that look at once both win; see `creates_once`.
-        if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
-        os.rename(temp, path)
+    # Careful: of two callers that look at once both win; see `creates_once`.
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+    os.rename(temp, path)
 
 
 def creates_once(first: str, second: str, name: str) -> bool:
