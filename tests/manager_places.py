@@ -71,14 +71,12 @@ def opener_of(storage: Storage):
 
 
 def root_of(storage: Storage) -> Root:
-    return Root(Target(storage.url))
+    return Root(Target(storage.url), opener_of(storage))
 
 
 def writer_of(storage: Storage, **given) -> Writer:
     """Returns a writer of a root that is a storage, which does everything in this thread."""
-    return Writer(
-        root_of(storage), settings(**given), opener_of(storage), threaded=False, holder=HERE
-    )
+    return Writer(root_of(storage), settings(**given), threaded=False, holder=HERE)
 
 
 def save_step(writer: Writer, storage: Storage, step: int, state, **telling) -> str:
@@ -86,8 +84,7 @@ def save_step(writer: Writer, storage: Storage, step: int, state, **telling) -> 
     place = writer.begin(step, **telling)
     committed: bool | None = False
     try:
-        folder = opener_of(storage)(writer.root.below(place.name))
-        attempt = Place(folder).save(state, 2)
+        attempt = Place(writer.root.open(place.name)).save(state, 2)
         committed = True
     finally:
         # A process that died does nothing more: what it asks of its storage fails.
@@ -98,12 +95,12 @@ def save_step(writer: Writer, storage: Storage, step: int, state, **telling) -> 
 
 def newest_state(storage: Storage, states):
     """Returns the state of the newest step, by the catalogue."""
-    opener = opener_of(storage)
-    found = look(root_of(storage), settings().names, opener)
+    root = root_of(storage)
+    found = look(root, settings().names)
     if not found.steps:
         return None
     newest = list(found.steps.values())[-1]
-    return standing_state(opener(root_of(storage).below(newest.name)), states)
+    return standing_state(root.open(newest.name), states)
 
 
 def folders_of(storage: Storage) -> set[str]:

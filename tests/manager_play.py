@@ -70,8 +70,8 @@ class Model:
 
     root: Path
     max_to_keep: int
-    newest_right: int = 0
-    """Number of the newest right to write of which its holder was told."""
+    newest_lease: int = 0
+    """Number of the newest writer lease of which its holder was told."""
     pinned: set[int] = field(default_factory=set)
     """Steps of which somebody was told that they have a tag."""
     read: Counter[int] = field(default_factory=Counter)
@@ -91,9 +91,9 @@ class Model:
             return None
         return decides.record.attempt
 
-    def took_right(self, writer: Writer) -> None:
-        """Notes that a writer was told that he has the right."""
-        self.newest_right = max(self.newest_right, writer._right._number)
+    def took_lease(self, writer: Writer) -> None:
+        """Notes that a writer was told that he has the lease."""
+        self.newest_lease = max(self.newest_lease, writer._lease._number)
 
     def standing(self) -> list[int]:
         names = (path.name for path in self.root.glob("step-*"))
@@ -105,8 +105,8 @@ class Model:
         asked = actor.asked.get(step)
         self.seen["deleted, " + ("asked" if asked else "by retention")] += 1
         told = f"{actor.name} deletes step {step} ({before}), "
-        if actor.writer is not None and actor.writer._right._number < self.newest_right:
-            self.wrong.append(told + "after another process took the right")
+        if actor.writer is not None and actor.writer._lease._number < self.newest_lease:
+            self.wrong.append(told + "after another process took the lease")
         if asked == "force":
             self.pinned.discard(step)
             return
@@ -186,7 +186,7 @@ class Round:
         self.order = random.Random(seed)
         self.model = Model(root, self.order.choice([1, 2, 2, 3]))
         self.world = World(root, self.order)
-        self.root = Root(Target(str(root)))
+        self.root = Root(Target(str(root)), open_quickly)
 
     def play(self) -> Model:
         """Plays it to the end; returns the model, which says what was wrong."""
@@ -197,7 +197,8 @@ class Round:
 
     def _play(self) -> None:
         world, order = self.world, self.order
-        self._begin("writer-1", partial_writer(self, 1, order.randint(3, 6)))
+        last = order.randint(3, 6)
+        self._begin("writer-1", lambda actor: self.write(actor, 1, last))
         visitors = order.randint(0, 4)
         successor = order.random() < 0.7
         begun = 0
@@ -213,7 +214,7 @@ class Round:
             if successor and order.random() < 0.005:
                 successor = False
                 first = order.randint(1, 4)
-                self._begin("writer-2", partial_writer(self, first, first + 2))
+                self._begin("writer-2", lambda actor: self.write(actor, first, first + 2))
 
         world.run(
             crashes=order.choice([0.0, 0.0, 0.001, 0.004]),
@@ -224,19 +225,14 @@ class Round:
     def _begin(self, name, program):
         def run(actor):
             _here.actor = actor
+            actor.asked, actor.writer = {}, None
             try:
                 return program(actor)
             except CheckpointError as error:
                 self.model.seen[f"{name[:6]}: {type(error).__name__}"] += 1
                 return None
 
-        self.world_actor = None
-
-        def prepared(actor):
-            actor.asked, actor.writer = {}, None
-            return run(actor)
-
-        return self.world.begin(name, prepared)
+        return self.world.begin(name, run)
 
     # What actors do
 
@@ -246,13 +242,12 @@ class Round:
         actor.writer = writer = Writer(
             self.root,
             settings(max_to_keep=self.model.max_to_keep, order="any"),
-            open_quickly,
             threaded=False,
             holder=replace(this_process(), nonce=actor.name),
         )
         if first > 1 and order.random() < 0.5:
             self._asked(actor, range(first, NUM_STEPS), lambda: writer.rewind(first - 1))
-            self.model.took_right(writer)
+            self.model.took_lease(writer)
         for step in range(first, last + 1):
             if order.random() < 0.15 and self.model.saved:
                 writer.steps.damaged.add(max(self.model.saved))  # one read of it had failed
@@ -268,7 +263,7 @@ class Round:
     def _save(self, actor, writer, step: int, *, replace: bool) -> None:
         tags = ["kept"] if self.order.random() < 0.15 else []
         place = writer.begin(step, replace=replace, tags=tags)
-        self.model.took_right(writer)
+        self.model.took_lease(writer)
         if self.order.random() < 0.12:
             writer.finish(place, False)  # as when its bytes could not be captured
             writer.remover.drain()
@@ -329,7 +324,7 @@ class Round:
     def _read(self, actor) -> None:
         step = self._some_step()
         holder = replace(this_process(), nonce=actor.name)
-        lease = Lease(self.root, step, open_quickly, lease_s=30.0, holder=holder, beats=False)
+        lease = Lease(self.root, step, lease_s=30.0, holder=holder, beats=False)
         try:
             lease.__enter__()
         except CheckpointError as error:
@@ -341,7 +336,7 @@ class Round:
             self.model.read[step] += 1
             self.model.seen["read"] += 1
             for _ in range(self.order.randint(1, 60)):
-                open_quickly(self.root.target).list("nothing/")
+                self.root.storage.list("nothing/")
             self.model.read[step] -= 1
         lease.__exit__(None, None, None)
 
@@ -363,10 +358,6 @@ class Round:
         for actor in self.world.actors:
             if actor.error is not None:
                 raise actor.error
-
-
-def partial_writer(play: Round, first: int, last: int):
-    return lambda actor: play.write(actor, first, min(last, NUM_STEPS - 1))
 
 
 def play(seed: int) -> Model:

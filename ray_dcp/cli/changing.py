@@ -6,9 +6,8 @@ They load neither torch nor ray.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import click
@@ -30,8 +29,8 @@ from ray_dcp.format.names import (
 from ray_dcp.format.step_info import info_slot
 from ray_dcp.io.records import Announced, fence
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
-from ray_dcp.store.storage import KeyMissingError, Storage
-from ray_dcp.view.listing import FOREIGN, step_of
+from ray_dcp.store.storage import Storage, read_if_there
+from ray_dcp.view.listing import FOREIGN, folders_above, step_of
 from ray_dcp.view.run_view import StepView
 from ray_dcp.view.wording import count_text, size_text
 
@@ -157,8 +156,8 @@ class _Marks:
         Why before: the step may be saved again right after the delete, with tags of its own.
         """
         marks = {tag_key(step, tag): b"" for tag in self.tags}
-        with suppress(KeyMissingError):
-            marks[note_key(step)] = shared.read(note_key(step))
+        note = read_if_there(shared, note_key(step))
+        marks |= {} if note is None else {note_key(step): note}
         shared.delete([*marks])
         try:
             yield
@@ -180,10 +179,10 @@ def _reader(shared: Storage, lease: str) -> str:
     """Returns who reads a step by a lease; "" where its process is gone."""
     from ray_dcp.manager.leases import LeaseHolder, this_process
 
-    try:
-        holder = LeaseHolder.decode(shared.read(lease))
-    except KeyMissingError:
+    data = read_if_there(shared, lease)
+    if data is None:
         return ""
+    holder = LeaseHolder.decode(data)
     if holder is None:
         return "an unknown process"
     return "" if holder.lives_here(this_process()) is False else str(holder)
@@ -232,8 +231,8 @@ def _without_known(name: str, report: CollectReport, folders: Collection[str]) -
 def _is_known(name: str, key: str, folders: Collection[str]) -> bool:
     """Whether a file in a checkpoint's folder is a manager's note, or in another checkpoint."""
     path = key if name == "." else f"{name}/{key}"
-    above = accumulate(path.split("/")[:-1], "{}/{}".format)
-    return info_slot(key) is not None or any(one != name for one in above if one in folders)
+    above = (one for one in folders_above(path) if one in folders)
+    return info_slot(key) is not None or any(one != name for one in above)
 
 
 def _collect(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from functools import cache
 
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
@@ -12,13 +11,13 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.object_stores import PROVIDERS
 from ray_dcp.store.opening import absolute_target, open_storage
-from ray_dcp.store.storage import KeyMissingError
+from ray_dcp.store.storage import read_if_there
 from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.checkpoint_view import open as open_checkpoint
 from ray_dcp.view.naming import split_address
 from ray_dcp.view.run_view import RunView, StepView, nearest_paths, open_run
 
-PATIENCE_S = 10.0
+ANSWER_S = 10.0
 """How long an object store may take to answer for the first time."""
 
 
@@ -152,13 +151,11 @@ def check_answers(url: str) -> None:
         url: Path or URL; only that of an object store is looked at.
 
     Raises:
-        StorageError: It does not answer in `PATIENCE_S`, or refuses.
+        StorageError: It does not answer in `ANSWER_S`, or refuses.
     """
     if url.partition("://")[0] not in PROVIDERS or "://" not in url:
         return
-    storage = open_storage(Target(url, {"retry_timeout_s": PATIENCE_S}))
-    with suppress(KeyMissingError):
-        storage.read(".metadata", 0, 1)
+    read_if_there(open_storage(Target(url, {"retry_timeout_s": ANSWER_S})), ".metadata", 1)
 
 
 def _steps_of(text: str) -> str:
@@ -166,12 +163,9 @@ def _steps_of(text: str) -> str:
     found = [one for one in steps_of_run(text) if one.name != "." and one.is_readable]
     if not found:
         return ""
+    last = found[-1].name if found[-1].step is None else found[-1].step
     count = "its step" if len(found) == 1 else f"one of its {len(found)} steps"
-    return f"; name {count}, as {text}@latest or {text}@{_label(found[-1])}"
-
-
-def _label(step: StepView) -> str:
-    return step.name if step.step is None else str(step.step)
+    return f"; name {count}, as {text}@latest or {text}@{last}"
 
 
 def _split(text: str) -> tuple[str, str | None]:

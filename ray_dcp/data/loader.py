@@ -14,8 +14,6 @@ from ray_dcp.data.stream import ElasticStream, merged
 from ray_dcp.errors import InvalidRequestError, StateDictError
 from ray_dcp.torch_adapter.per_rank import PerRank
 
-__all__ = ["LoaderPosition"]
-
 Resized = Callable[[Sequence[Any], int, int], Any]
 
 
@@ -110,13 +108,10 @@ class LoaderPosition:
         if self._stream is None or self._resized is not None:
             self._loader.load_state_dict(found)
         elif _MERGED in found:
-            self._begin_at(self._stream, found[_MERGED])
+            self._stream.load_state_dict(found[_MERGED])
+            self._loader.load_state_dict({})
         else:
             self._go_on(self._stream, found)
-
-    def _begin_at(self, stream: ElasticStream, place: Any) -> None:
-        stream.load_state_dict(place)
-        self._loader.load_state_dict({})
 
     def _go_on(self, stream: ElasticStream, found: dict[str, Any]) -> None:
         places = _places_in(found)
@@ -130,7 +125,7 @@ class LoaderPosition:
         whole = merged(places)
         # Why not the merged place: what other ranks have not yet read would be dealt to this one.
         stream.load_state_dict({**places[0], "epoch": whole["epoch"], "own": {}, "ended": False})
-        if _is_finished(found):
+        if found.get("_iterator_finished"):
             stream.end()
             self._loader.load_state_dict({})
         else:
@@ -174,7 +169,3 @@ def _places_in(state: Any) -> list[Any]:
             f"the state of a loader was not written by a version of torchdata that is known here: "
             f"{type(error).__name__} {error}"
         ) from error
-
-
-def _is_finished(state: Mapping[str, Any]) -> bool:
-    return bool(state.get("_iterator_finished", False))

@@ -16,8 +16,6 @@ from ray_dcp.core.checks import check_whole
 from ray_dcp.errors import InvalidRequestError, StateDictError
 from ray_dcp.torch_adapter.per_rank import PerRank
 
-__all__ = ["IdRuns", "RowsSeen"]
-
 MOST_LATER = 4096
 """Runs that wait to be joined with the others, or as many as those are."""
 

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from ray_dcp.core.checks import check_whole
 from ray_dcp.errors import InvalidRequestError, StateDictError
 
-__all__ = ["ORDER_VERSION", "ElasticBatchSampler", "SampleOrder", "share_of"]
-
 ORDER_VERSION = 1
 """Goes up when `SampleOrder` orders differently: places of two versions do not compare."""
 
@@ -169,7 +167,8 @@ class ElasticBatchSampler:
         last: Last = "wrap",
     ) -> None:
         self._order = SampleOrder(num_samples, seed, shuffle)
-        self._rank, self._world_size = _ranks(rank, world_size)
+        check_rank(rank, world_size)
+        self._rank, self._world_size = rank, world_size
         self._step = _step(global_batch_size, batch_size, world_size)
         if last not in get_args(Last):
             raise InvalidRequestError(
@@ -341,14 +340,14 @@ class ElasticBatchSampler:
             place = after
 
 
-def _ranks(rank: Any, world_size: Any) -> tuple[int, int]:
+def check_rank(rank: Any, world_size: Any) -> None:
+    """Raises `InvalidRequestError` unless a rank is one of so many."""
     if type(world_size) is not int or type(rank) is not int or not 0 <= rank < world_size:
         raise InvalidRequestError(
             f"rank must be a whole number from 0 and below world_size, but they are {rank!r} and "
             f"{world_size!r}",
             key="rank",
         )
-    return rank, world_size
 
 
 def _step(together: Any, each: Any, world_size: int) -> int:

@@ -13,10 +13,8 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ray_dcp.core.checks import check_whole
-from ray_dcp.data.sampler import SampleOrder
+from ray_dcp.data.sampler import SampleOrder, check_rank
 from ray_dcp.errors import InvalidRequestError, StateDictError
-
-__all__ = ["AT_END", "ElasticStream", "merged"]
 
 AT_END = -1
 """Stands for the number of samples consumed of a source that has no more."""
@@ -84,12 +82,7 @@ class ElasticStream(IterableDataset[Any]):
             raise InvalidRequestError(
                 f"read must be a function of a source and a number, but is {read!r}", key="read"
             )
-        if not 0 <= rank < world_size:
-            raise InvalidRequestError(
-                f"rank must be from 0 and below world_size, but they are {rank!r} and "
-                f"{world_size!r}",
-                key="rank",
-            )
+        check_rank(rank, world_size)
         self._order = SampleOrder(len(self._sources), seed, shuffle)
         self._read, self._rank, self._world_size = read, rank, world_size
         self.epoch = 0
@@ -187,7 +180,8 @@ def merged(states: Sequence[Any]) -> State:
     for state in checked:
         for part in (state["before"], state["own"]):
             for name, consumed in part.items():
-                before[name] = _further(before.get(name, 0), consumed)
+                ends = AT_END in (before.get(name), consumed)
+                before[name] = AT_END if ends else max(before.get(name, 0), consumed)
     return {"epoch": epochs[0], "before": before, "own": {}, "ended": False}
 
 
@@ -218,7 +212,3 @@ def _are_numbers(part: Any) -> bool:
         isinstance(name, str) and type(consumed) is int and consumed >= AT_END
         for name, consumed in part.items()
     )
-
-
-def _further(one: int, other: int) -> int:
-    return AT_END if AT_END in (one, other) else max(one, other)

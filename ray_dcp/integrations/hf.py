@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Literal
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.manager.manager import CheckpointManager
@@ -55,13 +55,7 @@ class RayDcpCallback(TrainerCallback):
         self._metrics: dict[str, float] = {}
         self.restored: RestoreReport | None = None
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Restores a step, if there is one."""
         if self._resume == "never" or (self._resume == "auto" and not self._manager.all_steps()):
             return
@@ -83,13 +77,7 @@ class RayDcpCallback(TrainerCallback):
                 setattr(state, name, found["trainer"][name])
         logger.info("Goes on at step %d of %s", self.restored.step, self._manager.path)
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Saves the step if it is due; stops the training after a preemption was saved."""
         step = state.global_step
         if self._manager.should_save(step):
@@ -97,24 +85,12 @@ class RayDcpCallback(TrainerCallback):
                 step, _state_of(state, kwargs), force=True, metrics=self._metrics
             )
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_evaluate(self, *_: Any, **kwargs: Any) -> None:
         """Takes the metrics for the next step that is saved."""
         told = kwargs.get("metrics") or {}
         self._metrics = {name: float(v) for name, v in told.items() if isinstance(v, (int, float))}
 
-    def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         """Waits for the saves that are under way.
 
         Raises:

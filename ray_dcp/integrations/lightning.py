@@ -18,6 +18,7 @@ from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
 from ray_dcp.asynchronous import SaveHandle
 from ray_dcp.entrypoints import async_save, load, save
 from ray_dcp.errors import CheckpointError, InvalidRequestError
+from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.steps import remove_folder
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.messages import Target
@@ -130,7 +131,7 @@ class RayDcpCheckpointIO(CheckpointIO):
         self._raise_failures(wait=True)
         target = target_of(path, None)
         place = PurePath(target.url)
-        remove_folder(Target(str(place.parent)), place.name)
+        remove_folder(Root(Target(str(place.parent))), place.name)
 
     def teardown(self) -> None:
         """Waits for saves in the background.

@@ -26,22 +26,26 @@ from ray_dcp.format.step_info import (
     encode_catalogue,
     info_slot,
 )
-from ray_dcp.io.records import read_slots
+from ray_dcp.io.records import fence, read_slots
 from ray_dcp.manager.retention import StepFacts
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.location import url_below
-from ray_dcp.store.storage import KeyMissingError, Storage
+from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import Storage, read_if_there
 from ray_dcp.view.listing import PART_NAME, highest_record, info_below
 
 FOLDER = SHARED_FOLDER
+Opener = Callable[[Target], Storage]
 
 
 @dataclass(frozen=True)
 class Root:
-    """A directory of step folders."""
+    """A directory of step folders, and how to reach it."""
 
     target: Target
     """Absolute."""
+    opener: Opener = open_storage
+    """Opens the storage of a target."""
 
     @property
     def url(self) -> str:
@@ -53,13 +57,28 @@ class Root:
         # Why replaced: with the options, or the ready filesystem, of the root.
         return replace(self.target, url=url_below(self.url, name))
 
+    def open(self, name: str) -> Storage:
+        """Returns the storage of a folder of the root."""
+        return self.opener(self.below(name))
+
     @property
-    def shared(self) -> Target:
-        """The target of what managers share."""
-        return self.below(FOLDER)
+    def storage(self) -> Storage:
+        """The storage of the root itself."""
+        return self.opener(self.target)
 
+    @property
+    def shared(self) -> Storage:
+        """The storage of what managers share."""
+        return self.open(FOLDER)
 
-Opener = Callable[[Target], Storage]
+    def fence(self, reason: str, step: int | None) -> None:
+        """Ends the deletions that are announced, of one step or of all.
+
+        Raises:
+            StorageError: The storage failed; some may still be committed.
+        """
+        fence(self.shared, self.open, reason, step)
+
 
 _OURS = re.compile(r"__\d+_\d+\..+\.distcp")
 _LEASE = re.compile(rf"{READING}(\d{{1,18}})\..+")
@@ -102,22 +121,14 @@ class StepFound:
 
 
 @dataclass(frozen=True)
-class Leftover:
-    """A folder in which something of ours lies, and nothing is committed."""
+class _Folder:
+    """A folder in which something of ours lies; nothing is committed unless its records say so."""
 
     step: int
     name: str
-
-
-@dataclass(frozen=True)
-class _Unread:
-    """A folder whose records have to be read."""
-
-    step: int
-    name: str
-    last: int
-    """Highest slot in use."""
-    infos: Sequence[int | None]
+    last: int = 0
+    """Highest slot in use; 0: no record has to be read."""
+    infos: Sequence[int | None] = ()
     """Slots of its infos."""
 
 
@@ -153,15 +164,12 @@ class Catalogue:
         self.leftovers.pop(found.name, None)
 
 
-def look(
-    root: Root, names: StepNames, opener: Opener, before: Catalogue | None = None
-) -> Catalogue:
+def look(root: Root, names: StepNames, before: Catalogue | None = None) -> Catalogue:
     """Returns what is committed in a root.
 
     Args:
         root: Where.
         names: Which folders are steps.
-        opener: What opens storages.
         before: An earlier look; what has not changed since is not read again.
 
     Returns:
@@ -174,15 +182,15 @@ def look(
         One listing; one or two small reads for each step that neither `before` nor the catalogue
         file knows.
     """
-    known = _published(root, names, opener) if before is None else before.folders
-    found = look_at_folders(root, names.step_of, opener, known)
+    known = _published(root, names) if before is None else before.folders
+    found = look_at_folders(root, names.step_of, known)
     for one in found.folders.values():
         found.steps[one.step] = _preferred(found.steps.get(one.step), one, names)
     found.steps = dict(sorted(found.steps.items()))
     return found
 
 
-def publish(root: Root, catalogue: Catalogue, opener: Opener) -> None:
+def publish(root: Root, catalogue: Catalogue) -> None:
     """Writes the catalogue file, so that the next process need not read every step's records.
 
     Only the writer of a root does. Nothing depends on it: a row is used as long as the folder that
@@ -196,39 +204,32 @@ def publish(root: Root, catalogue: Catalogue, opener: Opener) -> None:
         for one in catalogue.steps.values()
         if one.is_ours and one.is_readable
     ]
-    opener(root.shared).write(CATALOGUE, encode_catalogue(rows))
+    root.shared.write(CATALOGUE, encode_catalogue(rows))
 
 
-def _published(root: Root, names: StepNames, opener: Opener) -> dict[str, StepFound]:
+def _published(root: Root, names: StepNames) -> dict[str, StepFound]:
     """Returns what the catalogue file says of folders; nothing where it can't be read."""
     try:
-        rows = decode_catalogue(opener(root.shared).read(CATALOGUE, 0, MAX_RECORD_BYTES))
-    except KeyMissingError:
-        return {}
+        data = read_if_there(root.shared, CATALOGUE, MAX_RECORD_BYTES)
+        rows = [] if data is None else decode_catalogue(data)
     except DamagedCheckpointError as error:
         logger.info("The catalogue of %s is not used: %s", root.url, error)
         return {}
     return {
-        row.name: StepFound(
-            step, row.name, row.last_slot, row.slot, row.attempt, row.created_s, row.info
-        )
+        row.name: StepFound(step, **vars(row))
         for row in rows
         if (step := names.step_of(row.name)) is not None
     }
 
 
 def look_at_folders(
-    root: Root,
-    step_of: Callable[[str], int | None],
-    opener: Opener,
-    known: Mapping[str, StepFound],
+    root: Root, step_of: Callable[[str], int | None], known: Mapping[str, StepFound]
 ) -> Catalogue:
     """Returns what is in the step folders of a root, whether or not two are of one step.
 
     Args:
         root: Where.
         step_of: Gives the step of a folder; None for one that is none.
-        opener: What opens storages.
         known: From an earlier look, by name.
 
     Returns:
@@ -239,16 +240,13 @@ def look_at_folders(
     """
     # Why: all that a long run makes here stays, and to look for garbage in it takes half the time.
     with collector_paused():
-        return _look(root, step_of, opener, known)
+        return _look(root, step_of, known)
 
 
 def _look(
-    root: Root,
-    step_of: Callable[[str], int | None],
-    opener: Opener,
-    known: Mapping[str, StepFound],
+    root: Root, step_of: Callable[[str], int | None], known: Mapping[str, StepFound]
 ) -> Catalogue:
-    storage = opener(root.target)
+    storage = root.storage
     folders: dict[str, list[str]] = {}
     for entry in storage.list():
         name, slash, rest = entry.key.partition("/")
@@ -269,8 +267,8 @@ def _look(
     looked = [
         _look_into(step, name, folders[name], known) for step, name in numbered if step is not None
     ]
-    found.num_read = sum(isinstance(one, _Unread) for one in looked)
-    for one in _read_all(looked, root, opener, storage):
+    found.num_read = sum(isinstance(one, _Folder) and one.last > 0 for one in looked)
+    for one in _read_all(looked, root, storage):
         if isinstance(one, StepFound):
             found.folders[one.name] = one
         elif one is not None:
@@ -278,27 +276,25 @@ def _look(
     return found
 
 
-def look_at_step(root: Root, name: str, step: int, opener: Opener) -> StepFound | None:
+def look_at_step(root: Root, name: str, step: int) -> StepFound | None:
     """Returns what is committed in one step folder; None when nothing is.
 
     Args:
         root: Where.
         name: Of the folder.
         step: Its number.
-        opener: What opens storages.
 
     Raises:
         StorageError: The storage can't be listed or read.
     """
-    keys = [entry.key for entry in opener(root.below(name)).list()]
-    looked = [_look_into(step, name, keys, {})]
-    (found,) = _read_all(looked, root, opener, opener(root.target))
+    keys = [entry.key for entry in root.open(name).list()]
+    (found,) = _read_all([_look_into(step, name, keys, {})], root, root.storage)
     return found if isinstance(found, StepFound) else None
 
 
 def _look_into(
     step: int, name: str, keys: Iterable[str], known: Mapping[str, StepFound]
-) -> StepFound | Leftover | _Unread | None:
+) -> StepFound | _Folder | None:
     """Returns what the names in a folder and what is known of it tell."""
     # Why so plainly: this runs 10,000 times when a long run is opened.
     last, infos, tables, is_ours, is_stock = 0, [], [], False, False
@@ -327,22 +323,19 @@ def _look_into(
     # Why only then: a commit has a chunk table, so that of a folder of nothing but records, as a
     # deletion leaves it, none has to be read.
     if last and (is_ours or is_stock or infos or tables):
-        return _Unread(step, name, last, infos)
+        return _Folder(step, name, last, infos)
     if is_stock and not is_ours:
         return StepFound(step, name, is_ours=False)
-    return Leftover(step, name) if is_ours or infos else None
+    return _Folder(step, name) if is_ours or infos else None
 
 
 def _read_all(
-    looked: Sequence[StepFound | Leftover | _Unread | None],
-    root: Root,
-    opener: Opener,
-    storage: Storage,
-) -> Iterator[StepFound | Leftover | None]:
+    looked: Sequence[StepFound | _Folder | None], root: Root, storage: Storage
+) -> Iterator[StepFound | _Folder | None]:
     """Yields what is in folders, in their order, after reading the records of those unread."""
 
-    def read(one: StepFound | Leftover | _Unread | None) -> StepFound | Leftover | None:
-        return _read(one, root, opener, storage) if isinstance(one, _Unread) else one
+    def read(one: StepFound | _Folder | None) -> StepFound | _Folder | None:
+        return _read(one, root, storage) if isinstance(one, _Folder) and one.last else one
 
     # Why only there: a file is read in less time than a thread takes over, a request is waited for.
     if not hasattr(storage, "request_bytes"):
@@ -352,17 +345,17 @@ def _read_all(
         yield from threads.map(read, looked)
 
 
-def _read(folder: _Unread, root: Root, opener: Opener, storage: Storage) -> StepFound | Leftover:
+def _read(folder: _Folder, root: Root, storage: Storage) -> StepFound | _Folder:
     step, name, last = folder.step, folder.name, folder.last
     try:
-        slot, record = _standing(storage, name, last, lambda: opener(root.below(name)))
+        slot, record = _standing(storage, root, name, last)
     except StorageError:
         raise
     except CheckpointError as error:
         logger.warning("What stands in %s/%s can't be told: %s", root.url, name, error)
         return StepFound(step, name, last, is_readable=False)
     if not isinstance(record, Manifest):
-        return Leftover(step, name)
+        return folder
     info = None
     try:
         info = info_below(storage, name, folder.infos, slot)
@@ -389,11 +382,11 @@ def _preferred(known: StepFound | None, other: StepFound, names: StepNames) -> S
 
 
 def _standing(
-    storage: Storage, name: str, last: int, open_folder: Callable[[], Storage]
+    storage: Storage, root: Root, name: str, last: int
 ) -> tuple[int, Manifest | DeleteRecord | None]:
     """Returns what decides in a folder: nearly always the record in the highest slot."""
     record = highest_record(storage, name, last)
     if isinstance(record, Manifest | DeleteRecord) and record.previous_slot < last:
         return last, record
-    decides = read_slots(open_folder()).decides
+    decides = read_slots(root.open(name)).decides
     return (0, None) if decides is None else (decides.slot, decides.record)

@@ -30,7 +30,6 @@ from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
     CommitUnknownError,
-    InvalidRequestError,
     StorageError,
 )
 from ray_dcp.io.records import read_slots
@@ -113,46 +112,35 @@ def agree(
         CheckpointError: What a rank could not do, or what `decide` raised: on all ranks.
         RankDisagreementError: The ranks decide about different things.
     """
-    if session.world_size == 1:
+    rank, world_size = session.rank, session.world_size
+    if world_size == 1:
         if error is not None:
             raise error
         return within(timeout_s, what, lambda: decide([facts]))
+
+    def exchanges(first: OpKey, second: OpKey) -> Generator[Request, Reply, Any]:
+        failed, outbox = error, {0: json.dumps(facts).encode()}
+        tag = f"{what}: facts"
+        reply = yield Exchange(first, rank, world_size, tag, outbox, timeout_s, failed)
+        if not isinstance(reply, Exchanged):
+            raise refusal(reply, rank)
+        outbox = {}
+        if rank == 0:
+            told = [json.loads(reply.inbox[sender]) for sender in range(world_size)]
+            decided, failed = attempt(
+                lambda: json.dumps(within(timeout_s, what, lambda: decide(told))), what, rank
+            )
+            if decided is not None:
+                outbox = dict.fromkeys(range(world_size), decided.encode())
+        # Why twice: rank 0 may use up the first for its decision, and has to tell that.
+        tag = f"{what}: decided"
+        reply = yield Exchange(second, rank, world_size, tag, outbox, 2 * timeout_s, failed)
+        if not isinstance(reply, Exchanged):
+            raise refusal(reply, rank)
+        return json.loads(reply.inbox[0])
+
     with session.activity(heartbeat_s, key) as activity:
-        first, second = activity.next_key(), activity.next_key()
-        return drive(
-            _rounds(first, second, session, what, facts, decide, timeout_s, error), activity.call
-        )
-
-
-def _rounds(
-    first: OpKey,
-    second: OpKey,
-    session: RankSession,
-    what: str,
-    facts: Facts,
-    decide: Decide,
-    timeout_s: float,
-    error: CheckpointError | None,
-) -> Generator[Request, Reply, Any]:
-    rank, world_size = session.rank, session.world_size
-    outbox = {0: json.dumps(facts).encode()}
-    reply = yield Exchange(first, rank, world_size, f"{what}: facts", outbox, timeout_s, error)
-    if not isinstance(reply, Exchanged):
-        raise refusal(reply, rank)
-    outbox = {}
-    if rank == 0:
-        told = [json.loads(reply.inbox[sender]) for sender in range(world_size)]
-        decided, error = attempt(
-            lambda: json.dumps(within(timeout_s, what, lambda: decide(told))), what, rank
-        )
-        if decided is not None:
-            outbox = dict.fromkeys(range(world_size), decided.encode())
-    # Why twice: rank 0 may use up the first for its decision, and has to tell that.
-    tag = f"{what}: decided"
-    reply = yield Exchange(second, rank, world_size, tag, outbox, 2 * timeout_s, error)
-    if not isinstance(reply, Exchanged):
-        raise refusal(reply, rank)
-    return json.loads(reply.inbox[0])
+        return drive(exchanges(activity.next_key(), activity.next_key()), activity.call)
 
 
 logger = logging.getLogger(__name__)
@@ -195,10 +183,10 @@ class Finisher:
                 self._thread.start()
             self._changed.notify_all()
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until nothing is under way; returns whether that is so."""
+    def wait(self) -> None:
+        """Waits until nothing is under way."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting, timeout_s)
+            self._changed.wait_for(lambda: not self._waiting)
 
     def failures(self) -> list[tuple[int, CheckpointError]]:
         """Returns the saves that failed since it was last called, with why."""
@@ -314,7 +302,7 @@ class CollectiveActions:
         """Tells whether a step is due, on all ranks the same.
 
         Raises:
-            InvalidRequestError: It is no step, or the manager only reads.
+            InvalidRequestError: It is no step.
             CheckpointError: The ranks could not agree.
         """
         self.settings.names.name_of(step)
@@ -327,7 +315,7 @@ class CollectiveActions:
         return bool(
             self.agree(
                 f"whether step {step} is due",
-                partial(self._decide_due, step),
+                lambda preempted: self.writer.due(step, any(preempted)),
                 facts=self._preemption.is_told,
             )
         )
@@ -396,7 +384,6 @@ class CollectiveActions:
     ) -> tuple[StepTarget | None, dict[str, Any]]:
         """Returns the step that is to be saved; None when it is not due."""
         self.settings.names.name_of(step)
-        self._refuse_read_only()
         policy = self.settings.policy
         alone = force or (policy is not None and bool(policy.due(SaveFacts(step=step))))
         quick = policy is None or asks_only_the_step(policy) or step % self.settings.sync_every
@@ -409,10 +396,20 @@ class CollectiveActions:
             lambda: state_of(self.settings.named, state_dict), "looking at the state", session.rank
         )
         left = threading.Event()
+
+        def decide(preempted: Sequence[bool]) -> tuple[str, int, int, str] | None:
+            told = any(preempted)
+            if not self.writer.due(step, told, force=force):
+                return None
+            place = self.writer.begin(
+                step, preempted=told, wanted=lambda: not left.is_set(), **details
+            )
+            return place.name, place.last_slot, place.number, place.attempt
+
         try:
             decided = self.agree(
                 f"saving step {step}",
-                partial(self._decide_save, step, force, details, left),
+                decide,
                 facts=self._preemption.is_told,
                 error=error,
                 session=session,
@@ -424,27 +421,6 @@ class CollectiveActions:
         if decided is None:
             return None, {}
         return StepTarget(step, *decided), states or {}
-
-    def _decide_due(self, step: int, preempted: Sequence[bool]) -> bool:
-        return self.writer.due(step, any(preempted))
-
-    def _decide_save(
-        self,
-        step: int,
-        force: bool,
-        details: Mapping[str, Any],
-        left: threading.Event,
-        preempted: Sequence[bool],
-    ) -> tuple[str, int, int, str] | None:
-        if not self.writer.due(step, any(preempted), force=force):
-            return None
-        place = self.writer.begin(
-            step,
-            preempted=any(preempted),
-            wanted=lambda: not left.is_set(),
-            **details,
-        )
-        return place.name, place.last_slot, place.number, place.attempt
 
     def _parts(self) -> list[tuple[str, Item]]:
         return list(self.settings.named.items()) or [("", self.settings.unnamed)]
@@ -546,13 +522,6 @@ class CollectiveActions:
                 within(timeout_s, what, lambda: self.writer.finish(place, committed))
         except CheckpointError as error:
             logger.warning("%s: %s", what, error)
-
-    def _refuse_read_only(self) -> None:
-        if self.settings.read_only:
-            raise InvalidRequestError(
-                f"this manager of {self.root.url} is read_only; make one without it to save",
-                key="read_only",
-            )
 
 
 def _perform_after(place: StepTarget, task: Task) -> Result:

@@ -1,6 +1,6 @@
 """Leases: the writer lease of a root, the readers' leases on steps, and whether their holders live.
 
-The writer lease gives one process at a time the right to write to a root, and a holder that lost it
+The writer lease lets one process at a time write to a root, and a holder that lost it
 learns so. It is a numbered file, created only if absent: the highest number holds it. A process
 that wants it checks its holder first. While the holder lives, the newcomer is refused. A holder
 that is gone is succeeded; if it is not gone after all, it finds a higher number before its next
@@ -24,17 +24,16 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
 from ray_dcp.format.names import READING
-from ray_dcp.io.records import fence
 from ray_dcp.manager.catalogue import Root
-from ray_dcp.protocol.messages import Target
-from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage
+from ray_dcp.store.storage import KeyExistsError, Storage, read_if_there
 
 
 @dataclass(frozen=True)
@@ -109,33 +108,33 @@ def _started(pid: int) -> str:
     return "" if fields[0] in "ZX" else fields[19]
 
 
-class LeaseRenewal:
-    """Does something again and again in a thread, until it is stopped.
+def renewed(beat: Callable[[int], object], every_s: float) -> Callable[[], None]:
+    """Renews a lease in a thread, again and again.
 
     Args:
-        beat: What; gets the number of the renewal, from 1. Its errors are ignored: the next
+        beat: Renews it; gets the number of the renewal, from 1. Its errors are ignored: the next
             renewal comes soon.
         every_s: How often, in seconds.
+
+    Returns:
+        What ends that, and waits for a renewal that is in progress.
     """
+    over = threading.Event()
 
-    def __init__(self, beat: Callable[[int], object], every_s: float) -> None:
-        self._beat = beat
-        self._every_s = every_s
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ray_dcp beat", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Ends it, and waits for a renewal that is in progress."""
-        self._over.set()
-        self._thread.join(self._every_s)
-
-    def _run(self) -> None:
-        number = 0
-        while not self._over.wait(self._every_s):
-            number += 1
+    def run() -> None:
+        for number in count(1):
+            if over.wait(every_s):
+                return
             with suppress(Exception):
-                self._beat(number)
+                beat(number)
+
+    def stop() -> None:
+        over.set()
+        thread.join(every_s)
+
+    thread = threading.Thread(target=run, name="ray_dcp beat", daemon=True)
+    thread.start()
+    return stop
 
 
 LEASE_S = 30.0
@@ -146,16 +145,14 @@ _BEATS = 3
 _MOST_TRIES = 20
 _RIGHT = re.compile(r"writer-(\d{8,16})\.json")
 
-Opener = Callable[[Target], Storage]
 logger = logging.getLogger(__name__)
 
 
 class WriterLease:
-    """The right of this process to write to a root, once it is taken.
+    """The writer lease of a root, once this process has taken it.
 
     Args:
         root: Where.
-        opener: What opens storages.
         lease_s: Silence after which a holder on another machine counts as gone, in seconds.
         holder: Who takes it; this process by default.
         wait: Lets seconds pass.
@@ -165,7 +162,6 @@ class WriterLease:
     def __init__(
         self,
         root: Root,
-        opener: Opener,
         *,
         lease_s: float = LEASE_S,
         holder: LeaseHolder | None = None,
@@ -173,12 +169,11 @@ class WriterLease:
         beats: bool = True,
     ) -> None:
         self._root = root
-        self._opener = opener
         self._lease_s = lease_s
         self._holder = holder or this_process()
         self._wait = wait or threading.Event().wait
         self._beats = beats
-        self._beating: LeaseRenewal | None = None
+        self._stop: Callable[[], None] = lambda: None
         self._number = 0
 
     @property
@@ -187,15 +182,15 @@ class WriterLease:
         return self._number > 0
 
     def holder(self) -> LeaseHolder | None:
-        """Returns who has the right now, or had it last without giving it back; None for nobody.
+        """Returns who has the lease now, or had it last without giving it back; None for nobody.
 
         Raises:
             StorageError: The storage failed.
         """
-        return self._held(self._opener(self._root.shared))[1]
+        return self._held(self._root.shared)[1]
 
     def take(self, *, even_if_held: bool = False) -> None:
-        """Takes the right; does nothing when this process has it, as `check` tells.
+        """Takes the lease; does nothing when this process has it, as `check` tells.
 
         Args:
             even_if_held: Also from a holder that lives; it is refused from then on.
@@ -208,19 +203,19 @@ class WriterLease:
         if self.is_taken:
             self.check()
             return
-        storage = self._opener(self._root.shared)
+        storage = self._root.shared
         for _ in range(_MOST_TRIES):
             number, holder = self._held(storage)
             if holder is not None and not even_if_held and self._lives(storage, number, holder):
                 raise CheckpointExistsError(
                     f"{self._root.url} is written by {holder}, which lives. Use one root a job; or "
-                    f"end that process, or close its manager; to read what it writes no right is "
-                    f"needed (restore, all_steps, follow). CheckpointManager(takeover=True) takes "
-                    f"it away",
+                    f"end that process, or close its manager; to read what it writes takes "
+                    f"no writer lease (restore, all_steps, follow). "
+                    f"CheckpointManager(takeover=True) takes it away",
                     checkpoint_id=self._root.url,
                 )
             try:
-                storage.write(_key(number + 1), self._holder.encode(), create=True)
+                storage.write(_name(number + 1), self._holder.encode(), create=True)
             except KeyExistsError:
                 continue
             if holder is not None and not holder.is_same_process(self._holder):
@@ -228,7 +223,7 @@ class WriterLease:
             self._number = number + 1
             self._remove_older(storage)
             if self._beats and storage.traits.shared:
-                self._beating = LeaseRenewal(self._beat, self._lease_s / _BEATS)
+                self._stop = renewed(self._beat, self._lease_s / _BEATS)
             return
         raise CheckpointExistsError(
             f"{self._root.url} changed its writer {_MOST_TRIES} times meanwhile; which jobs write "
@@ -237,7 +232,7 @@ class WriterLease:
         )
 
     def check(self) -> None:
-        """Checks that this process still has the right.
+        """Checks that this process still has the lease.
 
         Raises:
             CheckpointExistsError: Another one took it.
@@ -245,9 +240,9 @@ class WriterLease:
             StorageError: The storage failed.
         """
         if not self.is_taken:
-            raise InvalidRequestError("the right to write was not taken; call take() first")
-        storage = self._opener(self._root.shared)
-        highest = _highest(storage)
+            raise InvalidRequestError("the writer lease was not taken; call take() first")
+        storage = self._root.shared
+        highest, _ = _highest(storage)
         if highest == self._number:
             return
         other = self._holder_of(storage, highest)
@@ -259,34 +254,27 @@ class WriterLease:
         )
 
     def give_back(self) -> None:
-        """Lets others take the right at once. Does nothing when another one has it.
+        """Lets others take the lease at once. Does nothing when another one has it.
 
         Raises:
             StorageError: The storage failed.
         """
-        if self._beating is not None:
-            self._beating.stop()
-            self._beating = None
+        self._stop()
         if not self.is_taken:
             return
         number, self._number = self._number, 0
-        storage = self._opener(self._root.shared)
-        if _highest(storage) == number:
-            storage.write(_released(number), b"")
+        storage = self._root.shared
+        if _highest(storage)[0] == number:
+            storage.write(_name(number, "released"), b"")
 
     def _held(self, storage: Storage) -> tuple[int, LeaseHolder | None]:
         """Returns the highest number, and its holder unless it was given back."""
-        keys = [entry.key for entry in storage.list("writer-")]
-        number = max(_numbers(keys), default=0)
-        if not number or _released(number) in keys:
-            return number, None
-        return number, self._holder_of(storage, number)
+        number, is_released = _highest(storage)
+        return number, None if is_released else self._holder_of(storage, number)
 
     def _holder_of(self, storage: Storage, number: int) -> LeaseHolder | None:
-        try:
-            return LeaseHolder.decode(storage.read(_key(number)))
-        except KeyMissingError:
-            return None
+        data = read_if_there(storage, _name(number))
+        return None if data is None else LeaseHolder.decode(data)
 
     def _lives(self, storage: Storage, number: int, holder: LeaseHolder) -> bool:
         if holder.is_same_process(self._holder):
@@ -300,51 +288,31 @@ class WriterLease:
             holder,
             self._lease_s,
         )
-        first = _content(storage, _beat(number))
+        first = read_if_there(storage, _name(number, "beat"))
         for _ in range(_BEATS + 1):
             self._wait(self._lease_s / _BEATS)
-            if _content(storage, _beat(number)) != first:
+            if read_if_there(storage, _name(number, "beat")) != first:
                 return True
         return False
 
     def _remove_older(self, storage: Storage) -> None:
         names = [entry.key for entry in storage.list("writer-")]
-        storage.delete([name for name in names if _number_in(name) < self._number])
+        numbers = {name: int(name.removeprefix("writer-").partition(".")[0]) for name in names}
+        storage.delete([name for name in names if numbers[name] < self._number])
 
     def _beat(self, number: int) -> None:
-        self._opener(self._root.shared).write(_beat(self._number), str(number).encode())
+        self._root.shared.write(_name(self._number, "beat"), str(number).encode())
 
 
-def _key(number: int) -> str:
-    return f"writer-{number:08d}.json"
+def _name(number: int, kind: str = "json") -> str:
+    return f"writer-{number:08d}.{kind}"
 
 
-def _beat(number: int) -> str:
-    return f"writer-{number:08d}.beat"
-
-
-def _released(number: int) -> str:
-    return f"writer-{number:08d}.released"
-
-
-def _number_in(key: str) -> int:
-    return int(key[len("writer-") :].partition(".")[0])
-
-
-def _numbers(keys: Iterable[str]) -> list[int]:
-    found = map(_RIGHT.fullmatch, keys)
-    return [int(one[1]) for one in found if one is not None]
-
-
-def _highest(storage: Storage) -> int:
-    return max(_numbers(entry.key for entry in storage.list("writer-")), default=0)
-
-
-def _content(storage: Storage, key: str) -> bytes | None:
-    try:
-        return storage.read(key)
-    except KeyMissingError:
-        return None
+def _highest(storage: Storage) -> tuple[int, bool]:
+    """Returns the number of the newest lease (0 for none), and whether nobody holds it."""
+    keys = {entry.key for entry in storage.list("writer-")}
+    number = max((int(found[1]) for found in map(_RIGHT.fullmatch, keys) if found), default=0)
+    return number, not number or _name(number, "released") in keys
 
 
 class Lease:
@@ -353,7 +321,6 @@ class Lease:
     Args:
         root: Where.
         step: Which step.
-        opener: What opens storages.
         lease_s: Silence after which a reader on another machine counts as gone, in seconds.
         holder: Who reads; this process by default.
         beats: Renew it in a thread, so that others see that this process lives.
@@ -367,7 +334,6 @@ class Lease:
         self,
         root: Root,
         step: int,
-        opener: Opener,
         *,
         lease_s: float,
         holder: LeaseHolder | None = None,
@@ -376,38 +342,30 @@ class Lease:
         self._holder = holder or this_process()
         self._root = root
         self._step = step
-        self._opener = opener
         self._lease_s = lease_s
         self._beats = beats
-        self._beating: LeaseRenewal | None = None
+        self._stop: Callable[[], None] = lambda: None
 
     @property
     def _key(self) -> str:
         return f"{READING}{self._step}.{self._holder.nonce}"
 
     def __enter__(self) -> Lease:
-        storage = self._opener(self._root.shared)
+        storage = self._root.shared
         storage.write(self._key, self._holder.encode())
-        fence(
-            storage,
-            lambda name: self._opener(self._root.below(name)),
-            f"step {self._step} is read by {self._holder}",
-            self._step,
-        )
+        self._root.fence(f"step {self._step} is read by {self._holder}", self._step)
         if self._beats and storage.traits.shared:
-            self._beating = LeaseRenewal(self._beat, self._lease_s / 3)
+            self._stop = renewed(self._beat, self._lease_s / _BEATS)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._beating is not None:
-            self._beating.stop()
-            self._beating = None
+        self._stop()
         # Why suppressed: the reader is done, and a lease of a process that is gone ends by itself.
         with suppress(CheckpointError):
-            self._opener(self._root.shared).delete([self._key])
+            self._root.shared.delete([self._key])
 
     def _beat(self, number: int) -> None:
-        self._opener(self._root.shared).write(self._key, self._holder.encode(number))
+        self._root.shared.write(self._key, self._holder.encode(number))
 
 
 class Readers:
@@ -442,9 +400,8 @@ class Readers:
         Raises:
             StorageError: The storage failed.
         """
-        try:
-            data = shared.read(key)
-        except KeyMissingError:
+        data = read_if_there(shared, key)
+        if data is None:
             return False
         holder = LeaseHolder.decode(data)
         lives = None if holder is None else holder.lives_here(self._holder)

@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -46,7 +45,6 @@ from ray_dcp.manager.steps import Order
 from ray_dcp.manager.writer import Writer
 from ray_dcp.options import LoadOptions
 from ray_dcp.runtime.records import target_of
-from ray_dcp.store.opening import open_storage
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +85,8 @@ class CheckpointManager:
     only look (`all_steps`, `latest_step`, `best_step`, `step_info`, `reading`, `follow`) any
     process may call at any time.
 
-    A root has one writer at a time, which is told from a second one; readers need no right.
+    A root has one writer at a time, which is told from a second one; readers
+    need no writer lease.
 
     Args:
         path: Path or URL of the root.
@@ -109,7 +108,7 @@ class CheckpointManager:
         order: "increasing" refuses a step that is not newer than all others; "any" takes it, and
             replaces one that is there.
         read_only: Refuse to save and delete.
-        takeover: Take the right to write away from a process that lives.
+        takeover: Take the writer lease away from a process that lives.
         sync_every: Ranks agree about clocks and preemption at steps that this divides.
         lease_s: Silence after which a writer or reader on another machine counts as gone, in
             seconds.
@@ -182,7 +181,7 @@ class CheckpointManager:
             on_failure=on_failure,
         )
         self._root = Root(target_of(path, None))
-        self._writer = Writer(self._root, self._settings, open_storage)
+        self._writer = Writer(self._root, self._settings)
         self._preemption = Preemption()
         self._actions = CollectiveActions(
             self._root, self._settings, self._writer, self._preemption, process_group, no_dist
@@ -259,7 +258,7 @@ class CheckpointManager:
             CheckpointNotFoundError: It is not committed, or is being deleted.
             StorageError: The lease could not be written.
         """
-        with Lease(self._root, step, open_storage, lease_s=self._settings.lease_s):
+        with Lease(self._root, step, lease_s=self._settings.lease_s):
             yield self.step_info(step).checkpoint_id
 
     def follow(
@@ -348,7 +347,7 @@ class CheckpointManager:
             CheckpointExistsError: Another process writes to this root.
             CheckpointError: As `ray_dcp.save`; earlier steps are as they were.
         """
-        self._check_open()
+        self._check_writable()
         told = {"metrics": metrics, "metadata": metadata, "tags": tags, "replace": replace}
         return self._actions.save(step, state_dict, force, told)
 
@@ -383,7 +382,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: As `save`, as far as it shows before the bytes are copied.
         """
-        self._check_open()
+        self._check_writable()
         _close_at_exit(self)
         told = {"metrics": metrics, "metadata": metadata, "tags": tags, "replace": replace}
         return self._actions.save_async(step, state_dict, force, told)
@@ -464,7 +463,7 @@ class CheckpointManager:
             InvalidRequestError: It was not written by ray_dcp, or is being saved.
             CheckpointError: Another process writes to this root, or reads the step.
         """
-        self._check_open()
+        self._check_writable()
         self._actions.agree(f"deleting step {step}", lambda _: self._writer.delete(step))
 
     def rewind(self, step: int) -> list[int]:
@@ -479,7 +478,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: As `delete`; steps that were not yet deleted stay.
         """
-        self._check_open()
+        self._check_writable()
         gone: list[int] = self._actions.agree(
             f"rewinding to step {step}", lambda _: self._writer.rewind(step)
         )
@@ -493,7 +492,7 @@ class CheckpointManager:
             InvalidRequestError: The tag can't be part of a file name.
             CheckpointExistsError: Another process writes to this root.
         """
-        self._check_open()
+        self._check_writable()
         self._actions.agree(
             f"the tag {tag!r} of step {step}",
             lambda _: self._writer.tag(step, tag, remove=remove),
@@ -524,12 +523,7 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except CheckpointError as failed:
@@ -541,3 +535,12 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidRequestError(f"{self!r} is closed; make another one")
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if self._settings.read_only:
+            raise InvalidRequestError(
+                f"this manager of {self.path} is read_only; make one without it to save, delete or "
+                f"tag",
+                key="read_only",
+            )

@@ -30,7 +30,7 @@ from ray_dcp.manager.settings import Item
 from ray_dcp.options import LoadOptions
 from ray_dcp.protocol.messages import Reply, Request, Target
 from ray_dcp.runtime.rank_load import drive, first_that_loads, with_time_to_join
-from ray_dcp.store.opening import open_storage, place_below
+from ray_dcp.store.opening import place_below
 from ray_dcp.torch_adapter.load_report import LoadReport
 
 Wanted = int | Literal["latest", "best", "auto"]
@@ -87,20 +87,6 @@ def saved_step(found: StepFound, root_url: str, tags: frozenset[str]) -> SavedSt
         tags=tags,
         items=() if info is None else tuple(sorted(info.items)),
     )
-
-
-def check_wanted(step: object) -> Wanted:
-    """Returns which step is wanted.
-
-    Raises:
-        InvalidRequestError: It is no step and none of the words.
-    """
-    is_number = isinstance(step, int) and not isinstance(step, bool)
-    if not is_number and step not in ("latest", "best", "auto"):
-        raise InvalidRequestError(
-            f"expected a step, 'latest', 'best' or 'auto', but found {step!r}", key="step"
-        )
-    return step  # type: ignore[return-value]
 
 
 def best_step_of(
@@ -236,7 +222,11 @@ def restore(
         state_dict: What to fill.
         options: How; those of the item if None.
     """
-    wanted = check_wanted(wanted)
+    is_number = isinstance(wanted, int) and not isinstance(wanted, bool)
+    if not is_number and wanted not in ("latest", "best", "auto"):
+        raise InvalidRequestError(
+            f"expected a step, 'latest', 'best' or 'auto', but found {wanted!r}", key="step"
+        )
     with ExitStack() as leases:
 
         def decide(_: Sequence[Any]) -> list[tuple[int, str, dict[str, str]]]:
@@ -258,7 +248,7 @@ def _chosen(actions: CollectiveActions, wanted: Wanted, leases: ExitStack) -> li
     for _ in range(MOST_LOOKS):
         found = candidates(wanted, actions.writer.look(), settings.kept, root.url)
         first = found[0]
-        lease = Lease(root, first.step, open_storage, lease_s=settings.lease_s)
+        lease = Lease(root, first.step, lease_s=settings.lease_s)
         try:
             leases.enter_context(lease)
             if left.is_set():  # nobody waits for the answer any more
@@ -268,7 +258,7 @@ def _chosen(actions: CollectiveActions, wanted: Wanted, leases: ExitStack) -> li
             logger.info("Step %d is read without a lease: %s", first.step, error)
             return found
         # Why again: it may have been deleted before the lease was there.
-        if look_at_step(root, first.name, first.step, open_storage) is not None:
+        if look_at_step(root, first.name, first.step) is not None:
             return found
         lease.__exit__()
     raise StorageError(

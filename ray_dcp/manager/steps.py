@@ -27,17 +27,14 @@ from ray_dcp.errors import (
 from ray_dcp.format.manifest import MAX_RECORD_BYTES, DeleteRecord, Manifest, record_key
 from ray_dcp.format.names import TAGS, StepNames, check_tag, note_key, tag_key, tag_of
 from ray_dcp.format.step_info import StepInfo, decode_info, encode_info, info_key, info_slot
-from ray_dcp.io.records import Announced, fence, read_slots, used_slots
+from ray_dcp.io.records import Announced, read_slots, used_slots
 from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look
 from ray_dcp.manager.leases import Readers
 from ray_dcp.manager.retention import RetentionPolicy, superfluous
-from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.runtime.tasks import new_attempt
-from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.store.storage import KeyMissingError, Storage
 
-Opener = Callable[[Target], Storage]
 Order = Literal["increasing", "any"]
 
 _ITEM = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -80,7 +77,6 @@ class Steps:
     Args:
         root: Where.
         names: Of step folders.
-        opener: What opens storages.
         order: Whether a step may be older than the newest.
 
     Attributes:
@@ -91,12 +87,9 @@ class Steps:
         saved_last: The step that this process committed last: it stays.
     """
 
-    def __init__(
-        self, root: Root, names: StepNames, opener: Opener, order: Order = "increasing"
-    ) -> None:
+    def __init__(self, root: Root, names: StepNames, order: Order = "increasing") -> None:
         self.root = root
         self.names = names
-        self.opener = opener
         self.order = order
         self.catalogue = Catalogue()
         self.pending: set[int] = set()
@@ -111,7 +104,7 @@ class Steps:
             StorageError: It can't be read.
         """
         before = self.catalogue if self.catalogue.steps else None
-        return look(self.root, self.names, self.opener, before)
+        return look(self.root, self.names, before)
 
     @property
     def newest(self) -> int | None:
@@ -162,7 +155,7 @@ class Steps:
             StorageError: The storage can't be listed.
         """
         name = self.names.name_of(step)
-        storage = self.opener(self.root.below(name))
+        storage = self.root.open(name)
         last = max(used_slots(storage), default=0)
         return StepTarget(step, name, last, _free_number(storage, last))
 
@@ -185,7 +178,7 @@ class Steps:
         Raises:
             StorageError: It could not be written.
         """
-        self.opener(self.root.below(place.name)).write(info_key(place.last_slot), encode_info(info))
+        self.root.open(place.name).write(info_key(place.last_slot), encode_info(info))
         had = self.tags_of(place.step) if place.last_slot else frozenset()
         for tag in sorted({*tags} - had):
             self.tag(place.step, tag)
@@ -198,7 +191,7 @@ class Steps:
             StorageError: It could not be written.
         """
         key = info_key(found.slot - 1)
-        self.opener(self.root.below(found.name)).write(key, encode_info(info))
+        self.root.open(found.name).write(key, encode_info(info))
         return replace(found, created_s=info.created_s, info=info)
 
     def tags_of(self, step: int) -> frozenset[str]:
@@ -207,7 +200,7 @@ class Steps:
         Raises:
             StorageError: It can't be listed.
         """
-        keys = (entry.key for entry in self.opener(self.root.shared).list(f"{TAGS}{step}."))
+        keys = (entry.key for entry in self.root.shared.list(f"{TAGS}{step}."))
         return frozenset(tagged[1] for key in keys if (tagged := tag_of(key)) is not None)
 
     def note(self, found: StepFound) -> None:
@@ -222,7 +215,7 @@ class Steps:
         Raises:
             StorageError: It could not be written.
         """
-        self.opener(self.root.shared).write(tag_key(step, check_tag(tag)), b"")
+        self.root.shared.write(tag_key(step, check_tag(tag)), b"")
 
     def untag(self, step: int, tag: str) -> None:
         """Takes a tag from a step; does nothing when it has none.
@@ -230,7 +223,7 @@ class Steps:
         Raises:
             StorageError: It could not be removed.
         """
-        self.opener(self.root.shared).delete([tag_key(step, check_tag(tag))])
+        self.root.shared.delete([tag_key(step, check_tag(tag))])
 
     def superfluous(
         self, catalogue: Catalogue, policy: RetentionPolicy | None
@@ -316,12 +309,12 @@ class Steps:
         found = self.catalogue.steps.get(place.step)
         if found is None or found.info is None:
             return
-        storage = self.opener(self.root.below(place.name))
+        storage = self.root.open(place.name)
         keys = [entry.key for entry in storage.list()]
         for item in sorted(_items_in(storage, keys) - {*found.info.items.values()}):
             # Why older ones alone: a later one belongs to a save that came after this one.
             if _begun_at(item) < place.number:
-                remove_folder(self.root.target, f"{place.name}/{item}", None, self.opener)
+                remove_folder(self.root, f"{place.name}/{item}")
 
 
 class Deletions:
@@ -329,22 +322,19 @@ class Deletions:
 
     Args:
         root: Where.
-        opener: What opens storages.
         readers: Tells whether who reads a step still does.
-        check: Raises when this process has no right to write any more.
+        check: Raises when this process has lost the writer lease.
         removed: Called with what was deleted.
     """
 
     def __init__(
         self,
         root: Root,
-        opener: Opener,
         readers: Readers,
         check: Callable[[], object],
         removed: Callable[[Going], object] = lambda _: None,
     ) -> None:
         self._root = root
-        self._opener = opener
         self._readers = readers
         self._check = check
         self._removed = removed
@@ -365,7 +355,7 @@ class Deletions:
             Folders that could not be removed now, by name, with why; None: somebody reads it.
 
         Raises:
-            CheckpointExistsError: Another process has the right to write.
+            CheckpointExistsError: Another process has the writer lease.
             StorageError: The storage failed.
         """
         left: dict[str, CheckpointError | None] = {}
@@ -386,27 +376,19 @@ class Deletions:
                 left[one.name] = error
         return left
 
-    @property
-    def _shared(self) -> Storage:
-        return self._opener(self._root.shared)
-
     def announce(self, going: Going) -> Announced:
         """Announces a deletion."""
         mark = Announced(going.step, new_attempt(), going.name)
-        self._shared.write(mark.key, b"")
+        self._root.shared.write(mark.key, b"")
         return mark
 
     def withdraw(self, mark: Announced) -> None:
         """Takes an announcement back."""
-        self._shared.delete([mark.key])
-
-    def fence(self, reason: str, step: int | None) -> None:
-        """Ends the deletions that are announced, of one step or of all."""
-        fence(self._shared, lambda name: self._opener(self._root.below(name)), reason, step)
+        self._root.shared.delete([mark.key])
 
     def is_read(self, leases: Collection[str]) -> bool:
         """Tells whether one of these leases is held."""
-        return any(self._readers.is_live(self._shared, key) for key in leases)
+        return any(self._readers.is_live(self._root.shared, key) for key in leases)
 
     def remove(self, going: Going, mark: Announced) -> None:
         """Removes a step whose deletion is announced.
@@ -416,7 +398,7 @@ class Deletions:
             CheckpointError: It is not removed, or something is left.
         """
         try:
-            remove_step(self._root, going, self._opener, mark.attempt, self._check)
+            remove_step(self._root, going, mark.attempt, self._check)
         except CheckpointExistsError:
             self.withdraw(mark)
             raise
@@ -424,15 +406,13 @@ class Deletions:
             # Why: a delete record that is on its way may still arrive. Where that can't be ended
             # either, the announcement stays for whoever protects the step next.
             with suppress(CheckpointError):
-                self.fence(f"a deletion of step {going.step} failed", going.step)
+                self._root.fence(f"a deletion of step {going.step} failed", going.step)
             raise
         self._removed(going)
-        self._shared.delete([mark.key, note_key(going.step)])
+        self._root.shared.delete([mark.key, note_key(going.step)])
 
 
-def remove_step(
-    root: Root, going: Going, opener: Opener, attempt: str, check: Callable[[], object]
-) -> None:
+def remove_step(root: Root, going: Going, attempt: str, check: Callable[[], object]) -> None:
     """Deletes what ray_dcp wrote into a step folder, all but the record that says so.
 
     That record stays for good: without it, an attempt that has lain still since before could
@@ -441,7 +421,6 @@ def remove_step(
     Args:
         root: Where.
         going: What was decided about; anything else is left alone.
-        opener: What opens storages.
         attempt: Under which the deletion is announced.
         check: Called right before the delete record is committed; raises what keeps the step.
 
@@ -449,64 +428,57 @@ def remove_step(
         CheckpointExistsError: Something else stands there by now, or somebody ended the deletion.
         StorageError: Something is left; the step is gone all the same, or was not touched.
     """
-    folder = root.below(going.name)
-    storage = opener(folder)
+    storage = root.open(going.name)
     keys = [entry.key for entry in storage.list()]
     # Careful: looked at before the record. Whoever saves the step after it uses other folders.
     items = {
-        item: _standing_attempt(opener(root.below(f"{going.name}/{item}")))
+        item: _standing_attempt(root.open(f"{going.name}/{item}"))
         for item in sorted(_items_in(storage, keys))
     }
     check()
-    _delete(folder, opener, going.attempt, attempt)
+    _delete(root, going.name, going.attempt, attempt)
     for item, seen in items.items():
-        remove_folder(root.target, f"{going.name}/{item}", seen, opener)
+        remove_folder(root, f"{going.name}/{item}", seen)
     storage.delete([key for key in keys if info_slot(key) is not None])
 
 
-def remove_folder(
-    parent: Target, name: str, expected: str | None = None, opener: Opener = open_storage
-) -> None:
+def remove_folder(root: Root, name: str, expected: str | None = None) -> None:
     """Deletes a checkpoint with its records, for good: nothing is saved to that folder again.
 
     Args:
-        parent: What the folder lies in.
+        root: What the folder lies in.
         name: Of the folder.
         expected: See `ray_dcp.delete`.
-        opener: What opens storages.
 
     Raises:
         StorageError: Something is left.
     """
-    target = place_below(parent, name)
-    _delete(target, opener, expected)
-    remove_records(parent, name, opener)
+    _delete(root, name, expected)
+    remove_records(root, name)
 
 
-def remove_records(parent: Target, name: str, opener: Opener) -> None:
+def remove_records(root: Root, name: str) -> None:
     """Removes the records of a checkpoint that was deleted, where nothing is saved any more.
 
     Args:
-        parent: What the folder lies in.
+        root: What the folder lies in.
         name: Of the folder.
-        opener: What opens storages.
 
     Raises:
         StorageError: Something is left.
     """
-    target = place_below(parent, name)
-    decides = read_slots(opener(target), tolerant=True).decides
+    storage = root.open(name)
+    decides = read_slots(storage, tolerant=True).decides
     if decides is not None and isinstance(decides.record, DeleteRecord):
-        slots = [slot for slot in used_slots(opener(target)) if slot <= decides.slot]
+        slots = [slot for slot in used_slots(storage) if slot <= decides.slot]
         # Why from above: a folder that becomes empty is removed by the storage it lies in.
-        opener(parent).delete([f"{name}/{record_key(slot)}" for slot in slots])
+        root.storage.delete([f"{name}/{record_key(slot)}" for slot in slots])
 
 
-def _delete(
-    target: Target, opener: Opener, expected: str | None, attempt: str | None = None
-) -> None:
+def _delete(root: Root, name: str, expected: str | None, attempt: str | None = None) -> None:
+    target = root.below(name)
     try:
-        report = delete(target, opener=opener, expected=expected, attempt=attempt)
+        report = delete(target, opener=root.opener, expected=expected, attempt=attempt)
     except CheckpointNotFoundError:
         return
     if report.warnings:

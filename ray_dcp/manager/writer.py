@@ -30,8 +30,6 @@ from ray_dcp.manager.retention import check_metrics
 from ray_dcp.manager.save_policy import SaveFacts, asks_only_the_step
 from ray_dcp.manager.settings import Settings
 from ray_dcp.manager.steps import Deletions, Going, Steps, StepTarget
-from ray_dcp.protocol.messages import Target
-from ray_dcp.store.storage import Storage
 
 FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 60.0
@@ -130,7 +128,7 @@ class Remover:
         try:
             left = self._remove()
         except (CheckpointExistsError, InvalidRequestError) as error:
-            # Why no more: whoever lost the right must not delete.
+            # Why no more: whoever lost the lease must not delete.
             logger.info("Nothing is removed from %s any more: %s", self._url, error)
         except CheckpointError as error:
             left = {"": error}
@@ -165,8 +163,6 @@ PUBLISH_EVERY = 8
 """Steps that the catalogue file may lack before it is written again: each costs whoever begins
 after a crash two reads."""
 
-Opener = Callable[[Target], Storage]
-
 
 class Writer:
     """The writer of a root, or who may become it.
@@ -174,7 +170,6 @@ class Writer:
     Args:
         root: Where.
         settings: Of the manager.
-        opener: What opens storages.
         clock: Seconds that only go forward, for policies.
         now: Seconds since 1970, for what is told about steps.
         threaded: Remove in a thread, and let others see that this process lives.
@@ -190,7 +185,6 @@ class Writer:
         self,
         root: Root,
         settings: Settings,
-        opener: Opener,
         *,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
@@ -199,21 +193,13 @@ class Writer:
     ) -> None:
         self.root = root
         self.lock = threading.RLock()
-        self.steps = Steps(root, settings.names, opener, settings.order)
+        self.steps = Steps(root, settings.names, settings.order)
         self._settings = settings
-        self._opener = opener
         self._clock = clock
         self._now = now
-        self._right = WriterLease(
-            root, opener, lease_s=settings.lease_s, holder=holder, beats=threaded
-        )
-        self._deletions = Deletions(
-            root,
-            opener,
-            Readers(lease_s=settings.lease_s, holder=holder),
-            self._right.check,
-            self._removed,
-        )
+        self._lease = WriterLease(root, lease_s=settings.lease_s, holder=holder, beats=threaded)
+        readers = Readers(lease_s=settings.lease_s, holder=holder)
+        self._deletions = Deletions(root, readers, self._lease.check, self._removed)
         self._begun: dict[int, tuple[StepInfo, frozenset[str]]] = {}
         """What is told of the steps that are being saved, and the tags that they got."""
         self.remover = Remover(root.url, self.remove_superfluous, threaded=threaded)
@@ -293,7 +279,7 @@ class Writer:
             CheckpointExistsError: Another process writes to this root.
             StorageError: The storage failed.
         """
-        self._take_right()
+        self._take_lease()
         metrics = check_metrics(metrics, self._settings.kept)
         metadata = check_metadata(metadata)
         tags = frozenset(check_tag(tag) for tag in tags)
@@ -308,7 +294,7 @@ class Writer:
             is_leaving = self._settings.names.name_of(step) in self.steps.leaving
         try:
             if is_leaving:
-                self._deletions.fence(f"step {step} is saved again", step)
+                self.root.fence(f"step {step} is saved again", step)
             place = self.steps.place(step)
             info = StepInfo(
                 step=step,
@@ -347,12 +333,12 @@ class Writer:
         try:
             if committed is False:
                 if added:
-                    # Why: whoever took the right may have saved the step, and tagged it, since.
-                    self._right.check()
+                    # Why: whoever took the lease may have saved the step, and tagged it, since.
+                    self._lease.check()
                 for tag in sorted(added):
                     self.steps.untag(place.step, tag)
                 return
-            found = look_at_step(self.root, place.name, place.step, self._opener)
+            found = look_at_step(self.root, place.name, place.step)
             if found is None:
                 return
             if found.slot and found.info is None and info is not None:
@@ -381,7 +367,7 @@ class Writer:
             As `Deletions.remove_all`.
 
         Raises:
-            CheckpointExistsError: Another process has the right to write.
+            CheckpointExistsError: Another process has the writer lease.
             InvalidRequestError: This one has given it back, or the policy gives no usable answer.
             StorageError: The storage failed.
         """
@@ -425,7 +411,7 @@ class Writer:
             CheckpointError: Somebody reads the step.
             StorageError: The storage failed.
         """
-        self._take_right()
+        self._take_lease()
         self.look()
         self._delete_now(self.steps.check_deletable(step))
 
@@ -435,7 +421,7 @@ class Writer:
         Raises:
             CheckpointError: As `delete` does; the steps that were not yet deleted stay.
         """
-        self._take_right()
+        self._take_lease()
         self.look()
         gone = []
         for later in self.steps.newer_than(step):
@@ -452,14 +438,14 @@ class Writer:
             StorageError: The storage failed.
         """
         check_tag(tag)
-        self._take_right()
+        self._take_lease()
         self.look()
         self.steps.check_deletable(step)
         if remove:
             self.steps.untag(step, tag)
             return
         self.steps.tag(step, tag)
-        self._deletions.fence(f"step {step} was given the tag {tag!r}", step)
+        self.root.fence(f"step {step} was given the tag {tag!r}", step)
         self.look()
         try:
             self.steps.check_deletable(step)
@@ -468,41 +454,35 @@ class Writer:
             raise
 
     def close(self) -> None:
-        """Gives the right back, so that others need not wait."""
+        """Gives the lease back, so that others need not wait."""
         self.remover.close()
         try:
-            if self._right.is_taken:
+            if self._lease.is_taken:
                 if self._unpublished:
                     self._publish()
-                self._right.give_back()
+                self._lease.give_back()
         except CheckpointError as error:
-            logger.info("The right to write to %s was not given back: %s", self.root.url, error)
+            logger.info("The writer lease of %s was not given back: %s", self.root.url, error)
 
-    def _take_right(self) -> None:
-        if self._settings.read_only:
-            raise InvalidRequestError(
-                f"this manager of {self.root.url} is read_only; make one without it to save, "
-                f"delete or tag",
-                key="read_only",
-            )
-        had_it = self._right.is_taken
-        self._right.take(even_if_held=self._settings.takeover)
+    def _take_lease(self) -> None:
+        had_it = self._lease.is_taken
+        self._lease.take(even_if_held=self._settings.takeover)
         if not had_it:
-            self._deletions.fence("another process writes to the run", None)
+            self.root.fence("another process writes to the run", None)
         if not had_it or not self._is_known:
             self._unpublished += self.look().num_read
 
     def _publish(self) -> None:
         self._unpublished = 0
         try:
-            publish(self.root, self.steps.catalogue, self._opener)
+            publish(self.root, self.steps.catalogue)
         except StorageError as error:
             logger.info("The catalogue of %s was not written: %s", self.root.url, error)
 
     def _delete_now(self, going: Going) -> None:
         mark = self._deletions.announce(going)
-        shared = self._opener(self.root.shared)
-        if self._deletions.is_read([e.key for e in shared.list(f"{READING}{going.step}.")]):
+        leases = [entry.key for entry in self.root.shared.list(f"{READING}{going.step}.")]
+        if self._deletions.is_read(leases):
             self._deletions.withdraw(mark)
             raise CheckpointError(
                 f"step {going.step} of {self.root.url} is being read by another process; delete "
@@ -511,8 +491,8 @@ class Writer:
             )
         tags = self.steps.tags_of(going.step)
         self._deletions.remove(going, mark)
-        self._right.check()
+        self._lease.check()
         for tag in sorted(tags):
             self.steps.untag(going.step, tag)
         # Why: a removal may have been decided because this step stood.
-        self._deletions.fence(f"step {going.step} was deleted", None)
+        self.root.fence(f"step {going.step} was deleted", None)

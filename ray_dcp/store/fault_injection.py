@@ -8,16 +8,17 @@ from __future__ import annotations
 import builtins
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from types import TracebackType
 from typing import Literal
 
 from ray_dcp.errors import InternalError, InvalidRequestError, StorageError
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import (
+    BytesLike,
     Entry,
     PartWriter,
     Storage,
@@ -148,12 +149,7 @@ save elsewhere [key a1]
     def __enter__(self) -> Script:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.check()
 
@@ -202,8 +198,18 @@ save elsewhere [key a1]
                     hit = hit or fault
         return hit
 
-    def meet(self, operation: Operation, key: str, url: str) -> Fault | None:
-        """Records a call; raises a fault that comes before it, returns one that comes later."""
+    @contextmanager
+    def call(self, operation: Operation, key: str, url: str) -> Iterator[Fault | None]:
+        """Records a call; raises the fault that comes before it, or after what is done inside.
+
+        Args:
+            operation: Which.
+            key: Of the call.
+            url: Of the storage, for messages.
+
+        Yields:
+            What happens to the call.
+        """
         with self._lock:
             if self._stopped:
                 raise CrashError(f"the process is dead, but asked for {operation} of {key!r}")
@@ -215,13 +221,10 @@ save elsewhere [key a1]
                 raise _error(fault, call, url)
         if fault is not None and fault.effect == "slow" and self._sleep is not None:
             self._sleep(fault.delay_s)
-        return fault
-
-    def answer(self, fault: Fault | None, operation: Operation, key: str, url: str) -> None:
-        """Raises what comes after an operation has happened."""
+        yield fault
         if fault is not None and fault.effect in ("after", "torn"):
             self._stopped |= fault.stops
-            raise _error(fault, Call(operation, key), url)
+            raise _error(fault, call, url)
 
     def keep(self, writer: PartWriter) -> None:
         """Keeps the writer of a dead process: what it has written stays, as after a real crash."""
@@ -261,53 +264,44 @@ class FaultyStorage(StorageWrapper):
 
     def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
         """See `Storage.read`."""
-        fault = self._meet("read", key)
-        data = self._inner.read(key, start, num_bytes)
-        self._answer(fault, "read", key)
+        with self._call("read", key) as fault:
+            data = self._inner.read(key, start, num_bytes)
         return bytes(_changed(data, fault))
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         """See `Storage.read_into`."""
-        fault = self._meet("read_into", key)
-        self._inner.read_into(key, start, target)
-        self._answer(fault, "read_into", key)
+        with self._call("read_into", key) as fault:
+            self._inner.read_into(key, start, target)
         view = as_bytes_view(target)
         view[:] = _changed(view, fault)
 
-    def write(
-        self, key: str, data: bytes | bytearray | memoryview, *, create: bool = False
-    ) -> None:
+    def write(self, key: str, data: BytesLike, *, create: bool = False) -> None:
         """See `Storage.write`."""
-        fault = self._meet("write", key)
-        self._inner.write(key, _changed(as_bytes_view(data), fault), create=create)
-        self._answer(fault, "write", key)
+        with self._call("write", key) as fault:
+            self._inner.write(key, _changed(as_bytes_view(data), fault), create=create)
 
     def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
         """See `Storage.open_writer`."""
-        fault = self._meet("open_writer", key)
-        writer = self._inner.open_writer(key, sync=sync)
-        if fault is not None and fault.stops:
-            self._script.keep(writer)
-        elif fault is not None and fault.effect == "after":
-            writer.abort()
-        self._answer(fault, "open_writer", key)
+        with self._call("open_writer", key) as fault:
+            writer = self._inner.open_writer(key, sync=sync)
+            if fault is not None and fault.stops:
+                self._script.keep(writer)
+            elif fault is not None and fault.effect == "after":
+                writer.abort()
         return _FaultyWriter(self._script, self.url, key, writer)
 
     def list(self, prefix: str = "") -> builtins.list[Entry]:
         """See `Storage.list`."""
-        fault = self._meet("list", prefix)
-        entries = self._inner.list(prefix)
-        self._answer(fault, "list", prefix)
-        return entries
+        with self._call("list", prefix):
+            return self._inner.list(prefix)
 
     def unpublished(self) -> Sequence[Entry]:
         """Returns what the inner storage tells of unpublished files; nothing if it can't."""
         tell = getattr(self._inner, "unpublished", None)
         if tell is None:
             return ()
-        fault = self._meet("list", ".tmp-")
-        entries: Sequence[Entry] = tell()
-        self._answer(fault, "list", ".tmp-")
+        with self._call("list", ".tmp-"):
+            entries: Sequence[Entry] = tell()
         return entries
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -315,19 +309,15 @@ class FaultyStorage(StorageWrapper):
         failures: builtins.list[StorageError] = []
         for key in keys:
             try:
-                fault = self._meet("delete", key)
-                self._inner.delete([key])
-                self._answer(fault, "delete", key)
+                with self._call("delete", key):
+                    self._inner.delete([key])
             except StorageError as error:
                 failures.append(error)
         if failures:
             raise failures[0]
 
-    def _meet(self, operation: Operation, key: str) -> Fault | None:
-        return self._script.meet(operation, key, self.url)
-
-    def _answer(self, fault: Fault | None, operation: Operation, key: str) -> None:
-        self._script.answer(fault, operation, key, self.url)
+    def _call(self, operation: Operation, key: str) -> AbstractContextManager[Fault | None]:
+        return self._script.call(operation, key, self.url)
 
 
 class _FaultyWriter:
@@ -339,17 +329,15 @@ class _FaultyWriter:
         self._key = key
         self._inner = inner
 
-    def write(self, data: bytes | bytearray | memoryview) -> None:
+    def write(self, data: BytesLike) -> None:
         """See `PartWriter.write`."""
-        fault = self._script.meet("writer.write", self._key, self._url)
-        self._inner.write(_changed(as_bytes_view(data), fault))
-        self._script.answer(fault, "writer.write", self._key, self._url)
+        with self._script.call("writer.write", self._key, self._url) as fault:
+            self._inner.write(_changed(as_bytes_view(data), fault))
 
     def commit(self) -> None:
         """See `PartWriter.commit`."""
-        fault = self._script.meet("commit", self._key, self._url)
-        self._inner.commit()
-        self._script.answer(fault, "commit", self._key, self._url)
+        with self._script.call("commit", self._key, self._url):
+            self._inner.commit()
 
     def abort(self) -> None:
         """See `PartWriter.abort`; it never fails, and the dead don't clean up."""

@@ -30,6 +30,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import numpy as np
 
@@ -38,6 +39,7 @@ from ray_dcp.store.storage import (
     LOCAL_DISK,
     NETWORK_DISK,
     TEMP_PREFIX,
+    BytesLike,
     Entry,
     OnceWriter,
     PartWriter,
@@ -50,6 +52,7 @@ from ray_dcp.store.storage import (
 )
 
 _MODE = 0o666
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _NAME_MAX = 255
 # What filesystems without hard links answer to link().
 _NO_LINKS = frozenset(
@@ -104,34 +107,49 @@ def make_directories(path: str, *, sync: bool) -> None:
             sync_directory(os.path.dirname(directory))
 
 
-def create_temp(path: str, flags: int = 0, *, sync: bool) -> tuple[int, str]:
+def open_temp(path: str, key: str, *, sync: bool, direct: bool = False) -> tuple[int, str, bool]:
     """Creates an unpublished file beside the file that it is to become.
 
     Args:
         path: The file that it is to become; missing directories are made.
-        flags: More flags for `os.open`.
+        key: Its key, for messages.
         sync: Make new directories durable.
+        direct: Try direct I/O.
 
     Returns:
-        A descriptor opened for writing, and the path of the temporary file.
+        A descriptor opened for writing, the path of the temporary file, and whether it is written
+        directly.
+
+    Raises:
+        StorageError: It can't be made; when its directory is missing and can't be made, the
+            message names the nearest parent that exists.
     """
     directory, name = os.path.split(path)
     prefix = f"{TEMP_PREFIX}{secrets.token_hex(6)}-"
     temp = os.path.join(directory, prefix + name[: _NAME_MAX - len(prefix)])
-    flags |= os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    for _ in range(_MOST_TRIES):
-        try:
-            return os.open(temp, flags, _MODE), temp
-        except FileNotFoundError:
-            # A collector may remove the directory again while it is empty: hence the loop.
-            with suppress(FileNotFoundError):
-                make_directories(directory, sync=sync)
-        except OSError:
-            # Why: some filesystems refuse O_DIRECT only after they have made the file.
-            with suppress(OSError):
-                os.unlink(temp)
-            raise
-    return os.open(temp, flags, _MODE), temp
+    flag = getattr(os, "O_DIRECT", 0) if direct else 0
+    try:
+        for _ in range(_MOST_TRIES):
+            try:
+                return os.open(temp, _NEW | flag, _MODE), temp, bool(flag)
+            except FileNotFoundError:
+                # A collector may remove the directory again while it is empty: hence the loop.
+                with suppress(FileNotFoundError):
+                    make_directories(directory, sync=sync)
+            except OSError as exc:
+                # Why: some filesystems refuse O_DIRECT only after they have made the file.
+                with suppress(OSError):
+                    os.unlink(temp)
+                if exc.errno != errno.EINVAL or not flag:
+                    raise
+                flag = 0
+        return os.open(temp, _NEW | flag, _MODE), temp, bool(flag)
+    except OSError as exc:
+        if os.path.isdir(directory):
+            raise os_failure(exc, "create a file for", key, path) from exc
+        error = os_failure(exc, "create the directory", key, directory)
+        error.message += f" (the nearest parent that exists is {first_existing_parent(directory)})"
+        raise error from exc
 
 
 def write_all(fd: int, data: memoryview) -> None:
@@ -170,29 +188,22 @@ def publish(temp: str, path: str, *, create: bool, sync: bool) -> None:
 
 
 def _link(temp: str, path: str) -> None:
-    try:
-        os.link(temp, path)
-    except OSError as exc:
-        if exc.errno not in _NO_LINKS:
-            raise
-        _rename_to_free(temp, path)
+    """Gives a file its name if that is free: by a hard link, or a rename where there are none."""
+    for give in (os.link, _rename_noreplace):
+        try:
+            give(temp, path)
+        except OSError as exc:
+            if exc.errno not in _NO_LINKS | _NO_FLAGS:
+                raise
+            continue
+        # Suppressed: the file has its name, and what a link leaves is no more than a second one.
+        with suppress(OSError):
+            os.unlink(temp)
         return
-    # Suppressed: the file has its name, and what is left is no more than a second one.
-    with suppress(OSError):
-        os.unlink(temp)
-
-
-def _rename_to_free(temp: str, path: str) -> None:
-    """Renames where there are no hard links, if the new name is free."""
-    try:
-        _rename_noreplace(temp, path)
-    except OSError as exc:
-        if exc.errno not in _NO_FLAGS:
-            raise
-        # Careful: of two callers that look at once both win; see `creates_once`.
-        if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
-        os.rename(temp, path)
+    # Careful: of two callers that look at once both win; see `creates_once`.
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+    os.rename(temp, path)
 
 
 def creates_once(first: str, second: str, name: str) -> bool:
@@ -260,7 +271,7 @@ class LocalWriter(OnceWriter):
         self._path = path
         self._sync = sync
         self._create = True
-        self._fd, self._temp, self._direct = _open_maybe_direct(path, key, direct, sync)
+        self._fd, self._temp, self._direct = open_temp(path, key, sync=sync, direct=direct)
         self._bounce = mmap.mmap(-1, _BOUNCE_BYTES)
         self._view = memoryview(self._bounce)
         self._fill = 0
@@ -276,7 +287,7 @@ class LocalWriter(OnceWriter):
         self._create = create
         super().commit()
 
-    def _append(self, data: bytes | bytearray | memoryview) -> None:
+    def _append(self, data: BytesLike) -> None:
         view = as_bytes_view(data)
         try:
             if len(view) >= _DIRECT_MIN_BYTES:
@@ -353,37 +364,6 @@ class LocalWriter(OnceWriter):
             except OSError:
                 if strict:
                     raise
-
-
-def open_temp(path: str, key: str, flags: int = 0, *, sync: bool) -> tuple[int, str]:
-    """Creates a temporary file beside `path`, as `create_temp`.
-
-    Raises:
-        StorageError: It can't be made; when its directory is missing and can't be made, the
-            message names the nearest parent that exists.
-    """
-    try:
-        return create_temp(path, flags, sync=sync)
-    except OSError as exc:
-        if exc.errno == errno.EINVAL and flags:
-            raise
-        directory = os.path.dirname(path)
-        if os.path.isdir(directory):
-            raise os_failure(exc, "create a file for", key, path) from exc
-        error = os_failure(exc, "create the directory", key, directory)
-        error.message += f" (the nearest parent that exists is {first_existing_parent(directory)})"
-        raise error from exc
-
-
-def _open_maybe_direct(path: str, key: str, direct: bool, sync: bool) -> tuple[int, str, bool]:
-    flag = getattr(os, "O_DIRECT", 0) if direct else 0
-    if flag:
-        try:
-            return *open_temp(path, key, flag, sync=sync), True
-        except OSError as exc:
-            if isinstance(exc, StorageError):
-                raise
-    return *open_temp(path, key, sync=sync), False
 
 
 def _pwrite(fd: int, views: list[memoryview], offset: int) -> int:
@@ -615,7 +595,7 @@ def _tried(directory: str) -> bool:
     )
     try:
         for path in (first, second):
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            os.close(os.open(path, _NEW, 0o600))
         return creates_once(first, second, name) and not may_create_twice(mount_kind(directory))
     finally:
         for path in (first, second, name):
@@ -623,7 +603,6 @@ def _tried(directory: str) -> bool:
                 os.unlink(path)
 
 
-_MAX_READ_BYTES = 1 << 30
 _NO_WAIT = getattr(os, "RWF_NOWAIT", 0)
 _AHEAD_STEP_BYTES = 512 << 10
 """Of what a call asks for, Linux reads no more than the longest request of the device."""
@@ -647,7 +626,7 @@ class LocalStorage:
         self._files = OpenFiles()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (self._root, self._durable))
+        return (partial(LocalStorage, durable=self._durable), (self._root,))
 
     def __repr__(self) -> str:
         return f"LocalStorage({self._root!r})"
@@ -687,11 +666,10 @@ class LocalStorage:
         path = self._path(key)
         check_range(key, start, num_bytes)
         try:
-            fd = open_regular(path)
-            try:
-                return _read(fd, start, num_bytes)
-            finally:
-                os.close(fd)
+            with open(open_regular(path), "rb") as file:
+                left = max(0, os.fstat(file.fileno()).st_size - start)
+                file.seek(start)
+                return file.read(left if num_bytes is None else min(left, num_bytes))
         except OSError as exc:
             raise _read_failure(exc, key, path) from exc
 
@@ -726,13 +704,11 @@ class LocalStorage:
             for low in range(start, start + num_bytes, _AHEAD_STEP_BYTES):
                 os.posix_fadvise(fd, low, _AHEAD_STEP_BYTES, os.POSIX_FADV_WILLNEED)
 
-    def write(
-        self, key: str, data: bytes | bytearray | memoryview, *, create: bool = False
-    ) -> None:
+    def write(self, key: str, data: BytesLike, *, create: bool = False) -> None:
         """See `Storage.write`."""
         path = self._path(key)
         view = as_bytes_view(data)
-        fd, temp = open_temp(path, key, sync=self._durable)
+        fd, temp, _ = open_temp(path, key, sync=self._durable)
         try:
             try:
                 write_all(fd, view)
@@ -794,10 +770,6 @@ class LocalStorage:
         return _entries(self._root, prefix, published=True)
 
 
-def _rebuild(root: str, durable: bool) -> LocalStorage:
-    return LocalStorage(root, durable=durable)
-
-
 def _entries(root: str, prefix: str, *, published: bool) -> list[Entry]:
     try:
         found = list(_walk(root, "", prefix, published))
@@ -854,21 +826,6 @@ def _unlink(path: str, root: str) -> bool:
             os.rmdir(directory)
             directory = os.path.dirname(directory)
     return was_there
-
-
-def _read(fd: int, start: int, num_bytes: int | None) -> bytes:
-    left = max(0, os.fstat(fd).st_size - start)
-    if num_bytes is not None:
-        left = min(left, num_bytes)
-    pieces = []
-    while left:
-        piece = os.pread(fd, min(left, _MAX_READ_BYTES), start)
-        if not piece:
-            break
-        pieces.append(piece)
-        start += len(piece)
-        left -= len(piece)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def _fill(fd: int, start: int, view: memoryview) -> int:

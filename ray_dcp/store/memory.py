@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from ray_dcp.errors import StorageError
 from ray_dcp.store.storage import (
     MEMORY,
+    BytesLike,
     Entry,
     KeyExistsError,
     KeyMissingError,
@@ -78,9 +79,7 @@ class MemoryStorage:
             )
         view[:] = memoryview(data)[start : start + len(view)]
 
-    def write(
-        self, key: str, data: bytes | bytearray | memoryview, *, create: bool = False
-    ) -> None:
+    def write(self, key: str, data: BytesLike, *, create: bool = False) -> None:
         """See `Storage.write`."""
         self._put(key, data if type(data) is bytes else bytes(as_bytes_view(data)), create)
 
@@ -126,7 +125,7 @@ class _MemoryWriter(OnceWriter):
         self._data = bytearray()
         super().__init__(f"{storage.url}/{key}", key)
 
-    def _append(self, data: bytes | bytearray | memoryview) -> None:
+    def _append(self, data: BytesLike) -> None:
         self._data += as_bytes_view(data)
 
     def _publish(self) -> None:

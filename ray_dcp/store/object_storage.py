@@ -16,10 +16,10 @@ import math
 import re
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import numpy as np
@@ -41,7 +41,7 @@ from ray_dcp.store.retry import Retrying
 from ray_dcp.store.storage import (
     MEMORY,
     OBJECT_STORE,
-    TEMP_PREFIX,
+    BytesLike,
     Entry,
     KeyExistsError,
     KeyMissingError,
@@ -52,9 +52,8 @@ from ray_dcp.store.storage import (
     as_bytes_view,
     check_key,
     check_range,
+    is_temporary,
 )
-
-_Ask = Callable[[Callable[[], Any]], Any]
 
 _PIECE_BYTES = 4 << 20
 """Pieces are handed over in this length, so that memory comes back soon after its part is sent."""
@@ -148,18 +147,13 @@ class ObjectWriter(OnceWriter):
 
     Args:
         storage: Where to.
-        store: Its store of obstore, whose client repeats the requests of parts.
         key: The key.
-        options: Length of parts, how many at a time, memory.
     """
 
-    def __init__(
-        self, storage: ObjectStorage, store: Any, key: str, options: ObjectOptions
-    ) -> None:
+    def __init__(self, storage: ObjectStorage, key: str) -> None:
         self._storage = storage
-        self._store = store
-        self._options = options
-        self._budget = budget_of(options)
+        self._request_bytes = storage._options.request_bytes
+        self._budget = budget_of(storage._options)
         self._own = _Own()
         self._num_bytes = 0
         self._head: list[npt.NDArray[np.uint8]] = []
@@ -185,14 +179,14 @@ class ObjectWriter(OnceWriter):
         self._drop()
         self._budget.forget(self._own)
 
-    def _append(self, data: bytes | bytearray | memoryview) -> None:
+    def _append(self, data: BytesLike) -> None:
         view = as_bytes_view(data)
         for start in range(0, len(view), _PIECE_BYTES):
             piece = view[start : start + _PIECE_BYTES]
-            if self._num_bytes + len(piece) > self._options.request_bytes * _MOST_PARTS:
+            if self._num_bytes + len(piece) > self._request_bytes * _MOST_PARTS:
                 raise StorageError(
                     f"could not write {self._where}: it gets longer than {_MOST_PARTS} parts of "
-                    f"{self._options.request_bytes} bytes; raise the storage option "
+                    f"{self._request_bytes} bytes; raise the storage option "
                     f"request_bytes, or lower part_bytes",
                     key=self._key,
                 )
@@ -206,7 +200,7 @@ class ObjectWriter(OnceWriter):
     def _counted(self, piece: memoryview, copy: bool) -> npt.NDArray[np.uint8]:
         """Returns a piece as an array that gives its bytes back when nothing refers to it."""
         array = np.frombuffer(piece, np.uint8)
-        if provider_of(self._store) is None:
+        if provider_of(self._storage._store) is None:
             # Why: obstore's store in memory keeps what it is given.
             self._budget.give_back(self._own, len(piece))
             return array.copy()
@@ -217,11 +211,11 @@ class ObjectWriter(OnceWriter):
     def _hand_over(self, array: npt.NDArray[np.uint8]) -> None:
         if self._upload is None:
             self._head.append(array)
-            if self._num_bytes + len(array) <= self._options.request_bytes:
+            if self._num_bytes + len(array) <= self._request_bytes:
                 return
-            ask = partial(self._storage._asked, "publish", self._key, repeat=False)
-            path = self._storage._path(self._key)
-            self._upload = _Upload(self._store, path, self._options, ask)
+            # Careful: not a method of this writer, which is aborted when nobody refers to it.
+            put = partial(self._storage._put_parts, self._key)
+            self._upload = _Upload(put, self._budget)
             while self._head:
                 self._upload.add(self._head.pop(0))
         else:
@@ -240,22 +234,18 @@ class ObjectWriter(OnceWriter):
 
 
 class _Upload:
-    """A multipart upload in a thread of its own; pieces go in at one end."""
+    """A multipart upload in a thread of its own; pieces go in at one end.
 
-    def __init__(
-        self,
-        store: Any,
-        path: str,
-        options: ObjectOptions,
-        ask: _Ask,
-    ) -> None:
+    Args:
+        put: Uploads the pieces of an iterator.
+        budget: Of which the pieces are; those who wait for room look again at the end.
+    """
+
+    def __init__(self, put: Callable[[_Pieces], object], budget: UploadBudget) -> None:
         self._pieces = _Pieces()
         self._error: BaseException | None = None
         self.ended = False
-        self._budget = budget_of(options)
-        self._thread = threading.Thread(
-            target=self._run, args=(store, path, options, ask), daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(put, budget), daemon=True)
         self._thread.start()
 
     def add(self, piece: npt.NDArray[np.uint8]) -> None:
@@ -266,7 +256,7 @@ class _Upload:
         """
         if self.ended:
             self._raise()
-        self._pieces.add(piece)
+        self._pieces.put(piece)
 
     def finish(self) -> None:
         """Ends the file and waits until it is there.
@@ -274,47 +264,26 @@ class _Upload:
         Raises:
             StorageError: The upload has failed.
         """
-        self._pieces.end(None)
+        self._pieces.put(StopIteration())
         self._thread.join()
         if self._error is not None:
             self._raise()
 
     def give_up(self) -> None:
         """Ends the upload without a file, and waits until its parts are removed."""
-        self._pieces.end(_GivenUpError())
+        self._pieces.drop()
+        self._pieces.put(_GivenUpError())
         self._thread.join()
 
-    def _run(
-        self,
-        store: Any,
-        path: str,
-        options: ObjectOptions,
-        ask: _Ask,
-    ) -> None:
-        import obstore
-
-        pieces: Any = self._pieces
-
-        # Careful: never again after an error, as the pieces are gone then and the file would be
-        # shorter. obstore repeats the request of each part by itself.
-        def put() -> None:
-            obstore.put(
-                store,
-                path,
-                pieces,
-                use_multipart=True,
-                chunk_size=options.request_bytes,
-                max_concurrency=options.num_requests,
-            )
-
+    def _run(self, put: Callable[[_Pieces], object], budget: UploadBudget) -> None:
         try:
-            ask(put)
+            put(self._pieces)
         except BaseException as error:  # noqa: BLE001 - raised in the thread that writes
             self._error = error
         finally:
             self.ended = True
             self._pieces.drop()
-            self._budget.wake()
+            budget.wake()
 
     def _raise(self) -> None:
         error = self._error
@@ -328,45 +297,24 @@ class _GivenUpError(Exception):
     """Tells the thread of an upload that no more pieces come, and that there is to be no file."""
 
 
-class _Pieces:
-    """An iterator over pieces that come from another thread. Read once: it can't be repeated."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._pieces: deque[npt.NDArray[np.uint8]] = deque()
-        self._is_over = False
-        self._error: BaseException | None = None
+class _Pieces(SimpleQueue["npt.NDArray[np.uint8] | Exception"]):
+    """An iterator over pieces that come from another thread, up to an exception. Read once."""
 
     def __iter__(self) -> Iterator[npt.NDArray[np.uint8]]:
         return self
 
     def __next__(self) -> npt.NDArray[np.uint8]:
-        with self._changed:
-            while not self._pieces and not self._is_over:
-                self._changed.wait()
-            if self._error is not None:
-                raise self._error
-            if not self._pieces:
-                raise StopIteration
-            return self._pieces.popleft()
-
-    def add(self, piece: npt.NDArray[np.uint8]) -> None:
-        """Appends a piece."""
-        with self._changed:
-            self._pieces.append(piece)
-            self._changed.notify_all()
-
-    def end(self, error: BaseException | None) -> None:
-        """Takes that there are no more; with an error, that the reader is to fail by it."""
-        with self._changed:
-            self._is_over = True
-            self._error = error
-            self._changed.notify_all()
+        piece = self.get()
+        if isinstance(piece, Exception):
+            self.put(piece)  # for whoever asks again
+            raise piece
+        return piece
 
     def drop(self) -> None:
         """Lets go of what was not read."""
-        with self._changed:
-            self._pieces.clear()
+        with suppress(Empty):
+            while True:
+                self.get_nowait()
 
 
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -649,9 +597,7 @@ class ObjectStorage:
                 key=key,
             )
 
-    def write(
-        self, key: str, data: bytes | bytearray | memoryview, *, create: bool = False
-    ) -> None:
+    def write(self, key: str, data: BytesLike, *, create: bool = False) -> None:
         """See `Storage.write`."""
         check_key(key)
         # Why copied: obstore's store in memory keeps what it is given.
@@ -666,7 +612,7 @@ class ObjectStorage:
     def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
         """See `Storage.open_writer`; `sync` changes nothing."""
         check_key(key)
-        return ObjectWriter(self, self._store, key, self._options)
+        return ObjectWriter(self, key)
 
     def delete(self, keys: Iterable[str]) -> None:
         """See `Storage.delete`."""
@@ -704,6 +650,23 @@ class ObjectStorage:
                 raise
 
         self._asked(doing, key, put)
+
+    def _put_parts(self, key: str, pieces: Iterator[Any]) -> None:
+        """Puts the pieces of a long file by a multipart upload.
+
+        Careful: never again after an error, as the pieces are gone then and the file would be
+        shorter. The client of this store repeats the request of each part by itself.
+        """
+        put = partial(
+            self._obstore.put,
+            self._store,
+            self._path(key),
+            pieces,
+            use_multipart=True,
+            chunk_size=self._options.request_bytes,
+            max_concurrency=self._options.num_requests,
+        )
+        self._asked("publish", key, put, repeat=False)
 
     def _delete(self, paths: builtins.list[str]) -> None:
         self._obstore.delete(self._calls, paths)
@@ -774,7 +737,7 @@ class ObjectStorage:
         return obstore
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (self._store, self._root, self._options))
+        return (partial(ObjectStorage, options=self._options), (self._store, self._root))
 
     @classmethod
     def at(cls, scheme: str, rest: str, options: dict[str, object]) -> ObjectStorage:
@@ -826,20 +789,13 @@ class ObjectStorage:
             for chunk in self._obstore.list(self._calls, place or None, chunk_size=1000):
                 for item in chunk:
                     key = item["path"].removeprefix(head)
-                    if key.startswith(prefix) and not _is_hidden(key):
+                    # Why "/" at the end: consoles make empty objects of such names for folders.
+                    is_hidden = key.endswith("/") or is_temporary(key)
+                    if key.startswith(prefix) and not is_hidden:
                         found.append(Entry(key, int(item["size"])))
             return found
 
         return sorted(self._asked("list", "", listed), key=lambda entry: entry.key)
-
-
-def _rebuild(store: Any, root: str, options: ObjectOptions) -> ObjectStorage:
-    return ObjectStorage(store, root, options=options)
-
-
-def _is_hidden(key: str) -> bool:
-    # Why "/" at the end: consoles make empty objects of such names for folders.
-    return key.endswith("/") or key.rpartition("/")[2].startswith(TEMP_PREFIX)
 
 
 def _is_of_the_store(error: Exception) -> bool:

@@ -9,16 +9,19 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.store.retry import Retrying
+from ray_dcp.store.storage_adapter import redacted
 
 MIB = 1 << 20
+K = TypeVar("K")
+V = TypeVar("V")
 
 # fsspec's name -> obstore's, of s3fs, gcsfs and adlfs; the same in obstore's own words stay.
 _FSSPEC_NAMES = {
@@ -146,7 +149,7 @@ _MOST_RETRIES = 20
 _MOST_KEPT = 32
 
 _LOCK = threading.Lock()
-_KEPT: OrderedDict[str, tuple[Any, ObjectOptions]] = OrderedDict()
+_STORES: OrderedDict[str, tuple[Any, ObjectOptions]] = OrderedDict()
 _CLIENTS: OrderedDict[tuple[int, float], tuple[Any, Client]] = OrderedDict()
 
 
@@ -173,16 +176,18 @@ def make_store(
         )
     # Why by repr: options need not be hashable. Never shown: it holds the credentials.
     name = repr((scheme, bucket, sorted((key, repr(value)) for key, value in options.items())))
+    return _kept(_STORES, name, lambda: _make(provider, bucket, options))
+
+
+def _kept(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
+    """Returns what a cache of the last ones that were asked for has, made if it is not there."""
     with _LOCK:
-        if name in _KEPT:
-            _KEPT.move_to_end(name)
-            return _KEPT[name]
-    made = _make(provider, bucket, options)
-    with _LOCK:
-        _KEPT[name] = made
-        while len(_KEPT) > _MOST_KEPT:
-            _KEPT.popitem(last=False)
-    return made
+        if key not in cache:
+            cache[key] = make()
+        cache.move_to_end(key)
+        while len(cache) > _MOST_KEPT:
+            cache.popitem(last=False)
+        return cache[key]
 
 
 class Client(NamedTuple):
@@ -201,25 +206,21 @@ def client_of(store: Any, timeout_s: float) -> Client:
         store: A store of obstore.
         timeout_s: Of a call with all its repetitions.
     """
-    key = (id(store), timeout_s)
-    with _LOCK:
-        found = _CLIENTS.pop(key, None)
-        if found is None:
-            calls = store
-            if provider_of(store) is not None:
-                calls = type(store)(
-                    prefix=store.prefix,
-                    config=store.config,
-                    client_options=store.client_options,
-                    credential_provider=store.credential_provider,
-                    retry_config={"max_retries": 0},
-                )
-            # Why the store as well: its id is not given to another one while it is kept.
-            found = (store, Client(calls, Retrying(timeout_s)))
-        _CLIENTS[key] = found
-        while len(_CLIENTS) > _MOST_KEPT:
-            _CLIENTS.popitem(last=False)
-    return found[1]
+
+    def make() -> tuple[Any, Client]:
+        calls = store
+        if provider_of(store) is not None:
+            calls = type(store)(
+                prefix=store.prefix,
+                config=store.config,
+                client_options=store.client_options,
+                credential_provider=store.credential_provider,
+                retry_config={"max_retries": 0},
+            )
+        # Why the store as well: its id is not given to another one while it is kept.
+        return store, Client(calls, Retrying(timeout_s))
+
+    return _kept(_CLIENTS, (id(store), timeout_s), make)[1]
 
 
 def forget_store(store: Any) -> None:
@@ -229,10 +230,10 @@ def forget_store(store: Any) -> None:
         store: One whose credentials were refused; any other is fine.
     """
     with _LOCK:
-        for name in [name for name, (kept, _) in _KEPT.items() if kept is store]:
-            del _KEPT[name]
-        for key in [key for key, (kept, _) in _CLIENTS.items() if kept is store]:
-            del _CLIENTS[key]
+        caches: tuple[OrderedDict[Any, tuple[Any, Any]], ...] = (_STORES, _CLIENTS)
+        for cache in caches:
+            for key in [key for key, (kept, _) in cache.items() if kept is store]:
+                del cache[key]
 
 
 def base_url(store: Any) -> str:
@@ -307,7 +308,7 @@ def _make(provider: str, bucket: str, options: Mapping[str, object]) -> tuple[An
         # Careful: the message of obstore may quote values; only its first line names the key.
         raise InvalidRequestError(
             f"the storage_options for {provider}://{bucket} are not understood: "
-            f"{_without(str(exc).splitlines()[0], config)}",
+            f"{redacted(str(exc).splitlines()[0], config)}",
             key="storage_options",
         ) from None
     return store, ours
@@ -340,11 +341,3 @@ def _is_encrypted(endpoint: str) -> bool:
     environment = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
     endpoints = [endpoint] if endpoint else [os.environ.get(name, "") for name in environment]
     return not any(found.lower().startswith("http:") for found in endpoints)
-
-
-def _without(text: str, config: Mapping[str, Any]) -> str:
-    """Returns a text without the values of any option."""
-    for value in config.values():
-        if isinstance(value, str) and len(value) > 3:
-            text = text.replace(value, "…")
-    return text

@@ -22,28 +22,8 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from ray_dcp.errors import InvalidRequestError, StorageError
 
-__all__ = [
-    "LOCAL_DISK",
-    "MEMORY",
-    "NETWORK_DISK",
-    "OBJECT_STORE",
-    "TEMP_PREFIX",
-    "Entry",
-    "KeyExistsError",
-    "KeyMissingError",
-    "OnceWriter",
-    "OneFile",
-    "PartWriter",
-    "ReadTraits",
-    "Storage",
-    "StorageTraits",
-    "StorageWrapper",
-    "as_bytes_view",
-    "check_key",
-    "check_range",
-    "os_failure",
-    "read_traits_of",
-]
+BytesLike = bytes | bytearray | memoryview
+"""What can be written."""
 
 
 class KeyMissingError(StorageError, FileNotFoundError):
@@ -117,11 +97,28 @@ def read_traits_of(storage: object) -> ReadTraits:
     return found if isinstance(found, ReadTraits) else LOCAL_DISK
 
 
+def read_if_there(storage: Storage, key: str, most_bytes: int | None = None) -> bytes | None:
+    """Returns the bytes of a key, or None if there is no such key.
+
+    Args:
+        storage: Where it lies.
+        key: Which.
+        most_bytes: What is longer is cut off there.
+
+    Raises:
+        StorageError: The storage refused.
+    """
+    try:
+        return storage.read(key, 0, most_bytes)
+    except KeyMissingError:
+        return None
+
+
 @runtime_checkable
 class PartWriter(Protocol):
     """Writes one file front to back; nothing is visible before `commit`."""
 
-    def write(self, data: bytes | bytearray | memoryview) -> None:
+    def write(self, data: BytesLike) -> None:
         """Appends bytes. They are consumed when the call returns.
 
         Raises:
@@ -160,7 +157,7 @@ class OnceWriter:
         self._key = key
         self._state = "open"
 
-    def write(self, data: bytes | bytearray | memoryview) -> None:
+    def write(self, data: BytesLike) -> None:
         """See `PartWriter.write`."""
         self._check_open()
         self._append(data)
@@ -192,7 +189,7 @@ class OnceWriter:
                 f"the writer of {self._where} was {self._state}; open another", key=self._key
             )
 
-    def _append(self, data: bytes | bytearray | memoryview) -> None:
+    def _append(self, data: BytesLike) -> None:
         raise NotImplementedError
 
     def _publish(self) -> None:
@@ -241,9 +238,7 @@ class Storage(Protocol):
         """
         ...
 
-    def write(
-        self, key: str, data: bytes | bytearray | memoryview, *, create: bool = False
-    ) -> None:
+    def write(self, key: str, data: BytesLike, *, create: bool = False) -> None:
         """Puts a small value under a key: atomically, and durable when it returns.
 
         Args:
@@ -347,6 +342,11 @@ def _key_problem(key: object, unpublished: bool) -> str | None:
     return None
 
 
+def is_temporary(key: str) -> bool:
+    """Tells whether a key is that of an unpublished file."""
+    return key.rpartition("/")[2].startswith(TEMP_PREFIX)
+
+
 def check_range(key: str, start: int, num_bytes: int | None) -> None:
     """Checks the range of a read.
 
@@ -361,7 +361,7 @@ def check_range(key: str, start: int, num_bytes: int | None) -> None:
         )
 
 
-def as_bytes_view(data: bytes | bytearray | memoryview) -> memoryview:
+def as_bytes_view(data: BytesLike) -> memoryview:
     """Returns a flat view of unsigned bytes of a contiguous buffer, without a copy.
 
     Raises:
@@ -454,9 +454,7 @@ class StorageWrapper:
         """See `Storage.read_into`."""
         self._inner.read_into(key, start, target)
 
-    def write(
-        self, key: str, data: bytes | bytearray | memoryview, *, create: bool = False
-    ) -> None:
+    def write(self, key: str, data: BytesLike, *, create: bool = False) -> None:
         """See `Storage.write`."""
         self._inner.write(key, data, create=create)
 

@@ -23,6 +23,7 @@ from ray_dcp.store.storage import (
     MEMORY,
     OBJECT_STORE,
     TEMP_PREFIX,
+    BytesLike,
     Entry,
     KeyExistsError,
     KeyMissingError,
@@ -33,6 +34,7 @@ from ray_dcp.store.storage import (
     as_bytes_view,
     check_key,
     check_range,
+    is_temporary,
     os_failure,
 )
 
@@ -257,9 +259,7 @@ class StorageAdapter:
             )
         view[:] = data
 
-    def write(
-        self, key: str, data: bytes | bytearray | memoryview, *, create: bool = False
-    ) -> None:
+    def write(self, key: str, data: BytesLike, *, create: bool = False) -> None:
         """See `Storage.write`; where nothing creates if absent, `create` looks first."""
         path = self._path(key)
         value = bytes(as_bytes_view(data))
@@ -290,7 +290,7 @@ class StorageAdapter:
 
     def unpublished(self) -> tuple[Entry, ...]:
         """Returns temporary files of writers, live ones and those of crashed processes."""
-        return tuple(entry for entry in self._everything() if _is_temporary(entry.key))
+        return tuple(entry for entry in self._everything() if is_temporary(entry.key))
 
     def _everything(self) -> builtins.list[Entry]:
         head = f"{self._root}/"
@@ -383,7 +383,7 @@ class StorageAdapter:
         return [
             entry
             for entry in self._everything()
-            if entry.key.startswith(prefix) and not _is_temporary(entry.key)
+            if entry.key.startswith(prefix) and not is_temporary(entry.key)
         ]
 
 
@@ -397,7 +397,7 @@ class _AdapterWriter(OnceWriter):
         self._stream: HiddenStream | None = None
         super().__init__(storage._where(key), key)
 
-    def _append(self, data: bytes | bytearray | memoryview) -> None:
+    def _append(self, data: BytesLike) -> None:
         view = as_bytes_view(data)
         if self._stream is None and len(self._head) + len(view) <= _HEAD_BYTES:
             self._head += view
@@ -432,10 +432,6 @@ def temporary_beside(path: str) -> str:
     """Returns the name of a hidden file beside one, which tells what it was to become."""
     directory, slash, name = path.rpartition("/")
     return f"{directory}{slash}{TEMP_PREFIX}{secrets.token_hex(6)}-{name}"
-
-
-def _is_temporary(key: str) -> bool:
-    return key.rpartition("/")[2].startswith(TEMP_PREFIX)
 
 
 def _worth_s(error: Exception) -> float:

@@ -207,12 +207,6 @@ def find_weed() -> str:
     return found
 
 
-def listens(port: int) -> bool:
-    """Tells whether something on this machine takes connections at a port."""
-    with socket.socket() as one:
-        return one.connect_ex(("127.0.0.1", port)) == 0
-
-
 def _free_ports(count: int) -> list[int]:
     """Returns ports that nobody listens on now, outside of the range that clients are given."""
     found: list[int] = []

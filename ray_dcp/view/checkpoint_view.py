@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,10 +37,10 @@ from ray_dcp.io.reader import read_item
 from ray_dcp.io.threads import run_tasks
 from ray_dcp.options import LoadOptions
 from ray_dcp.store.location import AnyPlace
-from ray_dcp.store.opening import open_storage
-from ray_dcp.store.storage import KeyMissingError, OneFile, Storage
+from ray_dcp.store.opening import Told, open_storage
+from ray_dcp.store.storage import OneFile, Storage, read_if_there
 from ray_dcp.view.difference import CheckpointDiff, diff_checkpoints
-from ray_dcp.view.listing import rank_of_file
+from ray_dcp.view.listing import num_ranks
 from ray_dcp.view.naming import nearest
 from ray_dcp.view.pictures.drawing import aside, div, heading, safe, shortened
 from ray_dcp.view.pictures.timeline import timeline
@@ -66,10 +66,8 @@ def read_stats(storage: Storage, attempt: str | None) -> dict[str, TensorStats]:
     if attempt is None:
         return {}
     key = stats_key(attempt)
-    try:
-        return decode_stats(storage.read(key, 0, MAX_STATS_BYTES + 1), key=key)
-    except KeyMissingError:
-        return {}
+    data = read_if_there(storage, key, MAX_STATS_BYTES + 1)
+    return {} if data is None else decode_stats(data, key=key)
 
 
 class _PlainMachine(PickleMachine):
@@ -235,8 +233,7 @@ class CheckpointView:
         """
         if self.checkpoint.manifest is not None:
             return self.checkpoint.manifest.world_size
-        ranks = {rank_of_file(key) for key in self.checkpoint.table.files} - {None}
-        return len(ranks) or None
+        return num_ranks(self.checkpoint.table.files)
 
     @property
     def created_s(self) -> float | None:
@@ -395,15 +392,13 @@ class CheckpointView:
             UnsafeCheckpointError: The object asks for code that a safe load refuses.
             DamagedCheckpointError: The object's bytes do not match their checksums.
         """
-        row = self._rows.get(name)
-        if row is None:
-            raise self._missing(name)
+        row = self._row(name)
         info = self._infos[name]
         if info is not None:
             return TensorHandle(self.storage, self.checkpoint, row, info)
         from ray_dcp.torch_adapter.objects import load_object
 
-        return load_object(self._items(row)[0], fqn=name)
+        return load_object(self.read_object(name)[0], fqn=name)
 
     def read_object(self, name: str) -> tuple[bytes, ...]:
         """Returns the stored bytes of an object or tensor, chunk by chunk, without loading them.
@@ -418,26 +413,23 @@ class CheckpointView:
             MissingKeyError: The checkpoint has no such name; the message tells similar ones.
             DamagedCheckpointError: The bytes do not match their checksums.
         """
-        row = self._rows.get(name)
-        if row is None:
-            raise self._missing(name)
-        return self._items(row)
-
-    def _items(self, row: int) -> tuple[bytes, ...]:
         table, transforms = self.checkpoint.table, self.checkpoint.transforms
-        chunks = np.flatnonzero(table.tensor == row).tolist()
+        chunks = np.flatnonzero(table.tensor == self._row(name)).tolist()
         self.checkpoint.know_checks(chunks)
         return tuple(
             read_item(self.storage, table, chunk, transforms=transforms) for chunk in chunks
         )
 
-    def _missing(self, name: str) -> MissingKeyError:
-        return MissingKeyError(
-            f"expected one of {len(self)} names of the checkpoint, but found {name!r}"
-            + nearest(str(name), self.names),
-            checkpoint_id=self.url,
-            key=str(name),
-        )
+    def _row(self, name: str) -> int:
+        row = self._rows.get(name)
+        if row is None:
+            raise MissingKeyError(
+                f"expected one of {len(self)} names of the checkpoint, but found {name!r}"
+                + nearest(str(name), self.names),
+                checkpoint_id=self.url,
+                key=str(name),
+            )
+        return row
 
     def verify(self) -> VerifyReport:
         """Reads every data file, also of a step's items, and compares it with its checksums.
@@ -448,11 +440,7 @@ class CheckpointView:
         return verify_opened(self.storage, self.checkpoint, self.place)
 
     def diff(
-        self,
-        other: CheckpointView,
-        *,
-        read: bool = True,
-        told: Callable[[int, int], None] | None = None,
+        self, other: CheckpointView, *, read: bool = True, told: Told | None = None
     ) -> CheckpointDiff:
         """Returns what is different in another checkpoint, by stored hashes.
 

@@ -382,11 +382,7 @@ class CheckpointDiff:
 
 
 def diff_checkpoints(
-    first: CheckpointView,
-    second: CheckpointView,
-    *,
-    read: bool = True,
-    told: Told | None = None,
+    first: CheckpointView, second: CheckpointView, *, read: bool = True, told: Told | None = None
 ) -> CheckpointDiff:
     """Returns what changed from one checkpoint to another; see `CheckpointView.diff`."""
     found = diff_tables(first.table, second.table)
@@ -405,14 +401,8 @@ def diff_checkpoints(
         )
     ]
     undecided = [at for at, one in enumerate(tensors) if one.change == "undecided"]
-    if not undecided:
-        return CheckpointDiff(first, second, tuple(tensors))
-    why = _why(first, second)
-    if not read:
-        note = f"hashes can't tell of {len(undecided)} tensors or objects: {why}; nothing was read"
-        return CheckpointDiff(first, second, tuple(tensors), notes=(note,))
     total, done = sum(2 * tensors[at].num_bytes for at in undecided), 0
-    for at in undecided:
+    for at in undecided if read else ():
         one = tensors[at]
         same = _same_bytes(first, second, one.name)
         tensors[at] = replace(
@@ -424,8 +414,13 @@ def diff_checkpoints(
         done += 2 * one.num_bytes
         if told is not None:
             told(done, total)
-    note = f"{len(undecided)} tensors or objects were read and compared: {why}"
-    return CheckpointDiff(first, second, tuple(tensors), done, (note,))
+    notes: tuple[str, ...] = ()
+    count = f"{len(undecided)} tensors or objects"
+    if undecided and read:
+        notes = (f"{count} were read and compared: {_why(first, second)}",)
+    elif undecided:
+        notes = (f"hashes can't tell of {count}: {_why(first, second)}; nothing was read",)
+    return CheckpointDiff(first, second, tuple(tensors), done, notes)
 
 
 def _why(first: CheckpointView, second: CheckpointView) -> str:

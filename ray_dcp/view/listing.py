@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -42,8 +42,8 @@ from ray_dcp.io.threads import run_tasks
 from ray_dcp.protocol.garbage import attempts_of
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
-from ray_dcp.store.opening import open_storage, place_below
-from ray_dcp.store.storage import Entry, KeyMissingError, Storage
+from ray_dcp.store.opening import Told, open_storage, place_below
+from ray_dcp.store.storage import Entry, Storage, read_if_there
 
 _STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})", re.DOTALL)
 PART_NAME = re.compile(r"rank-\d+-part-\d+\.safetensors")
@@ -132,15 +132,16 @@ def list_run(run: AnyPlace) -> Run:
     steps, others = [], []
     for name, keys in folders.items():
         step = step_of(name)
-        if step is not None and _has_manifest(keys):
+        if step is not None and _is_checkpoint(keys):
             steps.append(StepFolder(name, step))
         else:
             others.append(f"{name}/")
     steps.sort(key=lambda folder: (folder.step, folder.name), reverse=True)
-    return Run(storage.url, tuple(steps), (*sorted(others), *sorted(files)), _has_manifest(files))
+    return Run(storage.url, tuple(steps), (*sorted(others), *sorted(files)), _is_checkpoint(files))
 
 
-def _has_manifest(keys: Iterable[str]) -> bool:
+def _is_checkpoint(keys: Iterable[str]) -> bool:
+    """Tells by the names of files whether a checkpoint is there, or what a save left of one."""
     return any(
         key == ".metadata"
         or slot_of(key) is not None
@@ -312,9 +313,7 @@ class _Shared:
     """Of the catalogue file, by folder: it only saves reading."""
 
 
-def list_checkpoints(
-    root: AnyPlace, *, told: Callable[[int, int], None] | None = None
-) -> tuple[ListedCheckpoint, ...]:
+def list_checkpoints(root: AnyPlace, *, told: Told | None = None) -> tuple[ListedCheckpoint, ...]:
     """Returns every checkpoint at or below a directory, by step and then by name.
 
     Args:
@@ -346,7 +345,7 @@ def list_checkpoints(
 
         def look(item: tuple[str, dict[str, int]]) -> None:
             # Why: a folder inside a checkpoint is an item, whatever number its name ends with.
-            is_item = any(above in checkpoints for above in _above(item[0]))
+            is_item = any(above in checkpoints for above in folders_above(item[0]))
             try:
                 found.append(_look(storage, root, *item, shared, is_item=is_item))
             except StorageError as error:
@@ -405,21 +404,13 @@ def _read_shared(storage: Storage, directories: dict[str, dict[str, int]]) -> _S
             if tagged is not None:
                 tags.setdefault(tagged[0], []).append(tagged[1])
             elif noted is not None:
-                data = _read(storage, f"{SHARED_FOLDER}/{key}", MAX_NOTE_BYTES)
+                data = read_if_there(storage, f"{SHARED_FOLDER}/{key}", MAX_NOTE_BYTES) or b""
                 notes[noted] = data.decode("utf-8", "replace")
             elif key == CATALOGUE:
-                data = _read(storage, f"{SHARED_FOLDER}/{key}", MAX_RECORD_BYTES)
+                data = read_if_there(storage, f"{SHARED_FOLDER}/{key}", MAX_RECORD_BYTES) or b""
                 with suppress(DamagedCheckpointError):
                     rows = {row.name: row for row in decode_catalogue(data)}
     return _Shared({step: tuple(sorted(some)) for step, some in tags.items()}, notes, rows)
-
-
-def _read(storage: Storage, key: str, most_bytes: int) -> bytes:
-    """Returns a small file; empty when it is gone since it was listed."""
-    try:
-        return storage.read(key, 0, most_bytes)
-    except KeyMissingError:
-        return b""
 
 
 def _fold_attempts(directories: dict[str, dict[str, int]]) -> None:
@@ -433,18 +424,11 @@ def _fold_attempts(directories: dict[str, dict[str, int]]) -> None:
             )
 
 
-def _above(directory: str) -> Iterator[str]:
-    """Yields the directories that a directory lies in, without the root."""
-    while "/" in directory:
-        directory = directory.rpartition("/")[0]
-        yield directory
-
-
-def _is_checkpoint(files: Mapping[str, int]) -> bool:
-    return any(
-        key == METADATA or slot_of(key) or key.endswith((".distcp", ".safetensors"))
-        for key in files
-    )
+def folders_above(path: str) -> Iterator[str]:
+    """Yields the directories that a path lies in, the deepest first, without the root."""
+    while "/" in path:
+        path = path.rpartition("/")[0]
+        yield path
 
 
 def _look(
@@ -473,7 +457,7 @@ def _look(
         step=step,
         state=found.state,
         num_bytes=sum(files.values()),
-        num_ranks=manifest.world_size if manifest else _num_ranks(files),
+        num_ranks=manifest.world_size if manifest else num_ranks(files),
         created_s=manifest.created_s if manifest else None,
         detail=found.detail,
         in_flight=found.in_flight,
@@ -486,7 +470,8 @@ def _look(
     return replace(listed, metrics=info.metrics, metadata=info.metadata, items=info.items)
 
 
-def _num_ranks(files: Iterable[str]) -> int | None:
+def num_ranks(files: Iterable[str]) -> int | None:
+    """Returns how many ranks wrote some data files, by their names; None if these tell none."""
     ranks = {rank for key in files if (rank := rank_of_file(key)) is not None}
     return len(ranks) or None
 
@@ -525,13 +510,9 @@ def highest_record(storage: Storage, directory: str, last: int) -> Record | None
         StorageError: The storage failed.
     """
     key = record_key(last)
+    data = read_if_there(storage, _below(directory, key), MAX_RECORD_BYTES + 1)
     try:
-        data = storage.read(_below(directory, key), 0, MAX_RECORD_BYTES + 1)
-        return decode_record(data, key=key)
-    except StorageError as error:
-        if isinstance(error, KeyMissingError):
-            return None
-        raise
+        return None if data is None else decode_record(data, key=key)
     except CheckpointError:
         return None
 
@@ -555,10 +536,8 @@ def info_below(
     if not below:
         return None
     key = info_key(max(below))
-    try:
-        return decode_info(storage.read(_below(directory, key), 0, MAX_RECORD_BYTES), key=key)
-    except KeyMissingError:
-        return None
+    data = read_if_there(storage, _below(directory, key), MAX_RECORD_BYTES)
+    return None if data is None else decode_info(data, key=key)
 
 
 def _below(directory: str, key: str) -> str:

@@ -6,7 +6,7 @@ Nothing but the chunk table is looked at. Bytes that ranks would hand to each ot
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -194,16 +194,17 @@ def preview_reshard(
         lacking.update(tensors[row] for row, _ in plan.uncovered)
         geo = geometry(table, wanted, plan, place, options.verify)
         jobs, _ = make_jobs(geo, len(wanted), cost)
-        lengths, ranges, scratch = _costs(geo, jobs, cost)
+        costs = [_cost_of(geo, job, cost) for job in jobs]
+        scratch = sorted((one[2] for one in costs), reverse=True)
         files = {*table.file[plan.chunk].tolist(), *table.file[objects].tolist()}
         ranks.append(
             RankRead(
                 rank=rank,
                 bytes_needed=plan.bytes_needed + objects_bytes,
-                bytes_read=sum(lengths) + objects_bytes,
-                num_ranges=sum(ranges) + len(objects),
+                bytes_read=sum(one[0] for one in costs) + objects_bytes,
+                num_ranges=sum(one[1] for one in costs) + len(objects),
                 num_files=len(files),
-                scratch_bytes=sum(sorted(scratch, reverse=True)[: options.num_threads]),
+                scratch_bytes=sum(scratch[: options.num_threads]),
             )
         )
     chunks = chosen[table.tensor]
@@ -254,30 +255,19 @@ def _part(length: Int64Array, part: int, parts: int) -> tuple[Int64Array, Int64A
     return np.minimum(part * step, length), np.minimum((part + 1) * step, length)
 
 
-def _costs(
-    geo: Geometry, jobs: Sequence[Job], cost: ReadCost
-) -> tuple[list[int], list[int], list[int]]:
-    """Returns of each job how many bytes it reads, in how many ranges, and its temporary memory."""
-    num_bytes, ranges, scratch = [], [], []
-    for job in jobs:
-        if isinstance(job, Span):
-            num_bytes.append(job.high - job.low)
-            ranges.append(1)
-            scratch.append(job.high - job.low)
-            continue
-        at = job.pair
-        block, end = max(int(geo.block_bytes[at]), 1), int(geo.payload_bytes[at])
-        if isinstance(job, Direct):
-            low = job.low // block * block
-            num_bytes.append(min(-(-job.high // block) * block, end) - low)
-            ranges.append(1)
-            scratch.append(2 * block if num_bytes[-1] != job.high - job.low else 0)
-            continue
-        found = slab_reads(geo, job, cost)
-        num_bytes.append(int((found[:, 1] - found[:, 0]).sum()))
-        ranges.append(len(found))
-        scratch.append(int(found[-1, 1] - found[0, 0]))
-    return num_bytes, ranges, scratch
+def _cost_of(geo: Geometry, job: Job, cost: ReadCost) -> tuple[int, int, int]:
+    """Returns how many bytes a job reads, in how many ranges, and its temporary memory."""
+    if isinstance(job, Span):
+        num_bytes = job.high - job.low
+        return num_bytes, 1, num_bytes
+    at = job.pair
+    block, end = max(int(geo.block_bytes[at]), 1), int(geo.payload_bytes[at])
+    if isinstance(job, Direct):
+        num_bytes = min(-(-job.high // block) * block, end) - job.low // block * block
+        return num_bytes, 1, 2 * block if num_bytes != job.high - job.low else 0
+    found = slab_reads(geo, job, cost)
+    num_bytes = int((found[:, 1] - found[:, 0]).sum())
+    return num_bytes, len(found), int(found[-1, 1] - found[0, 0])
 
 
 def _places(table: ChunkTable) -> Int64Array:

@@ -29,6 +29,7 @@ from ray_dcp.view.difference import diff_tables
 from ray_dcp.view.listing import (
     FOREIGN,
     ListedCheckpoint,
+    folders_above,
     list_checkpoints,
     readable_entries,
 )
@@ -385,12 +386,8 @@ def usage_of(run: RunView) -> list[Usage]:
 
 def _owner(key: str, by_name: Mapping[str, StepView]) -> str | None:
     """Returns the deepest checkpoint that a file lies in."""
-    folder = key
-    while "/" in folder:
-        folder = folder.rpartition("/")[0]
-        if folder in by_name:
-            return folder
-    return "." if "." in by_name else None
+    above = (folder for folder in folders_above(key) if folder in by_name)
+    return next(above, "." if "." in by_name else None)
 
 
 def _kind(key: str, step: StepView) -> Kind:

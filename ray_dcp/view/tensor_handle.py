@@ -194,14 +194,10 @@ class TensorHandle:
             CoverageError: Some of the selected elements are stored nowhere.
             StorageError: The storage refused.
         """
-        selection = select(index, self.shape)
-        in_numpy = self.dtype in NUMPY_DTYPES
-        dtype = np.dtype(self.dtype if in_numpy else f"i{itemsize_of(self.dtype)}")
-        box = np.empty(selection.size, dtype)
-        if not self._fill(box, selection):
+        selected = self._selected(index, "i")
+        if selected is None:
             return self._opaque()[index]
-        selected = np.asarray(box[selection.rest], order="C")
-        if in_numpy:
+        if self.dtype in NUMPY_DTYPES:
             return selected
         import torch
 
@@ -228,15 +224,13 @@ class TensorHandle:
             InvalidRequestError: Only `torch.load` understands the stored bytes.
             CheckpointError: As indexing does.
         """
-        selection = select(index, self.shape)
-        in_numpy = self.dtype in NUMPY_DTYPES
-        box = np.empty(selection.size, self.dtype if in_numpy else f"u{itemsize_of(self.dtype)}")
-        if not self._fill(box, selection):
+        selected = self._selected(index, "u")
+        if selected is None:
             raise InvalidRequestError(
                 f"{self.name!r} is a pickled tensor subclass; index the handle instead",
                 key=self.name,
             )
-        return np.asarray(box[selection.rest], order="C")
+        return selected
 
     def __array__(
         self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
@@ -255,10 +249,19 @@ class TensorHandle:
             raise InvalidRequestError(f"{self.name!r} lies on storage: reading it makes a copy")
         return np.asarray(self[...], dtype=dtype)
 
-    def _fill(self, box: npt.NDArray[Any], selection: Selection) -> bool:
-        """Reads the selected box; False where only `torch.load` understands the stored bytes."""
-        if self._table.kind[self._tensor] == Kind.OPAQUE:
-            return False
+    def _selected(self, index: Any, stands_in: str) -> npt.NDArray[Any] | None:
+        """Returns the selected part; None where only `torch.load` understands the stored bytes.
+
+        Args:
+            index: See `select`.
+            stands_in: Kind of the integers that hold a dtype that numpy lacks.
+        """
+        selection = select(index, self.shape)
+        if self.is_opaque:
+            return None
+        in_numpy = self.dtype in NUMPY_DTYPES
+        dtype = self.dtype if in_numpy else f"{stands_in}{itemsize_of(self.dtype)}"
+        box: npt.NDArray[Any] = np.empty(selection.size, dtype)
         width = self._table.shape.shape[1]
         padding = width - self.ndim
         wanted = Wanted(
@@ -280,7 +283,7 @@ class TensorHandle:
         sink = _OneTarget(box)
         options = LoadOptions()
         stats = read_chunks(self._storage, self._table, plan, wanted, sink, options=options)
-        return not stats.opaque
+        return None if stats.opaque else np.asarray(box[selection.rest], order="C")
 
     def _opaque(self) -> Any:
         """Returns a tensor that only `torch.load` understands."""

@@ -16,7 +16,7 @@ from ray_dcp.format.save_trace import (
     decode_trace,
     trace_key,
 )
-from ray_dcp.store.storage import KeyMissingError, Storage
+from ray_dcp.store.storage import Storage, read_if_there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +43,8 @@ def read_trace(storage: Storage, attempt: str | None) -> Trace | None:
     if attempt is None:
         return None
     key = trace_key(attempt)
-    try:
-        data = storage.read(key, 0, MAX_TRACE_BYTES + 1)
-    except KeyMissingError:
+    data = read_if_there(storage, key, MAX_TRACE_BYTES + 1)
+    if data is None:
         return None
     found = decode_trace(data, key=key)
     if found.attempt != attempt:

@@ -20,11 +20,12 @@ import json
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ray_dcp.core.checksums import block_checks, digest_bytes
 from ray_dcp.core.values import ChunkTable, Kind
@@ -45,8 +46,8 @@ from ray_dcp.io.checkpoint import Checkpoint, projects, read_checkpoint
 from ray_dcp.io.reader import item_bytes_at_most, locate_item
 from ray_dcp.io.threads import run_tasks
 from ray_dcp.store.location import AnyPlace
-from ray_dcp.store.opening import open_storage, place_below
-from ray_dcp.store.storage import KeyMissingError, Storage
+from ray_dcp.store.opening import Told, open_storage, place_below
+from ray_dcp.store.storage import Storage, read_if_there
 from ray_dcp.view.listing import info_below
 from ray_dcp.view.naming import few
 from ray_dcp.view.trace import trace_notes
@@ -66,7 +67,7 @@ def check_stock_item(
     *,
     transforms: Sequence[str] = (),
     max_bytes: int = MAX_OBJECT_BYTES,
-) -> tuple[int, str | None, str | None]:
+) -> tuple[int, str | None]:
     """Compares every record of one item with its CRC32, and its name with those of torch.
 
     Args:
@@ -78,23 +79,22 @@ def check_stock_item(
         max_bytes: Longest item to unpack.
 
     Returns:
-        Bytes that were compared; what is wrong, or None; what could not be checked, or None.
+        Bytes that were compared; what could not be checked, or None.
 
     Raises:
+        DamagedCheckpointError: What was compared is not what was written.
         StorageError: The storage refused.
     """
+    unknown = set(transforms) - {ZSTD}
+    if unknown:
+        names = ", ".join(sorted(unknown))[:200]
+        return 0, f"holds items that went through {names}: not checked"
     item: io.BufferedIOBase
-    if not transforms:
-        item = io.BufferedReader(_Range(storage, key, start, stop), 64 << 10)
-    elif set(transforms) == {ZSTD}:
-        try:
-            stored = storage.read(key, start, stop - start)
-            item = io.BytesIO(unpacked_item(stored, transforms, max_bytes=max_bytes))
-        except DamagedCheckpointError as error:
-            return 0, error.message, None
+    if transforms:
+        stored = storage.read(key, start, stop - start)
+        item = io.BytesIO(unpacked_item(stored, transforms, max_bytes=max_bytes))
     else:
-        names = ", ".join(sorted(set(transforms) - {ZSTD}))[:200]
-        return 0, None, f"holds items that went through {names}: not checked"
+        item = io.BufferedReader(_Range(storage, key, start, stop), 64 << 10)
     try:
         # First: of records that the directory calls encrypted `zipfile` asks for a password.
         item_bytes = item.seek(0, io.SEEK_END)
@@ -102,12 +102,9 @@ def check_stock_item(
         check_directory(item.read(), item_bytes)
         with zipfile.ZipFile(item) as archive:
             _check_names(archive.infolist())
-            checked, note = _check_records(archive)
+            return _check_records(archive)
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ValueError) as error:
-        return 0, f"the zip of torch.save is damaged: {error}", None
-    except DamagedCheckpointError as error:
-        return 0, error.message, None
-    return checked, None, note
+        raise DamagedCheckpointError(f"the zip of torch.save is damaged: {error}") from error
 
 
 def _check_names(found: Sequence[zipfile.ZipInfo]) -> None:
@@ -183,32 +180,31 @@ _MAX_INDEX_BYTES = 256 << 20
 
 def metadata_problem(
     storage: Storage, manifest: Manifest, table: ChunkTable
-) -> tuple[Problem | None, str | None]:
+) -> Problem | str | None:
     """Returns what is wrong with the `.metadata` that stock DCP reads beside a manifest; or a note.
 
     Why a missing or older one is no damage: a crash between commit and publication leaves it, and
     the checkpoint is whole.
     """
     if manifest.metadata is None:
-        return None, None
+        return None
     key, expected = manifest.metadata.key, manifest.metadata.digest
-    try:
-        data = storage.read(key, 0, MAX_PICKLE_BYTES + 1)
-    except KeyMissingError:
-        return None, f"{key} is missing: stock DCP can't read this checkpoint"
+    data = read_if_there(storage, key, MAX_PICKLE_BYTES + 1)
+    if data is None:
+        return f"{key} is missing: stock DCP can't read this checkpoint"
     digest = digest_bytes(data).hex()
     if digest == expected:
-        return None, None
+        return None
     if projects(data, manifest.attempt, table):
         place = decode_metadata(data).checkpoint_id
         note = f"{key} was made at another place, {place!r}: stock DCP reads it all the same"
-        return None, None if place == storage.url else note
+        return None if place == storage.url else note
     # Careful: the bit that flipped may be one of the attempt. The files' names have it, too.
     is_earlier = _attempt_of(data) is not None and manifest.attempt.encode() not in data
     if digest == manifest.replaced_metadata or is_earlier:
-        return None, f"{key} is of an earlier save: stock DCP reads that one"
+        return f"{key} is of an earlier save: stock DCP reads that one"
     what = "expected the bytes that the manifest names, found others"
-    return Problem(key, None, 0, len(data), what), None
+    return Problem(key, None, 0, len(data), what)
 
 
 def record_notes(storage: Storage, decides: int) -> list[str]:
@@ -224,10 +220,9 @@ def record_notes(storage: Storage, decides: int) -> list[str]:
         if slot is None or slot == decides:
             continue
         try:
-            data = storage.read(entry.key, 0, MAX_RECORD_BYTES + 1)
-            decode_record(data, key=entry.key)
-        except KeyMissingError:
-            continue
+            data = read_if_there(storage, entry.key, MAX_RECORD_BYTES + 1)
+            if data is not None:
+                decode_record(data, key=entry.key)
         except CheckpointError:
             notes.append(f"{entry.key} is damaged, but nothing is decided by it")
     return notes
@@ -333,7 +328,7 @@ class VerifyReport:
         return not self.problems
 
 
-def verify(path: AnyPlace, *, told: Callable[[int, int], None] | None = None) -> VerifyReport:
+def verify(path: AnyPlace, *, told: Told | None = None) -> VerifyReport:
     """Returns which bytes of the checkpoint at a path are damaged, in all items of a step.
 
     Damage is reported, not raised, also where it keeps the checkpoint from being opened at all.
@@ -364,7 +359,7 @@ def verify_opened(
     checkpoint: Checkpoint,
     path: AnyPlace | None,
     *,
-    told: Callable[[int, int], None] | None = None,
+    told: Told | None = None,
 ) -> VerifyReport:
     """Returns which bytes of an opened checkpoint, and of the items of a step, are damaged.
 
@@ -380,6 +375,12 @@ def verify_opened(
     reports = [verify_checkpoint(storage, checkpoint, told=told)]
     for folder in () if path is None else items_of(storage, checkpoint):
         reports.append(_verify_item(place_below(path, folder), folder, told))
+    return _joined(reports)
+
+
+def _joined(reports: Iterable[VerifyReport | _FileCheck]) -> VerifyReport:
+    """Returns one report of several; what is noted of several is noted once."""
+    reports = list(reports)
     return VerifyReport(
         sum(report.checked_bytes for report in reports),
         tuple(problem for report in reports for problem in report.problems),
@@ -407,9 +408,7 @@ def items_of(storage: Storage, checkpoint: Checkpoint) -> tuple[str, ...]:
     return () if info is None else tuple(info.items.values())
 
 
-def _verify_item(
-    path: AnyPlace, folder: str, told: Callable[[int, int], None] | None
-) -> VerifyReport:
+def _verify_item(path: AnyPlace, folder: str, told: Told | None) -> VerifyReport:
     try:
         report = verify(path, told=told)
     except CheckpointNotFoundError as error:
@@ -428,7 +427,7 @@ def _unopenable(storage: Storage, error: DamagedCheckpointError) -> Problem:
 
 
 def verify_checkpoint(
-    storage: Storage, checkpoint: Checkpoint, *, told: Callable[[int, int], None] | None = None
+    storage: Storage, checkpoint: Checkpoint, *, told: Told | None = None
 ) -> VerifyReport:
     """Returns which bytes of an opened checkpoint are damaged.
 
@@ -462,30 +461,22 @@ def verify_checkpoint(
             told(done.total(), total)
 
     run_tasks(checks, run, _NUM_THREADS)
-    problems = [problem for check in checks for problem in check.problems]
-    notes = [note for check in checks for note in check.notes]
-    more_problems, more_notes = _other_files(storage, checkpoint, found)
-    checked_bytes = sum(check.checked_bytes for check in checks)
-    return VerifyReport(
-        checked_bytes, (*problems, *more_problems), tuple(dict.fromkeys([*notes, *more_notes]))
-    )
+    return _joined([*checks, _other_files(storage, checkpoint, found)])
 
 
-def _other_files(
-    storage: Storage, checkpoint: Checkpoint, keys: Iterable[str]
-) -> tuple[list[Problem], list[str]]:
+def _other_files(storage: Storage, checkpoint: Checkpoint, keys: Iterable[str]) -> VerifyReport:
     """Returns problems and notes of the files that hold no chunks."""
-    manifest = checkpoint.manifest
+    manifest, table = checkpoint.manifest, checkpoint.table
     if manifest is not None:
-        wrong, note = metadata_problem(storage, manifest, checkpoint.table)
-        notes = [] if note is None else [note]
-        notes += record_notes(storage, checkpoint.slot)
-        notes += trace_notes(storage, manifest.attempt)
-        return [] if wrong is None else [wrong], notes
-    is_index = checkpoint.kind == "safetensors"
-    indices = [k for k in keys if is_index and k.endswith(INDEX_SUFFIX) and "/" not in k]
-    found = (index_problem(storage, key, checkpoint.table) for key in indices)
-    return [one for one in found if one is not None], []
+        found = [metadata_problem(storage, manifest, table)]
+        found += record_notes(storage, checkpoint.slot)
+        found += trace_notes(storage, manifest.attempt)
+    else:
+        is_index = checkpoint.kind == "safetensors"
+        indices = [k for k in keys if is_index and k.endswith(INDEX_SUFFIX) and "/" not in k]
+        found = [index_problem(storage, key, table) for key in indices]
+    problems = tuple(one for one in found if isinstance(one, Problem))
+    return VerifyReport(0, problems, tuple(one for one in found if isinstance(one, str)))
 
 
 def _rows_by_file(table: ChunkTable) -> list[list[int]]:
@@ -495,30 +486,24 @@ def _rows_by_file(table: ChunkTable) -> list[list[int]]:
     return [order[bounds[i] : bounds[i + 1]].tolist() for i in range(len(table.files))]
 
 
+@dataclass
 class _FileCheck:
     """Goes through one data file, front to back."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        table: ChunkTable,
-        key: str,
-        rows: list[int],
-        transforms: Sequence[tuple[str, ...] | None] | None,
-        end: bytes | str,
-    ) -> None:
-        self.key = key
-        self.checked_bytes = 0
-        self.problems: list[Problem] = []
-        self.notes: list[str] = []
-        self._storage = storage
-        self._table = table
-        self._rows = rows
-        self._transforms = transforms
-        self._end = end
-        self._num_bytes = 0
-        self._window_start = 0
-        self._window = memoryview(b"")
+    _storage: Storage
+    _table: ChunkTable
+    key: str
+    _rows: list[int]
+    """Its chunks."""
+    _transforms: Sequence[tuple[str, ...] | None] | None
+    _end: bytes | str
+    """Its own checksums, or why they can't be read."""
+    checked_bytes: int = 0
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    _num_bytes: int = 0
+    _window_start: int = 0
+    _window: memoryview = field(default_factory=lambda: memoryview(b""))
 
     def run(self, num_bytes: int | None, expected_bytes: int | None) -> None:
         """Checks the file.
@@ -633,50 +618,39 @@ class _FileCheck:
         block = int(table.block_bytes[row])
         checks = table.checks[table.check_start[row] : table.check_start[row + 1]]
         step = max(_WINDOW_BYTES // block, 1) * block
-        bad: list[int] = []
+        bad: list[npt.NDArray[np.int64]] = []
         for low in range(0, num_bytes, step):
             high = min(num_bytes, low + step)
             found = block_checks(self._bytes(start + low, start + high), block)
             first = low // block
-            differs = np.flatnonzero(found != checks[first : first + len(found)])
-            bad += (first + differs).tolist()
+            bad.append(first + np.flatnonzero(found != checks[first : first + len(found)]))
         self.checked_bytes += num_bytes
-        for first, last in _runs(bad):
-            self._report(
-                row,
-                start + first * block,
-                start + min(num_bytes, (last + 1) * block),
-                f"{last - first + 1} block(s) do not match their checksums",
-            )
+        blocks = np.concatenate(bad) if bad else np.empty(0, np.int64)
+        for run in np.split(blocks, np.flatnonzero(np.diff(blocks) != 1) + 1):
+            if len(run):
+                low, high = int(run[0]) * block, min(num_bytes, (int(run[-1]) + 1) * block)
+                what = f"{len(run)} block(s) do not match their checksums"
+                self._report(row, start + low, start + high, what)
 
     def _check_zip(self, row: int, start: int, stop: int) -> None:
-        transforms = self._transforms[row] if self._transforms is not None else None
-        if problem := self._unreadable(row, transforms or ()):
-            self._report(row, start, stop, problem)
+        transforms = (self._transforms[row] if self._transforms is not None else None) or ()
+        try:
+            if not transforms and self._table.kind[self._table.tensor[row]] == Kind.TENSOR:
+                locate_item(self._storage, self._table, row)  # as a load finds its raw bytes
+            checked, note = check_stock_item(
+                self._storage,
+                self.key,
+                start,
+                stop,
+                transforms=transforms,
+                max_bytes=item_bytes_at_most(self._table, row),
+            )
+        except DamagedCheckpointError as error:
+            self._report(row, start, stop, error.message)
             return
-        checked, problem, note = check_stock_item(
-            self._storage,
-            self.key,
-            start,
-            stop,
-            transforms=transforms or (),
-            max_bytes=item_bytes_at_most(self._table, row),
-        )
         self.checked_bytes += checked
-        if problem is not None:
-            self._report(row, start, stop, problem)
         if note is not None:
             self.notes.append(f"{self.key}: {note}")
-
-    def _unreadable(self, row: int, transforms: Sequence[str]) -> str | None:
-        """Returns why a load could not find the raw bytes of a tensor in its item."""
-        if transforms or self._table.kind[self._table.tensor[row]] != Kind.TENSOR:
-            return None
-        try:
-            locate_item(self._storage, self._table, row)
-        except DamagedCheckpointError as error:
-            return error.message
-        return None
 
     def _bytes(self, start: int, stop: int) -> memoryview:
         """Returns bytes of the file, read ahead: items lie side by side."""
@@ -698,17 +672,3 @@ class _FileCheck:
     def _report(self, row: int | None, start: int, stop: int, what: str) -> None:
         fqn = None if row is None else self._name(row)
         self.problems.append(Problem(self.key, fqn, start, stop, what))
-
-
-def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """Yields first and last of each run of consecutive numbers.
-
-    Example:
-        >>> list(_runs([1, 2, 5]))
-        [(1, 2), (5, 5)]
-    """
-    for i, number in enumerate(numbers):
-        if i == 0 or numbers[i - 1] != number - 1:
-            first = number
-        if i + 1 == len(numbers) or numbers[i + 1] != number + 1:
-            yield first, number

@@ -23,7 +23,7 @@ from tests.crash.invariants import (
     standing_state,
 )
 from tests.crash.registry import NEW, NEXT, OLD, Operation
-from tests.manager_places import folders_of, newest_state, opener_of, root_of, save_step, writer_of
+from tests.manager_places import folders_of, newest_state, root_of, save_step, writer_of
 from tests.manager_places import settings as manager_settings
 from tests.manager_play import play
 
@@ -32,10 +32,12 @@ from tests.manager_play import play
 
 def every_listed_step_loads(after):
     """What the catalogue lists is whole: one of the states that were ever saved."""
-    opener = opener_of(after.storage)
-    for found in look(root_of(after.storage), manager_settings().names, opener).steps.values():
-        folder = opener(root_of(after.storage).below(found.name))
-        expect(standing_state(folder, after.states) is not None, f"{found.name} does not load")
+    root = root_of(after.storage)
+    for found in look(root, manager_settings().names).steps.values():
+        expect(
+            standing_state(root.open(found.name), after.states) is not None,
+            f"{found.name} does not load",
+        )
 
 
 def a_later_writer_leaves_one_step(after):

@@ -35,19 +35,11 @@ def test_help_lists_every_command_without_loading_any():
     assert found.stdout.splitlines()[-1] == "['ray_dcp.cli.main']"
 
 
-def test_every_command_exists():
-    context = click.Context(main)
+def test_every_command_exists_no_other_does_and_the_version_is_told():
     for name in COMMANDS:
-        assert isinstance(main.get_command(context, name), click.Command)
-
-
-def test_an_unknown_command_is_a_usage_error():
+        assert CliRunner().invoke(main, [name, "--help"]).exit_code == 0
     found = CliRunner().invoke(main, ["nope"])
-    assert found.exit_code == 2
-    assert "No such command 'nope'" in found.output
-
-
-def test_the_version_is_told():
+    assert (found.exit_code, "No such command 'nope'" in found.output) == (2, True)
     found = CliRunner().invoke(main, ["--version"])
     assert (found.exit_code, found.output) == (0, f"ray-dcp, version {ray_dcp.__version__}\n")
 
@@ -79,14 +71,7 @@ def test_an_error_of_ours_is_one_message_and_an_exit_code(
 
 
 def test_the_package_runs_as_a_command(tmp_path: Path):
-    found = subprocess.run(
-        [sys.executable, "-m", "ray_dcp", "show", str(tmp_path / "nothing")],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert found.returncode == 2
-    assert found.stderr.startswith("Error: ")
-    assert "Traceback" not in found.stderr
+    command = [sys.executable, "-m", "ray_dcp", "show", str(tmp_path / "nothing")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert (found.returncode, found.stderr[:7]) == (2, "Error: ")
     assert len(found.stderr.strip().splitlines()) == 1

@@ -35,28 +35,23 @@ def run(saved_checkpoint: Path, stock_checkpoint: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_ls_says_why_a_checkpoint_is_damaged(run: Path):
+def test_ls_says_why_a_checkpoint_is_damaged_and_of_nothing_that_it_is_nothing(run: Path):
     file = checkpoints.data_file(run / "step-10")
     file.unlink()
     output = output_of("ls", run)
     assert "damaged" in output
     assert f"step-10: {file.name} is missing" in output
+    (run / "none").mkdir()
+    assert output_of("ls", run / "none") == f"no checkpoints at or below {run / 'none'}\n"
+    assert json.loads(output_of("ls", run / "none", "--json")) == []
 
 
-def test_ls_of_nothing_is_no_error(tmp_path: Path):
-    assert output_of("ls", tmp_path) == f"no checkpoints at or below {tmp_path}\n"
-    assert json.loads(output_of("ls", tmp_path, "--json")) == []
-
-
-def test_show_filters_by_pattern(saved_checkpoint: Path):
+def test_show_filters_by_pattern_and_a_tree_counts_tensors_and_objects(saved_checkpoint: Path):
     lines = output_of("show", saved_checkpoint, "--tensor", "model.[hl]*").splitlines()
     assert {line.split()[0] for line in lines[3:5]} == {"model.half", "model.large"}
     assert lines[5] == "2 of 10 names match 'model.[hl]*'"
     lines = output_of("show", saved_checkpoint, "--tensor", "nope").splitlines()
     assert lines[2:] == ["0 of 10 names match 'nope'"]
-
-
-def test_a_tree_counts_tensors_and_objects(saved_checkpoint: Path):
     lines = output_of("show", saved_checkpoint, "--tree").splitlines()
     assert lines[2].startswith("├── model: 7 tensors, ")
     assert lines[-3:-1] == ["└── note[x]: 2 objects", "    ├── text: 'hello'"]
@@ -85,23 +80,13 @@ def test_verify_of_a_damaged_checkpoint_exits_with_1_and_names_the_place(run: Pa
     assert problem["start"] <= offset < problem["stop"]
 
 
-@pytest.mark.parametrize("command", ["show", "verify"])
-def test_a_place_without_checkpoint_exits_with_2_and_one_message(command: str, tmp_path: Path):
-    found = invoke(command, tmp_path)
-    assert found.exit_code == 2
-    assert found.stdout == ""
-    assert found.stderr.startswith("Error: ")
-    assert str(tmp_path) in found.stderr
-    assert "Traceback" not in found.stderr
-
-
 @pytest.mark.parametrize("command", ["ls", "show", "verify"])
-def test_wrong_use_exits_with_2(command: str):
-    assert invoke(command).exit_code == 2
-    assert invoke(command, "/tmp", "--nope").exit_code == 2
-    found = invoke(command, "ftp://host/run")
-    assert found.exit_code == 2
-    assert "ftp://" in found.stderr
+def test_wrong_use_or_a_place_without_checkpoint_exits_with_2(command: str, tmp_path: Path):
+    for arguments in ([], ["/tmp", "--nope"], ["ftp://host/run"], [tmp_path / "none"]):
+        found = invoke(command, *arguments)
+        assert (found.exit_code, found.stdout) == (2, "")
+        assert "Traceback" not in found.stderr
+        assert len(arguments) != 1 or str(arguments[0]) in found.stderr
 
 
 def test_a_table_on_a_terminal_has_colours_and_no_control_characters_of_names(

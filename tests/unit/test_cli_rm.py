@@ -18,7 +18,7 @@ from ray_dcp.manager import Item
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.leases import Lease, LeaseHolder
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.store.opening import absolute_target, open_storage
+from ray_dcp.store.opening import absolute_target
 
 STATE = {"w": torch.ones(3)}
 
@@ -49,12 +49,15 @@ def test_a_checkpoint_that_is_committed_while_the_user_reads_the_prompt_stays(
     assert ray_dcp.verify(place).ok
 
 
-def test_a_step_that_is_being_read_stays_unless_forced(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path, 1) as manager:
-        manager.save(1, STATE)
+def saved(root: Path, **first: Any) -> Path:
+    with CheckpointManager(root, 1) as manager:
+        manager.save(1, STATE, **first)
         manager.save(2, STATE)
-    root = Root(absolute_target(tmp_path))
-    with Lease(root, 1, open_storage, lease_s=30.0):
+    return root
+
+
+def test_a_step_that_is_being_read_stays_unless_forced(tmp_path: Path) -> None:
+    with Lease(Root(absolute_target(saved(tmp_path))), 1, lease_s=30.0):
         found = run("rm", f"{tmp_path}@1", "--yes")
         assert found.exit_code == 2
         assert "is being read by process" in found.output
@@ -64,10 +67,7 @@ def test_a_step_that_is_being_read_stays_unless_forced(tmp_path: Path) -> None:
 
 
 def test_a_reader_whose_process_is_gone_holds_nothing(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path, 1) as manager:
-        manager.save(1, STATE)
-        manager.save(2, STATE)
-    with Lease(Root(absolute_target(tmp_path)), 1, open_storage, lease_s=30.0):
+    with Lease(Root(absolute_target(saved(tmp_path))), 1, lease_s=30.0):
         (lease,) = (tmp_path / ".manager" / "reading").iterdir()
         found = LeaseHolder.decode(lease.read_bytes())
     assert found is not None
@@ -120,9 +120,7 @@ def test_the_tags_and_the_info_of_a_step_that_was_saved_again_meanwhile_stay(
 def test_a_deletion_that_fails_gives_the_tags_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with CheckpointManager(tmp_path, 1) as manager:
-        manager.save(1, STATE, tags=["best"])
-        manager.save(2, STATE)
+    saved(tmp_path, tags=["best"])
     writes = LocalStorage.write
 
     def write(storage: LocalStorage, key: str, data: Any, *args: Any, **how: Any) -> Any:
@@ -130,8 +128,7 @@ def test_a_deletion_that_fails_gives_the_tags_back(
             raise StorageError("the disk is read-only")
         return writes(storage, key, data, *args, **how)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalStorage, "write", write)
-        assert run("rm", f"{tmp_path}@1", "--yes", "--force").exit_code != 0
+    monkeypatch.setattr(LocalStorage, "write", write)
+    assert run("rm", f"{tmp_path}@1", "--yes", "--force").exit_code != 0
     assert step_1(tmp_path).tags == ("best",)
     assert ray_dcp.verify(tmp_path / "step-00000001").ok

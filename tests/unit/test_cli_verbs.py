@@ -63,30 +63,13 @@ def test_paths_that_hold_none_are_told_with_the_nearest_names(
     assert sorted(p.name for p in run.parent.iterdir()) == ["run"]
 
 
-@pytest.mark.parametrize("command", ["ls", "du", "doctor", "gc", "watch"])
-def test_a_run_that_is_not_there_is_told_with_the_nearest_names(run: Path, command: str):
-    more = ["--looks", "1"] if command == "watch" else []
-    assert "did you mean 'run'" in refused(command, run.parent / "runn", *more)
-
-
-def test_foreign_files_are_told_what_to_do_with(tmp_path: Path):
-    torch.save({"w": torch.ones(1)}, tmp_path / "w.pt")
-    assert "ray-dcp import" in refused("show", tmp_path / "w.pt")
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "a.txt").write_text("text")
-    assert "a.txt" in refused("show", tmp_path / "notes")
-    assert invoke("ls", tmp_path / "notes").stdout.startswith("no checkpoints")
-
-
-def test_a_run_where_a_step_is_meant_is_told_with_how_to_name_one(run: Path):
+def test_a_run_that_is_not_there_or_no_step_is_told_with_the_nearest_names(run: Path):
+    for command in ("ls", "du", "doctor", "gc", "watch"):
+        assert "did you mean 'run'" in refused(command, run.parent / "runn")
     told = f"name one of its 2 steps, as {run}@latest or {run}@20"
-    for command in (
-        ["show", run],
-        ["export", run, run / "out"],
-        ["tag", run, "a"],
-    ):
-        said = refused(*command)
-        assert told in said
+    for command in (["show", run], ["export", run, run / "out"], ["tag", run, "a"]):
+        assert told in refused(*command)
+    assert "name one" in refused("rm", run, "--yes")
     # The run is there: its own name is no hint at what else was meant.
     assert "did you mean" not in refused("show", f"{run}@999")
 
@@ -123,23 +106,14 @@ def test_a_storage_that_gives_no_permission_is_one_message(
 
     monkeypatch.setattr(LocalStorage, what, deny)
     one, out = run / "step-10", run.parent / "out"
-    for command in (
-        ["ls", run],
-        ["show", one],
-        ["verify", one],
-        ["diff", one, run / "step-20"],
-        ["du", run],
-        ["reshard", one, "--to", "2"],
-        ["cp", one, out],
-        ["rm", one, "--yes"],
-        ["watch", run],
-        ["export", one, out, "--tensor", "model.*"],
-        ["tag", f"{run}@10", "a"],
-        ["timeline", one],
-        ["metadata", one],
-    ):
-        if what == "list" or command[0] not in ("ls", "du", "watch", "rm", "tag"):
-            assert "Permission denied" in refused(*command), command
+    more = {"diff": [run / "step-20"], "reshard": ["--to", "2"], "cp": [out],
+            "export": [out, "--tensor", "model.*"]}  # fmt: skip
+    commands = [[verb, one, *more.get(verb, [])] for verb in (*more, "show", "verify", "timeline")]
+    if what == "list":
+        commands += [[verb, run] for verb in ("ls", "du", "watch")]
+        commands += [["rm", one, "--yes"], ["tag", f"{run}@10", "a"]]
+    for command in [*commands, ["metadata", one]]:
+        assert "Permission denied" in refused(*command), command
     assert sorted(p.name for p in run.parent.iterdir()) == ["run"]
 
 
@@ -220,7 +194,10 @@ def test_an_export_of_all_says_what_it_leaves_out(run: Path, tmp_path: Path):
 
 
 def test_files_of_other_kinds_are_one_line_and_exit_code_2(tmp_path: Path):
+    torch.save({"w": torch.ones(1)}, tmp_path / "w.pt")
+    assert "ray-dcp import" in refused("show", tmp_path / "w.pt")
     (tmp_path / "a.txt").write_text("no checkpoint")
+    assert "a.txt" in refused("show", tmp_path)
     for command in (["import", tmp_path / "a.txt", tmp_path / "x"], ["show", tmp_path / "a.txt"],
                     ["diff", tmp_path / "a.txt", tmp_path], ["verify", tmp_path / "a.txt"],
                     ["cp", tmp_path / "a.txt", tmp_path / "x"], ["ls", tmp_path / "a.txt"],
@@ -246,16 +223,13 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_written(
     usage = shutil.disk_usage(run)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
     target = run.parent / "out"
-    for command in (
-        ["export", f"{run}@10", target, "--tensor", "model.w*"],
-        ["export", f"{run}@10", target, "--tensor", "model.w*", "--dry-run"],
-        ["cp", f"{run}@10", target],
-    ):
+    export = ["export", f"{run}@10", target, "--tensor", "model.w*"]
+    for command in (export, [*export, "--dry-run"], ["cp", f"{run}@10", target]):
         assert "10 B are free; nothing was written" in refused(*command)
     assert not target.exists()
 
 
-def test_ctrl_c_is_one_message_and_takes_back_what_was_begun(
+def test_ctrl_c_ends_a_watch_quietly_and_takes_back_what_was_begun(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def interrupt(*arguments: object, **more: object) -> None:
@@ -264,9 +238,6 @@ def test_ctrl_c_is_one_message_and_takes_back_what_was_begun(
     monkeypatch.setattr(LocalStorage, "open_writer", interrupt)
     assert "interrupted" in refused("cp", f"{run}@10", run.parent / "copy")
     assert not [p for p in run.parent.rglob("copy/**/*") if p.is_file()]
-
-
-def test_a_real_ctrl_c_ends_a_watch_quietly(run: Path):
     process = subprocess.Popen(
         [sys.executable, "-m", "ray_dcp", "watch", str(run), "--interval", "60"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -328,19 +299,6 @@ def test_rm_keeps_tagged_steps_and_takes_all_that_was_told_about_one_along(tmp_p
         assert manager.all_steps() == [2]
 
 
-def test_rm_takes_the_items_of_a_step_along(tmp_path: Path):
-    items = {"model": Item(), "data": Item()}
-    with ray_dcp.CheckpointManager(tmp_path, 1, items=items) as manager:
-        manager.save(1, {"model": {"w": torch.ones(2)}, "data": {"at": 5}})
-        manager.join()
-    assert invoke("rm", f"{tmp_path}@1", "--yes").exit_code == 0
-    assert not list(tmp_path.rglob("*.distcp"))
-
-
-def test_rm_of_a_run_is_refused(run: Path):
-    assert "name one" in refused("rm", run, "--yes")
-
-
 def test_gc_removes_what_crashes_left_and_no_checkpoint(run: Path):
     left = run / "step-10" / "__0_0.00000000000000bb.distcp"
     left.write_bytes(b"left")
@@ -354,7 +312,9 @@ def test_gc_removes_what_crashes_left_and_no_checkpoint(run: Path):
     assert invoke("verify", f"{run}@10").exit_code == 0
 
 
-def test_gc_tells_of_what_the_user_keeps_in_a_step_and_not_of_its_items(tmp_path: Path):
+def test_gc_tells_of_what_the_user_keeps_in_a_step_and_not_of_its_items_which_go_with_it(
+    tmp_path: Path,
+):
     with ray_dcp.CheckpointManager(tmp_path, 1, items={"model": Item()}) as manager:
         manager.save(1, {"model": {"w": torch.ones(2)}}, metrics={"loss": 0.5})
     assert invoke("gc", tmp_path).stdout == "freed 0 B\n"
@@ -363,6 +323,8 @@ def test_gc_tells_of_what_the_user_keeps_in_a_step_and_not_of_its_items(tmp_path
     assert [line for line in lines if "kept" in line] == [
         "  kept notes.txt: ray_dcp did not write it"
     ]
+    assert invoke("rm", f"{tmp_path}@1", "--yes").exit_code == 0
+    assert not list(tmp_path.rglob("*.distcp"))
 
 
 def test_du_counts_every_byte_once_by_whose_it_is(run: Path):
@@ -391,22 +353,19 @@ def test_watch_tells_what_comes_changes_and_goes(run: Path):
     assert [json.loads(line)["name"] for line in lines] == ["step-10", "step-20"]
 
 
-def test_doctor_tries_the_storage_and_cleans_up(run: Path):
+def test_doctor_tries_the_storage_cleans_up_and_finds_what_is_wrong(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+):
     before = sorted(p.name for p in run.iterdir())
     found = json.loads(invoke("doctor", run, "--write", "--json").stdout)
     assert {one["what"]: one["level"] for one in found["findings"]}["commit"] == "ok"
     assert sorted(p.name for p in run.iterdir()) == before
     assert ray_dcp.__version__ in found["findings"][0]["told"]
-
-
-def test_doctor_finds_what_is_damaged(run: Path):
     checkpoints.data_file(run / "step-20").unlink()
     found = invoke("doctor", run)
     assert (found.exit_code, "wrong" in found.stdout) == (1, True)
     assert "damaged: __0_0." in found.stdout
 
-
-def test_doctor_says_that_a_storage_refuses(run: Path, monkeypatch: pytest.MonkeyPatch):
     def deny(self: LocalStorage, *arguments: object, **more: object) -> None:
         raise StorageError("[EROFS] Read-only file system")
 
@@ -416,27 +375,22 @@ def test_doctor_says_that_a_storage_refuses(run: Path, monkeypatch: pytest.Monke
 
 
 def test_diff_exits_with_1_where_that_is_asked_for(run: Path):
-    assert invoke("diff", f"{run}@10", f"{run}@20", "--exit-code").exit_code == 0
     ray_dcp.save({"w": torch.ones(1)}, checkpoint_id=run / "step-30")
-    assert invoke("diff", f"{run}@10", f"{run}@30").exit_code == 0
-    assert invoke("diff", f"{run}@10", f"{run}@30", "--exit-code").exit_code == 1
+    for step, more, code in ((20, ["--exit-code"], 0), (30, [], 0), (30, ["--exit-code"], 1)):
+        assert invoke("diff", f"{run}@10", f"{run}@{step}", *more).exit_code == code
 
 
-@pytest.mark.parametrize("command", [["ls", "{}"], ["show", "{}@10"], ["du", "{}"]])
-def test_a_reader_that_ends_early_is_no_error(run: Path, command: list[str]):
-    arguments = [part.format(run) for part in command]
+@pytest.mark.parametrize("command", ["ls {}", "show {}@10"])
+def test_a_reader_that_ends_early_is_no_error(run: Path, command: str):
     done = subprocess.run(
-        f"{sys.executable} -m ray_dcp {' '.join(arguments)} | head -c 1",
+        f"{sys.executable} -m ray_dcp {command.format(run)} | head -c 1",
         shell=True, capture_output=True, text=True, timeout=400, check=False,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify", "rm"])
-def test_a_store_that_can_not_be_reached_is_told_soon(
-    command: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_store_that_can_not_be_reached_is_told_soon(monkeypatch: pytest.MonkeyPatch):
     """Not after the minutes for which a save tries again."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
@@ -444,6 +398,7 @@ def test_a_store_that_can_not_be_reached_is_told_soon(
     for name, value in (("ACCESS_KEY_ID", "k"), ("SECRET_ACCESS_KEY", "s"), ("REGION", "r"),
                         ("ENDPOINT_URL", f"http://127.0.0.1:{port}")):  # fmt: skip
         monkeypatch.setenv(f"AWS_{name}", value)
-    monkeypatch.setattr(places, "PATIENCE_S", 1.0)
-    said = refused(command, f"s3://bucket/{command}@latest")
-    assert "the connection failed: check the endpoint" in said
+    monkeypatch.setattr(places, "ANSWER_S", 1.0)
+    for command in ("ls", "show", "verify", "rm"):
+        said = refused(command, f"s3://bucket/{command}@latest")
+        assert "the connection failed: check the endpoint" in said

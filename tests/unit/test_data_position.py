@@ -58,20 +58,16 @@ def test_what_a_loader_has_fetched_ahead_is_not_consumed(workers, tmp_path):
     assert Counter(seen) == Counter(range(24))
 
 
-def test_a_loader_that_is_not_followed_does_not_give_a_wrong_place():
+def test_a_loader_that_is_not_followed_or_goes_by_something_else_does_not_give_a_wrong_place():
     sampler = sampler_of()
     next(iter(DataLoader(range(24), batch_sampler=sampler)))
     with pytest.raises(StateDictError, match=r"for batch in sampler\.follow\(loader\)"):
         sampler.state_dict()
     sampler.load_state_dict(sampler_of().state_dict())
     assert sampler.state_dict()["place"] == 0
-
-
-@pytest.mark.parametrize(("batches", "what"), [(3, "ended before"), (5, "more batches")])
-def test_a_loader_that_does_not_go_by_the_sampler_is_told(batches, what):
-    sampler = sampler_of()
-    with pytest.raises(InvalidRequestError, match=what):
-        list(sampler.follow([0] * batches))
+    for batches, what in ((3, "ended before"), (5, "more batches")):
+        with pytest.raises(InvalidRequestError, match=what):
+            list(sampler_of().follow([0] * batches))
 
 
 @pytest.mark.parametrize(
@@ -200,37 +196,42 @@ def test_a_loader_without_a_rule_says_so_and_a_rule_is_used():
     assert [batch.tolist() for batch in numbers[2]] == [[1], [2], [3]]
 
 
+def stream_of(sources=("a",), reads=read, rank=0):
+    return ElasticStream(sources, reads, rank=rank, world_size=1)
+
+
 @pytest.mark.parametrize(
-    "more", [{"persistent_workers": True, "num_workers": 1}, {"snapshot_every_n_steps": 2}]
+    ("make", "what"),
+    [
+        (lambda: DataLoader(range(3)), "torchdata's StatefulDataLoader"),
+        (lambda: StatefulDataLoader(range(24), batch_sampler=sampler_of()), "put the sampler into"),
+        (
+            lambda: StatefulDataLoader(stream_of(), persistent_workers=True, num_workers=1),
+            "needs persistent_workers=",
+        ),
+        (
+            lambda: StatefulDataLoader(stream_of(), snapshot_every_n_steps=2),
+            "needs snapshot_every_n_steps=",
+        ),
+        (lambda: stream_of(["a", "a"]), "each of them once"),
+        (lambda: stream_of([1]), "names"),
+        (lambda: stream_of([]), "num_samples"),
+        (lambda: stream_of(rank=1), "rank"),
+        (lambda: stream_of(reads="read"), "read"),
+        (lambda: stream_of().set_epoch(-1), "epoch"),
+    ],
 )
-def test_settings_that_lose_the_place_are_refused(more):
-    stream = ElasticStream(["a"], read, rank=0, world_size=1)
-    with pytest.raises(InvalidRequestError, match=f"needs {next(iter(more))}="):
-        LoaderPosition(StatefulDataLoader(stream, **more))
+def test_a_loader_or_stream_whose_place_is_not_known_is_refused(make, what):
+    with pytest.raises(InvalidRequestError, match=what):
+        LoaderPosition(make())
 
 
-def test_a_loader_that_has_no_place_or_a_better_one_is_refused():
-    with pytest.raises(InvalidRequestError, match="torchdata's StatefulDataLoader"):
-        LoaderPosition(DataLoader(range(3)))
-    with pytest.raises(InvalidRequestError, match="put the sampler into the state dict"):
-        LoaderPosition(StatefulDataLoader(range(24), batch_sampler=sampler_of()))
+def test_what_is_no_place_is_refused_and_changes_nothing():
     with pytest.raises(InvalidRequestError, match="resized"):
         LoaderPosition(StatefulDataLoader(range(3)), resized="wrap")
     with pytest.raises(StateDictError):
         LoaderPosition(StatefulDataLoader(range(3))).load_state_dict({"loader": 3})
-
-
-def test_a_stream_refuses_what_it_cant_read():
-    for sources, kind in [(["a", "a"], "each of them once"), ([1], "names"), ([], "num_samples")]:
-        with pytest.raises(InvalidRequestError, match=kind):
-            ElasticStream(sources, read, rank=0, world_size=1)
-    with pytest.raises(InvalidRequestError, match="rank"):
-        ElasticStream(["a"], read, rank=1, world_size=1)
-    with pytest.raises(InvalidRequestError, match="read"):
-        ElasticStream(["a"], "read", rank=0, world_size=1)
-    stream = ElasticStream(["a"], read, rank=0, world_size=1)
-    with pytest.raises(InvalidRequestError, match="epoch"):
-        stream.set_epoch(-1)
+    stream = stream_of()
     place = stream.state_dict()
     for change in ({"own": {"b": 1}}, {"own": {"a": -2}}, {"epoch": "0"}, {"ended": 0}):
         with pytest.raises(StateDictError):
@@ -288,16 +289,12 @@ def test_rows_refuse_what_is_not_theirs():
             IdRuns(runs)
 
 
-def test_another_number_of_workers_needs_another_number_of_ranks():
+def test_places_of_other_workers_or_of_two_epochs_are_not_one():
     _, loader, position = loader_of(0, 1)
     take(loader, 1)
-    _, _, other = loader_of(0, 1, workers=1)
     with pytest.raises(StateDictError, match="with 0 workers, but this one has 1"):
-        resume([position], [other])
-
-
-def test_places_of_two_epochs_are_not_one():
-    one, other = (ElasticStream(["a"], read, rank=0, world_size=1) for _ in range(2))
+        resume([position], [loader_of(0, 1, workers=1)[2]])
+    one, other = stream_of(), stream_of()
     other.set_epoch(1)
     with pytest.raises(StateDictError, match=r"found epochs \[0, 1\]"):
         merged([one.state_dict(), other.state_dict()])

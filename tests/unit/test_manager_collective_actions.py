@@ -54,19 +54,15 @@ def test_a_step_that_was_committed_before_a_rank_died_is_told_as_committed(tmp_p
 
 
 def test_a_step_that_is_told_as_failed_never_appears(tmp_path):
-    attempts = []
-
-    def dies(rank, request, after):
-        return rank == 0 and after and commits(request, "facts")
-
-    ended = save_items(tmp_path, 1, dies)
+    ended = save_items(
+        tmp_path, 1, lambda rank, request, after: not rank and after and commits(request, "facts")
+    )
     assert isinstance(ended[0], DeadRankError)
     assert isinstance(ended[1], ParticipantError)
     assert steps_at(tmp_path) == []
     # Rank 1 has ended the attempt, so that rank 0 could not commit it any more.
     (record,) = (tmp_path / "step-00000001").glob("manifest-*.json")
     assert b'"kind":"abort"' in record.read_bytes()
-    assert attempts == []
 
 
 def test_an_attempt_that_was_ended_before_its_save_began_is_not_committed(tmp_path, monkeypatch):
@@ -112,12 +108,10 @@ def test_a_step_can_be_saved_after_its_decision_was_left(tmp_path, monkeypatch, 
     item = Item(save_options=SaveOptions(plan_timeout_s=5.0))
     manager = CheckpointManager(tmp_path, 1, item=item, chkpt_on_preemption=False)
     manager.save(1, state(1))
-    real = LocalStorage.list
     with monkeypatch.context() as patch:
         patch.setattr(LocalStorage, "list", lambda self, prefix="": hangs() and [])
         with pytest.raises(StorageError, match="still waits for it"):
             manager.save(2, state(2))
-    assert LocalStorage.list is real
     assert manager.save(2, state(2))
     manager.close()
     assert steps_at(tmp_path) == [1, 2]

@@ -99,20 +99,7 @@ def test_a_deletion_that_was_ended_meanwhile_does_not_fail_the_save_of_a_step(
     assert found["model"]["w"].tolist() == [2.0] * 300
 
 
-def test_verify_looks_at_the_items_of_a_step(tmp_path: Path) -> None:
-    with manager(tmp_path) as made:
-        made.save(5, state(1))
-    assert ray_dcp.verify(step(tmp_path, 5)).ok
-    (data,) = (step(tmp_path, 5) / "model").glob("*.distcp")
-    flip(data, 600)
-    (problem, *_) = ray_dcp.verify(step(tmp_path, 5)).problems
-    assert (problem.file, problem.fqn) == (f"model/{data.name}", "w")
-    shutil.rmtree(data.parent)
-    (problem,) = ray_dcp.verify(step(tmp_path, 5)).problems
-    assert problem.file == "model"
-
-
-def test_a_step_is_copied_with_its_items(tmp_path: Path) -> None:
+def test_a_step_is_copied_and_verified_with_its_items(tmp_path: Path) -> None:
     with manager(tmp_path / "run") as made:
         made.save(5, state(1), metrics={"loss": 1.0})
         made.save(5, state(2), replace=True, metrics={"loss": 2.0})
@@ -126,7 +113,10 @@ def test_a_step_is_copied_with_its_items(tmp_path: Path) -> None:
     assert found["model"]["w"].tolist() == [2.0] * 300
     (data,) = other.glob("model*/*.distcp")
     flip(data, 600)
-    assert not ray_dcp.open(other).verify().ok
+    (problem, *_) = ray_dcp.open(other).verify().problems
+    assert (problem.file, problem.fqn) == (f"{data.parent.name}/{data.name}", "w")
+    shutil.rmtree(data.parent)
+    assert [one.file for one in ray_dcp.verify(other).problems] == [data.parent.name]
 
 
 def test_a_copied_step_that_is_replaced_is_never_a_mixture(

@@ -7,7 +7,6 @@ import os
 import uuid
 
 import fsspec
-import obstore.store
 import pytest
 from obstore.store import LocalStore, MemoryStore
 from pyarrow import fs as arrow
@@ -70,17 +69,11 @@ class TestFaultyWithoutScript(StorageConformance):
         return FaultyStorage(LocalStorage(tmp_path / "root"))
 
 
-class TestObjectsInMemory(StorageConformance):
-    @pytest.fixture
-    def storage(self):
-        return ObjectStorage(obstore.store.MemoryStore(), "run/step-1")
-
-
-class TestObjectsInShortParts(StorageConformance):
-    @pytest.fixture
-    def storage(self):
-        options = ObjectOptions(request_bytes=5 << 20)
-        return ObjectStorage(obstore.store.MemoryStore(), "run", options=options)
+class TestObjects(StorageConformance):
+    @pytest.fixture(params=[5 << 20, 16 << 20])
+    def storage(self, request):
+        options = ObjectOptions(request_bytes=request.param)
+        return ObjectStorage(MemoryStore(), "run/step-1", options=options)
 
 
 class TestFsspecInMemory(StorageConformance):

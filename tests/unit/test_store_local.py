@@ -26,43 +26,26 @@ def open_descriptors(folder: Path) -> int:
     return len(open_below(folder))
 
 
-def recorded(monkeypatch, module, *names):
-    """Replaces functions of `os` by ones that also note their calls."""
-    calls = []
-    for name in names:
-        real = getattr(os, name)
-
-        def note(*args, _name=name, _real=real, **kwargs):
-            calls.append(_name)
-            return _real(*args, **kwargs)
-
-        monkeypatch.setattr(module.os, name, note)
-    return calls
-
-
 def test_a_value_is_synced_before_it_is_linked_and_its_folder_after(tmp_path, monkeypatch):
     storage = LocalStorage(tmp_path)
-    calls = recorded(monkeypatch, local, "fsync", "link", "rename")
+    calls = []
+    for name in ("fsync", "link", "rename"):
+        real = getattr(os, name)
+        noted = lambda *args, name=name, real=real: (calls.append(name), real(*args))  # noqa: E731
+        monkeypatch.setattr(local.os, name, noted)
     storage.write("a", b"1", create=True)
-    assert calls == ["fsync", "link", "fsync"]
-    calls.clear()
     storage.write("a", b"2")
-    assert calls == ["fsync", "rename", "fsync"]
-    calls.clear()
     writer = storage.open_writer("b")
     writer.write(b"3")
-    assert calls == []
+    assert calls == ["fsync", "link", "fsync", "fsync", "rename", "fsync"]
     writer.commit()
-    assert calls == ["fsync", "link", "fsync"]
-
-
-def test_new_folders_are_synced_into_their_parents(tmp_path, monkeypatch):
-    synced = []
-    real = local.sync_directory
-    monkeypatch.setattr(local, "sync_directory", lambda path: (synced.append(path), real(path)))
+    assert calls[6:] == ["fsync", "link", "fsync"]
+    synced, real_sync = [], local.sync_directory
+    monkeypatch.setattr(
+        local, "sync_directory", lambda path: (synced.append(path), real_sync(path))
+    )
     LocalStorage(tmp_path / "x" / "y").write("z/a", b"1")
-    parents = [tmp_path, tmp_path / "x", tmp_path / "x" / "y"]
-    assert synced == [*map(str, parents), str(tmp_path / "x" / "y" / "z")]
+    assert synced == [str(tmp_path / folder) for folder in (".", "x", "x/y", "x/y/z")]
 
 
 @pytest.mark.parametrize("shift", [0, 1, 64, 4095])
@@ -187,26 +170,20 @@ def test_reading_leaves_few_descriptors_and_closing_none(tmp_path):
     assert open_descriptors(tmp_path) == before
 
 
-def test_a_dropped_writer_leaves_neither_file_nor_descriptor(tmp_path):
-    before = open_descriptors(tmp_path)
-    writer = LocalStorage(tmp_path).open_writer("part")
-    writer.write(b"x" * 5_000_000)
-    del writer
-    assert open_descriptors(tmp_path) == before
-    assert os.listdir(tmp_path) == []
-
-
-def test_unpublished_files_are_told_and_can_be_deleted(tmp_path):
-    storage = LocalStorage(tmp_path)
+def test_unpublished_files_can_be_deleted_and_a_dropped_writer_leaves_none(tmp_path):
+    storage, before = LocalStorage(tmp_path), open_descriptors(tmp_path)
     writer = storage.open_writer("x/part")
     (left,) = storage.unpublished()
-    assert left.key.startswith("x/.tmp-")
-    assert left.key.endswith("-part")
-    assert storage.list() == []
+    assert (left.key[:7], left.key[-5:], storage.list()) == ("x/.tmp-", "-part", [])
     storage.delete([left.key])
     assert storage.unpublished() == ()
     with pytest.raises(StorageError):
         writer.commit()
+    writer = storage.open_writer("part")
+    writer.write(b"x" * 5_000_000)
+    del writer
+    assert open_descriptors(tmp_path) == before
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_long_name_fits_its_temporary_name(tmp_path):
@@ -217,26 +194,20 @@ def test_a_long_name_fits_its_temporary_name(tmp_path):
         LocalStorage(tmp_path).write(key + "k", b"1")
 
 
-def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    storage = LocalStorage(tmp_path)
-    with pytest.raises(StorageError, match="not a regular file"):
-        storage.read("pipe")
-    with pytest.raises(StorageError, match="not a regular file"):
-        storage.read_into("pipe", 0, memoryview(bytearray(1)))
-    assert storage.list() == []
-
-
-def test_links_to_files_are_listed_and_read_but_folders_not_entered(tmp_path):
+def test_links_to_files_are_read_folders_not_entered_and_pipes_not_waited_for(tmp_path):
     (tmp_path / "blob").write_bytes(b"data")
     root = tmp_path / "root"
     root.mkdir()
+    os.mkfifo(root / "pipe")
     (root / "link").symlink_to(tmp_path / "blob")
     (root / "loop").symlink_to(root)
     (root / "dangling").symlink_to(tmp_path / "nothing")
     storage = LocalStorage(root)
     assert storage.list() == [Entry("link", 4)]
     assert storage.read("link") == b"data"
+    for read in (storage.read, lambda key: storage.read_into(key, 0, memoryview(bytearray(1)))):
+        with pytest.raises(StorageError, match="not a regular file"):
+            read("pipe")
 
 
 def test_delete_removes_folders_that_became_empty_but_not_the_root(tmp_path):
@@ -397,9 +368,9 @@ def test_an_unknown_filesystem_is_not_believed(tmp_path, tmp_path_factory, monke
         path.write_text(table)
     monkeypatch.setattr(local, "_MOUNTS", str(path))
     assert not creates(tmp_path)
-
-
-def test_a_filesystem_on_which_the_second_wins_too_does_not(tmp_path, monkeypatch):
+    # Nor is one on which the second wins as well.
+    monkeypatch.undo()
+    monkeypatch.setattr(local, "_KNOWN", {})
     monkeypatch.setattr(os, "link", os.replace)
     assert not creates(tmp_path)
     assert os.listdir(tmp_path) == []

@@ -99,12 +99,7 @@ def test_targets_and_locations_travel_with_what_they_need_and_show_nothing():
      f"simplecache::zip://a::ftp://key:{SECRET}@host/run.zip"],
 )  # fmt: skip
 def test_a_url_with_credentials_is_refused_without_showing_them(url):
-    for call in (
-        open_storage,
-        ray_dcp.open,
-        lambda u: Location(u),
-        lambda u: open_storage(Target(u)),
-    ):
+    for call in (open_storage, ray_dcp.open, Location, lambda u: open_storage(Target(u))):
         with pytest.raises(InvalidRequestError, match="storage_options") as raised:
             call(url)
         assert SECRET not in str(raised.value)

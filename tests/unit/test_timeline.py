@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import click
@@ -117,30 +115,20 @@ def test_the_file_for_chrome_has_complete_events_of_all_lanes(saved: Path, tmp_p
     assert all(e["dur"] >= 0 and e["ts"] > 1e15 for e in spans)
     assert json.loads(run(saved, "--json", "--chrome", tmp_path / "b.json").output)["attempt"]
     assert (tmp_path / "b.json").exists()
-
-
-def test_stragglers_and_takeovers_are_in_the_file_for_chrome():
     events = json.loads(chrome_trace(trace_of(3)))["traceEvents"]
     late = [e for e in events if e.get("args", {}).get("straggler")]
     assert [(e["pid"], e["name"], e["args"]["where"]) for e in late] == [(3, "write", "pid 7 on b")]
 
 
-def test_what_has_no_trace_says_why(tmp_path: Path):
-    ray_dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "c", no_dist=True)
-    (trace,) = (tmp_path / "c").glob("trace.*.json")
-    trace.unlink()
-    found = run(tmp_path / "c")
-    assert found.exit_code == 2
-    assert "could not be written, or was deleted" in " ".join(found.output.split())
-    assert run(tmp_path / "nothing").exit_code == 2
-
-
-def test_a_damaged_trace_ends_with_1_and_says_that_the_checkpoint_is_whole(saved: Path):
+def test_a_trace_that_is_damaged_or_gone_says_so(saved: Path):
     (trace,) = saved.glob("trace.*.json")
     trace.write_text("{")
     found = run(saved)
-    assert found.exit_code == 1
-    assert "The checkpoint itself does not need it" in found.output
+    assert (found.exit_code, "itself does not need it" in found.output) == (1, True)
+    trace.unlink()
+    found = run(saved)
+    assert found.exit_code == 2
+    assert "could not be written, or was deleted" in " ".join(found.output.split())
 
 
 def test_a_file_that_can_not_be_written_leaves_nothing(saved: Path, tmp_path: Path):
@@ -150,16 +138,3 @@ def test_a_file_that_can_not_be_written_leaves_nothing(saved: Path, tmp_path: Pa
     assert "can't be written" in found.output
     assert "Traceback" not in found.output
     assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "run"]
-
-
-def test_it_loads_neither_torch_nor_ray(saved: Path):
-    code = (
-        "import sys; from ray_dcp.cli.main import main\n"
-        "try: main()\nexcept SystemExit: pass\n"
-        "sys.exit(bool({'torch', 'ray', 'matplotlib'} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "timeline", str(saved)], check=False, timeout=400,
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ import torch
 import ray_dcp
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.integrations.train import reports as telling
-from ray_dcp.integrations.train.checkpointer import Checkpointer
+from ray_dcp.integrations.train.checkpointer import Checkpointer, Settings
 from ray_dcp.integrations.train.joining import Group, Retention, RunFacts, parse
 from ray_dcp.integrations.train.save_requests import REQUESTS, Asked
 from ray_dcp.manager.catalogue import Root
-from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.view.listing import list_run
@@ -76,12 +77,8 @@ def make(told: Any, tmp_path: Path) -> Iterator[Make]:
         session: Any = Alone()
         group = Group(root, groups[-1], "0a1b2c", session, False, bool(listed), retention=retention)
         facts = Facts(0, 1, "run", "id", None, 0.0, None, str(tmp_path))
-        made.append(
-            Checkpointer(
-                facts, group, "checkpoints", interval, on_error, SaveOptions(**options),
-                LoadOptions(), 0,
-            )
-        )  # fmt: skip
+        how = Settings(save_interval=interval, on_error=on_error, options=SaveOptions(**options))
+        made.append(Checkpointer(facts, group, how))
         return made[-1]
 
     yield making
@@ -157,39 +154,22 @@ def unsaveable() -> dict[str, Any]:
     return {"w": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}
 
 
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*quantize:UserWarning")
-def test_a_failed_save_warns_and_training_goes_on(make: Make, told: Any):
-    with make() as ckpt:
+def test_a_failed_save_warns_or_raises_and_training_goes_on(make: Make, told: Any, on_error: Any):
+    raised = pytest.raises(CheckpointError) if on_error == "raise" else nullcontext()
+    with make(on_error=on_error) as ckpt:
         ckpt.save(0, state())
         ckpt.save(1, unsaveable())
-        with pytest.warns(UserWarning, match="Step 1 is not saved"):
+        with pytest.warns(UserWarning, match="Step 1 is not saved"), raised:
             ckpt.save(2, state())
     assert [step for step, _ in told] == [0, 2]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*quantize:UserWarning")
-def test_a_failed_save_raises_where_that_is_asked_for(make: Make, told: Any):
-    ckpt = make(on_error="raise")
-    ckpt.save(1, unsaveable())
-    with (
-        pytest.warns(UserWarning, match="Step 1 is not saved"),
-        pytest.raises(CheckpointError),
-    ):
-        ckpt.save(2, state())
-    ckpt.close()
-    assert [step for step, _ in told] == [2]
-
-
 def test_an_error_in_training_waits_for_no_other_rank(make: Make, told: Any):
-    ckpt = make()
-
-    def train() -> None:
-        with ckpt:
-            ckpt.save(1, state())
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train()
+    with pytest.raises(KeyboardInterrupt), make() as ckpt:  # noqa: PT012
+        ckpt.save(1, state())
+        raise KeyboardInterrupt
     assert told == []
     assert ckpt._closed
 
@@ -208,13 +188,20 @@ def ask(linger_s: float, after_step: int) -> None:
     assert REQUESTS.ask(Asked("asked", "resize", after_step, linger_s))
 
 
-def test_a_step_that_is_asked_for_is_saved_and_the_asker_told(make: Make, told: Any):
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*quantize:UserWarning")
+def test_a_step_that_is_asked_for_is_saved_and_the_asker_told_how_it_ended(make: Make, told: Any):
     with make(interval=100) as ckpt:
         assert not ckpt.save(1, state())
         ask(0.0, after_step=2)
         assert [ckpt.save(step, state()) for step in (2, 3, 4)] == [False, True, False]
         assert eventually(lambda: REQUESTS.state("asked") == "committed")
     assert [step for step, _ in told] == [3]
+    ckpt = make(interval=100, on_error="raise")
+    assert ckpt.restore(state()) == 3
+    ask(1000.0, after_step=4)
+    with pytest.warns(UserWarning, match="not saved"), pytest.raises(CheckpointError):
+        ckpt.save(5, unsaveable())
+    assert REQUESTS.state("asked") == "failed"
 
 
 def test_before_the_workers_end_a_rank_waits_for_the_commit_and_makes_no_step(
@@ -231,15 +218,6 @@ def test_before_the_workers_end_a_rank_waits_for_the_commit_and_makes_no_step(
     thread.join(180)
     assert not thread.is_alive()
     assert [step for step, _ in told] == [2]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*quantize:UserWarning")
-def test_the_asker_is_told_of_a_failure_at_once(make: Make, told: Any):
-    ckpt = make(interval=100, on_error="raise")
-    ask(1000.0, after_step=1)
-    with pytest.warns(UserWarning, match="not saved"), pytest.raises(CheckpointError):
-        ckpt.save(2, unsaveable())
-    assert REQUESTS.state("asked") == "failed"
 
 
 def test_a_damaged_step_is_passed_over_loudly(make: Make, told: Any, tmp_path: Path):

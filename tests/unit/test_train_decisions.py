@@ -24,7 +24,6 @@ from ray_dcp.integrations.train import callback, reports, save_requests
 from ray_dcp.integrations.train.callback import SaveBeforeResize
 from ray_dcp.integrations.train.checkpointer import Save, UnderWay
 from ray_dcp.integrations.train.joining import (
-    Known,
     Retention,
     RunFacts,
     StepFolder,
@@ -32,14 +31,13 @@ from ray_dcp.integrations.train.joining import (
     owner_of,
     parse,
     superfluous,
-    take_right,
+    take_lease,
     target_of_run,
 )
-from ray_dcp.integrations.train.save_requests import Asked, SaveRequests, ask_all, tier_that_fits
+from ray_dcp.integrations.train.save_requests import Asked, SaveRequests, ask_all
 from ray_dcp.manager.catalogue import Catalogue, Root
-from ray_dcp.manager.leases import Lease, LeaseHolder, this_process
+from ray_dcp.manager.leases import Lease, LeaseHolder
 from ray_dcp.protocol.messages import Target
-from ray_dcp.store.opening import open_storage
 from ray_dcp.view.listing import list_run
 from tests.polling import eventually
 
@@ -59,13 +57,10 @@ def test_the_later_of_two_groups_that_saved_a_step_is_tried_first(tmp_path: Path
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["../elsewhere", "/abs", "s3://bucket/x", "a/b", "", ".hidden", 3])
-def test_a_place_outside_of_the_run_is_refused_with_the_way_out(name: Any):
-    with pytest.raises(InvalidRequestError, match="RunConfig"):
-        check_folder(name)
-
-
-def test_outside_of_a_worker_it_says_what_to_use_instead():
+def test_outside_of_the_run_or_of_a_worker_it_says_what_to_use_instead():
+    for name in ("../elsewhere", "/abs", "s3://bucket/x", "a/b", "", ".hidden", 3):
+        with pytest.raises(InvalidRequestError, match="RunConfig"):
+            check_folder(name)
     with pytest.raises(InvalidRequestError, match="CheckpointManager"):
         ray_dcp.train.checkpointer()
 
@@ -85,37 +80,26 @@ def test_a_wrong_argument_is_named(wrong: dict[str, Any]):
 # --- retention -----------------------------------------------------------------------------------
 
 
-def test_two_owners_of_retention_are_refused_with_the_way_out():
-    with pytest.raises(InvalidRequestError, match="Leave one of them out"):
-        owner_of(3, 5)
-    with pytest.raises(InvalidRequestError, match="max_to_keep"):
-        owner_of(-1, None)
-
-
-def known(committed: list[StepFolder], told: list[StepFolder], left: tuple[StepFolder, ...] = ()):
-    return Known(frozenset(committed), frozenset(left), frozenset(one.name for one in told))
-
-
-def test_where_ray_train_deletes_only_what_it_never_hears_of_goes():
+def test_one_side_deletes_and_where_that_is_ray_train_only_what_it_never_hears_of_goes():
+    for both, told in (((3, 5), "Leave one of them out"), ((-1, None), "max_to_keep")):
+        with pytest.raises(InvalidRequestError, match=told):
+            owner_of(*both)
     steps = [folder(n) for n in (1, 2, 3, 4)]
-    gone = superfluous(known(steps, [steps[0], steps[2]]), "ray", 0)
-    assert gone == [steps[1]]
-    assert superfluous(known(steps, []), "ray", 0) == []
+    names = [one.name for one in steps]
+    assert superfluous(steps, [], [names[0], names[2]], "ray", 0) == [steps[1]]
+    assert superfluous(steps, [], [], "ray", 0) == []
     # The one before the newest may still be reported.
-    assert superfluous(known(steps[:3], steps[:1]), "ray", 0) == []
-
-
-def test_the_newest_that_ray_train_was_told_of_stays_whatever_is_newer():
-    steps = [folder(n) for n in (1, 2, 3, 4)]
-    gone = superfluous(known(steps, [steps[0]]), "ray_dcp", 1)
-    assert gone == [steps[1], steps[2]]
+    assert superfluous(steps[:3], [], names[:1], "ray", 0) == []
+    # What ray_dcp deletes: the newest that Ray Train was told of stays, whatever is newer.
+    assert superfluous(steps, [], names[:1], "ray_dcp", 1) == [steps[1], steps[2]]
 
 
 def test_without_an_owner_only_what_killed_groups_left_goes():
     steps = [folder(n, 2) for n in (5, 6)]
     left = (folder(4, 1), folder(9, 1))
-    assert superfluous(known(steps, steps, left), "nobody", 0) == [left[0]]
-    assert superfluous(known([], [], left), "ray_dcp", 1) == []
+    names = [one.name for one in steps]
+    assert superfluous(steps, left, names, "nobody", 0) == [left[0]]
+    assert superfluous([], left, [], "ray_dcp", 1) == []
 
 
 def save(root: Path, *folders: StepFolder) -> None:
@@ -157,7 +141,7 @@ def test_what_has_a_tag_or_is_read_stays(tmp_path: Path):
     save(tmp_path, *steps)
     root = Root(Target(str(tmp_path)))
     ray_dcp.open(tmp_path).tag(1, "release")
-    with Lease(root, 2, open_storage, lease_s=30.0):
+    with Lease(root, 2, lease_s=30.0):
         Retention(root, "ray_dcp", 1, 2, []).told(steps[2])
     assert {one.name for one in list_run(tmp_path).steps} == {one.name for one in steps}
     Retention(root, "ray_dcp", 1, 2, []).told(steps[2])
@@ -180,31 +164,25 @@ def test_a_run_that_lost_its_right_deletes_nothing(tmp_path: Path, caplog: Any):
 # --- two runs of one name ------------------------------------------------------------------------
 
 
-def test_a_second_run_of_one_name_is_refused_while_the_first_lives(tmp_path: Path):
+def test_a_second_run_of_one_name_is_refused_while_the_first_lives_but_no_later_group_of_it(
+    tmp_path: Path,
+):
     root = Root(Target(str(tmp_path)))
     elsewhere = LeaseHolder("other machine", 1, "1", "far", "run-1")
-    beats = iter(range(100))
-    storage = open_storage(root.shared)
+    beats, waited = iter(range(100)), []
+    storage = root.shared
     storage.write("writer-00000001.json", elsewhere.encode())
 
     def beat(_: float) -> None:
         storage.write("writer-00000001.beat", str(next(beats)).encode())
 
     with pytest.raises(CheckpointExistsError, match="RunConfig"):
-        take_right(root, "run-2", "run", beats=False, wait=beat)
-    right = take_right(root, "run-3", "run", beats=False, wait=lambda _: None)
-    assert right.is_taken
-
-
-def test_a_later_group_of_the_same_run_takes_over_at_once(tmp_path: Path):
-    root = Root(Target(str(tmp_path)))
-    elsewhere = LeaseHolder("other machine", 1, "1", "far", "run-1")
-    open_storage(root.shared).write("writer-00000001.json", elsewhere.encode())
-    waited: list[float] = []
-    right = take_right(root, "run-1", "run", beats=False, wait=waited.append)
-    assert right.is_taken
+        take_lease(root, "run-2", "run", beats=False, wait=beat)
+    assert take_lease(root, "run-1", "run", beats=False, wait=waited.append).is_taken
     assert waited == []
-    assert this_process().pid == right._holder.pid
+    storage.write("writer-00000003.json", elsewhere.encode())
+    assert take_lease(root, "run-3", "run", beats=False, wait=waited.append).is_taken
+    assert waited
 
 
 # --- where it goes -------------------------------------------------------------------------------
@@ -221,16 +199,15 @@ def facts_in(storage_path: str, filesystem: Any = None) -> RunFacts:
 S3 = "s3://bucket/runs?endpoint_override=localhost:1&scheme=http&region=eu-1"
 
 
-def test_a_run_on_a_disk_is_saved_to_by_its_path(tmp_path: Path):
+def test_a_run_is_saved_to_by_its_path_or_the_client_that_can_create_only_if_absent(
+    tmp_path: Path,
+):
     facts = facts_in(str(tmp_path))
     target = target_of_run(facts, "checkpoints", None)
     assert (target.url, target.filesystem) == (f"{tmp_path}/run/checkpoints", None)
     assert facts.checkpoint("checkpoints/x").path == f"{tmp_path}/run/checkpoints/x"
     with pytest.raises(InvalidRequestError, match="leave them out"):
         target_of_run(facts, "checkpoints", {"region": "x"})
-
-
-def test_a_run_on_s3_is_saved_to_by_the_client_that_can_create_only_if_absent():
     target = target_of_run(facts_in(S3), "checkpoints", None)
     assert (target.url, target.filesystem) == ("s3://bucket/runs/run/checkpoints", None)
     assert dict(target.storage_options) == {
@@ -257,55 +234,30 @@ def test_a_filesystem_of_the_users_is_taken_as_it_is():
 def test_metrics_become_numbers_and_what_can_not_is_named():
     assert reports.check_metrics({"loss": torch.tensor(2.0), "n": 1}) == {"loss": 2.0, "n": 1}
     assert reports.check_metrics(None) == {}
-    with pytest.raises(InvalidRequestError, match="'grad' is a tensor of"):
-        reports.check_metrics({"grad": torch.ones(2)})
-    with pytest.raises(InvalidRequestError, match="dict"):
-        reports.check_metrics([1])
+    for wrong, told in (({"grad": torch.ones(2)}, "'grad' is a tensor of"), ([1], "dict")):
+        with pytest.raises(InvalidRequestError, match=told):
+            reports.check_metrics(wrong)
 
 
 # --- saves that are under way --------------------------------------------------------------------
 
 
-class Handle(Future[Any]):
-    """A save that ends when the test says so."""
-
-
-def begun(step: int, error: BaseException | None = None, *, done: bool = True) -> Save:
-    handle = Handle()
-    if done and error is not None:
-        handle.set_exception(error)
-    elif done:
-        handle.set_result(None)
-    return Save(folder(step), Target("/run"), {}, handle)
-
-
-@pytest.mark.parametrize(("said", "committed"), [("committed", True), ("aborted", False)])
-def test_an_outcome_that_nobody_told_is_asked_of_the_storage(said: str, committed: bool):
-    under_way = UnderWay(1, ask=lambda *_: said, wait=lambda _: None)
-    under_way.add(begun(1, CommitUnknownError("?", attempt="a")))
-    ended = [one.error is None for one in _with_result(under_way)]
-    assert ended == [committed]
-
-
-def _with_result(under_way: UnderWay) -> list[Any]:
-    newest = under_way.newest
-    assert newest is not None
-    newest.handle.result = lambda timeout=None: None  # type: ignore[method-assign]
-    return under_way.ended(all_of_them=True)
-
-
-def test_one_that_stays_unknown_ends_the_rank_whatever_on_error_says():
+@pytest.mark.parametrize("said", ["committed", "aborted", "open"])
+def test_an_outcome_that_nobody_told_is_asked_of_the_storage(said: str):
+    """One that stays unknown ends the rank, whatever on_error says."""
     asked: list[str] = []
-
-    def ask(_: Target, attempt: str) -> str:
-        asked.append(attempt)
-        return "open"
-
-    under_way = UnderWay(1, ask=ask, wait=lambda _: None)
-    under_way.add(begun(1, CommitUnknownError("?", attempt="a")))
-    with pytest.raises(CommitUnknownError):
-        under_way.ended(all_of_them=True)
-    assert len(asked) >= 3
+    handle: Future[Any] = Future()
+    handle.set_exception(CommitUnknownError("?", attempt="a"))
+    handle.result = lambda timeout=None: None  # type: ignore[method-assign]
+    under_way = UnderWay(1, ask=lambda *_: asked.append(said) or said, wait=lambda _: None)
+    under_way.add(Save(folder(1), Target("/run"), {}, handle))
+    if said == "open":
+        with pytest.raises(CommitUnknownError):
+            under_way.ended(all_of_them=True)
+        assert len(asked) >= 3
+    else:
+        (ended,) = under_way.ended(all_of_them=True)
+        assert (ended.error is None) == (said == "committed")
 
 
 # --- asking for a save ---------------------------------------------------------------------------
@@ -333,12 +285,14 @@ class Asking:
 @pytest.mark.parametrize("last_steps", [(4, 4), (3, 5), (-1, -1), (7, 2, 5)])
 def test_ranks_at_different_steps_save_the_same_one(last_steps: tuple[int, ...]):
     ranks = Asking(*last_steps)
-    assert ask_all(ranks, "a", "resize").asked
+    assert ask_all(ranks, "a", "resize") is None
     saved = ranks.saved([last + 1 for last in last_steps], 20)
     assert saved == [[max(last_steps) + 1]] * len(last_steps)
 
 
-def test_a_rank_that_is_held_decides_nothing_until_it_is_told():
+def test_a_rank_that_is_held_decides_nothing_until_it_is_told_or_its_asker_is_gone(
+    monkeypatch: Any,
+):
     ranks = Asking(4)
     one = ranks.ranks[0]
     assert one.hold("a") is not None
@@ -350,24 +304,18 @@ def test_a_rank_that_is_held_decides_nothing_until_it_is_told():
     assert one.ask(Asked("a", "resize", 4))
     thread.join(180)
     assert [asked.seq for asked in found] == ["a"]
-
-
-def test_a_rank_whose_asker_died_goes_on(monkeypatch: Any):
     monkeypatch.setattr(save_requests, "HOLD_S", 0.01)
-    one = SaveRequests()
-    one.open(4)
-    assert one.hold("a") is not None
-    assert one.at(5, 1) is None
-    assert not one.ask(Asked("a", "resize", 4))
+    assert one.hold("b") is not None
+    assert one.at(6, 1) is None
+    assert not one.ask(Asked("b", "resize", 5))
 
 
 def test_a_save_is_only_asked_for_when_it_fits_into_the_time_left():
     ranks = Asking(4, 4)
     ranks.ranks[1].took(stage_s=3.0, commit_s=10.0)
-    assert ask_all(ranks, "a", "preemption", left_s=2.0).fit == "none"
+    assert "no save fits in 2.0 s" in ask_all(ranks, "a", "preemption", left_s=2.0)
     assert ranks.ranks[0].at(5, 1) is None
-    assert ask_all(ranks, "b", "preemption", left_s=5.0).fit == "memory"
-    assert tier_that_fits(20.0, 3.0, 10.0) == "storage"
+    assert ask_all(ranks, "b", "preemption", left_s=5.0) is None
 
 
 @pytest.mark.parametrize(
@@ -379,7 +327,7 @@ def test_ranks_linger_when_no_further_save_would_fit(
 ):
     ranks = Asking(4)
     ranks.ranks[0].took(stage_s=0.1, commit_s=4.0)
-    assert ask_all(ranks, "a", "", linger_s=99.0, left_s=left_s, took_s=took_s).asked
+    assert ask_all(ranks, "a", "", linger_s=99.0, left_s=left_s, took_s=took_s) is None
     asked = ranks.ranks[0].at(5, 1)
     assert asked is not None
     assert asked.linger_s == linger_s
@@ -415,15 +363,12 @@ def test_without_the_callback_ray_train_is_asked_at_the_same_calls_and_once_a_no
 # --- `SaveBeforeResize`, as Ray Train's controller calls it ---------------------------------------
 
 
-class Group:
+class Group(Asking):
     """A worker group of one."""
 
     def __init__(self) -> None:
-        self.requests = SaveRequests()
-        self.requests.open(4)
-
-    def call(self, method: str, *arguments: Any) -> list[Any]:
-        return [getattr(self.requests, method)(*arguments)]
+        super().__init__(4)
+        (self.requests,) = self.ranks
 
     def save(self, step: int) -> Asked:
         """Makes the save that is asked for at a step, without lingering."""
@@ -485,7 +430,11 @@ def test_a_resize_waits_for_the_save_and_the_workers_for_their_end(group: Group)
     assert not controller.is_alive()
 
 
-def test_a_restart_after_a_failure_asks_nobody_and_the_next_resize_does(group: Group, caplog: Any):
+def test_who_can_not_be_asked_or_was_not_does_not_end_the_run(group: Group, caplog: Any):
+    """A restart after a failure asks nobody, and the next resize does."""
+    for limit_s in (0, -1.0, True, "10", float("nan")):
+        with pytest.raises(InvalidRequestError, match="limit_s"):
+            SaveBeforeResize(limit_s)
     one = started(group)
     one.before_controller_execute_failure_decision(None)
     one.before_controller_execute_resize_decision(None)
@@ -494,6 +443,13 @@ def test_a_restart_after_a_failure_asks_nobody_and_the_next_resize_does(group: G
     group.requests.close(1)
     one.before_controller_execute_resize_decision(None)
     assert "No save before a resize: rank(s) [0] have no open checkpointer" in caplog.text
+
+    def dead(*_: Any) -> list[Any]:
+        raise TimeoutError("no answer")
+
+    group.call = dead  # type: ignore[method-assign]
+    one.before_controller_execute_resize_decision(None)
+    assert "could not be asked: TimeoutError: no answer" in caplog.text
 
 
 def test_of_two_nodes_that_are_drained_the_second_has_a_save_made_too(
@@ -522,19 +478,3 @@ def test_after_the_last_save_that_fits_the_ranks_wait_for_the_node_to_go(
     group.requests.took(stage_s=0.1, commit_s=400.0)
     assert group.save(6).linger_s > 900.0
     assert eventually(lambda: preemption_threads() == [])
-
-
-def test_workers_that_can_not_be_asked_do_not_end_the_run(group: Group, caplog: Any):
-    def dead(*_: Any) -> list[Any]:
-        raise TimeoutError("no answer")
-
-    one = started(group)
-    group.call = dead  # type: ignore[method-assign]
-    one.before_controller_execute_resize_decision(None)
-    assert "could not be asked: TimeoutError: no answer" in caplog.text
-
-
-@pytest.mark.parametrize("limit_s", [0, -1.0, True, "10", float("nan")])
-def test_a_limit_that_is_none_is_named(limit_s: Any):
-    with pytest.raises(InvalidRequestError, match="limit_s"):
-        SaveBeforeResize(limit_s)

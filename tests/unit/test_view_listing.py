@@ -65,16 +65,12 @@ def test_a_missing_or_shorter_file_is_told_as_damage(run: Path):
     assert found["step-10"].state == "committed"
 
 
-def test_the_root_may_be_a_checkpoint_itself(saved_checkpoint: Path):
-    (item,) = list_checkpoints(saved_checkpoint)
-    assert (item.name, item.step, item.state) == (".", 10, "committed")
-
-
-def test_the_newest_of_two_saves_under_one_path_is_listed_once(tmp_path: Path):
+def test_a_checkpoint_is_listed_once_also_as_the_root_itself(tmp_path: Path):
     for _ in range(2):
-        checkpoints.save(tmp_path / "c")
-    (item,) = list_checkpoints(tmp_path)
-    assert (item.name, item.state) == ("c", "committed")
+        checkpoints.save(tmp_path / "step-10")
+    for root, name in ((tmp_path, "step-10"), (tmp_path / "step-10", ".")):
+        (item,) = list_checkpoints(root)
+        assert (item.name, item.step, item.state) == (name, 10, "committed")
 
 
 def test_the_folder_of_a_safetensors_attempt_belongs_to_its_checkpoint(tmp_path: Path):
@@ -88,15 +84,9 @@ def test_the_folder_of_a_safetensors_attempt_belongs_to_its_checkpoint(tmp_path:
     assert (item.name, item.state) == ("step-1", "in flight")
 
 
-def test_nothing_is_listed_where_nothing_is(tmp_path: Path):
-    assert list_checkpoints(tmp_path) == ()
-    assert list_checkpoints(tmp_path / "nothing") == ()
-
-
-def test_checkpoints_in_memory_are_listed():
+def test_nothing_is_listed_where_nothing_is_and_what_is_in_memory_is(tmp_path: Path):
+    assert list_checkpoints(tmp_path) == list_checkpoints(tmp_path / "nothing") == ()
     for step in (2, 1):
-        ray_dcp.save(
-            {"w": torch.ones(3)}, checkpoint_id=f"memory://listing/step-{step}", no_dist=True
-        )
+        ray_dcp.save({"w": torch.ones(3)}, checkpoint_id=f"memory://listing/step-{step}")
     found = [(item.name, item.state) for item in list_checkpoints("memory://listing")]
     assert found == [("step-1", "committed"), ("step-2", "committed")]

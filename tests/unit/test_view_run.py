@@ -43,7 +43,7 @@ def test_a_step_tells_what_its_manager_and_its_save_noted(root: Path):
         "committed", {"loss": 0.1}, {"commit": "c20"}
     )  # fmt: skip
     assert step.num_ranks == 1
-    assert {step: step.detail} == {step: ""}
+    assert step.detail == ""
     assert step.layout == "whole"
     assert 0 <= step.stall_s <= step.durable_s
 
@@ -83,16 +83,13 @@ def test_a_step_is_named_in_many_ways(root: Path, key: int | str, step: int):
     ],
 )
 def test_a_step_that_is_not_there_offers_the_nearest(root: Path, key: int | str, said: str):
+    for wrong in (True, 1.0, None, b"latest"):
+        with pytest.raises(InvalidRequestError, match="a step is named by"):
+            ray_dcp.open(root)[wrong]
     with pytest.raises(CheckpointNotFoundError, match=said):
         ray_dcp.open(root)[key]
     with pytest.raises(CheckpointNotFoundError, match=said):
         ray_dcp.open(f"{root}@{key}")
-
-
-@pytest.mark.parametrize("key", [True, 1.0, None, b"latest"])
-def test_what_names_no_step_is_refused(root: Path, key: object):
-    with pytest.raises(InvalidRequestError, match="a step is named by"):
-        ray_dcp.open(root)[key]
 
 
 def listed(step: int, state: str = "committed", **metrics: float) -> ListedCheckpoint:
@@ -126,14 +123,13 @@ def test_of_equally_good_steps_the_newest_is_the_best_and_only_readable_ones_cou
 
 
 def test_two_folders_of_one_step_have_to_be_told_apart():
-    run = [
-        ListedCheckpoint("a-5", 5, "committed", 1, 1, 1.0),
-        ListedCheckpoint("b-5", 5, "committed", 1, 1, 1.0),
-    ]
+    def run(other, state="committed"):
+        names = {"a-5": "committed", other: state}
+        return [ListedCheckpoint(name, 5, names[name], 1, 1, 1.0) for name in names]
+
     with pytest.raises(InvalidRequestError, match="a-5, b-5"):
-        choose(run, 5)
-    assert choose([run[0], ListedCheckpoint("b-5", 5, "aborted", 1, 1, 1.0)], 5).name == "a-5"
-    assert choose([run[0], ListedCheckpoint("x/b-5", 5, "committed", 1, 1, 1.0)], 5).name == "a-5"
+        choose(run("b-5"), 5)
+    assert choose(run("b-5", "aborted"), 5).name == choose(run("x/b-5"), 5).name == "a-5"
 
 
 @pytest.mark.parametrize(
@@ -152,6 +148,8 @@ def test_a_directory_with_an_at_in_its_name_is_taken_literally(tmp_path: Path):
     checkpoints.save(tmp_path / "runs@new" / "step-1")
     assert ray_dcp.open(str(tmp_path / "run@5")).kind == "native"
     assert [step.step for step in ray_dcp.open(str(tmp_path / "runs@new"))] == [1]
+    with pytest.raises(CheckpointNotFoundError, match="did you mean 'runs@new'"):
+        ray_dcp.open(tmp_path / "runs@now")
 
 
 def test_tags_and_notes_are_put_on_steps_and_taken_away(run: Path):
@@ -161,16 +159,10 @@ def test_tags_and_notes_are_put_on_steps_and_taken_away(run: Path):
     assert view.step(30).note == "ünïcode"
     view = view.tag(30, "a", remove=True).annotate(30, "")
     assert (view.step(30).tags, view.step(30).note) == (("b",), "")
-    with ray_dcp.CheckpointManager(run, read_only=True) as manager:
-        assert manager.step_info(30).tags == {"b"}
-
-
-def test_a_manager_that_removes_a_step_removes_its_note(run: Path):
-    ray_dcp.open(run).annotate(10, "old")
-    assert list((run / ".manager" / "notes").iterdir())
+    assert (view.annotate(10, "old") and run / ".manager" / "notes" / "10.txt").exists()
     with ray_dcp.CheckpointManager(run, 1) as manager:
+        assert manager.step_info(30).tags == {"b"}
         manager.delete(10)
-        manager.join()
     assert not (run / ".manager" / "notes" / "10.txt").exists()
 
 
@@ -187,16 +179,13 @@ def test_what_can_be_no_tag_and_no_note_is_refused_and_nothing_is_written(run: P
     assert view.refresh().step(10).tags == ()
 
 
-def test_a_tag_on_several_steps_names_none_of_them(run: Path):
+def test_a_tag_on_several_steps_names_none_of_them_and_one_without_number_takes_none(run: Path):
+    checkpoints.save(run / "final")
     view = ray_dcp.open(run).tag(10, "x").tag(20, "x")
     with pytest.raises(InvalidRequestError, match="10, 20"):
         view["x"]
-
-
-def test_a_checkpoint_without_a_number_takes_no_tags(tmp_path: Path):
-    checkpoints.save(tmp_path / "final")
     with pytest.raises(InvalidRequestError, match="steps with a number"):
-        ray_dcp.open(tmp_path).tag("final", "x")
+        view.tag("final", "x")
 
 
 def test_the_states_of_steps_that_are_not_whole(run: Path):
@@ -225,12 +214,6 @@ def test_the_states_of_steps_that_are_not_whole(run: Path):
     assert ray_dcp.open(run)["latest"].url.endswith("step-40")
     with pytest.raises(UncommittedCheckpointError):
         ray_dcp.open(run)[50]
-
-
-def test_a_place_that_holds_nothing_offers_similar_names(root: Path, tmp_path: Path):
-    checkpoints.save(tmp_path / "experiment" / "step-1")
-    with pytest.raises(CheckpointNotFoundError, match="did you mean 'experiment'"):
-        ray_dcp.open(tmp_path / "experimant")
 
 
 def test_a_single_safetensors_file_is_a_checkpoint(tmp_path: Path):

@@ -120,10 +120,10 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
     ) -> tuple[str, float | None]:
         """Asks for a save and waits for it; returns how it ended and after how many seconds."""
         seq, begun_s = secrets.token_hex(8), time.monotonic()
-        result = save_requests.ask_all(workers, seq, reason, left_s=left_s, **more)
-        if not result.asked:
-            logger.warning("No save before a %s: %s", reason, result.why)
-            return result.why, None
+        why_not = save_requests.ask_all(workers, seq, reason, left_s=left_s, **more)
+        if why_not is not None:
+            logger.warning("No save before a %s: %s", reason, why_not)
+            return why_not, None
         how = save_requests.follow(workers, seq, self._limit_s if left_s is None else left_s)
         return how, time.monotonic() - begun_s
 

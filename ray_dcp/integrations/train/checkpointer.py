@@ -23,7 +23,6 @@ import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, Literal, get_args
 
 from ray_dcp.asynchronous import SaveHandle, run_async_save
@@ -54,7 +53,6 @@ from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.rank_load import StepRange
 from ray_dcp.runtime.tasks import outcome
-from ray_dcp.store.opening import open_storage
 from ray_dcp.torch_adapter.dispatch import decide_save
 from ray_dcp.torch_adapter.load_report import LoadReport
 from ray_dcp.torch_adapter.state import check_mapping, stateful_to_state_dict
@@ -153,7 +151,7 @@ class UnderWay:
         if isinstance(error, CommitUnknownError):
             error = self._settle(save, error)
         if error is None:
-            return Ended(save, created_s=_created_s(save.handle))
+            return Ended(save, created_s=getattr(save.handle.result(), "created_s", None))
         if isinstance(error, CheckpointError):
             return Ended(save, error)
         raise error
@@ -180,10 +178,6 @@ def is_misuse(error: CheckpointError) -> bool:
     """Tells whether an error says that the ranks do not make the same calls."""
     causes = [error, *(cause for cause, _ in error.failures.values())]
     return any(isinstance(cause, RankDisagreementError) for cause in causes)
-
-
-def _created_s(handle: SaveHandle) -> float | None:
-    return getattr(handle.result(), "created_s", None)
 
 
 @dataclass
@@ -283,44 +277,55 @@ class Pace:
 OnError = Literal["warn", "raise"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What all ranks give alike; see `checkpointer`.
+
+    Raises:
+        InvalidRequestError: An argument has a value that it can't have.
+    """
+
+    folder: str = "checkpoints"
+    save_interval: int = 1
+    on_error: OnError = "warn"
+    options: SaveOptions = field(default_factory=SaveOptions)
+    load_options: LoadOptions = field(default_factory=LoadOptions)
+    check_preemption_every: int = 0
+
+    def __post_init__(self) -> None:
+        check_whole(self.save_interval, "save_interval", 1)
+        check_whole(self.check_preemption_every, "check_preemption_every")
+        if self.on_error not in get_args(OnError):
+            raise InvalidRequestError(
+                f"on_error must be 'warn' or 'raise', but is {self.on_error!r}", key="on_error"
+            )
+        for name, kind in (("options", SaveOptions), ("load_options", LoadOptions)):
+            given = getattr(self, name)
+            if not isinstance(given, kind):
+                raise InvalidRequestError(
+                    f"{name} must be {kind.__name__}, but is {given!r}", key=name
+                )
+
+
 class Checkpointer:
     """The checkpoints of a Ray Train run; made by `checkpointer`. A context manager.
 
     Args:
         facts: Of the run.
         group: This rank's place in it.
-        folder: In which the steps lie.
-        save_interval: As for `checkpointer`, like the rest.
-        on_error: See there.
-        options: See there.
-        load_options: See there.
-        check_preemption_every: See there.
+        settings: See `checkpointer`.
 
     Attributes:
         restored: What `restore` did on this rank; None before, and when there was nothing.
     """
 
-    def __init__(
-        self,
-        facts: RunFacts,
-        group: Group,
-        folder: str,
-        save_interval: int,
-        on_error: OnError,
-        options: SaveOptions,
-        load_options: LoadOptions,
-        check_preemption_every: int,
-    ) -> None:
+    def __init__(self, facts: RunFacts, group: Group, settings: Settings) -> None:
         self.restored: LoadReport | None = None
         self._facts = facts
         self._group = group
-        self._folder = folder
-        self._interval = save_interval
-        self._on_error = on_error
-        self._options = options
-        self._load_options = load_options
-        self._preemption = reports.Preemption(check_preemption_every, facts.rank)
-        self._under_way = UnderWay(options.max_pending)
+        self._settings = settings
+        self._preemption = reports.Preemption(settings.check_preemption_every, facts.rank)
+        self._under_way = UnderWay(settings.options.max_pending)
         self._pace = Pace(facts.poll_s)
         self._untold: list[Ended] = []
         self._warned = Warned(facts.rank)
@@ -371,7 +376,7 @@ class Checkpointer:
             report = run_load_newest(
                 self._group.session,
                 state,
-                self._load_options,
+                self._settings.load_options,
                 self._group.root.target,
                 None,
                 StepRange(),
@@ -407,7 +412,7 @@ class Checkpointer:
         if self._decided[0] == step:
             return self._decided[1]
         asked = REQUESTS.at(step, self._owner) or self._preemption.asks(step)
-        due = asked is not None or step % self._interval == 0
+        due = asked is not None or step % self._settings.save_interval == 0
         self._decided = (step, due, asked)
         return due
 
@@ -483,12 +488,7 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
         elif not self._closed:
@@ -507,7 +507,7 @@ class Checkpointer:
         self._later(lambda: self._note(folder, metrics))
         begun_s = time.monotonic()
         # Why in the call: it returns to a user who has no handle to wait for.
-        options = replace(self._options, staging="call")
+        options = replace(self._settings.options, staging="call")
         handle = run_async_save(
             decide_save(None, None, target),
             self._group.session,
@@ -531,7 +531,7 @@ class Checkpointer:
                 logger.info("Step %d is not saved: %s", one.save.folder.step, one.error)
                 continue  # By when_full, or by who cancelled it: nothing failed.
             self._warned.failed(one.save.folder.step, one.error)
-            if self._on_error == "raise" or is_misuse(one.error):
+            if self._settings.on_error == "raise" or is_misuse(one.error):
                 failed = failed or one.error
         if failed is not None:
             raise failed
@@ -544,7 +544,7 @@ class Checkpointer:
             self._report(newest.folder, newest.metrics)
 
     def _report(self, folder: StepFolder, metrics: Mapping[str, Any]) -> None:
-        reports.report(self._facts.checkpoint(f"{self._folder}/{folder.name}"), metrics)
+        reports.report(self._facts.checkpoint(f"{self._settings.folder}/{folder.name}"), metrics)
         retention = self._group.retention
         if retention is not None:
             self._later(lambda: retention.told(folder))
@@ -569,11 +569,9 @@ class Checkpointer:
         if folder is None or folder == self._group.folder_of(folder.step):
             return  # Of this group: it is told like all others.
         if known is None or known < folder:
-            metrics = self._metrics_of(folder) if self._facts.rank == 0 else {}
+            storage = self._group.root.open(folder.name)
+            metrics = reports.read_metrics(storage) if self._facts.rank == 0 else {}
             self._report(folder, {**metrics, "step": folder.step})
-
-    def _metrics_of(self, folder: StepFolder) -> dict[str, Any]:
-        return reports.read_metrics(open_storage(self._group.root.below(folder.name)))
 
     # Aside of training, on rank 0
 
@@ -582,12 +580,12 @@ class Checkpointer:
 
     def _note(self, folder: StepFolder, metrics: Mapping[str, Any]) -> None:
         data = reports.encoded_metrics(folder.step, metrics)
-        open_storage(self._group.root.below(folder.name)).write(info_key(0), data)
+        self._group.root.open(folder.name).write(info_key(0), data)
 
     def _warm(self, state: Mapping[str, Any]) -> None:
         """Gets memory and the node's stager ready, so that the first save is as fast as others."""
         try:
-            warm_staging(self._group.session, stateful_to_state_dict(state), self._options)
+            warm_staging(self._group.session, stateful_to_state_dict(state), self._settings.options)
         except CheckpointError as error:
             # Why not raised: a save says so too, and is what on_error is for.
             logger.warning("Saves are not made ready for: %s", error)
@@ -600,7 +598,7 @@ class Checkpointer:
         try:
             self._group.leave()
         except CheckpointError as error:
-            logger.info("The right to write to %s was not given back: %s", self.url, error)
+            logger.info("The writer lease of %s was not given back: %s", self.url, error)
 
     def _check_new(self, step: int) -> None:
         self._check_open()
@@ -683,34 +681,14 @@ def checkpointer(
                         loss = train_one_step(model, optimizer, step)
                         ckpt.save(step, state, metrics={"loss": loss})
     """
-    settings = _checked(save_interval, on_error, options, load_options, check_preemption_every)
+    settings = Settings(
+        folder=folder,
+        save_interval=save_interval,
+        on_error=on_error,
+        options=SaveOptions() if options is None else options,
+        load_options=LoadOptions() if load_options is None else load_options,
+        check_preemption_every=check_preemption_every,
+    )
     facts = run_facts()
     group = join(facts, folder, max_to_keep, storage_options, reports.broadcast)
-    return Checkpointer(facts, group, folder, save_interval, on_error, *settings)
-
-
-def _checked(
-    save_interval: object,
-    on_error: object,
-    options: SaveOptions | None,
-    load_options: LoadOptions | None,
-    check_preemption_every: object,
-) -> tuple[SaveOptions, LoadOptions, int]:
-    """Returns the options, after checking what all ranks must give alike.
-
-    Raises:
-        InvalidRequestError: An argument has a value that it can't have.
-    """
-    check_whole(save_interval, "save_interval", 1)
-    every = check_whole(check_preemption_every, "check_preemption_every")
-    if on_error not in get_args(OnError):
-        raise InvalidRequestError(
-            f"on_error must be 'warn' or 'raise', but is {on_error!r}", key="on_error"
-        )
-    for name, given, kind in (
-        ("options", options, SaveOptions),
-        ("load_options", load_options, LoadOptions),
-    ):
-        if given is not None and not isinstance(given, kind):
-            raise InvalidRequestError(f"{name} must be {kind.__name__}, but is {given!r}", key=name)
-    return options or SaveOptions(), load_options or LoadOptions(), every
+    return Checkpointer(facts, group, settings)

@@ -23,7 +23,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from urllib.parse import parse_qsl
@@ -50,8 +50,7 @@ from ray_dcp.runtime.memory_tier import NodeMemory
 from ray_dcp.runtime.ray_private import TESTED
 from ray_dcp.runtime.session import Session
 from ray_dcp.store.location import split_url
-from ray_dcp.store.opening import absolute_target, as_target, open_storage
-from ray_dcp.store.storage import Storage
+from ray_dcp.store.opening import absolute_target, as_target
 from ray_dcp.view.listing import list_run
 
 _NAME = re.compile(r"g(\d{4,9})-([0-9a-f]{6})-step-(\d{8,18})")
@@ -155,38 +154,34 @@ def owner_of(max_to_keep: int, num_to_keep: int | None) -> Owner:
     return "nobody" if num_to_keep is None else "ray"
 
 
-@dataclass(frozen=True)
-class Known:
-    """What is known of a run."""
-
-    committed: frozenset[StepFolder]
-    uncommitted: frozenset[StepFolder]
-    """Of worker groups before this one."""
-    registered: frozenset[str]
-    """Names of folders that Ray Train was told of."""
-
-
-def superfluous(known: Known, owner: Owner, max_to_keep: int) -> list[StepFolder]:
+def superfluous(
+    committed: Iterable[StepFolder],
+    uncommitted: Iterable[StepFolder],
+    registered: Collection[str],
+    owner: Owner,
+    max_to_keep: int,
+) -> list[StepFolder]:
     """Returns the folders that may go, oldest first.
 
     What stays in any case: the newest that is committed, the newest that Ray Train was told of, and
     what is newer.
 
     Args:
-        known: Of the run.
+        committed: Of the run.
+        uncommitted: Of worker groups before this one.
+        registered: Names of folders that Ray Train was told of.
         owner: Who deletes.
         max_to_keep: How many ray_dcp keeps.
 
     Example:
         >>> folders = [StepFolder(step, 1, "7f3c21") for step in (10, 20, 30)]
-        >>> known = Known(frozenset(folders), frozenset(), frozenset({folders[0].name}))
-        >>> [one.step for one in superfluous(known, "ray_dcp", 1)]
+        >>> [one.step for one in superfluous(folders, [], [folders[0].name], "ray_dcp", 1)]
         [20]
     """
-    committed = sorted(known.committed)
+    committed = sorted(committed)
     if not committed:
         return []
-    told = [folder for folder in committed if folder.name in known.registered]
+    told = [folder for folder in committed if folder.name in registered]
     stays = {committed[-1], *told[-1:]}
     gone: set[StepFolder] = set()
     if owner == "ray_dcp":
@@ -194,7 +189,7 @@ def superfluous(known: Known, owner: Owner, max_to_keep: int) -> list[StepFolder
     elif owner == "ray" and told:
         # Why: Ray Train never hears of these, as a newer one was registered instead.
         gone.update(one for one in committed if one < told[-1] and one not in told)
-    gone.update(one for one in known.uncommitted if one < committed[-1])
+    gone.update(one for one in uncommitted if one < committed[-1])
     return sorted(gone - stays)
 
 
@@ -207,8 +202,7 @@ class Retention:
         max_to_keep: How many ray_dcp keeps.
         group: Number of this worker group: what later ones left is not looked at.
         registered: Names that Ray Train knows.
-        check: Raises when this run has lost the right to write.
-        opener: What opens storages.
+        check: Raises when this run has lost the writer lease.
     """
 
     def __init__(
@@ -220,17 +214,14 @@ class Retention:
         registered: Iterable[str],
         *,
         check: Callable[[], object] = lambda: None,
-        opener: Callable[[Target], Storage] = open_storage,
     ) -> None:
         self._root = root
         self._owner: Owner = owner
         self._max_to_keep = max_to_keep
         self._group = group
         self._registered = set(registered)
-        self._opener = opener
         self._found = Catalogue()
-        readers = Readers(lease_s=LEASE_S)
-        self._deletions = Deletions(root, opener, readers, check, self._removed)
+        self._deletions = Deletions(root, Readers(lease_s=LEASE_S), check, self._removed)
 
     def told(self, folder: StepFolder) -> None:
         """Notes that Ray Train was told of one, and deletes what is superfluous now."""
@@ -246,7 +237,9 @@ class Retention:
 
     def _look(self) -> tuple[list[Going], Catalogue]:
         """Returns what may go, by a look at the storage; those with a tag stay."""
-        self._found = look_at_folders(self._root, _step_of, self._opener, self._found.folders)
+        self._found = look_at_folders(
+            self._root, lambda name: getattr(parse(name), "step", None), self._found.folders
+        )
         committed = {
             folder: going(one)
             for name, one in self._found.folders.items()
@@ -256,19 +249,13 @@ class Retention:
         earlier = {
             one: Going(one.step, one.name, "") for one in left if one and one.group < self._group
         }
-        known = Known(frozenset(committed), frozenset(earlier), frozenset(self._registered))
-        folders = superfluous(known, self._owner, self._max_to_keep)
+        folders = superfluous(committed, earlier, self._registered, self._owner, self._max_to_keep)
         both = committed | earlier
         return [both[one] for one in folders if one.step not in self._found.tags], self._found
 
     def _removed(self, going: Going) -> None:
         if going.attempt and going.name not in self._registered:
-            remove_records(self._root.target, going.name, self._opener)
-
-
-def _step_of(name: str) -> int | None:
-    folder = parse(name)
-    return None if folder is None else folder.step
+            remove_records(self._root, going.name)
 
 
 POLL_S = 2.0
@@ -432,7 +419,7 @@ class Group:
     owns_session: bool
     has_steps: bool
     """There are folders of steps: of groups before this one, or of whoever saved there."""
-    right: WriterLease | None = None
+    lease: WriterLease | None = None
     """On rank 0."""
     retention: Retention | None = None
     """On rank 0."""
@@ -450,8 +437,8 @@ class Group:
 
     def leave(self) -> None:
         """Gives up what this rank holds."""
-        if self.right is not None:
-            self.right.give_back()
+        if self.lease is not None:
+            self.lease.give_back()
         if self.owns_session:
             self.session.close()
 
@@ -480,16 +467,16 @@ def join(
     root = Root(absolute_target(target_of_run(facts, check_folder(folder), storage_options)))
     owner = owner_of(max_to_keep, facts.num_to_keep)
     error: Exception | None = None
-    begun = right = retention = None
+    begun = lease = retention = None
     if facts.rank == 0:
         try:
-            right = take_right(root, facts.run_id, facts.name)
+            lease = take_lease(root, facts.run_id, facts.name)
             # Why: a save that a killed group has staged here may be all there is.
             NodeMemory().await_staged(root.url, STAGED_S, Stop())
             listed = list_run(root.target)
             number = next_group([*(one.name for one in listed.steps), *listed.others])
             retention = Retention(
-                root, owner, max_to_keep, number, _registered(), check=right.check
+                root, owner, max_to_keep, number, _registered(), check=lease.check
             )
             begun = number, secrets.token_hex(3), bool(listed.steps)
         except Exception as failed:  # noqa: BLE001 - the other ranks wait in the broadcast
@@ -508,19 +495,16 @@ def join(
         # Why with Ray although alone: its stager keeps what is staged when this worker is killed.
         session = Session(f"train-{facts.name}-{word}", 0, 1)
         session.greet()
-    return Group(root, number, word, session, owns, has_steps, right, retention)
+    return Group(root, number, word, session, owns, has_steps, lease, retention)
 
 
-def take_right(
-    root: Root, run_id: str, name: str, opener: Callable[[Target], Any] = open_storage, **how: Any
-) -> WriterLease:
-    """Returns the right to write to a run, taken: at once from an earlier group of the same run.
+def take_lease(root: Root, run_id: str, name: str, **how: Any) -> WriterLease:
+    """Returns the writer lease of a run, taken: at once from an earlier group of the same run.
 
     Args:
         root: Of the run.
         run_id: Of this `fit()`.
         name: Of the run.
-        opener: What opens storages.
         **how: As for `WriterLease`.
 
     Raises:
@@ -528,10 +512,10 @@ def take_right(
         StorageError: The storage failed.
     """
     holder = replace(this_process(), nonce=run_id)
-    right = WriterLease(root, opener, holder=holder, **how)
-    before = right.holder()
+    lease = WriterLease(root, holder=holder, **how)
+    before = lease.holder()
     try:
-        right.take(even_if_held=before is not None and before.nonce == run_id)
+        lease.take(even_if_held=before is not None and before.nonce == run_id)
     except CheckpointExistsError as error:
         raise CheckpointExistsError(
             f"Expected to be the only run named {name!r} that writes to {root.url}, but {before} "
@@ -540,7 +524,7 @@ def take_right(
             f"under the same name",
             checkpoint_id=root.url,
         ) from error
-    return right
+    return lease
 
 
 def _registered() -> list[str]:

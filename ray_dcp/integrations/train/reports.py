@@ -11,7 +11,7 @@ import torch
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.format.step_info import StepInfo, decode_info, encode_info, info_key
 from ray_dcp.integrations.train.joining import parse
-from ray_dcp.integrations.train.save_requests import REQUESTS, Asked, tier_that_fits
+from ray_dcp.integrations.train.save_requests import REQUESTS, Asked, save_fits
 from ray_dcp.store.storage import Storage
 
 
@@ -157,4 +157,4 @@ class Preemption:
 
     def _fits(self, info: Any) -> bool:
         left_s = None if info.deadline_ms is None else info.deadline_ms / 1000 - time.time()
-        return tier_that_fits(left_s, *REQUESTS.seconds()) != "none"
+        return save_fits(left_s, REQUESTS.seconds()[0])

@@ -240,8 +240,6 @@ def is_last_round(left_s: float, took_s: float | None) -> bool:
     return took_s is not None and next_round_s(took_s, left_s, took_s) is None
 
 
-Fit = Literal["storage", "memory", "none"]
-
 MARGIN = 1.25
 """How much longer than the ones before a save may take."""
 MARGIN_S = 0.5
@@ -262,37 +260,21 @@ class Ranks(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Result:
-    """What became of a request."""
+def save_fits(left_s: float | None, stage_s: float | None) -> bool:
+    """Tells whether a save is worth it in the time that is left, as far as earlier ones tell.
 
-    asked: bool
-    fit: Fit = "storage"
-    why: str = ""
-    """Why not, in words."""
-
-
-def tier_that_fits(left_s: float | None, stage_s: float | None, commit_s: float | None) -> Fit:
-    """Returns how far a save would come in the time that is left, as far as earlier ones tell.
-
-    "memory": its bytes would be with the stagers, from where they go on to storage for as long as
+    It is when its bytes would be with the stagers, from where they go on to storage for as long as
     the machines live.
 
     Args:
         left_s: Seconds that are left; None for no end.
         stage_s: How long training waited for earlier saves; None when there was none.
-        commit_s: How long they took until they were committed.
 
     Example:
-        >>> tier_that_fits(30, 0.2, 12), tier_that_fits(5, 0.2, 12), tier_that_fits(0.3, 0.2, 12)
-        ('storage', 'memory', 'none')
-        >>> tier_that_fits(5, None, None)
-        'storage'
+        >>> save_fits(5, 0.2), save_fits(0.3, 0.2), save_fits(5, None), save_fits(None, 0.2)
+        (True, False, True, True)
     """
-    for fit, taken_s in (("storage", commit_s), ("memory", stage_s)):
-        if left_s is None or (taken_s or 0.0) * MARGIN + MARGIN_S <= left_s:
-            return "storage" if fit == "storage" else "memory"
-    return "none"
+    return left_s is None or (stage_s or 0.0) * MARGIN + MARGIN_S <= left_s
 
 
 def ask_all(
@@ -303,7 +285,7 @@ def ask_all(
     linger_s: float = 0.0,
     left_s: float | None = None,
     took_s: float | None = None,
-) -> Result:
+) -> str | None:
     """Asks all ranks to save at the same step, the next that none of them has decided.
 
     Args:
@@ -314,6 +296,9 @@ def ask_all(
         left_s: Seconds in which it must be committed; None for no end.
         took_s: How long the last such save took, with the request for it; None when there was none.
 
+    Returns:
+        None; why they are not asked, in words.
+
     Raises:
         Exception: A worker does not answer.
     """
@@ -323,14 +308,11 @@ def ask_all(
         if not held or len(answers) < len(held):
             ranks.call("drop", seq)
             missing = [rank for rank, one in enumerate(held) if one is None]
-            return Result(False, why=f"rank(s) {missing} have no open checkpointer, or are asked")
-        commit_s = _longest(one.commit_s for one in answers)
-        fit = tier_that_fits(left_s, _longest(one.stage_s for one in answers), commit_s)
-        if fit == "none":
+            return f"rank(s) {missing} have no open checkpointer, or are asked"
+        if not save_fits(left_s, _longest(one.stage_s for one in answers)):
             ranks.call("drop", seq)
-            return Result(
-                False, fit, f"no save fits in {left_s or 0:.1f} s: earlier ones took longer"
-            )
+            return f"no save fits in {left_s or 0:.1f} s: earlier ones took longer"
+        commit_s = _longest(one.commit_s for one in answers)
         after = max(one.last_step for one in answers)
         ends = left_s is None or is_last_round(left_s, _longest((commit_s, took_s)))
         told = ranks.call("ask", Asked(seq, reason, after, linger_s if ends else 0.0))
@@ -339,8 +321,8 @@ def ask_all(
         raise
     if not all(told):
         ranks.call("drop", seq)
-        return Result(False, fit, "a rank had waited for the word for too long")
-    return Result(True, fit)
+        return "a rank had waited for the word for too long"
+    return None
 
 
 def follow(

@@ -336,7 +336,7 @@ def _extent(flat: Flat, most: float) -> tuple[float, float]:
 
 
 def _patches(
-    flat: Flat, width: float, height: float
+    flat: Flat, left: float, width: float, height: float
 ) -> Iterator[tuple[int, tuple[float, float, float, float], str]]:
     """Yields ranks with rectangles of a drawing and what they are; of too many boxes a raster."""
     if len(flat.rank) > MOST_BOXES:
@@ -347,7 +347,7 @@ def _patches(
                 length = len([*run])
                 if rank > -2:
                     # Why a little more: without it the page shows between cells.
-                    place = column * wide, row * tall, length * wide + 0.3, tall + 0.3
+                    place = left + column * wide, _TOP + row * tall, length * wide + 0.3, tall + 0.3
                     yield rank, place, _name(rank)
                 column += length
         return
@@ -357,7 +357,7 @@ def _patches(
         if rows_ and columns:
             where = [] if flat.dims[0] is None else [f"{y}:{y + rows_}"]
             where.append(f"{x}:{x + columns}")
-            place = x * wide, y * tall, columns * wide, rows_ * tall
+            place = left + x * wide, _TOP + y * tall, columns * wide, rows_ * tall
             yield rank, place, f"{_name(rank)} [{', '.join(where)}]"
 
 
@@ -366,15 +366,13 @@ def _panel(flat: Flat, x: float, width: float, height: float, wanted: Flat | Non
     is_raster = len(flat.rank) > MOST_BOXES
     edge: dict[str, Any] = {} if is_raster else {"stroke": "currentColor", "stroke_width": 0.5}
     parts = []
-    for rank, (left, top, wide, tall), told in _patches(flat, width, height):
-        place = x + left, _TOP + top, wide, tall
+    for rank, place, told in _patches(flat, x, width, height):
         parts.append(draw.rect(*place, draw.rank_colour(rank), told, **edge))
         if wanted is None and not is_raster:
             parts.append(_label(rank, *place))
     if wanted is not None and len(wanted.rank) <= MOST_BOXES:
-        for rank, (left, top, wide, tall), told in _patches(wanted, width, height):
-            place = x + left, _TOP + top, wide, tall
-            look: dict[str, Any] = {"stroke": "currentColor", "stroke_width": 2.5}
+        look: dict[str, Any] = {"stroke": "currentColor", "stroke_width": 2.5}
+        for rank, place, told in _patches(wanted, x, width, height):
             parts.append(draw.rect(*place, "none", f"wanted by {told}", **look))
             parts.append(_label(rank, *place))
     parts.append(draw.rect(x, _TOP, width, height, "none", stroke="currentColor", opacity=0.55))
