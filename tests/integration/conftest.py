@@ -15,6 +15,7 @@ import pytest
 
 from ray_dcp.errors import CheckpointError
 from tests import xla_env
+from tests.forked_programs import Programs
 from tests.integration import forked_workers
 from tests.leftovers import end_all, marked
 from tests.polling import lives
@@ -78,6 +79,12 @@ def mend(group: WorkerGroup, within_s: float = 60.0) -> None:
         group.resize(group.world_size)
     finally:
         group.options = options
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Programs]:
+    with closing(Programs()) as programs:
+        yield programs
 
 
 @pytest.fixture(scope="session")

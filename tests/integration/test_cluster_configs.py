@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
@@ -17,12 +16,12 @@ import pytest
 import ray
 import torch
 from ray._private.state import state
-from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch.utils.data import DataLoader
 
 import ray_dcp
 from ray_dcp.data import RowsSeen
+from tests.integration.conftest import NODE, Daemons, driven
 
 # Ray Train makes Ray Data's settings, which sets options that Ray Data itself has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -35,23 +34,12 @@ SCRIPT = REPOSITORY / "cluster_configs" / "train.py"
 @pytest.fixture(scope="module")
 def cluster():
     """Two nodes on this machine: the second one has what workers need."""
-    directory = Path(tempfile.mkdtemp(prefix="rc", dir="/tmp"))
-    (directory / "ray").mkdir()
-    node = {"object_store_memory": 128 << 20, "include_dashboard": False}
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, closing(Daemons(num_cpus=1)) as daemons:
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.3")
-        # Why: Ray writes the address of the newest cluster there, and everybody reads it.
-        patch.setenv("RAY_TMPDIR", str(directory))
-        made = Cluster(
-            initialize_head=True,
-            head_node_args={**node, "num_cpus": 1, "temp_dir": str(directory / "ray")},
-        )
-        ray.init(made.address, log_to_driver=False, configure_logging=False)
-        made.add_node(**node, num_cpus=2)
-        yield made
-        ray.shutdown()
-        made.shutdown()
-    shutil.rmtree(directory, ignore_errors=True)
+        daemons.address()
+        daemons.cluster.add_node(**{**NODE, "num_cpus": 2})
+        for _ in driven(daemons):
+            yield daemons.cluster
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +76,9 @@ def losses_without_a_break(entry, steps):
     return losses[:steps]
 
 
-def test_the_entry_script_resumes_by_sample_on_another_number_of_workers(cluster, entry, tmp_path):
+def test_the_entry_script_resumes_by_sample_on_another_number_of_workers(
+    cluster, entry, programs, tmp_path
+):
     expected = losses_without_a_break(entry, 12)
     first = entry.main(arguments(tmp_path, "--workers", "1", "--steps", "7", "--parallel", "ddp"))
     assert first.metrics["restored"] == -1
@@ -96,15 +86,10 @@ def test_the_entry_script_resumes_by_sample_on_another_number_of_workers(cluster
     assert first.metrics["loss"] == pytest.approx(expected[6], abs=1e-4)
     assert ray_dcp.open(first.checkpoint.path).world_size == 1
     # As the cluster files have it run; with more workers, and parallel in another way.
-    command = [sys.executable, str(SCRIPT), *arguments(tmp_path, "--workers", "1:2")]
-    finished = subprocess.run(
-        [*command, "--steps", "12", "--resize-after", "1000"],
-        env={**os.environ, "RAY_ADDRESS": cluster.address, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    (finished,) = programs.run(
+        str(SCRIPT), *arguments(tmp_path, "--workers", "1:2"), "--steps", "12",
+        "--resize-after", "1000", env={**os.environ, "RAY_ADDRESS": cluster.address},
+    )  # fmt: skip
     printed = finished.stdout
     assert finished.returncode == 0, printed + finished.stderr
     story = re.search(r"restored step 7 on (2) workers: epoch 0, sample 42 of 50", printed)
