@@ -131,9 +131,7 @@ class Programs:
         ours, theirs = socket.socketpair()
         order = {"line": line, "env": dict(os.environ if env is None else env)}
         with theirs:
-            socket.send_fds(
-                self._orders, [json.dumps(order).encode()], [*streams, theirs.fileno()]
-            )
+            socket.send_fds(self._orders, [json.dumps(order).encode()], [*streams, theirs.fileno()])
         return Program(ours, stdin, stdout)
 
     def close(self) -> None:

@@ -94,7 +94,9 @@ class Script:
         self.folder, self.limit_s = Path(folder), float(limit_s)
         self.rank = dist.get_rank()
         # With so many names that Ray would send no message with a plan without its object store.
-        names = {f"a long name of rank {self.rank}, number {n}": torch.tensor(n) for n in range(3000)}
+        names = {
+            f"a long name of rank {self.rank}, number {n}": torch.tensor(n) for n in range(3000)
+        }
         self.killer = Killer(self.folder)
         self.state = {"w": torch.arange(1 << 20), **names, f"killer of {self.rank}": self.killer}
         self.facts: dict[str, Any] = {"supervisors": [], "directories": []}
