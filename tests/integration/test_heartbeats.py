@@ -9,7 +9,6 @@ import os
 import secrets
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -96,12 +95,6 @@ class Other:
         if blow == signal.SIGSTOP:
             gate.open()
         return try_save(self.session, path, gate.opener, heartbeat_s)
-
-
-@pytest.fixture
-def threads():
-    with ThreadPoolExecutor(8) as pool:
-        yield pool
 
 
 @contextmanager
