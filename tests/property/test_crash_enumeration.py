@@ -35,7 +35,7 @@ def test_a_process_that_dies_leaves_the_previous_or_the_new_checkpoint(operation
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=str)
 def test_who_loses_an_answer_and_goes_on_is_told_what_stands(operation):
-    reached = check_crashes(operation, variants=["lost"], every=2 * SPARSE)
+    reached = check_crashes(operation, variants=["lost"], every=2)
     if operation.name.startswith("save.") and not operation.fails:
         # One lost answer leaves nothing open: whoever asked looks again.
         assert {"committed", "failed"} <= set(reached.told) <= {"committed", "failed"}
