@@ -35,13 +35,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 FIRST = ("unit", "property")
 """Folders whose tests start no cluster: what they find is known within minutes."""
 LONGEST = (
-    "test_train", "test_matrix", "test_cluster_configs", "test_lost_ray", "test_runtime_own_ray",
-    "test_torchrun", "test_async_bad_input", "test_async_saves", "test_heartbeats",
-    "test_runtime_stager", "test_shared_reads", "test_memory_tier", "test_bench_async",
-    "test_runtime_workers", "test_s3_cluster", "test_bad_input_ranks", "test_runtime_coordinator",
-    "test_reshard", "test_metrics", "test_frameworks", "test_full_disk", "test_manager_ranks",
-    "test_dcp_examples", "test_newest_ranks", "test_no_collectives", "test_warm_plan_ranks",
-    "test_gatherers",
+    "test_train", "test_matrix", "test_cluster_configs", "test_torchrun", "test_lost_ray",
+    "test_runtime_own_ray", "test_async_bad_input", "test_async_saves", "test_heartbeats",
+    "test_runtime_stager", "test_shared_reads", "test_memory_tier", "test_runtime_workers",
+    "test_bad_input_ranks", "test_runtime_coordinator", "test_reshard", "test_metrics",
+    "test_s3_cluster", "test_frameworks", "test_full_disk", "test_manager_ranks",
+    "test_newest_ranks", "test_no_collectives", "test_warm_plan_ranks", "test_gatherers",
+    "test_bench_async",
 )  # fmt: skip
 """Files of the other folders that take longest: they come first of these, so that several
 processes end at about the same time. In front are those that mostly wait: meanwhile the others

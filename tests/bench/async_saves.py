@@ -89,9 +89,12 @@ def _run(options: Options, root: Path, table: Table) -> None:
 
 @contextlib.contextmanager
 def one_node() -> Iterator[None]:
-    """A Ray of one node, which ends with it."""
+    """A Ray of one node, which ends with it; the one that this process is in, if there is one."""
     import ray
 
+    if ray.is_initialized():
+        yield
+        return
     # Why /tmp and short: the paths of Ray's sockets below it must stay under 107 bytes.
     directory = tempfile.mkdtemp(prefix="rb", dir="/tmp")
     ray.init(

@@ -45,6 +45,10 @@ RELEASE_S = 60.0
 """How long ranks may take after one of them died before the group ends them; longer than every
 ceiling, so that the ranks themselves are measured."""
 
+HEALTH_MS = 1000
+"""How often Ray looks whether a node lives, in milliseconds; 3000 by default. It is lost after five
+looks without an answer."""
+
 DROPS = ("req", "resp", "in_flight")
 
 
@@ -62,7 +66,10 @@ class Arena:
         with ray_private.signal_handlers_kept():
             self.cluster = Cluster(
                 initialize_head=True,
-                head_node_args=self._node_args(num_cpus=2, head=100, seat=1),
+                head_node_args={
+                    **self._node_args(num_cpus=2, head=100, seat=1),
+                    "_system_config": {"health_check_period_ms": HEALTH_MS},
+                },
             )
             ray.init(
                 self.cluster.address, log_to_driver=False, configure_logging=False,

@@ -14,7 +14,7 @@ from tests.chaos.cells import SIGNALS, Cell, Trap
 KILLED_S = 5.0
 """How soon the death of a process must be told, in seconds."""
 NODE_S = 20.0
-"""How soon that of a node must be told: Ray itself needs 12 s to see it die."""
+"""How soon that of a node must be told: Ray itself needs up to 12 s to see it die."""
 FREEZE_S = scenes.FROZEN_S + 2.0
 """How soon a frozen process must be told, with the heartbeat timeout of these cells."""
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +16,15 @@ import pytest
 
 from ray_dcp.errors import CheckpointError
 from tests import xla_env
+from tests.forked_programs import Programs
 from tests.integration import forked_workers
 from tests.leftovers import end_all, marked
 from tests.polling import lives
-from tests.s3_server import server_on_memory_disk
+from tests.s3_server import fresh_place, server_on_memory_disk
 
 if TYPE_CHECKING:
     from ray_dcp.runtime.worker_group import WorkerGroup
+    from ray_dcp.store.location import Location
     from ray_dcp.testing.dev_store import DevStore
 
 THIRD_PARTY_WARNINGS = (
@@ -81,6 +84,12 @@ def mend(group: WorkerGroup, within_s: float = 60.0) -> None:
 
 
 @pytest.fixture(scope="session")
+def programs() -> Iterator[Programs]:
+    with closing(Programs()) as programs:
+        yield programs
+
+
+@pytest.fixture(scope="session")
 def servers() -> Iterator[DevStore]:
     yield from server_on_memory_disk()
 
@@ -92,6 +101,19 @@ def server(servers: DevStore) -> DevStore:
         servers.stop()
         servers.start()
     return servers
+
+
+@pytest.fixture
+def place(server: DevStore) -> Location:
+    """A place of its own on the S3 server."""
+    return fresh_place(server)
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    """Threads that play ranks."""
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
 
 
 class Daemons:

@@ -96,7 +96,8 @@ def fork_for_ever(listener: socket.socket, order: dict[str, Any]) -> None:
         become(order)
         return
     listener.settimeout(LOOK_S)
-    while os.getppid() == raylet:
+    # If it ended while this one began, this is a child of process 1 already.
+    while os.getppid() == raylet != 1:
         try:
             end, _ = listener.accept()
         except TimeoutError:

@@ -1,14 +1,10 @@
-"""A plain training script whose Ray, that it never asked for, is lost while it saves.
+"""A plain training script whose Ray, that it never asked for, is lost again and again.
 
-Usage: torchrun … -m tests.integration.lost_ray_script <victim> <then> <folder> <lease_s> <limit_s>
+Usage: RANK=… -m tests.integration.lost_ray_script <folder> <lease_s> <limit_s>
 
 Args:
-    victim: What is killed in the middle of a save: gcs_server, raylet or supervisor.
-    then: What comes after Ray's own limit: again (two more saves and a load), leave (the
-        end), or raise (an uncaught exception). Or busy: nobody waits for anything after the kill,
-        ranks and stager share no memory, and the next Ray is lost in a load.
     folder: Where it saves, and tells what became of it.
-    lease_s: Of the Ray, in seconds.
+    lease_s: Of each Ray, in seconds.
     limit_s: After which Ray ends a driver without a control store, in seconds.
 """
 
@@ -20,7 +16,6 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,19 +39,20 @@ class Killer:
     before: rank 0 waits for rank 1 in it.
     """
 
-    def __init__(self, entered: Path) -> None:
-        self.entered = entered
-        self.victim = 0
-        self.error: Path | None = None
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.victim = ""
+        self.waits = False
 
     def state_dict(self) -> dict[str, Any]:
-        victim, self.victim = self.victim, 0
+        victim, self.victim = self.victim, ""
         if victim and dist.get_rank() == 0:
-            self.entered.touch()
+            (self.folder / f"entered {victim}").touch()
         elif victim:
-            eventually(self.entered.exists)
-            os.kill(victim, signal.SIGKILL)
-            if self.error is not None and not eventually(self.error.exists):
+            pid = pid_of(victim)
+            eventually((self.folder / f"entered {victim}").exists)
+            os.kill(pid, signal.SIGKILL)
+            if self.waits and not eventually((self.folder / f"told {victim}").exists):
                 raise SystemExit("rank 0 still waits")
         return {"n": 0}
 
@@ -91,62 +87,91 @@ def unmappable(address: MemoryAddress) -> NoReturn:
     raise LimitError("this process may not map it")
 
 
-def main(victim: str, then: str, folder: str, lease_s: str, limit_s: str) -> None:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    if then == "busy":
-        StagingMemory.open = unmappable
-    current_session(lease_s=float(lease_s))
-    first = joined()
-    facts = {"supervisors": [first.supervisor_pid], "directories": [first.directory]}
-    told = Path(folder, f"rank-{rank}.json")
+class Script:
+    """What a rank does, and what it tells: by name what was raised, or what was found."""
 
-    def tell() -> None:
-        told.with_suffix(".new").write_text(json.dumps(facts))
-        told.with_suffix(".new").rename(told)
+    def __init__(self, folder: str, lease_s: str, limit_s: str) -> None:
+        self.folder, self.limit_s = Path(folder), float(limit_s)
+        self.rank = dist.get_rank()
+        # With so many names that Ray would send no message with a plan without its object store.
+        names = {
+            f"a long name of rank {self.rank}, number {n}": torch.tensor(n) for n in range(3000)
+        }
+        self.killer = Killer(self.folder)
+        self.state = {"w": torch.arange(1 << 20), **names, f"killer of {self.rank}": self.killer}
+        self.facts: dict[str, Any] = {"supervisors": [], "directories": []}
+        current_session(lease_s=float(lease_s))
 
-    def attempt(what: str, call: Callable[[], object]) -> None:
+    def save(self, name: str) -> None:
+        ray_dcp.save(self.state, checkpoint_id=self.folder / name)
+        self.note_ray()
+
+    def note_ray(self) -> None:
+        """Notes which Ray it is in, if that is another one than before."""
+        own = joined()
+        if own.supervisor_pid not in self.facts["supervisors"]:
+            self.facts["supervisors"].append(own.supervisor_pid)
+            self.facts["directories"].append(own.directory)
+
+    def attempt(self, what: str, call: Callable[[], object]) -> None:
         try:
             call()
         except CheckpointError as error:
-            facts[what] = f"{type(error).__name__}: {error}"
+            self.facts[what] = f"{type(error).__name__}: {error}"
 
-    # With so many names that Ray would send no message with a plan without its object store.
-    names = {f"a long name of rank {rank}, number {n}": torch.tensor(n) for n in range(3000)}
-    killer = Killer(Path(folder, "entered"))
-    state = {"w": torch.arange(1 << 20), **names, f"killer of {rank}": killer}
-    ray_dcp.save(state, checkpoint_id=f"{folder}/before")
-    killer.victim = pid_of(victim)
-    killer.error = None if then == "busy" else told.with_name("rank-0.json")
-    lost = {**state, "new": torch.zeros(1)}  # a plan that nobody knows
-    attempt("error", lambda: ray_dcp.save(lost, checkpoint_id=f"{folder}/lost"))
-    tell()
-    # Nothing happens meanwhile, as in a long stretch of training.
-    eventually(lambda: False, within_s=3 * float(limit_s))
-    if then in ("again", "busy"):
-        saved = ray_dcp.async_save(state, checkpoint_id=f"{folder}/next")
+    def lose_in_save(self, victim: str, *, busy: bool = False) -> None:
+        """Loses its Ray in a save.
+
+        Args:
+            victim: What is killed.
+            busy: Wait for nothing after that; else the training goes on for a while.
+        """
+        self.killer.victim, self.killer.waits = victim, not busy
+        lost = {**self.state, victim: torch.zeros(1)}  # a plan that nobody knows
+        self.attempt(victim, lambda: ray_dcp.save(lost, checkpoint_id=self.folder / victim))
+        if self.rank == 0:
+            (self.folder / f"told {victim}").touch()
+        if not busy:
+            # Nothing happens meanwhile, as in a long stretch of training.
+            eventually(lambda: False, within_s=3 * self.limit_s)
+
+    def save_on(self, name: str) -> None:
+        """Saves in the background, and then once more."""
+        saved = ray_dcp.async_save(self.state, checkpoint_id=self.folder / f"next {name}")
         saved.result()
-        facts["staging"] = saved.report().staging
-        ray_dcp.save(state, checkpoint_id=f"{folder}/after")
-        facts["supervisors"].append(joined().supervisor_pid)
-        facts["directories"].append(joined().directory)
-        found = {"w": torch.zeros(1 << 20, dtype=torch.int64), f"killer of {rank}": killer}
-        if then == "busy":
-            kill_at_large_read(pid_of(victim))
-            dist.barrier()
-        options = LoadOptions(share_reads=True)
-        load = partial(ray_dcp.load, found, checkpoint_id=f"{folder}/after")
-        attempt("load error", partial(load, options=options))
-        if then == "busy":
-            load(no_dist=True)
-        facts["found"] = found["w"][::100_000].tolist()
-    facts["lived"] = True
-    tell()
-    dist.barrier()
-    dist.destroy_process_group()
-    if then == "raise" and rank == 1:
-        raise RuntimeError("an error of the training script's own")
+        self.facts[f"staging {name}"] = saved.report().staging
+        self.save(f"after {name}")
+
+    def load(self, name: str, **how: Any) -> None:
+        key = f"killer of {self.rank}"
+        found = {"w": torch.zeros(1 << 20, dtype=torch.int64), key: self.killer}
+        ray_dcp.load(found, checkpoint_id=self.folder / f"after {name}", **how)
+        self.facts[f"found {name}"] = found["w"][::100_000].tolist()
+
+    def run(self) -> None:
+        shared = LoadOptions(share_reads=True)
+        self.save("before")
+        self.lose_in_save("gcs_server")
+        self.save_on("gcs_server")
+        self.load("gcs_server", options=shared)
+        # From here on ranks and stager share no memory.
+        StagingMemory.open = unmappable
+        self.lose_in_save("raylet", busy=True)
+        self.save_on("raylet")
+        kill_at_large_read(pid_of("raylet"))
+        dist.barrier()
+        self.attempt("load", lambda: self.load("raylet", options=shared))
+        self.load("raylet", no_dist=True)
+        self.save("last")
+        self.lose_in_save("supervisor")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    dist.init_process_group("gloo")
+    script = Script(*sys.argv[1:])
+    script.run()
+    Path(sys.argv[1], f"rank-{script.rank}.json").write_text(json.dumps(script.facts))
+    dist.barrier()
+    dist.destroy_process_group()
+    if script.rank == 1:
+        raise RuntimeError("an error of the training script's own")

@@ -6,8 +6,6 @@ import os
 import secrets
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -31,8 +29,6 @@ from ray_dcp.runtime import staging
 from tests.held_writes import hold_writes
 from tests.leftovers import marked
 from tests.polling import eventually, lives
-
-REPOSITORY = Path(__file__).parents[2]
 
 STORE_BYTES = 80 << 20
 LARGE = 30_000_000
@@ -240,13 +236,12 @@ print(directory)
 """
 
 
-def test_a_script_that_awaits_no_handle_has_saved_and_is_warned_of_what_failed(tmp_path):
+def test_a_script_that_awaits_no_handle_has_saved_and_is_warned_of_what_failed(programs, tmp_path):
     mark = f"LEFT_BY={secrets.token_hex(8)}"
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "good"), str(tmp_path / "taken")],
-        check=True, cwd=REPOSITORY, timeout=400, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **dict([mark.split("=")])},
-    )  # fmt: skip
+    env = {**os.environ, **dict([mark.split("=")])}
+    words = (str(tmp_path / "good"), str(tmp_path / "taken"))
+    (ended,) = programs.run("-c", SCRIPT, *words, env=env)
+    assert ended.returncode == 0, ended.stderr
     shutil.rmtree(ended.stdout.strip().splitlines()[-1], ignore_errors=True)
     found = {"w": torch.zeros(1_000_000)}
     ray_dcp.load(found, checkpoint_id=tmp_path / "good", no_dist=True)

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.bench import async_saves
 from tests.bench.async_peers import Lap
 from tests.bench.async_rows import ROWS
-
-REPOSITORY = Path(__file__).parents[2]
 
 MEASURED = ("stall", "first", "durable", "cpu", "memory")
 """Without the rows that need peers, ranks and nodes of their own, which take minutes."""
 
 
+@pytest.mark.usefixtures("ray_session")
 def test_the_bench_measures_every_row_of_one_process_and_leaves_nothing(tmp_path):
     found = tmp_path / "found.json"
     written = tmp_path / "written"
     written.mkdir()
-    command = [
-        sys.executable, "-m", "tests.bench", "async", "--rounds", "1", "--megabytes", "4",
-        "--work-s", "0.1", "--dir", str(written), "--json", str(found), "--rows", *MEASURED,
-    ]  # fmt: skip
-    finished = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=400,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    parser = argparse.ArgumentParser()
+    async_saves.add_arguments(parser)
+    line = ["--megabytes", "4", "--json", str(found), "--rows", *MEASURED]
+    given = parser.parse_args(line, argparse.Namespace(rounds=1, dir=written))
+    async_saves.command(given)
     told = json.loads(found.read_text())["told"]
     rows = {row["key"]: row for row in told if "key" in row}
     assert set(rows) == set(MEASURED)

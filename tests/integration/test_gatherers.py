@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -70,12 +69,6 @@ def job(tmp_path, monkeypatch):
     found = Job(tmp_path)
     yield found
     found.close()
-
-
-@pytest.fixture
-def threads():
-    with ThreadPoolExecutor(WORLD) as pool:
-        yield pool
 
 
 @pytest.fixture

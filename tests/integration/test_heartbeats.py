@@ -8,12 +8,8 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import subprocess
-import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import pytest
 import ray
@@ -36,8 +32,6 @@ from tests.polling import eventually
 from tests.rank_saves import load_rank, save_rank
 
 pytestmark = pytest.mark.usefixtures("ray_session")
-
-REPOSITORY = Path(__file__).parents[2]
 
 QUICK = 2.0
 """A heartbeat timeout that a test can wait for, in seconds."""
@@ -101,12 +95,6 @@ class Other:
         if blow == signal.SIGSTOP:
             gate.open()
         return try_save(self.session, path, gate.opener, heartbeat_s)
-
-
-@pytest.fixture
-def threads():
-    with ThreadPoolExecutor(8) as pool:
-        yield pool
 
 
 @contextmanager
@@ -316,26 +304,24 @@ def test_a_save_is_cancelled_on_all_ranks_from_any_of_them_until_it_is_committed
     load_and_check(state_of(1), 2, str(tmp_path))
 
 
-def test_ctrl_c_on_one_rank_cancels_the_save_on_the_others(threads, tmp_path, ray_session):
+def test_ctrl_c_on_one_rank_cancels_the_save_on_the_others(
+    threads, programs, tmp_path, ray_session
+):
     gate = Gate()
     with ranks(2, world_size=3) as sessions:
-        arguments = [ray_session, sessions[0].name, "2", "3", str(tmp_path)]
-        rank = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.interrupted_rank", *arguments],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        )  # fmt: skip
+        arguments = (ray_session, sessions[0].name, "2", "3", str(tmp_path))
+        rank = programs.start("-m", "tests.integration.interrupted_rank", *arguments)
         try:
             assert rank.stdout.readline() == "ready\n"
             saves = [
                 threads.submit(try_save, each, str(tmp_path), gate.opener) for each in sessions
             ]
-            said, _ = rank.communicate("go\n", timeout=400)
+            print("go", file=rank.stdin, flush=True)
+            said = rank.stdout.read()
             told = [save.result(180) for save in saves]
         finally:
             gate.open()
             rank.kill()
-            rank.communicate(timeout=400)
     assert said == "interrupted\n"
     for error, seconds in told:
         assert type(error) is SaveCancelledError

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
-REPOSITORY = Path(__file__).parents[2]
-
 ROUNDS = 5
 
 SCRIPT = """
@@ -44,10 +38,7 @@ print("lives")
 """
 
 
-def test_a_process_outlives_that_ray_is_shut_down_under_threads_that_use_it(ray_session):
+def test_a_process_outlives_that_ray_is_shut_down_under_threads_that_use_it(ray_session, programs):
     # A process of its own: when it fails, Ray ends it. Most of such rounds did.
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT, ray_session, str(ROUNDS)],
-        cwd=REPOSITORY, timeout=400, capture_output=True, text=True,
-    )  # fmt: skip
+    (ended,) = programs.run("-c", SCRIPT, ray_session, str(ROUNDS))
     assert (ended.returncode, ended.stdout) == (0, "lives\n"), ended.stderr

@@ -6,7 +6,6 @@ import os
 import secrets
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
@@ -41,12 +40,6 @@ def coordinator_lives(session: Session) -> bool:
     except ValueError:
         return False
     return True
-
-
-@pytest.fixture
-def threads():
-    with ThreadPoolExecutor(8) as pool:
-        yield pool
 
 
 def test_four_ranks_exchange_again_and_again(threads):

@@ -25,9 +25,9 @@ from ray_dcp.runtime.coordinator import coordinator_of
 from ray_dcp.runtime.private_ray import start_private_ray
 from ray_dcp.runtime.session import current_session
 from ray_dcp.runtime.stager import stager_of
+from tests.forked_programs import REPOSITORY, Program, Programs
 from tests.polling import eventually, lives, session_members
 
-REPOSITORY = Path(__file__).parents[2]
 LEASE_S = 4.0
 # Settings of this test run, or of a Ray around it, that a plain script would not have.
 NOT_A_SCRIPT = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")
@@ -37,12 +37,12 @@ NOT_A_SCRIPT = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH
 class Job:
     """Two ranks of one script."""
 
-    ranks: list[subprocess.Popen[str]]
+    ranks: list[Program]
 
     def heard(self, rank: int) -> dict[str, object]:
         """Returns the next facts that a rank tells."""
         line = self.ranks[rank].stdout.readline()
-        assert line, f"rank {rank} ended with {self.ranks[rank].wait(180)}"
+        assert line, f"rank {rank} ended with {self.ranks[rank].wait()}"
         return json.loads(line)
 
     def order(self, rank: int, line: str) -> None:
@@ -55,32 +55,27 @@ def plain_environment(**more: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo", **more}
 
 
-def start_job(directory: Path) -> Job:
-    def start(rank: int) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.own_ray_rank", str(directory / "group"),
-             str(LEASE_S)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY,
-            env=plain_environment(RANK=str(rank), WORLD_SIZE="2"),
-        )  # fmt: skip
-
-    return Job([start(0), start(1)])
+def start_job(programs: Programs, directory: Path) -> Job:
+    words = ("-m", "tests.integration.own_ray_rank", str(directory / "group"), str(LEASE_S))
+    return Job(
+        [
+            programs.start(*words, env=plain_environment(RANK=str(rank), WORLD_SIZE="2"))
+            for rank in range(2)
+        ]
+    )
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
+def jobs(programs, tmp_path_factory):
     """Two jobs, started at the same time; their processes are ended, if a test did not."""
-    started = [start_job(tmp_path_factory.mktemp(name)) for name in ("one", "other")]
+    started = [start_job(programs, tmp_path_factory.mktemp(name)) for name in ("one", "other")]
     told: list[list[dict[str, object]]] = []
     try:
         told += [[job.heard(rank) for rank in range(2)] for job in started]
         yield list(zip(started, told, strict=True))
     finally:
-        for process in [process for job in started for process in job.ranks]:
-            process.stdin.close()
-            process.stdout.close()
-            process.kill()
-            process.wait(180)
+        for program in [program for job in started for program in job.ranks]:
+            program.kill()
         for facts, _ in told:
             for pid in session_members(facts["supervisor_pid"]):
                 with suppress(ProcessLookupError):
@@ -133,7 +128,7 @@ def test_killing_rank_0_leaves_the_ray_alive_until_nobody_needs_it(jobs):
     assert "rank 0" in answer
     assert all(map(lives, [facts["supervisor_pid"], *daemons]))
     job.ranks[1].stdin.close()
-    assert job.ranks[1].wait(180) == 0
+    assert job.ranks[1].wait() == 0
     assert eventually(lambda: not session_members(facts["supervisor_pid"]))
     assert not any(map(lives, tree))
     assert eventually(lambda: not Path(facts["directory"]).exists())
@@ -143,7 +138,7 @@ def test_a_killed_supervisor_takes_its_ray_with_it(jobs):
     _, (job, (facts, _)) = jobs
     for process in job.ranks:
         process.stdin.close()
-        assert process.wait(180) == 0
+        assert process.wait() == 0
     os.kill(facts["supervisor_pid"], signal.SIGKILL)
     assert eventually(lambda: not session_members(facts["supervisor_pid"]))
 
@@ -206,17 +201,14 @@ if __name__ == "__main__":
 """
 
 
-def test_a_worker_group_leaves_alone_a_cluster_that_nobody_named():
+def test_a_worker_group_leaves_alone_a_cluster_that_nobody_named(programs):
     # Why so short: Ray's sockets lie below it.
     with tempfile.TemporaryDirectory(prefix="rd", dir="/tmp") as folder:
         newest = Path(folder) / "ray" / "ray_current_cluster"
         newest.parent.mkdir()
         newest.write_text("127.0.0.1:9")
-        ended = subprocess.run(
-            [sys.executable, "-c", GROUP], cwd=REPOSITORY, timeout=400, check=False,
-            capture_output=True, text=True,
-            env=plain_environment(RAY_TMPDIR=folder, RAY_AUTH_MODE="disabled"),
-        )  # fmt: skip
+        environment = plain_environment(RAY_TMPDIR=folder, RAY_AUTH_MODE="disabled")
+        (ended,) = programs.run("-c", GROUP, env=environment)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("[7] ")
     assert not ended.stdout.endswith("127.0.0.1:9\n")

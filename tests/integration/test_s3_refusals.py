@@ -19,7 +19,7 @@ from ray_dcp.store.retry import Retrying
 from tests.inline_ranks import run_ranks
 from tests.numpy_ranks import save_ranks, state_of
 from tests.refusing_proxy import CUT, Refusal, RefusingProxy
-from tests.s3_server import fresh_place, unfinished_uploads
+from tests.s3_server import unfinished_uploads
 
 PART = 5 << 20
 
@@ -33,11 +33,6 @@ REFUSALS = {
     "a cut connection": (CUT, "", r"retried \d+ times.*check the endpoint"),
     "a failure of its own": (500, "InternalError", r"retried \d+ times.*retry later"),
 }
-
-
-@pytest.fixture
-def place(server):
-    return fresh_place(server)
 
 
 @pytest.fixture

@@ -21,14 +21,9 @@ from ray_dcp.store.location import Location
 from ray_dcp.store.opening import as_target, open_storage
 from tests.crash.crashes import check_crashes
 from tests.races import race_for_a_slot
-from tests.s3_server import fresh_place, server_without_conditions
+from tests.s3_server import server_without_conditions
 
 SECRET = "hush-hush-this-is-secret"
-
-
-@pytest.fixture
-def place(server):
-    return fresh_place(server)
 
 
 def s3fs_options(server) -> dict[str, object]:

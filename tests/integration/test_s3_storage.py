@@ -16,14 +16,9 @@ from ray_dcp.store.location import Location
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError
 from ray_dcp.testing.storage_conformance import StorageConformance
-from tests.s3_server import CuttingProxy, fresh_place, unfinished_uploads
+from tests.s3_server import CuttingProxy, unfinished_uploads
 
 PART = 5 << 20
-
-
-@pytest.fixture
-def place(server):
-    return fresh_place(server)
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """A plain training script, as torchrun starts it: it knows ray_dcp, and nothing of Ray.
 
-Usage: torchrun … -m tests.integration.torchrun_script save <folder> <lease_s>
-       torchrun … -m tests.integration.torchrun_script load <folder> <lease_s>
-       torchrun … -m tests.integration.torchrun_script die <folder> <lease_s>
+Usage: torchrun … -m tests.integration.torchrun_script (save|load|die) <folder> <lease_s>
 """
 
 from __future__ import annotations
@@ -21,8 +19,11 @@ import torch.distributed as dist
 import ray_dcp
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.options import SaveOptions
+from ray_dcp.runtime.private_ray import joined
 from ray_dcp.runtime.session import current_session
 from tests import async_programs, programs
+from tests.integration.dcp_examples_runner import exchanged
+from tests.polling import eventually
 
 
 def main(action: str, folder: str, lease_s: str) -> None:
@@ -43,17 +44,20 @@ def main(action: str, folder: str, lease_s: str) -> None:
     if session is None:
         facts["uses_ray"] = ray.is_initialized()
     else:
-        directory = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent
-        supervisor = json.loads((directory / "ready.json").read_text())["supervisor_pid"]
-        facts.update(session=session.name, directory=str(directory), supervisor_pid=supervisor)
+        facts.update(session=session.name, **own_ray(), equal=exchanged(folder))
     # Why one write: torchrun mixes what its ranks print.
     sys.stdout.write(f"{json.dumps(facts)}\n")
     sys.stdout.flush()
     dist.destroy_process_group()
 
 
+def own_ray() -> dict[str, Any]:
+    """Returns what is to be gone at the end."""
+    return {"directory": joined().directory, "supervisor_pid": joined().supervisor_pid}
+
+
 def save_and_die(folder: str) -> None:
-    """Kills rank 0, which started Ray, as soon as its save is staged; torchrun ends the others."""
+    """Kills rank 0, which started Ray, as soon as its save is staged; and the others then."""
     handle = ray_dcp.async_save(
         async_programs.large_state(3),
         checkpoint_id=f"{folder}/staged",
@@ -61,13 +65,11 @@ def save_and_die(folder: str) -> None:
     )
     handle.staged(180)
     dist.barrier()
+    facts = Path(folder, "facts.json")
     if dist.get_rank() == 0:
-        directory = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent
-        supervisor = json.loads((directory / "ready.json").read_text())["supervisor_pid"]
-        facts = {"attempt": handle.report().attempt, "supervisor_pid": supervisor}
-        Path(folder, "facts.json").write_text(json.dumps({**facts, "directory": str(directory)}))
-        os.kill(os.getpid(), signal.SIGKILL)
-    signal.pause()
+        facts.write_text(json.dumps({"attempt": handle.report().attempt, **own_ray()}))
+    eventually(facts.exists)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def save_side_by_side(folder: str) -> None:

@@ -1,7 +1,12 @@
-"""Everything that ray_dcp does at a place, interrupted at every call and every step of a rank."""
+"""Everything that ray_dcp does at a place, interrupted at many calls and every step of a rank.
+
+Deaths come before every call of the storage; the other faults at some of them, unless
+RAY_DCP_THOROUGH is set.
+"""
 
 from __future__ import annotations
 
+import os
 from functools import partial
 
 import pytest
@@ -13,6 +18,9 @@ from tests.crash.crashes import OPERATIONS, check_crashes
 from tests.crash.interruptions import interrupted_system
 from tests.inline_ranks import run_ranks
 from tests.numpy_ranks import loads_whole, save, save_ranks, state_of
+
+SPARSE = 1 if os.environ.get("RAY_DCP_THOROUGH") else 2
+"""How much further apart the calls are than in a thorough run."""
 
 # --- Calls of the storage and of the system -------------------------------------------------------
 
@@ -35,8 +43,8 @@ def test_who_loses_an_answer_and_goes_on_is_told_what_stands(operation):
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=str)
 def test_who_meets_an_error_at_any_call_is_told_what_stands(operation):
-    once = check_crashes(operation, variants=["refused"], every=5)
-    for_ever = check_crashes(operation, variants=["broken"], every=5)
+    once = check_crashes(operation, variants=["refused"], every=5 * SPARSE)
+    for_ever = check_crashes(operation, variants=["broken"], every=5 * SPARSE)
     assert "failed" in once.told
     assert "failed" in for_ever.told
     assert "unknown" not in once.told or operation.new is None
@@ -48,7 +56,7 @@ def test_a_process_that_dies_at_a_system_call_leaves_the_previous_or_the_new(ope
     crashes = partial(
         check_crashes, operation, storage=make, interrupt=interrupted_system, variants=["before"]
     )
-    assert crashes(every=8).points["before"] >= 1
+    assert crashes(every=8 * SPARSE).points["before"] >= 1
 
 
 @pytest.mark.parametrize("name", ["save.overwrite", "save.overwrite_safetensors"])
@@ -58,7 +66,7 @@ def test_who_meets_an_error_at_a_system_call_is_told_what_stands(name, tmp_path)
         storage=partial(LocalStorage, tmp_path / "step-1"),
         interrupt=interrupted_system,
         variants=["refused", "lost", "broken"],
-        every=6,
+        every=6 * SPARSE,
     )
     assert set(reached.points) == {"refused", "lost", "broken"}
     assert {"committed", "failed"} <= set(reached.told)

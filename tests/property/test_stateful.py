@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 from collections import Counter
@@ -493,8 +494,9 @@ class Checkpoints(RuleBasedStateMachine):
             REACHED["load beside a save"] += bool(own and values)
 
 
+NUM_HISTORIES = 30 if os.environ.get("RAY_DCP_THOROUGH") else 15
 QUICK = settings(
-    max_examples=30, stateful_step_count=14, deadline=None, derandomize=True,
+    max_examples=NUM_HISTORIES, stateful_step_count=14, deadline=None, derandomize=True,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 
