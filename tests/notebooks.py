@@ -85,6 +85,7 @@ def _nameless(text: str, directory: str) -> str:
     text = re.sub(rf"{re.escape(directory)}/\w+-\w{{8}}/?", "", text)
     text = re.sub(r"^\x1b\[\d+m\([^)]*\).*\n", "", text, flags=re.M)  # what Ray itself reports
     text = re.sub(r"\bpid \d+ on [\w.-]+", "pid 1234 on host", text)
+    text = re.sub(r"\b(g\d{4})-[0-9a-f]{6}\b", r"\1-000000", text)  # folders of Ray Train runs
     return re.sub(r"\b[0-9a-f]{16}\b|0x[0-9a-f]{6,}", "0" * 16, text)
 
 
