@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from ray_dcp.entrypoints import load_state_dict as load_state_dict
     from ray_dcp.entrypoints import save as save
     from ray_dcp.entrypoints import save_state_dict as save_state_dict
-    from ray_dcp.errors import CheckpointError as CheckpointError
+    from ray_dcp.errors import *  # noqa: F403 - its `__all__` says which
     from ray_dcp.exporting import copy as copy
     from ray_dcp.exporting import export as export
     from ray_dcp.exporting import import_checkpoint as import_checkpoint
@@ -169,6 +169,7 @@ __all__ = sorted(_HOMES)
 
 
 # DCP's submodules: `ray_dcp.X` is there too, so that only the first line of a script changes.
+# Type checkers and editors, which run no finder, read `X.pyi`.
 _MODULES = frozenset(
     (
         "_consolidate_hf_safetensors", "_extension", "_fsspec_filesystem", "api",

@@ -49,9 +49,9 @@ class LeaseHolder:
     nonce: str = ""
     """Tells two holders of one process."""
 
-    def encode(self, beat: int = 0) -> bytes:
-        """Returns it as it is stored."""
-        return json.dumps({**asdict(self), "beat": beat}, sort_keys=True).encode()
+    def encode(self, beat: int = 0, **more: float) -> bytes:
+        """Returns it as it is stored, with more numbers beside it."""
+        return json.dumps({**asdict(self), "beat": beat, **more}, sort_keys=True).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> LeaseHolder | None:
@@ -157,6 +157,10 @@ class WriterLease:
         holder: Who takes it; this process by default.
         wait: Lets seconds pass.
         beats: Renew it in a thread, so that others see that this process lives.
+
+    Attributes:
+        failures: How many holders before this one ended without giving it back.
+        ran_s: How long holders before this one had it, until their last commits, in seconds.
     """
 
     def __init__(
@@ -175,6 +179,8 @@ class WriterLease:
         self._beats = beats
         self._stop: Callable[[], None] = lambda: None
         self._number = 0
+        self.failures = 0
+        self.ran_s = 0.0
 
     @property
     def is_taken(self) -> bool:
@@ -189,11 +195,13 @@ class WriterLease:
         """
         return self._held(self._root.shared)[1]
 
-    def take(self, *, even_if_held: bool = False) -> None:
+    def take(self, *, even_if_held: bool = False, now_s: float = 0.0, last_s: float = 0.0) -> None:
         """Takes the lease; does nothing when this process has it, as `check` tells.
 
         Args:
             even_if_held: Also from a holder that lives; it is refused from then on.
+            now_s: Seconds since 1970.
+            last_s: When the newest step was committed, in seconds since 1970.
 
         Raises:
             CheckpointExistsError: Another process has it, and lives; or somebody else took it
@@ -214,11 +222,14 @@ class WriterLease:
                     f"CheckpointManager(takeover=True) takes it away",
                     checkpoint_id=self._root.url,
                 )
+            has_failed = holder is not None and not holder.is_same_process(self._holder)
+            self._count(storage, number, has_failed, last_s)
+            content = self._holder.encode(since_s=now_s, failures=self.failures, ran_s=self.ran_s)
             try:
-                storage.write(_name(number + 1), self._holder.encode(), create=True)
+                storage.write(_name(number + 1), content, create=True)
             except KeyExistsError:
                 continue
-            if holder is not None and not holder.is_same_process(self._holder):
+            if has_failed:
                 logger.info("%s was written by %s, which is gone", self._root.url, holder)
             self._number = number + 1
             self._remove_older(storage)
@@ -275,6 +286,14 @@ class WriterLease:
     def _holder_of(self, storage: Storage, number: int) -> LeaseHolder | None:
         data = read_if_there(storage, _name(number))
         return None if data is None else LeaseHolder.decode(data)
+
+    def _count(self, storage: Storage, number: int, has_failed: bool, last_s: float) -> None:
+        """Takes over what the holder before counted, and adds that one."""
+        # Why suppressed: a file that can't be read tells nothing.
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
+            before = json.loads(read_if_there(storage, _name(number)) or b"{}")
+            self.failures = int(before["failures"]) + has_failed
+            self.ran_s = float(before["ran_s"]) + max(0.0, last_s - float(before["since_s"]))
 
     def _lives(self, storage: Storage, number: int, holder: LeaseHolder) -> bool:
         if holder.is_same_process(self._holder):

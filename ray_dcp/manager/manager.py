@@ -39,7 +39,7 @@ from ray_dcp.manager.restoring import (
     saved_step,
 )
 from ray_dcp.manager.retention import Mode, RetentionPolicy
-from ray_dcp.manager.save_policy import SavePolicy
+from ray_dcp.manager.save_policy import SaveFacts, SavePolicy
 from ray_dcp.manager.settings import Item, Settings
 from ray_dcp.manager.steps import Order
 from ray_dcp.manager.writer import Writer
@@ -314,6 +314,20 @@ class CheckpointManager:
         """
         self._check_open()
         return self._actions.should_save(step)
+
+    def save_facts(self) -> SaveFacts:
+        """Returns what a save policy may look at now, as far as this process knows: rank 0 does.
+
+        Example:
+            >>> import tempfile
+            >>> from ray_dcp.manager import EveryOptimal
+            >>> policy = EveryOptimal()
+            >>> with tempfile.TemporaryDirectory() as root:
+            ...     with CheckpointManager(root, save_policy=policy) as manager:
+            ...         policy.describe(manager.save_facts())
+            'no save was measured yet'
+        """
+        return self._writer.facts(self._writer.steps.newest or 0)
 
     def save(
         self,

@@ -151,7 +151,9 @@ def candidates(
         return chosen
     there = [str(step) for step in steps]
     more = f" (and {len(there) - _SHOWN} earlier ones)" if len(there) > _SHOWN else ""
-    found = f"steps {', '.join(there[-_SHOWN:])}{more}" if there else "no committed step"
+    found = f"steps {', '.join(there[-_SHOWN:])}{more}"
+    if not there:
+        found = "no committed step: check the path, or begin anew where latest_step() is None"
     what = {"auto": "a step", "latest": "a step", "best": "a step with the metric"}
     step = wanted if isinstance(wanted, int) else None
     raise CheckpointNotFoundError(

@@ -27,7 +27,7 @@ from ray_dcp.format.step_info import StepInfo, check_metadata
 from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look_at_step, publish
 from ray_dcp.manager.leases import LeaseHolder, Readers, WriterLease
 from ray_dcp.manager.retention import check_metrics
-from ray_dcp.manager.save_policy import SaveFacts, asks_only_the_step
+from ray_dcp.manager.save_policy import SaveCosts, SaveFacts, asks_only_the_step
 from ray_dcp.manager.settings import Settings
 from ray_dcp.manager.steps import Deletions, Going, Steps, StepTarget
 
@@ -203,7 +203,9 @@ class Writer:
         self._begun: dict[int, tuple[StepInfo, frozenset[str]]] = {}
         """What is told of the steps that are being saved, and the tags that they got."""
         self.remover = Remover(root.url, self.remove_superfluous, threaded=threaded)
-        self._last_begun_s = clock()
+        self._made_s = self._last_begun_s = clock()
+        self._costs = SaveCosts()
+        self._durable_s = 0.0
         self._preemption_saved = False
         self._is_known = False
         self._unpublished = 0
@@ -244,13 +246,24 @@ class Writer:
         if not self._is_known and not asks_only_the_step(policy):
             self.look()
         with self.lock:
-            facts = SaveFacts(
+            self._costs.asked(step, self._clock(), saving=bool(self.steps.pending))
+            return bool(policy.due(self.facts(step, preempted)))
+
+    def facts(self, step: int, preempted: bool = False) -> SaveFacts:
+        """Returns what a save policy may look at."""
+        with self.lock:
+            now_s = self._clock()
+            return SaveFacts(
                 step=step,
                 last_step=self.steps.newest,
-                since_save_s=self._clock() - self._last_begun_s,
+                since_save_s=now_s - self._last_begun_s,
                 preempted=preempted and not self._preemption_saved,
+                saving=bool(self.steps.pending) or self._costs.is_measuring,
+                cost_s=self._costs.cost_s,
+                durable_s=self._durable_s,
+                failures=self._lease.failures,
+                ran_s=self._lease.ran_s + now_s - self._made_s,
             )
-            return bool(policy.due(facts))
 
     def begin(
         self,
@@ -310,6 +323,7 @@ class Writer:
         with self.lock:
             self._begun[step] = info, added
             self._last_begun_s = self._clock()
+            self._costs.began()
             self._preemption_saved = self._preemption_saved or preempted
             return place
 
@@ -328,6 +342,8 @@ class Writer:
         self.give_up(place.step)
         with self.lock:
             info, added = self._begun.pop(place.step, (None, frozenset()))
+            if committed:
+                self._durable_s = self._clock() - self._last_begun_s
             # Why: if it was due for a preemption, the next step is.
             self._preemption_saved = self._preemption_saved and committed is not False
         try:
@@ -466,7 +482,11 @@ class Writer:
 
     def _take_lease(self) -> None:
         had_it = self._lease.is_taken
-        self._lease.take(even_if_held=self._settings.takeover)
+        self._lease.take(
+            even_if_held=self._settings.takeover,
+            now_s=self._now(),
+            last_s=max((one.created_s for one in self.steps.catalogue.steps.values()), default=0.0),
+        )
         if not had_it:
             self.root.fence("another process writes to the run", None)
         if not had_it or not self._is_known:

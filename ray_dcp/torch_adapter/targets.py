@@ -261,10 +261,14 @@ class Placing:
                 + "; ".join(self._unsupported)
             )
         if self._mismatches:
-            what = "Size" if self._differ_in_size else "Dtype"
+            what, way_out = "Dtype", ""
+            if self._differ_in_size:
+                what = "Size"
+                way_out = ". Use targets of the saved shapes, or LoadOptions(resize={name: dim})"
             raise ShapeMismatchError(
                 f"{what} mismatch between saved and current for {len(self._mismatches)} value(s): "
                 + "; ".join(self._mismatches)
+                + way_out
             )
         if self._not_tensors:
             raise StateDictError(

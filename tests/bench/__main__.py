@@ -12,7 +12,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     choices = parser.add_subparsers(dest="what", required=True)
     for what, module in (
-        ("async", async_saves), ("small", single), ("big", single), ("elastic", elastic),
+        ("async", async_saves), ("day", async_saves), ("small", single), ("big", single),
+        ("elastic", elastic),
         ("load", load), ("plan", plan), ("reshard", reshard),
         ("storage", storage), ("train", train),
     ):  # fmt: skip
@@ -27,13 +28,15 @@ def main() -> int:
             choice.add_argument("--megabytes", type=int, default=512, help="length of the state")
     choices.choices["plan"].add_argument("--tensors", type=int, default=1000, help="of each rank")
     choices.choices["plan"].add_argument("--largest", type=int, default=10240, help="most ranks")
-    async_saves.add_arguments(choices.choices["async"])
+    for what in ("async", "day"):
+        async_saves.add_arguments(choices.choices[what])
+    choices.choices["day"].set_defaults(rows=("day",))
     return _run(parser.parse_args()) or 0
 
 
 def _run(given: argparse.Namespace) -> int | None:
     match given.what:
-        case "async":
+        case "async" | "day":
             return async_saves.command(given)
         case "small":
             return single.small(given.rounds, given.dir)

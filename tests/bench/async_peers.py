@@ -35,6 +35,10 @@ class Contestant(Protocol):
         """Returns when the state may change; the future ends when the checkpoint stands."""
         ...
 
+    def load(self, path: Path) -> None:
+        """Loads the checkpoint into the state."""
+        ...
+
     def close(self) -> None:
         """Gives up what it keeps from save to save."""
         ...
@@ -52,6 +56,9 @@ class Ours:
         handle = ray_dcp.async_save(self._state, checkpoint_id=path)
         handle.staged(600)
         return handle
+
+    def load(self, path: Path) -> None:
+        ray_dcp.load(self._state, checkpoint_id=path)
 
     def close(self) -> None:
         pass
@@ -77,8 +84,31 @@ class Dcp:
             return found.upload_completion
         return found
 
+    def load(self, path: Path) -> None:
+        stock.load(self._state, checkpoint_id=path)
+
     def close(self) -> None:
         self._stager.close()
+
+
+class SynchronousDcp:
+    """DCP's `save`: training waits until the checkpoint stands."""
+
+    name = "torch DCP, synchronous"
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def save(self, path: Path) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(stock.save(self._state, checkpoint_id=path))
+        return done
+
+    def load(self, path: Path) -> None:
+        stock.load(self._state, checkpoint_id=path)
+
+    def close(self) -> None:
+        pass
 
 
 class TorchCheckpointing:
@@ -108,6 +138,9 @@ class TorchCheckpointing:
         assert written is not None
         return written
 
+    def load(self, path: Path) -> None:
+        self._manager.load(str(path), {"model": self._state})
+
     def close(self) -> None:
         self._manager.close()
 
@@ -115,6 +148,7 @@ class TorchCheckpointing:
 def peers(state: State) -> tuple[list[Contestant], list[str]]:
     """Returns the peers that are there, and a line for each that is not."""
     found: list[Contestant] = [Dcp(state, kind) for kind in AsyncCheckpointerType]
+    found.append(SynchronousDcp(state))
     if importlib.util.find_spec("torch_checkpointing") is None:
         return found, ["torch_checkpointing is not installed: left out"]
     return [*found, TorchCheckpointing(state)], []

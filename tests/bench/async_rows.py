@@ -30,6 +30,7 @@ ROWS = (
     Row("stall", "steady stall / memcpy into warm memory", 1.25, 1.10),
     Row("first", "first stall / steady stall", 2.0, 1.5),
     Row("lost", "training time lost per save / better peer's", 0.333, 0.2),
+    Row("day", "lost in a day with a kill an hour / better peer's", 0.333, 0.25),
     Row("durable", "durable committed bytes/s / raw direct I/O", 0.75, 0.90),
     Row("cpu", "CPU s per GB, all processes", 0.35, 0.20),
     Row("memory", "extra memory / state", 1.2, 1.05),

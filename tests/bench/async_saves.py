@@ -1,7 +1,8 @@
 """Saves beside training: what they cost it, how soon they stand, and what they survive.
 
 The limits (a copy into warm memory, a plain direct write) and the peers are measured in the same
-rounds. `python -m tests.bench async --help` tells the options; rows are in `async_rows`.
+rounds. `python -m tests.bench async --help` tells the options; rows are in `async_rows`. `day` is
+its row of that name: what each contestant costs a day of training in which a kill comes each hour.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def _run(options: Options, root: Path, table: Table) -> None:
         with one_node():
             if wanted & {"stall", "first", "durable", "cpu", "memory"}:
                 _Saves(options, root, table, state).measure()
-            if "lost" in wanted:
+            if wanted & {"lost", "day"}:
                 _training(options, root, table, state)
             del state
             if "restore" in wanted:
@@ -254,6 +255,7 @@ def _training(options: Options, root: Path, table: Table, state: dict[str, Any])
     training = peers.Training(options.work_s)
     laps: dict[str, list[peers.Lap]] = {}
     lost: dict[str, list[float]] = {}
+    loads: dict[str, list[float]] = {}
     with session_of("training"):
         warm_up(state)
         contestants.insert(0, peers.Ours(state))
@@ -263,22 +265,41 @@ def _training(options: Options, root: Path, table: Table, state: dict[str, Any])
                 # The first round starts processes, which log, and touches memory, on all sides.
                 with contextlib.nullcontext() if number else _silenced():
                     lap = training.lap(contestant, root / "lap")
+                    began = time.perf_counter()
+                    contestant.load(root / "lap")
+                    load_s = time.perf_counter() - began
                 shutil.rmtree(root / "lap")
                 if number:
                     laps.setdefault(contestant.name, []).append(lap)
                     lost.setdefault(contestant.name, []).append(lap.lost_s(alone))
+                    loads.setdefault(contestant.name, []).append(load_s)
         for contestant in contestants:
             contestant.close()
     peers.leave_group()
     table.note(f"a round of training: {training.steps} steps, {alone.wall_s:.2f} s alone")
-    median = {}
+    median, day = {}, {}
     for name, values in lost.items():
         median[name] = table.fact(f"lost to {name}", values)
         table.fact(f"  stall of {name}", [lap.stall_s for lap in laps[name]])
-        table.fact(f"  until it stands, {name}", [lap.durable_s for lap in laps[name]])
-    ours = median.pop("ray_dcp")
+        durable_s = table.fact(f"  until it stands, {name}", [lap.durable_s for lap in laps[name]])
+        load_s = table.fact(f"  load, {name}", loads[name])
+        day[name] = _lost_in_a_day(table, median[name], durable_s, load_s)
     # Why at least: where the disk is quick, a peer may lose no more than the noise of training.
-    table.row("lost", ours / max(min(median.values()), 1e-3))
+    if "lost" in options.rows:
+        table.row("lost", median.pop("ray_dcp") / max(min(median.values()), 1e-3))
+    if "day" in options.rows:
+        table.row("day", day.pop("ray_dcp") / min(day.values()))
+
+
+def _lost_in_a_day(table: Table, cost_s: float, durable_s: float, load_s: float) -> float:
+    """Returns what a day with a kill an hour costs training at the best interval, in seconds."""
+    from ray_dcp.manager import EveryOptimal, SaveFacts
+
+    policy = EveryOptimal(mtbf_hours=1, least_s=durable_s)
+    facts = SaveFacts(step=0, cost_s=max(cost_s, 1e-3), durable_s=durable_s)
+    lost_s = 86400 * policy.expected_loss(facts) + 24 * load_s
+    table.fact("  a save each", [policy.interval_s(facts)])
+    return table.fact("  lost in a day with a kill an hour", [lost_s])
 
 
 @contextlib.contextmanager

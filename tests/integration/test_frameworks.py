@@ -3,91 +3,46 @@
 from __future__ import annotations
 
 import importlib
+import runpy
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
-from ray_dcp.manager import BestN, CheckpointManager, LatestN
+from ray_dcp.manager import CheckpointManager
 from tests import titan
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, of many kinds
 
 
-def data(count=32):
-    torch.manual_seed(7)
-    x = torch.randn(count, 4)
-    return torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+def example(name: str) -> dict[str, Any]:
+    """Returns what a program of docs/examples defines."""
+    return runpy.run_path(str(EXAMPLES / name))
 
 
 # --- Lightning ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def lightning():
-    import pytorch_lightning
-
-    return pytorch_lightning
-
-
-def module_of(pl):
-    class Module(pl.LightningModule):
-        def __init__(self, width=3):
-            super().__init__()
-            self.save_hyperparameters()
-            self.layers = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 1))
-
-        def training_step(self, batch, _index):
-            loss = torch.nn.functional.mse_loss(self.layers(batch[0]), batch[1])
-            self.log("loss", loss)
-            return loss
-
-        def configure_optimizers(self):
-            optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
-
-    return Module
-
-
-def trainer_of(pl, root, io, max_epochs, **more):
-    keep = pl.callbacks.ModelCheckpoint(
-        dirpath=root, filename="{epoch}", save_top_k=2, monitor="epoch", mode="max", save_last=False
-    )
-    return pl.Trainer(
-        max_epochs=max_epochs, plugins=[io], callbacks=[keep], logger=False, accelerator="cpu",
-        devices=1, enable_progress_bar=False, enable_model_summary=False, **more,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("in_background", [False, True])
 def test_lightning_trains_saves_removes_and_goes_on_as_if_it_had_not_stopped(
-    lightning, tmp_path, in_background
+    tmp_path, in_background
 ):
-    from ray_dcp.integrations.lightning import RayDcpCheckpointIO
-
-    module = module_of(lightning)
-
-    def loader():
-        return torch.utils.data.DataLoader(data(), batch_size=8)
-
-    def fit(root, epochs, **more):
-        torch.manual_seed(1)
-        model = module()
-        io = RayDcpCheckpointIO(in_background=in_background)
-        trainer_of(lightning, root, io, epochs).fit(model, loader(), **more)
-        return model
-
+    fit = partial(example("lightning_trainer.py")["fit"], in_background=in_background)
     whole = fit(tmp_path / "whole", 4)
     fit(tmp_path / "run", 3)
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["epoch=1.ckpt", "epoch=2.ckpt"]
-    resumed = fit(tmp_path / "run", 4, ckpt_path=tmp_path / "run" / "epoch=2.ckpt")
+    resumed = fit(tmp_path / "run", 4)
     for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other)
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["epoch=2.ckpt", "epoch=3.ckpt"]
 
 
-def test_a_lightning_checkpoint_comes_back_exactly_and_damage_is_seen(lightning, tmp_path):
+def test_a_lightning_checkpoint_comes_back_exactly_and_damage_is_seen(tmp_path):
     from ray_dcp.integrations.lightning import RayDcpCheckpointIO
     from tests.checkpoints import flip
 
@@ -118,65 +73,21 @@ def test_a_lightning_checkpoint_comes_back_exactly_and_damage_is_seen(lightning,
 # --- Hugging Face -------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def transformers():
-    import transformers
-
-    return transformers
-
-
-def hf_trainer(transformers, tmp_path: Path, callback, max_steps: int, **more):
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(4, 1)
-
-        def forward(self, x=None, labels=None):
-            return {"loss": torch.nn.functional.mse_loss(self.layer(x), labels)}
-
-    torch.manual_seed(1)
-    items = [{"x": x, "labels": y} for x, y in data(16)]
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path / "out"), max_steps=max_steps, save_strategy="no", report_to=[],
-        per_device_train_batch_size=16, use_cpu=True, learning_rate=0.05, disable_tqdm=True,
-        logging_strategy="no", eval_strategy="steps", eval_steps=1, **more,
-    )  # fmt: skip
-    return transformers.Trainer(
-        model=Model(), args=arguments, train_dataset=items, eval_dataset=items,
-        callbacks=[callback],
-    )  # fmt: skip
-
-
-def test_a_hugging_face_trainer_saves_and_goes_on_as_if_it_had_not_stopped(transformers, tmp_path):
-    from ray_dcp.integrations.hf import RayDcpCallback
-
-    def train(root, steps, **how):
-        keep = LatestN(2) | BestN(1, "eval_loss")
-        with CheckpointManager(
-            tmp_path / root, 2, retention=keep, chkpt_on_preemption=False
-        ) as manager:
-            callback = RayDcpCallback(manager, **how)
-            # Why constant: a schedule is made for its number of steps.
-            trainer = hf_trainer(
-                transformers, tmp_path, callback, steps, lr_scheduler_type="constant"
-            )
-            # The metric of the step before is there when the first step is saved.
-            trainer.train()
-            return trainer, callback, manager.all_steps()
-
-    whole, _, steps = train("whole", 8)
+def test_a_hugging_face_trainer_saves_and_goes_on_as_if_it_had_not_stopped(tmp_path):
+    fit = example("hf_trainer.py")["fit"]
+    whole, _, steps = fit(tmp_path / "whole", 8)
     assert steps == [6, 8]
-    train("run", 4)
-    resumed, callback, steps = train("run", 8)
+    fit(tmp_path / "run", 4)
+    resumed, callback, steps = fit(tmp_path / "run", 8)
     assert callback.restored.step == 4
     assert resumed.state.global_step == 8
     for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         # Not to the last bit: every pass over the data has another order.
         assert torch.allclose(one, other, rtol=1e-5)
     with pytest.raises(CheckpointNotFoundError):
-        train("nothing", 2, resume="latest")
+        fit(tmp_path / "nothing", 2, resume="latest")
     with pytest.raises(InvalidRequestError):
-        RayDcpCallback("run")
+        importlib.import_module("ray_dcp.integrations.hf").RayDcpCallback("run")
 
 
 # --- torchtitan ---------------------------------------------------------------------------------
@@ -235,7 +146,8 @@ def test_torchtitan_s_contract_is_kept_with_its_own_base_class_and_its_checkpoin
         assert isinstance(manager, base.BaseCheckpointManager)
         found = manager.load()
         began = trainer.step
-        x, y = data(16).tensors
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(7))
+        y = x.sum(1, keepdim=True)
         for step in range(trainer.step + 1, steps + 1):
             trainer.step = step
             optimizers.one.zero_grad()

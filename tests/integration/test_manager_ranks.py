@@ -17,7 +17,7 @@ from ray_dcp.errors import (
     InvalidRequestError,
     RankDisagreementError,
 )
-from ray_dcp.manager import BestN, CheckpointManager, EveryMinutes, Item, LatestN
+from ray_dcp.manager import BestN, CheckpointManager, EveryMinutes, EveryOptimal, Item, LatestN
 from ray_dcp.runtime.worker_group import WorkerGroup
 from tests.attempts import Attempt, attempt, one_error, sound_state
 from tests.checkpoints import flip
@@ -118,9 +118,10 @@ def test_one_rank_that_is_preempted_makes_the_step_due_on_all(workers, tmp_path)
     assert workers.run(train, str(tmp_path)) == [expected, expected]
 
 
-def test_minutes_are_those_of_rank_0(workers, tmp_path):
+@pytest.mark.parametrize("policy", [EveryMinutes(5), EveryOptimal(least_s=300)], ids=repr)
+def test_times_are_those_of_rank_0(workers, tmp_path, policy):
     def train(root: str) -> Any:
-        manager = manager_at(root, save_policy=EveryMinutes(5), chkpt_on_preemption=False)
+        manager = manager_at(root, save_policy=policy, chkpt_on_preemption=False)
         # Rank 1's clock runs far ahead; rank 0's is the one that counts.
         manager._writer._clock = lambda: 1e9 * dist.get_rank()
         manager._writer._last_begun_s = 0.0

@@ -33,6 +33,7 @@ from ray_dcp.runtime.attach import attached_address
 from ray_dcp.runtime.session import current_session
 from tests import programs, train_programs, tune_trials
 from tests.held_writes import hold_writes
+from tests.integration.test_frameworks import example
 from tests.polling import eventually
 from tests.s3_server import fresh_place
 from tests.train_programs import made, mean_losses, note, notes, train_one_step, uninterrupted
@@ -366,3 +367,11 @@ def begin_under_the_name_of_the_other(folder: Path) -> None:
     with pytest.raises(CheckpointExistsError) as caught:
         join(facts, "checkpoints", 0, None, reports.broadcast)
     note(str(folder), 0, refused=str(caught.value))
+
+
+def test_the_elastic_run_of_the_documentation_goes_on(train_ray, tmp_path):
+    main = example("ray_train_elastic.py")["main"]
+    for last_step in (10, 20):
+        main(str(tmp_path), last_step)
+    run = ray_dcp.open(tmp_path / "elastic" / "checkpoints")
+    assert [step.step for step in run] == [10, 20]

@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +71,11 @@ def test_every_module_is_there_by_both_names(module: str):
     replaces = {name.partition(".")[0] for name in OWN}
     assert (found is theirs(module)) == (module not in replaces)
     assert found.__spec__.name == found.__name__
+    stub = Path(ray_dcp.__file__).with_name(f"{module}.pyi").read_text()
+    if found is theirs(module):
+        assert stub == f"from {found.__name__} import *\n"
+    else:
+        assert set(re.findall(r" as (\w+)", stub)) == set(found.__all__)
 
 
 def test_every_name_is_torchs_object_but_our_own():

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import ray_dcp
+from ray_dcp.cli.main import main
 from ray_dcp.errors import InvalidRequestError, MissingKeyError, ShapeMismatchError
 
 
@@ -56,3 +61,43 @@ def test_missing_keys_are_lines_the_first_five_and_a_count(tmp_path: Path):
     assert [name.split()[0] for name in names] == [f"'w{i}'" for i in range(5)]
     assert more == "  … and 2 more"
     assert "LoadOptions(strict=False)" in way_out
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "first-mistakes.md"
+_CALL = re.compile(r"^```(py|console)\n(.*?)^```\n(?:\n```text\n.*?^```\n)?", re.M | re.S)
+
+
+def printed(language: str, call: str, names: dict[str, Any]) -> str:
+    """Returns what a user reads last after a call."""
+    if language == "console":
+        words = shlex.split(call)[1:]
+        found = CliRunner().invoke(main, words, prog_name="ray-dcp", env={"COLUMNS": "100"})
+        return found.output.strip()
+    try:
+        exec(call, names)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was wrong"
+
+
+def test_the_page_of_first_mistakes_has_what_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    page, names = PAGE.read_text(), {}
+    (setup,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    exec(setup, names)
+    outputs = []
+
+    def with_output(call: re.Match[str]) -> str:
+        output = printed(call[1], call[2], names)
+        output = re.sub(r"\b[0-9a-f]{16}\b", "0" * 16, output.replace(str(tmp_path), "/work"))
+        outputs.append(output)
+        return f"```{call[1]}\n{call[2]}```\n\n```text\n{outputs[-1]}\n```\n"
+
+    found = _CALL.sub(with_output, page)
+    if "RENEW_GOLDEN" in os.environ:
+        PAGE.write_text(found)
+    assert found == page
+    assert len(outputs) >= 25
+    assert [output for output in outputs if not 1 <= len(output.splitlines()) < 15] == []

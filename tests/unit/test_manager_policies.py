@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ray_dcp
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.manager import (
     AnyOf,
@@ -18,16 +22,24 @@ from ray_dcp.manager import (
     BestN,
     CheckpointManager,
     EveryMinutes,
+    EveryOptimal,
     EverySteps,
     KeepEveryHours,
     KeepEverySteps,
     LatestN,
+    Not,
     OnPreemption,
     SaveFacts,
     StepFacts,
 )
+from ray_dcp.manager.leases import this_process
 from ray_dcp.manager.retention import best_of, check_metrics, check_retention, superfluous
 from ray_dcp.manager.save_policy import check_save_policy
+from ray_dcp.manager.settings import Settings
+from ray_dcp.manager.writer import Writer
+from ray_dcp.protocol.messages import Target
+from ray_dcp.store.opening import open_storage
+from tests.manager_places import root_of
 
 
 def due(policy, steps=range(30), **facts):
@@ -52,6 +64,121 @@ def test_minutes_and_preemption_look_at_facts_and_not_at_a_clock():
     assert due(policy, [7], preempted=True) == [7]
 
 
+STEP_S, COST_S, DURABLE_S, MTBF_S = 20.0, 6.0, 30.0, 3600.0
+
+
+def traces() -> dict[str, list[float]]:
+    """Returns times between failures, in seconds, all with the same mean."""
+    numbers = random.Random(7)
+    scale_s = MTBF_S / math.gamma(1 + 1 / 0.7)
+    return {
+        "exponential": [numbers.expovariate(1 / MTBF_S) for _ in range(150)],
+        "Weibull 0.7": [numbers.weibullvariate(scale_s, 0.7) for _ in range(150)],
+    }
+
+
+def lost_s(policy: Any, trace: Sequence[float]) -> float:
+    """Returns the seconds that saves and failures cost a run, and work that was done again."""
+    kept_s = 0.0
+    for failures, fails_s in enumerate(trace):
+        now_s = work_s = durable_work_s = begun_s = 0.0
+        pending: tuple[float, float] | None = None  # when it is durable, and what it holds
+        while (now_s := now_s + STEP_S) < fails_s:
+            work_s += STEP_S
+            if pending and pending[0] <= now_s:
+                durable_work_s, pending = pending[1], None
+            facts = SaveFacts(
+                step=1, since_save_s=now_s - begun_s, saving=pending is not None, cost_s=COST_S,
+                durable_s=DURABLE_S, failures=failures, ran_s=sum(trace[:failures]) + now_s,
+            )  # fmt: skip
+            if policy.due(facts):
+                assert pending is None
+                pending, begun_s = (now_s + COST_S + DURABLE_S, work_s), now_s
+                now_s += COST_S
+        kept_s += durable_work_s
+    return sum(trace) - kept_s
+
+
+@pytest.mark.parametrize("trace", traces().values(), ids=traces())
+def test_the_optimal_interval_loses_at_most_a_twentieth_more_than_the_best_fixed_one(trace):
+    fixed = [EveryMinutes(1.3**i) & Not(Saving()) for i in range(8)]  # 1 to 6 minutes
+    losses = [lost_s(policy, trace) for policy in fixed]
+    assert min(losses[0], losses[-1]) > 1.05 * min(losses)  # so that the search had to choose
+    assert lost_s(EveryOptimal(1), trace) <= 1.05 * min(losses)
+    assert lost_s(EveryOptimal(), trace) <= 1.05 * min(losses)
+
+
+class Saving:
+    def due(self, facts):
+        return facts.saving
+
+
+def test_the_mean_time_between_failures_is_learned_beside_a_prior():
+    policy = EveryOptimal()
+    assert policy.mtbf_s(SaveFacts(step=1)) == 6 * 3600
+    trace = traces()["exponential"]
+    learned = policy.mtbf_s(SaveFacts(step=1, failures=len(trace), ran_s=sum(trace)))
+    assert learned == pytest.approx(MTBF_S, rel=0.2)
+
+
+def test_the_optimal_interval_has_bounds_and_says_what_is_lost():
+    facts = SaveFacts(step=1, since_save_s=100.0, cost_s=2.0)
+    assert EveryOptimal(4, least_s=300).interval_s(facts) == 300
+    assert EveryOptimal(4, most_s=90).due(facts)
+    assert not EveryOptimal(4, most_s=90).due(replace(facts, saving=True))
+    assert not EveryOptimal(4).due(facts)
+    assert EveryOptimal(4).due(replace(facts, cost_s=None))  # the first one, to measure it
+    assert EveryOptimal(1).interval_s(replace(facts, cost_s=7200.0)) == 3600 + 7200
+    assert "1.7 % of training time is lost" in EveryOptimal(4).describe(facts)
+    assert EveryOptimal(4).describe(SaveFacts(step=1)) == "no save was measured yet"
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_writer_measures_saves_and_counts_writers_that_ended_without_closing(tmp_path: Path):
+    clock = Clock()
+
+    def writer(started: str) -> Writer:
+        root = root_of(open_storage(Target(str(tmp_path))))
+        settings = Settings(save_policy=EveryOptimal(4), chkpt_on_preemption=False)
+        holder = replace(this_process(), started=started)  # a process that is gone
+        return Writer(root, settings, clock=clock, now=clock, threaded=False, holder=holder)
+
+    def train(writer: Writer, steps: Sequence[int]) -> list[int]:
+        """Trains steps of 10 s; a save stops them for 3 s, and 2 steps beside it take 1 s more."""
+        begun = []
+        saving = None
+        for step in steps:
+            clock.now_s += 10.0 + (saving is not None)
+            if saving is not None and step == begun[-1] + 2:
+                ray_dcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / saving.name)
+                writer.finish(saving, True)
+                saving = None
+            if writer.due(step, False):
+                saving = writer.begin(step)
+                begun.append(step)
+                clock.now_s += 3.0
+        return begun
+
+    first = writer("1")
+    assert train(first, range(45)) == [0, 38]  # the root of 2 * 5 s * 4 h is 379 s
+    facts = first.facts(45)
+    assert (facts.cost_s, facts.durable_s, facts.failures) == (5.0, 25.0, 0)
+    second = writer("2")
+    assert train(second, range(50, 54)) == [50]
+    assert second.facts(54).failures == 1
+    second.close()
+    third = writer("3")
+    assert train(third, range(60, 64)) == [60]
+    assert third.facts(64).failures == 1
+    assert third.facts(64).ran_s == 385.0 + 45.0  # until step 38 was begun, and its own
+
+
 @pytest.mark.parametrize(
     "policy",
     [EverySteps(10) & AtSteps(15), EverySteps(3) & ~EverySteps(3), ~(EverySteps(1) | AtSteps(7))],
@@ -69,6 +196,8 @@ def test_policies_whose_parts_contradict_each_other_are_refused_and_no_others(po
     [
         lambda: EverySteps(0), lambda: EverySteps(True), lambda: EverySteps(2.0),
         lambda: EveryMinutes(0), lambda: EveryMinutes(math.inf), lambda: EveryMinutes("1"),
+        lambda: EveryOptimal(0), lambda: EveryOptimal("4"), lambda: EveryOptimal(most_s=-1),
+        lambda: EveryOptimal(least_s=20, most_s=10),
         lambda: AtSteps(), lambda: AtSteps(-1), lambda: AtSteps(1.5), lambda: AnyOf(),
         lambda: EverySteps(1) | LatestN(1), lambda: check_save_policy(LatestN(1)),
         lambda: LatestN(0), lambda: LatestN(True), lambda: BestN(1, ""),

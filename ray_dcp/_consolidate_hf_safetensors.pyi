@@ -1,0 +1,1 @@
+from torch.distributed.checkpoint._consolidate_hf_safetensors import *

@@ -1,0 +1,1 @@
+from torch.distributed.checkpoint.quantized_hf_storage import *
