@@ -99,12 +99,6 @@ def deflated(pickled: bytes) -> bytes:
     return buffer.getvalue()
 
 
-def legacy(pickled: bytes, keys: bytes) -> bytes:
-    """An item as before torch 1.6, without the bytes of its storages."""
-    parts = (number(0x1950A86A20F9469CFC6C), number(1001), b"}", pickled, keys)
-    return b"".join(b"\x80\x02" + part + b"." for part in parts)
-
-
 def encoded(value: str) -> bytes:
     """Bytes in a pickle of protocol 2."""
     return call("_codecs.encode", text(value), text("latin1"))
@@ -385,8 +379,8 @@ PICKLES: dict[str, bytes] = {
     "a list copied often": ops(
         b"](](",
         b"K\x01" * 100_000,
-        b"e\x85q\x01",
-        ops(name("builtins.list"), b"h\x01R") * 50_000,
+        b"e\x85q\x00",
+        ops(name("builtins.list"), b"h\x00R") * 50_000,
         b"e",
     ),
     "an array of a length": call("numpy.ndarray", ops(MANY, b"\x85")),
@@ -521,16 +515,8 @@ OBJECTS: dict[str, Callable[[], bytes]] = {
         call("torch._utils._rebuild_nested_tensor", LONGS[0], LONGS[1], LONGS[1], LONGS[0]),
         b"A" * 8,
     ),
-    "a storage of 2**40 elements, as before torch 1.6": lambda: legacy(
-        view(b"K\1\x85", b"K\1\x85", count=number(1 << 40)), b"]" + text("0") + b"a"
-    ),
-    "an array of objects, as before torch 1.6": lambda: legacy(
-        array(number(1 << 20) + b"\x85", dtype("O8", *OBJECT), b"]Na"), b"]"
-    ),
     "a compressed pickle": lambda: deflated(b"](" + b"K\1" * (16 << 20) + b"e"),
-    "pickles as before torch 1.6": lambda: legacy(
-        call("builtins.list", call("builtins.range", MANY)), b"]"
-    ),
+    "a bare pickle, as before torch 1.6": lambda: b"\x80\x02N.",
 }
 
 

@@ -332,8 +332,8 @@ def test_safetensors_files_are_read_by_the_library_and_the_rest_goes_to_a_compan
     known = {tensor.fqn: truth(tensor) for tensor in case.tensors if tensor.dtype}
     assert sorted(first) == ["a", "b", "c", "e"]
     assert list(second) == ["b"]
-    joined = {**first, "b": np.concatenate([first["b"], second["b"]])}
-    for fqn, array in joined.items():
+    both = {**first, "b": np.concatenate([first["b"], second["b"]])}
+    for fqn, array in both.items():
         assert array.tobytes() == known[fqn].tobytes(), fqn
     table = finish_table(plan, "a1", joined(receipts))
     companion = table.file == table.files.index("__0_0.a1.distcp")
