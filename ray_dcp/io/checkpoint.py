@@ -450,7 +450,6 @@ def checkpoint_from(
     record: bytes,
     *,
     table: bytes = b"",
-    checkpoint_id: str | None = None,
     checks_later: bool = False,
 ) -> Checkpoint:
     """Returns the checkpoint that somebody else decided on, without deciding again.
@@ -461,7 +460,6 @@ def checkpoint_from(
         slot: `Checkpoint.slot`.
         record: `Checkpoint.record`.
         table: The chunk table as on storage, if it was read already.
-        checkpoint_id: Path or URL for messages; the storage's own by default.
         checks_later: Leave chunks and checksums of a large table for when they are needed.
 
     Raises:
@@ -469,7 +467,7 @@ def checkpoint_from(
         InternalError: `kind` is none, or the record is no manifest.
         StorageError: The storage can't be read.
     """
-    name = storage.url if checkpoint_id is None else checkpoint_id
+    name = storage.url
     with _naming(name):
         match kind:
             case "native":

@@ -13,6 +13,7 @@ from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.core.grouping import group_rows, offsets_of
 from ray_dcp.core.values import BoolArray, Int32Array, Int64Array, Kind
 from ray_dcp.format.safetensors import DTYPE_CODE, header, sharding_metadata
+from ray_dcp.format.safetensors import packed as packed_entries
 from ray_dcp.format.torch_items import torch_save_frames
 from ray_dcp.planning.merge import Held
 from ray_dcp.planning.sharing import ITEM_COST_BYTES, Pieces
@@ -180,16 +181,13 @@ def _headers(
 
 
 def _header(held: Held, pieces: Pieces, own: Int64Array) -> bytes:
-    rows = pieces.held[own]
-    ends = np.cumsum(pieces.num_bytes[own]).tolist()
-    begins = [0, *ends[:-1]]
-    entries, offsets = [], {}
-    for piece, row, begin, end in zip(own.tolist(), rows.tolist(), begins, ends, strict=True):
+    tensors, offsets = [], {}
+    for piece, row in zip(own.tolist(), pieces.held[own].tolist(), strict=True):
         name, ndim = held.names[held.tensor[row]], int(held.ndim[row])
-        size = tuple(pieces.size[piece, :ndim].tolist())
-        entries.append((name, held.dtypes[held.dtype[row]], size, begin, end))
+        dtype = held.dtypes[held.dtype[row]]
+        tensors.append((name, dtype, pieces.size[piece, :ndim].tolist()))
         offsets[name] = pieces.offset[piece, :ndim].tolist()
-    return header(entries, sharding_metadata(offsets))
+    return header(packed_entries(tensors), sharding_metadata(offsets))
 
 
 def _places(

@@ -26,7 +26,7 @@ from ray_dcp.errors import (
     RankDisagreementError,
     UnsupportedValueError,
 )
-from ray_dcp.planning.coverage import problems
+from ray_dcp.planning.coverage import Coverage, check_coverage
 from ray_dcp.planning.finish import finish_table
 from ray_dcp.planning.global_plan import make_plan, rank_plan
 from ray_dcp.planning.reads import Wanted, block_ranges, plan_reads, slabs
@@ -442,36 +442,39 @@ PINWHEEL = [
 ]
 
 
+def coverage_of(table: ChunkTable) -> Coverage:
+    """Of the tensor of a table."""
+    rows = table.tensor == 0
+    offset, size = table.offset[rows], table.size[rows]
+    return check_coverage(np.zeros(len(size), np.int64), offset, size, table.shape[:1])
+
+
 def test_a_pinwheel_that_no_straight_cut_divides_is_complete() -> None:
     table = table_of((3, 3), PINWHEEL)
-    assert problems(table) == []
+    assert coverage_of(table) == Coverage()
     plan = plan_reads(table, want((0, 0), (3, 3)))
     assert (plan.uncovered, len(plan), plan.bytes_needed) == ((), 5, 36)
 
 
 def test_a_hole_in_a_pinwheel_is_told() -> None:
     table = table_of((3, 3), PINWHEEL[:-1])
-    assert problems(table) == ["'w': 1 of 9 elements are in no chunk, first [1:2, 1:2]"]
+    ((index, missing, offset, size),) = coverage_of(table).gaps
+    assert (index, missing, offset.tolist(), size.tolist()) == (0, 1, [1, 1], [1, 1])
     assert plan_reads(table, want((0, 0), (3, 3))).uncovered == ((0, 4),)
     assert plan_reads(table, want((0, 0), (3, 1))).uncovered == ()
 
 
 def test_chunks_that_overlap_are_read_but_do_not_hide_a_gap() -> None:
     table = table_of((4,), [((0,), (2,)), ((1,), (2,))])
-    assert problems(table, overlaps=False) == ["'w': 1 of 4 elements are in no chunk, first [3:4]"]
-    assert problems(table)[0] == "'w': chunks [0:2] and [1:3] overlap"
+    found = coverage_of(table)
+    assert (found.overlaps, found.gaps[0][:2]) == (((0, 1),), (0, 1))
     plan = plan_reads(table, want((0,), (4,)))
     assert (len(plan), plan.uncovered) == (2, ((0, 4),))
     assert plan_reads(table, want((0,), (3,))).uncovered == ()
 
 
-def test_chunks_out_of_bounds_and_missing_objects_are_told() -> None:
-    table = table_of((4,), [((0,), (5,))])
-    lost = replace(table, tensor=np.zeros(2, np.int32), size=np.array([[5], [0]], np.int64))
-    assert problems(lost) == [
-        "'w': chunk [0:5] reaches out of the tensor's shape (4,)",
-        "'o': expected one stored copy of the object, found 0",
-    ]
+def test_a_chunk_out_of_bounds_is_told() -> None:
+    assert coverage_of(table_of((4,), [((0,), (5,))])).outside == (0,)
 
 
 @pytest.mark.parametrize(
