@@ -474,18 +474,6 @@ def slot_of(key: str) -> int | None:
     return slot if 1 <= slot <= MAX_SLOT and record_key(slot) == key else None
 
 
-def newest(records: Mapping[int, Record]) -> tuple[int, Manifest] | None:
-    """Returns the slot and the manifest of the checkpoint, None when nothing stands.
-
-    Args:
-        records: By slot.
-    """
-    found = deciding(records)
-    if found is None or isinstance(found[1], DeleteRecord):
-        return None
-    return found[0], found[1]
-
-
 def deciding(records: Mapping[int, Record]) -> tuple[int, Manifest | DeleteRecord] | None:
     """Returns the slot and the record that decide what stands: the last commit or delete.
 

@@ -12,7 +12,6 @@ import io
 import os
 import pathlib
 import random
-import threading
 import types
 import uuid
 from pathlib import Path
@@ -203,28 +202,6 @@ def test_damaged_bytes_are_called_damaged(damage: Any) -> None:
 def test_what_does_not_pickle_is_refused_by_name_and_class() -> None:
     with pytest.raises(UnsupportedValueError, match=r"'hook' holds a builtins\.function"):
         dump_object(lambda: 1, fqn="hook")
-
-
-def test_the_users_own_allow_list_is_as_it_was_after_loads_in_threads() -> None:
-    with torch.serialization.safe_globals([np.ndarray, Settings]):
-        before = set(torch.serialization.get_safe_globals())
-        data = dump_object(np.arange(3), fqn="a")
-        failures: list[BaseException] = []
-
-        def load() -> None:
-            try:
-                for _ in range(20):
-                    load_object(data, fqn="a")
-            except BaseException as error:
-                failures.append(error)
-
-        threads = [threading.Thread(target=load) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert failures == []
-        assert set(torch.serialization.get_safe_globals()) == before
 
 
 def test_the_digest_of_a_simple_value_is_one_of_its_value_not_of_its_objects() -> None:

@@ -10,8 +10,7 @@ import torch
 
 import ray_dcp
 from ray_dcp import errors
-from ray_dcp.format.manifest import decode_record
-from ray_dcp.io.checkpoint import checkpoint_from, read_checkpoint
+from ray_dcp.io.checkpoint import checkpoint_from, newest_record, read_checkpoint
 from ray_dcp.io.writer import write_part
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.planning.finish import finish_table
@@ -35,15 +34,9 @@ def storage_of(world_size, step=0, **kwargs):
     return storage
 
 
-def manifest_of(storage):
-    key = max(entry.key for entry in storage.list() if entry.key.startswith("manifest-"))
-    return key, decode_record(storage.read(key))
-
-
 def opened_in_part(storage):
-    key, _ = manifest_of(storage)
-    slot = int(key.split("-")[1].split(".")[0])
-    return checkpoint_from(storage, "native", slot, storage.read(key), checks_later=True)
+    slot, record, _ = newest_record(storage)
+    return checkpoint_from(storage, "native", slot, record, checks_later=True)
 
 
 def blank():

@@ -71,23 +71,10 @@ def test_torch_loads_a_framed_tensor_as_if_it_had_saved_it(dtype):
         like = quiet_empty(size, getattr(torch, dtype))
         assert (loaded.dtype, loaded.shape) == (like.dtype, like.shape)
         assert loaded.stride() == like.stride()
+        assert (len(item) - len(payload) - len(torch_save_frame(dtype, size).footer)) % 64 == 0
         assert not loaded.requires_grad
         raw = torch.empty(0, dtype=torch.uint8).set_(loaded.untyped_storage())
         assert raw.numpy().tobytes() == payload
-
-
-def test_the_header_keeps_the_payload_aligned_and_the_small_records_carry_their_crc():
-    for dtype, size in [("float32", (3,)), ("uint16", (1, 2, 3, 4, 5)), ("bool", ())]:
-        item, _ = framed(dtype, size)
-        frame = torch_items.torch_save_frame(dtype, size)
-        assert len(frame.header) % torch_items.FRAME_ALIGNMENT == 0
-        with zipfile.ZipFile(io.BytesIO(item)) as archive:
-            names = [info.filename for info in archive.infolist()]
-            assert names[-1] == "archive/data/0"
-            assert archive.read("archive/byteorder") == b"little"
-            assert archive.read("archive/version") == b"3\n"
-            assert archive.read("archive/data.pkl").endswith(b".")
-            assert archive.getinfo("archive/data/0").CRC == 0
 
 
 FOUR_GIB = 1 << 32
@@ -382,8 +369,11 @@ def test_what_is_no_item_is_refused_with_the_way_out(stored):
         check_plain(stored)
 
 
-@pytest.mark.parametrize("stored", [b"garbage", b"\x28\xb5\x2f\xfd", ITEM])
-def test_what_is_not_compressed_although_it_should_be_is_refused(stored):
+@pytest.mark.parametrize(
+    "stored",
+    [b"garbage", b"\x28\xb5\x2f\xfd", ITEM, *(streamed(ITEM)[:cut] for cut in (5, 100, -1))],
+)
+def test_what_is_not_compressed_or_cut_off_is_refused(stored):
     with pytest.raises(DamagedCheckpointError, match="compressed with zstd"):
         unpacked_item(stored, [ZSTD])
 
@@ -393,13 +383,6 @@ def test_a_transform_of_a_plug_in_is_named_with_the_way_out(transforms):
     with pytest.raises(DamagedCheckpointError, match=r"_extension_registry") as caught:
         unpacked_item(streamed(ITEM), transforms)
     assert repr(transforms[-1]) in caught.value.message
-
-
-@pytest.mark.parametrize("cut", [5, 100, -1])
-def test_an_item_that_is_cut_off_is_never_taken_for_a_whole_one(cut):
-    stored = streamed(ITEM)
-    with pytest.raises(DamagedCheckpointError, match="compressed with zstd"):
-        unpacked_item(stored[:cut], [ZSTD])
 
 
 def test_an_item_that_unpacks_to_too_much_is_refused_early():
