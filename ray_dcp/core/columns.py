@@ -120,7 +120,7 @@ class ColumnsBuilder:
         """Returns the columns.
 
         Raises:
-            InvalidRequestError: An item is not possible; all such items are told.
+            InvalidRequestError: An item is not possible; all such items are reported.
         """
         uneven = [
             self._flat[row][0]
@@ -169,7 +169,7 @@ class ColumnsBuilder:
 def check(columns: Columns) -> list[str]:
     """Returns what is wrong with one rank's columns, one sentence each; empty when nothing is.
 
-    Boxes out of bounds, and items that are listed twice, are told with all ranks' conflicts, by
+    Boxes out of bounds, and items that are listed twice, are reported with all ranks' conflicts, by
     `make_plan`.
     """
     wrong = _check_lengths(columns)

@@ -41,10 +41,6 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 KINDS = ["safetensors", "torch", "hf", "dcp"]
 
 
-def floats() -> dict[str, torch.Tensor]:
-    return {name: value for name, value in checkpoints.tensors().items() if "bits" not in name}
-
-
 def test_torch_and_dcp_exports_hold_what_the_checkpoint_does(source: Path, tmp_path: Path):
     ray_dcp.export(source, tmp_path / "w.pt", "torch")
     found = torch.load(tmp_path / "w.pt", weights_only=True)
