@@ -3,7 +3,7 @@
 `plan_reads` finds which stored chunks meet which wanted boxes, and whether they cover all of them.
 
 A chunk's bytes are the C-order bytes of its box, counted from 0 at the chunk's first raw byte
-("chunk-local"). Of each (chunk, wanted box) pair `pair_bytes` and the functions before it give the
+("chunk-local"). Of each (chunk, wanted box) pair `byte_runs` and the functions after it give the
 extent, the checksum blocks around it, its slabs, and the reads that are coalesced.
 
 `share_reads` decides who reads what, so that no byte that several ranks need is read by each of
