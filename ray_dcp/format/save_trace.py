@@ -254,15 +254,22 @@ def make_trace(
 
 
 def encode_trace(trace: SaveTrace) -> bytes:
-    """Returns a trace as JSON in UTF-8, with a digest at its end.
+    """Returns a trace as JSON in UTF-8, with a line for each span and a digest at its end.
 
     Args:
         trace: To be written.
     """
     told: dict[str, Any] = {"format": _FORMAT, "version": _VERSION}
-    told |= {field.name: getattr(trace, field.name) for field in fields(trace)}
-    told |= {name: [list(asdict(row).values()) for row in told[name]] for name in _ROWS}
-    body = json.dumps(told).removesuffix("}").encode()
+    told |= {f.name: getattr(trace, f.name) for f in fields(trace)}
+    parts = []
+    for name, value in told.items():
+        if name in ("spans", "phases", "stragglers", "takeovers"):
+            rows = [row if name == "takeovers" else list(asdict(row).values()) for row in value]
+            lines = ",\n  ".join(json.dumps(row) for row in rows)
+            parts.append(f'"{name}": [\n  {lines}\n ]' if rows else f'"{name}": []')
+        else:
+            parts.append(f'"{name}": {json.dumps(value)}')
+    body = ("{" + ",\n ".join(parts)).encode()
     return body + _ENDING % digest_bytes(body).hex().encode()
 
 
