@@ -178,7 +178,7 @@ def get_by_path(root: Any, path: NamePath) -> Any:
 
 
 _PART_BYTES = 1 << 30
-"""Whoever wants to be told how far it is, is told after each load of so much."""
+"""Progress is reported after each load of so much."""
 
 
 def stored_in(
@@ -495,8 +495,8 @@ def torch_save_to_dcp(
         include: As for `read_state_dict`.
         key_map: As there.
         dtype: As there. What is cast goes through a planner: numbers as mapping keys become texts.
-        weights_only: Refuse objects that are not on the allow-list. DCP does not: False runs code
-            from the file.
+        weights_only: Refuse objects that are not on the allow-list, and files from before torch
+            1.6. DCP does not: False runs code from the file.
         options: As for `save`.
 
     Raises:

@@ -206,7 +206,7 @@ def import_checkpoint(
         weights_only: Refuse objects of a `torch.save` file that are not on the allow-list.
         options: As for `save`.
         told: Called now and then with bytes read and written, and in all, from any thread. What
-            is written to a storage that is no directory of this machine is told in the end.
+            is written to a storage that is no directory of this machine is reported at the end.
 
     Raises:
         CheckpointNotFoundError: There is nothing at the source.
@@ -241,7 +241,7 @@ def copy(
 
     It appears there when all of it is durable; what is interrupted is taken away again. The copy
     is an attempt with an id of its own, as a save is: of those who write to a place at once, one
-    wins, and the others are told.
+    wins, and the others fail.
 
     Args:
         source: Path, URL or view of any checkpoint.

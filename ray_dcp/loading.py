@@ -234,7 +234,7 @@ def _load_steps(
                 group,
                 state_dict,
                 decision.planner,
-                metadata_of(checkpoint),
+                metadata_of(checkpoint.table, attempt=checkpoint.attempt),
                 checkpoint.table,
                 options=options,
                 stateful=stateful,

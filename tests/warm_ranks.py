@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import count
+from typing import Any
 
 from ray_dcp.errors import CheckpointError
 from ray_dcp.options import SaveOptions
@@ -89,3 +91,8 @@ class Warm:
         quiet = not self.senders and not any(join.contents for join in self.joins)
         again = all(isinstance(reply, SaveAgain) for reply in self.replies)
         return quiet and again and not self.plans_made
+
+
+def committed(results: Iterable[Any]) -> list[Any]:
+    """Returns what each rank's save returned, and raises what one raised."""
+    return [result.get() for result in results]

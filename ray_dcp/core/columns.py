@@ -22,7 +22,7 @@ from ray_dcp.core.packing import (
     unpack_bytes,
     unpack_record,
 )
-from ray_dcp.core.values import Columns, Int64Array, IntKey, Kind, NamePath
+from ray_dcp.core.values import Columns, IntKey, Kind, NamePath, padded
 from ray_dcp.errors import InternalError, InvalidRequestError, RankDisagreementError
 
 _FORM = 3
@@ -120,7 +120,7 @@ class ColumnsBuilder:
         """Returns the columns.
 
         Raises:
-            InvalidRequestError: An item is not possible; all such items are told.
+            InvalidRequestError: An item is not possible; all such items are reported.
         """
         uneven = [
             self._flat[row][0]
@@ -135,8 +135,9 @@ class ColumnsBuilder:
             )
         flat = list(zip(*self._flat, strict=True)) or [()] * 6
         name, kind, dtype, grad, splittable, value = flat
-        ndim = np.array([len(boxes[0]) for boxes in self._boxes], dtype=np.int64)
-        shape, offset, size = self._padded(ndim)
+        shapes, offsets, sizes = zip(*self._boxes, strict=True) if self._boxes else ((), (), ())
+        ndim = np.array([*map(len, shapes)], dtype=np.int64)
+        width = max(1, int(ndim.max(initial=0)))
         columns = Columns(
             names=tuple(self._names),
             paths=tuple(self._paths),
@@ -145,9 +146,9 @@ class ColumnsBuilder:
             kind=np.array(kind, dtype=np.int8),
             dtype=np.array(dtype, dtype=np.int8),
             ndim=ndim.astype(np.int8),
-            shape=shape,
-            offset=offset,
-            size=size,
+            shape=padded(shapes, width, 1),
+            offset=padded(offsets, width, 0),
+            size=padded(sizes, width, 1),
             requires_grad=np.array(grad, dtype=np.bool_),
             splittable=np.array(splittable, dtype=np.bool_),
             value=np.array(value, dtype=np.uint64),
@@ -164,23 +165,11 @@ class ColumnsBuilder:
             self._paths.append(path)
         return known
 
-    def _padded(self, ndim: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-        width = max(1, int(ndim.max(initial=0)))
-        shape = np.ones((len(ndim), width), dtype=np.int64)
-        offset, size = np.zeros_like(shape), np.ones_like(shape)
-        for dims in np.unique(ndim[ndim > 0]).tolist():
-            rows = np.flatnonzero(ndim == dims)
-            boxes = np.array([self._boxes[row] for row in rows], dtype=np.int64)
-            shape[rows, :dims] = boxes[:, 0]
-            offset[rows, :dims] = boxes[:, 1]
-            size[rows, :dims] = boxes[:, 2]
-        return shape, offset, size
-
 
 def check(columns: Columns) -> list[str]:
     """Returns what is wrong with one rank's columns, one sentence each; empty when nothing is.
 
-    Boxes out of bounds, and items that are listed twice, are told with all ranks' conflicts, by
+    Boxes out of bounds, and items that are listed twice, are reported with all ranks' conflicts, by
     `make_plan`.
     """
     wrong = _check_lengths(columns)

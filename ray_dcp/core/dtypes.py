@@ -41,36 +41,16 @@ torch/_tensor.py `_reduce_ex_internal`."""
 
 DTYPE_OF_STORAGE = MappingProxyType({v: k for k, v in STORAGE_OF_DTYPE.items()})
 
+_WIDTHS = {
+    1: "bits1x8 bits2x4 bits4x2 bits8 bool float4_e2m1fn_x2 float8_e4m3fn float8_e4m3fnuz "
+    "float8_e5m2 float8_e5m2fnuz float8_e8m0fnu int8 uint8",
+    2: "bfloat16 bits16 float16 int16 uint16",
+    4: "complex32 float32 int32 uint32",
+    8: "complex64 float64 int64 uint64",
+    16: "complex128",
+}
 ITEMSIZE = MappingProxyType(
-    {
-        "bfloat16": 2,
-        "bits16": 2,
-        "bits1x8": 1,
-        "bits2x4": 1,
-        "bits4x2": 1,
-        "bits8": 1,
-        "bool": 1,
-        "complex128": 16,
-        "complex32": 4,
-        "complex64": 8,
-        "float16": 2,
-        "float32": 4,
-        "float4_e2m1fn_x2": 1,
-        "float64": 8,
-        "float8_e4m3fn": 1,
-        "float8_e4m3fnuz": 1,
-        "float8_e5m2": 1,
-        "float8_e5m2fnuz": 1,
-        "float8_e8m0fnu": 1,
-        "int16": 2,
-        "int32": 4,
-        "int64": 8,
-        "int8": 1,
-        "uint16": 2,
-        "uint32": 4,
-        "uint64": 8,
-        "uint8": 1,
-    }
+    {dtype: width for width, dtypes in _WIDTHS.items() for dtype in dtypes.split()}
 )
 """Bytes of one element, by dtype name without the `torch.` prefix."""
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -392,6 +393,21 @@ def pad(array: Int64Array, width: int, fill: int) -> Int64Array:
     if missing == 0:
         return array
     return np.pad(array, ((0, 0), (0, missing)), constant_values=fill)
+
+
+def padded(rows: Sequence[Sequence[int]], width: int, fill: int) -> Int64Array:
+    """Returns rows of any lengths as an array, each filled up.
+
+    Args:
+        rows: `n` of them.
+        width: `D`, at least the longest length.
+        fill: Filled in behind a row.
+    """
+    ndim = np.fromiter(map(len, rows), np.int64, len(rows))
+    result = np.full((len(rows), width), fill, dtype=np.int64)
+    numbers = np.fromiter(chain.from_iterable(rows), np.int64, int(ndim.sum()))
+    result[np.arange(width) < ndim[:, None]] = numbers
+    return result
 
 
 def widen(offset: Int64Array, size: Int64Array, width: int) -> tuple[Int64Array, Int64Array]:

@@ -16,7 +16,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -399,7 +399,7 @@ def encode_record(record: Record) -> bytes:
         >>> decode_record(data).reason
         'deadline'
     """
-    kind = next(kind for kind, (cls, _) in _KINDS.items() if isinstance(record, cls))
+    kind = next(kind for kind, cls in _KINDS.items() if isinstance(record, cls))
     try:
         body = canonical(_fields_of(kind, record))
         found = _record_of(json.loads(body))
@@ -474,18 +474,6 @@ def slot_of(key: str) -> int | None:
     return slot if 1 <= slot <= MAX_SLOT and record_key(slot) == key else None
 
 
-def newest(records: Mapping[int, Record]) -> tuple[int, Manifest] | None:
-    """Returns the slot and the manifest of the checkpoint, None when nothing stands.
-
-    Args:
-        records: By slot.
-    """
-    found = deciding(records)
-    if found is None or isinstance(found[1], DeleteRecord):
-        return None
-    return found[0], found[1]
-
-
 def deciding(records: Mapping[int, Record]) -> tuple[int, Manifest | DeleteRecord] | None:
     """Returns the slot and the record that decide what stands: the last commit or delete.
 
@@ -514,10 +502,10 @@ def _fields_of(kind: str, record: Record) -> dict[str, Any]:
     if isinstance(record, Manifest):
         # Why apart: dataclasses would copy the columns, item by item.
         files = files_to(FilesColumns.of(record.files))
-        fields = {**asdict(replace(record, files=())), "files": files}
+        told = {**asdict(replace(record, files=())), "files": files}
     else:
-        fields = asdict(record)
-    return {"kind": kind} | {name: value for name, value in fields.items() if value is not None}
+        told = asdict(record)
+    return {"kind": kind} | {name: value for name, value in told.items() if value is not None}
 
 
 def _check_version(fields: Any) -> None:
@@ -531,18 +519,18 @@ def _check_version(fields: Any) -> None:
         )
 
 
-def _record_of(fields: Any) -> Record:
-    if not isinstance(fields, dict):
-        raise damaged("an object", type(fields).__name__)
-    kind = fields.get("kind")
-    cls, readers = _KINDS.get(kind if isinstance(kind, str) else "", (None, {}))
+def _record_of(told: Any) -> Record:
+    if not isinstance(told, dict):
+        raise damaged("an object", type(told).__name__)
+    kind = told.get("kind")
+    cls = _KINDS.get(kind) if isinstance(kind, str) else None
     if cls is None:
         raise damaged("a manifest, an abort or a delete record", short(kind))
-    told = {name: value for name, value in fields.items() if name != "kind"}
-    if not {*readers} - _OPTIONAL <= {*told} <= {*readers}:
+    told = {name: value for name, value in told.items() if name != "kind"}
+    if not _FIELDS[cls] - _OPTIONAL <= {*told} <= _FIELDS[cls]:
         raise damaged(f"the fields of a record of kind {kind}", short(sorted(told)))
-    found = {name: readers[name](value, name) for name, value in told.items()}
-    return cls(**dict.fromkeys(_OPTIONAL & {*readers}) | found)
+    found = {name: _READERS[name](value, name) for name, value in told.items()}
+    return cls(**dict.fromkeys(_OPTIONAL & _FIELDS[cls]) | found)
 
 
 def _verdict(value: Any, name: str) -> Verdict:
@@ -569,7 +557,7 @@ def _place_run(value: Any, name: str) -> PlaceRun:
     return PlaceRun(*numbers)
 
 
-_MANIFEST_FIELDS: dict[str, Any] = {
+_READERS: dict[str, Reader[Any]] = {
     "attempt": attempt,
     "epoch": integer,
     "world_size": integer,
@@ -588,26 +576,14 @@ _MANIFEST_FIELDS: dict[str, Any] = {
     "deferred": _place_runs,
     "table_end": entry,
     "format_version": integer,
-}
-_ABORT_FIELDS: dict[str, Any] = {
-    "attempt": attempt,
     "reason": text,
     "rank": integer,
-    "format_version": integer,
-}
-_DELETE_FIELDS: dict[str, Any] = {
-    "attempt": attempt,
-    "reason": text,
-    "created_s": seconds,
-    "replaced_metadata": hex_digits,
-    "previous_slot": integer,
-    "decided": _verdicts,
-    "format_version": integer,
 }
 _OPTIONAL = frozenset({"metadata", "replaced_metadata", "table_end", "rank"})
 """Fields that a record without them leaves out."""
-_KINDS: dict[str, tuple[type[Record], dict[str, Any]]] = {
-    "manifest": (Manifest, _MANIFEST_FIELDS),
-    "abort": (AbortRecord, _ABORT_FIELDS),
-    "delete": (DeleteRecord, _DELETE_FIELDS),
+_KINDS: dict[str, type[Record]] = {
+    "manifest": Manifest,
+    "abort": AbortRecord,
+    "delete": DeleteRecord,
 }
+_FIELDS = {cls: frozenset(field.name for field in fields(cls)) for cls in _KINDS.values()}

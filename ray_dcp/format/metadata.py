@@ -24,7 +24,7 @@ import numpy as np
 from ray_dcp.core.collector import collector_paused
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.core.grouping import group_rows
-from ray_dcp.core.values import BoolArray, ChunkTable, Int64Array, Kind, NamePath
+from ray_dcp.core.values import BoolArray, ChunkTable, Int64Array, Kind, NamePath, padded
 from ray_dcp.errors import CheckpointError, InternalError, UnsafeCheckpointError
 from ray_dcp.format.names import check_attempt, is_unicode, resolved_key
 from ray_dcp.format.safe_pickle import (
@@ -623,7 +623,7 @@ class _Decoder:
             lengths = np.array([len(box) for box in boxes], dtype=np.int64)
             if not np.array_equal(lengths, ndim[tensor]):
                 raise damaged("chunks of their tensor's dimensions", "others")
-        size = _padded(sizes, width, 1)
+        size = padded(sizes, width, 1)
         kind, dtype = self._kinds(tensor)
         items = np.array(self._items, dtype=np.int64).reshape(-1, 3)
         itemsize = np.array([ITEMSIZE.get(name, 0) for name in self._dtypes] + [0], dtype=np.int64)
@@ -636,10 +636,10 @@ class _Decoder:
             kind=kind,
             dtype=dtype,
             ndim=ndim.astype(np.int8),
-            shape=_padded(shapes, width, 1),
+            shape=padded(shapes, width, 1),
             requires_grad=np.array([tensor[3] for tensor in self._tensors], dtype=bool),
             tensor=tensor,
-            offset=_padded(offsets, width, 0),
+            offset=padded(offsets, width, 0),
             size=size,
             file=items[:, 0].astype(np.int32),
             item_offset=items[:, 1].copy(),
@@ -721,12 +721,6 @@ def _properties(value: Any) -> tuple[str, bool]:
     if type(dtype) is not Global or not dtype.name.startswith("torch."):
         raise damaged("a torch dtype", "something else")
     return dtype.name.removeprefix("torch."), requires_grad is True
-
-
-def _padded(rows: list[tuple[int, ...]], width: int, blank: int) -> Int64Array:
-    padding = [(blank,) * (width - length) for length in range(width + 1)]
-    full = [row + padding[len(row)] for row in rows]
-    return np.array(full, dtype=np.int64).reshape(len(rows), width)
 
 
 def _paths(planner_data: Any, names: tuple[str, ...]) -> tuple[NamePath | None, ...]:

@@ -123,7 +123,7 @@ def _unsafe(key: str, problem: str, more: str = "") -> UnsafeCheckpointError:
 
 
 STEP_NAME = "step-{step:08d}"
-"""How a manager names the folder of a step, unless it is told otherwise."""
+"""How a manager names the folder of a step, unless another name is configured."""
 
 _MAX_STEP = 10**18
 _PATTERN = re.compile(

@@ -43,7 +43,7 @@ from ray_dcp.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckp
 from ray_dcp.format.safe_pickle import PickleMachine
 
 if TYPE_CHECKING:
-    import mmap
+    pass
 
 
 _BYTES_A_BYTE = 96
@@ -140,18 +140,16 @@ class ObjectMachine(PickleMachine):
         table: What it may name.
         added: What the user allowed, by dotted name.
         item_of: Returns what a persistent id stands for.
-        start: Where the pickle starts.
     """
 
     def __init__(
         self,
-        data: bytes | mmap.mmap,
+        data: bytes,
         table: Table,
         added: Mapping[str, Any],
         item_of: Callable[[Any], Any],
-        start: int = 0,
     ) -> None:
-        super().__init__(data, start)
+        super().__init__(data)
         self.table = table
         self._added = added
         self._item_of = item_of
@@ -263,12 +261,6 @@ class ObjectMachine(PickleMachine):
         if opcode not in b"\x58\x8d\x43\x42\x8e\x8a\x47":
             raise _unsafe(f"the opcode 0x{opcode:02x}", "pickle")
         return super()._literal(opcode)
-
-    def _put(self, index: int) -> None:
-        # Why: the pickler of Python 2 counts from 1.
-        if index == 1 and not self._memo:
-            self._memo.append(None)
-        super()._put(index)
 
     def _above_mark(self) -> list[Any]:
         start = self._marks.pop()
@@ -794,7 +786,7 @@ def array_of(
         shape: Lengths of its dimensions.
         dtype: Of its elements.
         is_fortran: Whether the first dimension is the innermost one in `values`.
-        values: Exactly its raw bytes; where the dtype has objects in it, a list of its elements.
+        values: Exactly its raw bytes; of an array of objects, a list of its elements.
     """
     need(is_shape(shape) and isinstance(dtype, np.dtype) and dtype.subdtype is None)
     count = prod(shape)
@@ -806,58 +798,14 @@ def array_of(
         # Why native: so numpy itself unpickles arrays of numbers.
         native = dtype if dtype.names else dtype.newbyteorder("=")
         return whole.astype(native, order="K")  # type: ignore[no-any-return]
+    need(dtype.kind == "O", "objects in records")
     need(type(values) is list and len(values) == count)
     flat: Any = np.empty(count, dtype)
     for index, value in enumerate(values):
-        if dtype.kind == "O":
-            flat[index] = value
-        else:
-            _set_record(machine, flat, index, value)
+        flat[index] = value
     made = flat.reshape(shape, order=order)
     machine.hold(made, values)
     return made  # type: ignore[no-any-return]
-
-
-def _set_record(machine: ObjectMachine, column: Any, index: int, value: Any) -> None:
-    """Sets one record with objects in it, without a conversion of them."""
-    dtype = column.dtype
-    need(type(value) is tuple and len(value) == len(dtype.names))
-    for name, part in zip(dtype.names, value, strict=True):
-        field = dtype.fields[name][0]
-        if field.subdtype is not None:
-            base, shape = field.subdtype
-            need(type(part) is np.ndarray and part.dtype == base and part.shape == shape)
-            need(base.kind == "O" or not base.hasobject)
-            for element in part.flat if base.kind == "O" else ():
-                _check_flat(machine, element)
-            column[name][index, ...] = part
-        elif field.kind == "O":
-            _check_flat(machine, part)
-            column[name][index] = part
-        elif field.hasobject:
-            _set_record(machine, column[name], index, part)
-        else:
-            need(type(part) in _PLAIN or isinstance(part, np.generic) or field.names)
-            need(not field.names or type(part) in (tuple, np.void))
-            column[name][index] = part
-
-
-def _check_flat(machine: ObjectMachine, value: Any) -> None:
-    """Checks that what is in a record holds nothing that is freed by recursion."""
-    need(not machine.is_deep(value) and type(value) is not np.void, "a container in a record")
-
-
-_PLAIN: tuple[type, ...] = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    *(type(np.datetime64(0, unit).item()) for unit in ("D", "s")),
-    type(np.timedelta64(0, "s").item()),
-)
 
 
 def _from_buffer(machine: ObjectMachine, args: tuple[Any, ...]) -> np.ndarray[Any, Any]:
@@ -870,9 +818,6 @@ def _from_buffer(machine: ObjectMachine, args: tuple[Any, ...]) -> np.ndarray[An
 def _scalar(machine: ObjectMachine, args: tuple[Any, ...]) -> Any:
     dtype, value = args
     need(isinstance(dtype, np.dtype))
-    if dtype.hasobject:
-        need(type(value) is np.ndarray and value.dtype == dtype and value.shape == ())
-        return value[()]
     return array_of(machine, (), dtype, False, value)[()]
 
 

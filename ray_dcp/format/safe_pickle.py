@@ -14,7 +14,6 @@ Source: PEP 307, PEP 3154, PEP 574; Lib/pickletools.py.
 
 from __future__ import annotations
 
-import mmap
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -54,16 +53,15 @@ class PickleMachine(ABC):
     """Runs the opcodes of a pickle; what a name, a call, a state or an item makes is a subclass's.
 
     Args:
-        data: Bytes that hold the pickle.
-        start: Where it starts in them.
+        data: Bytes that begin with the pickle.
     """
 
-    def __init__(self, data: bytes | mmap.mmap, start: int = 0) -> None:
+    def __init__(self, data: bytes) -> None:
         self._data = data
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: list[Any] = []
-        self._pos = start
+        self._pos = 0
 
     @property
     def position(self) -> int:

@@ -23,7 +23,7 @@ PHASES = ("capture", "plan", "stage", "write")
 """Phases of a rank, in their order; see `Span.phase`."""
 
 MOST_RANKS = 64
-"""Ranks whose spans are told one by one; of more, the latest of each phase and a sample."""
+"""Ranks whose spans are listed; of more, the latest of each phase and a sample."""
 MOST_STRAGGLERS = 24
 MAX_TRACE_BYTES = 1 << 20
 """What is longer is no trace. One of 64 ranks has about 16 KB, and no more of 10,000."""
@@ -119,7 +119,7 @@ class SaveTrace:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks whose spans are told, ascending."""
+        """Ranks whose spans are listed, ascending."""
         return tuple(sorted({span.rank for span in self.spans if span.rank is not None}))
 
     @property
@@ -368,7 +368,7 @@ def _stragglers(times: Mapping[str, RankTimes], where: Mapping[int, str]) -> tup
 def _chosen(
     times: Mapping[str, RankTimes], world_size: int, stragglers: Sequence[int]
 ) -> npt.NDArray[np.int64]:
-    """Returns the ranks whose spans are told: at most `MOST_RANKS`."""
+    """Returns the ranks whose spans are listed: at most `MOST_RANKS`."""
     if world_size <= MOST_RANKS:
         return np.arange(world_size)
     chosen = dict.fromkeys(stragglers)

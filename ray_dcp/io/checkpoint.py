@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -370,6 +371,16 @@ class Found(NamedTuple):
             return table if self.manifest is None else with_places(table, self.manifest)
 
 
+@contextmanager
+def _naming(checkpoint_id: str) -> Iterator[None]:
+    """Names the checkpoint in an error that comes out."""
+    try:
+        yield
+    except CheckpointError as exc:
+        exc.checkpoint_id = checkpoint_id
+        raise
+
+
 def read_checkpoint(
     storage: Storage, *, checkpoint_id: str | None = None, checks_later: bool = False
 ) -> Checkpoint:
@@ -389,11 +400,8 @@ def read_checkpoint(
     """
     found = find_checkpoint(storage, checkpoint_id=checkpoint_id)
     name = storage.url if checkpoint_id is None else checkpoint_id
-    try:
+    with _naming(name):
         return _opened(storage, name, found, checks_later)
-    except CheckpointError as exc:
-        exc.checkpoint_id = name
-        raise
 
 
 def find_checkpoint(storage: Storage, *, checkpoint_id: str | None = None) -> Found:
@@ -411,7 +419,7 @@ def find_checkpoint(storage: Storage, *, checkpoint_id: str | None = None) -> Fo
         CheckpointError: As `read_checkpoint`, but for what only decoding shows.
     """
     name = storage.url if checkpoint_id is None else checkpoint_id
-    try:
+    with _naming(name):
         # Why slot 1: most places are saved to once, and a request less is waited for then.
         metadata, first, used = at_once(
             lambda: _read_or_none(storage, METADATA_KEY),
@@ -433,9 +441,6 @@ def find_checkpoint(storage: Storage, *, checkpoint_id: str | None = None) -> Fo
                 if metadata == before and decides is not None and decides.slot <= committed.slot:
                     raise
         return _not_native(storage, metadata, decides)
-    except CheckpointError as exc:
-        exc.checkpoint_id = name
-        raise
 
 
 def checkpoint_from(
@@ -445,7 +450,6 @@ def checkpoint_from(
     record: bytes,
     *,
     table: bytes = b"",
-    checkpoint_id: str | None = None,
     checks_later: bool = False,
 ) -> Checkpoint:
     """Returns the checkpoint that somebody else decided on, without deciding again.
@@ -456,7 +460,6 @@ def checkpoint_from(
         slot: `Checkpoint.slot`.
         record: `Checkpoint.record`.
         table: The chunk table as on storage, if it was read already.
-        checkpoint_id: Path or URL for messages; the storage's own by default.
         checks_later: Leave chunks and checksums of a large table for when they are needed.
 
     Raises:
@@ -464,8 +467,8 @@ def checkpoint_from(
         InternalError: `kind` is none, or the record is no manifest.
         StorageError: The storage can't be read.
     """
-    name = storage.url if checkpoint_id is None else checkpoint_id
-    try:
+    name = storage.url
+    with _naming(name):
         match kind:
             case "native":
                 manifest = decode_record(record, key=record_key(slot))
@@ -479,9 +482,6 @@ def checkpoint_from(
                 return _opened(storage, name, Found(kind, slot, record))
             case _:
                 raise InternalError(f"expected a kind of checkpoint, found {kind!r}")
-    except CheckpointError as exc:
-        exc.checkpoint_id = name
-        raise
 
 
 def newest_record(storage: Storage) -> Committed | None:

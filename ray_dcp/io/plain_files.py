@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ray_dcp.core.values import ChunkTable, Int64Array, Kind, box_text, pad, widen
+from ray_dcp.core.values import ChunkTable, Kind, box_text, pad, padded, widen
 from ray_dcp.errors import DamagedCheckpointError, UnsupportedValueError
 from ray_dcp.format.safetensors import Entry as Tensor
 from ray_dcp.format.safetensors import SafetensorsHeader, global_shapes, parse_header, saved_offsets
@@ -192,10 +192,10 @@ def _table(files: list[str], found: list[_Found]) -> ChunkTable:
     ndim = [len(chunk.offset) for chunk in first.values()]
     width = max(ndim, default=0)
     tensor = np.array([rows[chunk.tensor.name] for chunk in found], np.int32)
-    offset = _padded([chunk.offset for chunk in found], width, 0)
-    size = _padded([chunk.tensor.size for chunk in found], width, 1)
+    offset = padded([chunk.offset for chunk in found], width, 0)
+    size = padded([chunk.tensor.size for chunk in found], width, 1)
     shape = np.zeros((len(rows), width), np.int64)
-    np.maximum.at(shape, tensor, _padded([chunk.shape for chunk in found], width, 1))
+    np.maximum.at(shape, tensor, padded([chunk.shape for chunk in found], width, 1))
     place = np.array([chunk.payload_offset for chunk in found], np.int64)
     length = np.array([chunk.tensor.end - chunk.tensor.begin for chunk in found], np.int64)
     return ChunkTable(
@@ -220,8 +220,3 @@ def _table(files: list[str], found: list[_Found]) -> ChunkTable:
         check_start=np.zeros(len(found) + 1, np.int64),
         checks=np.zeros(0, np.uint64),
     )
-
-
-def _padded(rows: list[tuple[int, ...]], width: int, blank: int) -> Int64Array:
-    full = [(*row, *[blank] * (width - len(row))) for row in rows]
-    return np.array(full, np.int64).reshape(len(rows), width)

@@ -14,17 +14,17 @@ from itertools import pairwise
 import numpy as np
 
 from ray_dcp.core.grouping import group_rows
-from ray_dcp.core.values import BoolArray, ChunkTable, Int32Array, Int64Array, widen
+from ray_dcp.core.values import BoolArray, ChunkTable, Int32Array, Int64Array, volume, widen
 from ray_dcp.options import Verify
 from ray_dcp.planning.reads import (
-    PairBytes,
     ReadPlan,
     Slab,
     Wanted,
     affordable_gap,
     block_ranges,
+    byte_runs,
     coalesce,
-    pair_bytes,
+    needed_blocks,
     slabs,
 )
 
@@ -99,7 +99,14 @@ class Geometry:
         place: int64[p], where the chunk's raw bytes start in the file; meaningless if unparsed.
         block_bytes: int64[p].
         payload_bytes: int64[p], length of the chunk's raw bytes.
-        bytes: Extents of the pairs in chunk and target.
+        num_bytes: int64[p], bytes of the common part of chunk and target.
+        chunk_low: int64[p], first byte needed of the chunk, from its first raw byte.
+        chunk_high: int64[p], behind the last byte needed.
+        chunk_contiguous: bool[p], every byte of `[chunk_low, chunk_high)` is needed.
+        target_low: int64[p], first byte filled of the target.
+        target_contiguous: bool[p], all bytes from there to the last one filled are filled.
+        read_low: int64[p], `chunk_low` moved down to a checksum block bound.
+        read_high: int64[p], `chunk_high` moved up to a block bound or the chunk's end.
         unparsed: bool[p], the whole item must be read to know where its elements are.
         item_low: int64[p], where the item starts in the file.
         item_high: int64[p].
@@ -115,7 +122,14 @@ class Geometry:
     place: Int64Array
     block_bytes: Int64Array
     payload_bytes: Int64Array
-    bytes: PairBytes
+    num_bytes: Int64Array
+    chunk_low: Int64Array
+    chunk_high: Int64Array
+    chunk_contiguous: BoolArray
+    target_low: Int64Array
+    target_contiguous: BoolArray
+    read_low: Int64Array
+    read_high: Int64Array
     unparsed: BoolArray
     item_low: Int64Array
     item_high: Int64Array
@@ -138,12 +152,13 @@ def geometry(
     chunk, row = plan.chunk, plan.wanted
     chunk_box = widen(table.offset[chunk], table.size[chunk], width)
     target_box = widen(wanted.offset[row], wanted.size[row], width)
-    extents = pair_bytes(table, wanted, plan)
-    blocks = table.block_bytes[chunk]
-    if verify == "never":
-        blocks = np.zeros_like(blocks)
-        extents = _unwidened(extents)
+    # Why 0: reads are not widened to blocks then.
+    blocks = np.zeros(len(plan), np.int64) if verify == "never" else table.block_bytes[chunk]
     itemsize = wanted.itemsize[row]
+    payload_bytes = volume(chunk_box[1]) * itemsize
+    low, high, contiguous = byte_runs(*chunk_box, plan.offset, plan.size, itemsize)
+    target_low, _, filled = byte_runs(*target_box, plan.offset, plan.size, itemsize)
+    read_low, read_high = needed_blocks(low, high, blocks, payload_bytes)
     return Geometry(
         plan=plan,
         chunk_offset=chunk_box[0],
@@ -154,8 +169,15 @@ def geometry(
         file=table.file[chunk],
         place=place[chunk],
         block_bytes=blocks,
-        payload_bytes=np.prod(chunk_box[1], axis=1, dtype=np.int64) * itemsize,
-        bytes=extents,
+        payload_bytes=payload_bytes,
+        num_bytes=volume(plan.size) * itemsize,
+        chunk_low=low,
+        chunk_high=high,
+        chunk_contiguous=contiguous,
+        target_low=target_low,
+        target_contiguous=filled,
+        read_low=read_low,
+        read_high=read_high,
         unparsed=place[chunk] < 0,
         item_low=table.item_offset[chunk],
         item_high=table.item_offset[chunk] + table.item_bytes[chunk],
@@ -196,11 +218,10 @@ def make_jobs(geo: Geometry, num_rows: int, cost: ReadCost) -> tuple[list[Job], 
     Returns:
         `(jobs, parts int64[num_rows])`; a pair in a span counts one part.
     """
-    pairs = geo.bytes
-    straight = pairs.chunk_contiguous & pairs.target_contiguous & ~geo.unparsed
-    direct = straight & (pairs.num_bytes >= DIRECT_BYTES)
+    straight = geo.chunk_contiguous & geo.target_contiguous & ~geo.unparsed
+    direct = straight & (geo.num_bytes >= DIRECT_BYTES)
     limit = min(SPAN_BYTES, SCRATCH_BYTES)
-    span = geo.unparsed | (~direct & (pairs.read_high - pairs.read_low <= limit))
+    span = geo.unparsed | (~direct & (geo.read_high - geo.read_low <= limit))
     placed: list[tuple[int, int, Job]] = []
     span_bytes = min(max(SPAN_BYTES, cost.request_bytes), SCRATCH_BYTES)
     for job in _spans(geo, np.flatnonzero(span), span_bytes, cost):
@@ -215,16 +236,6 @@ def make_jobs(geo: Geometry, num_rows: int, cost: ReadCost) -> tuple[list[Job], 
         parts[geo.plan.wanted[piece.pair]] += 1
     placed.sort(key=lambda entry: entry[:2])
     return [job for _, _, job in placed], parts
-
-
-def _unwidened(extents: PairBytes) -> PairBytes:
-    return PairBytes(
-        **{
-            **{name: getattr(extents, name) for name in PairBytes.__dataclass_fields__},
-            "read_low": extents.chunk_low,
-            "read_high": extents.chunk_high,
-        }
-    )
 
 
 def job_reads(
@@ -314,10 +325,8 @@ def _whole_blocks(geo: Geometry, job: Direct) -> tuple[int, int]:
 
 def _spans(geo: Geometry, chosen: Int64Array, max_bytes: int, cost: ReadCost) -> list[Span]:
     unparsed = geo.unparsed[chosen]
-    low = np.where(unparsed, geo.item_low[chosen], geo.place[chosen] + geo.bytes.read_low[chosen])
-    high = np.where(
-        unparsed, geo.item_high[chosen], geo.place[chosen] + geo.bytes.read_high[chosen]
-    )
+    low = np.where(unparsed, geo.item_low[chosen], geo.place[chosen] + geo.read_low[chosen])
+    high = np.where(unparsed, geo.item_high[chosen], geo.place[chosen] + geo.read_high[chosen])
     file = geo.file[chosen]
     order = np.lexsort((low, file))
     low, high, file = low[order], high[order], file[order]
@@ -342,7 +351,7 @@ def _spans(geo: Geometry, chosen: Int64Array, max_bytes: int, cost: ReadCost) ->
 
 
 def _slices(geo: Geometry, pair: int, cost: ReadCost) -> list[Direct | Strided]:
-    low, high = int(geo.bytes.chunk_low[pair]), int(geo.bytes.chunk_high[pair])
+    low, high = int(geo.chunk_low[pair]), int(geo.chunk_high[pair])
     block = max(int(geo.block_bytes[pair]), 1)
     step = max(max(SLICE_BYTES, cost.request_bytes) // block, 1) * block
     # Why two thirds: a last slice of a few bytes would be a request of its own.
@@ -392,15 +401,13 @@ class PairNumbers:
     def __init__(
         self, geo: Geometry, table: ChunkTable, lengths: Int64Array, parts: Int64Array
     ) -> None:
-        pairs, chunk, row = geo.bytes, geo.plan.chunk, geo.plan.wanted
+        chunk, row = geo.plan.chunk, geo.plan.wanted
         block = np.maximum(geo.block_bytes, 1)
-        check = table.check_start[chunk] + pairs.read_low // block
+        check = table.check_start[chunk] + geo.read_low // block
         last = max(len(table.checks) - 1, 0)
         checks = table.checks if len(table.checks) else np.zeros(1, np.uint64)
-        straight = pairs.chunk_contiguous & pairs.target_contiguous
-        whole = (
-            straight & (pairs.num_bytes == lengths[row]) & (pairs.num_bytes == geo.payload_bytes)
-        )
+        straight = geo.chunk_contiguous & geo.target_contiguous
+        whole = straight & (geo.num_bytes == lengths[row]) & (geo.num_bytes == geo.payload_bytes)
         alone = (parts[row] == 1) & (np.bincount(chunk, minlength=1)[chunk] == 1)
         at_once = (geo.block_bytes == 0) | (geo.payload_bytes <= geo.block_bytes)
         self.first_check: list[int] = checks[np.minimum(check, last)].tolist()
@@ -408,13 +415,13 @@ class PairNumbers:
         self.file: list[int] = geo.file.tolist()
         self.place: list[int] = geo.place.tolist()
         self.payload_bytes: list[int] = geo.payload_bytes.tolist()
-        self.read_low: list[int] = pairs.read_low.tolist()
-        self.read_start: list[int] = (geo.place + pairs.read_low).tolist()
-        self.read_bytes: list[int] = (pairs.read_high - pairs.read_low).tolist()
-        self.chunk_start: list[int] = (geo.place + pairs.chunk_low).tolist()
-        self.chunk_low: list[int] = pairs.chunk_low.tolist()
-        self.target_low: list[int] = pairs.target_low.tolist()
-        self.num_bytes: list[int] = pairs.num_bytes.tolist()
+        self.read_low: list[int] = geo.read_low.tolist()
+        self.read_start: list[int] = (geo.place + geo.read_low).tolist()
+        self.read_bytes: list[int] = (geo.read_high - geo.read_low).tolist()
+        self.chunk_start: list[int] = (geo.place + geo.chunk_low).tolist()
+        self.chunk_low: list[int] = geo.chunk_low.tolist()
+        self.target_low: list[int] = geo.target_low.tolist()
+        self.num_bytes: list[int] = geo.num_bytes.tolist()
         self.unparsed: list[bool] = geo.unparsed.tolist()
         self.straight: list[bool] = straight.tolist()
         self.whole: list[bool] = whole.tolist()

@@ -517,7 +517,7 @@ class Filler:
         for low, high in ranges:
             part = view[low - base : high - base]
             self._load(geo.file[pair], int(geo.place[pair]) + low, part)
-            anchor = int(geo.bytes.read_low[pair])
+            anchor = int(geo.read_low[pair])
             blocks += self._verifier.check(self._chunk[pair], low, part, anchor) if block else 0
             num_bytes += len(part)
         self._copy_box(pair, view, base, slab.offset, slab.size)

@@ -185,7 +185,7 @@ class CheckFile:
 
         Args:
             sizes: Lengths of the files that are there, by key. Why: a file that lost a byte may
-                end as it should, and where it is spoiled is told by these.
+                end as it should, and where it is spoiled is reported by these.
 
         Raises:
             StorageError: They can't be read.

@@ -32,10 +32,9 @@ from ray_dcp.core.checksums import (
     end_checks,
     num_blocks,
 )
-from ray_dcp.core.grouping import group_rows
 from ray_dcp.core.values import FilePlan, Int64Array, RankPlan, UInt64Array
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InternalError, SaveCancelledError
-from ray_dcp.format.torch_items import Frame, torch_save_frame
+from ray_dcp.format.torch_items import Frame, torch_save_frames
 from ray_dcp.io.threads import Stop, run_tasks
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import DeferredPlace, FileReceipt
@@ -136,22 +135,12 @@ def contradiction(expected: str, found: str, key: str) -> InternalError:
 
 def _frames(plan: FilePlan) -> tuple[list[Frame], Int64Array]:
     """Returns the distinct frames, and which of them each piece has."""
-    if not len(plan.row):
-        return [], np.zeros(0, dtype=np.int64)
-    framed = plan.item_bytes != plan.payload_bytes
-    columns = [framed.astype(np.int8), plan.dtype, plan.ndim, *plan.size.T]
-    first, frame = group_rows(columns)
-    frames = [
-        torch_save_frame(plan.dtypes[dtype], tuple(size[:ndim])) if has_frame else _NO_FRAME
-        for has_frame, dtype, ndim, size in zip(
-            framed[first].tolist(),
-            plan.dtype[first].tolist(),
-            plan.ndim[first].tolist(),
-            plan.size[first].tolist(),
-            strict=True,
-        )
-    ]
-    return frames, frame
+    framed = np.flatnonzero(plan.item_bytes != plan.payload_bytes)
+    columns = (plan.dtype[framed], plan.ndim[framed], plan.size[framed])
+    frames, own = torch_save_frames(plan.dtypes, *columns)
+    frame = np.full(len(plan.row), len(frames))
+    frame[framed] = own
+    return [*frames, _NO_FRAME], frame
 
 
 def _runs(plan: FilePlan, small_bytes: int, pack_bytes: int) -> list[Run]:

@@ -1,7 +1,7 @@
 """Do boxes fill their tensors exactly once? Overlaps, gaps and boxes out of bounds.
 
 Used on what ranks say they hold, on chunk tables, and on what a read plan found. Which error to
-raise, and how to word it, is the caller's part, but for `problems`, which words a chunk table's.
+raise, and how to word it, is the caller's part.
 """
 
 from __future__ import annotations
@@ -12,17 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ray_dcp.core.grouping import running_max
-from ray_dcp.core.values import (
-    BoolArray,
-    ChunkTable,
-    Int64Array,
-    Kind,
-    box_text,
-    contains,
-    pad,
-    volume,
-    widen,
-)
+from ray_dcp.core.values import BoolArray, Int64Array, contains, volume
 
 _PAIRS_TOLD = 8
 
@@ -156,51 +146,6 @@ def holes(
             if below > start[dim]:
                 todo.append((start, _with(stop, dim, below), rest))
             start, stop = _with(start, dim, below), _with(stop, dim, above)
-
-
-def problems(table: ChunkTable, *, overlaps: bool = True) -> list[str]:
-    """Returns what is wrong with the chunks of a table, one sentence each, naming FQNs.
-
-    Args:
-        table: Planned or stored.
-        overlaps: Whether chunks that overlap are wrong. Third-party checkpoints may have them.
-
-    Complexity:
-        As for `check_coverage`.
-    """
-    tensor = table.tensor.astype(np.int64)
-    boxed = np.flatnonzero(table.kind[tensor] != Kind.OBJECT)
-    is_object = table.kind == Kind.OBJECT
-    shape = pad(table.shape, max(1, table.shape.shape[1]), 1)
-    offset, size = widen(table.offset, table.size, shape.shape[1])
-    filled = np.where(is_object[:, None], 0, shape)
-    found = check_coverage(tensor[boxed], offset[boxed], size[boxed], filled)
-
-    def text(row: int) -> str:
-        chunk = boxed[row]
-        return box_text(offset[chunk], size[chunk], table.ndim[tensor[chunk]])
-
-    def name(row: int) -> str:
-        return table.names[int(tensor[boxed[row]])]
-
-    told = [
-        f"{name(row)!r}: chunk {text(row)} reaches out of the tensor's shape "
-        f"{tuple(shape[tensor[boxed[row]]][: table.ndim[tensor[boxed[row]]]].tolist())}"
-        for row in found.outside
-    ]
-    if overlaps:
-        told += [f"{name(a)!r}: chunks {text(a)} and {text(b)} overlap" for a, b in found.overlaps]
-    told += [
-        f"{table.names[index]!r}: {missing} of {int(np.prod(shape[index]))} elements are in no "
-        f"chunk, first {box_text(hole_offset, hole_size, table.ndim[index])}"
-        for index, missing, hole_offset, hole_size in found.gaps
-    ]
-    copies = np.bincount(tensor, minlength=table.num_tensors)
-    told += [
-        f"{table.names[index]!r}: expected one stored copy of the object, found {copies[index]}"
-        for index in np.flatnonzero(is_object & (copies != 1))
-    ]
-    return told
 
 
 def _with(corner: Int64Array, dim: int, value: int) -> Int64Array:

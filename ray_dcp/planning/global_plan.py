@@ -84,7 +84,7 @@ def make_plan(
         InvalidRequestError: There are no ranks, or an argument or a rank's columns are not
             possible.
         PlanConflictError: Ranks say different things about an FQN, or boxes overlap or reach out
-            of their tensor. All conflicts are told at once.
+            of their tensor. All conflicts are reported at once.
         CoverageError: Elements of a tensor are held by no rank, and nothing else is wrong.
         UnsupportedValueError: A tensor's dtype has no raw bytes that can be stored.
 

@@ -423,7 +423,7 @@ def find_disagreements(
 
 
 def _members(groups: ValueGroups) -> tuple[Int32Array, Int32Array]:
-    """Returns `(rank, group)` of each digest that is told, by rank and then by group."""
+    """Returns `(rank, group)` of each digest that is sent, by rank and then by group."""
     fresh = np.ones(len(groups.rank), dtype=np.bool_)
     fresh[1:] = (np.diff(groups.rank) != 0) | (np.diff(groups.group) != 0)
     return groups.rank[fresh], groups.group[fresh]

@@ -3,7 +3,7 @@
 `plan_reads` finds which stored chunks meet which wanted boxes, and whether they cover all of them.
 
 A chunk's bytes are the C-order bytes of its box, counted from 0 at the chunk's first raw byte
-("chunk-local"). Of each (chunk, wanted box) pair `pair_bytes` and the functions before it give the
+("chunk-local"). Of each (chunk, wanted box) pair `byte_runs` and the functions after it give the
 extent, the checksum blocks around it, its slabs, and the reads that are coalesced.
 
 `share_reads` decides who reads what, so that no byte that several ranks need is read by each of
@@ -386,35 +386,6 @@ class ReadPlan:
         return len(self.chunk)
 
 
-@dataclass(frozen=True, eq=False)
-class PairBytes:
-    """The bytes of each pair of a read plan, in its chunk and in its target.
-
-    Both are counted from 0 at the first C-order byte of the chunk's box and of the wanted box.
-
-    Attributes:
-        num_bytes: int64[p], bytes of the common part.
-        chunk_low: int64[p], first byte needed of the chunk.
-        chunk_high: int64[p], behind the last byte needed of the chunk.
-        chunk_contiguous: bool[p], every byte of `[chunk_low, chunk_high)` is needed.
-        target_low: int64[p], first byte filled of the target.
-        target_high: int64[p], behind the last byte filled of the target.
-        target_contiguous: bool[p], every byte of `[target_low, target_high)` is filled.
-        read_low: int64[p], `chunk_low` moved down to a checksum block bound.
-        read_high: int64[p], `chunk_high` moved up to a block bound or the chunk's end.
-    """
-
-    num_bytes: Int64Array
-    chunk_low: Int64Array
-    chunk_high: Int64Array
-    chunk_contiguous: BoolArray
-    target_low: Int64Array
-    target_high: Int64Array
-    target_contiguous: BoolArray
-    read_low: Int64Array
-    read_high: Int64Array
-
-
 class Boxes(NamedTuple):
     """Boxes of tensors, as those of chunks."""
 
@@ -464,36 +435,6 @@ def plan_reads(table: ChunkTable, wanted: Wanted) -> ReadPlan:
         size=size[order],
         uncovered=tuple(uncovered),
         bytes_needed=int((elements * wanted.itemsize).sum()),
-    )
-
-
-def pair_bytes(table: ChunkTable, wanted: Wanted, plan: ReadPlan) -> PairBytes:
-    """Returns the byte geometry of every pair of a plan.
-
-    Args:
-        table: The table that was planned with.
-        wanted: The boxes that were planned for.
-        plan: `plan_reads(table, wanted)`.
-    """
-    width = plan.offset.shape[1]
-    chunk_box = widen(table.offset[plan.chunk], table.size[plan.chunk], width)
-    target_box = widen(wanted.offset[plan.wanted], wanted.size[plan.wanted], width)
-    itemsize = wanted.itemsize[plan.wanted]
-    num_bytes = volume(plan.size) * itemsize
-    low, high, contiguous = byte_runs(*chunk_box, plan.offset, plan.size, itemsize)
-    target_low, target_high, filled = byte_runs(*target_box, plan.offset, plan.size, itemsize)
-    length = volume(chunk_box[1]) * itemsize
-    read_low, read_high = needed_blocks(low, high, table.block_bytes[plan.chunk], length)
-    return PairBytes(
-        num_bytes=num_bytes,
-        chunk_low=low,
-        chunk_high=high,
-        chunk_contiguous=contiguous,
-        target_low=target_low,
-        target_high=target_high,
-        target_contiguous=filled,
-        read_low=read_low,
-        read_high=read_high,
     )
 
 

@@ -237,7 +237,8 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
         DamagedCheckpointError: A receipt has changed on its way.
     """
     plan, key = task.plan, f"chunks.{task.attempt}.table"
-    places, receipts = checked_receipts(plan, task.attempt, join_receipts(task.receipts))
+    receipts = join_receipts(task.receipts)
+    places = checked_receipts(plan, task.attempt, receipts)
     table = _shared_table(plan) if plan.checks_at_end else _own_table(task, receipts)
     metadata = None
     if plan.container == "torch_save" and task.stock_metadata:

@@ -14,7 +14,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any
 from warnings import warn
 
@@ -24,7 +24,7 @@ import torch
 
 from ray_dcp.core.collector import collector_paused
 from ray_dcp.core.dtypes import READABLE, as_numbers, raw_dtype
-from ray_dcp.core.values import BoolArray, Columns, Int8Array, Int64Array, Kind, NamePath
+from ray_dcp.core.values import BoolArray, Columns, Int64Array, Kind, NamePath, padded
 from ray_dcp.errors import InvalidRequestError, NonFiniteError, UnsupportedValueError
 from ray_dcp.format.tensor_stats import Part, PartStats, added, encode_parts
 from ray_dcp.options import SaveOptions
@@ -375,7 +375,7 @@ class Rows:
                 self._value[row] = value
         num = len(self.values)
         ndim = np.fromiter(map(len, self._shape), np.int8, num)
-        shape = padded(self._shape, ndim)
+        shape = padded(self._shape, max(1, int(ndim.max(initial=0))), 1)
         offset, size = np.zeros_like(shape), shape.copy()
         for row, (start, lengths) in self.boxes.items():
             offset[row, : len(start)] = start
@@ -412,15 +412,6 @@ class Rows:
 
 
 _TENSOR, _OBJECT, _OPAQUE = int(Kind.TENSOR), int(Kind.OBJECT), int(Kind.OPAQUE)
-
-
-def padded(shapes: Sequence[tuple[int, ...]], ndim: Int8Array) -> Int64Array:
-    """Returns shapes as int64[n, D], padded with 1; D is at least 1."""
-    width = max(1, int(ndim.max(initial=0)))
-    shape = np.ones((len(shapes), width), np.int64)
-    lengths = np.fromiter(chain.from_iterable(shapes), np.int64, int(ndim.sum(dtype=np.int64)))
-    shape[np.arange(width) < ndim[:, None]] = lengths
-    return shape
 
 
 def _alone(tensor: torch.Tensor, fqn: str) -> torch.Tensor:

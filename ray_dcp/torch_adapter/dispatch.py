@@ -104,12 +104,12 @@ class Route:
     path: PathName
     reason: str
     """Why, as half a sentence for the report."""
-    target: Target | None
+    target: Target | None = None
     """Where the checkpoint lies; None on foreign storage, which knows itself."""
-    storage: Any
+    storage: Any = None
     """The writer or reader that was given, or the stock one to use for a URL that only fsspec
     serves; None when a path says it all."""
-    planner: Any
+    planner: Any = None
     """The planner to call: None on the native path, where `flags` say it all."""
     flags: PlannerFlags = field(default_factory=PlannerFlags)
     """What the default planner was set to; the defaults on the other paths."""
@@ -215,19 +215,20 @@ def _place(storage: Any, checkpoint_id: Any, argument: str) -> Route:
     if reason is not None:
         stand_in = _stand_in(storage, checkpoint_id)
         if stand_in is not None:
-            return _foreign(f"{kind} works on the ranks", stand_in)
+            return Route(path=FOREIGN, reason=f"{kind} works on the ranks", storage=stand_in)
         if checkpoint_id is not None and not isinstance(checkpoint_id, (str, os.PathLike)):
             raise InvalidRequestError(
                 f"{kind} does its own work and takes a path or URL, not a "
                 f"{type(checkpoint_id).__name__}: set it up with options or filesystem itself",
                 key="checkpoint_id",
             )
-        return _foreign(reason, storage)
+        return Route(path=FOREIGN, reason=reason, storage=storage)
     target = _target_of(storage, checkpoint_id)
     how = "a local path" if target.filesystem is None else f"{split_url(target.url)[0]}://"
     is_writer = isinstance(storage, filesystem.FileSystemWriter)
     options = _writer_options(storage) if is_writer else {}
-    return _native(f"{kind} on {how}", target, storage, options)
+    reason = f"{kind} on {how}"
+    return Route(path=NATIVE, reason=reason, target=target, storage=storage, options=options)
 
 
 def _place_of_id(checkpoint_id: Any, argument: str) -> Route:
@@ -240,7 +241,7 @@ def _place_of_id(checkpoint_id: Any, argument: str) -> Route:
     target = absolute_target(checkpoint_id)
     protocol = split_url(target.url)[0]
     how = f"a {protocol}:// URL" if protocol else "a local path"
-    return _native(f"checkpoint_id is {how}", target, None, {})
+    return Route(path=NATIVE, reason=f"checkpoint_id is {how}", target=target)
 
 
 def _target_of(storage: Any, checkpoint_id: Any) -> Target:
@@ -385,16 +386,3 @@ def _with_planner(place: Route, planner: Any, default: Any) -> Route:
     else:
         why = f"{kind} is not torch's {default.__name__} itself"
     return replace(place, path=HOOKS, reason=f"{why}; {place.reason}", planner=planner)
-
-
-# --- making ------------------------------------------------------------------------------------
-
-
-def _native(reason: str, target: Target, storage: Any, options: Mapping[str, object]) -> Route:
-    return Route(
-        path=NATIVE, reason=reason, target=target, storage=storage, planner=None, options=options
-    )
-
-
-def _foreign(reason: str, storage: Any) -> Route:
-    return Route(path=FOREIGN, reason=reason, target=None, storage=storage, planner=None)

@@ -4,11 +4,11 @@ The allow-list is what state dicts really hold (tensors, numpy arrays, scalars a
 generators, values of the standard library), and what `torch.serialization.add_safe_globals` added.
 Loading calls nothing else that a checkpoint names unless `weights_only=False` is asked for.
 
-`read_torch_save` reads zips, and the bare pickles from before torch 1.6: storages, and the tensors
-that are built on them. Every view is compared with the length of its storage before torch makes it;
-what torch would only believe (the order of sparse indices, the places in a nested tensor) is
-checked. `load_torch_file` maps a file, so that only what is asked for is read.
-Source: torch/serialization.py `_load`, `_legacy_load`; torch/_utils.py.
+`read_torch_save` reads the zips that torch writes since 1.6. Every view is compared with the
+length of its storage before torch makes it; what torch would only believe (the order of sparse
+indices, the places in a nested tensor) is checked. `load_torch_file` maps a file, so that only what
+is asked for is read.
+Source: torch/serialization.py `_load`; torch/_utils.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import mmap
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -54,8 +54,6 @@ from ray_dcp.format.stream_transforms import check_plain
 from ray_dcp.format.torch_items import stored_records
 from ray_dcp.torch_adapter.replica_digests import bytes_digest
 
-_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
-_LEGACY_VERSION = 1001
 _TENSOR_BYTES = 512
 _ALIGNMENT = 64
 
@@ -69,7 +67,7 @@ def read_torch_save(data: bytes | memoryview | mmap.mmap, *, is_shared: bool = F
 
     Raises:
         UnsafeCheckpointError: It asks for something that is not on the allow-list, or in a way in
-            which no object is saved.
+            which no object is saved; or it is no zip, as before torch 1.6.
         DamagedCheckpointError: `torch.save` did not write it.
 
     Complexity:
@@ -78,7 +76,11 @@ def read_torch_save(data: bytes | memoryview | mmap.mmap, *, is_shared: bool = F
     if bytes(data[:2]) == b"PK":
         return _read_zip(memoryview(data), is_shared)
     if bytes(data[:1]) == b"\x80":
-        return _read_legacy(data if isinstance(data, mmap.mmap) else bytes(data))
+        raise UnsafeCheckpointError(
+            "expected a zip of torch.save, found bare pickles, as torch wrote them before version "
+            "1.6; save it again with torch, or, if you trust it, load with "
+            "LoadOptions(weights_only=False)"
+        )
     raise damaged("bytes of torch.save", "others")
 
 
@@ -94,53 +96,9 @@ def _read_zip(data: memoryview, is_shared: bool) -> Any:
         records[rest.lower()] = record
     if "data.pkl" not in records:
         raise damaged("a record data.pkl", "none")
-    storages = _Storages(lambda key, _: records[f"data/{key}".lower()], is_shared)
-    storages.is_swapped = bytes(records.get("byteorder", b"little")) == b"big"
-    return _machine(bytes(records["data.pkl"]), storages).load()
-
-
-def _read_legacy(data: bytes | mmap.mmap) -> Any:
-    """Reads five pickles, of which the fourth is the object, and the storages after them."""
-    found = []
-    position = 0
-    for _ in range(3):
-        value, position = _plain(data, position)
-        found.append(value)
-    if found[:2] != [_LEGACY_MAGIC, _LEGACY_VERSION] or not isinstance(found[2], dict):
-        raise damaged("the pickles that torch.save began with before 1.6", "others")
-    start = position
-    # Why twice: where a storage lies follows from the lengths that the object has of all of them.
-    scan = _StorageScan(data, _table(), _added(), lambda _: None, start)
-    scan.load()
-    keys, position = _plain(data, scan.position)
-    places: dict[str, tuple[int, int]] = {}
-    for key in keys if isinstance(keys, list) else ():
-        if type(key) is not str or key not in scan.lengths:
-            raise damaged("the names of storages", "others")
-        position += 8
-        places[key] = position, position + scan.lengths[key]
-        position += scan.lengths[key]
-    if position > len(data):
-        raise damaged(f"storages in {len(data)} bytes", "longer ones")
-
-    def record_of(key: str, num_bytes: int) -> memoryview:
-        begin, end = places[key]
-        need(end - begin == num_bytes)
-        return memoryview(data)[begin:end]
-
-    storages = _Storages(record_of, is_shared=False)
-    storages.is_swapped = not found[2].get("little_endian", True)
-    return _machine(data, storages, start).load()
-
-
-def _plain(data: bytes | mmap.mmap, start: int) -> tuple[Any, int]:
-    """Returns a value without any names in it, and where its pickle ends."""
-    machine = ObjectMachine(data, Table(), {}, lambda _: need(False), start)
-    return machine.load(), machine.position
-
-
-def _machine(data: bytes | mmap.mmap, storages: _Storages, start: int = 0) -> ObjectMachine:
-    return ObjectMachine(data, _table(), _added(), storages.item_of, start)
+    storages = _Storages(records, is_shared)
+    data_pkl = bytes(records["data.pkl"])
+    return ObjectMachine(data_pkl, _table(), _added(), storages.item_of).load()
 
 
 def _added() -> dict[str, Any]:
@@ -152,53 +110,24 @@ def _added() -> dict[str, Any]:
     return found
 
 
-class _StorageScan(ObjectMachine):
-    """Notes the storages that an object refers to, and builds nothing."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.lengths: dict[str, int] = {}
-        self._item_of = self._note
-
-    def _note(self, pid: Any) -> None:
-        key, _, dtype, count = _storage_id(pid)
-        self.lengths[key] = count * dtype.itemsize
-
-    def _made(self, target: Any, args: Any) -> Any:
-        return None
-
-    def _new(self, target: Any, args: Any) -> Any:
-        return None
-
-    def _with_state(self, target: Any, state: Any) -> Any:
-        return None
-
-    def _set_items(self, target: Any, items: list[Any]) -> None:
-        return
-
-    def _extend(self, start: int) -> None:
-        del self._stack[start:]
-
-
 class _Storages:
     """The storages of one item, each read once."""
 
-    def __init__(self, record_of: Callable[[str, int], memoryview], is_shared: bool) -> None:
-        self._record_of = record_of
+    def __init__(self, records: Mapping[str, memoryview], is_shared: bool) -> None:
+        self._records = records
         self._is_shared = is_shared
         self._loaded: dict[str, torch.UntypedStorage] = {}
         self._to_cpu = not torch.accelerator.is_available()
-        self.is_swapped = False
+        self._is_swapped = bytes(records.get("byteorder", b"little")) == b"big"
 
     def item_of(self, pid: Any) -> torch.TypedStorage:
         """Returns what a persistent id stands for."""
         key, location, dtype, count = _storage_id(pid)
         num_bytes = count * dtype.itemsize
         if key not in self._loaded:
-            try:
-                record = self._record_of(key, num_bytes)
-            except LookupError:
-                raise damaged(f"a record of the storage {key[:100]!r}", "none") from None
+            record = self._records.get(f"data/{key}".lower())
+            if record is None:
+                raise damaged(f"a record of the storage {key[:100]!r}", "none")
             storage = self._read(record, dtype)
             if not self._to_cpu or location == "meta":
                 storage = serialization.default_restore_location(storage, location)
@@ -212,12 +141,12 @@ class _Storages:
     def _read(self, record: memoryview, dtype: torch.dtype) -> torch.UntypedStorage:
         if not len(record):
             return torch.UntypedStorage(0)
-        if self._is_shared and not self.is_swapped:
+        if self._is_shared and not self._is_swapped:
             tensor = torch.frombuffer(record, dtype=torch.uint8)
             if tensor.data_ptr() % _ALIGNMENT == 0:
                 return tensor.untyped_storage()
         storage = torch.frombuffer(bytearray(record), dtype=torch.uint8).untyped_storage()
-        if self.is_swapped:
+        if self._is_swapped:
             storage.byteswap(dtype)
         return storage
 
@@ -660,7 +589,7 @@ def load_torch_file(path: str | os.PathLike[str], *, weights_only: bool = True) 
     """Returns what a file of `torch.save` holds; its tensors are its mapped pages.
 
     Args:
-        path: The file. Tensors of files from before torch 1.6 are copies.
+        path: The file.
         weights_only: Refuse objects that are not on the allow-list. False runs code from the file.
 
     Raises:

@@ -11,7 +11,6 @@ import ctypes
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ray_dcp.core.values import Int64Array, widen
+from ray_dcp.core.values import Int64Array, padded, widen
 from ray_dcp.planning.reads import Wanted
 from ray_dcp.torch_adapter import device_copy
 from ray_dcp.torch_adapter.shards import Layouts, sharded
@@ -384,13 +383,8 @@ class Boxes:
         if not self._tensor and self._ended:
             return
         num = len(self._tensor)
-        ndim = np.fromiter(map(len, self._size), np.int64, num)
-        width = max(1, int(ndim.max(initial=0)))
-        inside = np.arange(width) < ndim[:, None]
-        offset, size = np.zeros((num, width), np.int64), np.ones((num, width), np.int64)
-        count = int(ndim.sum())
-        offset[inside] = np.fromiter(chain.from_iterable(self._offset), np.int64, count)
-        size[inside] = np.fromiter(chain.from_iterable(self._size), np.int64, count)
+        width = max(1, max(map(len, self._size), default=0))
+        offset, size = padded(self._offset, width, 0), padded(self._size, width, 1)
         itemsize = np.fromiter(map(self._itemsizes.__getitem__, self._tensor), np.int64, num)
         self._ended.append(Wanted(np.array(self._tensor, np.int32), offset, size, itemsize))
         self._tensor, self._offset, self._size = [], [], []

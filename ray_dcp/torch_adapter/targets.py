@@ -122,7 +122,7 @@ class Resizing:
         if 0 in size:
             return None
         if len(stored) != len(size):
-            return tensor  # A mismatch, which is told with all others.
+            return tensor  # A mismatch, which is reported with all others.
         end = tuple(max(0, min(n, s - o)) for o, n, s in zip(offset, size, stored, strict=True))
         if end == tuple(size):
             return tensor

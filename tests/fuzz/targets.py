@@ -67,9 +67,7 @@ def _objects() -> list[bytes]:
         torch.float32,
         torch.zeros(3).to_sparse(),
     ]
-    return [saved(value) for value in values] + [
-        saved(values[1], _use_new_zipfile_serialization=False)
-    ]
+    return [saved(value) for value in values]
 
 
 def _in_item(spoil: Spoil) -> Spoil:

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from ray_dcp.errors import DamagedCheckpointError
 from ray_dcp.io import read_jobs
+from ray_dcp.io.read_jobs import geometry
 from ray_dcp.io.reader import read_chunks
 from ray_dcp.options import LoadOptions
-from ray_dcp.planning.reads import Wanted, pair_bytes, plan_reads
+from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.store.memory import MemoryStorage
 from tests.unit.io_cases import Chunk, Piece, Sink, file_plan, pad, raw, table_of, write_file
 
@@ -151,7 +152,7 @@ def test_a_flipped_bit_is_found_where_it_is_read_and_nowhere_else(data, block_by
     position = data.draw(st.integers(0, len(stored) - 1)) if stored else 0
     wanted = wanted_of(boxes, arrays)
     plan = plan_reads(table, wanted)
-    extents = pair_bytes(table, wanted, plan)
+    extents = geometry(table, wanted, plan, table.payload_offset, "always")
     payload = table.payload_offset[plan.chunk]
     if len(plan) and data.draw(st.booleans()):  # aim at a byte that is needed
         pair = data.draw(st.integers(0, len(plan) - 1))

@@ -18,6 +18,7 @@ from ray_dcp.options import LoadOptions
 from ray_dcp.planning.finish import finish_table
 from ray_dcp.planning.global_plan import make_plan
 from ray_dcp.planning.reads import Ranges, ShareCost, Wanted, merged, plan_reads, share_reads
+from ray_dcp.protocol.messages import pack_receipts
 from ray_dcp.store.memory import MemoryStorage
 from tests.plan_cases import Case, Piece, Tensor, box_bytes, truth, write
 from tests.thread_peers import Board, ThreadExchange
@@ -76,7 +77,7 @@ def written(source: str, writers: int, shapes):
     columns = case.columns()
     plan = make_plan(columns, part_bytes=1 << 30, min_piece_bytes=1)
     files, receipts = write(case, columns, plan, "a1")
-    table = _with_checks(finish_table(plan, "a1", receipts), files)
+    table = _with_checks(finish_table(plan, "a1", pack_receipts(receipts.values())), files)
     assert table.names == tuple(tensor.fqn for tensor in tensors)
     return table, files, [truth(tensor) for tensor in tensors]
 

@@ -21,7 +21,7 @@ import ray_dcp
 from ray_dcp.core.values import ChunkTable
 from ray_dcp.errors import StorageError
 from ray_dcp.torch_adapter.capture import capture
-from ray_dcp.torch_adapter.lazy_metadata import CommittedMetadata, metadata_of_table
+from ray_dcp.torch_adapter.lazy_metadata import CommittedMetadata, metadata_of
 from ray_dcp.torch_adapter.load_report import LoadReport
 
 from .adapter_support import stored, table_of
@@ -42,7 +42,7 @@ class Loads:
 
     def __call__(self) -> Metadata:
         self.calls += 1
-        return metadata_of_table(table(), checkpoint_id="/c")
+        return metadata_of(table(), checkpoint_id="/c")
 
 
 @pytest.mark.parametrize("flatten", [True, False])

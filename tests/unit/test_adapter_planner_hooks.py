@@ -202,13 +202,10 @@ def test_a_planner_saves_a_state_without_tensors_of_a_dimension(given, tmp_path)
     assert ray_dcp.read_state_dict(tmp_path / "c") == given
 
 
-def test_hooks_run_in_every_save_whatever_a_planner_says_of_itself(tmp_path):
+def test_hooks_run_in_every_save(tmp_path):
     wanted = ["a"]
 
     class Choosing(dcp.DefaultSavePlanner):
-        def plan_settings(self) -> tuple[()]:
-            return ()
-
         def create_local_plan(self) -> dcp.SavePlan:
             plan = super().create_local_plan()
             items = [item for item in plan.items if item.index.fqn in wanted]

@@ -84,45 +84,32 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("loads", LOADS)
+@pytest.mark.parametrize("loads", ["stock", "ours", "at an id"])
 @pytest.mark.parametrize("how", WAYS)
-def test_hugging_face_files_are_right(tmp_path: Path, loads: str, how: dict[str, Any]):
+def test_hugging_face_files_are_right_and_replaced_also_at_any_place_that_an_id_names(
+    tmp_path: Path, loads: str, how: dict[str, Any]
+):
+    at_id: dict[str, Any] = {}
+    if loads == "at an id":
+        at_id = {"checkpoint_id": ray_dcp.Location("models/new", filesystem=MemoryStore())}
+    path = "/nowhere" if at_id else str(tmp_path)
     for _ in range(2):
-        writer = ray_dcp.HuggingFaceStorageWriter(str(tmp_path), **how)
-        ray_dcp.save(state(), storage_writer=writer)
+        writer = ray_dcp.HuggingFaceStorageWriter(path, **how)
+        ray_dcp.save(state(), storage_writer=writer, **at_id)
     found = blank(state())
-    LOADS[loads](found, storage_reader=ray_dcp.HuggingFaceStorageReader(str(tmp_path)))
+    reader = ray_dcp.HuggingFaceStorageReader(path)
+    LOADS.get(loads, ray_dcp.load)(found, storage_reader=reader, **at_id)
     check(found, state())
-    assert not [path for path in tmp_path.rglob("*") if "tmp" in path.name]
-    if how.get("save_distributed") and not how.get("enable_consolidation"):
-        return
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == 24 + 2 + 2
-    assert index["weight_map"].keys() == state().keys()
-    found = {n: load_file(tmp_path / file)[n] for n, file in index["weight_map"].items()}
-    check(found, state())
-
-
-@pytest.mark.parametrize("how", WAYS)
-def test_an_id_takes_hugging_face_files_to_any_place_where_they_are_replaced(how: dict[str, Any]):
-    place = ray_dcp.Location("models/new", filesystem=MemoryStore())
-    for _ in range(2):
-        writer = ray_dcp.HuggingFaceStorageWriter("/nowhere", **how)
-        ray_dcp.save(state(), storage_writer=writer, checkpoint_id=place, no_dist=True)
-    found = blank(state())
-    reader = ray_dcp.HuggingFaceStorageReader("/nowhere")
-    ray_dcp.load(found, storage_reader=reader, checkpoint_id=place, no_dist=True)
-    check(found, state())
-    storage = open_storage(place)
+    storage = open_storage(at_id.get("checkpoint_id", path))
     names = {entry.key for entry in storage.list() if "/" not in entry.key}
     if how.get("save_distributed") and not how.get("enable_consolidation"):
         assert names == {"shard-00001-model-00001-of-00001.safetensors"}
         return
     index = json.loads(storage.read("model.safetensors.index.json"))
     assert index["metadata"]["total_size"] == 24 + 2 + 2
+    assert index["weight_map"].keys() == state().keys()
     assert names == {"model.safetensors.index.json", *index["weight_map"].values()}
-    found = {n: load(storage.read(file))[n] for n, file in index["weight_map"].items()}
-    check(found, state())
+    check({n: load(storage.read(file))[n] for n, file in index["weight_map"].items()}, state())
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,12 @@ def abort(attempt):
     return dataclasses.replace(ABORT, attempt=attempt)
 
 
+def delete(attempt, *decided):
+    return dataclasses.replace(
+        DELETE, attempt=attempt, decided=tuple(mf.Verdict(name, False) for name in decided)
+    )
+
+
 @pytest.mark.parametrize(
     ("records", "slot"),
     [
@@ -163,22 +169,6 @@ def abort(attempt):
         ({1: commit("a"), 2: abort("b"), 3: commit("b")}, 1),
         ({1: commit("a"), 2: commit("b"), 3: commit("a")}, 2),
         ({4: commit("a"), 9: abort("c")}, 4),
-    ],
-)
-def test_the_first_record_that_names_an_attempt_decides(records, slot):
-    found = mf.newest(records)
-    assert found == (None if slot is None else (slot, records[slot]))
-
-
-def delete(attempt, *decided):
-    return dataclasses.replace(
-        DELETE, attempt=attempt, decided=tuple(mf.Verdict(name, False) for name in decided)
-    )
-
-
-@pytest.mark.parametrize(
-    ("records", "slot"),
-    [
         ({1: commit("a"), 2: delete("d")}, 2),
         ({1: delete("d")}, 1),
         ({1: delete("d"), 2: commit("b")}, 2),
@@ -189,10 +179,8 @@ def delete(attempt, *decided):
         ({2: abort("d"), 3: delete("d", "a"), 4: commit("a")}, 4),
     ],
 )
-def test_a_delete_decides_like_a_commit(records, slot):
-    assert mf.deciding(records) == (slot, records[slot])
-    stands = isinstance(records[slot], mf.Manifest)
-    assert mf.newest(records) == ((slot, records[slot]) if stands else None)
+def test_the_first_record_that_names_an_attempt_decides_and_a_delete_as_a_commit(records, slot):
+    assert mf.deciding(records) == (None if slot is None else (slot, records[slot]))
 
 
 @pytest.mark.parametrize(

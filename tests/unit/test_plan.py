@@ -26,11 +26,11 @@ from ray_dcp.errors import (
     RankDisagreementError,
     UnsupportedValueError,
 )
-from ray_dcp.planning.coverage import problems
+from ray_dcp.planning.coverage import Coverage, check_coverage
 from ray_dcp.planning.finish import finish_table
 from ray_dcp.planning.global_plan import make_plan, rank_plan
 from ray_dcp.planning.reads import Wanted, block_ranges, plan_reads, slabs
-from ray_dcp.protocol.messages import FileReceipt
+from ray_dcp.protocol.messages import FileReceipt, FileReceipts, join_receipts
 from ray_dcp.torch_adapter.capture import capture
 from tests.conflicts import ALL, CONFLICTS, Boxes
 from tests.crash.ranks import save_ranks
@@ -169,6 +169,10 @@ def planned(container: str = "torch_save") -> tuple[GlobalPlan, dict[int, FileRe
     return plan, write(case, columns, plan, "a1")[1]
 
 
+def joined(receipts: dict[int, FileReceipt]) -> FileReceipts:
+    return join_receipts([*receipts.values()])
+
+
 def _deferred(receipt: FileReceipt, **changes: int) -> FileReceipt:
     first = replace(receipt.deferred[0], **changes)
     return replace(receipt, deferred=(first, *receipt.deferred[1:]))
@@ -180,46 +184,45 @@ def _some_checks(receipt: FileReceipt) -> FileReceipt:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    "change",
     [
-        (lambda r: replace(r, key="__1_0.a2.distcp"), "found that of 1, __1_0.a2.distcp"),
-        (lambda r: replace(r, file=0), "expected the receipt of file 1, found that of 0"),
-        (lambda r: replace(r, num_bytes=r.num_bytes + 1), "bytes, found"),
-        (_some_checks, "expected 0 block checksums, found 2"),
-        (lambda r: replace(r, deferred=r.deferred[::-1]), "expected the places of rows"),
-        (lambda r: replace(r, deferred=r.deferred[:1]), "expected the places of rows"),
-        (lambda r: _deferred(r, item_offset=5), "expected an item at byte"),
-        (lambda r: _deferred(r, item_bytes=-1), "expected an item at byte"),
-        (lambda r: _deferred(r, block_bytes=0), "expected an item at byte"),
+        lambda r: replace(r, key="__1_0.a2.distcp"),
+        lambda r: replace(r, num_bytes=r.num_bytes + 1),
+        _some_checks,
+        lambda r: replace(r, deferred=r.deferred[::-1]),
+        lambda r: replace(r, deferred=r.deferred[:1]),
+        lambda r: _deferred(r, item_offset=5),
+        lambda r: _deferred(r, item_bytes=-1),
+        lambda r: _deferred(r, block_bytes=0),
     ],
 )
 def test_a_receipt_that_does_not_fit_is_named(
-    change: Callable[[FileReceipt], FileReceipt], told: str
+    change: Callable[[FileReceipt], FileReceipt],
 ) -> None:
     plan, receipts = planned()
     receipts[1] = change(receipts[1])
     with pytest.raises(InternalError) as caught:
-        finish_table(plan, "a1", receipts)
-    assert told in str(caught.value)
+        finish_table(plan, "a1", joined(receipts))
     assert "__1_0.a1.distcp of rank 1" in str(caught.value)
+    assert "rank 0" not in str(caught.value)
 
 
 def test_missing_and_unplanned_files_are_told_together() -> None:
     plan, receipts = planned()
     with pytest.raises(InternalError) as caught:
-        finish_table(plan, "a1", {7: receipts[0]})
+        finish_table(plan, "a1", join_receipts([replace(receipts[0], file=7)]))
     for told in ("file 7 is not planned", "__0_0.a1.distcp of rank 0", "__1_0.a1.distcp of rank 1"):
         assert told in str(caught.value)
 
 
 def test_checksums_that_changed_on_the_way_are_damage() -> None:
     plan, receipts = planned("safetensors")
-    assert np.diff(finish_table(plan, "a1", receipts).check_start).tolist() == [9, 9, 1, 1]
+    assert np.diff(finish_table(plan, "a1", joined(receipts)).check_start).tolist() == [9, 9, 1, 1]
     checks = receipts[0].checks.copy()
     checks[1] ^= np.uint64(1)
     receipts[0] = replace(receipts[0], checks=checks)
     with pytest.raises(DamagedCheckpointError, match="a1/rank-00000-part-00000"):
-        finish_table(plan, "a1", receipts)
+        finish_table(plan, "a1", joined(receipts))
 
 
 # --- The plan of all ranks ------------------------------------------------------------------------
@@ -329,10 +332,10 @@ def test_safetensors_files_are_read_by_the_library_and_the_rest_goes_to_a_compan
     known = {tensor.fqn: truth(tensor) for tensor in case.tensors if tensor.dtype}
     assert sorted(first) == ["a", "b", "c", "e"]
     assert list(second) == ["b"]
-    joined = {**first, "b": np.concatenate([first["b"], second["b"]])}
-    for fqn, array in joined.items():
+    both = {**first, "b": np.concatenate([first["b"], second["b"]])}
+    for fqn, array in both.items():
         assert array.tobytes() == known[fqn].tobytes(), fqn
-    table = finish_table(plan, "a1", receipts)
+    table = finish_table(plan, "a1", joined(receipts))
     companion = table.file == table.files.index("__0_0.a1.distcp")
     assert [table.names[t] for t in table.tensor[companion]] == ["d", "o"]
 
@@ -374,7 +377,7 @@ def test_no_ranks_are_refused_and_no_items_are_a_plan_without_files() -> None:
         make_plan([])
     plan = make_plan([ColumnsBuilder().build()] * 2)
     assert (plan.table.num_chunks, plan.table.files) == (0, ())
-    assert finish_table(plan, "a", {}).num_chunks == 0
+    assert finish_table(plan, "a", join_receipts([])).num_chunks == 0
     assert rank_plan(plan, 1).files == ()
     with pytest.raises(InvalidRequestError, match="a rank from 0 to 1, found 2"):
         rank_plan(plan, 2)
@@ -439,36 +442,39 @@ PINWHEEL = [
 ]
 
 
+def coverage_of(table: ChunkTable) -> Coverage:
+    """Of the tensor of a table."""
+    rows = table.tensor == 0
+    offset, size = table.offset[rows], table.size[rows]
+    return check_coverage(np.zeros(len(size), np.int64), offset, size, table.shape[:1])
+
+
 def test_a_pinwheel_that_no_straight_cut_divides_is_complete() -> None:
     table = table_of((3, 3), PINWHEEL)
-    assert problems(table) == []
+    assert coverage_of(table) == Coverage()
     plan = plan_reads(table, want((0, 0), (3, 3)))
     assert (plan.uncovered, len(plan), plan.bytes_needed) == ((), 5, 36)
 
 
 def test_a_hole_in_a_pinwheel_is_told() -> None:
     table = table_of((3, 3), PINWHEEL[:-1])
-    assert problems(table) == ["'w': 1 of 9 elements are in no chunk, first [1:2, 1:2]"]
+    ((index, missing, offset, size),) = coverage_of(table).gaps
+    assert (index, missing, offset.tolist(), size.tolist()) == (0, 1, [1, 1], [1, 1])
     assert plan_reads(table, want((0, 0), (3, 3))).uncovered == ((0, 4),)
     assert plan_reads(table, want((0, 0), (3, 1))).uncovered == ()
 
 
 def test_chunks_that_overlap_are_read_but_do_not_hide_a_gap() -> None:
     table = table_of((4,), [((0,), (2,)), ((1,), (2,))])
-    assert problems(table, overlaps=False) == ["'w': 1 of 4 elements are in no chunk, first [3:4]"]
-    assert problems(table)[0] == "'w': chunks [0:2] and [1:3] overlap"
+    found = coverage_of(table)
+    assert (found.overlaps, found.gaps[0][:2]) == (((0, 1),), (0, 1))
     plan = plan_reads(table, want((0,), (4,)))
     assert (len(plan), plan.uncovered) == (2, ((0, 4),))
     assert plan_reads(table, want((0,), (3,))).uncovered == ()
 
 
-def test_chunks_out_of_bounds_and_missing_objects_are_told() -> None:
-    table = table_of((4,), [((0,), (5,))])
-    lost = replace(table, tensor=np.zeros(2, np.int32), size=np.array([[5], [0]], np.int64))
-    assert problems(lost) == [
-        "'w': chunk [0:5] reaches out of the tensor's shape (4,)",
-        "'o': expected one stored copy of the object, found 0",
-    ]
+def test_a_chunk_out_of_bounds_is_told() -> None:
+    assert coverage_of(table_of((4,), [((0,), (5,))])).outside == (0,)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.opening import open_storage
 from tests.crash.array_states import ArrayCapture, same_state
 from tests.crash.ranks import load_state
-from tests.warm_ranks import Warm
+from tests.warm_ranks import Warm, committed
 
 NAMED = {"container": "torch_save", "part_bytes": 1 << 20}
 
@@ -181,14 +181,12 @@ def job(tmp_path, monkeypatch):
 
 def test_a_first_save_of_many_ranks_moves_the_rows_of_few(job):
     state = {"a": np.arange(48.0).reshape(24, 2), "b": np.arange(36), "step": 3}
-    for result in job.save(state):
-        result.get()
+    committed(job.save(state))
     assert job.senders == set(probes(12))
     assert job.plans_made == 1
     storage = open_storage(Target(job.url))
     assert same_state(state, load_state(storage, state, 2))
-    for result in job.save(state):
-        result.get()
+    committed(job.save(state))
     assert job.was_warm
 
 
@@ -196,12 +194,10 @@ def test_a_rank_that_is_not_like_the_others_sends_its_rows(job):
     state = {"a": np.arange(48.0).reshape(24, 2), "step": 3}
     states = [dict(state) for _ in range(12)]
     states[7]["rep.mine"] = np.arange(4)
-    for result in job.save(states):
-        result.get()
+    committed(job.save(states))
     assert job.senders == {*probes(12), 7}
     assert job.plans_made == 1
-    for result in job.save(states):
-        result.get()
+    committed(job.save(states))
     assert job.was_warm
 
 
@@ -212,21 +208,17 @@ SLABS = {
 
 
 def test_it_is_the_same_plan_for_whoever_begins_anew(job):
-    for result in job.save(SLABS):
-        result.get()
+    committed(job.save(SLABS))
     job.restart_coordinator()
-    for result in job.save(SLABS):
-        result.get()
+    committed(job.save(SLABS))
     assert job.plans_made == 1
     assert all(isinstance(reply, SaveAgain | SendItems) for reply in job.replies)
     job.restart(12)
-    for result in job.save(SLABS):
-        result.get()
+    committed(job.save(SLABS))
     assert not job.senders
     assert not job.plans_made
     changed = [{**SLABS, "note": "y"} if rank == 4 else SLABS for rank in range(12)]
-    for result in job.save(changed):
-        result.get()
+    committed(job.save(changed))
     storage = open_storage(Target(job.url))
     assert same_state(SLABS, load_state(storage, SLABS, 3))
 
@@ -248,14 +240,12 @@ def of_stage(state, rank, world_size):
 def test_a_pipeline_of_replicated_stages_is_saved_by_the_rows_of_few(job):
     job.restart(24)
     states = [STAGES[rank // 8] for rank in range(24)]
-    for result in job.save(states, capture=of_stage):
-        result.get()
+    committed(job.save(states, capture=of_stage))
     # Of each two that hold the same at most one, where a dimension of a mesh may begin.
     assert {0, 1, 2, 8, 9, 10, 16, 17, 18} <= job.senders < set(range(24))
     assert len({rank // 8 * 4 + rank % 4 for rank in job.senders}) == len(job.senders)
     assert job.plans_made == 1
-    for result in job.save(states, capture=of_stage):
-        result.get()
+    committed(job.save(states, capture=of_stage))
     assert job.was_warm
     storage = open_storage(Target(job.url))
     whole = STAGES[0] | STAGES[1] | STAGES[2]
@@ -264,6 +254,5 @@ def test_a_pipeline_of_replicated_stages_is_saved_by_the_rows_of_few(job):
     assert ray_dcp.verify(job.url).ok
     job.restart(24)
     states[17] = states[17] | {"step": 4}
-    for result in job.save(states, capture=of_stage):
-        result.get()
+    committed(job.save(states, capture=of_stage))
     assert same_state(whole, load_state(storage, whole, 2))

@@ -77,21 +77,6 @@ def test_dtensor_replicas_that_differ_are_the_lowest_ranks(tmp_path):
     assert saved.unique().tolist() == [0]
 
 
-def test_dtensor_replicas_that_differ_are_refused_when_asked_for(tmp_path):
-    warm = Warm(2, str(tmp_path / "ckpt"))
-    results = save(warm, replicated(1000), "check")
-    assert [type(result.error) for result in results] == [PlanConflictError] * 2
-    assert "'w' on rank 1" in results[0].error.message
-
-
-def test_replicas_of_a_shard_that_differ_are_the_lowest_ranks(tmp_path):
-    warm = Warm(4, str(tmp_path / "ckpt"))
-    results = save(warm, hsdp(80 * MIB // 4096, differs=True))
-    assert "'w' on rank 3" in results[0].get().warnings[0]
-    saved = ray_dcp.read_state_dict(warm.url)["w"]
-    assert [half.unique().tolist() for half in saved.chunk(2)] == [[0], [1]]
-
-
 def test_replicas_that_differ_later_are_never_mixed(tmp_path):
     warm = Warm(4, str(tmp_path / "ckpt"))
     assert save(warm, hsdp(4096, differs=False), "check")[0].get().warnings == ()

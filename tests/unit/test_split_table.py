@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 
 import ray_dcp
-from ray_dcp.format.manifest import Manifest, decode_record
 from ray_dcp.format.metadata import encode_metadata
 from ray_dcp.format.table import encode_table
-from ray_dcp.io.checkpoint import read_checkpoint
+from ray_dcp.io.checkpoint import newest_record, read_checkpoint
 from ray_dcp.options import SaveOptions
 from ray_dcp.planning import global_plan
 from ray_dcp.protocol.messages import Target
@@ -16,14 +15,9 @@ from ray_dcp.runtime import tasks
 from ray_dcp.store.opening import open_storage
 from tests.crash.array_states import same_state, sample_state
 from tests.crash.ranks import load_state
-from tests.warm_ranks import Warm
+from tests.warm_ranks import Warm, committed
 
 WITHOUT = SaveOptions(num_threads=1, stock_metadata=False)
-
-
-def manifest_of(storage) -> Manifest:
-    keys = sorted(entry.key for entry in storage.list() if entry.key.startswith("manifest-"))
-    return decode_record(storage.read(keys[-1]))
 
 
 @pytest.mark.parametrize("container", ["torch_save", "safetensors"])
@@ -40,11 +34,10 @@ def test_it_loads_verifies_and_is_encoded_once(container, tmp_path, monkeypatch)
     warm = Warm(2, str(tmp_path / "ckpt"))
     tables = []
     for step in range(3):
-        for result in warm.save(sample_state(step), options=options):
-            result.get()
+        committed(warm.save(sample_state(step), options=options))
         storage = open_storage(Target(warm.url))
         assert same_state(sample_state(step), load_state(storage, sample_state(step), 3))
-        tables.append(manifest_of(storage).table.digest)
+        tables.append(newest_record(storage).manifest.table.digest)
     assert warm.was_warm
     # Only where the data files have no room for them, the table has the checksums of one save.
     num_tables = 1 if container == "torch_save" else 3
@@ -52,7 +45,7 @@ def test_it_loads_verifies_and_is_encoded_once(container, tmp_path, monkeypatch)
     assert ray_dcp.verify(warm.url).ok
     # Nothing of the earlier attempts is left.
     kept = {entry.key for entry in storage.list()}
-    table = manifest_of(storage).table
+    table = newest_record(storage).manifest.table
     assert {key for key in kept if key.startswith("chunks.")} == {table.key}
     assert ray_dcp.delete(warm.url).kept == ()
     assert [entry.key for entry in storage.list() if "manifest" not in entry.key] == []
@@ -64,8 +57,7 @@ def test_the_metadata_of_stock_dcp_is_that_of_the_table_as_it_was_saved(tmp_path
         # Into another folder each time, as jobs do; in the last an object is longer.
         state = sample_state(step, note="x" * (20 if step < 2 else 2000))
         url = str(tmp_path / f"step-{step}")
-        for result in warm.save(state, options=SaveOptions(num_threads=1), url=url):
-            result.get()
+        committed(warm.save(state, options=SaveOptions(num_threads=1), url=url))
         storage = open_storage(Target(url))
         checkpoint = read_checkpoint(storage)
         attempt = checkpoint.manifest.attempt

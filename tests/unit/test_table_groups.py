@@ -15,9 +15,9 @@ import ray_dcp
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, DeadlineError
 from ray_dcp.format import table as table_format
-from ray_dcp.format.manifest import decode_record, encode_record
+from ray_dcp.format.manifest import encode_record, record_key
 from ray_dcp.format.table import decode_table, encode_table, end_of
-from ray_dcp.io.checkpoint import checkpoint_from, read_checkpoint
+from ray_dcp.io.checkpoint import checkpoint_from, newest_record, read_checkpoint
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.store.memory import MemoryStorage
@@ -90,11 +90,6 @@ class Counting(MemoryStorage):
         return sum(length for key, length in self.reads if key.endswith(".table"))
 
 
-def manifest_of(storage):
-    key = max(entry.key for entry in storage.list() if entry.key.startswith("manifest-"))
-    return key, decode_record(storage.read(key))
-
-
 @pytest.fixture(params=["torch_save", "safetensors"])
 def saved(request):
     """A checkpoint of 8 ranks with a table in groups, in each way that checksums are kept."""
@@ -107,14 +102,13 @@ def saved(request):
 
 
 def opened(storage):
-    key, _ = manifest_of(storage)
-    slot = int(key.split("-")[1].split(".")[0])
-    return checkpoint_from(storage, "native", slot, storage.read(key), checks_later=True)
+    slot, record, _ = newest_record(storage)
+    return checkpoint_from(storage, "native", slot, record, checks_later=True)
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 8, 11])
 def test_it_loads_on_any_number_of_ranks(saved, world_size):
-    _, manifest = manifest_of(saved)
+    manifest = newest_record(saved).manifest
     assert manifest.table_end.num_bytes < manifest.table.num_bytes
     assert same_state(sample_state(3), load_state(saved, sample_state(3), world_size))
 
@@ -125,7 +119,7 @@ def test_a_rank_reads_its_part_of_the_table_alone(saved):
     checkpoint = opened(saved)
     assert checkpoint.tensors.names == whole.names
     assert checkpoint.tensors.num_chunks == 0
-    end = manifest_of(saved)[1].table_end.num_bytes
+    end = newest_record(saved).manifest.table_end.num_bytes
     assert saved.of_table() == end
     number = whole.names.index("big")
     # A few columns of it, which one rank had.
@@ -135,7 +129,7 @@ def test_a_rank_reads_its_part_of_the_table_alone(saved):
     part = checkpoint.narrow([wanted], [])
     assert checkpoint.table is part
     assert 0 < part.num_chunks < whole.num_chunks / 2
-    assert saved.of_table() < manifest_of(saved)[1].table.num_bytes
+    assert saved.of_table() < newest_record(saved).manifest.table.num_bytes
     same_reads(part, whole, wanted)
     # Checksums of the files that it has, and of no other.
     checkpoint.know_checks()
@@ -157,7 +151,7 @@ def flipped(data, at):
 
 
 def test_a_damaged_group_is_told_by_who_needs_it(saved):
-    _, manifest = manifest_of(saved)
+    manifest = newest_record(saved).manifest
     key, data = manifest.table.key, saved.read(manifest.table.key)
     checkpoint = opened(saved)
     index = checkpoint.chunks._table.index
@@ -180,7 +174,7 @@ def test_a_damaged_group_is_told_by_who_needs_it(saved):
 
 @pytest.mark.parametrize("harm", ["end", "short", "long", "missing", "cut later"])
 def test_a_damaged_end_is_told_by_everybody(saved, harm):
-    _, manifest = manifest_of(saved)
+    manifest = newest_record(saved).manifest
     key, data = manifest.table.key, saved.read(manifest.table.key)
     if harm == "cut later":
         checkpoint = opened(saved)
@@ -199,12 +193,12 @@ def test_a_damaged_end_is_told_by_everybody(saved, harm):
 
 def resigned(storage, change):
     """Writes another manifest, with a good digest."""
-    key, manifest = manifest_of(storage)
-    storage.write(key, encode_record(change(manifest)))
+    slot, _, manifest = newest_record(storage)
+    storage.write(record_key(slot), encode_record(change(manifest)))
 
 
 def test_an_end_that_lies_is_damage(saved):
-    _, manifest = manifest_of(saved)
+    manifest = newest_record(saved).manifest
     data = saved.read(manifest.table.key)
 
     def end(num_bytes):
@@ -279,7 +273,7 @@ def test_an_index_that_lies_is_seen_by_who_reads_all(name):
 def test_reading_chunks_has_a_deadline(saved, monkeypatch):
     """All but the end of the table is behind a gate that nobody opens in time."""
     monkeypatch.setattr("ray_dcp.protocol.load.MOST_SENT_BYTES", 0)
-    entry = manifest_of(saved)[1]
+    entry = newest_record(saved).manifest
     end, gate = entry.table.num_bytes - entry.table_end.num_bytes, threading.Event()
     held = []
 

@@ -1,6 +1,5 @@
 """Saves after the first: what ranks say, when a plan is used again, and what makes it cold."""
 
-import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -21,7 +20,7 @@ from tests.crash.array_states import ArrayCapture, same_state, sample_state
 from tests.crash.ranks import load_state
 from tests.crash.unconditional_storage import UnconditionalStorage
 from tests.protocol_play import KEY, Play
-from tests.warm_ranks import Warm
+from tests.warm_ranks import Warm, committed
 
 
 @pytest.fixture
@@ -31,10 +30,6 @@ def warm(tmp_path):
 
 def loads(warm, state, world_size=2):
     return same_state(state, load_state(open_storage(Target(warm.url)), state, world_size))
-
-
-def committed(results):
-    return [result.get() for result in results]
 
 
 def test_a_second_save_moves_no_rows_and_makes_no_plan(warm):
@@ -371,10 +366,3 @@ def test_a_fingerprint_of_another_version_is_refused():
     assert isinstance(result, Failed)
     assert type(result.error) is RankDisagreementError
     assert "same version" in result.error.message
-
-
-def test_no_warning_is_lost(warm):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        committed(warm.save(sample_state(0)))
-        committed(warm.save(sample_state(1)))
