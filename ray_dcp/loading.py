@@ -84,7 +84,7 @@ def run_load(
         session.activity(options.heartbeat_timeout_s) as activity,
     ):
         if log is not None:
-            activity.vitals.on_enter = log.enter
+            activity.progress.on_enter = log.enter
         if decision.target is not None:
             _await_staged(memory, decision.target.url, activity, options)
         steps = _load_steps(
@@ -263,7 +263,7 @@ def _load_steps(
             target=target,
             options=options.without_choices(),
             plan=plan,
-            vitals=session.vitals,
+            progress=session.progress,
             kept=memory.storage,
             peers=peers,
         ).run()
@@ -286,8 +286,8 @@ def _load_steps(
 def _await_staged(memory: NodeMemory, url: str, session: Activity, options: LoadOptions) -> None:
     """Waits for what is staged and will be committed."""
     if options.from_memory:
-        session.vitals.enter("waiting for a save that is staged")
-        memory.await_staged(url, options.plan_timeout_s, session.vitals.stop)
+        session.progress.enter("waiting for a save that is staged")
+        memory.await_staged(url, options.plan_timeout_s, session.progress.stop)
 
 
 def _check_simple(decision: Route, state_dict: StateDict, options: LoadOptions) -> None:

@@ -88,7 +88,7 @@ def run_save(
             account = stack.enter_context(account_of("save", session, url, decision.path))
         activity = stack.enter_context(session.activity(options.heartbeat_timeout_s, key))
         if log is not None:
-            activity.vitals.on_enter = log.enter
+            activity.progress.on_enter = log.enter
         if decision.path == FOREIGN:
             check_measurable(options, FOREIGN)
             steps = foreign_save(
@@ -118,7 +118,7 @@ def run_save(
             world_size=session.world_size,
             target=target,
             options=options,
-            vitals=activity.vitals,
+            progress=activity.progress,
             memory=activity.plans,
             node=activity.node,
         )

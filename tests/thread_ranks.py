@@ -48,7 +48,7 @@ class RankThread:
     def activity(self, timeout_s, key=None):
         return Activity(self, timeout_s, key)
 
-    def begins(self, vitals, timeout_s):
+    def begins(self, progress, timeout_s):
         """Nobody listens."""
 
     ends = gave_up = withdraw = lambda self, *_: None

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 class _Watch:
     """A call to the coordinator that is answered when an operation has its outcome."""
 
-    vitals: RankProgress
+    progress: RankProgress
     stop: Stop
 
 
@@ -73,11 +73,11 @@ class HeartbeatSender:
         self._frozen: CheckpointError | None = None
         self._killed_s = float("-inf")
 
-    def add(self, vitals: RankProgress, timeout_s: float) -> None:
+    def add(self, progress: RankProgress, timeout_s: float) -> None:
         """Begins to send heartbeats for a call of the user.
 
         Args:
-            vitals: Of that call.
+            progress: Of that call.
             timeout_s: Silence that means a frozen process, for either side, in seconds.
         """
         with self._changed:
@@ -85,15 +85,15 @@ class HeartbeatSender:
                 first_s = min(FIRST_BEAT_S, beat_interval_s(timeout_s))
                 self._first_beat_s = time.monotonic() + first_s
                 self._frozen = self._heard = None
-            self._active[vitals] = timeout_s
+            self._active[progress] = timeout_s
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="ray_dcp beats", daemon=True)
                 self._thread.start()
 
-    def remove(self, vitals: RankProgress) -> None:
+    def remove(self, progress: RankProgress) -> None:
         """Ends that; with the last one the thread ends, within `TICK_S`."""
         with self._changed:
-            self._active.pop(vitals, None)
+            self._active.pop(progress, None)
             self._changed.notify_all()
 
     def given_up(
@@ -142,9 +142,9 @@ class HeartbeatSender:
     def _abandon(self, error: CheckpointError) -> None:
         """Ends what moves bytes for a coordinator that will never answer."""
         with self._changed:
-            working = [vitals for vitals in self._active if vitals.is_working]
-        for vitals in working:
-            vitals.abandon(error)
+            working = [progress for progress in self._active if progress.is_working]
+        for progress in working:
+            progress.abandon(error)
 
     def _died(self) -> ParticipantError:
         where = f" ({self._heard.place})" if self._heard else ""
@@ -223,7 +223,7 @@ class _Beating:
         heart = self._heart
         actor = heart._reach(self._fresh)
         self._fresh, self._actor_id = False, ray_private.id_of(actor)
-        doings = tuple(vitals.doing for vitals in active)
+        doings = tuple(progress.doing for progress in active)
         beat = Heartbeat(heart._session, heart._rank, timeout_s, doings)
         with ray_calls.inside():
             self._sent[actor.beat.remote(beat)] = now_s
@@ -231,18 +231,18 @@ class _Beating:
 
     def _is_news(self, active: dict[RankProgress, float]) -> bool:
         """Whether a phase has begun since the last heartbeat: the coordinator should know soon."""
-        return [vitals.phase for vitals in active] != self._phases
+        return [progress.phase for progress in active] != self._phases
 
     def _watch(self, active: dict[RankProgress, float]) -> None:
         """Asks for the outcome of what this rank works for, once for each."""
         watched = {watch.stop for watch in self._watches.values()}
-        for vitals in active:
-            new = vitals.stop not in watched and vitals.stop not in self._told
-            if new and vitals.waits_for_others and vitals.key is not None:
+        for progress in active:
+            new = progress.stop not in watched and progress.stop not in self._told
+            if new and progress.waits_for_others and progress.key is not None:
                 actor = self._heart._reach(False)
                 with ray_calls.inside():
-                    ref = actor.watch.remote(vitals.key, self._heart._rank)
-                self._watches[ref] = _Watch(vitals, vitals.stop)
+                    ref = actor.watch.remote(progress.key, self._heart._rank)
+                self._watches[ref] = _Watch(progress, progress.stop)
 
     def _listen(self, wait_s: float) -> None:
         refs = [*self._sent, *self._watches]

@@ -229,7 +229,7 @@ class RankLoad:
     planners that talk to the other ranks; changes nothing yet."""
     opener: Opener = open_storage
     """What opens the storage."""
-    vitals: RankProgress = field(default_factory=RankProgress)
+    progress: RankProgress = field(default_factory=RankProgress)
     """Where it notes how far it is, and is told to stop."""
     kept: KeptIn | None = None
     """Returns the storage with what nodes keep of an attempt in memory, or None."""
@@ -248,16 +248,16 @@ class RankLoad:
             CheckpointError: The load failed, on this rank or on another: the same error on all. No
                 target was touched unless the failure came while reading.
         """
-        key, rank, vitals = self.key, self.rank, self.vitals
-        vitals.begin(key)
+        key, rank, progress = self.key, self.rank, self.progress
+        progress.begin(key)
         with naming_checkpoint(self.target.url):
             storage, error = attempt(self.open, "opening the storage", rank)
-            vitals.enter("waiting")
+            progress.enter("waiting")
             go = yield LoadJoin(key, rank, self.world_size, self.target, self.options, error)
             if not isinstance(go, LoadGo) or storage is None:
                 raise refusal(go, rank)
 
-            vitals.enter("planning")
+            progress.enter("planning")
             checkpoint, error = attempt(partial(self.checkpoint, go), "opening", rank)
             work: LoadWork | None = None
             prepared: Prepared | None = None
@@ -266,9 +266,9 @@ class RankLoad:
                 if work is not None and read_plan is not None:
                     prepare = partial(self.prepare, checkpoint, work, read_plan)
                     prepared, error = attempt(prepare, "planning the reads", rank)
-            vitals.enter("waiting")
-            if vitals.abandoned is not None:
-                raise located(vitals.abandoned, self.target.url)
+            progress.enter("waiting")
+            if progress.abandoned is not None:
+                raise located(progress.abandoned, self.target.url)
             may_share = self.world_size > 1 and prepared is not None
             needs = self.needs(prepared) if may_share and prepared is not None else None
             proceed = yield LoadReady(key, rank, error, needs)
@@ -278,12 +278,12 @@ class RankLoad:
                 raise error or refusal(proceed, rank)
             fill = partial(self.fill, checkpoint, work, prepared, proceed.share)
             counts, error = attempt(fill, "reading", rank)
-            vitals.enter("waiting")
-            if vitals.abandoned is not None:
-                raise located(vitals.abandoned, self.target.url)
+            progress.enter("waiting")
+            if progress.abandoned is not None:
+                raise located(progress.abandoned, self.target.url)
             counts = counts or ReadCounts()
             outcome = yield LoadDone(key, rank, counts, error)
-            vitals.over = True
+            progress.over = True
             if not isinstance(outcome, LoadOutcome):
                 raise refusal(outcome, rank)
             return LoadResult(outcome.counts, checkpoint, counts)
@@ -297,7 +297,7 @@ class RankLoad:
                 for `plan_timeout_s`.
             CheckpointError: It can't be opened.
         """
-        self.vitals.enter("opening")
+        self.progress.enter("opening")
         with _ended:
             alone = _ended.wait_for(lambda: not _hung, self.options.plan_timeout_s)
         if not alone:
@@ -309,7 +309,7 @@ class RankLoad:
             )
         opened = self._in_time(partial(self.opener, self.target), "open the storage")
         self._opened = SmallFiles(opened)
-        self._storage = WatchedStorage(self._opened, self.vitals)
+        self._storage = WatchedStorage(self._opened, self.progress)
         return self._storage
 
     def checkpoint(self, go: LoadGo) -> Checkpoint:
@@ -395,7 +395,7 @@ class RankLoad:
         """
         storage = self._storage or self.open()
         memory = self._memory.found()
-        source = storage if memory is None else WatchedStorage(memory, self.vitals)
+        source = storage if memory is None else WatchedStorage(memory, self.progress)
         relay = self._relay(source, checkpoint, prepared, share)
         if memory is None and relay is None:
             return self._fill(storage, checkpoint, work, prepared)
@@ -427,9 +427,9 @@ class RankLoad:
     ) -> SharedReadStorage | None:
         if share is None:
             return None
-        vitals, options = self.vitals, self.options
+        progress, options = self.progress, self.options
         # Why not `key`: the call may have another number by now.
-        exchange = self.peers.exchange(vitals.key or self.key, self.rank, vitals.check)
+        exchange = self.peers.exchange(progress.key or self.key, self.rank, progress.check)
         if exchange is None:
             return None
         return SharedReadStorage(
@@ -441,8 +441,8 @@ class RankLoad:
             exchange,
             budget_bytes=self.peers.budget_bytes(share.here),
             num_threads=options.num_threads,
-            check=vitals.check,
-            moved=vitals.moved,
+            check=progress.check,
+            moved=progress.moved,
         )
 
     def _fill(
@@ -457,7 +457,7 @@ class RankLoad:
         table, options = checkpoint.table, self.options
         if most_threads is not None:
             options = replace(options, num_threads=min(options.num_threads, most_threads))
-        self.vitals.enter("reading", prepared.read_plan.bytes_needed)
+        self.progress.enter("reading", prepared.read_plan.bytes_needed)
         end_s = time.monotonic() + options.read_timeout_s
 
         def chunks() -> ReadStats:
@@ -502,9 +502,9 @@ class RankLoad:
     def _in_time(self, work: Callable[[], T], what: str) -> T:
         timeout_s = self.options.plan_timeout_s
         overdue = partial(
-            self.vitals.overdue, what, "LoadOptions.plan_timeout_s", timeout_s, self.rank
+            self.progress.overdue, what, "LoadOptions.plan_timeout_s", timeout_s, self.rank
         )
-        return run_within(work, timeout_s, self.vitals.stop, overdue)
+        return run_within(work, timeout_s, self.progress.stop, overdue)
 
     def _read(self, work: Callable[[], T], end_s: float) -> T:
         """Returns what a read gives; one that is given up is remembered until it ends."""
@@ -521,14 +521,14 @@ class RankLoad:
                     _ended.notify_all()
 
         overdue = partial(
-            self.vitals.overdue,
+            self.progress.overdue,
             "read its share",
             "LoadOptions.read_timeout_s",
             self.options.read_timeout_s,
             self.rank,
         )
         try:
-            return run_within(marked, end_s - time.monotonic(), self.vitals.stop, overdue)
+            return run_within(marked, end_s - time.monotonic(), self.progress.stop, overdue)
         finally:
             with _ended:
                 _hung.update(under_way)

@@ -258,7 +258,7 @@ class RankSave:
     """Whether stagers write the bytes."""
     opener: Opener = open_storage
     """What opens the storage."""
-    vitals: RankProgress = field(default_factory=RankProgress)
+    progress: RankProgress = field(default_factory=RankProgress)
     """Where it notes how far it is, and is told to stop."""
     memory: PlanMemory = field(default_factory=PlanMemory)
     """Plans of earlier saves of this rank's session; this one's is added."""
@@ -281,7 +281,7 @@ class RankSave:
         go, captured = yield from self.join(capture)
         receipt = self.write(go, captured.source, captured.deferred)
         outcome = yield from self.outcome(go, receipt)
-        self.vitals.over = True
+        self.progress.over = True
         warnings = dict.fromkeys([*captured.warnings, *go.warnings, *outcome.warnings])
         return replace(outcome, warnings=tuple(warnings))
 
@@ -296,9 +296,9 @@ class RankSave:
         Raises:
             CheckpointError: The save failed, on this rank or on another: the same error on all.
         """
-        rank, options, vitals, plans = self.rank, self.options, self.vitals, self.memory
-        vitals.begin(self.key)
-        vitals.enter("capturing")
+        rank, options, progress, plans = self.rank, self.options, self.progress, self.memory
+        progress.begin(self.key)
+        progress.enter("capturing")
         captured, error = attempt(capture, "capturing the state dict", rank)
         join = SaveJoin(
             self.key,
@@ -317,8 +317,8 @@ class RankSave:
             described, error = attempt(first, "encoding the plan", rank)
             join, known = described or (replace(join, error=error), None)
         stats = getattr(captured, "stats", b"")  # see `Capture.stats`
-        join = replace(join, stats=stats, capture_s=vitals.doing.phase_s)
-        vitals.enter("waiting")
+        join = replace(join, stats=stats, capture_s=progress.doing.phase_s)
+        progress.enter("waiting")
         with naming_checkpoint(self.target.url):
             reply = yield join
             while isinstance(reply, SendItems) and captured is not None:
@@ -352,11 +352,11 @@ class RankSave:
             deferred: Gives a deferred item's bytes.
             staged_s: See `SaveReceipt`.
         """
-        vitals, rank, timeout_s = self.vitals, self.rank, self.options.write_timeout_s
+        progress, rank, timeout_s = self.progress, self.rank, self.options.write_timeout_s
 
         def write() -> tuple[FileReceipt, ...]:
             return write_part(
-                WatchedStorage(self.opener(self.target), vitals),
+                WatchedStorage(self.opener(self.target), progress),
                 go.plan,
                 go.attempt,
                 source=source,
@@ -365,10 +365,10 @@ class RankSave:
             )
 
         overdue = partial(
-            vitals.overdue, "write its part", "SaveOptions.write_timeout_s", timeout_s, rank
+            progress.overdue, "write its part", "SaveOptions.write_timeout_s", timeout_s, rank
         )
-        vitals.enter("writing", sum(file.num_bytes for file in go.plan.files))
-        in_time = partial(run_within, write, timeout_s, vitals.stop, overdue)
+        progress.enter("writing", sum(file.num_bytes for file in go.plan.files))
+        in_time = partial(run_within, write, timeout_s, progress.stop, overdue)
         files, error = attempt(in_time, "writing", rank)
         return SaveReceipt(self.key, rank, go.attempt, go.epoch, files or (), error, staged_s)
 
@@ -389,11 +389,11 @@ class RankSave:
             CheckpointError: The save failed.
             CommitUnknownError: Neither coordinator nor storage say whether it was committed.
         """
-        rank, vitals = self.rank, self.vitals
-        vitals.enter("waiting")
+        rank, progress = self.rank, self.progress
+        progress.enter("waiting")
         held = said.held if isinstance(said, SaveStaged) else None
-        if vitals.abandoned is not None:
-            return self._settled(go, vitals.abandoned)
+        if progress.abandoned is not None:
+            return self._settled(go, progress.abandoned)
         try:
             outcome = yield said
             while isinstance(outcome, TakeOver) and hand_over is not None:

@@ -311,13 +311,13 @@ class Session:
 
     # For an activity
 
-    def begins(self, vitals: RankProgress, timeout_s: float) -> None:
+    def begins(self, progress: RankProgress, timeout_s: float) -> None:
         """Begins to send heartbeats for a call of the user."""
-        self._heart.add(vitals, timeout_s)
+        self._heart.add(progress, timeout_s)
 
-    def ends(self, vitals: RankProgress) -> None:
+    def ends(self, progress: RankProgress) -> None:
         """Ends that."""
-        self._heart.remove(vitals)
+        self._heart.remove(progress)
 
     def gave_up(self, key: OpKey) -> None:
         """Tells the next coordinator that this rank began an operation with the one before.

@@ -56,7 +56,7 @@ def try_save(session, path, opener=open_storage, heartbeat_s=60.0, **options):
             came = drive(
                 save_rank(
                     activity.next_key(), rank=rank, world_size=world_size, target=Target(path),
-                    options=options, opener=opener, vitals=activity.vitals,
+                    options=options, opener=opener, progress=activity.progress,
                     capture=lambda: NumpyCapture(state_of(1), rank, world_size),
                 ),
                 activity.call,
@@ -79,7 +79,7 @@ def try_load(session, path, opener=open_storage, heartbeat_s=60.0):
                     options=LoadOptions(heartbeat_timeout_s=heartbeat_s, verify="never"),
                     opener=opener,
                     plan=lambda c: NumpyWork(c, state_of(1), rank, world_size),
-                    vitals=activity.vitals,
+                    progress=activity.progress,
                 ),
                 activity.call,
             )  # fmt: skip
