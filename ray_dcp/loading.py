@@ -277,7 +277,7 @@ def _load_steps(
         unexpected=work.unexpected,
         cast=work.cast,
         resized=work.resized,
-        **vars(result.together),
+        **vars(result.total),
         path=decision.path,
         checkpoint_id=target.url,
     )

@@ -109,15 +109,15 @@ class MessageBatch:
     key: OpKey
     step: str
     ranks: tuple[int, ...]
-    said: BatchedJoins | BatchedReceipts | tuple[Request, ...]
+    content: BatchedJoins | BatchedReceipts | tuple[Request, ...]
 
     def requests(self) -> Sequence[Request]:
         """Returns what the ranks sent, one by one."""
-        return self.said if isinstance(self.said, tuple) else self.said.requests()
+        return self.content if isinstance(self.content, tuple) else self.content.requests()
 
     def only(self, ranks: Collection[int]) -> MessageBatch:
         """Returns what some of these ranks say: those that are not answered yet."""
-        return together(request for request in self.requests() if request.rank in ranks)
+        return batch_of(request for request in self.requests() if request.rank in ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +129,7 @@ class BatchedReplies:
     """Of the coordinator."""
 
 
-def together(requests: Iterable[Request]) -> MessageBatch:
+def batch_of(requests: Iterable[Request]) -> MessageBatch:
     """Returns one message that says what these do.
 
     Args:
@@ -202,14 +202,14 @@ class Batch:
     key: OpKey
     step: str
     waiting: set[int]
-    told: list[tuple[tuple[int, ...], Reply]] = field(default_factory=list)
+    replies: list[tuple[tuple[int, ...], Reply]] = field(default_factory=list)
 
     def put(self, ranks: Iterable[int], reply: Reply) -> None:
         """Takes a reply for those of the ranks that wait in it."""
         mine = self.waiting.intersection(ranks)
         if mine:
             self.waiting -= mine
-            self.told.append((tuple(sorted(mine)), reply))
+            self.replies.append((tuple(sorted(mine)), reply))
 
 
 class Batches:
@@ -250,7 +250,7 @@ class Batches:
     def ready(self) -> Iterator[Batch]:
         """Yields those that have something to tell, and forgets them."""
         for at, batches in list(self._waiting.items()):
-            told = [batch for batch in batches if batch.told]
+            told = [batch for batch in batches if batch.replies]
             if told:
                 self._forget(at, told)
                 yield from told
@@ -367,17 +367,17 @@ class BatchWindow:
         """When, by the clock, something is to be sent that stays incomplete."""
         return min((step.due_s for step in self._steps.values() if step.requests), default=None)
 
-    def told(self, message: MessageBatch, told: BatchedReplies) -> None:
+    def replied(self, message: MessageBatch, batched: BatchedReplies) -> None:
         """Takes what ranks are told: those that are asked for more will come again, no others."""
         if message.step.partition(" ")[0] != "SaveJoin":
             return
-        for ranks, reply in told.replies:
+        for ranks, reply in batched.replies:
             if isinstance(reply, SendItems):
                 asked = int(message.step.partition(" ")[2] or 0) + 1
                 self._asked.setdefault((message.key, f"SaveJoin {asked}"), set()).update(ranks)
 
     def _sent(self, step: _Step) -> list[MessageBatch]:
-        messages = [together(step.requests.values())]
+        messages = [batch_of(step.requests.values())]
         step.sent.update(step.requests)
         step.requests = {}
         step.wait_s = min(2 * step.wait_s, LONGEST_WAIT_S)

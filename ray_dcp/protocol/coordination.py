@@ -163,15 +163,15 @@ class Coordination:
         self._late: OrderedDict[str, dict[int, int]] = OrderedDict()
         self._early = Early()
 
-    def receive(self, request: Request, *, beats_s: float | None = None) -> Commands:
+    def receive(self, request: Request, *, silence_s: float | None = None) -> Commands:
         """Takes what a rank says.
 
         The same request again gets the same answer, as long as the operation is remembered.
 
         Args:
             request: As it came.
-            beats_s: Silence after which this rank is frozen, in seconds: it sends heartbeats until
-                the operation is over. None: it does not, and is only missed at deadlines.
+            silence_s: Silence after which this rank counts as frozen, in seconds: it sends
+                heartbeats until the operation is over. None: it sends none; only deadlines apply.
 
         Returns:
             What to do now.
@@ -184,7 +184,7 @@ class Coordination:
         lost = self._lost.get(request.key.session, {})
         if not isinstance(request, PartsHeld | PartsWritten):  # these say nothing of the rank
             lost.pop(request.rank, None)
-            self._liveness.came(request, beats_s)
+            self._liveness.take_request(request, silence_s)
         machine = self._known(request.key)
         seq = self._renumbered(machine, request)
         if seq is not None:
@@ -192,10 +192,10 @@ class Coordination:
         if machine is not None:
             opens = isinstance(request, Opening)
             if machine.awaits(request.rank) and not opens:
-                return self._pass_by(machine, request)
+                return self._refuse_restarted(machine, request)
             return self._after(machine, machine.receive(request))
         machine = self._machine_for(request)
-        machine.tell_of = partial(self._liveness.tell, machine.key)
+        machine.describe_rank = partial(self._liveness.describe, machine.key)
         commands = machine.receive(request)
         self._active[request.key] = machine
         gone, cancelled = self._early.take(request.key)
@@ -204,48 +204,48 @@ class Coordination:
         commands += machine.lost({**lost, **gone})
         return self._after(machine, commands)
 
-    def receive_together(
-        self, message: MessageBatch, *, beats_s: float | None = None
+    def receive_batch(
+        self, message: MessageBatch, *, silence_s: float | None = None
     ) -> tuple[Commands, dict[int, Refused]]:
         """Takes what several ranks say in one message: what its requests mean one by one.
 
         Args:
             message: As it came.
-            beats_s: As for `receive`, of each of these ranks.
+            silence_s: As for `receive`, of each of these ranks.
 
         Returns:
             What to do now, and which ranks are refused: by this call alone.
         """
         machine = self._active.get(message.key)
-        said, plain = message.said, not self._lost.get(message.key.session)
-        if plain and isinstance(machine, SaveMachine) and isinstance(said, BatchedReceipts):
-            written = machine.written_together(said.first, said.ranks, said.files)
+        content, plain = message.content, not self._lost.get(message.key.session)
+        if plain and isinstance(machine, SaveMachine) and isinstance(content, BatchedReceipts):
+            written = machine.receive_receipts(content.first, content.ranks, content.files)
             if written is not None:
-                self._liveness.came_all(message.key, said.ranks, beats_s)
+                self._liveness.take_requests(message.key, content.ranks, silence_s)
                 return self._after(machine, written), {}
-        if not plain or not isinstance(said, BatchedJoins):
-            return self._one_by_one(message.requests(), beats_s)
-        joins = said.requests()
+        if not plain or not isinstance(content, BatchedJoins):
+            return self._one_by_one(message.requests(), silence_s)
+        joins = content.requests()
         first, joins = (joins[:1], joins[1:]) if machine is None else ([], joins)
-        begun, refused = self._one_by_one(first, beats_s)
+        begun, refused = self._one_by_one(first, silence_s)
         machine = self._active.get(message.key)
         if joins and isinstance(machine, SaveMachine):
-            joined = machine.join_together(joins)
+            joined = machine.receive_joins(joins)
             if joined is not None:
                 ranks = [join.rank for join in joins]
-                self._liveness.came_all(message.key, ranks, beats_s, call_of(joins[0]))
+                self._liveness.take_requests(message.key, ranks, silence_s, call_of(joins[0]))
                 return (*begun, *self._after(machine, joined)), refused
-        commands, more = self._one_by_one(joins, beats_s)
+        commands, more = self._one_by_one(joins, silence_s)
         return (*begun, *commands), {**refused, **more}
 
     def _one_by_one(
-        self, requests: Sequence[Request], beats_s: float | None
+        self, requests: Sequence[Request], silence_s: float | None
     ) -> tuple[Commands, dict[int, Refused]]:
         commands: Commands = ()
         refused = {}
         for request in requests:
             try:
-                commands += self.receive(request, beats_s=beats_s)
+                commands += self.receive(request, silence_s=silence_s)
             except CheckpointError as error:
                 refused[request.rank] = Refused(error)
         return commands, refused
@@ -253,18 +253,18 @@ class Coordination:
     def resume(self, planned: StagedPlan) -> Commands:
         """Takes up a save that an earlier coordinator had planned; to be called before all else."""
         machine = self._save(planned.first)
-        machine.tell_of = partial(self._liveness.tell, machine.key)
+        machine.describe_rank = partial(self._liveness.describe, machine.key)
         self._active[machine.key] = machine
         return self._after(machine, machine.resume(planned))
 
-    def hear(self, beat: Heartbeat) -> tuple[str, ...]:
+    def heartbeat(self, beat: Heartbeat) -> tuple[str, ...]:
         """Takes a heartbeat: its rank lives, and this is its progress.
 
         Returns:
             For whom operations have waited for `LONG_WAIT_S`, in words: each wait once, to the
             lowest rank that waits.
         """
-        self._liveness.hear(beat)
+        self._liveness.heartbeat(beat)
         at = (beat.session, beat.rank)
         return tuple(self._long_waits.pop(at)) if at in self._long_waits else ()
 
@@ -273,7 +273,7 @@ class Coordination:
         self._lost.get(session, {}).pop(rank, None)
         self._liveness.place(session, rank, place)
 
-    def listen(self) -> Commands:
+    def check_silence(self) -> Commands:
         """Checks which ranks were silent for too long, and fails what needs them.
 
         To be called about every second. A rank that speaks again is told the outcome.
@@ -290,15 +290,15 @@ class Coordination:
         """Notes for whom operations wait for long, for the lowest rank that waits in each."""
         now_s, before, self._waits = self._clock(), self._waits, {}
         for key, machine in self._active.items():
-            since_s, is_told = before.get((key, machine.phase), (now_s, False))
+            since_s, is_noted = before.get((key, machine.phase), (now_s, False))
             long = now_s - since_s >= LONG_WAIT_S
-            who = self._awaited(machine) if long and not is_told else ""
+            who = self._awaited(machine) if long and not is_noted else ""
             if who and machine.waiting_ranks:
                 self._long_waits.setdefault((key.session, min(machine.waiting_ranks)), []).append(
                     f"Operation {key.seq} of session {key.session!r} ({machine.call}) has been "
                     f"{machine.phase} for {now_s - since_s:.0f} s: it waits {who}"
                 )
-            self._waits[key, machine.phase] = (since_s, is_told or bool(who))
+            self._waits[key, machine.phase] = (since_s, is_noted or bool(who))
         sessions = {key.session for key in self._active}
         self._long_waits = {at: w for at, w in self._long_waits.items() if at[0] in sessions}
 
@@ -319,7 +319,7 @@ class Coordination:
             at_s
             for key, machine in self._active.items()
             for rank, at_s in self._liveness.due_s(key).items()
-            if machine.misses(rank)
+            if machine.needs(rank)
         ]
         return min(due, default=None)
 
@@ -457,7 +457,7 @@ class Coordination:
         if machine is None and not self._has_forgotten(key):
             return None
         if machine is not None:
-            if not machine.went_without(request):
+            if not machine.failed_without(request):
                 return None
             late = self._late.setdefault(key.session, {})
             trim(self._late, SESSIONS)
@@ -498,7 +498,7 @@ class Coordination:
         forgotten = self._forgotten.get(key.session)
         return forgotten is not None and key in forgotten
 
-    def _pass_by(self, machine: Machine, request: Request) -> Commands:
+    def _refuse_restarted(self, machine: Machine, request: Request) -> Commands:
         """Fails an operation of which one rank has done a part with an earlier coordinator."""
         refused = Refused(unknown(request, "this coordinator was restarted since"))
         answer = Answer(request.key, (request.rank,), step_of(request), refused)
@@ -514,7 +514,7 @@ class Coordination:
                 self._forgotten.setdefault(key.session, Forgotten()).add(key)
                 trim(self._forgotten, SESSIONS)
         if isinstance(machine, SaveMachine) and machine.is_staged:
-            commands += self._let_in(machine.key.session)
+            commands += self._admit_next(machine.key.session)
         return commands
 
     # The queue of asynchronous saves
@@ -524,7 +524,7 @@ class Coordination:
         saves = [one for one in self._active.values() if isinstance(one, SaveMachine)]
         return [one for one in saves if one.is_staged and one.key.session == session]
 
-    def _let_in(self, session: str) -> Commands:
+    def _admit_next(self, session: str) -> Commands:
         """Moves the queue of a session on by one save, which begins, is refused or replaces one."""
         saves = self._staged_saves(session)
         under_way = [save for save in saves if save.is_under_way]
@@ -590,7 +590,7 @@ class Coordination:
                 commands += self._after(machine, machine.stager_lost(stager, reason))
         return commands
 
-    def stager_heard(
+    def stager_progress(
         self, paces: Mapping[OpKey, Mapping[int, tuple[int, int]]], now_s: float
     ) -> Commands:
         """Takes how far a stager is.
@@ -603,7 +603,7 @@ class Coordination:
         for key, by_rank in paces.items():
             machine = self._active.get(key)
             if isinstance(machine, SaveMachine):
-                commands += self._after(machine, machine.heard(by_rank, now_s))
+                commands += self._after(machine, machine.take_progress(by_rank, now_s))
         return commands
 
     def reassign(self, key: OpKey, rank: int, reason: str) -> Commands:

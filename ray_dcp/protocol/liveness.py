@@ -161,9 +161,9 @@ class Liveness:
         >>> now = [0.0]
         >>> liveness = Liveness(lambda: now[0])
         >>> doing = Doing(4, 4, "writing", 9.0, 10**9, 4 * 10**9)
-        >>> liveness.hear(Heartbeat("run", 1, 60.0, (doing,)))
+        >>> liveness.heartbeat(Heartbeat("run", 1, 60.0, (doing,)))
         >>> now[0] = 2.0
-        >>> liveness.tell(OpKey("run", 4), 1)
+        >>> liveness.describe(OpKey("run", 4), 1)
         'rank 1 last wrote 1.0 of 4.0 GB 2.0 s ago (slow)'
     """
 
@@ -175,7 +175,7 @@ class Liveness:
 
     # What is heard
 
-    def came(self, request: Request, timeout_s: float | None) -> None:
+    def take_request(self, request: Request, timeout_s: float | None) -> None:
         """Takes that a rank sent a request.
 
         Args:
@@ -184,17 +184,17 @@ class Liveness:
                 until this operation is over for it; None when it does not.
         """
         call = call_of(request) if isinstance(request, Opening) else None
-        self.came_all(request.key, (request.rank,), timeout_s, call)
+        self.take_requests(request.key, (request.rank,), timeout_s, call)
 
-    def came_all(
+    def take_requests(
         self, key: OpKey, ranks: Sequence[int], timeout_s: float | None, call: Call | None = None
     ) -> None:
-        """Takes that ranks sent requests of one operation and step, as `came` does for one.
+        """Takes that ranks sent requests of one operation and step, as `take_request` does for one.
 
         Args:
             key: Which operation.
             ranks: Who.
-            timeout_s: As for `came`.
+            timeout_s: As for `take_request`.
             call: With which they begin it.
         """
         now_s = self._clock()
@@ -209,7 +209,7 @@ class Liveness:
                 known.promised.add(key)
             known.last = last or known.last
 
-    def hear(self, beat: Heartbeat) -> None:
+    def heartbeat(self, beat: Heartbeat) -> None:
         """Takes a heartbeat."""
         known = self._of(beat.session, beat.rank)
         known.heard_s = self._clock()
@@ -246,7 +246,7 @@ class Liveness:
                 due[rank] = at_s
         return due
 
-    def tell(self, key: OpKey, rank: int) -> str:
+    def describe(self, key: OpKey, rank: int) -> str:
         """Returns what is known of a rank that is awaited, in words; empty when nothing is.
 
         Args:

@@ -54,12 +54,12 @@ class Barrier:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.came: set[int] = set()
+        self.arrived: set[int] = set()
         self.errors: dict[int, CheckpointError] = {}
 
     def note(self, rank: int, error: CheckpointError | None) -> None:
         """Notes that a rank came, perhaps with an error."""
-        self.came.add(rank)
+        self.arrived.add(rank)
         if error is not None:
             self.errors.setdefault(rank, error)
 
@@ -67,9 +67,9 @@ class Barrier:
     def is_complete(self) -> bool:
         """Whether something is known of every rank. Costs the same for any number of ranks."""
         # Why only then: who came and who failed may be the same ranks.
-        if len(self.came) + len(self.errors) < self.world_size:
+        if len(self.arrived) + len(self.errors) < self.world_size:
             return False
-        return len(self.came) >= self.world_size or not self.missing
+        return len(self.arrived) >= self.world_size or not self.missing
 
     def blame(self, errors: Mapping[int, CheckpointError]) -> None:
         """Notes that ranks failed without saying so themselves; earlier errors stay."""
@@ -79,7 +79,7 @@ class Barrier:
     @property
     def missing(self) -> list[int]:
         """Ranks of which nothing is known, ascending."""
-        known = self.came | self.errors.keys()
+        known = self.arrived | self.errors.keys()
         return [rank for rank in range(self.world_size) if rank not in known]
 
 
@@ -128,7 +128,7 @@ LOST_GRACE_S = 0.5
 """The same after ranks died or froze, in seconds: just so long that those which died together are
 named together. Their end says little of what the others will report."""
 
-STORY_LENGTH = 64
+HISTORY_LENGTH = 64
 
 Commands = tuple[Command, ...]
 
@@ -137,7 +137,7 @@ class Operation(ABC):
     """One operation: its ranks, their waiting calls, the answers given, its one timer and task.
 
     Subclasses say what an accepted event leads to, in `_on_request`, `_on_result`, `_on_expired`
-    and `_all_came`. An event that is refused raises before anything has changed.
+    and `_all_arrived`. An event that is refused raises before anything has changed.
 
     Args:
         first: The request that begins it; not noted yet.
@@ -147,7 +147,7 @@ class Operation(ABC):
         url: Of the checkpoint; None for an exchange.
         phase: Where it stands, for messages and timers.
         over: Nothing is left to be done; only late requests are still answered.
-        tell_of: Says what is known of a rank that is missing, in words.
+        describe_rank: Says what is known of a rank that is missing, in words.
         ranks_do: What every rank has to do in a phase, with the option that is its deadline.
         last_barrier: The phase in which ranks come for the last time: one that dies after it came
             has done its share.
@@ -162,21 +162,21 @@ class Operation(ABC):
         self.world_size = first.world_size
         self.phase = "joining"
         self.over = False
-        self.tell_of: Callable[[int], str] = lambda _: ""
+        self.describe_rank: Callable[[int], str] = lambda _: ""
         self._first = compact(first)
         self._openings: dict[int, Opening] = {}
         self._differing: dict[int, Opening] = {}
         self._lost: set[int] = set()
         self._absent: frozenset[int] = frozenset()
         self._waiting: dict[tuple[int, str], None] = {}
-        self._given: dict[tuple[int, str], Reply] = {}
+        self._replies: dict[tuple[int, str], Reply] = {}
         self._outcome: Reply | None = None
-        self._roll = Barrier(first.world_size)
+        self._barrier = Barrier(first.world_size)
         self._grace = False
         self._armed: str | None = None
         self._pending: Task | None = None
         self._abandoned: list[Task] = []
-        self._story: deque[str] = deque(maxlen=STORY_LENGTH)
+        self._history: deque[str] = deque(maxlen=HISTORY_LENGTH)
 
     @property
     def outcome(self) -> Reply | None:
@@ -196,8 +196,8 @@ class Operation(ABC):
     def awaited(self) -> str:
         """Returns for whom it waits that moves no bytes, in words; empty when for nobody."""
         idle = self._awaited() is not None and self.phase not in ("writing", "reading")
-        missing = self._roll.missing if idle else []
-        return f"for {name_known(missing, self.tell_of)}" if missing else ""
+        missing = self._barrier.missing if idle else []
+        return f"for {name_known(missing, self.describe_rank)}" if missing else ""
 
     # Events
 
@@ -224,7 +224,7 @@ class Operation(ABC):
                     raise error
                 return self._differ(request, error)
         at = (request.rank, step_of(request))
-        reply = self._given.get(at) or self._outcome
+        reply = self._replies.get(at) or self._outcome
         if reply is not None:
             return (Answer(self.key, (request.rank,), at[1], reply),)
         if at in self._waiting:
@@ -233,9 +233,9 @@ class Operation(ABC):
 
     def awaits(self, rank: int) -> bool:
         """Returns whether a rank has not joined yet."""
-        return self.phase == "joining" and rank not in self._roll.came
+        return self.phase == "joining" and rank not in self._barrier.arrived
 
-    def went_without(self, request: Request) -> bool:
+    def failed_without(self, request: Request) -> bool:
         """Returns whether it failed before a rank came, which now begins something as this."""
         opening = isinstance(request, Opening)
         return opening and self.over and request.rank in self._absent
@@ -253,7 +253,7 @@ class Operation(ABC):
         """
         if self._pending is not None and (task is self._pending or task == self._pending):
             awaited, self._pending = self._pending, None
-            self._tell(type(result).__name__)
+            self._log(type(result).__name__)
             try:
                 return self._on_result(result)
             except InternalError:
@@ -269,16 +269,16 @@ class Operation(ABC):
         """Takes that the timer of a phase ran out; that of an earlier phase is dropped."""
         if self.over or phase != self.phase:
             return ()
-        self._tell("expired")
+        self._log("expired")
         awaited = self._awaited()
         if awaited is None:
             return self._on_expired()
-        missing = self._roll.missing
+        missing = self._barrier.missing
         if missing and not self._grace:  # else the wait was only for other ranks' errors
-            self._roll.blame(deadline(self.key, missing, *awaited, self.tell_of))
-        return self._fail(combine(self._roll.errors, self.url))
+            self._barrier.blame(deadline(self.key, missing, *awaited, self.describe_rank))
+        return self._fail(combine(self._barrier.errors, self.url))
 
-    def misses(self, rank: int) -> bool:
+    def needs(self, rank: int) -> bool:
         """Returns whether it would make a difference that a rank is lost."""
         concerns = 0 <= rank < self.world_size and rank not in self._lost
         return concerns and not self.over and self._outcome is None
@@ -288,11 +288,11 @@ class Operation(ABC):
 
         One that speaks after that is told the outcome like the others, but does not count.
         """
-        errors = {rank: error for rank, error in errors.items() if self.misses(rank)}
+        errors = {rank: error for rank, error in errors.items() if self.needs(rank)}
         if not errors:
             return ()
         self._lost.update(errors)
-        self._tell(f"lost {sorted(errors)}")
+        self._log(f"lost {sorted(errors)}")
         return self._on_lost(errors)
 
     @abstractmethod
@@ -308,7 +308,7 @@ class Operation(ABC):
         """Takes that the timer of a phase ran out in which a task is awaited."""
 
     @abstractmethod
-    def _all_came(self) -> Commands:
+    def _all_arrived(self) -> Commands:
         """Takes that every rank came to this phase, without an error."""
 
     def _on_lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
@@ -316,9 +316,9 @@ class Operation(ABC):
         if self._awaited() is None:
             return self._fail(combine(errors, self.url))
         if self.phase == self.last_barrier:
-            errors = {rank: e for rank, e in errors.items() if rank not in self._roll.came}
-        self._roll.blame(errors)
-        return self._came()
+            errors = {rank: e for rank, e in errors.items() if rank not in self._barrier.arrived}
+        self._barrier.blame(errors)
+        return self._check_barrier()
 
     def _fail(self, error: CheckpointError) -> Commands:
         """Fails the operation, before anything is at stake."""
@@ -351,13 +351,13 @@ class Operation(ABC):
 
     def _differ(self, request: Opening, error: RankDisagreementError) -> Commands:
         """Takes a call that is not the others'; waits a moment for who else differs."""
-        self._tell(f"{step_of(request)} of rank {request.rank} (differs)")
+        self._log(f"{step_of(request)} of rank {request.rank} (differs)")
         self._waiting[request.rank, step_of(request)] = None
         if error.rank is not None:  # one rank is at fault, by itself
             return self._fail(error)
         self._differing[request.rank] = compact(request)
-        self._roll.note(request.rank, error)
-        return self._fail(error) if self._roll.is_complete else self._wait(GRACE_S)
+        self._barrier.note(request.rank, error)
+        return self._fail(error) if self._barrier.is_complete else self._wait(GRACE_S)
 
     def _have_disagreed(self) -> bool:
         """Whether the ranks were told that they differ: who comes late is told just that."""
@@ -371,33 +371,33 @@ class Operation(ABC):
     def _are_new(self, ranks: Sequence[int]) -> bool:
         """Whether all these are ranks of this operation that have not come to this phase."""
         within = min(ranks) >= 0 and max(ranks) < self.world_size
-        return within and self._roll.came.isdisjoint(ranks)
+        return within and self._barrier.arrived.isdisjoint(ranks)
 
     def _note_all(self, step: str, ranks: Sequence[int]) -> None:
         """Notes that ranks came which did not come before, without errors."""
-        self._tell(f"{step} of {name_ranks(ranks)}")
+        self._log(f"{step} of {name_ranks(ranks)}")
         self._waiting.update(dict.fromkeys([(rank, step) for rank in ranks]))
-        self._roll.came.update(ranks)
+        self._barrier.arrived.update(ranks)
 
     def _note(self, request: Request, error: CheckpointError | None) -> None:
-        self._tell(f"{step_of(request)} of rank {request.rank}{' (failed)' if error else ''}")
+        self._log(f"{step_of(request)} of rank {request.rank}{' (failed)' if error else ''}")
         self._waiting[request.rank, step_of(request)] = None
-        self._roll.note(request.rank, error)
+        self._barrier.note(request.rank, error)
 
     # What the ranks are told
 
-    def _give(self, reply_to: Callable[[int], Reply]) -> list[Command]:
+    def _reply_each(self, reply_to: Callable[[int], Reply]) -> list[Command]:
         """Answers all calls that wait, each rank's with a reply of its own."""
         answers: list[Command] = []
         for rank, step in self._waiting:
-            reply = self._given[rank, step] = reply_to(rank)
+            reply = self._replies[rank, step] = reply_to(rank)
             answers.append(Answer(self.key, (rank,), step, reply))
         self._waiting.clear()
         return answers
 
-    def _give_all(self, reply: Reply) -> list[Command]:
+    def _reply_alike(self, reply: Reply) -> list[Command]:
         """Tells all who wait the same, with one command for each step in which calls wait."""
-        self._given.update(dict.fromkeys(self._waiting, reply))
+        self._replies.update(dict.fromkeys(self._waiting, reply))
         by_step: dict[str, list[int]] = {}
         for rank, step in self._waiting:
             by_step.setdefault(step, []).append(rank)
@@ -409,27 +409,27 @@ class Operation(ABC):
         if self._outcome is not None:
             return []
         self._outcome = reply
-        return self._give_all(reply)
+        return self._reply_alike(reply)
 
     # How it goes on
 
     def _to(self, phase: str) -> None:
-        self._tell(f"→ {phase}")
+        self._log(f"→ {phase}")
         self.phase = phase
 
     def _call(self, phase: str) -> None:
         """Begins a phase in which every rank has to come once."""
         self._to(phase)
-        self._roll = Barrier(self.world_size)
+        self._barrier = Barrier(self.world_size)
         self._grace = False
 
     def _end(self, phase: str) -> list[Command]:
         if self.phase == "joining":
-            self._absent = frozenset(range(self.world_size)) - self._roll.came
+            self._absent = frozenset(range(self.world_size)) - self._barrier.arrived
         self._abandon()
         self._to(phase)
         self.over = True
-        self._given.clear()
+        self._replies.clear()
         self._openings.clear()
         self._differing.clear()
         return [Disarm(self.key)]
@@ -449,26 +449,28 @@ class Operation(ABC):
         after_s: float = getattr(options, option)
         return what, after_s, f"raise {type(options).__name__}.{option}"
 
-    def _came(self) -> Commands:
+    def _check_barrier(self) -> Commands:
         """Goes on when something is known of every rank."""
-        if not self._roll.is_complete:
+        if not self._barrier.is_complete:
             awaited = self._awaited()
             return () if awaited is None else self._wait(awaited[1])
-        if self._roll.errors:
-            return self._fail(combine(self._roll.errors, self.url))
-        return self._all_came()
+        if self._barrier.errors:
+            return self._fail(combine(self._barrier.errors, self.url))
+        return self._all_arrived()
 
     def _wait(self, after_s: float) -> Commands:
         """Waits for the ranks that are missing: to the deadline, or after an error a moment."""
-        if self._roll.errors and not self._grace:
+        if self._barrier.errors and not self._grace:
             self._grace = True
-            lost = all(isinstance(error, ParticipantError) for error in self._roll.errors.values())
+            lost = all(
+                isinstance(error, ParticipantError) for error in self._barrier.errors.values()
+            )
             return (self._arm(LOST_GRACE_S if lost else GRACE_S),)
         return () if self._armed == self.phase else (self._arm(after_s),)
 
     def _perform(self, task: Task) -> Perform:
         self._abandon()
-        self._tell(f"perform {type(task).__name__}")
+        self._log(f"perform {type(task).__name__}")
         self._pending = task
         return Perform(self.key, task)
 
@@ -484,13 +486,13 @@ class Operation(ABC):
 
     # What is told of it
 
-    def _tell(self, what: str) -> None:
-        self._story.append(what)
+    def _log(self, what: str) -> None:
+        self._history.append(what)
 
     def _contradiction(self, event: str) -> InternalError:
         return InternalError(
             f"Expected no {event} while operation {self.key.seq} of session "
-            f"{self.key.session!r} is {self.phase!r}; so far: {'; '.join(self._story)}. "
+            f"{self.key.session!r} is {self.phase!r}; so far: {'; '.join(self._history)}. "
             f"Please report this"
         )
 
@@ -519,8 +521,8 @@ class ExchangeMachine(Operation):
                 f"has bytes for {name_ranks(strangers)}",
                 rank=request.rank,
             )
-            self._roll.blame({request.rank: error})
-        return self._came()
+            self._barrier.blame({request.rank: error})
+        return self._check_barrier()
 
     def _on_result(self, result: Result) -> Commands:
         raise self._contradiction(f"result {type(result).__name__}")
@@ -531,18 +533,18 @@ class ExchangeMachine(Operation):
     def _awaited(self) -> tuple[str, float, str]:
         return f"come to exchange {self._tag!r}", self._timeout_s, "raise the timeout"
 
-    def _all_came(self) -> Commands:
+    def _all_arrived(self) -> Commands:
         boxes = self._outboxes
-        answers = self._give(
+        answers = self._reply_each(
             lambda rank: Exchanged(
                 {sender: boxes[sender][rank] for sender in sorted(boxes) if rank in boxes[sender]}
             )
         )
-        given = dict(self._given)
+        given = dict(self._replies)
         ended = self._end("done")
         # Why these stay: there is no one outcome that could be the answer to a request that
         # comes once more.
-        self._given = given
+        self._replies = given
         return (*answers, *ended)
 
     def _end(self, phase: str) -> list[Command]:

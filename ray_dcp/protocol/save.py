@@ -296,7 +296,7 @@ class SaveMachine(Operation):
                 raise self._contradiction(f"{type(request).__name__} of rank {request.rank}")
         return super().receive(request)
 
-    def join_together(self, joins: Sequence[SaveJoin]) -> Commands | None:
+    def receive_joins(self, joins: Sequence[SaveJoin]) -> Commands | None:
         """Takes joins that are alike but for rank, fingerprint and values.
 
         Returns:
@@ -316,19 +316,19 @@ class SaveMachine(Operation):
         self._planning.take_all(joins)
         self._openings.update(zip(ranks, joins, strict=True))
         self._note_all(step_of(joins[0]), ranks)
-        return self._came()
+        return self._check_barrier()
 
-    def written_together(
+    def receive_receipts(
         self, first: SaveReceipt, ranks: Sequence[int], files: FileReceipts
     ) -> Commands | None:
-        """As `join_together`, for ranks that wrote `files` without an error, each its own."""
+        """As `receive_joins`, for ranks that wrote `files` without an error, each its own."""
         plain = self.phase == "writing" and self._outcome is None and not self.is_staged
         plain &= first.attempt == self._attempt and first.epoch == self._epoch
         if not plain or not self._are_new(ranks):
             return None
         self._note_all(step_of(first), ranks)
         self._receipts.append(files)
-        return self._came()
+        return self._check_barrier()
 
     def cancel(self, reason: str) -> Commands:
         """Fails the save, unless its commit has begun.
@@ -355,11 +355,11 @@ class SaveMachine(Operation):
                 self._left.get(request.rank, set()).clear()
                 self._note(request, request.error)
                 self._receipts.extend(request.files)
-                return self._came()
+                return self._check_barrier()
             case "writing", SaveJoin() if self._planned_in != self._epoch:
                 # It was resumed, and this rank had not got its part of the plan.
                 self._note(request, went_ahead(self.key, request.rank))
-                return self._came()
+                return self._check_barrier()
             case "writing", PartsHeld() if self.is_staged:
                 self._note_holder(request)
                 return (*self._acknowledge(request), *self._check_done(request.rank))
@@ -406,7 +406,7 @@ class SaveMachine(Operation):
                 ("record" | "aborting"),
                 (RecordCreated() | SlotTaken() | SlotFree() | Failed()),
             ):
-                return self._advance(self._vote.tell(result))
+                return self._advance(self._vote.advance(result))
             case (
                 ("publishing" | "collecting" | "projecting"),
                 (Published() | Finished() | Failed()),
@@ -458,9 +458,9 @@ class SaveMachine(Operation):
             self._admit(join)
         else:
             self._note(join, join.error)
-        return self._came()
+        return self._check_barrier()
 
-    def _all_came(self) -> Commands:
+    def _all_arrived(self) -> Commands:
         match self.phase:
             case "joining" if self.is_staged:
                 self._to("queued")
@@ -489,12 +489,12 @@ class SaveMachine(Operation):
         if self._rounds > MOST_ROUNDS:
             return self._fail(self._contradiction(f"answer of {name_ranks(asked)} without items"))
         self._call("gathering")
-        self._roll.came.update(rank for rank in range(self.world_size) if rank not in asked)
+        self._barrier.arrived.update(rank for rank in range(self.world_size) if rank not in asked)
         answers = []
         for rank, reply in asked.items():
             step = step_of(self._planning.last_of(rank))
             del self._waiting[rank, step]
-            self._given[rank, step] = reply
+            self._replies[rank, step] = reply
             answers.append(Answer(self.key, (rank,), step, reply))
         return (*answers, *self._wait(self.options.plan_timeout_s))
 
@@ -535,7 +535,7 @@ class SaveMachine(Operation):
             create_if_absent=self._seen.create_if_absent,
         )
         alike = self._planning.all_know(planned)
-        told = self._give_all(go(0)) if alike else self._give(go)
+        told = self._reply_alike(go(0)) if alike else self._reply_each(go)
         self._planning.clear()
         return (self._arm(self.options.write_timeout_s), *told)
 
@@ -566,8 +566,8 @@ class SaveMachine(Operation):
             held = self._holders.get(rank)
             if held is not None and held.incarnation > written.incarnation:
                 return self._acknowledge(written)  # another stager has taken over
-            self._roll.note(rank, written.error)
-            return (*self._acknowledge(written), *self._came())
+            self._barrier.note(rank, written.error)
+            return (*self._acknowledge(written), *self._check_barrier())
         for receipt in written.files:
             if receipt.file in self._left[rank]:
                 self._left[rank].discard(receipt.file)
@@ -580,20 +580,20 @@ class SaveMachine(Operation):
                     key=receipt.key,
                     rank=rank,
                 )
-                self._roll.note(rank, error)
+                self._barrier.note(rank, error)
         return (*self._acknowledge(written), *self._check_done(rank))
 
     def _take_staged(self, staged: SaveStaged) -> Commands:
         rank = staged.rank
-        self._tell(f"{step_of(staged)} of rank {rank}{' (failed)' if staged.error else ''}")
+        self._log(f"{step_of(staged)} of rank {rank}{' (failed)' if staged.error else ''}")
         self._waiting[rank, step_of(staged)] = None
         self._dead.pop(rank, None)
         self._staged[rank] = staged
         if staged.held is not None:
             self._note_holder(staged.held)
         if staged.error is not None:
-            self._roll.note(rank, staged.error)
-            return self._came()
+            self._barrier.note(rank, staged.error)
+            return self._check_barrier()
         if self._has_lost(rank) and self._left[rank]:
             return self._ask_again(rank)
         # Its bytes are written, or nobody could help a slow stager: that goes on alone.
@@ -603,11 +603,11 @@ class SaveMachine(Operation):
     def _check_done(self, rank: int) -> Commands:
         """Goes on when nothing of a rank is missing any more."""
         known = rank in self._staged or rank in self._holders
-        done = not self._left[rank] and known and rank not in self._roll.came
+        done = not self._left[rank] and known and rank not in self._barrier.arrived
         if done:
-            self._tell(f"part of rank {rank} is written")
-            self._roll.note(rank, None)
-        return self._came() if done or self._roll.errors else ()
+            self._log(f"part of rank {rank} is written")
+            self._barrier.note(rank, None)
+        return self._check_barrier() if done or self._barrier.errors else ()
 
     def stager_lost(self, stager: str, reason: str) -> Commands:
         """Takes that a stager died or froze.
@@ -622,7 +622,7 @@ class SaveMachine(Operation):
         """
         if self.phase != "writing":
             return ()
-        self._tell(f"lost stager {stager}")
+        self._log(f"lost stager {stager}")
         gone: dict[int, CheckpointError] = {}
         commands: Commands = ()
         for rank in self.held_by(stager):
@@ -633,7 +633,7 @@ class SaveMachine(Operation):
                 commands += self._ask_again(rank)
         return commands + (super()._on_lost(gone) if gone else ())
 
-    def heard(self, paces: Mapping[int, tuple[int, int]], now_s: float) -> Commands:
+    def take_progress(self, paces: Mapping[int, tuple[int, int]], now_s: float) -> Commands:
         """Takes how far stagers are, and helps those that are much slower than the others.
 
         Args:
@@ -694,7 +694,7 @@ class SaveMachine(Operation):
 
     def _reply(self, request: Request, reply: Reply) -> Commands:
         step = step_of(request)
-        self._given[request.rank, step] = reply
+        self._replies[request.rank, step] = reply
         return (Answer(self.key, (request.rank,), step, reply),)
 
     # Another coordinator goes on
@@ -716,9 +716,9 @@ class SaveMachine(Operation):
         self._warnings.extend(planned.warnings)
         self._expect(planned.files)
         self._call("writing")
-        self._tell(f"resumed from epoch {planned.epoch}")
+        self._log(f"resumed from epoch {planned.epoch}")
         # Why: these have no bytes that somebody could hold, and may be dead by now.
-        self._roll.came.update(rank for rank, own in enumerate(self._files) if not own)
+        self._barrier.arrived.update(rank for rank, own in enumerate(self._files) if not own)
         look = self._perform(ReadOutcome(self._target, self._attempt))
         return (self._arm(self.options.write_timeout_s), look)
 
@@ -952,13 +952,17 @@ def overtaken(cause: CheckpointError, vote: Vote) -> CheckpointError:
         cause: Why it failed; not changed.
         vote: That fenced it off.
     """
-    if vote.met is None:
+    if vote.decided_by is None:
         return cause
     told = copy.copy(cause)
-    what = "the id was deleted" if vote.met.is_delete else f"attempt {vote.met.attempt} committed"
+    what = (
+        "the id was deleted"
+        if vote.decided_by.is_delete
+        else f"attempt {vote.decided_by.attempt} committed"
+    )
     note = (
-        f"While attempt {vote.attempt} ran, {what} in slot {vote.met.slot}, which removes files of "
-        f"all other attempts. Only one save at a time can have an id"
+        f"While attempt {vote.attempt} ran, {what} in slot {vote.decided_by.slot}, which removes "
+        f"files of all other attempts. Only one save at a time can have an id"
     )
     told.__notes__ = [*getattr(cause, "__notes__", ()), note]
     return told

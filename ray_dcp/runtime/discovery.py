@@ -10,7 +10,8 @@ ranks' calls keep their numbers, so that its coordinator knows which ranks a cal
 
 The ranks of a job find their session in one way: all by their process group, or all by `connect`. A
 rank that uses `connect` never takes part in the group's broadcast, and the others would wait there
-until the group's own timeout. The job's store, which torch has anyway, tells them apart (`meet`).
+until the group's own timeout. The job's store, which torch has anyway, tells them apart: see
+`await_group`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _STORE_KEY = "ray_dcp/own_ray"
 
 _START_S = 120.0
 """How long a private Ray may take to start, in seconds."""
-_TELL_S = 30.0
+_ANSWER_S = 30.0
 """How much longer the other ranks wait until they are told where it is, in seconds."""
 
 _continuing = threading.Lock()
@@ -58,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Call:
+class _Invite:
     """What the first rank tells the others: which Ray, and the session's name."""
 
     invitation: Invitation
@@ -98,7 +99,7 @@ def session_of(
     if not known:
         if process_group is None:
             ranks = dist.get_process_group_ranks(group)
-            meet(ray_private.job_store(), ranks, dist.get_rank())
+            await_group(ray_private.job_store(), ranks, dist.get_rank())
         session = _make(dist, group, make, lease_s)
         sessions.set(group, session)
     return session
@@ -153,19 +154,19 @@ def _make(dist: Any, group: Any, make: type[Session], lease_s: float) -> Session
     box: list[Any] = [call or error]
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
     session = None
-    if isinstance(box[0], _Call):
-        session, error = _come(box[0], make, rank, world_size, lease_s)
+    if isinstance(box[0], _Invite):
+        session, error = _join_session(box[0], make, rank, world_size, lease_s)
     else:
         error = box[0]
     errors: list[CheckpointError | None] = [None] * world_size
     dist.all_gather_object(errors, error, group=group)
     failed = {index: found for index, found in enumerate(errors) if found is not None}
     if failed:
-        raise _told(failed, world_size)
+        raise _combined(failed, world_size)
     return session
 
 
-def _invite(dist: Any, group: Any, lease_s: float) -> tuple[_Call | None, CheckpointError | None]:
+def _invite(dist: Any, group: Any, lease_s: float) -> tuple[_Invite | None, CheckpointError | None]:
     """Returns what to tell the other ranks; an error is told as well, or they would wait."""
     ranks = dist.get_process_group_ranks(group)
     name = group_name(ranks[0], len(ranks))
@@ -174,9 +175,9 @@ def _invite(dist: Any, group: Any, lease_s: float) -> tuple[_Call | None, Checkp
         joined = private_ray.joined()
         if address is not None:
             token_path = None if joined is None else joined.token_path
-            return _Call(Invitation(address, token_path=token_path), name), None
+            return _Invite(Invitation(address, token_path=token_path), name), None
         own = _private_ray_of_the_job(lease_s)
-        return _Call(Invitation(own.address, token_path=own.token_path), name), None
+        return _Invite(Invitation(own.address, token_path=own.token_path), name), None
     except CheckpointError as error:
         return None, error
     except Exception as error:  # noqa: BLE001 - the other ranks wait in the broadcast
@@ -223,11 +224,11 @@ def _private_ray(store: Any, number: int, lease_s: float) -> PrivateRay:
             store.set(f"{key}/told", own.encode())
         return own
     try:
-        store.wait([f"{key}/told"], timedelta(seconds=_START_S + _TELL_S))
+        store.wait([f"{key}/told"], timedelta(seconds=_START_S + _ANSWER_S))
     except RuntimeError as error:  # torch's own timeout error is one, in every version
         _refused.add(number)
         raise ParticipantError(
-            f"Expected another rank to start a Ray within {_START_S + _TELL_S:g} s, but it told "
+            f"Expected another rank to start a Ray within {_START_S + _ANSWER_S:g} s, but it told "
             f"nothing ({error}). Look whether it lives, then call again"
         ) from error
     told = bytes(store.get(f"{key}/told")).decode()
@@ -237,8 +238,8 @@ def _private_ray(store: Any, number: int, lease_s: float) -> PrivateRay:
     return PrivateRay.decode(told)
 
 
-def _come(
-    call: _Call, make: type[Session], rank: int, world_size: int, lease_s: float
+def _join_session(
+    call: _Invite, make: type[Session], rank: int, world_size: int, lease_s: float
 ) -> tuple[Session | None, CheckpointError | None]:
     try:
         attach(call.invitation)
@@ -249,7 +250,7 @@ def _come(
             namespace=call.invitation.namespace,
             lease_s=lease_s,
         )
-        session.greet()
+        session.register()
     except CheckpointError as error:
         return None, error
     except Exception as error:  # noqa: BLE001 - the other ranks wait in the gather
@@ -259,7 +260,7 @@ def _come(
     return session, None
 
 
-def _told(failed: dict[int, CheckpointError], world_size: int) -> CheckpointError:
+def _combined(failed: dict[int, CheckpointError], world_size: int) -> CheckpointError:
     if len(failed) == world_size and len({str(error) for error in failed.values()}) == 1:
         return failed[0]
     lines = [f"rank {rank}: {error}" for rank, error in failed.items()]
@@ -290,7 +291,7 @@ def _train_session(make: type[Session], sessions: GroupSessions, lease_s: float)
         rank, world_size, experiment = ranks
         word = broadcast_from_rank_zero(secrets.token_hex(8))
         session = make(f"train-{experiment}-{word}", rank, world_size, lease_s=lease_s)
-        session.greet()
+        session.register()
         sessions.set(_TRAIN, session)
     return session
 
@@ -308,41 +309,41 @@ LOOK_S = 10.0
 LONGEST_S = 1800.0
 """After this the group's own collective tells who is missing, in seconds: torch's default."""
 
-_KEY = "ray_dcp/company"
+_KEY = "ray_dcp/discovery"
 
 
-def connects(store: Any = None, rank: int | None = None) -> None:
+def announce_connect(store: Any = None, rank: int | None = None) -> None:
     """Tells the job that this rank comes by `connect`, if there is a process group already.
 
     Args:
         store: The job's store; that of the default process group by default.
         rank: In the default group.
     """
-    _tell(store, rank, lambda store, key: store.set(key, "connect"))
+    _update_store(store, rank, lambda store, key: store.set(key, "connect"))
 
 
 @contextmanager
-def announced() -> Iterator[None]:
+def connect_announced() -> Iterator[None]:
     """Tells that this rank comes by `connect`; takes it back when that fails."""
-    connects()
+    announce_connect()
     try:
         yield
     except BaseException:
-        leaves_connect()
+        withdraw_connect()
         raise
 
 
-def leaves_connect(store: Any = None, rank: int | None = None) -> None:
+def withdraw_connect(store: Any = None, rank: int | None = None) -> None:
     """Takes that back: this rank closed its session, and comes by the group from now on.
 
     Args:
         store: As for `connects`.
         rank: As for `connects`.
     """
-    _tell(store, rank, lambda store, key: store.delete_key(key))
+    _update_store(store, rank, lambda store, key: store.delete_key(key))
 
 
-def meet(store: Any, ranks: Sequence[int], rank: int, look_s: float = LOOK_S) -> None:
+def await_group(store: Any, ranks: Sequence[int], rank: int, look_s: float = LOOK_S) -> None:
     """Returns when all ranks of a group have come to make their session, or could still.
 
     Args:
@@ -359,9 +360,9 @@ def meet(store: Any, ranks: Sequence[int], rank: int, look_s: float = LOOK_S) ->
     group = f"{_KEY}/{len(ranks)}-{min(ranks)}-{max(ranks)}"
     store.set(f"{group}/{rank}", "group")
     missing = [other for other in ranks if other != rank]
-    begin_s, is_told = time.monotonic(), False
+    begin_s, is_logged = time.monotonic(), False
     while missing and (waited_s := time.monotonic() - begin_s) < LONGEST_S:
-        if waited_s >= LONG_WAIT_S and not is_told:
+        if waited_s >= LONG_WAIT_S and not is_logged:
             logger.warning(
                 "Rank %d has waited %.0f s to make a session: %s of the process group called "
                 "neither save nor load. All ranks of a group have to",
@@ -369,8 +370,8 @@ def meet(store: Any, ranks: Sequence[int], rank: int, look_s: float = LOOK_S) ->
                 waited_s,
                 name_ranks(missing),
             )
-            is_told = True
-        if _all_came(store, [f"{group}/{other}" for other in missing], look_s):
+            is_logged = True
+        if _all_set(store, [f"{group}/{other}" for other in missing], look_s):
             return
         missing = [other for other in missing if not store.check([f"{group}/{other}"])]
         connected = [other for other in missing if store.check([f"{_KEY}/connect/{other}"])]
@@ -384,7 +385,7 @@ def meet(store: Any, ranks: Sequence[int], rank: int, look_s: float = LOOK_S) ->
             )
 
 
-def _all_came(store: Any, keys: list[str], look_s: float) -> bool:
+def _all_set(store: Any, keys: list[str], look_s: float) -> bool:
     try:
         store.wait(keys, timedelta(seconds=look_s))
     except RuntimeError:  # torch's own timeout error is one, in every version
@@ -392,8 +393,8 @@ def _all_came(store: Any, keys: list[str], look_s: float) -> bool:
     return True
 
 
-def _tell(store: Any, rank: int | None, say: Callable[[Any, str], object]) -> None:
+def _update_store(store: Any, rank: int | None, update: Callable[[Any, str], object]) -> None:
     if store is None:
         store, rank = ray_private.job_place()
     if store is not None:
-        say(store, f"{_KEY}/connect/{rank}")
+        update(store, f"{_KEY}/connect/{rank}")

@@ -300,7 +300,7 @@ def _bury(target: Target, record: DeleteRecord, opener: Opener) -> Decision:
     )
     step: VoteTask | Decision = vote.commit(encode_record(record))
     while not isinstance(step, Won | Fenced | Lost | Open):
-        step = vote.tell(perform(step, opener))
+        step = vote.advance(perform(step, opener))
     return step
 
 

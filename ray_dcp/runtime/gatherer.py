@@ -53,9 +53,9 @@ class Gatherer:
         self._loop = asyncio.get_running_loop()
         self._reach = partial(coordinator_of, coordinator, namespace=namespace, lease_s=lease_s)
         self._coordinator: Any = None
-        self._gathering = BatchWindow(ranks, self._loop.time)
+        self._window = BatchWindow(ranks, self._loop.time)
         self._waiting: dict[Waiting, list[asyncio.Future[Reply | None]]] = {}
-        self._said: dict[int, tuple[Caller, float | None]] = {}
+        self._callers: dict[int, tuple[Caller, float | None]] = {}
         self._present: set[int] = set()
         self._lease_s = lease_s
         self._last_call_s = self._loop.time()
@@ -64,24 +64,24 @@ class Gatherer:
         self._self = ray.get_runtime_context().current_actor
         self._start(self._watch())
 
-    async def call(self, request: Request, caller: Caller, beats_s: float | None) -> Reply | None:
+    async def call(self, request: Request, caller: Caller, silence_s: float | None) -> Reply | None:
         """Returns the coordinator's reply to a request of a rank of the group.
 
         Args:
             request: May come again.
             caller: Who the rank is for Ray.
-            beats_s: See `Coordination.receive`.
+            silence_s: See `Coordination.receive`.
 
         Returns:
             None when the coordinator can't be reached: the rank has to find out by itself.
         """
         self._last_call_s = self._loop.time()
         self._present.add(request.rank)
-        self._said[request.rank] = (caller, beats_s)
+        self._callers[request.rank] = (caller, silence_s)
         future: asyncio.Future[Reply | None] = self._loop.create_future()
         at = (request.key, request.rank, step_of(request))
         self._waiting.setdefault(at, []).append(future)
-        for message in self._gathering.take(request):
+        for message in self._window.take(request):
             self._start(self._send(message, isinstance(request, Opening)))
         self._set_timer()
         return await future
@@ -99,11 +99,11 @@ class Gatherer:
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        at_s = self._gathering.next_s
+        at_s = self._window.next_s
         self._timer = None if at_s is None else self._loop.call_at(at_s, self._send_late)
 
     def _send_late(self) -> None:
-        for message in self._gathering.due():
+        for message in self._window.due():
             self._start(self._send(message, True))
         self._set_timer()
 
@@ -114,13 +114,13 @@ class Gatherer:
             while left:
                 if self._coordinator is None:
                     self._coordinator = await asyncio.to_thread(self._reach)
-                said = [self._said[rank] for rank in message.ranks]
+                callers_of = [self._callers[rank] for rank in message.ranks]
                 # Why only then: who a rank is for Ray has to be told once.
-                callers = [caller for caller, _ in said] if opens else []
-                beats_s = said[0][1]
-                told = await self._coordinator.call_together.remote(message, callers, beats_s)
-                self._gathering.told(message, told)
-                for ranks, reply in told.replies:
+                callers = [caller for caller, _ in callers_of] if opens else []
+                silence_s = callers_of[0][1]
+                replies = await self._coordinator.call_batch.remote(message, callers, silence_s)
+                self._window.replied(message, replies)
+                for ranks, reply in replies.replies:
                     left.difference_update(ranks)
                     for rank in ranks:
                         self._answer((message.key, rank, message.step), reply)
@@ -176,7 +176,7 @@ def gatherer_of(coordinator: str, ranks: range, *, namespace: str, lease_s: floa
     return actor.remote(coordinator, ranks, namespace, check_lease(lease_s))
 
 
-PATIENCE_S = 60.0
+ANSWER_S = 60.0
 """How long a rank that sends no heartbeats waits for an answer before it calls the coordinator
 itself, in seconds; one that sends them waits for its `heartbeat_timeout_s`."""
 
@@ -206,13 +206,13 @@ class GatheredCalls:
         self._handle: Any = None
         self._is_frozen = False
 
-    def call(self, request: Request, caller: Caller, beats_s: float | None) -> Reply | None:
+    def call(self, request: Request, caller: Caller, silence_s: float | None) -> Reply | None:
         """Returns the reply to a request; None where the rank has to ask the coordinator itself.
 
         Args:
             request: Of this rank.
             caller: Who this rank is for Ray.
-            beats_s: See `Session.call`.
+            silence_s: See `Session.call`.
         """
         if not 0 <= self._rank < self._world_size or not aggregation.is_gathered(request):
             return None
@@ -227,13 +227,13 @@ class GatheredCalls:
                     self._coordinator, ranks, namespace=self._namespace, lease_s=self._lease_s
                 )
             with ray_private.starting_no_ray(), ray_calls.inside():
-                answer = self._handle.call.remote(request, caller, beats_s)
+                answer = self._handle.call.remote(request, caller, silence_s)
             # What shuts Ray down meanwhile ends the wait with a `RayError`.
-            done, _ = ray_calls.wait([answer], timeout=PATIENCE_S if beats_s is None else beats_s)
+            done, _ = ray_calls.wait([answer], timeout=ANSWER_S if silence_s is None else silence_s)
             if done:
                 reply: Reply | None = ray_calls.get(answer)
                 return reply
-            self._doubt()
+            self._check_alive()
         except (RayError, ConnectionError, ValueError) as error:
             logger.info("Rank %d calls its coordinator itself: %s", self._rank, error)
             self._handle = None
@@ -246,7 +246,7 @@ class GatheredCalls:
             with suppress(Exception):
                 handle.leave.remote(self._rank)
 
-    def _doubt(self) -> None:
+    def _check_alive(self) -> None:
         """Looks whether the gatherer lives: one that is frozen is not asked again."""
         with ray_calls.inside():
             asked = self._handle.pid.remote()

@@ -25,7 +25,7 @@ from ray_dcp.protocol.messages import Refused
 from ray_dcp.runtime import private_ray, ray_calls, ray_private
 from ray_dcp.runtime.rank_progress import RankProgress
 
-FIRST_BEAT_S = 1.0
+FIRST_HEARTBEAT_S = 1.0
 """A call of the user that is over before this many seconds sends no heartbeat at all."""
 
 TICK_S = 1.0
@@ -68,8 +68,8 @@ class HeartbeatSender:
         self._changed = threading.Condition()
         self._active: dict[RankProgress, float] = {}
         self._thread: threading.Thread | None = None
-        self._first_beat_s = 0.0
-        self._heard: HeartbeatAck | None = None
+        self._first_send_s = 0.0
+        self._ack: HeartbeatAck | None = None
         self._frozen: CheckpointError | None = None
         self._killed_s = float("-inf")
 
@@ -82,9 +82,9 @@ class HeartbeatSender:
         """
         with self._changed:
             if not self._active:
-                first_s = min(FIRST_BEAT_S, beat_interval_s(timeout_s))
-                self._first_beat_s = time.monotonic() + first_s
-                self._frozen = self._heard = None
+                first_s = min(FIRST_HEARTBEAT_S, beat_interval_s(timeout_s))
+                self._first_send_s = time.monotonic() + first_s
+                self._frozen = self._ack = None
             self._active[progress] = timeout_s
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="ray_dcp beats", daemon=True)
@@ -96,7 +96,7 @@ class HeartbeatSender:
             self._active.pop(progress, None)
             self._changed.notify_all()
 
-    def given_up(
+    def failure(
         self, out_of_reach: bool, outlives_restart: bool, goes_on: bool = False
     ) -> CheckpointError | None:
         """Returns why the coordinator will not answer any more; None while it may.
@@ -118,7 +118,7 @@ class HeartbeatSender:
     def _run(self) -> None:
         while True:
             try:
-                _Beating(self).run()
+                _SendLoop(self).run()
             except SystemExit:  # Ray was shut down under this thread
                 return
             except Exception as error:  # noqa: BLE001 - a rank without beats would be blamed
@@ -131,7 +131,7 @@ class HeartbeatSender:
 
     def _is_gone(self) -> bool:
         """Whether the incarnation that was heard last has ended, as Ray's tables tell."""
-        heard = self._heard
+        heard = self._ack
         if heard is None:
             return False
         try:
@@ -147,14 +147,14 @@ class HeartbeatSender:
             progress.abandon(error)
 
     def _died(self) -> ParticipantError:
-        where = f" ({self._heard.place})" if self._heard else ""
+        where = f" ({self._ack.place})" if self._ack else ""
         return ParticipantError(
             f"Expected {self._who} to live until the end, but its process{where} died. Call again",
             rank=self._rank,
         )
 
     def _is_silent(self, silent_s: float) -> DeadlineError:
-        where = f" ({self._heard.place})" if self._heard else ""
+        where = f" ({self._ack.place})" if self._ack else ""
         return DeadlineError(
             f"Expected {self._who}{where} to answer beats, but it has not for {silent_s:.0f} s: "
             f"its process is frozen (stopped, swapped out, or a thread holds the GIL). Another "
@@ -178,15 +178,15 @@ class HeartbeatSender:
         return time.monotonic() < self._killed_s + KILL_S
 
 
-class _Beating:
+class _SendLoop:
     """What the thread knows while it lives."""
 
-    def __init__(self, heart: HeartbeatSender) -> None:
-        self._heart = heart
+    def __init__(self, sender: HeartbeatSender) -> None:
+        self._sender = sender
         self._clock = AwakeClock(time.monotonic, TICK_S)
         self._sent: dict[Any, float] = {}
         self._watches: dict[Any, _Watch] = {}
-        self._told: set[Stop] = set()
+        self._answered: set[Stop] = set()
         self._phases: list[str] = []
         self._next_s = 0.0
         self._fresh = False
@@ -194,42 +194,42 @@ class _Beating:
 
     @ray_private.starting_no_ray()
     def run(self) -> None:
-        heart = self._heart
+        sender = self._sender
         while True:
-            with heart._changed:
-                if not heart._active or not ray.is_initialized():
+            with sender._changed:
+                if not sender._active or not ray.is_initialized():
                     return
-                active = dict(heart._active)
-                wait_s = max(heart._first_beat_s - time.monotonic(), 0.0)
+                active = dict(sender._active)
+                wait_s = max(sender._first_send_s - time.monotonic(), 0.0)
                 if wait_s > 0:
-                    heart._changed.wait(min(wait_s, TICK_S))
+                    sender._changed.wait(min(wait_s, TICK_S))
                     self._clock.tick()
                     continue
-            if heart._own is not None and heart._own.is_lost:
-                heart._abandon(heart._own.lost(heart._rank))
+            if sender._own is not None and sender._own.is_lost:
+                sender._abandon(sender._own.lost(sender._rank))
                 return
             timeout_s = min(active.values())
             interval_s = beat_interval_s(timeout_s)
             now_s = self._clock.tick()
-            due = now_s >= self._next_s or self._is_news(active)
+            due = now_s >= self._next_s or self._has_new_phase(active)
             if due and len(self._sent) < MOST_UNANSWERED:
                 self._send(active, timeout_s, now_s)
                 self._next_s = now_s + interval_s
             self._watch(active)
             self._listen(min(interval_s, TICK_S))
-            self._judge(timeout_s)
+            self._check_coordinator(timeout_s)
 
     def _send(self, active: dict[RankProgress, float], timeout_s: float, now_s: float) -> None:
-        heart = self._heart
-        actor = heart._reach(self._fresh)
+        sender = self._sender
+        actor = sender._reach(self._fresh)
         self._fresh, self._actor_id = False, ray_private.id_of(actor)
         doings = tuple(progress.doing for progress in active)
-        beat = Heartbeat(heart._session, heart._rank, timeout_s, doings)
+        beat = Heartbeat(sender._session, sender._rank, timeout_s, doings)
         with ray_calls.inside():
             self._sent[actor.beat.remote(beat)] = now_s
         self._phases = [doing.phase for doing in doings]
 
-    def _is_news(self, active: dict[RankProgress, float]) -> bool:
+    def _has_new_phase(self, active: dict[RankProgress, float]) -> bool:
         """Whether a phase has begun since the last heartbeat: the coordinator should know soon."""
         return [progress.phase for progress in active] != self._phases
 
@@ -237,18 +237,18 @@ class _Beating:
         """Asks for the outcome of what this rank works for, once for each."""
         watched = {watch.stop for watch in self._watches.values()}
         for progress in active:
-            new = progress.stop not in watched and progress.stop not in self._told
+            new = progress.stop not in watched and progress.stop not in self._answered
             if new and progress.waits_for_others and progress.key is not None:
-                actor = self._heart._reach(False)
+                actor = self._sender._reach(False)
                 with ray_calls.inside():
-                    ref = actor.watch.remote(progress.key, self._heart._rank)
+                    ref = actor.watch.remote(progress.key, self._sender._rank)
                 self._watches[ref] = _Watch(progress, progress.stop)
 
     def _listen(self, wait_s: float) -> None:
         refs = [*self._sent, *self._watches]
         if not refs:
-            with self._heart._changed:
-                self._heart._changed.wait(wait_s)
+            with self._sender._changed:
+                self._sender._changed.wait(wait_s)
             return
         done, _ = ray_calls.wait(refs, num_returns=1, timeout=wait_s)
         for ref in done:
@@ -259,13 +259,13 @@ class _Beating:
             except (ActorDiedError, ActorUnavailableError) as error:
                 self._fresh = isinstance(error, ActorDiedError)
                 self._stop_if_gone()
-                with self._heart._changed:
-                    self._heart._changed.wait(wait_s)
+                with self._sender._changed:
+                    self._sender._changed.wait(wait_s)
                 continue
             if watch is not None:
-                self._told.add(watch.stop)
+                self._answered.add(watch.stop)
             if watch is None:
-                self._heart._heard, self._heart._frozen = answer, None
+                self._sender._ack, self._sender._frozen = answer, None
                 # Why all: whoever answers one lives, and the others may have been lost.
                 self._sent.clear()
                 for wait in answer.waits:
@@ -276,25 +276,25 @@ class _Beating:
     def _stop_if_gone(self) -> None:
         """Takes that a call failed: dead is not silent, and what it had planned is lost."""
         self._sent.clear()
-        if not self._heart._is_gone():
+        if not self._sender._is_gone():
             return
-        self._heart._abandon(self._heart._died())
+        self._sender._abandon(self._sender._died())
 
-    def _judge(self, timeout_s: float) -> None:
+    def _check_coordinator(self, timeout_s: float) -> None:
         now_s = self._clock()
         silent_s = now_s - min(self._sent.values(), default=now_s)
         if silent_s <= timeout_s:
             return
-        heard, life = self._heart._heard, ray_private.life_of(self._actor_id)
+        heard, life = self._sender._ack, ray_private.life_of(self._actor_id)
         ends = heard is not None and heard.num_restarts == life.num_restarts
-        late = self._heart._is_being_replaced and heard is None
+        late = self._sender._is_being_replaced and heard is None
         if late or not (life.is_running or ends):
             # Why: one that is being started, or started anew, is late and not frozen. One that
             # has answered and is just being ended, as another rank found it frozen, is.
             self._sent = dict.fromkeys(self._sent, now_s)
             return
-        heart = self._heart
-        if heart._frozen is None:
-            heart._replace()
-        heart._frozen = heart._is_silent(silent_s)
-        heart._abandon(heart._frozen)
+        sender = self._sender
+        if sender._frozen is None:
+            sender._replace()
+        sender._frozen = sender._is_silent(silent_s)
+        sender._abandon(sender._frozen)

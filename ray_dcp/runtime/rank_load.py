@@ -206,7 +206,7 @@ LoadPlanning = Generator[Request, Reply, LoadWork]
 class LoadResult:
     """What came of a load on one rank."""
 
-    together: ReadCounts
+    total: ReadCounts
     """Of all ranks."""
     checkpoint: Checkpoint
     own: ReadCounts
@@ -396,17 +396,17 @@ class RankLoad:
         storage = self._storage or self.open()
         memory = self._memory.found()
         source = storage if memory is None else WatchedStorage(memory, self.progress)
-        relay = self._relay(source, checkpoint, prepared, share)
-        if memory is None and relay is None:
+        shared = self._shared_source(source, checkpoint, prepared, share)
+        if memory is None and shared is None:
             return self._fill(storage, checkpoint, work, prepared)
         most = None if memory is None else memory.most_threads
         try:
-            counts = self._fill(source, checkpoint, work, prepared, relay, most)
+            counts = self._fill(source, checkpoint, work, prepared, shared, most)
         except (DeadlineError, SaveCancelledError):
             raise
         except CheckpointError as error:
             from_memory = 0 if memory is None else memory.bytes_from_memory
-            from_peers = 0 if relay is None else relay.bytes_from_peers
+            from_peers = 0 if shared is None else shared.bytes_from_peers
             if not from_memory and not from_peers:
                 raise
             logger.warning(
@@ -418,7 +418,7 @@ class RankLoad:
             return replace(counts, bytes_read_instead=from_peers)
         return replace(counts, bytes_from_memory=0 if memory is None else memory.bytes_from_memory)
 
-    def _relay(
+    def _shared_source(
         self,
         storage: Storage,
         checkpoint: Checkpoint,
@@ -451,7 +451,7 @@ class RankLoad:
         checkpoint: Checkpoint,
         work: LoadWork,
         prepared: Prepared,
-        relay: SharedReadStorage | None = None,
+        shared: SharedReadStorage | None = None,
         most_threads: int | None = None,
     ) -> ReadCounts:
         table, options = checkpoint.table, self.options
@@ -461,16 +461,16 @@ class RankLoad:
         end_s = time.monotonic() + options.read_timeout_s
 
         def chunks() -> ReadStats:
-            if relay is None:
+            if shared is None:
                 return read_prepared(storage, prepared, work.sink, options=options)
             failed = True
-            relay.start()
+            shared.start()
             try:
-                stats = read_prepared(relay, prepared, work.sink, options=options)
+                stats = read_prepared(shared, prepared, work.sink, options=options)
                 failed = False
             finally:
-                relay.finish(failed=failed)
-            return replace(stats, bytes_read=relay.bytes_from_storage)
+                shared.finish(failed=failed)
+            return replace(stats, bytes_read=shared.bytes_from_storage)
 
         stats = self._read(chunks, end_s)
         needed, read = stats.bytes_needed, stats.bytes_read
@@ -490,13 +490,13 @@ class RankLoad:
                     take(data)
         needed += sum(int(table.item_bytes[chunk]) for chunk, _ in work.objects)
         work.finish()
-        if relay is None:
+        if shared is None:
             return ReadCounts(needed, read)
         return ReadCounts(
             needed,
             read,
-            bytes_from_peers=relay.bytes_from_peers,
-            bytes_read_instead=relay.bytes_instead,
+            bytes_from_peers=shared.bytes_from_peers,
+            bytes_read_instead=shared.bytes_instead,
         )
 
     def _in_time(self, work: Callable[[], T], what: str) -> T:
@@ -589,7 +589,7 @@ def _planned(
     return work, read_plan, None
 
 
-_PASSED_OVER = (DamagedCheckpointError, CheckpointNotFoundError, KeyMissingError)
+_SKIPPED = (DamagedCheckpointError, CheckpointNotFoundError, KeyMissingError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -708,7 +708,7 @@ def first_that_loads(
                 if skipped:
                     error.__notes__ = [
                         *getattr(error, "__notes__", ()),
-                        f"Newer checkpoints were skipped before: {_told(skipped)}",
+                        f"Newer checkpoints were skipped before: {_listed(skipped)}",
                     ]
                 raise
             skipped.append((one, error))
@@ -748,7 +748,7 @@ def falls_back(error: CheckpointError) -> bool:
     """
     causes = [error, *(cause for cause, _ in error.failures.values())]
     return all(
-        isinstance(cause, _PASSED_OVER) and not isinstance(cause, UnsafeCheckpointError)
+        isinstance(cause, _SKIPPED) and not isinstance(cause, UnsafeCheckpointError)
         for cause in causes
     )
 
@@ -799,16 +799,16 @@ def _nothing_loaded(
     if not damaged:
         return CheckpointNotFoundError(
             f"expected a committed checkpoint{steps} in the run {url}, but none of "
-            f"{len(skipped)} folder(s) holds one: {_told(skipped)}",
+            f"{len(skipped)} folder(s) holds one: {_listed(skipped)}",
             checkpoint_id=url,
         )
     return DamagedCheckpointError(
         f"expected a sound checkpoint{steps} in the run {url}, but none of {len(skipped)} "
-        f"folder(s) can be loaded: {_told(skipped)}. The state dict may hold parts of what was "
+        f"folder(s) can be loaded: {_listed(skipped)}. The state dict may hold parts of what was "
         f"tried: load into it again before you use it. `ray-dcp verify` lists all the damage",
         checkpoint_id=url,
     )
 
 
-def _told(skipped: Sequence[tuple[object, CheckpointError]]) -> str:
+def _listed(skipped: Sequence[tuple[object, CheckpointError]]) -> str:
     return "; ".join(f"{path}: {error.message}" for path, error in skipped)

@@ -313,7 +313,7 @@ class Activity:
         while True:
             seq = request.key.seq if self._seq is None else self._seq
             sent = replace(request, key=replace(request.key, seq=seq))
-            reply = self._session.call(sent, beats_s=self._timeout_s)
+            reply = self._session.call(sent, silence_s=self._timeout_s)
             if not isinstance(reply, Renumbered):
                 return reply
             self._seq = reply.seq
@@ -324,7 +324,7 @@ class Activity:
     def __enter__(self) -> Activity:
         # Why now: a call that fails before its first operation counts as well.
         self._named = self._named or self._session.next_key()
-        self._session.begins(self.progress, self._timeout_s)
+        self._session.begin_call(self.progress, self._timeout_s)
         return self
 
     def __exit__(
@@ -340,6 +340,6 @@ class Activity:
                 with suppress(CheckpointError):
                     self._session.withdraw(key, f"{type(error).__name__} on rank {self.rank}")
             elif key is not None and self.progress.abandoned is not None:
-                self._session.gave_up(key)
+                self._session.report_lost(key)
         finally:
-            self._session.ends(self.progress)
+            self._session.end_call(self.progress)

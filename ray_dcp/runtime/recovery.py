@@ -64,7 +64,7 @@ class StagerWatch:
         self._coordination = coordination
         self._carry_out = carry_out
         self._namespace = namespace
-        self._tell_lost = lost
+        self._on_lost = lost
         self._seen: dict[str, _Seen] = {}
         self._lost: set[str] = set()
 
@@ -82,12 +82,12 @@ class StagerWatch:
         self._seen = {name: self._seen.get(name, _Seen(heard_s=now_s)) for name in needed}
         for name, keys in needed.items():
             seen = self._seen[name]
-            patience_s = min(keys.values())
+            timeout_s = min(keys.values())
             if not seen.asking:
                 task = asyncio.ensure_future(self._ask(name, seen))
                 seen.asking.add(task)
                 task.add_done_callback(seen.asking.discard)
-            elif now_s - seen.heard_s > patience_s:
+            elif now_s - seen.heard_s > timeout_s:
                 why = (
                     f"it was not heard of for {now_s - seen.heard_s:.0f} s, though Ray does not "
                     f"say that it died: frozen, or its machine is out of reach"
@@ -111,7 +111,7 @@ class StagerWatch:
         if process != name:
             self._lose(name, "another stager has its place")
             return
-        self._carry_out(self._coordination.stager_heard(_by_operation(paces), now_s))
+        self._carry_out(self._coordination.stager_progress(_by_operation(paces), now_s))
 
     def _lose(self, name: str, why: str) -> None:
         self._seen.pop(name, None)
@@ -127,7 +127,7 @@ class StagerWatch:
                     for key, ranks in self._coordination.held_by(name).items()
                 ),
             )
-        self._tell_lost(name)
+        self._on_lost(name)
         self._carry_out(self._coordination.stager_lost(name, why))
 
 
@@ -254,7 +254,7 @@ class StagedPlans:
                     if key not in self._coordination.active:
                         await self._forget(key)
                         continue
-                    await self._hear(key, saved)
+                    await self._ask_stagers(key, saved)
                     await self._register(key, saved)
 
     async def resume(self) -> None:
@@ -327,10 +327,10 @@ class StagedPlans:
             ", ".join(holders),
         )
         self._carry_out(self._coordination.resume(planned))
-        await self._hear(key, saved)
+        await self._ask_stagers(key, saved)
 
-    async def _hear(self, key: OpKey, saved: _Saved) -> None:
-        """Takes again what stagers had told the coordinator that is gone."""
+    async def _ask_stagers(self, key: OpKey, saved: _Saved) -> None:
+        """Asks stagers again what they had reported to the earlier coordinator."""
         if saved.taken_up is not None and saved.unasked:
             epoch, attempt = saved.taken_up
             asked = [self._shares(key, epoch, attempt, saved, each) for each in saved.unasked]
@@ -349,7 +349,7 @@ class StagedPlans:
         except (RayError, ValueError):
             pass  # it is dead: the coordinator's watch sees it, if it matters
         else:
-            self._receive(_told(key, epoch, attempt, who, found))
+            self._receive(_reported(key, epoch, attempt, who, found))
         saved.unasked = [one for one in saved.unasked if one != stager]
 
     def _receive(self, requests: Iterable[Request]) -> None:
@@ -367,14 +367,14 @@ def _plan_of(name: str) -> str:
     return f"plan:{name}"
 
 
-def _told(
+def _reported(
     key: OpKey, epoch: int, attempt: str, stager: str, shares: list[StageProgress]
 ) -> list[Request]:
     """Returns what a stager's ranks and itself had told the coordinator that is gone."""
-    told: list[Request] = []
+    found: list[Request] = []
     for share in shares:
         if share.is_sealed:
             name = share.key
-            told.append(PartsHeld(key, name.rank, attempt, epoch, stager, name.incarnation))
-        told += [parts_written(report, stager) for report in share.reports]
-    return told
+            found.append(PartsHeld(key, name.rank, attempt, epoch, stager, name.incarnation))
+        found += [parts_written(report, stager) for report in share.reports]
+    return found

@@ -198,8 +198,8 @@ class Session:
         from ray_dcp.runtime.heartbeat import HeartbeatSender
 
         self.connection = Connection(repr(self), rank)
-        self._patience = CallTimeouts()
-        self._heart = HeartbeatSender(self._reach, self.name, rank, self._who)
+        self._timeouts = CallTimeouts()
+        self._heartbeats = HeartbeatSender(self._reach, self.name, rank, self._who)
         self._gathered = GatheredCalls(rank, world_size, self._actor, namespace, lease_s)
 
     def __repr__(self) -> str:
@@ -229,13 +229,13 @@ class Session:
         """
         return Activity(self, timeout_s, key)
 
-    def call(self, request: Request, *, beats_s: float | None = None) -> Reply:
+    def call(self, request: Request, *, silence_s: float | None = None) -> Reply:
         """Returns the coordinator's reply to a request.
 
         Args:
             request: Of this rank, with a key of this session.
-            beats_s: Silence, in seconds, after which the coordinator may blame this rank: it is in
-                an activity, and sends heartbeats. None: it does not.
+            silence_s: Silence, in seconds, after which the coordinator may mark this rank frozen:
+                it is in an activity, and sends heartbeats. None: it sends none.
 
         Raises:
             DeadlineError: The coordinator is frozen, or did not answer `MARGIN_S` after its own
@@ -247,15 +247,15 @@ class Session:
         self._check_open()
         is_held = isinstance(request, SaveStaged | PartsHeld)
         outlives_restart = is_held or isinstance(request, Opening)
-        patience_s = self._patience.of(request)
+        timeout_s = self._timeouts.of(request)
         try:
-            reply: Reply = self._gathered.call(request, self._caller, beats_s) or self._ask(
-                lambda actor: actor.call.remote(request, self._caller, beats_s),
-                patience_s,
-                lambda failed: self._heart.given_up(failed, outlives_restart, is_held),
+            reply: Reply = self._gathered.call(request, self._caller, silence_s) or self._ask(
+                lambda actor: actor.call.remote(request, self._caller, silence_s),
+                timeout_s,
+                lambda failed: self._heartbeats.failure(failed, outlives_restart, is_held),
             )
         except ParticipantError:
-            self.gave_up(request.key)
+            self.report_lost(request.key)
             raise
         return reply
 
@@ -311,15 +311,15 @@ class Session:
 
     # For an activity
 
-    def begins(self, progress: RankProgress, timeout_s: float) -> None:
+    def begin_call(self, progress: RankProgress, timeout_s: float) -> None:
         """Begins to send heartbeats for a call of the user."""
-        self._heart.add(progress, timeout_s)
+        self._heartbeats.add(progress, timeout_s)
 
-    def ends(self, progress: RankProgress) -> None:
+    def end_call(self, progress: RankProgress) -> None:
         """Ends that."""
-        self._heart.remove(progress)
+        self._heartbeats.remove(progress)
 
-    def gave_up(self, key: OpKey) -> None:
+    def report_lost(self, key: OpKey) -> None:
         """Tells the next coordinator that this rank began an operation with the one before.
 
         *Why*: ranks that had no answer yet begin it there again, and would wait for this one.
@@ -346,27 +346,27 @@ class Session:
         info: dict[str, Any] = self._ask(lambda actor: actor.info.remote(), MARGIN_S)
         return info
 
-    def greet(self) -> None:
+    def register(self) -> None:
         """Tells the coordinator that this rank is there, so that it sees it die.
 
         Raises:
             ParticipantError: The coordinator is out of reach.
         """
         self._check_open()
-        self._ask(lambda actor: actor.greet.remote(self.name, self.rank, self._caller), MARGIN_S)
+        self._ask(lambda actor: actor.register.remote(self.name, self.rank, self._caller), MARGIN_S)
 
-    def enter(self, word: str, timeout_s: float) -> str:
+    def enter(self, token: str, timeout_s: float) -> str:
         """Returns the generation on which this rank and all others of the name agree.
 
         Args:
-            word: Tells this process from an earlier one of the same rank.
+            token: Tells this process from an earlier one of the same rank.
             timeout_s: How long to wait for the others, in seconds.
 
         Raises:
             DeadlineError: Some rank did not come in time; the message names them.
             RankDisagreementError: The ranks differ about their number.
         """
-        answer = self._enter(word, min(timeout_s, LONG_WAIT_S))
+        answer = self._enter(token, min(timeout_s, LONG_WAIT_S))
         if not isinstance(answer, str) and timeout_s > LONG_WAIT_S:
             logger.warning(
                 "Rank %d has waited %g s to connect as %r: %s did not come yet",
@@ -375,7 +375,7 @@ class Session:
                 self._actor,
                 name_ranks(answer),
             )
-            answer = self._enter(word, timeout_s - LONG_WAIT_S)
+            answer = self._enter(token, timeout_s - LONG_WAIT_S)
         if isinstance(answer, str):
             return answer
         raise DeadlineError(
@@ -384,9 +384,9 @@ class Session:
             rank=self.rank,
         )
 
-    def _enter(self, word: str, timeout_s: float) -> str | list[int]:
+    def _enter(self, token: str, timeout_s: float) -> str | list[int]:
         answer: str | list[int] = self._ask(
-            lambda actor: actor.enter.remote(self.rank, self.world_size, word, timeout_s),
+            lambda actor: actor.enter.remote(self.rank, self.world_size, token, timeout_s),
             timeout_s + MARGIN_S,
         )
         return answer
@@ -412,7 +412,7 @@ class Session:
         )
         with self._lock:
             after._next_seq, after.skipped_calls = self._next_seq, self.skipped_calls
-        after.greet()
+        after.register()
         if self._staging is not None:
             self._staging.close()
         return after
@@ -423,9 +423,9 @@ class Session:
             return
         self.closed = True
         if sessions.explicit is self:
-            from ray_dcp.runtime.discovery import leaves_connect
+            from ray_dcp.runtime.discovery import withdraw_connect
 
-            leaves_connect()
+            withdraw_connect()
             sessions.explicit = None
         self._gathered.close()
         if self._staging is not None:
@@ -508,7 +508,7 @@ def connect(
     check_connect(rank, world_size, name, timeout_s)
     check_lease(lease_s)
     from ray_dcp.runtime.attach import attach_named
-    from ray_dcp.runtime.discovery import announced
+    from ray_dcp.runtime.discovery import connect_announced
 
     if attach_named(address) is None:
         raise InvalidRequestError(
@@ -518,7 +518,7 @@ def connect(
         )
     shared = name or f"alone-{secrets.token_hex(6)}"
     place = Session(shared, rank, world_size, namespace=namespace, lease_s=lease_s)
-    with announced():
+    with connect_announced():
         generation = place.enter(secrets.token_hex(8), timeout_s)
     session = Session(
         f"{shared}/{generation}",
@@ -528,7 +528,7 @@ def connect(
         namespace=namespace,
         lease_s=lease_s,
     )
-    session.greet()
+    session.register()
     sessions.explicit = session
     return session
 
@@ -557,7 +557,7 @@ def current_session(
         return None
     if process_group is None and sessions.explicit is not None:
         return sessions.explicit
-    if process_group is None and not may_have_company():
+    if process_group is None and not may_be_distributed():
         return None
     from ray_dcp.runtime import discovery
 
@@ -615,7 +615,7 @@ sessions = GroupSessions()
 """Those of this process."""
 
 
-def may_have_company() -> bool:
+def may_be_distributed() -> bool:
     """Returns whether this process could be a rank: it uses Ray, or a process group of several."""
     distributed = sys.modules.get("torch.distributed")
     if "ray" in sys.modules or distributed is None or not distributed.is_available():

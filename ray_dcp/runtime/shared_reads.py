@@ -17,7 +17,7 @@ import numpy as np
 from ray_dcp.errors import CheckpointError
 from ray_dcp.io.shared_read import PATIENCE_S, Transport
 from ray_dcp.planning.reads import RankShare
-from ray_dcp.protocol.load import Decline, Enter, Leave, Listen, Offer, UnitUpdate, Use, Word
+from ray_dcp.protocol.load import Decline, Enter, Leave, Listen, Offer, ReadMessage, UnitUpdate, Use
 from ray_dcp.protocol.messages import OpKey
 
 LISTEN_S = 5.0
@@ -129,7 +129,7 @@ class RayTransport:
         self._silent: set[int] = set()
         self._heard_s: dict[int, float] = {}
         self._reader: dict[int, int] = {}
-        self._unsaid: list[int] = []
+        self._unsent: list[int] = []
         self._freed: Callable[[int], None] = lambda _: None
         self._offered: list[int] = []
         self._left = False
@@ -141,7 +141,7 @@ class RayTransport:
         now_s = time.monotonic()
         self._reader = dict(zip(units, readers, strict=True))
         self._heard_s = dict.fromkeys(readers, now_s)
-        self._say(Enter(self._key, self._rank, units, readers))
+        self._send(Enter(self._key, self._rank, units, readers))
         threading.Thread(target=self._listen, daemon=True, name="ray_dcp hears peers").start()
 
     def offer(self, unit: int, ranks: int, data: memoryview) -> memoryview | None:
@@ -159,19 +159,19 @@ class RayTransport:
         with self._changed:
             self._mine[unit] = ref
             self._offered.append(unit)
-        said = self._say(Offer(self._key, self._rank, unit, ranks, [ref]))
-        return found if said else None
+        sent = self._send(Offer(self._key, self._rank, unit, ranks, [ref]))
+        return found if sent else None
 
     def decline(self, units: Sequence[int]) -> None:
         """See `Transport.decline`."""
         with self._changed:
             for unit in units:
                 self._mine.pop(unit, None)
-        self._say(Decline(self._key, self._rank, tuple(units)))
+        self._send(Decline(self._key, self._rank, tuple(units)))
 
     def take(self, unit: int, reader: int) -> memoryview | None:
         """See `Transport.take`."""
-        self._say_uses(1)
+        self._send_uses(1)
         with self._changed:
             while unit not in self._refs:
                 if unit in self._gone or self._left or reader in self._silent:
@@ -195,8 +195,8 @@ class RayTransport:
         """See `Transport.use`."""
         with self._changed:
             self._refs.pop(unit, None)
-            self._unsaid.append(unit)
-        self._say_uses(_USES)
+            self._unsent.append(unit)
+        self._send_uses(_USES)
 
     def leave(self) -> None:
         """See `Transport.leave`."""
@@ -204,7 +204,7 @@ class RayTransport:
             self._left = True
             self._refs.clear()
             self._changed.notify_all()
-        self._say(Leave(self._key, self._rank, tuple(self._offered)))
+        self._send(Leave(self._key, self._rank, tuple(self._offered)))
 
     def _fetched(self, ref: Any, reader: int) -> memoryview | None:
         import ray
@@ -220,14 +220,14 @@ class RayTransport:
                 self._silent.add(reader)
             return None
 
-    def _say_uses(self, at_least: int) -> None:
+    def _send_uses(self, at_least: int) -> None:
         with self._changed:
-            if len(self._unsaid) < at_least:
+            if len(self._unsent) < at_least:
                 return
-            units, self._unsaid = tuple(self._unsaid), []
-        self._say(Use(self._key, self._rank, units))
+            units, self._unsent = tuple(self._unsent), []
+        self._send(Use(self._key, self._rank, units))
 
-    def _say(self, word: Word) -> bool:
+    def _send(self, message: ReadMessage) -> bool:
         import ray
 
         from ray_dcp.runtime import ray_calls, ray_private
@@ -235,7 +235,7 @@ class RayTransport:
         try:
             coordinator = self._coordinator()
             with ray_private.starting_no_ray(), ray_calls.inside():
-                coordinator.hear.remote(word)
+                coordinator.share.remote(message)
         except (CheckpointError, ray.exceptions.RayError, ValueError) as error:
             logger.warning("The coordinator can't be told what was read: %s", error)
             return False
@@ -250,16 +250,16 @@ class RayTransport:
         seen = 0
         try:
             while not self._left:
-                word = Listen(self._key, self._rank, seen, LISTEN_S)
+                message = Listen(self._key, self._rank, seen, LISTEN_S)
                 coordinator = self._coordinator()
                 with ray_private.starting_no_ray(), ray_calls.inside():
-                    answer = coordinator.hear.remote(word)
-                news = ray_calls.get(answer, timeout=LISTEN_S + PATIENCE_S)
-                if news is None:
+                    answer = coordinator.share.remote(message)
+                updates = ray_calls.get(answer, timeout=LISTEN_S + PATIENCE_S)
+                if updates is None:
                     break
-                seen += len(news)
-                for new in news:
-                    self._hear(new)
+                seen += len(updates)
+                for new in updates:
+                    self._take_update(new)
         except (CheckpointError, ray.exceptions.RayError, ValueError, SystemExit) as error:
             logger.warning("The coordinator tells nothing of other ranks: %s", error)
         with self._changed:
@@ -271,7 +271,7 @@ class RayTransport:
         for unit in freed:
             self._freed(unit)
 
-    def _hear(self, new: UnitUpdate) -> None:
+    def _take_update(self, new: UnitUpdate) -> None:
         with self._changed:
             reader = self._reader.get(new.unit, -1)
             if reader == self._rank:

@@ -642,7 +642,7 @@ def settle(
     step: VoteTask | Decision = vote.abort(reason, rank)
     while not isinstance(step, Won | Fenced | Lost | Open):
         result: Result = perform(step, opener)
-        step = vote.tell(result)
+        step = vote.advance(result)
     return step
 
 

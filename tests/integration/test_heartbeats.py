@@ -93,7 +93,7 @@ class Other:
 
     def ready(self, name: str, rank: int, world_size: int) -> int:
         self.session = Session(name, rank, world_size)
-        self.session.greet()
+        self.session.register()
         return os.getpid()
 
     def save(self, path: str, blow: int, heartbeat_s: float):
@@ -246,7 +246,7 @@ def test_a_killed_coordinator_ends_a_save_in_seconds_for_ranks_that_write(thread
         saves = [threads.submit(try_save, each, str(tmp_path), gate.opener) for each in sessions]
         assert gate.reached.wait(180)
         # The first beat has come, and with it the call that sees the coordinator die.
-        assert eventually(lambda: all(each._heart._heard for each in sessions))
+        assert eventually(lambda: all(each._heartbeats._ack for each in sessions))
         os.kill(pid, signal.SIGKILL)
         killed_s = time.monotonic()
         told = [save.result(180)[0] for save in saves]
@@ -286,7 +286,7 @@ def test_a_load_whose_coordinator_is_killed_ends_in_seconds(threads, tmp_path):
         pid = sessions[0].coordinator_info()["pid"]
         loads = [threads.submit(try_load, each, str(tmp_path), gate.opener) for each in sessions]
         assert gate.reached.wait(180)
-        assert eventually(lambda: all(each._heart._heard for each in sessions))
+        assert eventually(lambda: all(each._heartbeats._ack for each in sessions))
         os.kill(pid, signal.SIGKILL)
         killed_s = time.monotonic()
         told = [load.result(180) for load in loads]

@@ -173,15 +173,17 @@ def test_a_file_that_is_too_long_is_refused_before_it_is_read():
 
 def test_the_notes_of_a_save_become_its_phases():
     recorder = SaveRecorder(join(0), unix_s=1000.0, now_s=10.0)
-    recorder.hears(join(0), 10.0, "pid 1 on a")
-    recorder.hears(join(1), 11.0, "pid 2 on b")
+    recorder.record_request(join(0), 10.0, "pid 1 on a")
+    recorder.record_request(join(1), 11.0, "pid 2 on b")
     recorder.performed(PLAN, 11.0, 11.5)
     for rank in (0, 1):
-        recorder.tells(go(rank), 12.0)
-    recorder.hears(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5), receipt(1, 6))), 13.0)
-    recorder.hears(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5), receipt(1, 6))), 14.0)  # again
-    recorder.hears(SaveReceipt(KEY, 1, "another", 1, (receipt(2, 9),)), 13.0)
-    recorder.hears(SaveReceipt(KEY, 1, ATTEMPT, 1, (receipt(2, 9),)), 15.5)
+        recorder.record_answer(go(rank), 12.0)
+    recorder.record_request(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5), receipt(1, 6))), 13.0)
+    recorder.record_request(
+        SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5), receipt(1, 6))), 14.0
+    )  # again
+    recorder.record_request(SaveReceipt(KEY, 1, "another", 1, (receipt(2, 9),)), 13.0)
+    recorder.record_request(SaveReceipt(KEY, 1, ATTEMPT, 1, (receipt(2, 9),)), 15.5)
     trace = recorder.trace(committed_s=16.0)
     assert trace is not None
     assert trace.began_s == 999.5  # rank 0 had captured for half a second when it joined
@@ -203,13 +205,13 @@ def test_the_notes_of_a_save_become_its_phases():
 
 def test_an_asynchronous_save_is_staged_while_it_is_written():
     recorder = SaveRecorder(join(0, staged=True), 0.0, 0.0)
-    recorder.hears(join(0, staged=True), 1.0)
-    recorder.tells(go(0), 2.0)
-    recorder.hears(PartsWritten(KEY, 0, ATTEMPT, 1, "st", 0, (receipt(0, 5),)), 2.5)
-    recorder.hears(PartsHeld(KEY, 0, ATTEMPT, 1, "st"), 3.0)
-    recorder.hears(PartsHeld(KEY, 0, ATTEMPT, 1, "other", 1), 3.5)
-    recorder.hears(PartsWritten(KEY, 0, ATTEMPT, 1, "st", 0, (receipt(1, 6),)), 4.0)
-    recorder.hears(PartsWritten(KEY, 0, ATTEMPT, 1, "other", 1, (receipt(1, 6),)), 9.0)
+    recorder.record_request(join(0, staged=True), 1.0)
+    recorder.record_answer(go(0), 2.0)
+    recorder.record_request(PartsWritten(KEY, 0, ATTEMPT, 1, "st", 0, (receipt(0, 5),)), 2.5)
+    recorder.record_request(PartsHeld(KEY, 0, ATTEMPT, 1, "st"), 3.0)
+    recorder.record_request(PartsHeld(KEY, 0, ATTEMPT, 1, "other", 1), 3.5)
+    recorder.record_request(PartsWritten(KEY, 0, ATTEMPT, 1, "st", 0, (receipt(1, 6),)), 4.0)
+    recorder.record_request(PartsWritten(KEY, 0, ATTEMPT, 1, "other", 1, (receipt(1, 6),)), 9.0)
     trace = recorder.trace(10.0)
     assert trace is not None
     assert trace.mode == "async_save"
@@ -222,9 +224,9 @@ def test_an_asynchronous_save_is_staged_while_it_is_written():
 
 def test_a_process_alone_tells_how_long_it_copied():
     recorder = SaveRecorder(join(0), 0.0, 0.0)
-    recorder.hears(join(0), 1.0)
-    recorder.tells(go(0), 2.0)
-    recorder.hears(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5),), None, 0.25), 3.0)
+    recorder.record_request(join(0), 1.0)
+    recorder.record_answer(go(0), 2.0)
+    recorder.record_request(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5),), None, 0.25), 3.0)
     trace = recorder.trace(4.0)
     assert trace is not None
     spans = {span.phase: (span.start_s, span.stop_s) for span in trace.spans}
@@ -234,7 +236,7 @@ def test_a_process_alone_tells_how_long_it_copied():
 
 def test_there_is_no_trace_of_what_was_never_planned():
     recorder = SaveRecorder(join(0), 0.0, 0.0)
-    recorder.hears(join(0), 1.0)
+    recorder.record_request(join(0), 1.0)
     assert recorder.trace(2.0) is None
 
 
@@ -242,9 +244,9 @@ def test_there_is_no_trace_of_what_was_never_planned():
 
 
 def noted(tracing: Tracing, **options: object) -> Perform:
-    tracing.hears(join(0, **options))
-    tracing.tells(go(0))
-    tracing.hears(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5),)))
+    tracing.record_request(join(0, **options))
+    tracing.record_answer(go(0))
+    tracing.record_request(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5),)))
     return Perform(KEY, PublishMetadata(Target("memory://trace-file"), 1, None))
 
 
@@ -263,7 +265,7 @@ def test_no_trace_is_written_where_the_save_failed():
     storage = MemoryStorage("trace-none")
     tracing = Tracing(opener=lambda _: storage)
     command = noted(tracing)
-    tracing.tells(Answer(KEY, (0,), "SaveReceipt", Refused(ray_dcp.CheckpointError("no"))))
+    tracing.record_answer(Answer(KEY, (0,), "SaveReceipt", Refused(ray_dcp.CheckpointError("no"))))
     tracing.perform(command, lambda task: task)
     assert storage.list() == []
 
@@ -284,18 +286,20 @@ def test_notes_that_go_wrong_change_nothing(monkeypatch: pytest.MonkeyPatch):
         raise RuntimeError("a bug")
 
     tracing = Tracing(opener=broken)
-    monkeypatch.setattr(SaveRecorder, "hears", broken)
-    tracing.hears(join(0))
-    monkeypatch.setattr(SaveRecorder, "tells", broken)
+    monkeypatch.setattr(SaveRecorder, "record_request", broken)
+    tracing.record_request(join(0))
+    monkeypatch.setattr(SaveRecorder, "record_answer", broken)
     monkeypatch.setattr(SaveRecorder, "performed", broken)
-    tracing.tells(go(0))
+    tracing.record_answer(go(0))
     assert tracing.perform(Perform(KEY, PLAN), lambda task: "done") == "done"
 
 
 def test_a_coordinator_keeps_the_notes_of_a_bounded_number_of_saves():
     tracing = Tracing()
     for seq in range(200):
-        tracing.hears(SaveJoin(OpKey("s", seq), 0, 1, Target("memory://x"), SaveOptions(), b""))
+        tracing.record_request(
+            SaveJoin(OpKey("s", seq), 0, 1, Target("memory://x"), SaveOptions(), b"")
+        )
     assert len(tracing._saves) == 64
 
 

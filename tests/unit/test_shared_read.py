@@ -159,7 +159,7 @@ def enter(rank, units=(0,), readers=(0,)):
 
 
 def heard(handover, rank, seen=0):
-    return [(new.what, new.unit, new.handle) for new in handover.news(rank, seen)]
+    return [(new.what, new.unit, new.handle) for new in handover.updates(rank, seen)]
 
 
 def test_who_enters_late_hears_what_is_there():
@@ -232,17 +232,17 @@ def test_who_listens_is_answered_as_soon_as_something_is_new():
 
     async def play():
         board = SharedReadDispatch(lambda key: key in over)
-        await board.hear(enter(1))
-        waiting = asyncio.ensure_future(board.hear(Listen(KEY, 1, 0, 60.0)))
+        await board.share(enter(1))
+        waiting = asyncio.ensure_future(board.share(Listen(KEY, 1, 0, 60.0)))
         await asyncio.sleep(0)
-        await board.hear(Offer(KEY, 0, 0, 2, "h"))
+        await board.share(Offer(KEY, 0, 0, 2, "h"))
         news = await asyncio.wait_for(waiting, 10)
-        nothing = await board.hear(Listen(KEY, 1, 1, 0.0))
-        waiting = asyncio.ensure_future(board.hear(Listen(KEY, 1, 1, 60.0)))
+        nothing = await board.share(Listen(KEY, 1, 1, 0.0))
+        waiting = asyncio.ensure_future(board.share(Listen(KEY, 1, 1, 60.0)))
         await asyncio.sleep(0)
         over.add(KEY)
         board.tidy()
-        return news, nothing, await asyncio.wait_for(waiting, 10), await board.hear(enter(2))
+        return news, nothing, await asyncio.wait_for(waiting, 10), await board.share(enter(2))
 
     news, nothing, at_the_end, after_it = asyncio.run(play())
     assert [new.handle for new in news] == ["h"]
@@ -282,7 +282,7 @@ def test_a_reader_whose_units_nobody_takes_leaves_the_rest_to_the_others(monkeyp
     mine.read_into("f", 0, memoryview(target))
     mine.finish()
     assert target == bytes(range(30))
-    assert [new.what for new in board.handover.news(1, 0)] == ["there", "gone", "gone"]
+    assert [new.what for new in board.handover.updates(1, 0)] == ["there", "gone", "gone"]
 
 
 def test_a_load_that_failed_elsewhere_ends_the_wait():
@@ -313,4 +313,4 @@ def test_a_reader_whose_storage_fails_tells_so_and_finds_out_itself():
     with pytest.raises(StorageError):
         mine.read_into("f", 0, memoryview(bytearray(30)))
     mine.finish(failed=True)
-    assert {new.what for new in board.handover.news(1, 0)} == {"gone"}
+    assert {new.what for new in board.handover.updates(1, 0)} == {"gone"}
