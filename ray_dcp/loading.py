@@ -28,6 +28,7 @@ from ray_dcp.runtime.memory_tier import NodeMemory, memory_of
 from ray_dcp.runtime.rank_load import (
     LoadResult,
     LoadWork,
+    Peers,
     RankLoad,
     StepRange,
     drive,
@@ -35,7 +36,6 @@ from ray_dcp.runtime.rank_load import (
     with_time_to_join,
 )
 from ray_dcp.runtime.rank_progress import Activity
-from ray_dcp.runtime.shared_reads import Peers, peers_of
 from ray_dcp.torch_adapter.collective import Group
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, NATIVE, Route, decide_load
 from ray_dcp.torch_adapter.foreign import foreign_load
@@ -96,7 +96,7 @@ def run_load(
             coordinator_rank=coordinator_rank,
             stateful=stateful,
             overwritten=set(),
-            peers=peers_of(session),
+            peers=_peers_of(session),
             memory=memory,
         )
         report = drive(steps, account.watching(activity.call))
@@ -143,7 +143,7 @@ def run_load_newest(
             coordinator_rank=0,
             stateful=True,
             overwritten=overwritten,
-            peers=peers_of(session),
+            peers=_peers_of(session),
             memory=memory,
         )
 
@@ -281,6 +281,29 @@ def _load_steps(
         path=decision.path,
         checkpoint_id=target.url,
     )
+
+
+def _peers_of(session: object) -> Peers:
+    """Returns how the ranks of a session reach each other; nobody, for a process that is alone.
+
+    Args:
+        session: Of this rank.
+
+    Raises:
+        ParticipantError: This process has shut down the Ray of the session.
+    """
+    connection = getattr(session, "connection", None)
+    if connection is not None:
+        # Why first: what is asked of Ray in a process without it starts another one.
+        connection.check()
+    coordinator = getattr(session, "coordinator", None)
+    if coordinator is None:
+        return Peers()
+    from ray_dcp.runtime import private_ray
+    from ray_dcp.runtime.shared_reads import RayPeers
+
+    # Why not there: Ray ends a rank that is at the object store of a raylet when that dies.
+    return Peers() if private_ray.joined() is not None else RayPeers(coordinator)
 
 
 def _await_staged(memory: NodeMemory, url: str, session: Activity, options: LoadOptions) -> None:

@@ -47,7 +47,7 @@ from ray_dcp.protocol.messages import (
     SaveJoin,
 )
 from ray_dcp.protocol.operation import Commands, ExchangeMachine
-from ray_dcp.protocol.planning import PlanCache
+from ray_dcp.protocol.planning import PlanCache, planned_chunks
 from ray_dcp.protocol.save import SaveMachine, StagedPlan
 
 Machine = SaveMachine | LoadMachine | ExchangeMachine
@@ -153,7 +153,7 @@ class Coordination:
         self.epoch = epoch
         self._clock, self._liveness = clock, Liveness(clock)
         self._new_attempt = new_attempt
-        self._plans = PlanCache()
+        self._plans = PlanCache(planned_chunks)
         self._waits: dict[tuple[OpKey, str], tuple[float, bool]] = {}
         self._long_waits: dict[tuple[str, int], list[str]] = {}
         self._active: dict[OpKey, Machine] = {}
@@ -184,7 +184,8 @@ class Coordination:
         lost = self._lost.get(request.key.session, {})
         if not isinstance(request, PartsHeld | PartsWritten):  # these say nothing of the rank
             lost.pop(request.rank, None)
-            self._liveness.take_request(request, silence_s)
+            call = call_of(request) if isinstance(request, Opening) else None
+            self._liveness.take_requests(request.key, (request.rank,), silence_s, call)
         machine = self._known(request.key)
         seq = self._renumbered(machine, request)
         if seq is not None:

@@ -34,16 +34,16 @@ MOST_DECIDED = 64
 _METADATA = ".metadata"
 _ATTEMPT = r"(?P<attempt>[0-9a-f]{16})"
 """What an attempt looks like: `runtime.tasks.new_attempt`."""
-_DATA = re.compile(
-    rf"__[0-9]+_[0-9]+\.{_ATTEMPT}\.distcp"
-    rf"|{_ATTEMPT.replace('attempt', 'folder')}/rank-[0-9]{{5,}}-part-[0-9]{{5,}}\.safetensors"
-)
-_TABLE = re.compile(rf"chunks\.{_ATTEMPT}\.table")
-_TRACE = re.compile(rf"trace\.{_ATTEMPT}\.json")
-_STATS = re.compile(rf"stats\.{_ATTEMPT}\.json")
 _TEMP = re.compile(r"(?P<folder>(?:[^/]+/)?)\.tmp-[0-9a-f]{12}-(?P<name>[^/]+)")
 
 Kind = Literal["data", "table", "record", "metadata", "temp", "trace"]
+_NAMES: tuple[tuple[Kind, re.Pattern[str]], ...] = (
+    ("data", re.compile(rf"__[0-9]+_[0-9]+\.{_ATTEMPT}\.distcp")),
+    ("data", re.compile(rf"{_ATTEMPT}/rank-[0-9]{{5,}}-part-[0-9]{{5,}}\.safetensors")),
+    ("table", re.compile(rf"chunks\.{_ATTEMPT}\.table")),
+    ("table", re.compile(rf"stats\.{_ATTEMPT}\.json")),
+    ("trace", re.compile(rf"trace\.{_ATTEMPT}\.json")),
+)
 _ORDER: dict[Kind, int] = {"data": 0, "temp": 0, "trace": 0, "table": 1, "record": 2, "metadata": 3}
 
 
@@ -99,18 +99,8 @@ def owner_of(key: str) -> Owned | None:
         return Owned("metadata")
     if slot_of(key) is not None:
         return Owned("record")
-    data, trace = _DATA.fullmatch(key), _TRACE.fullmatch(key)
-    table = _TABLE.fullmatch(key) or _STATS.fullmatch(key)
-    if data is not None:
-        kind: Kind = "data"
-        attempt = data["attempt"] or data["folder"]
-    elif table is not None:
-        kind, attempt = "table", table["attempt"]
-    elif trace is not None:
-        kind, attempt = "trace", trace["attempt"]
-    else:
-        return None
-    return Owned(kind, attempt)
+    found = ((kind, pattern.fullmatch(key)) for kind, pattern in _NAMES)
+    return next((Owned(kind, match["attempt"]) for kind, match in found if match), None)
 
 
 def attempts_of(keys: Iterable[str]) -> frozenset[str]:

@@ -19,8 +19,8 @@ from math import inf
 from statistics import median
 
 from ray_dcp.errors import DeadlineError
-from ray_dcp.protocol.error_aggregation import Call, Opening, call_of, describe_call
-from ray_dcp.protocol.messages import OpKey, Request
+from ray_dcp.protocol.error_aggregation import Call, describe_call
+from ray_dcp.protocol.messages import OpKey
 
 LONG_WAIT_S = 30.0
 """A wait for other ranks that lasts longer is logged, once, in seconds."""
@@ -175,27 +175,17 @@ class Liveness:
 
     # What is heard
 
-    def take_request(self, request: Request, timeout_s: float | None) -> None:
-        """Takes that a rank sent a request.
-
-        Args:
-            request: Which.
-            timeout_s: Silence after which the rank is frozen, in seconds, if it sends heartbeats
-                until this operation is over for it; None when it does not.
-        """
-        call = call_of(request) if isinstance(request, Opening) else None
-        self.take_requests(request.key, (request.rank,), timeout_s, call)
-
     def take_requests(
         self, key: OpKey, ranks: Sequence[int], timeout_s: float | None, call: Call | None = None
     ) -> None:
-        """Takes that ranks sent requests of one operation and step, as `take_request` does for one.
+        """Notes that ranks sent requests of one operation and step.
 
         Args:
             key: Which operation.
             ranks: Who.
-            timeout_s: As for `take_request`.
-            call: With which they begin it.
+            timeout_s: Silence after which each rank is frozen, in seconds, if it sends heartbeats
+                until this operation is over for it; None when it does not.
+            call: With which they begin it, if they do.
         """
         now_s = self._clock()
         last = None if call is None else (key, call)
@@ -339,56 +329,21 @@ TIMES_SLOWER = 2.0
 """Whoever would take more than so many times as long as the others took is helped."""
 
 
-@dataclass(frozen=True)
-class Pace:
-    """How far the writing of one rank's bytes is."""
-
-    written_bytes: int
-    total_bytes: int
-    done_s: float | None = None
-    """After how many seconds all of it was written; None while it is not."""
-
-
-def find_stragglers(paces: Mapping[int, Pace], elapsed_s: float) -> dict[int, str]:
-    """Returns the ranks whose bytes another stager should write, each with what was seen.
+class WriteProgress:
+    """How far the stagers of one save are, and which ranks' bytes another stager should write.
 
     Only when at least half of the ranks are done is it known how long it should take.
 
-    Args:
-        paces: By rank.
-        elapsed_s: Since writing began, in seconds.
-
     Example:
-        >>> done = Pace(100, 100, done_s=4.0)
-        >>> find_stragglers({0: done, 1: Pace(10, 100), 2: done}, 5.0)
-        {1: 'after 5.0 s 10 of 100 bytes were written, where others took 4.0 s for theirs'}
-        >>> find_stragglers({0: done, 1: Pace(90, 100), 2: done}, 5.0)
+        >>> writes = WriteProgress()
+        >>> paces = {rank: (0, 100) for rank in range(3)}
+        >>> writes.stragglers(paces, {0: {7}, 1: {8}, 2: {9}}, 0.0)
+        {}
+        >>> writes.stragglers({1: (5, 100)}, {0: (), 1: {8}, 2: ()}, 4.0)
+        {1: 'after 4.0 s 5 of 100 bytes were written, where others took 4.0 s for theirs'}
+        >>> writes.stragglers({1: (90, 100)}, {0: (), 1: {8}, 2: ()}, 5.0)
         {}
     """
-    done = [pace.done_s for pace in paces.values() if pace.done_s is not None]
-    if not done or 2 * len(done) < len(paces):
-        return {}
-    usual_s = median(done)
-    if elapsed_s < max(LEAST_WAIT_S, usual_s):
-        return {}
-    found: dict[int, str] = {}
-    for rank, pace in paces.items():
-        if pace.done_s is not None or not pace.total_bytes:
-            continue
-        # At this pace it would end after elapsed * total / written.
-        left_s = inf
-        if pace.written_bytes:
-            left_s = elapsed_s * (pace.total_bytes / pace.written_bytes - 1)
-        if left_s > HELP_COSTS_S and elapsed_s + left_s > TIMES_SLOWER * usual_s:
-            found[rank] = (
-                f"after {elapsed_s:.1f} s {pace.written_bytes} of {pace.total_bytes} bytes were "
-                f"written, where others took {usual_s:.1f} s for theirs"
-            )
-    return found
-
-
-class WriteProgress:
-    """How far the stagers of one save are."""
 
     def __init__(self) -> None:
         self._began_s: float | None = None
@@ -398,19 +353,34 @@ class WriteProgress:
     def stragglers(
         self, paces: Mapping[int, tuple[int, int]], left: Mapping[int, Sized], now_s: float
     ) -> dict[int, str]:
-        """Takes how far stagers are; returns what `find_stragglers` does.
+        """Notes how far stagers are; returns the ranks that need help, each with the reason.
 
         Args:
             paces: Bytes written and bytes in all, by rank.
             left: Of each rank the files that are not written.
             now_s: Seconds that never go back. Writing began when this was called first.
         """
-        began_s = self._began_s = now_s if self._began_s is None else self._began_s
+        self._began_s = now_s if self._began_s is None else self._began_s
+        elapsed_s = now_s - self._began_s
         self._paces.update(paces)
         for rank, files in left.items():
             if not files:
-                self._done_s.setdefault(rank, now_s - began_s)
-        known = {
-            rank: Pace(*self._paces.get(rank, (0, 0)), self._done_s.get(rank)) for rank in left
-        }
-        return find_stragglers(known, now_s - began_s)
+                self._done_s.setdefault(rank, elapsed_s)
+        done_s = [self._done_s[rank] for rank in left if rank in self._done_s]
+        if not done_s or 2 * len(done_s) < len(left):
+            return {}
+        usual_s = median(done_s)
+        if elapsed_s < max(LEAST_WAIT_S, usual_s):
+            return {}
+        found: dict[int, str] = {}
+        for rank, (written, total) in self._paces.items():
+            if rank not in left or rank in self._done_s:
+                continue
+            # At this pace it would end after elapsed * total / written.
+            left_s = elapsed_s * (total / written - 1) if written else inf
+            if total and left_s > HELP_COSTS_S and elapsed_s + left_s > TIMES_SLOWER * usual_s:
+                found[rank] = (
+                    f"after {elapsed_s:.1f} s {written} of {total} bytes were written, where "
+                    f"others took {usual_s:.1f} s for theirs"
+                )
+        return found

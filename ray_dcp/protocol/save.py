@@ -191,7 +191,7 @@ class SaveMachine(Operation):
         *,
         epoch: int,
         new_attempt: Callable[[], str],
-        plans: PlanCache | None = None,
+        plans: PlanCache[Planned] | None = None,
     ) -> None:
         super().__init__(first)
         self.options = first.options

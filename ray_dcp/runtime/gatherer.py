@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -199,10 +199,12 @@ class GatheredCalls:
         self, rank: int, world_size: int, coordinator: str, namespace: str, lease_s: float
     ) -> None:
         self._rank = rank
-        self._world_size = world_size
-        self._coordinator = coordinator
-        self._namespace = namespace
-        self._lease_s = lease_s
+        self._reach: Callable[[], Any] | None = None
+        ranks = aggregation.group_of(rank, world_size, aggregation.MOST_GATHERERS)
+        if ranks is not None:
+            self._reach = partial(
+                gatherer_of, coordinator, ranks, namespace=namespace, lease_s=lease_s
+            )
         self._handle: Any = None
         self._is_frozen = False
 
@@ -214,18 +216,13 @@ class GatheredCalls:
             caller: Who this rank is for Ray.
             silence_s: See `Session.call`.
         """
-        if not 0 <= self._rank < self._world_size or not aggregation.is_gathered(request):
-            return None
-        ranks = aggregation.group_of(self._rank, self._world_size, aggregation.MOST_GATHERERS)
-        if ranks is None or self._is_frozen:
+        if self._reach is None or not aggregation.is_gathered(request) or self._is_frozen:
             return None
         if not ray.is_initialized():
             return None
         try:
             if self._handle is None:
-                self._handle = gatherer_of(
-                    self._coordinator, ranks, namespace=self._namespace, lease_s=self._lease_s
-                )
+                self._handle = self._reach()
             with ray_private.starting_no_ray(), ray_calls.inside():
                 answer = self._handle.call.remote(request, caller, silence_s)
             # What shuts Ray down meanwhile ends the wait with a `RayError`.

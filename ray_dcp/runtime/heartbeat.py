@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -41,14 +40,6 @@ MOST_UNANSWERED = 3
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Watch:
-    """A call to the coordinator that is answered when an operation has its outcome."""
-
-    progress: RankProgress
-    stop: Stop
-
-
 class HeartbeatSender:
     """Sends heartbeats for all calls of one session, in one thread that ends with the last.
 
@@ -72,6 +63,18 @@ class HeartbeatSender:
         self._ack: HeartbeatAck | None = None
         self._frozen: CheckpointError | None = None
         self._killed_s = float("-inf")
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forgets what an earlier thread had sent."""
+        self._clock = AwakeClock(time.monotonic, TICK_S)
+        self._sent: dict[Any, float] = {}
+        self._watches: dict[Any, Stop] = {}
+        self._answered: set[Stop] = set()
+        self._phases: list[str] = []
+        self._next_s = 0.0
+        self._fresh = False
+        self._actor_id = ""
 
     def add(self, progress: RankProgress, timeout_s: float) -> None:
         """Begins to send heartbeats for a call of the user.
@@ -118,7 +121,8 @@ class HeartbeatSender:
     def _run(self) -> None:
         while True:
             try:
-                _SendLoop(self).run()
+                self._begin()
+                self._send_all()
             except SystemExit:  # Ray was shut down under this thread
                 return
             except Exception as error:  # noqa: BLE001 - a rank without beats would be blamed
@@ -177,36 +181,20 @@ class HeartbeatSender:
     def _is_being_replaced(self) -> bool:
         return time.monotonic() < self._killed_s + KILL_S
 
-
-class _SendLoop:
-    """What the thread knows while it lives."""
-
-    def __init__(self, sender: HeartbeatSender) -> None:
-        self._sender = sender
-        self._clock = AwakeClock(time.monotonic, TICK_S)
-        self._sent: dict[Any, float] = {}
-        self._watches: dict[Any, _Watch] = {}
-        self._answered: set[Stop] = set()
-        self._phases: list[str] = []
-        self._next_s = 0.0
-        self._fresh = False
-        self._actor_id = ""
-
     @ray_private.starting_no_ray()
-    def run(self) -> None:
-        sender = self._sender
+    def _send_all(self) -> None:
         while True:
-            with sender._changed:
-                if not sender._active or not ray.is_initialized():
+            with self._changed:
+                if not self._active or not ray.is_initialized():
                     return
-                active = dict(sender._active)
-                wait_s = max(sender._first_send_s - time.monotonic(), 0.0)
+                active = dict(self._active)
+                wait_s = max(self._first_send_s - time.monotonic(), 0.0)
                 if wait_s > 0:
-                    sender._changed.wait(min(wait_s, TICK_S))
+                    self._changed.wait(min(wait_s, TICK_S))
                     self._clock.tick()
                     continue
-            if sender._own is not None and sender._own.is_lost:
-                sender._abandon(sender._own.lost(sender._rank))
+            if self._own is not None and self._own.is_lost:
+                self._abandon(self._own.lost(self._rank))
                 return
             timeout_s = min(active.values())
             interval_s = beat_interval_s(timeout_s)
@@ -220,11 +208,10 @@ class _SendLoop:
             self._check_coordinator(timeout_s)
 
     def _send(self, active: dict[RankProgress, float], timeout_s: float, now_s: float) -> None:
-        sender = self._sender
-        actor = sender._reach(self._fresh)
+        actor = self._reach(self._fresh)
         self._fresh, self._actor_id = False, ray_private.id_of(actor)
         doings = tuple(progress.doing for progress in active)
-        beat = Heartbeat(sender._session, sender._rank, timeout_s, doings)
+        beat = Heartbeat(self._session, self._rank, timeout_s, doings)
         with ray_calls.inside():
             self._sent[actor.beat.remote(beat)] = now_s
         self._phases = [doing.phase for doing in doings]
@@ -235,66 +222,68 @@ class _SendLoop:
 
     def _watch(self, active: dict[RankProgress, float]) -> None:
         """Asks for the outcome of what this rank works for, once for each."""
-        watched = {watch.stop for watch in self._watches.values()}
+        watched = {*self._watches.values(), *self._answered}
         for progress in active:
-            new = progress.stop not in watched and progress.stop not in self._answered
-            if new and progress.waits_for_others and progress.key is not None:
-                actor = self._sender._reach(False)
+            if (
+                progress.stop not in watched
+                and progress.waits_for_others
+                and progress.key is not None
+            ):
+                actor = self._reach(False)
                 with ray_calls.inside():
-                    ref = actor.watch.remote(progress.key, self._sender._rank)
-                self._watches[ref] = _Watch(progress, progress.stop)
+                    ref = actor.watch.remote(progress.key, self._rank)
+                self._watches[ref] = progress.stop
 
     def _listen(self, wait_s: float) -> None:
         refs = [*self._sent, *self._watches]
         if not refs:
-            with self._sender._changed:
-                self._sender._changed.wait(wait_s)
+            with self._changed:
+                self._changed.wait(wait_s)
             return
         done, _ = ray_calls.wait(refs, num_returns=1, timeout=wait_s)
         for ref in done:
-            watch = self._watches.pop(ref, None)
+            stop = self._watches.pop(ref, None)
             self._sent.pop(ref, None)
             try:
                 answer = ray_calls.get(ref)
             except (ActorDiedError, ActorUnavailableError) as error:
                 self._fresh = isinstance(error, ActorDiedError)
                 self._stop_if_gone()
-                with self._sender._changed:
-                    self._sender._changed.wait(wait_s)
+                with self._changed:
+                    self._changed.wait(wait_s)
                 continue
-            if watch is not None:
-                self._answered.add(watch.stop)
-            if watch is None:
-                self._sender._ack, self._sender._frozen = answer, None
+            if stop is None:
+                self._ack, self._frozen = answer, None
                 # Why all: whoever answers one lives, and the others may have been lost.
                 self._sent.clear()
                 for wait in answer.waits:
                     logger.warning("%s", wait)
-            elif isinstance(answer, Refused):
-                watch.stop.because(answer.error)
+                continue
+            self._answered.add(stop)
+            if isinstance(answer, Refused):
+                stop.because(answer.error)
 
     def _stop_if_gone(self) -> None:
         """Takes that a call failed: dead is not silent, and what it had planned is lost."""
         self._sent.clear()
-        if not self._sender._is_gone():
+        if not self._is_gone():
             return
-        self._sender._abandon(self._sender._died())
+        self._abandon(self._died())
 
     def _check_coordinator(self, timeout_s: float) -> None:
         now_s = self._clock()
         silent_s = now_s - min(self._sent.values(), default=now_s)
         if silent_s <= timeout_s:
             return
-        heard, life = self._sender._ack, ray_private.life_of(self._actor_id)
+        heard, life = self._ack, ray_private.life_of(self._actor_id)
         ends = heard is not None and heard.num_restarts == life.num_restarts
-        late = self._sender._is_being_replaced and heard is None
+        late = self._is_being_replaced and heard is None
         if late or not (life.is_running or ends):
             # Why: one that is being started, or started anew, is late and not frozen. One that
             # has answered and is just being ended, as another rank found it frozen, is.
             self._sent = dict.fromkeys(self._sent, now_s)
             return
-        sender = self._sender
-        if sender._frozen is None:
-            sender._replace()
-        sender._frozen = sender._is_silent(silent_s)
-        sender._abandon(sender._frozen)
+        if self._frozen is None:
+            self._replace()
+        self._frozen = self._is_silent(silent_s)
+        self._abandon(self._frozen)

@@ -146,7 +146,6 @@ class SupervisorOrder:
     directory: str
     lease_s: float
     num_cpus: int
-    object_store_bytes: int | None
     start_timeout_s: float
 
 
@@ -154,7 +153,6 @@ def start_private_ray(
     *,
     lease_s: float = LEASE_S,
     num_cpus: int = 1,
-    object_store_bytes: int | None = None,
     start_timeout_s: float = 120.0,
 ) -> PrivateRay:
     """Starts a Ray on this machine's loopback interface and returns where it is.
@@ -165,7 +163,6 @@ def start_private_ray(
     Args:
         lease_s: How long it stays when it is unused, in seconds.
         num_cpus: CPUs it offers to tasks; our actors need none.
-        object_store_bytes: Size of its object store; Ray's own default when None.
         start_timeout_s: How long it may take to start, in seconds.
 
     Raises:
@@ -182,22 +179,20 @@ def start_private_ray(
     end_s = time.monotonic() + start_timeout_s
     while True:
         try:
-            return _start(lease_s, num_cpus, object_store_bytes, end_s - time.monotonic())
+            return _start(lease_s, num_cpus, end_s - time.monotonic())
         except ParticipantError as error:
             if _SLOW not in error.message or time.monotonic() >= end_s:
                 raise
 
 
-def _start(
-    lease_s: float, num_cpus: int, object_store_bytes: int | None, timeout_s: float
-) -> PrivateRay:
+def _start(lease_s: float, num_cpus: int, timeout_s: float) -> PrivateRay:
     # Why /tmp and short: the paths of Ray's sockets below it must stay under 107 bytes.
     directory = Path(tempfile.mkdtemp(prefix="rdcp", dir="/tmp"))
     try:
         token = directory / TOKEN
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
-        order = SupervisorOrder(str(directory), lease_s, num_cpus, object_store_bytes, timeout_s)
+        order = SupervisorOrder(str(directory), lease_s, num_cpus, timeout_s)
         process = _start_supervisor(directory, token, order)
     except OSError as error:
         shutil.rmtree(directory, ignore_errors=True)

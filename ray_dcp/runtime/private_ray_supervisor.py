@@ -86,8 +86,6 @@ def _start(order: SupervisorOrder, directory: Path) -> subprocess.Popen[bytes]:
         # Why not `directory`: Ray opens its temporary directory to every user.
         "temp-dir": directory / "r",
     }
-    if order.object_store_bytes is not None:
-        options["object-store-memory"] = order.object_store_bytes
     if ray_private.has_ray_client():
         options["ray-client-server-port"] = _free_port()
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]

@@ -44,7 +44,7 @@ from ray_dcp.io.reader import (
     read_items,
     read_prepared,
 )
-from ray_dcp.io.shared_read import SharedReadStorage
+from ray_dcp.io.shared_read import SharedReadStorage, Transport
 from ray_dcp.io.small_files import SmallFiles
 from ray_dcp.io.threads import run_within
 from ray_dcp.options import LoadOptions
@@ -80,7 +80,6 @@ from ray_dcp.runtime.rank_save import (
     refusal,
     reported,
 )
-from ray_dcp.runtime.shared_reads import Peers
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyMissingError, Storage, read_traits_of
 from ray_dcp.view.listing import Run, StepFolder, list_run
@@ -195,7 +194,22 @@ class LoadWork(Protocol):
         ...
 
 
-Opener = Callable[[Target], Storage]
+SHARE_BYTES = 256 << 20
+"""Most bytes that a rank has in the object store at a time for others to take."""
+
+
+class Peers:
+    """How a rank finds the others of a load; this one finds none."""
+
+    node = ""
+
+    def exchange(self, key: OpKey, rank: int, check: Callable[[], None]) -> Transport | None:
+        """Returns what units go through, or None."""
+        return None
+
+    def budget_bytes(self, ranks_here: int) -> int:
+        """Returns how much a rank may offer at a time."""
+        return SHARE_BYTES
 
 
 LoadPlanning = Generator[Request, Reply, LoadWork]
@@ -227,7 +241,7 @@ class RankLoad:
     plan: Callable[[Checkpoint], LoadWork | LoadPlanning]
     """From the checkpoint to what this rank wants of it, or a generator that ends with that, for
     planners that talk to the other ranks; changes nothing yet."""
-    opener: Opener = open_storage
+    opener: Callable[[Target], Storage] = open_storage
     """What opens the storage."""
     progress: RankProgress = field(default_factory=RankProgress)
     """Where it notes how far it is, and is told to stop."""

@@ -16,9 +16,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-import threading
 import traceback
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -59,6 +57,7 @@ from ray_dcp.protocol.messages import (
     TakeOver,
     Target,
 )
+from ray_dcp.protocol.planning import PlanCache
 from ray_dcp.protocol.save import replaced_since
 from ray_dcp.protocol.vote import Fenced, Lost, Won
 from ray_dcp.runtime.rank_progress import RankProgress, WatchedStorage
@@ -90,10 +89,6 @@ class Captured(Protocol):
         ...
 
 
-MOST_PLANS = 8
-"""A job that saves two layouts in turn (weights and their averages) uses two."""
-
-
 @dataclass(frozen=True, eq=False)
 class Remembered:
     """This rank's part of a plan.
@@ -115,29 +110,8 @@ class Remembered:
         return digests_of(self.place, self.group, contents)
 
 
-class PlanMemory:
-    """The newest plan of each of the last fingerprints, of one rank of one session. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._plans: OrderedDict[bytes, Remembered] = OrderedDict()
-
-    def get(self, fingerprint: bytes) -> Remembered | None:
-        """Returns what is remembered of items of this fingerprint."""
-        with self._lock:
-            found = self._plans.get(fingerprint)
-            if found is not None:
-                self._plans.move_to_end(fingerprint)
-            return found
-
-    def put(self, fingerprint: bytes, remembered: Remembered) -> None:
-        """Remembers a plan."""
-        with self._lock:
-            self._plans[fingerprint] = remembered
-            self._plans.move_to_end(fingerprint)
-            while len(self._plans) > MOST_PLANS:
-                self._plans.popitem(last=False)
-
+PlanMemory = PlanCache[Remembered]
+"""The newest plan of each of the last fingerprints, of one rank of one session."""
 
 T = TypeVar("T")
 

@@ -153,23 +153,27 @@ def _refuse_after_disconnect() -> None:
     worker.disconnect = disconnect_and_refuse
 
 
+def _control_store(what: str, *arguments: Any) -> Any:
+    """Returns what a call of Ray's internal key-value store gives, in our namespace of it."""
+
+    def use() -> Any:
+        from ray.experimental import internal_kv
+
+        call = getattr(internal_kv, f"_internal_kv_{what}")
+        return call(*arguments, namespace=_KV_NAMESPACE)
+
+    return _private("the internal key-value store", use)
+
+
 def next_epoch(name: str) -> int:
     """Returns 1 more than the last time it was asked for this name, in this cluster.
 
     It survives the process that asks: the number lives in Ray's control store. Only one process
     may ask for a name at a time (the actor of that name).
     """
-
-    def use() -> int:
-        from ray.experimental import internal_kv
-
-        key = f"epoch:{name}"
-        before = internal_kv._internal_kv_get(key, namespace=_KV_NAMESPACE)
-        epoch = int(before or b"0") + 1
-        internal_kv._internal_kv_put(key, str(epoch).encode(), True, namespace=_KV_NAMESPACE)
-        return epoch
-
-    return _private("the internal key-value store", use)
+    epoch = int(recall(f"epoch:{name}") or 0) + 1
+    remember(f"epoch:{name}", str(epoch))
+    return epoch
 
 
 def remember(name: str, text: str) -> None:
@@ -177,40 +181,22 @@ def remember(name: str, text: str) -> None:
 
     Like the epoch it survives the process.
     """
-
-    def use() -> None:
-        from ray.experimental import internal_kv
-
-        if text:
-            internal_kv._internal_kv_put(name, text.encode(), True, namespace=_KV_NAMESPACE)
-        else:
-            internal_kv._internal_kv_del(name, namespace=_KV_NAMESPACE)
-
-    _private("the internal key-value store", use)
+    if text:
+        _control_store("put", name, text.encode(), True)
+    else:
+        _control_store("del", name)
 
 
 def recall(name: str) -> str:
     """Returns what `remember` was given last for a name; empty when there is nothing."""
-
-    def use() -> str:
-        from ray.experimental import internal_kv
-
-        return (internal_kv._internal_kv_get(name, namespace=_KV_NAMESPACE) or b"").decode()
-
-    return _private("the internal key-value store", use)
+    return (_control_store("get", name) or b"").decode()
 
 
 @ray_calls.unless_lost
 def names_from(prefix: str) -> list[str]:
     """Returns the names that begin so and under which something is kept by `remember`."""
-
-    def use() -> list[str]:
-        from ray.experimental import internal_kv
-
-        found = internal_kv._internal_kv_list(prefix, namespace=_KV_NAMESPACE)
-        return [name.decode() if isinstance(name, bytes) else name for name in found]
-
-    return _private("the internal key-value store", use)
+    found = _control_store("list", prefix)
+    return [name.decode() if isinstance(name, bytes) else name for name in found]
 
 
 def this_caller(pid: int) -> Caller:
@@ -345,13 +331,10 @@ def has_ray_client() -> bool:
 @contextmanager
 def loopback_addresses() -> Iterator[None]:
     """Makes `ray.init` take 127.0.0.1 as it is, instead of this machine's outer address."""
-
-    def constants() -> Any:
-        from ray._private import ray_constants
-
-        return ray_constants
-
-    module = _private("a cluster on the loopback interface", constants)
+    module: Any = _private(
+        "a cluster on the loopback interface",
+        lambda: importlib.import_module("ray._private.ray_constants"),
+    )
     before = module.ENABLE_RAY_CLUSTER
     module.ENABLE_RAY_CLUSTER = False
     try:

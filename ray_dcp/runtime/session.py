@@ -41,15 +41,11 @@ from ray_dcp.protocol.liveness import LONG_WAIT_S
 from ray_dcp.protocol.messages import (
     Exchange,
     LoadDone,
-    LoadJoin,
     LoadReady,
     OpKey,
     PartsHeld,
-    PartsWritten,
     Reply,
     Request,
-    SaveJoin,
-    SaveReceipt,
     SaveStaged,
 )
 from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE, check_lease, memory_owner
@@ -100,10 +96,8 @@ MARGIN_S = 120.0
 coordinator knows who is missing, so its error is the better one."""
 
 _PLAN_PHASES = 5
-"""Phases between a join and its answer, each with the deadline `plan_timeout_s`: all ranks come,
-some are asked for what they hold, twice at most, the storage is looked at, the plan is made."""
-_OPEN_PHASES = 3
-"""The same of a load: all ranks come, the storage is looked at, with one to spare."""
+"""Phases between a join and its answer, each with the deadline `plan_timeout_s`: all ranks join,
+some send their rows, twice at most, the storage is read, the plan is made. A load has fewer."""
 _COMMIT_PHASES = 5
 """Phases between the last receipt and the outcome, each with the deadline `commit_timeout_s`."""
 _REMEMBERED = 16
@@ -117,7 +111,7 @@ class CallTimeouts:
         >>> from ray_dcp.protocol.messages import Target
         >>> key = OpKey("run", 0)
         >>> CallTimeouts().of(LoadJoin(key, 0, 1, Target("memory://x"), LoadOptions()))
-        1920.0
+        3120.0
     """
 
     def __init__(self) -> None:
@@ -132,23 +126,18 @@ class CallTimeouts:
         Returns:
             Seconds.
         """
-        match request:
-            case SaveJoin(options=options) | LoadJoin(options=options):
-                kept = [*self._options.items()][-_REMEMBERED:]
-                self._options = dict([*kept, (request.key, options)])
-                phases = _PLAN_PHASES if isinstance(request, SaveJoin) else _OPEN_PHASES
-                return phases * options.plan_timeout_s + MARGIN_S
-            case SaveReceipt() | SaveStaged() | PartsHeld() | PartsWritten():
-                save = self._options.get(request.key)
-                save = save if isinstance(save, SaveOptions) else SaveOptions()
-                commit_s = _COMMIT_PHASES * save.commit_timeout_s
-                return save.write_timeout_s + commit_s + MARGIN_S
-            case LoadReady() | LoadDone():
-                load = self._options.get(request.key)
-                load = load if isinstance(load, LoadOptions) else LoadOptions()
-                return load.plan_timeout_s + load.read_timeout_s + MARGIN_S
-            case Exchange():
-                return request.timeout_s + MARGIN_S
+        if isinstance(request, Exchange):
+            return request.timeout_s + MARGIN_S
+        if isinstance(request, Opening):
+            kept = [*self._options.items()][-_REMEMBERED:]
+            self._options = dict([*kept, (request.key, request.options)])
+            return _PLAN_PHASES * request.options.plan_timeout_s + MARGIN_S
+        options = self._options.get(request.key)
+        if isinstance(request, LoadReady | LoadDone):
+            load = options if isinstance(options, LoadOptions) else LoadOptions()
+            return load.plan_timeout_s + load.read_timeout_s + MARGIN_S
+        save = options if isinstance(options, SaveOptions) else SaveOptions()
+        return save.write_timeout_s + _COMMIT_PHASES * save.commit_timeout_s + MARGIN_S
 
 
 logger = logging.getLogger(__name__)

@@ -10,21 +10,24 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import ray
+from ray.exceptions import RayError
 
 from ray_dcp.errors import CheckpointError
 from ray_dcp.io.shared_read import PATIENCE_S, Transport
 from ray_dcp.planning.reads import RankShare
 from ray_dcp.protocol.load import Decline, Enter, Leave, Listen, Offer, ReadMessage, UnitUpdate, Use
 from ray_dcp.protocol.messages import OpKey
+from ray_dcp.runtime import ray_calls, ray_private
+from ray_dcp.runtime.rank_load import Peers
 
 LISTEN_S = 5.0
 """How long the coordinator holds a request for updates, in seconds."""
 
-SHARE_BYTES = 256 << 20
-"""Most bytes that a rank has in the object store at a time for others to take."""
 STORE_SHARE = 3
 """The ranks of a node together offer at most one part in so many of its object store."""
 
@@ -32,20 +35,6 @@ _USES = 8
 """Units that are given back are told so many at a time."""
 
 logger = logging.getLogger(__name__)
-
-
-class Peers:
-    """How a rank finds the others of a load; this one finds none."""
-
-    node = ""
-
-    def exchange(self, key: OpKey, rank: int, check: Callable[[], None]) -> Transport | None:
-        """Returns what units go through, or None."""
-        return None
-
-    def budget_bytes(self, ranks_here: int) -> int:
-        """Returns how much a rank may offer at a time."""
-        return SHARE_BYTES
 
 
 class RayPeers(Peers):
@@ -56,8 +45,6 @@ class RayPeers(Peers):
     """
 
     def __init__(self, coordinator: Callable[[], Any]) -> None:
-        import ray
-
         self._coordinator = coordinator
         self.node = ray.get_runtime_context().get_node_id()
 
@@ -70,35 +57,11 @@ class RayPeers(Peers):
 
         Why asked: a store that is full does not refuse, it writes to disk.
         """
-        from ray_dcp.runtime import ray_calls
-
-        for node in ray_calls.nodes():
-            if node["NodeID"] == self.node:
-                room = int(node["Resources"].get("object_store_memory", 0))
-                return min(SHARE_BYTES, room // STORE_SHARE // max(ranks_here, 1))
-        return SHARE_BYTES
-
-
-def peers_of(session: object) -> Peers:
-    """Returns how the ranks of a session reach each other; nobody, for a process that is alone.
-
-    Args:
-        session: Of this rank.
-
-    Raises:
-        ParticipantError: This process has shut down the Ray of the session.
-    """
-    connection = getattr(session, "connection", None)
-    if connection is not None:
-        # Why first: what is asked of Ray in a process without it starts another one.
-        connection.check()
-    coordinator = getattr(session, "coordinator", None)
-    if coordinator is None:
-        return Peers()
-    from ray_dcp.runtime import private_ray
-
-    # Why not there: Ray ends a rank that is at the object store of a raylet when that dies.
-    return Peers() if private_ray.joined() is not None else RayPeers(coordinator)
+        most = super().budget_bytes(ranks_here)
+        with suppress(CheckpointError):
+            room = int(ray_private.store_bytes(self.node))
+            return min(most, room // STORE_SHARE // max(ranks_here, 1))
+        return most
 
 
 class RayTransport:
@@ -146,14 +109,10 @@ class RayTransport:
 
     def offer(self, unit: int, ranks: int, data: memoryview) -> memoryview | None:
         """See `Transport.offer`."""
-        import ray
-
-        from ray_dcp.runtime import ray_calls
-
         try:
             ref = ray_calls.put(np.frombuffer(data, np.uint8))
             found = ray_calls.get(ref).data
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             logger.warning("The object store took no bytes, each rank reads them: %s", error)
             return None
         with self._changed:
@@ -207,14 +166,10 @@ class RayTransport:
         self._send(Leave(self._key, self._rank, tuple(self._offered)))
 
     def _fetched(self, ref: Any, reader: int) -> memoryview | None:
-        import ray
-
-        from ray_dcp.runtime import ray_calls
-
         try:
             view: memoryview = ray_calls.get(ref, timeout=PATIENCE_S).data
             return view
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             logger.warning("What rank %d has read is gone, storage is read: %s", reader, error)
             with self._changed:
                 self._silent.add(reader)
@@ -228,25 +183,17 @@ class RayTransport:
         self._send(Use(self._key, self._rank, units))
 
     def _send(self, message: ReadMessage) -> bool:
-        import ray
-
-        from ray_dcp.runtime import ray_calls, ray_private
-
         try:
             coordinator = self._coordinator()
             with ray_private.starting_no_ray(), ray_calls.inside():
                 coordinator.share.remote(message)
-        except (CheckpointError, ray.exceptions.RayError, ValueError) as error:
+        except (CheckpointError, RayError, ValueError) as error:
             logger.warning("The coordinator can't be told what was read: %s", error)
             return False
         return True
 
     def _listen(self) -> None:
         """Hears what is new, until this rank leaves or nobody answers."""
-        import ray
-
-        from ray_dcp.runtime import ray_calls, ray_private
-
         seen = 0
         try:
             while not self._left:
@@ -260,7 +207,7 @@ class RayTransport:
                 seen += len(updates)
                 for new in updates:
                     self._take_update(new)
-        except (CheckpointError, ray.exceptions.RayError, ValueError, SystemExit) as error:
+        except (CheckpointError, RayError, ValueError, SystemExit) as error:
             logger.warning("The coordinator tells nothing of other ranks: %s", error)
         with self._changed:
             # Why: nothing will come any more.

@@ -13,14 +13,12 @@ from ray_dcp.errors import (
     CheckpointNotFoundError,
     CommitUnknownError,
     InternalError,
-    ParticipantError,
-    PlanConflictError,
     StorageError,
 )
 from ray_dcp.format.manifest import decode_record, encode_record
 from ray_dcp.io.checkpoint import find_checkpoint
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.protocol.commands import CollectReplaced, Failed, Published, PublishMetadata
+from ray_dcp.protocol.commands import CollectReplaced, Published, PublishMetadata
 from ray_dcp.protocol.messages import (
     LoadDone,
     LoadJoin,
@@ -40,8 +38,6 @@ from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError
 from tests.inline_ranks import run_ranks
 from tests.numpy_ranks import load_and_check, save, save_ranks, state_of
-from tests.protocol_play import Play
-from tests.rank_saves import load_rank, save_rank
 
 # --- The outcome ----------------------------------------------------------------------------------
 
@@ -312,33 +308,3 @@ def test_a_rank_waits_for_all_that_its_coordinator_may_take_and_no_deadline_is_l
     load_join = LoadJoin(key, 0, 2, target, load)
     assert patience(load_join) > 2 * 1000
     assert patience(load_join, LoadDone(key, 0)) > 2000
-
-
-# --- The one error of all ranks -------------------------------------------------------------------
-
-
-def test_an_error_of_the_coordinators_work_names_the_checkpoint():
-    play = Play()
-    play.join(0)
-    play.join(1)
-    failed = PlanConflictError("'w' differs")
-    play.done(Failed(failed))
-    assert {error.checkpoint_id for error in play.errors("SaveJoin").values()} == {"memory://ckpt"}
-    assert failed.checkpoint_id is None
-
-
-def test_an_error_on_the_way_to_the_coordinator_names_the_checkpoint():
-    def out_of_reach(request):
-        raise ParticipantError("the coordinator is gone")
-
-    target, here = Target("memory://ckpt"), {"rank": 0, "world_size": 1}
-    save = save_rank(
-        OpKey("s", 0), target=target, options=SaveOptions(), capture=lambda: None, **here
-    )
-    load = load_rank(
-        OpKey("s", 1), target=target, options=LoadOptions(), plan=lambda found: None, **here
-    )
-    for steps in (save, load):
-        with pytest.raises(ParticipantError) as caught:
-            drive(steps, out_of_reach)
-        assert caught.value.checkpoint_id == "memory://ckpt"
