@@ -140,8 +140,6 @@ def run_load_newest(
             state_dict,
             chosen,
             checkpoint_id,
-            coordinator_rank=0,
-            stateful=True,
             overwritten=overwritten,
             peers=_peers_of(session),
             memory=memory,
@@ -176,11 +174,11 @@ def _load_steps(
     options: LoadOptions,
     checkpoint_id: CheckpointId | None,
     *,
-    coordinator_rank: int,
-    stateful: bool,
-    overwritten: set[str],
     peers: Peers,
     memory: NodeMemory,
+    coordinator_rank: int = 0,
+    stateful: bool = True,
+    overwritten: set[str] | None = None,
 ) -> LoadSteps:
     """Returns the part of this rank in one load.
 
@@ -190,13 +188,14 @@ def _load_steps(
         state_dict: As there.
         options: With the decision's.
         checkpoint_id: As for `run_load`.
-        coordinator_rank: As there.
+        peers: How the other ranks are reached.
+        memory: What the nodes keep.
+        coordinator_rank: As for `run_load`.
         stateful: As there.
         overwritten: FQNs that loads which failed before may have changed; this one must load
             them all. Its own are added when it fails.
-        peers: How the other ranks are reached.
-        memory: What the nodes keep.
     """
+    overwritten = set() if overwritten is None else overwritten
     rank, world_size = session.rank, session.world_size
     if decision.path != NATIVE:
         _check_simple(decision, state_dict, options)

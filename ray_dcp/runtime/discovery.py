@@ -20,7 +20,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -312,35 +312,28 @@ LONGEST_S = 1800.0
 _KEY = "ray_dcp/discovery"
 
 
-def announce_connect(store: Any = None, rank: int | None = None) -> None:
-    """Tells the job that this rank comes by `connect`, if there is a process group already.
+def announce_connect(connected: bool = True) -> None:
+    """Notes in the job's store that this rank uses `connect`, if there is a process group already.
 
     Args:
-        store: The job's store; that of the default process group by default.
-        rank: In the default group.
+        connected: False takes that back: the rank closed its session, or could not connect.
     """
-    _update_store(store, rank, lambda store, key: store.set(key, "connect"))
+    store, rank = ray_private.job_place()
+    if store is not None and connected:
+        store.set(f"{_KEY}/connect/{rank}", "connect")
+    elif store is not None:
+        store.delete_key(f"{_KEY}/connect/{rank}")
 
 
 @contextmanager
 def connect_announced() -> Iterator[None]:
-    """Tells that this rank comes by `connect`; takes it back when that fails."""
+    """Announces that this rank uses `connect`; takes it back when that fails."""
     announce_connect()
     try:
         yield
     except BaseException:
-        withdraw_connect()
+        announce_connect(False)
         raise
-
-
-def withdraw_connect(store: Any = None, rank: int | None = None) -> None:
-    """Takes that back: this rank closed its session, and comes by the group from now on.
-
-    Args:
-        store: As for `connects`.
-        rank: As for `connects`.
-    """
-    _update_store(store, rank, lambda store, key: store.delete_key(key))
 
 
 def await_group(store: Any, ranks: Sequence[int], rank: int, look_s: float = LOOK_S) -> None:
@@ -391,10 +384,3 @@ def _all_set(store: Any, keys: list[str], look_s: float) -> bool:
     except RuntimeError:  # torch's own timeout error is one, in every version
         return False
     return True
-
-
-def _update_store(store: Any, rank: int | None, update: Callable[[Any, str], object]) -> None:
-    if store is None:
-        store, rank = ray_private.job_place()
-    if store is not None:
-        update(store, f"{_KEY}/connect/{rank}")

@@ -224,14 +224,11 @@ class HeartbeatSender:
         """Asks for the outcome of what this rank works for, once for each."""
         watched = {*self._watches.values(), *self._answered}
         for progress in active:
-            if (
-                progress.stop not in watched
-                and progress.waits_for_others
-                and progress.key is not None
-            ):
+            key = progress.key if progress.waits_for_others else None
+            if key is not None and progress.stop not in watched:
                 actor = self._reach(False)
                 with ray_calls.inside():
-                    ref = actor.watch.remote(progress.key, self._rank)
+                    ref = actor.watch.remote(key, self._rank)
                 self._watches[ref] = progress.stop
 
     def _listen(self, wait_s: float) -> None:

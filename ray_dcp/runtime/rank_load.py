@@ -18,6 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -109,9 +110,8 @@ class MemorySource:
 
     def __init__(self, kept: KeptIn | None) -> None:
         self._kept = kept
-        self._thread: threading.Thread | None = None
-        self._found: list[InMemory | None] = []
-        self._asked: tuple[Storage, str] | None = None
+        self._answer: Future[InMemory | None] | None = None
+        self._ask_again: Callable[[], InMemory | None] = lambda: None
 
     def ask(self, storage: Storage, attempt: str | None) -> None:
         """Begins to ask, at once.
@@ -122,9 +122,17 @@ class MemorySource:
         """
         if self._kept is None or attempt is None:
             return
-        self._asked = (storage, attempt)
-        self._thread = threading.Thread(target=self._ask, daemon=True, name="ray_dcp asks memory")
-        self._thread.start()
+        ask = self._ask_again = partial(self._kept, storage, attempt)
+        answer = self._answer = Future[InMemory | None]()
+
+        def run() -> None:
+            found = None
+            # Suppressed: it is asked again by who can raise it.
+            with suppress(Exception):
+                found = ask()
+            answer.set_result(found)
+
+        threading.Thread(target=run, daemon=True, name="ray_dcp asks memory").start()
 
     def found(self) -> InMemory | None:
         """Returns the storage with what is in memory, once that is known; None for nothing.
@@ -132,17 +140,8 @@ class MemorySource:
         Where nothing was found it is asked again: what has just been committed is kept a moment
         later.
         """
-        if self._asked is None or self._kept is None or self._thread is None:
-            return None
-        self._thread.join()
-        found = self._found.pop() if self._found else None
-        return self._kept(*self._asked) if found is None else found
-
-    def _ask(self) -> None:
-        # Suppressed: it is asked again by who can raise it.
-        with suppress(Exception):
-            if self._asked is not None and self._kept is not None:
-                self._found.append(self._kept(*self._asked))
+        found = None if self._answer is None else self._answer.result()
+        return self._ask_again() if found is None else found
 
 
 MOST_RANGES = 1 << 16
@@ -249,8 +248,8 @@ class RankLoad:
     """Returns the storage with what nodes keep of an attempt in memory, or None."""
     peers: Peers = field(default_factory=Peers)
     """How the other ranks are reached, to share reads with them."""
-    _storage: Storage | None = field(default=None, init=False)
-    _opened: SmallFiles | None = field(default=None, init=False)
+    _storage: Storage = field(init=False)
+    _opened: SmallFiles = field(init=False)
 
     def __post_init__(self) -> None:
         self._memory = MemorySource(self.kept if self.options.from_memory else None)
@@ -336,16 +335,20 @@ class RankLoad:
             DeadlineError: It takes longer than `plan_timeout_s`.
             CheckpointError: It can't be read.
         """
-        storage = self._storage or self.open()
         read = partial(
-            checkpoint_from, storage, go.kind, go.slot, go.record, table=go.table, checks_later=True
+            checkpoint_from,
+            self._storage,
+            go.kind,
+            go.slot,
+            go.record,
+            table=go.table,
+            checks_later=True,
         )
         found = self._in_time(read, "read what is stored")
         found.in_time = partial(self._in_time, what="read which chunks are stored")
-        if self._opened is not None:
-            if found.manifest is not None:
-                self._opened.expect(found.manifest.files)
-            self._memory.ask(self._opened, found.attempt)
+        if found.manifest is not None:
+            self._opened.expect(found.manifest.files)
+        self._memory.ask(self._opened, found.attempt)
         return found
 
     def prepare(self, checkpoint: Checkpoint, work: LoadWork, read_plan: ReadPlan) -> Prepared:
@@ -360,7 +363,7 @@ class RankLoad:
             DeadlineError: It takes longer than `plan_timeout_s`.
             CheckpointError: It can't be read, or does not fit.
         """
-        storage = self._storage or self.open()
+        storage = self._storage
         table, options = checkpoint.table, self.options
 
         def prepare() -> Prepared:
@@ -407,7 +410,7 @@ class RankLoad:
             DeadlineError: It takes longer than `read_timeout_s`.
             CheckpointError: It can't be read, or does not fit.
         """
-        storage = self._storage or self.open()
+        storage = self._storage
         memory = self._memory.found()
         source = storage if memory is None else WatchedStorage(memory, self.progress)
         shared = self._shared_source(source, checkpoint, prepared, share)

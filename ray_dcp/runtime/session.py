@@ -412,9 +412,9 @@ class Session:
             return
         self.closed = True
         if sessions.explicit is self:
-            from ray_dcp.runtime.discovery import withdraw_connect
+            from ray_dcp.runtime.discovery import announce_connect
 
-            withdraw_connect()
+            announce_connect(False)
             sessions.explicit = None
         self._gathered.close()
         if self._staging is not None:
