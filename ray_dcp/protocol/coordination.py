@@ -383,12 +383,10 @@ class Coordination:
             key: Which save.
             reason: Who wants it, for the error.
         """
-        machine = self._active.get(key)
-        if machine is None and not self._is_over(key):
+        if key not in self._active and not self._is_over(key):
             self._early.cancel(key, reason)
-        if not isinstance(machine, SaveMachine):
-            return ()
-        return self._after(machine, machine.cancel(reason))
+        save = self._save_of(key)
+        return () if save is None else self._after(save, save.cancel(reason))
 
     def is_cancelled(self, key: OpKey) -> bool:
         """Returns whether a save fails, or failed, because it was cancelled."""
@@ -520,10 +518,17 @@ class Coordination:
 
     # The queue of asynchronous saves
 
+    @property
+    def _saves(self) -> list[SaveMachine]:
+        return [one for one in self._active.values() if isinstance(one, SaveMachine)]
+
+    def _save_of(self, key: OpKey) -> SaveMachine | None:
+        machine = self._active.get(key)
+        return machine if isinstance(machine, SaveMachine) else None
+
     def _staged_saves(self, session: str) -> list[SaveMachine]:
         """Returns the asynchronous saves of a session that have not ended, oldest first."""
-        saves = [one for one in self._active.values() if isinstance(one, SaveMachine)]
-        return [one for one in saves if one.is_staged and one.key.session == session]
+        return [one for one in self._saves if one.is_staged and one.key.session == session]
 
     def _admit_next(self, session: str) -> Commands:
         """Moves the queue of a session on by one save, which begins, is refused or replaces one."""
@@ -561,22 +566,20 @@ class Coordination:
 
     def staged_plan(self, key: OpKey) -> StagedPlan | None:
         """Returns what another coordinator needs to end an asynchronous save that is planned."""
-        machine = self._active.get(key)
-        return machine.staged_plan() if isinstance(machine, SaveMachine) else None
+        save = self._save_of(key)
+        return None if save is None else save.staged_plan()
 
     def stagers(self) -> dict[str, dict[OpKey, float]]:
         """Returns the stagers whose bytes are awaited: for each save the timeout, in seconds."""
         found: dict[str, dict[OpKey, float]] = {}
-        for key, machine in self._active.items():
-            if isinstance(machine, SaveMachine):
-                for stager in machine.holders:
-                    found.setdefault(stager, {})[key] = machine.options.heartbeat_timeout_s
+        for save in self._saves:
+            for stager in save.holders:
+                found.setdefault(stager, {})[save.key] = save.options.heartbeat_timeout_s
         return found
 
     def held_by(self, stager: str) -> dict[OpKey, list[int]]:
         """Returns the ranks whose bytes a stager is to write, of each save, for messages."""
-        saves = [one for one in self._active.values() if isinstance(one, SaveMachine)]
-        return {one.key: ranks for one in saves if (ranks := one.held_by(stager))}
+        return {save.key: ranks for save in self._saves if (ranks := save.held_by(stager))}
 
     def stager_lost(self, stager: str, reason: str) -> Commands:
         """Takes that a stager died or froze: others take over, or saves that need it fail.
@@ -586,9 +589,8 @@ class Coordination:
             reason: How it is known, for the error.
         """
         commands: Commands = ()
-        for machine in list(self._active.values()):
-            if isinstance(machine, SaveMachine):
-                commands += self._after(machine, machine.stager_lost(stager, reason))
+        for save in self._saves:
+            commands += self._after(save, save.stager_lost(stager, reason))
         return commands
 
     def stager_progress(
@@ -602,9 +604,9 @@ class Coordination:
         """
         commands: Commands = ()
         for key, by_rank in paces.items():
-            machine = self._active.get(key)
-            if isinstance(machine, SaveMachine):
-                commands += self._after(machine, machine.take_progress(by_rank, now_s))
+            save = self._save_of(key)
+            if save is not None:
+                commands += self._after(save, save.take_progress(by_rank, now_s))
         return commands
 
     def reassign(self, key: OpKey, rank: int, reason: str) -> Commands:
@@ -615,7 +617,5 @@ class Coordination:
             rank: Whose bytes it writes.
             reason: What was seen, for the report.
         """
-        machine = self._active.get(key)
-        if not isinstance(machine, SaveMachine):
-            return ()
-        return self._after(machine, machine.reassign(rank, reason))
+        save = self._save_of(key)
+        return () if save is None else self._after(save, save.reassign(rank, reason))

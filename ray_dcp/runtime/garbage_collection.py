@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
@@ -18,7 +18,7 @@ from ray_dcp.format.manifest import DeleteRecord, Manifest, encode_record
 from ray_dcp.io.checkpoint import METADATA_KEY
 from ray_dcp.protocol.garbage import GarbagePlan, attempts_of, sweep, verdicts
 from ray_dcp.protocol.messages import Target
-from ray_dcp.protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
+from ray_dcp.protocol.vote import Decision, Fenced, Open, Vote, Won
 from ray_dcp.runtime.records import (
     CollectReport,
     Listing,
@@ -32,12 +32,10 @@ from ray_dcp.runtime.records import (
     withdraw,
     without_stock_files,
 )
-from ray_dcp.runtime.tasks import new_attempt, perform, settle
+from ray_dcp.runtime.tasks import Opener, decide, new_attempt, settle
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
-
-Opener = Callable[[Target], Storage]
 
 COLLECTED = "ray_dcp.collect(abort_unfinished=True) was called"
 
@@ -298,10 +296,7 @@ def _bury(target: Target, record: DeleteRecord, opener: Opener) -> Decision:
         record.previous_slot + 1,
         create_if_absent=opener(target).traits.create_if_absent,
     )
-    step: VoteTask | Decision = vote.commit(encode_record(record))
-    while not isinstance(step, Won | Fenced | Lost | Open):
-        step = vote.advance(perform(step, opener))
-    return step
+    return decide(vote, vote.commit(encode_record(record)), opener)
 
 
 def _finish_delete(place: Listing, record: DeleteRecord, dry_run: bool) -> CollectReport:

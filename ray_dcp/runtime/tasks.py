@@ -639,10 +639,14 @@ def settle(
     if decided is not None:
         return decided
     vote = Vote(target, attempt, seen.last_slot + 1)
-    step: VoteTask | Decision = vote.abort(reason, rank)
+    return decide(vote, vote.abort(reason, rank), opener)
+
+
+def decide(vote: Vote, task: VoteTask, opener: Opener) -> Decision:
+    """Returns what a vote decides, after performing its tasks from the first one on."""
+    step: VoteTask | Decision = task
     while not isinstance(step, Won | Fenced | Lost | Open):
-        result: Result = perform(step, opener)
-        step = vote.advance(result)
+        step = vote.advance(perform(step, opener))
     return step
 
 

@@ -24,6 +24,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError, ParticipantError
+from ray_dcp.protocol.error_aggregation import name_ranks
 from ray_dcp.runtime import environment, ray_calls, ray_private
 from ray_dcp.runtime.attach import attach_named
 from ray_dcp.runtime.session import sessions
@@ -246,7 +247,7 @@ def gather(
     if stuck:
         raise DeadlineError(
             f"Expected {doing} to end on all {len(answers)} ranks within {timeout_s:g} s, but "
-            f"{_ranks(stuck)} did not. Look what they do, or raise the timeout",
+            f"{name_ranks(stuck)} did not. Look what they do, or raise the timeout",
             rank=stuck[0],
         )
     if failed:
@@ -271,7 +272,7 @@ def _raised(failed: Mapping[int, Exception], num_ranks: int) -> Exception:
         if error._failures is None:
             error.with_failures(_failures(failed))
     elif len(failed) < num_ranks:
-        note = f"Raised on {_ranks(sorted(failed))} of {num_ranks}"
+        note = f"Raised on {name_ranks(sorted(failed))} of {num_ranks}"
         error.__notes__ = [*getattr(error, "__notes__", ()), note]
     return error
 
@@ -283,9 +284,9 @@ def _died(
     doing: str,
 ) -> ParticipantError:
     reasons = [f"rank {rank}: {_first_line(error)}" for rank, error in sorted(dead.items())]
-    released = f" {_ranks(stuck)} still waited and was ended." if stuck else ""
+    released = f" {name_ranks(stuck)} still waited and was ended." if stuck else ""
     error = ParticipantError(
-        f"Expected all ranks to live through {doing}, but {_ranks(sorted(dead))} died."
+        f"Expected all ranks to live through {doing}, but {name_ranks(sorted(dead))} died."
         f"{released} Call resize to replace what is gone. " + "; ".join(reasons),
         rank=min(dead),
     )
@@ -305,11 +306,6 @@ def _failures(
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:1] + lines[-1:]) if lines else type(error).__name__
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    numbers = ", ".join(map(str, ranks))
-    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
 
 
 logger = logging.getLogger(__name__)
