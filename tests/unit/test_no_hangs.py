@@ -90,22 +90,6 @@ def one_load(url, session, *, opener, **options):
 # Ranks, in virtual time
 
 
-@pytest.mark.parametrize("step", [SaveReceipt, SaveJoin])
-def test_a_rank_that_freezes_is_blamed_by_its_silence_once_it_takes_part(url, step):
-    save(state_of(1), 2, url)
-    results = run_ranks(
-        save_ranks(state_of(2), 3, url, options=SaveOptions(heartbeat_timeout_s=7.0)),
-        fate=lambda r: "freeze" if r.rank == 1 and isinstance(r, step) else "live",
-    )
-    assert [result.ended for result in results] == [True, False, True]
-    for index in (0, 2):
-        assert type(results[index].error) is DeadlineError
-        assert results[index].error.rank == 1
-        silent = "every 7 s" in results[index].error.message
-        assert silent == (step is SaveReceipt)
-    assert loads_whole(url, [state_of(1), state_of(2)]) == 0
-
-
 def test_a_frozen_rank_ends_a_load_long_before_its_deadline(url):
     save(state_of(1), 2, url)
     ranks, _ = load_ranks(state_of(1), 3, url, options=LoadOptions(heartbeat_timeout_s=7.0))

@@ -100,33 +100,23 @@ def test_a_trace_of_ten_thousand_ranks_is_small_and_counts_them_all():
     assert [(one.rank, one.where) for one in trace.stragglers] == [(4711, "pid 4711")]
 
 
-def test_of_a_thousand_stragglers_the_latest_are_told():
-    trace = many(10_000, {rank: 2.0 + rank / 1000 for rank in range(1000)})
-    assert trace.stragglers[0].rank == 999
-    assert len(trace.stragglers) == 24
-    assert len(encode_trace(trace)) < 40_000
-
-
 @pytest.mark.parametrize(
-    ("stops", "late"),
+    ("phase", "stops", "late"),
     [
-        ([1.0, 1.0, 1.0, 2.2], [3]),
-        ([1.0, 1.9], []),  # not twice as long
-        ([1.0, 2.1], [1]),  # of two ranks, the slower one is compared with the other
-        ([0.001, 0.040], []),  # forty times as long, but nobody would notice
-        ([5.0], []),
+        ("write", [1.0, 1.0, 1.0, 2.2], [3]),
+        ("write", [1.0, 1.9], []),  # not twice as long
+        ("write", [1.0, 2.1], [1]),  # of two ranks, the slower one is compared with the other
+        ("write", [0.001, 0.040], []),  # forty times as long, but nobody would notice
+        ("write", [5.0], []),
+        ("plan", [0.1, 9.0], []),  # it waits for the others
+        ("write", [1.0] * 900 + [3.0 + n for n in range(100)], [*range(999, 975, -1)]),
     ],
 )
-def test_who_is_late(stops: list[float], late: list[int]):
+def test_who_is_late(phase: str, stops: list[float], late: list[int]):
     n = len(stops)
-    times = {"write": RankTimes.of(range(n), [0.0] * n, stops)}
+    times = {phase: RankTimes.of(range(n), [0.0] * n, stops)}
     trace = make_trace(ATTEMPT, "save", n, 0.0, 9.0, [], times)
     assert [one.rank for one in trace.stragglers] == late
-
-
-def test_waiting_for_the_others_makes_nobody_a_straggler():
-    times = {"plan": RankTimes.of([0, 1], [0.0, 0.0], [0.1, 9.0])}
-    assert make_trace(ATTEMPT, "save", 2, 0.0, 9.0, [], times).stragglers == ()
 
 
 @given(at=st.integers(0, 10_000), bit=st.integers(0, 7))
@@ -335,23 +325,20 @@ def test_every_save_of_a_process_leaves_one_trace(tmp_path: Path, container: str
     assert (report.ok, report.notes) == (True, ())
 
 
-def test_a_trace_goes_with_its_checkpoint(tmp_path: Path):
-    ray_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "c")
-    (trace,) = traces(tmp_path / "c")
-    kept = ray_dcp.collect(tmp_path / "c")
-    assert (kept.deleted, kept.kept) == ((), ())
-    assert trace in ray_dcp.delete(tmp_path / "c").deleted
-    assert traces(tmp_path / "c") == []
-
-
-def test_a_trace_that_came_too_late_is_collected(tmp_path: Path):
-    ray_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "c")
+def test_a_trace_goes_with_its_checkpoint_and_one_that_came_too_late_is_collected(tmp_path: Path):
+    for name in "cd":
+        ray_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / name)
+    (tmp_path / "d" / traces(tmp_path / "d")[0]).unlink()
+    (own,) = traces(tmp_path / "c")
     late = tmp_path / "c" / trace_key("00000000000000aa")
     late.write_bytes(b"{}")
     other = tmp_path / "c" / "trace.notes.json"
     other.write_text("somebody else's")
     assert ray_dcp.collect(tmp_path / "c").deleted == (late.name,)
-    assert other.exists()
+    assert traces(tmp_path / "c") == [own, other.name]
+    assert own in ray_dcp.delete(tmp_path / "c").deleted
+    assert traces(tmp_path / "c") == [other.name]
+    assert ray_dcp.open(tmp_path / "d").trace is None
 
 
 def test_a_trace_is_not_taken_for_an_attempt_that_may_still_commit():
@@ -381,12 +368,6 @@ def test_the_trace_of_another_attempt_is_refused(tmp_path: Path):
     (tmp_path / "a" / one).write_bytes((tmp_path / "b" / other).read_bytes())
     with pytest.raises(DamagedCheckpointError, match="expected the trace of attempt"):
         _ = ray_dcp.open(tmp_path / "a").trace
-
-
-def test_without_a_trace_there_is_none(tmp_path: Path):
-    ray_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "c")
-    (tmp_path / "c" / traces(tmp_path / "c")[0]).unlink()
-    assert ray_dcp.open(tmp_path / "c").trace is None
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

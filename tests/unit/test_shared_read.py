@@ -49,6 +49,15 @@ def shared(play: Play) -> None:
     play.done(perform(task))
 
 
+def deciding() -> Play:
+    """Returns a load of two ranks, which waits for who reads what."""
+    play = Play(world_size=2)
+    to_planning(play)
+    for rank in range(2):
+        ready(play, rank, (0, 0, MIB))
+    return play
+
+
 def test_ranges_survive_a_message():
     found = Ranges.decode(needs((2, 5, 9), (0, 1, 3)).ranges)
     assert (found.file.tolist(), found.low.tolist(), found.high.tolist()) == (
@@ -103,32 +112,21 @@ def test_behind_one_cache_it_is_not_even_thought_about(cached, nodes, asks):
     assert (play.reply(0, "LoadReady").share is not None) == bool(asks)
 
 
-def test_a_load_goes_on_without_sharing_when_nobody_decides_in_time():
-    play = Play(world_size=2)
-    to_planning(play)
-    ready(play, 0, (0, 0, MIB))
-    ready(play, 1, (0, 0, MIB))
-    play.expire()
+@pytest.mark.parametrize("fails", [False, True], ids=["in time", "at all"])
+def test_a_load_goes_on_without_sharing_when_it_is_not_decided(fails):
+    play = deciding()
+    if fails:
+        play.fail(StorageError("no memory"))
+    else:
+        play.expire()
+        shared(play)  # too late, and dropped
     assert play.reply(0, "LoadReady") == play.reply(1, "LoadReady") == LoadProceed()
-    shared(play)  # too late, and dropped
     play.send(LoadDone(KEY, 0, ReadCounts(10, 16)))
     assert isinstance(play.send(LoadDone(KEY, 1, ReadCounts(5, 5))), LoadOutcome)
 
 
-def test_a_load_goes_on_without_sharing_when_it_can_not_be_decided():
-    play = Play(world_size=2)
-    to_planning(play)
-    ready(play, 0, (0, 0, MIB))
-    ready(play, 1, (0, 0, MIB))
-    play.fail(StorageError("no memory"))
-    assert play.reply(0, "LoadReady") == LoadProceed()
-
-
 def test_a_rank_that_dies_while_it_is_decided_fails_the_load():
-    play = Play(world_size=2)
-    to_planning(play)
-    ready(play, 0, (0, 0, MIB))
-    ready(play, 1, (0, 0, MIB))
+    play = deciding()
     play.lose(1)
     assert isinstance(play.errors("LoadReady")[0], ParticipantError)
     assert play.coordination.active == ()
