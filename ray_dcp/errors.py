@@ -226,10 +226,10 @@ class InternalError(CheckpointError):
 
 
 class CommitUnknownError(CheckpointError):
-    """Neither storage nor coordinator said whether the commit happened.
+    """Neither storage nor coordinator reported whether the commit happened.
 
     The only error after which the checkpoint may still appear.
-    `ray_dcp.outcome(path, attempt)` tells later.
+    `ray_dcp.outcome(path, attempt)` answers later.
 
     Args:
         message: As for `CheckpointError`.

@@ -71,7 +71,7 @@ def run_load(
         checkpoint_id: As given to `load`; foreign storages are reset to it.
         coordinator_rank: Where a third-party planner or storage decides.
         stateful: Load into the state of top-level `Stateful` values.
-        log: Hears of phases.
+        log: Gets the phases.
 
     Raises:
         CheckpointError: As `load` does.

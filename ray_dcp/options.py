@@ -29,7 +29,7 @@ class SaveOptions:
     """How to save.
 
     Raises:
-        InvalidRequestError: A field has a value that it can't have; the message says which and
+        InvalidRequestError: A field has a value that it can't have; the message names it and
             what is accepted.
 
     Example:
@@ -74,8 +74,8 @@ class SaveOptions:
     """Write DCP's `.metadata` as well, without which stock DCP can't read the checkpoint. It takes
     100 to 160 bytes for each tensor and rank and as long to make as all else of a commit: with
     many thousand ranks leave it out, and let `ray-dcp metadata PATH` make it when it is needed, or
-    say `later`: the coordinator makes it when the ranks have been told of the commit and have gone
-    on. Should the coordinator die before, it is left out."""
+    say `later`: the coordinator makes it when the ranks have the outcome and have gone on. Should
+    the coordinator die before, it is left out."""
     max_pending: int = 1
     """Asynchronous saves of a session that may be under way at a time; each holds a copy of the
     state in memory."""
@@ -196,7 +196,7 @@ class LoadOptions:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Names of the fields that say which values go where, as far as they are set."""
+        """Names of the fields that choose which values go where, as far as they are set."""
         named = {
             "key_map": self.key_map is not None,
             "prefixes": bool(self.prefixes),

@@ -101,7 +101,7 @@ class BatchedReceipts:
 
 @dataclass(frozen=True, eq=False)
 class MessageBatch:
-    """Gatherer → coordinator: what these ranks say in one step of an operation.
+    """Gatherer → coordinator: the requests of these ranks in one step of an operation.
 
     Reply: `BatchedReplies`.
     """
@@ -116,7 +116,7 @@ class MessageBatch:
         return self.content if isinstance(self.content, tuple) else self.content.requests()
 
     def only(self, ranks: Collection[int]) -> MessageBatch:
-        """Returns what some of these ranks say: those that are not answered yet."""
+        """Returns the requests of some of these ranks: those that are not answered yet."""
         return batch_of(request for request in self.requests() if request.rank in ranks)
 
 
@@ -130,7 +130,7 @@ class BatchedReplies:
 
 
 def batch_of(requests: Iterable[Request]) -> MessageBatch:
-    """Returns one message that says what these do.
+    """Returns one message for several requests.
 
     Args:
         requests: At least one, of one operation and step, each of another rank.
@@ -145,7 +145,7 @@ def batch_of(requests: Iterable[Request]) -> MessageBatch:
 
 _OF_JOINS = frozenset({"rank", "fingerprint", "values", "capture_s", "node"})
 _OF_RECEIPTS = frozenset({"rank", "files", "staged_s"})
-"""What is said for each rank; all else has to be the same, whatever there is."""
+"""The fields of each rank; all others have to be the same."""
 
 
 def _rest(request: Request, own: frozenset[str]) -> dict[str, object]:
@@ -189,7 +189,7 @@ def _written(
         return tuple(requests)
     packed = pack_receipts(file for receipt in receipts for file in receipt.files)
     if packed.bad_digests():
-        return tuple(requests)  # the coordinator says what is wrong, and of whom
+        return tuple(requests)  # the coordinator's error names what is wrong, and whose it is
     counts = tuple([len(receipt.files) for receipt in receipts])
     staged_s = tuple([receipt.staged_s for receipt in receipts])
     return BatchedReceipts(replace(first, files=()), ranks, counts, staged_s, packed)
@@ -205,7 +205,7 @@ class Batch:
     replies: list[tuple[tuple[int, ...], Reply]] = field(default_factory=list)
 
     def put(self, ranks: Iterable[int], reply: Reply) -> None:
-        """Takes a reply for those of the ranks that wait in it."""
+        """Adds a reply for those of the ranks that wait in it."""
         mine = self.waiting.intersection(ranks)
         if mine:
             self.waiting -= mine
@@ -222,18 +222,18 @@ class Batches:
         return len(self._waiting)
 
     def add(self, message: MessageBatch) -> Batch:
-        """Takes that a message waits; to be called before it is handed on."""
+        """Registers a message that waits; to be called before it is handed on."""
         at = (message.key, message.step)
         batch = Batch(*at, set(message.ranks))
         self._waiting.setdefault(at, []).append(batch)
         return batch
 
     def remove(self, batch: Batch) -> None:
-        """Takes that nobody waits for a message's answer any more."""
+        """Removes a message whose answer nobody waits for any more."""
         self._forget((batch.key, batch.step), [batch])
 
     def answer(self, answer: Answer) -> set[int]:
-        """Takes an answer of the coordination; returns the ranks that wait in no message."""
+        """Adds an answer of the coordination; returns the ranks that wait in no message."""
         left = set(answer.ranks)
         for batch in self._waiting.get((answer.key, answer.step), ()):
             left -= batch.waiting
@@ -241,14 +241,14 @@ class Batches:
         return left
 
     def refuse(self, key: OpKey, reply: Reply) -> None:
-        """Takes that all who wait in an operation are told the same."""
+        """Gives all ranks that wait in an operation the same reply."""
         for (own, _), batches in self._waiting.items():
             if own == key:
                 for batch in batches:
                     batch.put(batch.waiting, reply)
 
     def ready(self) -> Iterator[Batch]:
-        """Yields those that have something to tell, and forgets them."""
+        """Yields those that have replies, and forgets them."""
         for at, batches in list(self._waiting.items()):
             told = [batch for batch in batches if batch.replies]
             if told:
@@ -262,7 +262,7 @@ class Batches:
 
 
 MOST_GATHERERS = 64
-"""How many messages a coordinator hears in a phase. A job of no more ranks needs no gatherers."""
+"""Messages that a coordinator receives in a phase. A job of no more ranks needs no gatherers."""
 
 FIRST_WAIT_S = 0.25
 LONGEST_WAIT_S = 4.0
@@ -317,7 +317,7 @@ class _Step:
 
 
 class BatchWindow:
-    """What one gatherer has heard and not sent yet.
+    """What one gatherer has received and not sent yet.
 
     Args:
         ranks: Of its group.
@@ -342,7 +342,7 @@ class BatchWindow:
         self._asked: dict[tuple[OpKey, str], set[int]] = {}
 
     def take(self, request: Request) -> list[MessageBatch]:
-        """Takes what a rank says; returns what is to be sent now."""
+        """Adds a rank's request; returns what is to be sent now."""
         at = (request.key, step_of(request))
         step = self._steps.get(at)
         if step is None:
@@ -368,7 +368,7 @@ class BatchWindow:
         return min((step.due_s for step in self._steps.values() if step.requests), default=None)
 
     def replied(self, message: MessageBatch, batched: BatchedReplies) -> None:
-        """Takes what ranks are told: those that are asked for more will come again, no others."""
+        """Notes the replies: only ranks that are asked for more send the step again."""
         if message.step.partition(" ")[0] != "SaveJoin":
             return
         for ranks, reply in batched.replies:

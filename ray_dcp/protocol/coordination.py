@@ -125,7 +125,7 @@ class Coordination:
     """What a coordinator knows and decides, as a pure state machine.
 
     Every method takes one event and returns the commands that it leads to, to be carried out in
-    order (`ray_dcp.protocol.commands` says how). A method that raises has changed nothing.
+    order (see `ray_dcp.protocol.commands`). A method that raises has changed nothing.
 
     Args:
         epoch: Number of this coordinator's life: higher after each restart.
@@ -164,7 +164,7 @@ class Coordination:
         self._early = Early()
 
     def receive(self, request: Request, *, silence_s: float | None = None) -> Commands:
-        """Takes what a rank says.
+        """Accepts a request of a rank.
 
         The same request again gets the same answer, as long as the operation is remembered.
 
@@ -182,7 +182,7 @@ class Coordination:
                 receipt of an attempt that this coordinator does not know.
         """
         lost = self._lost.get(request.key.session, {})
-        if not isinstance(request, PartsHeld | PartsWritten):  # these say nothing of the rank
+        if not isinstance(request, PartsHeld | PartsWritten):  # these do not come from the rank
             lost.pop(request.rank, None)
             call = call_of(request) if isinstance(request, Opening) else None
             self._liveness.take_requests(request.key, (request.rank,), silence_s, call)
@@ -208,7 +208,7 @@ class Coordination:
     def receive_batch(
         self, message: MessageBatch, *, silence_s: float | None = None
     ) -> tuple[Commands, dict[int, Refused]]:
-        """Takes what several ranks say in one message: what its requests mean one by one.
+        """Accepts the requests of several ranks in one message, as `receive` does one by one.
 
         Args:
             message: As it came.
@@ -259,7 +259,7 @@ class Coordination:
         return self._after(machine, machine.resume(planned))
 
     def heartbeat(self, beat: Heartbeat) -> tuple[str, ...]:
-        """Takes a heartbeat: its rank lives, and this is its progress.
+        """Accepts a heartbeat: its rank is alive, and this is its progress.
 
         Returns:
             For whom operations have waited for `LONG_WAIT_S`, in words: each wait once, to the
@@ -270,14 +270,14 @@ class Coordination:
         return tuple(self._long_waits.pop(at)) if at in self._long_waits else ()
 
     def place(self, session: str, rank: int, place: str) -> None:
-        """Takes that a rank is there, and where, for messages: `"pid 12 on node-3"`."""
+        """Registers where a rank is, for messages: `"pid 12 on node-3"`."""
         self._lost.get(session, {}).pop(rank, None)
         self._liveness.place(session, rank, place)
 
     def check_silence(self) -> Commands:
         """Checks which ranks were silent for too long, and fails what needs them.
 
-        To be called about every second. A rank that speaks again is told the outcome.
+        To be called about every second. A rank that sends again gets the outcome.
         """
         commands: Commands = ()
         for key, machine in list(self._active.items()):
@@ -325,7 +325,7 @@ class Coordination:
         return min(due, default=None)
 
     def performed(self, key: OpKey, task: Task, result: Result) -> Commands:
-        """Takes what came of a task.
+        """Accepts the result of a task.
 
         Args:
             key: Of the `Perform`.
@@ -346,7 +346,7 @@ class Coordination:
         return self._after(machine, machine.performed(task, result))
 
     def expired(self, key: OpKey, phase: str) -> Commands:
-        """Takes that a timer ran out; one of an operation or phase that is over does nothing.
+        """Handles an expired timer; one of an operation or phase that is over is ignored.
 
         Args:
             key: Of the `Arm`.
@@ -356,9 +356,9 @@ class Coordination:
         return () if machine is None else self._after(machine, machine.expired(phase))
 
     def lost(self, session: str, ranks: Iterable[int], reason: str) -> Commands:
-        """Takes that ranks died: fails what needs them now, and what will need them.
+        """Marks ranks dead: fails the operations that need them, and those that will.
 
-        A rank that speaks again is alive.
+        A rank that sends again is alive.
 
         Args:
             session: Whose ranks.
@@ -375,7 +375,7 @@ class Coordination:
         return commands
 
     def cancel(self, key: OpKey, reason: str) -> Commands:
-        """Takes the wish to cancel a save; too late when its commit has begun.
+        """Cancels a save, unless its commit has begun.
 
         One that nobody has joined yet fails as soon as somebody does.
 
@@ -396,7 +396,7 @@ class Coordination:
         return isinstance(machine, SaveMachine) and machine.is_cancelled
 
     def withdraw(self, key: OpKey, rank: int, reason: str) -> Commands:
-        """Takes that a rank leaves an operation before its end: it will not go on with it.
+        """Removes a rank from an operation before its end: it sends nothing more.
 
         A save is cancelled, as nothing is lost by that; of another operation, only what needs
         this rank fails.
@@ -415,7 +415,7 @@ class Coordination:
         return self._after(machine, machine.lost({rank: lost_rank(rank, reason)}))
 
     def works(self, key: OpKey, rank: int) -> Commands:
-        """Takes that a rank does its share of an operation, as it asks how that goes on.
+        """Accepts that a rank works for an operation, as it asks for the outcome.
 
         One that never joined it here did so at a coordinator that is gone: it fails for all.
 
@@ -431,7 +431,7 @@ class Coordination:
         return self._after(machine, machine.lost({rank: went_ahead(key, rank)}))
 
     def outcome(self, key: OpKey) -> Reply | None:
-        """Returns what every rank is told in the end, once that is known; None before.
+        """Returns the final reply to every rank, once that is known; None before.
 
         A refusal for an operation that is not known: it began with an earlier coordinator.
         """
@@ -446,7 +446,7 @@ class Coordination:
     def _renumbered(self, machine: Machine | None, request: Request) -> int | None:
         """Returns the number of a call whose rank missed earlier ones; None where it has its own.
 
-        The others gave up the operation that this rank begins. Is it late with the same call, or
+        The others abandoned the operation that this rank begins. Is it late with the same call, or
         was that another one, which it never made? One that calls something else is not late, nor
         one that comes too late twice in a row: it makes what the others call next.
         """
@@ -582,7 +582,7 @@ class Coordination:
         return {save.key: ranks for save in self._saves if (ranks := save.held_by(stager))}
 
     def stager_lost(self, stager: str, reason: str) -> Commands:
-        """Takes that a stager died or froze: others take over, or saves that need it fail.
+        """Marks a stager lost: others take over, or saves that need it fail.
 
         Args:
             stager: `PartsHeld.stager`.
@@ -596,7 +596,7 @@ class Coordination:
     def stager_progress(
         self, paces: Mapping[OpKey, Mapping[int, tuple[int, int]]], now_s: float
     ) -> Commands:
-        """Takes how far a stager is.
+        """Accepts the progress of a stager.
 
         Args:
             paces: For each save and rank bytes written and bytes in all.
@@ -610,7 +610,7 @@ class Coordination:
         return commands
 
     def reassign(self, key: OpKey, rank: int, reason: str) -> Commands:
-        """Takes that a rank's stager is much slower than the others: another is to help.
+        """Reassigns the files of a rank whose stager is much slower than the others.
 
         Args:
             key: Which save.

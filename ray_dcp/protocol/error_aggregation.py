@@ -31,7 +31,7 @@ from ray_dcp.protocol.messages import (
 )
 
 MOST_TOLD = 16
-"""Missing ranks of which an error tells all that is known; the others are only named."""
+"""Missing ranks that an error describes; the others are only named."""
 
 Opening = SaveJoin | LoadJoin | Exchange
 """A request with which a rank begins an operation."""
@@ -67,7 +67,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
 def located(
     error: CheckpointError, checkpoint_id: str | None, rank: int | None = None
 ) -> CheckpointError:
-    """Returns a copy of an error that says of which checkpoint it is, and at which rank.
+    """Returns a copy of an error with its checkpoint and its rank.
 
     Args:
         error: What a task or a rank reported; not changed.
@@ -81,7 +81,7 @@ def located(
 
 
 def combine(errors: Mapping[int, CheckpointError], checkpoint_id: str | None) -> CheckpointError:
-    """Returns the one error that every rank is told when these ranks failed.
+    """Returns the one error for every rank when these ranks failed.
 
     It is the error of the lowest rank that failed by itself (a rank that is merely missing is
     the consequence more often than the cause), with all of them in `failures` and in a note.
@@ -213,7 +213,7 @@ def disagreement(key: OpKey, openings: Mapping[int, Opening]) -> RankDisagreemen
 
 
 def describe(request: Opening) -> str:
-    """Returns what a rank called, as a person would say it.
+    """Returns what a rank called, in words.
 
     Args:
         request: How the rank begins it.
@@ -230,7 +230,7 @@ def call_of(request: Opening) -> Call:
 
 
 def describe_call(call: Call) -> str:
-    """Returns a call as a person would say it."""
+    """Returns a call in words."""
     what, options = call
     return what if options is None else f"{what}{_chosen(options)}"
 

@@ -1,7 +1,7 @@
 """Garbage collection, the decision: which files at a place are ours, and which nothing needs. Pure.
 
 A file is ours if its name is one that ray_dcp gives, with an attempt in it. All others belong to
-somebody else and are never deleted, whatever they look like and whatever a record says: whoever
+somebody else and are never deleted, whatever they look like and whatever a record has: whoever
 writes a record could otherwise name the files to delete.
 
 *Why no clock is needed.* Whatever was listed before a commit or delete was recorded belongs to
@@ -54,7 +54,7 @@ class Owned(NamedTuple):
     """`temp`: not published, by a writer that still works or by one that crashed. `trace`: written
     after the commit of its attempt, so it never belongs to one that may still be committed."""
     attempt: str | None = None
-    """None where the name does not tell: of records, `.metadata` and what was to become one."""
+    """None where the name has none: of records, `.metadata` and what was to become one."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def left_by_others(keys: Iterable[str], *, last_slot: int) -> tuple[str, ...]:
 
 
 def verdicts(records: Mapping[int, Record], present: Iterable[str]) -> tuple[Verdict, ...]:
-    """Returns what a record that is to decide says of the attempts before it.
+    """Returns the verdicts of a record that is to decide, on the attempts before it.
 
     Args:
         records: That decide now, by slot; see `ray_dcp.io.records.read_slots`.
@@ -153,7 +153,7 @@ def verdicts(records: Mapping[int, Record], present: Iterable[str]) -> tuple[Ver
 
 
 def was_committed(record: Manifest | DeleteRecord, attempt: str) -> bool:
-    """Tells whether the record that decides remembers an earlier attempt as committed.
+    """Returns whether the record that decides has an earlier attempt as committed.
 
     Args:
         record: That decides.

@@ -148,11 +148,11 @@ class _Known:
     doings: tuple[Doing, ...] = ()
     last: tuple[OpKey, Call] | None = None
     promised: set[OpKey] = field(default_factory=set)
-    """Operations during which it said that it would send heartbeats."""
+    """Operations during which it promised to send heartbeats."""
 
 
 class Liveness:
-    """When each rank was heard, and what it said.
+    """When each rank was last heard, and what it reported.
 
     Args:
         clock: Seconds in which this process could listen; see `AwakeClock`.
@@ -200,18 +200,18 @@ class Liveness:
             known.last = last or known.last
 
     def heartbeat(self, beat: Heartbeat) -> None:
-        """Takes a heartbeat."""
+        """Accepts a heartbeat."""
         known = self._of(beat.session, beat.rank)
         known.heard_s = self._clock()
         known.timeout_s = beat.timeout_s
         known.doings = beat.doings
 
     def place(self, session: str, rank: int, place: str) -> None:
-        """Takes where a rank is: `"pid 12 on node-3"`."""
+        """Registers where a rank is: `"pid 12 on node-3"`."""
         self._of(session, rank).place = place
 
     def ended(self, key: OpKey) -> None:
-        """Takes that an operation is over."""
+        """Notes that an operation is over."""
         self._ended[key] = self._clock()
         while len(self._ended) > ENDED:
             self._ended.popitem(last=False)

@@ -196,7 +196,7 @@ class Leave:
     key: OpKey
     rank: int
     offered: tuple[int, ...] = ()
-    """What I have offered. Why said again: this may be heard before the offers are."""
+    """What I have offered. Why repeated: this may arrive before the offers do."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ class SharedReads:
         return sum(unit.state == "there" for unit in self._units.values())
 
     def take(self, message: ReadMessage) -> None:
-        """Takes what a rank says; `Listen` says nothing."""
+        """Applies a rank's message; `Listen` changes nothing."""
         match message:
             case Enter():
                 self._enter(message)

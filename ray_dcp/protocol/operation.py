@@ -46,10 +46,10 @@ from ray_dcp.protocol.messages import Exchange, Exchanged, Refused, Reply, Reque
 
 
 class Barrier:
-    """One roll-call: which ranks have come, which failed, who is missing.
+    """One barrier: which ranks have arrived, which failed, which are missing.
 
     Args:
-        world_size: Ranks `0 … world_size - 1` are called.
+        world_size: Ranks `0 … world_size - 1` have to arrive.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -58,7 +58,7 @@ class Barrier:
         self.errors: dict[int, CheckpointError] = {}
 
     def note(self, rank: int, error: CheckpointError | None) -> None:
-        """Notes that a rank came, perhaps with an error."""
+        """Notes that a rank arrived, perhaps with an error."""
         self.arrived.add(rank)
         if error is not None:
             self.errors.setdefault(rank, error)
@@ -72,7 +72,7 @@ class Barrier:
         return len(self.arrived) >= self.world_size or not self.missing
 
     def blame(self, errors: Mapping[int, CheckpointError]) -> None:
-        """Notes that ranks failed without saying so themselves; earlier errors stay."""
+        """Notes that ranks failed without a report of their own; earlier errors stay."""
         for rank, error in errors.items():
             self.errors.setdefault(rank, error)
 
@@ -126,7 +126,7 @@ should see that. *Why* not the whole deadline: nobody should wait an hour to lea
 
 LOST_GRACE_S = 0.5
 """The same after ranks died or froze, in seconds: just so long that those which died together are
-named together. Their end says little of what the others will report."""
+named together. Their end predicts little of what the others will report."""
 
 HISTORY_LENGTH = 64
 
@@ -136,7 +136,7 @@ Commands = tuple[Command, ...]
 class Operation(ABC):
     """One operation: its ranks, their waiting calls, the answers given, its one timer and task.
 
-    Subclasses say what an accepted event leads to, in `_on_request`, `_on_result`, `_on_expired`
+    Subclasses define what an accepted event leads to, in `_on_request`, `_on_result`, `_on_expired`
     and `_all_arrived`. An event that is refused raises before anything has changed.
 
     Args:
@@ -147,7 +147,7 @@ class Operation(ABC):
         url: Of the checkpoint; None for an exchange.
         phase: Where it stands, for messages and timers.
         over: Nothing is left to be done; only late requests are still answered.
-        describe_rank: Says what is known of a rank that is missing, in words.
+        describe_rank: Returns what is known of a rank that is missing, in words.
         ranks_do: What every rank has to do in a phase, with the option that is its deadline.
         last_barrier: The phase in which ranks come for the last time: one that dies after it came
             has done its share.
@@ -180,7 +180,7 @@ class Operation(ABC):
 
     @property
     def outcome(self) -> Reply | None:
-        """What all ranks are told in the end, once that is fixed."""
+        """The final reply to all ranks, once that is fixed."""
         return self._outcome
 
     @property
@@ -202,7 +202,7 @@ class Operation(ABC):
     # Events
 
     def receive(self, request: Request) -> Commands:
-        """Takes what a rank says.
+        """Accepts a request of a rank.
 
         A request that came before is answered as before. When the operation has its outcome,
         that is the answer to whatever a rank still asks.
@@ -245,7 +245,7 @@ class Operation(ABC):
         return self._have_disagreed() or identity(request) == identity(self._first)
 
     def performed(self, task: Task, result: Result) -> Commands:
-        """Takes the result of a task; that of a task given up on is dropped.
+        """Accepts the result of a task; that of an abandoned task is dropped.
 
         Raises:
             InternalError: The task was not asked for, its result came before, or is of another
@@ -266,7 +266,7 @@ class Operation(ABC):
         raise self._contradiction(f"result of {type(task).__name__}")
 
     def expired(self, phase: str) -> Commands:
-        """Takes that the timer of a phase ran out; that of an earlier phase is dropped."""
+        """Handles the expired timer of a phase; that of an earlier phase is ignored."""
         if self.over or phase != self.phase:
             return ()
         self._log("expired")
@@ -284,9 +284,9 @@ class Operation(ABC):
         return concerns and not self.over and self._outcome is None
 
     def lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
-        """Takes that ranks died, froze or left, by rank with the error of each.
+        """Marks ranks lost that died, froze or left.
 
-        One that speaks after that is told the outcome like the others, but does not count.
+        One that sends after that gets the outcome like the others, but does not count.
         """
         errors = {rank: error for rank, error in errors.items() if self.needs(rank)}
         if not errors:
@@ -297,22 +297,22 @@ class Operation(ABC):
 
     @abstractmethod
     def _on_request(self, request: Request) -> Commands:
-        """Takes a request that did not come before."""
+        """Handles a request that did not come before."""
 
     @abstractmethod
     def _on_result(self, result: Result) -> Commands:
-        """Takes the result that is awaited."""
+        """Handles the result of the pending task."""
 
     @abstractmethod
     def _on_expired(self) -> Commands:
-        """Takes that the timer of a phase ran out in which a task is awaited."""
+        """Handles the expired timer of a phase that waits for a task."""
 
     @abstractmethod
     def _all_arrived(self) -> Commands:
-        """Takes that every rank came to this phase, without an error."""
+        """Handles that every rank has arrived in this phase, without an error."""
 
     def _on_lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
-        """Takes that ranks died, froze or left, while there is no outcome."""
+        """Handles the loss of ranks while there is no outcome."""
         if self._awaited() is None:
             return self._fail(combine(errors, self.url))
         if self.phase == self.last_barrier:
@@ -326,7 +326,7 @@ class Operation(ABC):
             error = disagreement(self.key, {**self._openings, **self._differing})
         return (*self._conclude(Refused(error)), *self._end("failed"))
 
-    # What the ranks say
+    # Requests
 
     def _objection(self, request: Opening) -> RankDisagreementError | None:
         differing = self._differing.get(request.rank)
@@ -350,7 +350,7 @@ class Operation(ABC):
         return None
 
     def _differ(self, request: Opening, error: RankDisagreementError) -> Commands:
-        """Takes a call that is not the others'; waits a moment for who else differs."""
+        """Notes a call that is not the others'; waits a moment for others that differ."""
         self._log(f"{step_of(request)} of rank {request.rank} (differs)")
         self._waiting[request.rank, step_of(request)] = None
         if error.rank is not None:  # one rank is at fault, by itself
@@ -360,7 +360,7 @@ class Operation(ABC):
         return self._fail(error) if self._barrier.is_complete else self._wait(GRACE_S)
 
     def _have_disagreed(self) -> bool:
-        """Whether the ranks were told that they differ: who comes late is told just that."""
+        """Whether the outcome is that the ranks differ: late ranks get just that."""
         outcome = self._outcome
         return isinstance(outcome, Refused) and isinstance(outcome.error, RankDisagreementError)
 
@@ -384,7 +384,7 @@ class Operation(ABC):
         self._waiting[request.rank, step_of(request)] = None
         self._barrier.note(request.rank, error)
 
-    # What the ranks are told
+    # Replies
 
     def _reply_each(self, reply_to: Callable[[int], Reply]) -> list[Command]:
         """Answers all calls that wait, each rank's with a reply of its own."""
@@ -396,7 +396,7 @@ class Operation(ABC):
         return answers
 
     def _reply_alike(self, reply: Reply) -> list[Command]:
-        """Tells all who wait the same, with one command for each step in which calls wait."""
+        """Gives all that wait the same reply, with one command for each step of theirs."""
         self._replies.update(dict.fromkeys(self._waiting, reply))
         by_step: dict[str, list[int]] = {}
         for rank, step in self._waiting:
@@ -405,7 +405,7 @@ class Operation(ABC):
         return [Answer(self.key, tuple(ranks), step, reply) for step, ranks in by_step.items()]
 
     def _conclude(self, reply: Reply) -> list[Command]:
-        """Fixes the outcome, unless it is fixed already, and tells it to all who wait."""
+        """Fixes the outcome, unless it is fixed already, and replies it to all that wait."""
         if self._outcome is not None:
             return []
         self._outcome = reply
@@ -484,7 +484,7 @@ class Operation(ABC):
             self._abandoned.append(self._pending)
             self._pending = None
 
-    # What is told of it
+    # Its history
 
     def _log(self, what: str) -> None:
         self._history.append(what)

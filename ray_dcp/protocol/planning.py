@@ -101,18 +101,18 @@ class Planning:
         self._needed: set[int] | None = None
 
     def take(self, join: SaveJoin) -> None:
-        """Takes what a rank says that it holds; what it was asked for completes the rest."""
+        """Adds a rank's join; what it was asked for completes an earlier one."""
         known = self._joins.get(join.rank)
         if known is not None and join.asked < known.asked:
             return  # it came twice, the second time late
         self._joins[join.rank] = join
 
     def take_all(self, joins: Iterable[SaveJoin]) -> None:
-        """Takes first joins of ranks that said nothing yet."""
+        """Adds first joins of ranks."""
         self._joins.update({join.rank: join for join in joins})
 
     def last_of(self, rank: int) -> SaveJoin:
-        """Returns what a rank said last: that is the call in which it waits."""
+        """Returns a rank's last join: the call in which it waits."""
         return self._joins[rank]
 
     def ask(self) -> dict[int, SendItems]:
@@ -122,7 +122,7 @@ class Planning:
         """
         joins = [self._joins[rank] for rank in range(self._world_size)]
         if not self._key:
-            # Why once: in a later call ranks do not say which node they are on.
+            # Why once: a later join does not name the node.
             self._nodes = node_numbers([join.node for join in joins])
             self._key = plan_key([join.fingerprint for join in joins], self._nodes)
         planned = self._cache.get(self._key)
@@ -171,25 +171,25 @@ class Planning:
         )
 
     def lacks(self, ranks: Iterable[int]) -> None:
-        """Takes that the rows of ranks do not follow from what is known: they have to send them."""
+        """Notes that the rows of ranks do not follow from what is known: they have to send them."""
         self._needed = (self._needed or set()).union(ranks)
 
     def made(self, planned: Planned) -> None:
-        """Takes the plan that was made."""
+        """Caches the plan that was made."""
         # Why: the parts repeat all of the plan, and a rank that saves again has its own.
         parts = RankPlans(planned.plan)
         self._cache.put(self._key, replace(planned, parts=parts))
         self._rows.clear()
 
     def all_know(self, planned: Planned) -> bool:
-        """Whether every rank has its part of a plan, so that `go` tells all the same."""
+        """Whether every rank has its part of a plan, so that `go` is the same for all."""
         digest = planned.plan.digest
         return all(join.known == digest for join in self._joins.values())
 
     def go(
         self, rank: int, planned: Planned, attempt: str, epoch: int, create_if_absent: bool
     ) -> SaveGo | SaveAgain:
-        """Returns what a rank is told: only that its plan still holds, if it has it.
+        """Returns a rank's part: only that its plan is unchanged, if it has it.
 
         Args:
             rank: Who.

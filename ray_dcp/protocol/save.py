@@ -38,7 +38,7 @@ this one from there on. The ends are `done`, `failed` and `unknown`. The timer n
 when it expires the ranks get what is known, and the machine goes on to learn the rest.
 
 *Invariants*: only the coordinator that created an attempt, or resumed it, commits it, and it never
-tries to after it reported the save as failed. A file is what its first receipt says; a second
+tries to after it reported the save as failed. A file is what its first receipt reports; a second
 writer of it writes the same bytes.
 """
 
@@ -123,7 +123,7 @@ each get one, 10 GB would leave the coordinator."""
 
 MOST_ROUNDS = 3
 """A plan of earlier may turn out not to hold by what ranks are asked first; then they are asked for
-all that a new one needs: few ranks first, where their rows may tell those of the others."""
+all that a new one needs: few ranks first, where the rows of the others may follow from theirs."""
 
 FOLLOW_UPS: dict[type[Task], str] = {
     PublishMetadata: "publishing",
@@ -249,7 +249,7 @@ class SaveMachine(Operation):
 
     @property
     def may_be_over(self) -> bool:
-        """It was resumed, and the storage has not said yet whether it had ended before."""
+        """It was resumed, and has not yet read on storage whether it had ended before."""
         return isinstance(self._pending, ReadOutcome)
 
     @property
@@ -375,7 +375,7 @@ class SaveMachine(Operation):
             ):
                 return self._acknowledge(request)
             case _ if self._plan is not None and self.phase != "writing":
-                # The save is being decided; this rank is told when it is.
+                # The save is being decided; this rank gets the outcome.
                 self._waiting[request.rank, step_of(request)] = None
                 return ()
         raise self._contradiction(f"{type(request).__name__} of rank {request.rank}")
@@ -470,11 +470,11 @@ class SaveMachine(Operation):
         return self._ask_ranks()
 
     def begin(self) -> Commands:
-        """Takes that it is this save's turn in the queue of its session."""
+        """Starts this save: it is the next in the queue of its session."""
         return self._ask_ranks()
 
     def refuse(self, error: CheckpointError) -> Commands:
-        """Takes that it may not begin.
+        """Fails this save before it starts.
 
         Args:
             error: Why, for all ranks.
@@ -515,7 +515,7 @@ class SaveMachine(Operation):
             self._warnings.append(f"{planned.disagreements}. The lowest rank's are saved")
         self._attempt = self._new_attempt()
         if any(verdict.attempt == self._attempt for verdict in self._seen.decided):
-            # Why possible: whoever makes up attempts may tell them to others before.
+            # Why possible: whoever makes up attempts may publish them before.
             return self._fail(
                 SaveCancelledError(
                     f"Attempt {self._attempt} was ended by another rank before this save "
@@ -555,7 +555,7 @@ class SaveMachine(Operation):
 
     def _note_holder(self, held: PartsHeld) -> None:
         known = self._holders.get(held.rank)
-        # What is told may come twice and late: who holds the bytes last is to write them.
+        # Reports may come twice and late: the last stager that holds the bytes is to write them.
         if known is None or known.incarnation < held.incarnation:
             self._holders[held.rank] = held
             self._unheld.pop(held.rank, None)
@@ -610,7 +610,7 @@ class SaveMachine(Operation):
         return self._check_barrier() if done or self._barrier.errors else ()
 
     def stager_lost(self, stager: str, reason: str) -> Commands:
-        """Takes that a stager died or froze.
+        """Marks a stager lost that died or froze.
 
         Args:
             stager: `PartsHeld.stager`.
@@ -634,7 +634,7 @@ class SaveMachine(Operation):
         return commands + (super()._on_lost(gone) if gone else ())
 
     def take_progress(self, paces: Mapping[int, tuple[int, int]], now_s: float) -> Commands:
-        """Takes how far stagers are, and helps those that are much slower than the others.
+        """Accepts the progress of stagers; reassigns files of those that are much slower.
 
         Args:
             paces: Bytes written and bytes in all, by rank.
@@ -649,7 +649,7 @@ class SaveMachine(Operation):
         return commands
 
     def reassign(self, rank: int, reason: str) -> Commands:
-        """Takes that a rank's stager is much slower than the others.
+        """Reassigns the files of a rank whose stager is much slower than the others.
 
         Args:
             rank: Whose bytes it holds.
@@ -665,7 +665,7 @@ class SaveMachine(Operation):
         return self._ask_again(rank)
 
     def _ask_again(self, rank: int) -> Commands:
-        """Answers the rank's call: it is to find another stager."""
+        """Answers the rank's call: it has to find another stager."""
         if not self._is_waiting(rank):
             return ()
         staged = self._staged[rank]
@@ -675,7 +675,7 @@ class SaveMachine(Operation):
         stagers = dict.fromkeys(held.stager for held in self._holders.values())
         busy = self.holders
         helpers = () if lost else tuple(one for one in stagers if one not in busy)
-        # Why of both: a rank that found no helper tells the number that a helper was to have.
+        # Why of both: a rank that found no helper sends the number that a helper was to have.
         held = self._holders.get(rank)
         number = max(-1 if held is None else held.incarnation, staged.incarnation) + 1
         return self._reply(staged, TakeOver(number, files, reason, lost, helpers))
@@ -707,9 +707,9 @@ class SaveMachine(Operation):
 
         Returns:
             What to do now: among others to look whether the earlier coordinator had ended it. Who
-            holds and has written what is to be told again, as it was then.
+            holds and has written what has to be reported again.
         """
-        # Why kept: what the ranks say is of the epoch in which they were told their parts.
+        # Why kept: the ranks' messages have the epoch in which they got their parts.
         self._planned_in = planned.epoch
         self._attempt, self._plan, self._seen = planned.attempt, planned.plan, planned.seen
         self._vote = self._new_vote()
@@ -723,7 +723,7 @@ class SaveMachine(Operation):
         return (self._arm(self.options.write_timeout_s), look)
 
     def _take_outcome(self, found: OutcomeRead) -> Commands:
-        """Ends a save that the earlier coordinator had committed, or declared failed."""
+        """Ends a save that the earlier coordinator had committed or declared failed."""
         if not found.slot:
             return ()
         if found.record:
@@ -795,7 +795,7 @@ class SaveMachine(Operation):
         return super()._fail(error) if self._plan is None else self._abort(error)
 
     def _abort(self, error: CheckpointError) -> Commands:
-        """Fences the attempt off before anybody is told that it failed."""
+        """Fences the attempt off before its failure is reported."""
         self._error = error
         reason = f"{type(error).__name__}: {error.message}"[:REASON_LENGTH]
         task = self._vote.abort(reason, error.rank)
@@ -812,7 +812,7 @@ class SaveMachine(Operation):
         return self._failed(self._error)
 
     def _failed(self, error: CheckpointError) -> Commands:
-        """Tells the failure, then deletes what was written: the attempt can't commit any more."""
+        """Reports the failure, then deletes what was written: the attempt can't commit any more."""
         files = self._plan.table.files if self._plan else ()
         keys = [key.replace("{attempt}", self._attempt) for key in files]
         keys += [key for key, _ in (self._built.files if self._built else ())]
@@ -825,7 +825,7 @@ class SaveMachine(Operation):
         return self._vote.at_stake or self.is_staged
 
     def _undecided(self) -> Refused:
-        """Returns what ranks are told while the vote is open."""
+        """Returns the outcome for ranks while the vote is open."""
         if self._error is not None and not self._may_yet_be_committed:
             return Refused(self._error)
         return Refused(undecided(self._vote, self._error.message if self._error else ""))
@@ -833,7 +833,7 @@ class SaveMachine(Operation):
     # What follows
 
     def _follow(self) -> Commands:
-        """Begins the next task that follows the decision; where None stands, ranks are told."""
+        """Begins the next task that follows the decision; at None, the ranks get the outcome."""
         if not self._to_do:
             return tuple(self._finish())
         task = self._to_do.pop(0)
@@ -842,7 +842,7 @@ class SaveMachine(Operation):
         return self._step(FOLLOW_UPS[type(task)], task, self.options.commit_timeout_s)
 
     def _done_with(self, result: Published | Finished | Failed) -> Commands:
-        """Takes how a task that follows went: a commit stands whatever becomes of it."""
+        """Handles the result of a task that follows: a commit stands whatever becomes of it."""
         match self.phase, result:
             case "publishing", Published(superseded=True):
                 # Why nothing is collected: the later save does it, and `.metadata` is its own.
@@ -856,7 +856,7 @@ class SaveMachine(Operation):
         return self._follow()
 
     def _finish(self) -> list[Command]:
-        """Ends in the phase that says what the ranks were told."""
+        """Ends in the phase of the outcome."""
         match self._outcome:
             case SaveOutcome():
                 return self._end("done")

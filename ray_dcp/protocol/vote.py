@@ -67,7 +67,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Open:
-    """The storage did not say."""
+    """The storage did not answer."""
 
     error: CheckpointError
 
@@ -170,7 +170,7 @@ class Vote:
     ) -> Decision:
         """Returns what a record of this attempt in a slot decides."""
         # Careful: a record below one that decides was created too late, and counts for nothing,
-        # unless that one says otherwise.
+        # unless that one records otherwise.
         if overtaken is not None:
             self.decided_by = Lost(overtaken.slot, overtaken.attempt, overtaken.is_delete)
             if overtaken.was_committed == is_abort:

@@ -64,7 +64,7 @@ Member = tuple[str, int]
 
 
 class Membership:
-    """The ranks that said that they are there and have neither left nor died.
+    """The registered ranks that have neither left nor died.
 
     Used in one thread, the event loop's.
 
@@ -88,7 +88,7 @@ class Membership:
         return len(self._members)
 
     def add(self, session: str, rank: int, caller: Caller) -> None:
-        """Notes that a rank is there."""
+        """Registers a rank."""
         if self._members.get((session, rank)) != caller:
             self._members[session, rank] = caller
             self._changed = self.ever = True
@@ -102,7 +102,7 @@ class Membership:
         """Returns those whose processes have ended, and forgets them.
 
         Raises:
-            InternalError: This Ray does not tell who lives.
+            InternalError: This Ray does not report which processes live.
         """
         watched = dict(self._members)
         if not watched:
@@ -135,7 +135,7 @@ class Membership:
 
 
 class SharedReadDispatch:
-    """What the ranks of all loads of one coordinator tell each other.
+    """The shared reads of all loads of one coordinator.
 
     *Invariant*: used in the event loop's thread only.
 
@@ -149,7 +149,7 @@ class SharedReadDispatch:
         self._told: dict[OpKey, asyncio.Event] = {}
 
     async def share(self, message: ReadMessage) -> Sequence[UnitUpdate] | None:
-        """Takes what a rank says, and returns the updates when it listens; None when it is over.
+        """Applies a rank's message; returns the updates when it listens, None when it is over.
 
         Args:
             message: May come twice.
@@ -265,7 +265,7 @@ class Rendezvous:
         return self._generation
 
     def forget_disagreement(self) -> None:
-        """Lets ranks that were not told of a disagreement begin anew."""
+        """Lets ranks that did not get the error of a disagreement begin anew."""
         self._disagreement, self._told = None, set()
 
     def generation_for(self, rank: int, token: str) -> str | None:
@@ -295,7 +295,7 @@ class RendezvousWaiters:
         """Returns the generation on which all ranks agree; see `Coordinator.enter`.
 
         Raises:
-            RankDisagreementError: The ranks differ about their number; all are told.
+            RankDisagreementError: The ranks differ about their number; all get this error.
         """
         self.num_waiting += 1
         try:
@@ -369,7 +369,7 @@ class Coordinator:
 
     Args:
         name: Of this actor: what its epoch is counted under.
-        lease_s: It leaves when all its ranks have left or died, and when none ever said that it
+        lease_s: It leaves when all its ranks have left or died, and when none ever registered
             is there and nobody called for so long, in seconds.
     """
 
@@ -441,7 +441,7 @@ class Coordinator:
             timeout_s: How long to wait for the others, in seconds.
 
         Raises:
-            RankDisagreementError: The ranks differ about their number; all are told.
+            RankDisagreementError: The ranks differ about their number; all get this error.
         """
         try:
             return await self._rendezvous.enter(rank, world_size, token, timeout_s)
@@ -454,7 +454,7 @@ class Coordinator:
         """Returns the reply to a request, when it has one; the same may come again meanwhile.
 
         Args:
-            request: What the rank says.
+            request: Of the rank.
             caller: Who the rank is for Ray; without it, nobody sees it die.
             silence_s: See `Coordination.receive`.
         """
@@ -476,7 +476,7 @@ class Coordinator:
         try:
             reply = await future
             if isinstance(request, PartsHeld) and isinstance(reply, Ack):
-                # Why first: who hears it may die, and this actor with it.
+                # Why first: the rank may die once it has it, and this actor with it.
                 await self._plans.hold(request)
             return reply
         finally:
@@ -486,11 +486,11 @@ class Coordinator:
     async def call_batch(
         self, message: MessageBatch, callers: Sequence[Caller], silence_s: float | None = None
     ) -> BatchedReplies:
-        """Returns what a gatherer's ranks are told, as soon as that is known of any; as `call`.
+        """Returns the replies to a gatherer's ranks, as soon as there are any; as `call`.
 
         Args:
-            message: May come again, for those of its ranks that were not told.
-            callers: Who they are for Ray; empty when that was told before.
+            message: May come again, for those of its ranks without a reply.
+            callers: Who they are for Ray; empty when they are registered.
             silence_s: See `Coordination.receive`.
         """
         self._last_call_s = self._loop.time()
@@ -514,7 +514,7 @@ class Coordinator:
                 self._batches.remove(batch)
 
     async def register(self, session: str, rank: int, caller: Caller) -> None:
-        """Takes that a rank is there: from now on its death is seen, also before it calls.
+        """Registers a rank: from now on its death is detected, also before it calls.
 
         Args:
             session: Name of the session.
@@ -526,7 +526,7 @@ class Coordinator:
         self._register(session, rank, caller)
 
     async def beat(self, beat: Heartbeat) -> HeartbeatAck:
-        """Takes that a rank lives and how far it is; answers at once."""
+        """Accepts a heartbeat; answers at once."""
         return replace(self._ack, waits=self._coordination.heartbeat(beat))
 
     async def watch(self, key: OpKey, rank: int) -> Reply:
@@ -547,7 +547,7 @@ class Coordinator:
         return await asyncio.shield(future)
 
     async def take_report(self, report: StageReport) -> bool:
-        """Takes what became of a file that a stager wrote; returns whether the save still needs it.
+        """Accepts a stager's report of a file; returns whether the save still needs it.
 
         Args:
             report: May come twice.
@@ -555,7 +555,7 @@ class Coordinator:
         return isinstance(await self.call(parts_written(report)), Ack)
 
     async def share(self, message: ReadMessage) -> Sequence[UnitUpdate] | None:
-        """Takes what a rank of a load tells the others; see `SharedReadDispatch.share`."""
+        """Accepts a rank's message of a shared read; see `SharedReadDispatch.share`."""
         return await self._shared_reads.share(message)
 
     async def cancel(self, key: OpKey, reason: str) -> bool:
@@ -565,12 +565,12 @@ class Coordinator:
         return self._coordination.is_cancelled(key)
 
     async def withdraw(self, key: OpKey, rank: int, reason: str) -> None:
-        """Takes that a rank leaves an operation before its end."""
+        """Removes a rank from an operation before its end."""
         self._called.set()
         self._carry_out(self._coordination.withdraw(key, rank, reason))
 
     async def leave(self, session: str, rank: int) -> None:
-        """Takes that a rank has closed its session and will not call again.
+        """Removes a rank that has closed its session and will not call again.
 
         *Why it is lost*: what it has joined and not ended would wait for it, and this actor too.
         """
@@ -579,7 +579,7 @@ class Coordinator:
         self._carry_out(self._coordination.lost(session, [rank], "it has closed its session"))
 
     def _note_holders(self, requests: Sequence[Request]) -> None:
-        """Takes who holds bytes of saves: with some of them lies what another coordinator needs."""
+        """Notes which stagers hold bytes of saves: another coordinator has to find them."""
         told = [one.held for one in requests if isinstance(one, SaveStaged)]
         noted = [self._plans.note(held) for held in told if held is not None]
         if any(noted):
@@ -630,7 +630,7 @@ class Coordinator:
                 future.set_result(reply)
 
     def _answer_gatherers(self) -> None:
-        """Ends the calls of gatherers that have something to tell."""
+        """Ends the calls of gatherers that have replies."""
         for batch in self._batches.ready():
             future = self._gatherers.pop(batch, None)
             if future is not None and not future.done():
@@ -655,7 +655,7 @@ class Coordinator:
             self._performing -= 1
 
     def _fail_operation(self, key: OpKey, error: Exception) -> None:
-        """Refuses all who wait for an operation that contradicted itself."""
+        """Fails an operation that contradicted itself on every rank that waits for it."""
         told = InternalError(
             f"The coordinator contradicted itself in operation {key.seq}: "
             f"{type(error).__name__}: {error}. Please report this"
@@ -750,7 +750,7 @@ def _warn_of_takeovers(commands: Sequence[Command]) -> None:
 
 def await_ready(coordinator: Any, timeout_s: float) -> None:
     """Waits until a coordinator has loaded what its first save needs, at most so many seconds."""
-    # Suppressed: a first save is slower then, and tells what is wrong.
+    # Suppressed: a first save is slower then, and reports what is wrong.
     with suppress(RayError):
         ray_calls.get(coordinator.ready.remote(), timeout=timeout_s)
 
@@ -779,7 +779,7 @@ def coordinator_of(session: str, *, namespace: str = NAMESPACE, lease_s: float) 
         max_task_retries=0,
         max_concurrency=MOST_CALLS,
         num_cpus=0,
-        # Why said: a trial of Ray Tune has all that its processes start go into its placement
+        # Why explicit: a trial of Ray Tune has all that its processes start go into its placement
         # group, and Ray kills what is in there together with the trial.
         scheduling_strategy="DEFAULT",
     )

@@ -57,7 +57,7 @@ def call_actor(
         timeout_s: For everything, repeats included, in seconds.
         rank: The calling rank, for errors.
         given_up: Asked about every second, and when the actor was out of reach: why it is of no
-            use to wait any longer. Its argument tells whether it was ever out of reach.
+            use to wait any longer. Its argument: whether it was ever out of reach.
 
     Raises:
         DeadlineError: No answer in time.

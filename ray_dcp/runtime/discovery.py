@@ -5,13 +5,13 @@ so that either every rank has the session or every rank raises. If the first ran
 starts one for the job.
 
 If that Ray is lost, each rank attaches to the next one with its next call. That is no collective,
-as ranks notice the loss at different times: the job's store says where the next one is, and the
-ranks' calls keep their numbers, so that its coordinator knows which ranks a call waits for.
+as ranks notice the loss at different times: the job's store has the address of the next one, and
+the ranks' calls keep their numbers, so that its coordinator knows which ranks a call waits for.
 
 The ranks of a job find their session in one way: all by their process group, or all by `connect`. A
 rank that uses `connect` never takes part in the group's broadcast, and the others would wait there
-until the group's own timeout. The job's store, which torch has anyway, tells them apart: see
-`await_group`.
+until the group's own timeout. The job's store, which torch has anyway, shows which way each rank
+uses: see `await_group`.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ _STORE_KEY = "ray_dcp/own_ray"
 _START_S = 120.0
 """How long a private Ray may take to start, in seconds."""
 _ANSWER_S = 30.0
-"""How much longer the other ranks wait until they are told where it is, in seconds."""
+"""How much longer the other ranks wait for its address, in seconds."""
 
 _continuing = threading.Lock()
 _refused: set[int] = set()
-"""Numbers of those private Rays that did not start, as this process was told."""
+"""Numbers of the private Rays that did not start, as far as this process knows."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Invite:
-    """What the first rank tells the others: which Ray, and the session's name."""
+    """What the first rank broadcasts: which Ray, and the session's name."""
 
     invitation: Invitation
     name: str
@@ -167,7 +167,7 @@ def _make(dist: Any, group: Any, make: type[Session], lease_s: float) -> Session
 
 
 def _invite(dist: Any, group: Any, lease_s: float) -> tuple[_Invite | None, CheckpointError | None]:
-    """Returns what to tell the other ranks; an error is told as well, or they would wait."""
+    """Returns what to broadcast; an error too, or the other ranks would wait."""
     ranks = dist.get_process_group_ranks(group)
     name = group_name(ranks[0], len(ranks))
     try:
@@ -307,7 +307,7 @@ LOOK_S = 10.0
 """How long to wait for the others before it is asked whether they will ever come, in seconds."""
 
 LONGEST_S = 1800.0
-"""After this the group's own collective tells who is missing, in seconds: torch's default."""
+"""After this the group's own collective names who is missing, in seconds: torch's default."""
 
 _KEY = "ray_dcp/discovery"
 

@@ -59,7 +59,7 @@ def collect(
         abort_unfinished: End attempts that may still be committed, and delete their files: right
             when the jobs that saved here are gone. One that lives fails with
             `SaveCancelledError`.
-        dry_run: Only tell what would be deleted.
+        dry_run: Only report what would be deleted.
         opener: What opens the storage.
 
     Returns:
@@ -167,14 +167,14 @@ def delete(
     Args:
         path: Path or URL of one checkpoint.
         storage_options: For the storage.
-        dry_run: Only tell what would be deleted.
+        dry_run: Only report what would be deleted.
         opener: What opens the storage.
         expected: Attempt of the checkpoint that was decided about, "" where nothing stands: any
             other one is left alone. None for whatever stands.
         attempt: Of the delete record, where it was announced (`io.records`).
 
     Returns:
-        What was deleted. Files that could not be are told in `kept` and `warnings`: the checkpoint
+        What was deleted. Files that could not be are in `kept` and `warnings`: the checkpoint
         is gone all the same, and `collect` or another `delete` removes them.
 
     Raises:
@@ -183,7 +183,7 @@ def delete(
         CheckpointExistsError: Another checkpoint than the expected one stands there, or somebody
             ended the deletion that was announced; nothing is deleted.
         StorageError: The storage failed before anything was decided; or it did not say whether
-            the delete happened, which the message tells.
+            the delete happened, which is in the message.
 
     Example:
         >>> from ray_dcp.store.memory import MemoryStorage

@@ -40,7 +40,7 @@ Waiting = tuple[OpKey, int, str]
 
 
 class Gatherer:
-    """Sends on what ranks say; in the event loop's thread.
+    """Forwards the requests of ranks in batches; in the event loop's thread.
 
     Args:
         coordinator: What the coordinator is called after.
@@ -91,7 +91,7 @@ class Gatherer:
         return os.getpid()
 
     async def leave(self, rank: int) -> None:
-        """Takes that a rank will not call again; with the last one it ends."""
+        """Removes a rank; with the last one it ends."""
         self._present.discard(rank)
         if not self._present and not self._waiting:
             ray_calls.kill(self._self, no_restart=True)
@@ -108,14 +108,14 @@ class Gatherer:
         self._set_timer()
 
     async def _send(self, message: MessageBatch, opens: bool) -> None:
-        """Sends a message until all its ranks are told, or the coordinator can't be reached."""
+        """Sends a message until all its ranks have replies, or the coordinator is out of reach."""
         left = set(message.ranks)
         try:
             while left:
                 if self._coordinator is None:
                     self._coordinator = await asyncio.to_thread(self._reach)
                 callers_of = [self._callers[rank] for rank in message.ranks]
-                # Why only then: who a rank is for Ray has to be told once.
+                # Why only then: the coordinator registers a rank's process once.
                 callers = [caller for caller, _ in callers_of] if opens else []
                 silence_s = callers_of[0][1]
                 replies = await self._coordinator.call_batch.remote(message, callers, silence_s)
@@ -181,7 +181,7 @@ ANSWER_S = 60.0
 itself, in seconds; one that sends them waits for its `heartbeat_timeout_s`."""
 
 ALIVE_S = 5.0
-"""How long a gatherer may take to say that it lives, in seconds."""
+"""How long a gatherer may take to answer that it lives, in seconds."""
 
 
 class GatheredCalls:
@@ -237,14 +237,14 @@ class GatheredCalls:
         return None
 
     def close(self) -> None:
-        """Tells the gatherer that this rank will not call again. Never raises."""
+        """Removes this rank from the gatherer. Never raises."""
         handle, self._handle = self._handle, None
         if handle is not None and ray.is_initialized():
             with suppress(Exception):
                 handle.leave.remote(self._rank)
 
     def _check_alive(self) -> None:
-        """Looks whether the gatherer lives: one that is frozen is not asked again."""
+        """Checks whether the gatherer lives: one that is frozen is not used again."""
         with ray_calls.inside():
             asked = self._handle.pid.remote()
         done, _ = ray_calls.wait([asked], timeout=ALIVE_S)

@@ -31,7 +31,7 @@ TICK_S = 1.0
 """How long the sender waits at most before it checks again, in seconds."""
 
 KILL_S = 15.0
-"""Seconds that a process which was told to end may take, before it counts as frozen again: Ray
+"""Seconds that a process which is being ended may take, before it counts as frozen again: Ray
 asks it first, and one that is stopped does not answer."""
 
 MOST_UNANSWERED = 3
@@ -107,8 +107,8 @@ class HeartbeatSender:
         Args:
             out_of_reach: A call failed.
             outlives_restart: The next incarnation of the coordinator can answer as well.
-            goes_on: The next one goes on with the operation: one that is frozen is not given up
-                while another takes its place.
+            goes_on: The next one goes on with the operation: a frozen one is no
+                failure while another takes its place.
         """
         if self._frozen is not None and not (goes_on and self._is_being_replaced):
             return self._frozen
@@ -134,7 +134,7 @@ class HeartbeatSender:
                 self._changed.wait(TICK_S)
 
     def _is_gone(self) -> bool:
-        """Whether the incarnation that was heard last has ended, as Ray's tables tell."""
+        """Whether the incarnation that answered last has ended, by Ray's tables."""
         heard = self._ack
         if heard is None:
             return False
@@ -261,7 +261,7 @@ class HeartbeatSender:
                 stop.because(answer.error)
 
     def _stop_if_gone(self) -> None:
-        """Takes that a call failed: dead is not silent, and what it had planned is lost."""
+        """Handles a failed call: a dead coordinator is not silent, and its plans are lost."""
         self._sent.clear()
         if not self._is_gone():
             return

@@ -78,21 +78,21 @@ SECONDS = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 1
 """Bounds of the histograms: from a warm stall of a small state to a large load."""
 
 METRICS = {
-    "dcp_saves": ("Counter", "Saves that ended, by outcome; told by rank 0", ("outcome", "mode")),
-    "dcp_loads": ("Counter", "Loads that ended, by outcome; told by rank 0", ("outcome",)),
+    "dcp_saves": ("Counter", "Saves that ended, by outcome; from rank 0", ("outcome", "mode")),
+    "dcp_loads": ("Counter", "Loads that ended, by outcome; from rank 0", ("outcome",)),
     "dcp_staged_bytes": ("Counter", "Bytes that ranks copied so that training went on", ()),
     "dcp_written_bytes": ("Counter", "Bytes of committed part files", ()),
     "dcp_read_bytes": ("Counter", "Bytes that loads read, by where they came from", ("source",)),
     "dcp_takeovers": ("Counter", "Times that another stager took a rank's bytes over", ()),
     "dcp_save_stall_seconds": ("Histogram", "How long training waited for a save", ("mode",)),
     "dcp_save_durable_seconds": (
-        "Histogram", "From the call to the commit of a save; told by rank 0", ("mode",)
+        "Histogram", "From the call to the commit of a save; from rank 0", ("mode",)
     ),
-    "dcp_load_seconds": ("Histogram", "How long a load took; told by rank 0", ()),
+    "dcp_load_seconds": ("Histogram", "How long a load took; from rank 0", ()),
     "dcp_staging_used_bytes": ("Gauge", "Staging memory of a node that holds bytes", ()),
     "dcp_staging_limit_bytes": ("Gauge", "Staging memory that a node may use", ()),
 }  # fmt: skip
-"""Name -> kind, description, and the tags that tell its series apart."""
+"""Name -> kind, description, and the tags of its series."""
 
 
 def count(event: Event) -> None:
@@ -168,7 +168,7 @@ STALL = ("capture", "plan", "stage")
 
 
 class Account:
-    """What one save or load takes on one rank. As a context manager it also tells the end.
+    """Times one save or load on one rank. As a context manager it also emits the end.
 
     Args:
         mode: `"save"`, `"async_save"` or `"load"`.
@@ -249,7 +249,7 @@ class Account:
         self._emit(phase, took_s, num_bytes)
 
     def planned(self, go: SaveGo) -> None:
-        """Notes what this rank is to write: where stagers do, nobody tells it how much that was.
+        """Notes what this rank is to write: where stagers write, nobody reports how much that was.
 
         Args:
             go: Its part of the plan.
@@ -272,7 +272,7 @@ class Account:
         return watched
 
     def end(self, error: BaseException | None = None) -> None:
-        """Tells how it ended; once, whoever calls it again.
+        """Emits how it ended, once.
 
         Args:
             error: What it raised.
@@ -326,7 +326,7 @@ class Account:
             case SaveOutcome() if "write" in self.seconds:
                 self.done("commit")
             case SaveOutcome():
-                # A stager wrote: this rank can't tell its writing from the commit.
+                # A stager wrote: this rank can't distinguish its writing from the commit.
                 self.done("write", self._planned_bytes)
             case LoadProceed():
                 self.done("plan")
@@ -351,7 +351,7 @@ class Account:
             events.emit(event)
             metrics.count(event)
         except Exception as failed:  # noqa: BLE001 - a user's log handler must not fail a save
-            logger.debug("An event was not told: %s", failed)
+            logger.debug("An event was not emitted: %s", failed)
 
 
 TASKS: dict[type, str] = {
@@ -426,7 +426,7 @@ class SaveRecorder:
                 self._wrote(request, now_s)
 
     def record_answer(self, answer: Answer, now_s: float) -> None:
-        """Notes an answer that tells ranks what to write."""
+        """Notes an answer that has the parts of ranks."""
         if isinstance(answer.reply, SaveGo | SaveAgain):
             self.attempt = answer.reply.attempt
             for rank in answer.ranks:
@@ -497,7 +497,7 @@ Performer = Callable[[Task], Result]
 """What carries out a task."""
 
 MOST_SAVES = 64
-"""Saves whose notes are kept: of older ones nobody told how they ended."""
+"""Saves whose notes are kept: the end of older ones was never reported."""
 
 WAIT_S = 0.2
 """How long the outcome may wait for a trace that takes longer than publishing `.metadata`. Whoever
@@ -591,7 +591,7 @@ class Tracing:
     def _drop(self, key: OpKey) -> None:
         """Drops notes that went wrong, which is no reason for a save to fail."""
         self._saves.pop(key, None)
-        logger.debug("The notes of save %d are given up", key.seq, exc_info=True)
+        logger.debug("The notes of save %d are dropped", key.seq, exc_info=True)
 
     def _start(self, save: SaveRecorder, target: Target) -> threading.Thread:
         committed_s = self._clock()

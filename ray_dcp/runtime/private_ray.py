@@ -74,7 +74,7 @@ class PrivateRay:
     def is_lost(self) -> bool:
         """Whether one of its daemons has died, or its supervisor: then it never comes back.
 
-        False on another machine, where nobody can tell.
+        False on another machine, where that can't be known.
         """
         try:
             folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)

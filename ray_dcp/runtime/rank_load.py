@@ -157,7 +157,7 @@ C = TypeVar("C")
 T = TypeVar("T")
 
 _hung: set[object] = set()
-"""Reads that were given up and may still write into targets when their storage answers."""
+"""Reads that timed out and may still write into targets when their storage answers."""
 _ended = threading.Condition()
 """Told when one of them has ended."""
 
@@ -243,7 +243,7 @@ class RankLoad:
     opener: Callable[[Target], Storage] = open_storage
     """What opens the storage."""
     progress: RankProgress = field(default_factory=RankProgress)
-    """Where it notes how far it is, and is told to stop."""
+    """Its progress, and whether it has to stop."""
     kept: KeptIn | None = None
     """Returns the storage with what nodes keep of an attempt in memory, or None."""
     peers: Peers = field(default_factory=Peers)
@@ -255,7 +255,7 @@ class RankLoad:
         self._memory = MemorySource(self.kept if self.options.from_memory else None)
 
     def run(self) -> Generator[Request, Reply, LoadResult]:
-        """Returns what this rank says, until every rank has loaded.
+        """Returns the requests of this rank, until every rank has loaded.
 
         Raises:
             CheckpointError: The load failed, on this rank or on another: the same error on all. No
@@ -524,7 +524,7 @@ class RankLoad:
         return run_within(work, timeout_s, self.progress.stop, overdue)
 
     def _read(self, work: Callable[[], T], end_s: float) -> T:
-        """Returns what a read gives; one that is given up is remembered until it ends."""
+        """Returns what a read gives; one that times out is remembered until it ends."""
         mark = object()
         under_way = {mark}
 
@@ -601,7 +601,7 @@ def _planned(
         work = (yield from planned) if isinstance(planned, Generator) else planned
         read_plan = plan_reads(checkpoint.table, work.wanted)
         work.check_coverage(read_plan)
-    except Exception as error:  # noqa: BLE001 - told to every rank, which raises it
+    except Exception as error:  # noqa: BLE001 - reported to every rank, which raises it
         return None, None, reported(error, "planning the reads", rank)
     return work, read_plan, None
 
@@ -753,7 +753,7 @@ def with_time_to_join(options: LoadOptions) -> LoadOptions:
 
 
 def falls_back(error: CheckpointError) -> bool:
-    """Tells whether an older checkpoint may load where one failed with this error.
+    """Returns whether an older checkpoint may load where one failed with this error.
 
     It may when the checkpoint is damaged or not (or no longer) there, on every rank that failed.
     It does not help against a request that does not fit, a storage that fails, a rank that died.
@@ -761,7 +761,7 @@ def falls_back(error: CheckpointError) -> bool:
     trust it.
 
     Args:
-        error: What every rank was told.
+        error: Of the load, the same on every rank.
     """
     causes = [error, *(cause for cause, _ in error.failures.values())]
     return all(

@@ -125,13 +125,13 @@ class RankProgress:
 
     @property
     def is_working(self) -> bool:
-        """Whether this rank does its share, and hears of a failure only by being told."""
+        """Whether this rank moves bytes, and has to be notified of a failure elsewhere."""
         # Why not "opening": that is before it joins.
         return self._phase in ("planning", "writing", "reading")
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether it may wait for another rank, of whose failure it hears only by being told."""
+        """Whether it may wait for another rank, and has to be notified of its failure."""
         return self.is_working or self._phase == "staging"
 
     @property
@@ -238,7 +238,7 @@ class _WatchedWriter:
 
 
 LEAVING_S = 10.0
-"""How long a rank that is interrupted takes to tell the others so, in seconds."""
+"""How long a rank that is interrupted takes to report that, in seconds."""
 
 
 class Activity:

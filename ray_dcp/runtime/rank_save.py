@@ -106,7 +106,7 @@ class Remembered:
     group: Int32Array
 
     def values(self, contents: bytes) -> bytes:
-        """Returns what this rank tells of its content, from `contents_of` its items."""
+        """Returns the digests of this rank's content, from `contents_of` its items."""
         return digests_of(self.place, self.group, contents)
 
 
@@ -152,7 +152,7 @@ def refusal(reply: Reply, rank: int) -> CheckpointError:
 def attempt(
     work: Callable[[], T], doing: str, rank: int
 ) -> tuple[T, None] | tuple[None, CheckpointError]:
-    """Returns what a step gives, or its error: a rank must tell the others, not just die.
+    """Returns what a step gives, or its error: a rank must report it, not just die.
 
     Args:
         work: The step.
@@ -161,12 +161,12 @@ def attempt(
     """
     try:
         return work(), None
-    except Exception as error:  # noqa: BLE001 - told to every rank, which raises it
+    except Exception as error:  # noqa: BLE001 - reported to every rank, which raises it
         return None, reported(error, doing, rank)
 
 
 def reported(error: Exception, doing: str, rank: int) -> CheckpointError:
-    """Returns an error as it can be told: with its rank, its traceback, and fit to be pickled.
+    """Returns an error as it can be reported: with rank and traceback, and fit to be pickled.
 
     Args:
         error: What was raised.
@@ -198,7 +198,7 @@ def _plain(stack: traceback.StackSummary) -> traceback.StackSummary:
 
 
 def _portable(error: Exception) -> BaseException:
-    """Returns the error if it survives a pickle, or one that says the same."""
+    """Returns the error if it survives a pickle, or one with the same text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - user classes can raise anything here
@@ -233,7 +233,7 @@ class RankSave:
     opener: Opener = open_storage
     """What opens the storage."""
     progress: RankProgress = field(default_factory=RankProgress)
-    """Where it notes how far it is, and is told to stop."""
+    """Its progress, and whether it has to stop."""
     memory: PlanMemory = field(default_factory=PlanMemory)
     """Plans of earlier saves of this rank's session; this one's is added."""
     node: str = ""
@@ -250,7 +250,7 @@ class RankSave:
 
         Raises:
             CheckpointError: The save failed, on this rank or on another: the same error on all.
-            CommitUnknownError: Neither coordinator nor storage say whether it was committed.
+            CommitUnknownError: Neither coordinator nor storage report whether it was committed.
         """
         go, captured = yield from self.join(capture)
         receipt = self.write(go, captured.source, captured.deferred)
@@ -318,7 +318,7 @@ class RankSave:
     def write(
         self, go: SaveGo, source: Source, deferred: Deferred, *, staged_s: float = 0.0
     ) -> SaveReceipt:
-        """Writes what the plan gives to this rank; returns the receipt, which tells a failure too.
+        """Writes what the plan gives to this rank; returns the receipt, which may be a failure.
 
         Args:
             go: What this rank writes.
@@ -356,12 +356,12 @@ class RankSave:
 
         Args:
             go: What this rank was to write.
-            said: What this rank tells last.
-            hand_over: Gives staged bytes to another stager; returns what was told of that.
+            said: The last request of this rank.
+            hand_over: Gives staged bytes to another stager; returns the report of that.
 
         Raises:
             CheckpointError: The save failed.
-            CommitUnknownError: Neither coordinator nor storage say whether it was committed.
+            CommitUnknownError: Neither coordinator nor storage report whether it was committed.
         """
         rank, progress = self.rank, self.progress
         progress.enter("waiting")
@@ -395,7 +395,7 @@ class RankSave:
         return outcome
 
     def _settled(self, go: SaveGo, unanswered: CheckpointError) -> SaveOutcome:
-        """Returns the outcome that the storage knows, when the coordinator does not tell it."""
+        """Returns the outcome that the storage knows, when the coordinator does not answer."""
         unanswered = located(unanswered, self.target.url)
         timeout_s = self.options.commit_timeout_s
 
@@ -528,7 +528,7 @@ class Unchanged:
 
 
 def check_unchanged(captured: Captured) -> None:
-    """Takes that all bytes of a capture are copied.
+    """Checks a capture whose bytes are all copied.
 
     Raises:
         InvalidRequestError: It is an `Unchanged`, and they have changed meanwhile.

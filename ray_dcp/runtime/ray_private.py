@@ -1,6 +1,6 @@
 """The one module that uses what Ray (and once torch) keeps private: store, tables, settings.
 
-Checked with the Ray versions of `TESTED`. When a private name is gone, the error says so and which
+Checked with the Ray versions of `TESTED`. When a private name is gone, the error names it and which
 Ray to use; nothing else of the runtime depends on Ray's internals.
 """
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Caller:
-    """Who a rank is for Ray: what tells later whether it still lives."""
+    """A rank's process for Ray: by it Ray reports later whether it still lives."""
 
     kind: Literal["actor", "job"]
     id: str
@@ -48,7 +48,7 @@ class Caller:
 
 
 def _private(what: str, use: Callable[[], T]) -> T:
-    """Returns what a private name gives, or says which Ray to use."""
+    """Returns what a private name gives, or raises an error with the Ray to use."""
     try:
         return use()
     except (ImportError, AttributeError, TypeError, AssertionError) as error:
@@ -209,7 +209,7 @@ def this_caller(pid: int) -> Caller:
 
 
 def this_connection() -> tuple[str, str] | None:
-    """Returns what tells this process's connection to a Ray from any other one; None for none."""
+    """Returns what identifies this process's connection to a Ray; None without one."""
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
@@ -221,7 +221,7 @@ def this_connection() -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class Life:
-    """What Ray's tables say of an actor."""
+    """An actor in Ray's tables."""
 
     num_restarts: int = -1
     """How often it was started anew; -1 when it is dead for good, or not known. Rises within
@@ -232,7 +232,7 @@ class Life:
 
 @ray_calls.unless_lost
 def life_of(actor_id: str) -> Life:
-    """Returns what Ray's tables say of an actor. Blocks for about a millisecond.
+    """Returns an actor's entry in Ray's tables. Blocks for about a millisecond.
 
     Args:
         actor_id: Hex id.
@@ -286,7 +286,7 @@ def _actor_ended(state: Any, caller: Caller) -> bool:
 
 
 class ClusterUse:
-    """Tells whether anybody uses a cluster, without becoming one of its drivers.
+    """Reports whether anybody uses a cluster, without becoming one of its drivers.
 
     Args:
         address: `host:port` of the cluster's control store.
@@ -358,8 +358,8 @@ def local_token() -> None:
 def uncaught_errors_untold() -> None:
     """Makes Ray's handler of uncaught exceptions send them to no private Ray.
 
-    *Why*: it tells them to the control store before anybody sees them. Where that has died it waits
-    for ever: the process would neither say what is wrong nor end.
+    *Why*: it sends them to the control store before they are shown. Where that has died it waits
+    for ever: the process would neither show what is wrong nor end.
     """
 
     def use() -> None:

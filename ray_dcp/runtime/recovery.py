@@ -48,10 +48,10 @@ class StagerWatch:
     """Asks each stager of an active save how far it is. Used in the event loop's thread.
 
     Args:
-        coordination: What is told.
+        coordination: Gets the progress and the losses.
         carry_out: Does what it commands.
         namespace: Ray namespace of the stagers.
-        lost: Told of each stager that is lost, before `coordination` is.
+        lost: Called for each stager that is lost, before `coordination` is.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ def parts_written(report: StageReport, stager: str = "") -> PartsWritten:
     """Returns a stager's report as the protocol's message.
 
     Args:
-        report: Of one file, as the stager tells it.
+        report: Of one file, by the stager.
         stager: Who; for messages.
     """
     key, epoch = key_of(report.key.save)
@@ -170,13 +170,13 @@ class _Saved:
     """Silence after which a stager counts as lost, in seconds."""
     holders: list[str] = field(default_factory=list)
     registered: str = ""
-    """What the control store says of them."""
+    """Them, as the control store has them."""
     is_kept: bool = False
     """The control store has the plan."""
     taken_up: tuple[int, str] | None = None
     """Epoch and attempt, where an earlier coordinator had planned it."""
     unasked: list[str] = field(default_factory=list)
-    """Who is to be asked what it had told the earlier one."""
+    """Who is to be asked for its reports to the earlier one."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -208,7 +208,7 @@ class StagedPlans:
         self._turn = asyncio.Lock()
 
     def note(self, held: PartsHeld) -> bool:
-        """Takes that a stager holds bytes of a save; returns whether `keep` has to be called."""
+        """Notes that a stager holds bytes of a save; returns whether `keep` has to be called."""
         saved = self._saved.get(held.key)
         if saved is None:
             planned = self._coordination.staged_plan(held.key)
@@ -237,7 +237,7 @@ class StagedPlans:
                 await self._register(held.key, saved)
 
     def lost(self, stager: str) -> None:
-        """Takes that a stager is lost: it is not asked any more."""
+        """Notes that a stager is lost: it is not asked any more."""
         for saved in self._saved.values():
             saved.unasked = [one for one in saved.unasked if one != stager]
 
@@ -300,7 +300,7 @@ class StagedPlans:
     async def _resume(self, name: str) -> None:
         text = await asyncio.to_thread(ray_private.recall, name)
         plan = await asyncio.to_thread(ray_private.recall, _plan_of(name))
-        if not plan:  # no rank was told that its bytes are held, or the save was over
+        if not plan:  # no rank got an `Ack`, or the save was over
             await self._remove(name)
             return
         holders: list[str] = json.loads(text)
@@ -370,7 +370,7 @@ def _plan_of(name: str) -> str:
 def _reported(
     key: OpKey, epoch: int, attempt: str, stager: str, shares: list[StageProgress]
 ) -> list[Request]:
-    """Returns what a stager's ranks and itself had told the coordinator that is gone."""
+    """Returns what a stager and its ranks had reported to the earlier coordinator."""
     found: list[Request] = []
     for share in shares:
         if share.is_sealed:

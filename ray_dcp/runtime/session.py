@@ -309,7 +309,7 @@ class Session:
         self._heartbeats.remove(progress)
 
     def report_lost(self, key: OpKey) -> None:
-        """Tells the next coordinator that this rank began an operation with the one before.
+        """Reports to the next coordinator that this rank began an operation with the one before.
 
         *Why*: ranks that had no answer yet begin it there again, and would wait for this one.
         Waits for nothing and never raises.
@@ -322,7 +322,7 @@ class Session:
                 coordinator.watch.remote(key, self.rank)
 
     def withdraw(self, key: OpKey, reason: str) -> None:
-        """Tells that this rank leaves an operation before its end.
+        """Reports that this rank leaves an operation before its end.
 
         Raises:
             ParticipantError: The coordinator is out of reach; the others see a silent rank.
@@ -330,13 +330,13 @@ class Session:
         self._ask(lambda actor: actor.withdraw.remote(key, self.rank, reason), LEAVING_S)
 
     def coordinator_info(self) -> dict[str, Any]:
-        """Returns what the coordinator says of itself: `epoch`, `pid`, `node_id`, `active`."""
+        """Returns what the coordinator reports of itself: `epoch`, `pid`, `node_id`, `active`."""
         self._check_open()
         info: dict[str, Any] = self._ask(lambda actor: actor.info.remote(), MARGIN_S)
         return info
 
     def register(self) -> None:
-        """Tells the coordinator that this rank is there, so that it sees it die.
+        """Registers this rank with the coordinator, which then detects its death.
 
         Raises:
             ParticipantError: The coordinator is out of reach.
@@ -407,7 +407,7 @@ class Session:
         return after
 
     def close(self) -> None:
-        """Gives up this rank's place. Never raises for a coordinator that is gone already."""
+        """Leaves the session. Never raises for a coordinator that is gone already."""
         if self.closed:
             return
         self.closed = True

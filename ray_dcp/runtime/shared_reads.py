@@ -32,7 +32,7 @@ STORE_SHARE = 3
 """The ranks of a node together offer at most one part in so many of its object store."""
 
 _USES = 8
-"""Units that are given back are told so many at a time."""
+"""Units that are given back are reported so many at a time."""
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class RayTransport:
         self._reader = dict(zip(units, readers, strict=True))
         self._heard_s = dict.fromkeys(readers, now_s)
         self._send(Enter(self._key, self._rank, units, readers))
-        threading.Thread(target=self._listen, daemon=True, name="ray_dcp hears peers").start()
+        threading.Thread(target=self._listen, daemon=True, name="ray_dcp shared reads").start()
 
     def offer(self, unit: int, ranks: int, data: memoryview) -> memoryview | None:
         """See `Transport.offer`."""
@@ -193,7 +193,7 @@ class RayTransport:
         return True
 
     def _listen(self) -> None:
-        """Hears what is new, until this rank leaves or nobody answers."""
+        """Receives updates, until this rank leaves or nobody answers."""
         seen = 0
         try:
             while not self._left:

@@ -113,7 +113,8 @@ def plan_of(task: MakePlan) -> Planned | RowsMissing:
     """Returns what a task of this kind asks for.
 
     Raises:
-        CheckpointError: The ranks' items make no checkpoint, or are not what they were said to be.
+        CheckpointError: The ranks' items make no checkpoint, or do not have the fingerprints
+            that were sent.
     """
     held = _sent(task)
     held.update(_following(task, held))
@@ -276,7 +277,7 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
 
 
 def _stats(task: BuildCommit) -> bytes:
-    """Returns what is told of the tensors beside the checkpoint."""
+    """Returns the statistics of the tensors that lie beside the checkpoint."""
     plan = task.plan
     table = plan.table
     lengths = dict(zip(table.names, table.shape.prod(axis=1).tolist(), strict=True))
@@ -566,7 +567,7 @@ def outcome(path: AnyPlace, attempt: str) -> Outcome:
 
     Args:
         path: Where it saved to: its `checkpoint_id`.
-        attempt: Its id, as `CommitUnknownError.attempt` or `Metadata.attempt` tells it.
+        attempt: Its id, as in `CommitUnknownError.attempt` or `Metadata.attempt`.
 
     Returns:
         `"committed"` (also when it was replaced or deleted since) or `"aborted"` once a record
@@ -578,7 +579,7 @@ def outcome(path: AnyPlace, attempt: str) -> Outcome:
 
     Raises:
         InvalidRequestError: `path` is not one, or `attempt` is empty.
-        StorageError: The storage does not say.
+        StorageError: The storage does not answer.
         DamagedCheckpointError: A record can't be read.
 
     Example:
@@ -622,8 +623,8 @@ def settle(
 
     Returns:
         `Won` or `Fenced`; `Lost` when it was committed and is replaced or deleted by now; `Open`
-        when the storage does not say, and on one that can't create a record only if absent: there
-        it only looks. Never raises.
+        when the storage does not answer, and on one that can't create a record only if absent:
+        there it only looks. Never raises.
     """
     try:
         storage = opener(target)
