@@ -229,12 +229,13 @@ class Liveness:
 
     def due_s(self, key: OpKey) -> dict[int, float]:
         """Returns when each rank that takes part in an operation will be silent for too long."""
-        due = {}
-        for rank, known in self._sessions.get(key.session, {}).items():
-            at_s = self._due_s(key, known)
-            if at_s is not None:
-                due[rank] = at_s
-        return due
+        return {
+            rank: known.heard_s + known.timeout_s
+            for rank, known in self._sessions.get(key.session, {}).items()
+            if known.heard_s is not None
+            and known.timeout_s is not None
+            and (key in known.promised or any(_covers(doing, key) for doing in known.doings))
+        }
 
     def describe(self, key: OpKey, rank: int) -> str:
         """Returns what is known of a rank that is awaited, in words; empty when nothing is.
@@ -266,12 +267,6 @@ class Liveness:
         if known is None:  # why not setdefault: it would make one with every message
             known = ranks[rank] = _Known()
         return known
-
-    def _due_s(self, key: OpKey, known: _Known) -> float | None:
-        takes_part = key in known.promised or any(_covers(doing, key) for doing in known.doings)
-        if known.heard_s is None or known.timeout_s is None or not takes_part:
-            return None
-        return known.heard_s + known.timeout_s
 
     def _frozen(self, rank: int, known: _Known) -> DeadlineError:
         silent_s = self._clock() - (known.heard_s or 0.0)

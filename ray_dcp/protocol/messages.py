@@ -380,31 +380,9 @@ class Renumbered:
 Fenceable = SaveReceipt | SaveStaged | PartsHeld | PartsWritten
 """What names the attempt that it is about."""
 
-Request = (
-    SaveJoin
-    | SaveReceipt
-    | SaveStaged
-    | PartsHeld
-    | PartsWritten
-    | LoadJoin
-    | LoadReady
-    | LoadDone
-    | Exchange
-)
-Reply = (
-    SaveGo
-    | SaveAgain
-    | SendItems
-    | SaveOutcome
-    | TakeOver
-    | Ack
-    | LoadGo
-    | LoadProceed
-    | LoadOutcome
-    | Exchanged
-    | Refused
-    | Renumbered
-)
+Request = SaveJoin | Fenceable | LoadJoin | LoadReady | LoadDone | Exchange
+SaveReply = SaveGo | SaveAgain | SendItems | SaveOutcome | TakeOver | Ack
+Reply = SaveReply | LoadGo | LoadProceed | LoadOutcome | Exchanged | Refused | Renumbered
 
 
 _T = TypeVar("_T", bound=np.generic)

@@ -458,8 +458,7 @@ class Coordinator:
             caller: Who the rank is for Ray; without it, nobody sees it die.
             silence_s: See `Coordination.receive`.
         """
-        self._last_call_s = self._loop.time()
-        self._called.set()
+        self._note_call()
         if caller is not None:
             self._register(request.key.session, request.rank, caller)
         self._tracing.record_request(request, caller)
@@ -493,8 +492,7 @@ class Coordinator:
             callers: Who they are for Ray; empty when they are registered.
             silence_s: See `Coordination.receive`.
         """
-        self._last_call_s = self._loop.time()
-        self._called.set()
+        self._note_call()
         for rank, caller in zip(message.ranks, callers, strict=bool(callers)):
             self._register(message.key.session, rank, caller)
         self._tracing.record_batch(message, callers)
@@ -521,8 +519,7 @@ class Coordinator:
             rank: Who.
             caller: Who it is for Ray.
         """
-        self._last_call_s = self._loop.time()
-        self._called.set()
+        self._note_call()
         self._register(session, rank, caller)
 
     async def beat(self, beat: Heartbeat) -> HeartbeatAck:
@@ -584,6 +581,10 @@ class Coordinator:
         noted = [self._plans.note(held) for held in told if held is not None]
         if any(noted):
             self._start(self._plans.keep())
+
+    def _note_call(self) -> None:
+        self._last_call_s = self._loop.time()
+        self._called.set()
 
     def _register(self, session: str, rank: int, caller: Caller) -> None:
         self._members.add(session, rank, caller)

@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
-from types import TracebackType
 from typing import Any
 
 from ray_dcp import events
@@ -297,12 +296,7 @@ class Account:
     def __enter__(self) -> Account:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.end(error)
 
     def _on_request(self, request: Request) -> None:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ray_dcp.errors import CheckpointError, DeadlineError, SaveCancelledError
@@ -327,12 +326,7 @@ class Activity:
         self._session.begin_call(self.progress, self._timeout_s)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             key = self.progress.key
             left_early = error is not None and not isinstance(error, CheckpointError)
