@@ -87,9 +87,9 @@ class Event:
         return {name: value for name, value in found.items() if value is not None}
 
     def __str__(self) -> str:
-        told = f"{self.name} {self.checkpoint_id} on rank {self.rank}: {self.seconds:.3f} s"
-        told += f", {self.num_bytes} bytes" if self.num_bytes else ""
-        return told + (f", {self.error}" if self.error else "")
+        text = f"{self.name} {self.checkpoint_id} on rank {self.rank}: {self.seconds:.3f} s"
+        text += f", {self.num_bytes} bytes" if self.num_bytes else ""
+        return text + (f", {self.error}" if self.error else "")
 
 
 _ENDS = ("committed", "failed", "cancelled", "skipped", "unknown", "loaded")

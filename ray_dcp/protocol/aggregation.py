@@ -250,10 +250,10 @@ class Batches:
     def ready(self) -> Iterator[Batch]:
         """Yields those that have replies, and forgets them."""
         for at, batches in list(self._waiting.items()):
-            told = [batch for batch in batches if batch.replies]
-            if told:
-                self._forget(at, told)
-                yield from told
+            answered = [batch for batch in batches if batch.replies]
+            if answered:
+                self._forget(at, answered)
+                yield from answered
 
     def _forget(self, at: tuple[OpKey, str], gone: Sequence[Batch]) -> None:
         left = [batch for batch in self._waiting.pop(at, ()) if batch not in gone]

@@ -144,8 +144,8 @@ class LoadMachine(Operation):
             part = None if shares is None else shares.of_rank(rank)
             return LoadProceed(part if part is not None and len(part) else None)
 
-        told = self._reply_alike(LoadProceed()) if shares is None else self._reply_each(proceed)
-        return (self._arm(self._options.read_timeout_s), *told)
+        answers = self._reply_alike(LoadProceed()) if shares is None else self._reply_each(proceed)
+        return (self._arm(self._options.read_timeout_s), *answers)
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,17 @@ class SaveAgain:
     create_if_absent: bool = True
     """`SaveGo.create_if_absent`."""
 
+    def with_plan(self, plan: RankPlan) -> SaveGo:
+        """Returns the whole of it, with the part that the rank knows."""
+        return SaveGo(
+            self.attempt,
+            self.epoch,
+            plan,
+            self.warnings,
+            origin=self.origin,
+            create_if_absent=self.create_if_absent,
+        )
+
 
 @dataclass(frozen=True)
 class DeferredPlace:

@@ -227,13 +227,13 @@ def _has_contents(join: SaveJoin) -> bool:
 def _warm(planned: Planned, joins: Sequence[SaveJoin]) -> Planned | None:
     """Returns a plan of earlier with what differs now; None when it may not be used again."""
     plan = planned.plan
-    told = [
+    digests = [
         digests_of(*groups_of(plan.groups, join.rank), join.contents)
         if _has_contents(join)
         else join.values
         for join in joins
     ]
-    found = find_disagreements(plan.groups, told)
+    found = find_disagreements(plan.groups, digests)
     return None if found is None else replace(planned, disagreements=differences(found))
 
 

@@ -117,7 +117,7 @@ REPLACED_SINCE = (
 
 REASON_LENGTH = 500
 
-MOST_TOLD_BYTES = 64 << 10
+MOST_SENT_BYTES = 64 << 10
 """Longest manifest that every rank is sent. Why: it names all files, so that with 10,000 ranks that
 each get one, 10 GB would leave the coordinator."""
 
@@ -535,9 +535,9 @@ class SaveMachine(Operation):
             create_if_absent=self._seen.create_if_absent,
         )
         alike = self._planning.all_know(planned)
-        told = self._reply_alike(go(0)) if alike else self._reply_each(go)
+        answers = self._reply_alike(go(0)) if alike else self._reply_each(go)
         self._planning.clear()
-        return (self._arm(self.options.write_timeout_s), *told)
+        return (self._arm(self.options.write_timeout_s), *answers)
 
     def _too_slow(self, option: str) -> DeadlineError:
         after_s: float = getattr(self.options, option)
@@ -786,7 +786,7 @@ class SaveMachine(Operation):
     def _success(self) -> Reply:
         if self._won is None:
             raise self._contradiction("success before the commit")
-        record = self._won.record if len(self._won.record) <= MOST_TOLD_BYTES else b""
+        record = self._won.record if len(self._won.record) <= MOST_SENT_BYTES else b""
         return SaveOutcome(self._attempt, self._won.slot, record, tuple(self._warnings))
 
     # The failure
@@ -849,8 +849,8 @@ class SaveMachine(Operation):
                 self._warnings.append(REPLACED_SINCE)
                 self._to_do = [None]
             case _, Failed(error) if None in self._to_do:
-                told = f"{NOT_DONE[self.phase]}: {type(error).__name__}: {error}"
-                self._warnings.append(f"The checkpoint is committed, but {told}")
+                why = f"{NOT_DONE[self.phase]}: {type(error).__name__}: {error}"
+                self._warnings.append(f"The checkpoint is committed, but {why}")
                 # Why nothing is collected then: a `.metadata` that stands may name those files.
                 self._to_do = self._to_do[self._to_do.index(None) :]
         return self._follow()
@@ -954,7 +954,7 @@ def overtaken(cause: CheckpointError, vote: Vote) -> CheckpointError:
     """
     if vote.decided_by is None:
         return cause
-    told = copy.copy(cause)
+    error = copy.copy(cause)
     what = (
         "the id was deleted"
         if vote.decided_by.is_delete
@@ -964,8 +964,8 @@ def overtaken(cause: CheckpointError, vote: Vote) -> CheckpointError:
         f"While attempt {vote.attempt} ran, {what} in slot {vote.decided_by.slot}, which removes "
         f"files of all other attempts. Only one save at a time can have an id"
     )
-    told.__notes__ = [*getattr(cause, "__notes__", ()), note]
-    return told
+    error.__notes__ = [*getattr(cause, "__notes__", ()), note]
+    return error
 
 
 def fenced_off(vote: Vote, fenced: Fenced) -> SaveCancelledError:

@@ -146,7 +146,7 @@ class SharedReadDispatch:
     def __init__(self, is_over: Callable[[OpKey], bool]) -> None:
         self._is_over = is_over
         self._loads: dict[OpKey, SharedReads] = {}
-        self._told: dict[OpKey, asyncio.Event] = {}
+        self._changed: dict[OpKey, asyncio.Event] = {}
 
     async def share(self, message: ReadMessage) -> Sequence[UnitUpdate] | None:
         """Applies a rank's message; returns the updates when it listens, None when it is over.
@@ -159,11 +159,11 @@ class SharedReadDispatch:
             self._drop(key)
             return None
         reads = self._loads.setdefault(key, SharedReads())
-        told = self._told.setdefault(key, asyncio.Event())
+        changed = self._changed.setdefault(key, asyncio.Event())
         if not isinstance(message, Listen):
             reads.take(message)
-            self._told[key] = asyncio.Event()
-            told.set()
+            self._changed[key] = asyncio.Event()
+            changed.set()
             return ()
         loop = asyncio.get_running_loop()
         end_s = loop.time() + message.wait_s
@@ -171,7 +171,7 @@ class SharedReadDispatch:
             if self._loads.get(key) is not reads:
                 return None
             try:
-                waiting = self._told[key].wait()
+                waiting = self._changed[key].wait()
                 await asyncio.wait_for(waiting, end_s - loop.time())
             except asyncio.TimeoutError:
                 break
@@ -184,9 +184,9 @@ class SharedReadDispatch:
 
     def _drop(self, key: OpKey) -> None:
         self._loads.pop(key, None)
-        told = self._told.pop(key, None)
-        if told is not None:
-            told.set()
+        changed = self._changed.pop(key, None)
+        if changed is not None:
+            changed.set()
 
 
 class Rendezvous:
@@ -215,7 +215,7 @@ class Rendezvous:
         self._tokens: dict[int, str] = {}
         self._generation: str | None = None
         self._disagreement: RankDisagreementError | None = None
-        self._told: set[int] = set()
+        self._notified: set[int] = set()
 
     @property
     def missing(self) -> list[int]:
@@ -241,8 +241,8 @@ class Rendezvous:
                 f"{world_size}. Give each process its own number",
                 rank=rank,
             )
-        if self._disagreement is not None and rank not in self._told:
-            self._told.add(rank)
+        if self._disagreement is not None and rank not in self._notified:
+            self._notified.add(rank)
             raise self._disagreement
         if self.generation_for(rank, token) is not None:
             return self._generation
@@ -255,7 +255,7 @@ class Rendezvous:
                 f"{world_size} and ranks {sorted(self._tokens)} gave {self._world_size}",
                 rank=rank,
             )
-            self._told = {*self._tokens, rank}
+            self._notified = {*self._tokens, rank}
             self._tokens = {}
             raise self._disagreement
         self._world_size = world_size
@@ -266,7 +266,7 @@ class Rendezvous:
 
     def forget_disagreement(self) -> None:
         """Lets ranks that did not get the error of a disagreement begin anew."""
-        self._disagreement, self._told = None, set()
+        self._disagreement, self._notified = None, set()
 
     def generation_for(self, rank: int, token: str) -> str | None:
         """Returns the generation of the rendezvous that this process entered, if it is complete."""
@@ -505,8 +505,8 @@ class Coordinator:
             for rank, reply in refused.items():
                 batch.put((rank,), reply)
             self._carry_out(commands)
-            told: BatchedReplies = await future
-            return told
+            replies: BatchedReplies = await future
+            return replies
         finally:
             if self._gatherers.pop(batch, None) is not None:
                 self._batches.remove(batch)
@@ -577,8 +577,8 @@ class Coordinator:
 
     def _note_holders(self, requests: Sequence[Request]) -> None:
         """Notes which stagers hold bytes of saves: another coordinator has to find them."""
-        told = [one.held for one in requests if isinstance(one, SaveStaged)]
-        noted = [self._plans.note(held) for held in told if held is not None]
+        held = [one.held for one in requests if isinstance(one, SaveStaged)]
+        noted = [self._plans.note(one) for one in held if one is not None]
         if any(noted):
             self._start(self._plans.keep())
 
@@ -657,13 +657,15 @@ class Coordinator:
 
     def _fail_operation(self, key: OpKey, error: Exception) -> None:
         """Fails an operation that contradicted itself on every rank that waits for it."""
-        told = InternalError(
-            f"The coordinator contradicted itself in operation {key.seq}: "
-            f"{type(error).__name__}: {error}. Please report this"
+        refused = Refused(
+            InternalError(
+                f"The coordinator contradicted itself in operation {key.seq}: "
+                f"{type(error).__name__}: {error}. Please report this"
+            )
         )
         for at in [at for at in self._waiting if at[0] == key]:
-            self._resolve(at, Refused(told))
-        self._batches.refuse(key, Refused(told))
+            self._resolve(at, refused)
+        self._batches.refuse(key, refused)
         self._answer_gatherers()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:

@@ -181,8 +181,8 @@ def _invite(dist: Any, group: Any, lease_s: float) -> tuple[_Invite | None, Chec
     except CheckpointError as error:
         return None, error
     except Exception as error:  # noqa: BLE001 - the other ranks wait in the broadcast
-        told = ParticipantError(f"Starting a Ray failed: {type(error).__name__}: {error}", rank=0)
-        return None, told
+        failed = ParticipantError(f"Starting a Ray failed: {type(error).__name__}: {error}", rank=0)
+        return None, failed
 
 
 def _private_ray_of_the_job(lease_s: float) -> PrivateRay:
@@ -209,7 +209,7 @@ def _private_ray(store: Any, number: int, lease_s: float) -> PrivateRay:
         except CheckpointError as error:
             _refused.add(number)
             if store is not None:
-                store.set(f"{key}/told", f"error {error}")
+                store.set(f"{key}/address", f"error {error}")
             raise
         logger.info(
             "No Ray was named, so this job has started one of its own at %s: about 0.8 GB of "
@@ -221,21 +221,21 @@ def _private_ray(store: Any, number: int, lease_s: float) -> PrivateRay:
             own.supervisor_pid,
         )
         if store is not None:
-            store.set(f"{key}/told", own.encode())
+            store.set(f"{key}/address", own.encode())
         return own
     try:
-        store.wait([f"{key}/told"], timedelta(seconds=_START_S + _ANSWER_S))
+        store.wait([f"{key}/address"], timedelta(seconds=_START_S + _ANSWER_S))
     except RuntimeError as error:  # torch's own timeout error is one, in every version
         _refused.add(number)
         raise ParticipantError(
             f"Expected another rank to start a Ray within {_START_S + _ANSWER_S:g} s, but it told "
             f"nothing ({error}). Look whether it lives, then call again"
         ) from error
-    told = bytes(store.get(f"{key}/told")).decode()
-    if told.startswith("error "):
+    answer = bytes(store.get(f"{key}/address")).decode()
+    if answer.startswith("error "):
         _refused.add(number)
-        raise ParticipantError(f"Another rank could not start a Ray: {told[6:]}")
-    return PrivateRay.decode(told)
+        raise ParticipantError(f"Another rank could not start a Ray: {answer[6:]}")
+    return PrivateRay.decode(answer)
 
 
 def _join_session(

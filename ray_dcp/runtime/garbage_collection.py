@@ -231,12 +231,12 @@ def _finish_won(place: Listing, record: DeleteRecord, won: Won) -> CollectReport
     try:
         if standing_records(place.storage).slot == won.slot:
             return _finish_delete(place, record, dry_run=False)
-        told = "A save of the same id was committed right after the delete, and stands now"
+        warning = "A save of the same id was committed right after the delete, and stands now"
     except CheckpointError as error:
-        told = f"The checkpoint is deleted, but its files are not: {error}. Delete again"
+        warning = f"The checkpoint is deleted, but its files are not: {error}. Delete again"
     manifest = place.standing.manifest
     attempt = None if manifest is None else manifest.attempt
-    return CollectReport(place.storage.url, (), 0, (), checkpoint=attempt, warnings=(told,))
+    return CollectReport(place.storage.url, (), 0, (), checkpoint=attempt, warnings=(warning,))
 
 
 def _check_deletable(place: Listing) -> None:
@@ -278,14 +278,14 @@ def _delete_record(place: Listing, attempt: str) -> DeleteRecord:
     # Why: a foreign `.metadata` that the checkpoint replaced, but that still lies there, would
     # stand again; one that came after it is somebody else's.
     is_replaced = manifest is not None and manifest.replaced_metadata == place.foreign
-    told = not standing.slots.unreadable
+    is_known = not standing.slots.unreadable
     return DeleteRecord(
         attempt=attempt,
         reason=DELETED_BY_USER,
         created_s=time.time(),
         replaced_metadata=place.foreign if is_replaced else None,
         previous_slot=standing.last_slot,
-        decided=verdicts(standing.slots.records, attempts_of(place.sizes) if told else ()),
+        decided=verdicts(standing.slots.records, attempts_of(place.sizes) if is_known else ()),
     )
 
 
@@ -333,8 +333,8 @@ def _finish_delete(place: Listing, record: DeleteRecord, dry_run: bool) -> Colle
         stock = without_stock_files(storage, place.foreign_files) if is_replaced else ()
     except CheckpointError as error:
         # Why nothing is deleted: stock DCP still sees what `.metadata` names.
-        told = f".metadata could not be removed, so nothing was: {error}. Delete again"
-        return replace(done, warnings=(told,))
+        warning = f".metadata could not be removed, so nothing was: {error}. Delete again"
+        return replace(done, warnings=(warning,))
     report = remove(place, replace(found, delete=(*stock, *found.delete)), dry_run)
     removed = (METADATA_KEY,) if metadata else ()
     return replace(

@@ -174,20 +174,20 @@ def reported(error: Exception, doing: str, rank: int) -> CheckpointError:
         rank: Where.
     """
     if isinstance(error, CheckpointError):
-        told = copy.copy(error)
-        if told.rank is None:
-            told.rank = rank
+        placed = copy.copy(error)
+        if placed.rank is None:
+            placed.rank = rank
     else:
-        told = CheckpointError(f"{doing} failed: {type(error).__name__}: {error}", rank=rank)
-        told.__cause__ = error
-    known = {} if told._failures is None else told.failures
+        placed = CheckpointError(f"{doing} failed: {type(error).__name__}: {error}", rank=rank)
+        placed.__cause__ = error
+    known = {} if placed._failures is None else placed.failures
     if rank not in known:
         stack = _plain(traceback.extract_tb(error.__traceback__))
         known = {**known, rank: (_portable(error), stack)}
     # Why a note: the traceback is lost when the error is pickled to another process.
     lines = "".join(traceback.format_exception(error)[-4:])
-    told.__notes__ = [*getattr(told, "__notes__", ()), f"On rank {rank}, {doing}:\n{lines}"]
-    return told.with_failures(known)
+    placed.__notes__ = [*getattr(placed, "__notes__", ()), f"On rank {rank}, {doing}:\n{lines}"]
+    return placed.with_failures(known)
 
 
 def _plain(stack: traceback.StackSummary) -> traceback.StackSummary:
@@ -301,8 +301,7 @@ class RankSave:
                 join = answer or replace(join, error=error, asked=join.asked + 1)
                 reply = yield join
             if isinstance(reply, SaveAgain) and known is not None and reply.digest == known.digest:
-                told = (reply.attempt, reply.epoch, known.plan, reply.warnings)
-                reply = SaveGo(*told, origin=reply.origin, create_if_absent=reply.create_if_absent)
+                reply = reply.with_plan(known.plan)
             elif isinstance(reply, SaveAgain):
                 raise InternalError(
                     f"expected the coordinator to send rank {rank} its part of the plan, but it "
@@ -349,14 +348,14 @@ class RankSave:
     def outcome(
         self,
         go: SaveGo,
-        said: SaveReceipt | SaveStaged,
+        request: SaveReceipt | SaveStaged,
         hand_over: Callable[[TakeOver], PartsHeld | None] | None = None,
     ) -> Generator[Request, Reply, SaveOutcome]:
         """Returns how this rank's save ended, from the coordinator or else from the storage.
 
         Args:
             go: What this rank was to write.
-            said: The last request of this rank.
+            request: The last request of this rank.
             hand_over: Gives staged bytes to another stager; returns the report of that.
 
         Raises:
@@ -365,23 +364,23 @@ class RankSave:
         """
         rank, progress = self.rank, self.progress
         progress.enter("waiting")
-        held = said.held if isinstance(said, SaveStaged) else None
+        held = request.held if isinstance(request, SaveStaged) else None
+        at = (request.key, rank, request.attempt, request.epoch)
         if progress.abandoned is not None:
             return self._settled(go, progress.abandoned)
         try:
-            outcome = yield said
+            outcome = yield request
             while isinstance(outcome, TakeOver) and hand_over is not None:
-                told, error = attempt(
+                report, error = attempt(
                     partial(hand_over, outcome), "handing over staged bytes", rank
                 )
-                held = told or held
+                held = report or held
                 if error is not None and not outcome.lost:
                     # The slow stager still writes: nothing is lost, and the save needs no help.
                     logger.warning("No other stager took over from a slow one: %s", error)
                     error = None
-                outcome = yield SaveStaged(
-                    said.key, rank, said.attempt, said.epoch, outcome.incarnation, error, held
-                )
+                number = outcome.incarnation
+                outcome = yield SaveStaged(*at, number, error, held)
         except CheckpointError as unanswered:
             outcome = self._settled(go, unanswered)
         # Why InternalError: a coordinator that contradicted itself may have committed, or still
@@ -446,7 +445,7 @@ class RankSave:
 
     def _unknown(self, go: SaveGo, why: str, when: str) -> CommitUnknownError:
         return CommitUnknownError(
-            f"Nobody said whether attempt {go.attempt} was committed: {why}. Ask "
+            f"Nobody request whether attempt {go.attempt} was committed: {why}. Ask "
             f"ray_dcp.outcome({self.target.url!r}, {go.attempt!r}) {when}",
             attempt=go.attempt,
             checkpoint_id=self.target.url,

@@ -367,17 +367,17 @@ def uncaught_errors_untold() -> None:
 
         # Why now: later it might be too late for that, and the handler does it first.
         state.state._connect_and_get_accessor()
-        _tell_no_own_ray(state.state)
+        _send_to_no_private_ray(state.state)
 
     _private("the handler of uncaught exceptions", use)
 
 
 @functools.cache
-def _tell_no_own_ray(state: Any) -> None:
-    tell = state.add_worker
+def _send_to_no_private_ray(state: Any) -> None:
+    send = state.add_worker
 
-    def add_worker(*told: Any) -> Any:
-        return tell(*told) if private_ray.joined() is None else None
+    def add_worker(*values: Any) -> Any:
+        return send(*values) if private_ray.joined() is None else None
 
     state.add_worker = add_worker
 

@@ -136,7 +136,7 @@ def read_standing(storage: Storage) -> RecordsRead:
         keys = [key for key in keys if attempts_of([key]) <= known]
     left = left_by_others(keys, last_slot=standing.last_slot)
     # Why none where a record can't be read: it may be the commit of one of them.
-    told = storage.traits.create_if_absent and not standing.slots.unreadable
+    is_known = storage.traits.create_if_absent and not standing.slots.unreadable
     return RecordsRead(
         last_slot=standing.last_slot,
         committed=_in_words(standing, digest),
@@ -150,7 +150,7 @@ def read_standing(storage: Storage) -> RecordsRead:
             *_unprotected(storage),
         ),
         create_if_absent=storage.traits.create_if_absent,
-        decided=verdicts(standing.slots.records, present if told else ()),
+        decided=verdicts(standing.slots.records, present if is_known else ()),
     )
 
 

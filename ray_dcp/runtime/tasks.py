@@ -387,9 +387,9 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
 
 
 def _write_table(task: WriteTable, storage: Storage) -> Finished:
-    files = [(told.key, told.num_bytes) for told in task.receipts if isinstance(told, FileReceipt)]
-    for told in task.receipts:
-        files += told.lengths if isinstance(told, FileReceipts) else ()
+    files = [(one.key, one.num_bytes) for one in task.receipts if isinstance(one, FileReceipt)]
+    for one in task.receipts:
+        files += one.lengths if isinstance(one, FileReceipts) else ()
     url = task.target.url
     at_once(
         lambda: check_complete(storage, files, task.attempt, task.previous_slot, url),
