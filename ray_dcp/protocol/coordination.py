@@ -32,7 +32,7 @@ from ray_dcp.protocol.error_aggregation import (
     unknown_operation,
     went_ahead,
 )
-from ray_dcp.protocol.liveness import LONG_WAIT_S, Heartbeat, Liveness
+from ray_dcp.protocol.liveness import LONG_WAIT_S, SESSIONS, Heartbeat, Liveness
 from ray_dcp.protocol.load import LoadMachine
 from ray_dcp.protocol.messages import (
     Exchange,
@@ -116,9 +116,6 @@ def trim(memory: OrderedDict[Any, Any], length: int) -> None:
 MEMORY = 16
 """Finished operations that are remembered, so that a request that comes late or twice is
 answered; their plans and receipts are not kept."""
-
-SESSIONS = 1024
-"""Sessions of which it is remembered how far they were and which ranks they lost."""
 
 
 class Coordination:

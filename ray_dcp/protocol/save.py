@@ -389,7 +389,7 @@ class SaveMachine(Operation):
                 return self._begin_writing(result)
             case "planning", RowsMissing():
                 self._planning.lacks(result.ranks)
-                return self._ask_ranks()
+                return self.begin()
             case "writing", OutcomeRead():
                 return self._take_outcome(result)
             case "writing", Failed():
@@ -467,11 +467,7 @@ class SaveMachine(Operation):
                 return ()
             case "writing":
                 return self._build()
-        return self._ask_ranks()
-
-    def begin(self) -> Commands:
-        """Starts this save: it is the next in the queue of its session."""
-        return self._ask_ranks()
+        return self.begin()
 
     def refuse(self, error: CheckpointError) -> Commands:
         """Fails this save before it starts.
@@ -481,7 +477,11 @@ class SaveMachine(Operation):
         """
         return self._fail(error)
 
-    def _ask_ranks(self) -> Commands:
+    def begin(self) -> Commands:
+        """Asks ranks for their rows; with all of them, reads the records.
+
+        For an asynchronous save when it is the next in the queue of its session.
+        """
         asked = self._planning.ask()
         if not asked:
             return self._step("reading", ReadRecords(self._target), self.options.plan_timeout_s)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ray_dcp.runtime.session import GroupSessions, Session
 
 
-_STORE_KEY = "ray_dcp/own_ray"
+_STORE_KEY = "ray_dcp/private_ray"
 
 _START_S = 120.0
 """How long a private Ray may take to start, in seconds."""
@@ -284,7 +284,7 @@ def _train_session(make: type[Session], sessions: GroupSessions, lease_s: float)
     ranks = ray_private.train_ranks()
     if ranks is None or ranks[1] == 1:
         return None
-    known, session = sessions.of(_TRAIN)
+    known, session = sessions.of(_TrainGroup)
     if not known:
         from ray.train.collective import broadcast_from_rank_zero
 
@@ -292,15 +292,12 @@ def _train_session(make: type[Session], sessions: GroupSessions, lease_s: float)
         word = broadcast_from_rank_zero(secrets.token_hex(8))
         session = make(f"train-{experiment}-{word}", rank, world_size, lease_s=lease_s)
         session.register()
-        sessions.set(_TRAIN, session)
+        sessions.set(_TrainGroup, session)
     return session
 
 
 class _TrainGroup:
     """Stands for the worker group of Ray Train: a worker process lives in only one."""
-
-
-_TRAIN = _TrainGroup()
 
 
 LOOK_S = 10.0

@@ -25,7 +25,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ray_dcp.errors import (
@@ -172,6 +171,7 @@ class Session:
         self.world_size = world_size
         self.closed = False
         self._actor = actor or name
+        self._who = f"the coordinator of session {self._actor!r}"
         self.namespace = namespace
         self.lease_s = check_lease(lease_s)
         self._lock = threading.Lock()
@@ -422,10 +422,6 @@ class Session:
         if self._handle is not None and self.connection.is_up:
             self._handle.leave.remote(self.name, self.rank)
 
-    @property
-    def _who(self) -> str:
-        return f"the coordinator of session {self._actor!r}"
-
     def _ask(
         self,
         send: Any,
@@ -553,19 +549,13 @@ def current_session(
     return discovery.session_of(process_group, Session, sessions, lease_s=check_lease(lease_s))
 
 
-@dataclass(frozen=True)
-class _Entry:
-    group: weakref.ref[Any]
-    session: Session | None
-
-
 class GroupSessions:
     """The sessions of the living process groups of this process, and that of `connect`."""
 
     def __init__(self) -> None:
         self.explicit: Session | None = None
         self._lock = threading.Lock()
-        self._groups: dict[int, _Entry] = {}
+        self._groups: dict[int, tuple[weakref.ref[Any], Session | None]] = {}
 
     def of(self, group: Any) -> tuple[bool, Session | None]:
         """Returns whether this very group object has been here, and its session.
@@ -573,27 +563,25 @@ class GroupSessions:
         A group that was destroyed and made again is another object, and has no session yet.
         """
         with self._lock:
-            entry = self._groups.get(id(group))
-            if entry is None or entry.group() is not group:
+            known, session = self._groups.get(id(group), (None, None))
+            if known is None or known() is not group or (session is not None and session.closed):
                 return False, None
-            if entry.session is not None and entry.session.closed:
-                return False, None
-            return True, entry.session
+            return True, session
 
     def set(self, group: Any, session: Session | None) -> None:
         """Notes the session of a group (None: a group of one) and closes those of dead groups."""
         with self._lock:
-            dead = [key for key, entry in self._groups.items() if entry.group() is None]
-            entries = [self._groups.pop(key) for key in dead]
-            self._groups[id(group)] = _Entry(weakref.ref(group), session)
-        for entry in entries:
-            if entry.session is not None:
-                entry.session.close()
+            dead = [key for key, (known, _) in self._groups.items() if known() is None]
+            ended = [self._groups.pop(key)[1] for key in dead]
+            self._groups[id(group)] = (weakref.ref(group), session)
+        for each in ended:
+            if each is not None:
+                each.close()
 
     def close_all(self) -> None:
         """Closes every session of this process."""
         with self._lock:
-            sessions = [self.explicit, *(entry.session for entry in self._groups.values())]
+            sessions = [self.explicit, *(session for _, session in self._groups.values())]
             self._groups.clear()
         for session in sessions:
             if session is not None:
