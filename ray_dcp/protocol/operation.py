@@ -66,7 +66,7 @@ class Barrier:
     @property
     def is_complete(self) -> bool:
         """Whether something is known of every rank. Costs the same for any number of ranks."""
-        # Why only then: who came and who failed may be the same ranks.
+        # Why only then: the ranks that arrived and those that failed may be the same.
         if len(self.arrived) + len(self.errors) < self.world_size:
             return False
         return len(self.arrived) >= self.world_size or not self.missing
@@ -99,15 +99,15 @@ def two_calls(request: Opening, what: str) -> RankDisagreementError:
 
 
 def compact(opening: Opening) -> Opening:
-    """Returns what has to be kept to recognise a request that comes twice."""
+    """Returns what has to be kept to recognise a request that arrives twice."""
     if isinstance(opening, SaveJoin) and (opening.columns or opening.contents):
         return replace(opening, columns=b"", contents=b"")
     return opening
 
 
 def content(opening: Opening) -> tuple[object, ...]:
-    """Returns what is equal when the same call comes twice."""
-    # Why not ==: errors are equal only to themselves, and came by way of a pickle.
+    """Returns what is equal when the same call arrives twice."""
+    # Why not ==: errors are equal only to themselves, and were pickled on the way.
     skipped, error = {"error"}, opening.error
     if isinstance(opening, SaveJoin) and opening.fingerprint:
         # Why: a rank that is asked for more joins once more, or fails then: it is the same call.
@@ -149,7 +149,7 @@ class Operation(ABC):
         over: Nothing is left to be done; only late requests are still answered.
         describe_rank: Returns what is known of a rank that is missing, in words.
         ranks_do: What every rank has to do in a phase, with the option that is its deadline.
-        last_barrier: The phase in which ranks come for the last time: one that dies after it came
+        last_barrier: The phase in which ranks arrive last: one that dies after it arrived
             has done its share.
     """
 
@@ -204,7 +204,7 @@ class Operation(ABC):
     def receive(self, request: Request) -> Commands:
         """Accepts a request of a rank.
 
-        A request that came before is answered as before. When the operation has its outcome,
+        A request that arrived before is answered as before. When the operation has its outcome,
         that is the answer to whatever a rank still asks.
 
         Args:
@@ -236,7 +236,7 @@ class Operation(ABC):
         return self.phase == "joining" and rank not in self._barrier.arrived
 
     def failed_without(self, request: Request) -> bool:
-        """Returns whether it failed before a rank came, which now begins something as this."""
+        """Returns whether it failed before a rank arrived, which now begins an operation."""
         opening = isinstance(request, Opening)
         return opening and self.over and request.rank in self._absent
 
@@ -248,7 +248,7 @@ class Operation(ABC):
         """Accepts the result of a task; that of an abandoned task is dropped.
 
         Raises:
-            InternalError: The task was not asked for, its result came before, or is of another
+            InternalError: The task was not asked for, its result arrived before, or is of another
                 kind of task.
         """
         if self._pending is not None and (task is self._pending or task == self._pending):
@@ -297,7 +297,7 @@ class Operation(ABC):
 
     @abstractmethod
     def _on_request(self, request: Request) -> Commands:
-        """Handles a request that did not come before."""
+        """Handles a request that did not arrive before."""
 
     @abstractmethod
     def _on_result(self, result: Result) -> Commands:
@@ -369,12 +369,12 @@ class Operation(ABC):
         self._note(request, request.error)
 
     def _are_new(self, ranks: Sequence[int]) -> bool:
-        """Whether all these are ranks of this operation that have not come to this phase."""
+        """Whether all these are ranks of this operation that have not arrived in this phase."""
         within = min(ranks) >= 0 and max(ranks) < self.world_size
         return within and self._barrier.arrived.isdisjoint(ranks)
 
     def _note_all(self, step: str, ranks: Sequence[int]) -> None:
-        """Notes that ranks came which did not come before, without errors."""
+        """Notes that ranks arrived which did not before, without errors."""
         self._log(f"{step} of {name_ranks(ranks)}")
         self._waiting.update(dict.fromkeys([(rank, step) for rank in ranks]))
         self._barrier.arrived.update(ranks)
@@ -418,7 +418,7 @@ class Operation(ABC):
         self.phase = phase
 
     def _call(self, phase: str) -> None:
-        """Begins a phase in which every rank has to come once."""
+        """Begins a phase in which every rank has to arrive once."""
         self._to(phase)
         self._barrier = Barrier(self.world_size)
         self._grace = False
@@ -543,7 +543,7 @@ class ExchangeMachine(Operation):
         given = dict(self._replies)
         ended = self._end("done")
         # Why these stay: there is no one outcome that could be the answer to a request that
-        # comes once more.
+        # arrives once more.
         self._replies = given
         return (*answers, *ended)
 

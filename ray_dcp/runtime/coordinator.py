@@ -223,7 +223,7 @@ class Rendezvous:
         return [rank for rank in range(self._world_size) if rank not in self._tokens]
 
     def enter(self, rank: int, world_size: int, token: str) -> str | None:
-        """Lets a rank in; returns the generation once all have come, None before.
+        """Adds a rank; returns the generation once all have entered, None before.
 
         Args:
             rank: Who.
@@ -432,7 +432,7 @@ class Coordinator:
     async def enter(
         self, rank: int, world_size: int, token: str, timeout_s: float
     ) -> str | list[int]:
-        """Returns the generation on which all ranks agree, or the ranks that did not come.
+        """Returns the generation on which all ranks agree, or the missing ranks.
 
         Args:
             rank: Who.

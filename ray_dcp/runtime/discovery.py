@@ -228,8 +228,8 @@ def _private_ray(store: Any, number: int, lease_s: float) -> PrivateRay:
     except RuntimeError as error:  # torch's own timeout error is one, in every version
         _refused.add(number)
         raise ParticipantError(
-            f"Expected another rank to start a Ray within {_START_S + _ANSWER_S:g} s, but it told "
-            f"nothing ({error}). Look whether it lives, then call again"
+            f"Expected another rank to start a Ray within {_START_S + _ANSWER_S:g} s, but there is "
+            f"no answer ({error}). Look whether it lives, then call again"
         ) from error
     answer = bytes(store.get(f"{key}/address")).decode()
     if answer.startswith("error "):

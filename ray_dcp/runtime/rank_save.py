@@ -143,7 +143,7 @@ def refusal(reply: Reply, rank: int) -> CheckpointError:
     if isinstance(reply, Refused):
         return copy.copy(reply.error)
     return InternalError(
-        f"Expected the next step or a refusal, but rank {rank} was told "
+        f"Expected the next step or a refusal, but rank {rank} got "
         f"{type(reply).__name__}. Please report this",
         rank=rank,
     )

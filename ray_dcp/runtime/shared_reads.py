@@ -188,7 +188,7 @@ class RayTransport:
             with ray_private.starting_no_ray(), ray_calls.inside():
                 coordinator.share.remote(message)
         except (CheckpointError, RayError, ValueError) as error:
-            logger.warning("The coordinator can't be told what was read: %s", error)
+            logger.warning("The coordinator is out of reach for shared reads: %s", error)
             return False
         return True
 
@@ -208,7 +208,7 @@ class RayTransport:
                 for new in updates:
                     self._take_update(new)
         except (CheckpointError, RayError, ValueError, SystemExit) as error:
-            logger.warning("The coordinator tells nothing of other ranks: %s", error)
+            logger.warning("The coordinator sends no updates of shared reads: %s", error)
         with self._changed:
             # Why: nothing will come any more.
             self._silent.update(self._heard_s)
