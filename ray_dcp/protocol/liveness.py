@@ -4,7 +4,7 @@ A rank sends heartbeats while it takes part in an operation, so that slow, froze
 can be told apart. A heartbeat is no step of an operation: it is answered at once, changes no
 machine, and may be lost.
 
-`Liveness` knows of each rank when its last message arrived, what it is doing and what it called last.
+`Liveness` knows of each rank when its last message arrived, what it does and what it called last.
 It decides which ranks are frozen and describes missing ranks in messages; the machines decide what
 follows from that. `WriteProgress` knows how far the stagers of a save are: which are stragglers.
 Pure, over a clock that is passed in.

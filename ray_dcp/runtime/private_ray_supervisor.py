@@ -25,8 +25,14 @@ from pathlib import Path
 from types import FrameType
 
 from ray_dcp.errors import CheckpointError
-from ray_dcp.runtime import environment, ray_private
-from ray_dcp.runtime.private_ray import READY, TOKEN, PrivateRay, SupervisorOrder
+from ray_dcp.runtime import ray_private
+from ray_dcp.runtime.private_ray import (
+    READY,
+    TOKEN,
+    PrivateRay,
+    SupervisorOrder,
+    daemons_environment,
+)
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -94,7 +100,7 @@ def _start(order: SupervisorOrder, directory: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(  # noqa: S603 - our own interpreter, no input from outside
         command,
         stdin=subprocess.DEVNULL,
-        env=environment.daemons_environment(),
+        env=daemons_environment(),
         preexec_fn=_end_with_parent,
     )
 

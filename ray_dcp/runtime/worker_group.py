@@ -24,7 +24,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError, ParticipantError
 from ray_dcp.protocol.error_aggregation import name_ranks
-from ray_dcp.runtime import environment, ray_calls, ray_private
+from ray_dcp.runtime import private_ray, ray_calls, ray_private
 from ray_dcp.runtime.attach import attach_named
 from ray_dcp.runtime.session import sessions
 from ray_dcp.store.location import AnyPlace
@@ -89,7 +89,7 @@ class Rank:
         if rank != 0:
             self._store = dist.TCPStore(address, port, None, False, timeout=timeout)
         if local:
-            environment.prefer_loopback_for_gloo()
+            private_ray.prefer_loopback_for_gloo()
         dist.init_process_group(
             "gloo", store=self._store, rank=rank, world_size=world_size, timeout=timeout
         )
