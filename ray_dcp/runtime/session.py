@@ -107,7 +107,7 @@ class CallTimeouts:
     """Knows the options of the operations that one rank has begun.
 
     Example:
-        >>> from ray_dcp.protocol.messages import Target
+        >>> from ray_dcp.protocol.messages import LoadJoin, Target
         >>> key = OpKey("run", 0)
         >>> CallTimeouts().of(LoadJoin(key, 0, 1, Target("memory://x"), LoadOptions()))
         3120.0
