@@ -526,7 +526,7 @@ class _NativeSave(_Save):
         self, session: Activity, state_dict: Mapping[str, Any]
     ) -> Callable[[], Callable[[], Metadata]]:
         """Returns what stages the state as it is now, and returns what ends the save."""
-        target, options, vitals = target_of(self._decision), self._options, session.vitals
+        target, options, progress = target_of(self._decision), self._options, session.progress
         account, call = self._account, self._account.watching(session.call)
         take: Callable[[], Captured] = capture_of(self._decision, session, state_dict, options)
         if options.check_unchanged:
@@ -541,12 +541,12 @@ class _NativeSave(_Save):
             target=target,
             options=options,
             staged=keeping.survives,
-            vitals=vitals,
+            progress=progress,
             memory=session.plans,
             node=session.node,
         )
         go, captured = drive(save.join(take), call)
-        self._key = vitals.key or self._key
+        self._key = progress.key or self._key
         account.planned(go)
         noted = (*captured.warnings, *go.warnings)
         if self._in_background:
@@ -568,7 +568,7 @@ class _NativeSave(_Save):
                 connection = getattr(self._session, "connection", None)
                 connected = until_disconnected(call, connection)
                 outcome: SaveOutcome = drive(rest, connected)
-                committed = vitals.over = True
+                committed = progress.over = True
             except Disconnected as error:
                 failed = shut_down_meanwhile(target.url, go.attempt, session.rank)
                 raise failed from error.__cause__

@@ -77,7 +77,7 @@ def save(
             won the race for this id.
         StorageError: The storage failed.
         ParticipantError: A rank or the coordinator died or was too late; it is named.
-        CommitUnknownError: Nobody could say whether the commit happened.
+        CommitUnknownError: It is not known whether the commit happened.
 
     Example:
         >>> import tempfile, torch, ray_dcp
@@ -124,9 +124,9 @@ def async_save(
     All ranks of the group call it with the same arguments. When it returns the state may change:
     each rank's bytes are staged. In a job with Ray they are held by a stager of the node, and from
     then on the save survives the death of its ranks and of the driver; a process that is alone
-    holds them itself. The checkpoint exists when the handle says so, and not before.
+    holds them itself. The checkpoint exists when the handle reports it, and not before.
 
-    What goes wrong with the save is told by the handle, the same on every rank; a failed save
+    The handle reports what goes wrong with the save, the same on every rank; a failed save
     does not stop training. Without `async_stager` the handle is staged when it is returned, unless
     `SaveOptions(staging="background")` asks to copy beside training: then the state may change when
     `SaveHandle.staged()` has returned.
@@ -241,7 +241,7 @@ def load(
     verified against its checksums.
 
     Args:
-        state_dict: What to fill. Its tensors say which part of each this rank wants.
+        state_dict: What to fill. Its tensors define which part of each this rank wants.
         *positional: DCP's older form: the storage reader as second argument. Warns.
         checkpoint_id: Path or URL of a checkpoint of ray_dcp, of stock DCP, or of a folder of
             safetensors files.
@@ -257,8 +257,8 @@ def load(
         What was loaded, missing, unexpected and cast.
 
     Raises:
-        CheckpointNotFoundError: There is no checkpoint; the message says what is there.
-        MissingKeyError: The checkpoint lacks keys; it says how many, and five of them.
+        CheckpointNotFoundError: There is no checkpoint; the message names what is there.
+        MissingKeyError: The checkpoint lacks keys; it has their number, and five of them.
         StateDictError: It holds state of a module or optimizer that nobody takes.
         ShapeMismatchError: Shapes or dtypes do not fit; all are named.
         DamagedCheckpointError: Stored bytes are not what was committed.

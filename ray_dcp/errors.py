@@ -98,15 +98,13 @@ class CheckpointError(Exception):
         return self
 
     def __str__(self) -> str:
-        where = []
-        if self.checkpoint_id is not None:
-            where.append(f"checkpoint {self.checkpoint_id}")
-        if self.step is not None:
-            where.append(f"step {self.step}")
-        if self.rank is not None:
-            where.append(f"rank {self.rank}")
-        if self.key is not None:
-            where.append(f"key {self.key}")
+        fields = {
+            "checkpoint": self.checkpoint_id,
+            "step": self.step,
+            "rank": self.rank,
+            "key": self.key,
+        }
+        where = [f"{name} {value}" for name, value in fields.items() if value is not None]
         text = f"{self.message} [{', '.join(where)}]" if where else self.message
         # Why: a name in a checkpoint, or of a file, may hold what no terminal and no log takes.
         return text if text.isascii() else text.encode(errors="backslashreplace").decode()
@@ -226,10 +224,10 @@ class InternalError(CheckpointError):
 
 
 class CommitUnknownError(CheckpointError):
-    """Neither storage nor coordinator said whether the commit happened.
+    """Neither storage nor coordinator reported whether the commit happened.
 
     The only error after which the checkpoint may still appear.
-    `ray_dcp.outcome(path, attempt)` tells later.
+    `ray_dcp.outcome(path, attempt)` answers later.
 
     Args:
         message: As for `CheckpointError`.

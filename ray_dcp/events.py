@@ -30,9 +30,9 @@ _listeners: tuple[Listener, ...] = ()
 class Event:
     """One thing that happened on one rank.
 
-    A save tells `save.capture`, `save.plan`, `save.stage`, `save.write` and `save.commit`, each
+    A save emits `save.capture`, `save.plan`, `save.stage`, `save.write` and `save.commit`, each
     when that phase has ended and as far as it got, and then exactly one end: `save.committed`,
-    `save.failed`, `save.cancelled`, `save.skipped` or `save.unknown`. A load tells `load.plan`,
+    `save.failed`, `save.cancelled`, `save.skipped` or `save.unknown`. A load emits `load.plan`,
     `load.read` and `load.finish`, and then `load.loaded` or `load.failed`.
 
     Example:
@@ -78,7 +78,7 @@ class Event:
 
     @property
     def is_end(self) -> bool:
-        """Whether nothing more will be told of this save or load."""
+        """Whether this is the last event of this save or load."""
         return self.outcome in _ENDS
 
     def as_dict(self) -> dict[str, object]:
@@ -87,9 +87,9 @@ class Event:
         return {name: value for name, value in found.items() if value is not None}
 
     def __str__(self) -> str:
-        told = f"{self.name} {self.checkpoint_id} on rank {self.rank}: {self.seconds:.3f} s"
-        told += f", {self.num_bytes} bytes" if self.num_bytes else ""
-        return told + (f", {self.error}" if self.error else "")
+        text = f"{self.name} {self.checkpoint_id} on rank {self.rank}: {self.seconds:.3f} s"
+        text += f", {self.num_bytes} bytes" if self.num_bytes else ""
+        return text + (f", {self.error}" if self.error else "")
 
 
 _ENDS = ("committed", "failed", "cancelled", "skipped", "unknown", "loaded")
@@ -119,7 +119,7 @@ def outcome_of(error: BaseException | None, good: str) -> str:
 
 
 def subscribe(listener: Listener) -> Callable[[], None]:
-    """Lets a function hear every event of this process.
+    """Calls a function with every event of this process.
 
     Args:
         listener: Called in the thread in which it happens, so it must be quick. What it raises is
@@ -149,7 +149,7 @@ def subscribe(listener: Listener) -> Callable[[], None]:
 
 
 def emit(event: Event) -> None:
-    """Logs an event, with the event itself as `record.event`, and tells it to all listeners.
+    """Logs an event, with the event itself as `record.event`, and passes it to all listeners.
 
     Args:
         event: What happened.

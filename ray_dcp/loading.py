@@ -28,6 +28,7 @@ from ray_dcp.runtime.memory_tier import NodeMemory, memory_of
 from ray_dcp.runtime.rank_load import (
     LoadResult,
     LoadWork,
+    Peers,
     RankLoad,
     StepRange,
     drive,
@@ -35,7 +36,6 @@ from ray_dcp.runtime.rank_load import (
     with_time_to_join,
 )
 from ray_dcp.runtime.rank_progress import Activity
-from ray_dcp.runtime.shared_reads import Peers, peers_of
 from ray_dcp.torch_adapter.collective import Group
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, NATIVE, Route, decide_load
 from ray_dcp.torch_adapter.foreign import foreign_load
@@ -71,7 +71,7 @@ def run_load(
         checkpoint_id: As given to `load`; foreign storages are reset to it.
         coordinator_rank: Where a third-party planner or storage decides.
         stateful: Load into the state of top-level `Stateful` values.
-        log: Hears of phases.
+        log: Gets the phases.
 
     Raises:
         CheckpointError: As `load` does.
@@ -84,7 +84,7 @@ def run_load(
         session.activity(options.heartbeat_timeout_s) as activity,
     ):
         if log is not None:
-            activity.vitals.on_enter = log.enter
+            activity.progress.on_enter = log.enter
         if decision.target is not None:
             _await_staged(memory, decision.target.url, activity, options)
         steps = _load_steps(
@@ -96,7 +96,7 @@ def run_load(
             coordinator_rank=coordinator_rank,
             stateful=stateful,
             overwritten=set(),
-            peers=peers_of(session),
+            peers=_peers_of(session),
             memory=memory,
         )
         report = drive(steps, account.watching(activity.call))
@@ -140,10 +140,8 @@ def run_load_newest(
             state_dict,
             chosen,
             checkpoint_id,
-            coordinator_rank=0,
-            stateful=True,
             overwritten=overwritten,
-            peers=peers_of(session),
+            peers=_peers_of(session),
             memory=memory,
         )
 
@@ -176,11 +174,11 @@ def _load_steps(
     options: LoadOptions,
     checkpoint_id: CheckpointId | None,
     *,
-    coordinator_rank: int,
-    stateful: bool,
-    overwritten: set[str],
     peers: Peers,
     memory: NodeMemory,
+    coordinator_rank: int = 0,
+    stateful: bool = True,
+    overwritten: set[str] | None = None,
 ) -> LoadSteps:
     """Returns the part of this rank in one load.
 
@@ -190,13 +188,14 @@ def _load_steps(
         state_dict: As there.
         options: With the decision's.
         checkpoint_id: As for `run_load`.
-        coordinator_rank: As there.
+        peers: How the other ranks are reached.
+        memory: What the nodes keep.
+        coordinator_rank: As for `run_load`.
         stateful: As there.
         overwritten: FQNs that loads which failed before may have changed; this one must load
             them all. Its own are added when it fails.
-        peers: How the other ranks are reached.
-        memory: What the nodes keep.
     """
+    overwritten = set() if overwritten is None else overwritten
     rank, world_size = session.rank, session.world_size
     if decision.path != NATIVE:
         _check_simple(decision, state_dict, options)
@@ -263,7 +262,7 @@ def _load_steps(
             target=target,
             options=options.without_choices(),
             plan=plan,
-            vitals=session.vitals,
+            progress=session.progress,
             kept=memory.storage,
             peers=peers,
         ).run()
@@ -277,17 +276,40 @@ def _load_steps(
         unexpected=work.unexpected,
         cast=work.cast,
         resized=work.resized,
-        **vars(result.together),
+        **vars(result.total),
         path=decision.path,
         checkpoint_id=target.url,
     )
 
 
+def _peers_of(session: object) -> Peers:
+    """Returns how the ranks of a session reach each other; nobody, for a process that is alone.
+
+    Args:
+        session: Of this rank.
+
+    Raises:
+        ParticipantError: This process has shut down the Ray of the session.
+    """
+    connection = getattr(session, "connection", None)
+    if connection is not None:
+        # Why first: what is asked of Ray in a process without it starts another one.
+        connection.check()
+    coordinator = getattr(session, "coordinator", None)
+    if coordinator is None:
+        return Peers()
+    from ray_dcp.runtime import private_ray
+    from ray_dcp.runtime.shared_reads import RayPeers
+
+    # Why not there: Ray ends a rank that is at the object store of a raylet when that dies.
+    return Peers() if private_ray.joined() is not None else RayPeers(coordinator)
+
+
 def _await_staged(memory: NodeMemory, url: str, session: Activity, options: LoadOptions) -> None:
     """Waits for what is staged and will be committed."""
     if options.from_memory:
-        session.vitals.enter("waiting for a save that is staged")
-        memory.await_staged(url, options.plan_timeout_s, session.vitals.stop)
+        session.progress.enter("waiting for a save that is staged")
+        memory.await_staged(url, options.plan_timeout_s, session.progress.stop)
 
 
 def _check_simple(decision: Route, state_dict: StateDict, options: LoadOptions) -> None:

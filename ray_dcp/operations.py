@@ -74,8 +74,8 @@ def run_save(
         coordinator_rank: Where a third-party planner or storage decides.
         stateful: Replace top-level `Stateful` values by their state.
         use_collectives: For foreign storages.
-        log: Hears of phases.
-        account: Of whoever tells the end of the save; by default it is told here.
+        log: Gets the phases.
+        account: Of whoever emits the end of the save; by default it is emitted here.
         key: Of this call, if the session named it before.
 
     Raises:
@@ -88,7 +88,7 @@ def run_save(
             account = stack.enter_context(account_of("save", session, url, decision.path))
         activity = stack.enter_context(session.activity(options.heartbeat_timeout_s, key))
         if log is not None:
-            activity.vitals.on_enter = log.enter
+            activity.progress.on_enter = log.enter
         if decision.path == FOREIGN:
             check_measurable(options, FOREIGN)
             steps = foreign_save(
@@ -118,7 +118,7 @@ def run_save(
             world_size=session.world_size,
             target=target,
             options=options,
-            vitals=activity.vitals,
+            progress=activity.progress,
             memory=activity.plans,
             node=activity.node,
         )
@@ -131,7 +131,7 @@ def run_save(
 
 
 def account_of(mode: str, session: RankCalls, url: CheckpointId | None, path: str) -> Account:
-    """Returns what counts one save or load of this rank, and tells of it."""
+    """Returns what times one save or load of this rank, and emits its events."""
     return Account(
         mode,
         None if url is None else str(url),
@@ -197,7 +197,7 @@ def capture_of(
 def _now(take: Callable[[], Capture]) -> Callable[[], Capture]:
     """Captures now; returns what gives the capture, or raises its error.
 
-    Why later: this rank must join the save to tell the others that its planner failed.
+    Why later: this rank must join the save to report that its planner failed.
     """
     try:
         captured = take()

@@ -29,7 +29,7 @@ class SaveOptions:
     """How to save.
 
     Raises:
-        InvalidRequestError: A field has a value that it can't have; the message says which and
+        InvalidRequestError: A field has a value that it can't have; the message names it and
             what is accepted.
 
     Example:
@@ -74,8 +74,8 @@ class SaveOptions:
     """Write DCP's `.metadata` as well, without which stock DCP can't read the checkpoint. It takes
     100 to 160 bytes for each tensor and rank and as long to make as all else of a commit: with
     many thousand ranks leave it out, and let `ray-dcp metadata PATH` make it when it is needed, or
-    say `later`: the coordinator makes it when the ranks have been told of the commit and have gone
-    on. Should the coordinator die before, it is left out."""
+    say `later`: the coordinator makes it when the ranks have the outcome and have gone on. Should
+    the coordinator die before, it is left out."""
     max_pending: int = 1
     """Asynchronous saves of a session that may be under way at a time; each holds a copy of the
     state in memory."""
@@ -111,19 +111,13 @@ class SaveOptions:
     not answer is given up. One that is slow but speaks is not concerned."""
 
     def __post_init__(self) -> None:
-        _check_fields(self, "keep_in_memory", "stock_metadata")
+        _check_fields(self)
         keep = self.keep_in_memory
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
             raise InvalidRequestError(
                 f"SaveOptions.keep_in_memory must be a number of checkpoints, 0 or more, but is "
                 f"{keep!r}",
                 key="keep_in_memory",
-            )
-        later: object = self.stock_metadata
-        if later != "later" and not isinstance(later, bool):
-            raise InvalidRequestError(
-                f"SaveOptions.stock_metadata must be True or False or 'later', but is {later!r}",
-                key="stock_metadata",
             )
 
 
@@ -196,7 +190,7 @@ class LoadOptions:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Names of the fields that say which values go where, as far as they are set."""
+        """Names of the fields that choose which values go where, as far as they are set."""
         named = {
             "key_map": self.key_map is not None,
             "prefixes": bool(self.prefixes),
@@ -210,9 +204,6 @@ def _check_choices(options: LoadOptions) -> None:
     wrong: list[tuple[str, str, object]] = []
     if options.strict not in (None, True, False):
         wrong.append(("strict", "None, True or False", options.strict))
-    share_reads: object = options.share_reads
-    if share_reads != "auto" and not isinstance(share_reads, bool):
-        wrong.append(("share_reads", "'auto', True or False", share_reads))
     if not _is_key_map(options.key_map):
         wrong.append(("key_map", "a dict, pairs of texts or a function", options.key_map))
     prefixes = options.prefixes
@@ -246,7 +237,7 @@ def _is_key_map(key_map: object) -> bool:
     return all(len(pair) == 2 and all(isinstance(it, str) for it in pair) for pair in pairs)
 
 
-def _check_fields(options: SaveOptions | LoadOptions, *others: str) -> None:
+def _check_fields(options: SaveOptions | LoadOptions) -> None:
     """Checks choices, flags and numbers by their types; `others` are checked elsewhere."""
     cls = SaveOptions if isinstance(options, SaveOptions) else LoadOptions
     for name, hint in _HINTS[cls.__name__].items():
@@ -257,13 +248,16 @@ def _check_fields(options: SaveOptions | LoadOptions, *others: str) -> None:
             expected = None if value in choices else f"one of {', '.join(map(repr, choices))}"
         elif hint is bool and not isinstance(value, bool):
             expected = "True or False"
-        elif hint in (int, float):
+        elif hint in _FLAGS_OR and not isinstance(value, bool) and value != _FLAGS_OR[hint]:
+            expected = f"True or False or {_FLAGS_OR[hint]!r}"
+        elif hint in (int, float) and name != "keep_in_memory":
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             expected = None if is_number and value > 0 else "a number above 0"
-        if expected is not None and name not in others:
+        if expected is not None:
             raise InvalidRequestError(
                 f"{type(options).__name__}.{name} must be {expected}, but is {value!r}", key=name
             )
 
 
+_FLAGS_OR: dict[Any, str] = {bool | Literal["later"]: "later", ShareReads: "auto"}
 _HINTS = {cls.__name__: get_type_hints(cls) for cls in (SaveOptions, LoadOptions)}

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as stock
 
@@ -63,3 +64,22 @@ def flip(file: Path, offset: int, mask: int = 1) -> None:
     data = bytearray(file.read_bytes())
     data[offset] ^= mask
     file.write_bytes(data)
+
+
+def stock_load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """Returns what stock DCP loads of the arrays of a state."""
+    found = {
+        name: torch.zeros(value.shape, dtype=torch.from_numpy(np.zeros(0, value.dtype)).dtype)
+        for name, value in state.items()
+        if isinstance(value, np.ndarray)
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock.load(found, checkpoint_id=str(path), no_dist=True)
+    return {name: tensor.numpy() for name, tensor in found.items()}
+
+
+def check_stock(path: Path, state: dict[str, Any]) -> None:
+    """Checks that stock DCP loads the arrays of a state."""
+    for name, found in stock_load(path, state).items():
+        np.testing.assert_array_equal(found, state[name], err_msg=name)

@@ -45,7 +45,7 @@ class Gathered:
         )
         self.shell = Shell(self.coordination, performer, self.time)
         self.groups = [_Group(ranks, BatchWindow(ranks, self.time)) for ranks in groups]
-        self.messages, self.direct, self.together = Counter(), Counter(), []
+        self.messages, self.direct, self.batches = Counter(), Counter(), []
 
     def run(self, ranks, choose=lambda count: 0, kill=lambda group: False):
         """Runs generators to their ends; `kill` is asked before each event of a gatherer."""
@@ -113,15 +113,15 @@ class Gathered:
     def _send(self, group):
         message = pickle.loads(pickle.dumps(group.outbox.pop(0)))
         self.messages[message.step] += 1
-        self.together.append(message)
-        group.asking.append((message, self.shell.receive_together(message, 60.0)))
+        self.batches.append(message)
+        group.asking.append((message, self.shell.receive_batch(message, 60.0)))
 
     def _kill(self, group):
         """What it holds is lost; its ranks notice, and say the same to the coordinator."""
         group.is_dead = True
         group.outbox.clear()
         for _, batch in group.asking:
-            if not batch.told:
+            if not batch.replies:
                 self.shell.batches.remove(batch)
         list(self.shell.batches.ready())
         group.asking.clear()
@@ -139,13 +139,13 @@ class Gathered:
         list(self.shell.batches.ready())
         for group in self.groups:
             for message, batch in [*group.asking]:
-                if batch.told:
+                if batch.replies:
                     group.asking.remove((message, batch))
-                    self._told(group, message, BatchedReplies(tuple(batch.told)), batch.waiting)
+                    self._told(group, message, BatchedReplies(tuple(batch.replies)), batch.waiting)
 
     def _told(self, group, message, told, left):
         told = pickle.loads(pickle.dumps(told))
-        group.gathering.told(message, told)
+        group.gathering.replied(message, told)
         for ranks, reply in told.replies:
             for rank in ranks:
                 group.asked.pop(rank, None)

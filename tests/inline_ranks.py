@@ -46,10 +46,10 @@ class Shell(inline.Shell):
         self._time = time or Time()
         self._listens = time is not None
 
-    def receive_together(self, message: MessageBatch, beats_s: float | None = None) -> Batch:
+    def receive_batch(self, message: MessageBatch, silence_s: float | None = None) -> Batch:
         """Hands over what several ranks say; returns what they are told, as it comes."""
         batch = self.batches.add(message)
-        commands, refused = self.coordination.receive_together(message, beats_s=beats_s)
+        commands, refused = self.coordination.receive_batch(message, silence_s=silence_s)
         for rank, reply in refused.items():
             batch.put((rank,), reply)
         self._carry_out(commands)
@@ -76,8 +76,8 @@ class Shell(inline.Shell):
         if silence_s is not None and (key is None or silence_s < self._timers[key][0]):
             self._time.now_s = silence_s
             for session, rank, timeout_s in beating:
-                self.coordination.hear(Heartbeat(session, rank, timeout_s))
-            self._carry_out(self.coordination.listen())
+                self.coordination.heartbeat(Heartbeat(session, rank, timeout_s))
+            self._carry_out(self.coordination.check_silence())
             return True
         if key is None:
             return False

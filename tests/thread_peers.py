@@ -105,7 +105,7 @@ class ThreadExchange:
         board = self._board
         while not self._left:
             with board.changed:
-                news = board.handover.news(self._rank, self._seen)
+                news = board.handover.updates(self._rank, self._seen)
                 if not news:
                     board.changed.wait(0.05)
                 self._seen += len(news)

@@ -48,15 +48,15 @@ class RankThread:
     def activity(self, timeout_s, key=None):
         return Activity(self, timeout_s, key)
 
-    def begins(self, vitals, timeout_s):
+    def begin_call(self, progress, timeout_s):
         """Nobody listens."""
 
-    ends = gave_up = withdraw = lambda self, *_: None
+    end_call = report_lost = withdraw = lambda self, *_: None
 
     def cancel(self, key, reason):
         return False
 
-    def call(self, request, *, beats_s=None):
+    def call(self, request, *, silence_s=None):
         if self._dies(request, False):
             self._shared.lose(request)
         reply = self._shared.call(request)

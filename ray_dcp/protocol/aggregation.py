@@ -101,7 +101,7 @@ class BatchedReceipts:
 
 @dataclass(frozen=True, eq=False)
 class MessageBatch:
-    """Gatherer → coordinator: what these ranks say in one step of an operation.
+    """Gatherer → coordinator: the requests of these ranks in one step of an operation.
 
     Reply: `BatchedReplies`.
     """
@@ -109,15 +109,15 @@ class MessageBatch:
     key: OpKey
     step: str
     ranks: tuple[int, ...]
-    said: BatchedJoins | BatchedReceipts | tuple[Request, ...]
+    content: BatchedJoins | BatchedReceipts | tuple[Request, ...]
 
     def requests(self) -> Sequence[Request]:
         """Returns what the ranks sent, one by one."""
-        return self.said if isinstance(self.said, tuple) else self.said.requests()
+        return self.content if isinstance(self.content, tuple) else self.content.requests()
 
     def only(self, ranks: Collection[int]) -> MessageBatch:
-        """Returns what some of these ranks say: those that are not answered yet."""
-        return together(request for request in self.requests() if request.rank in ranks)
+        """Returns the requests of some of these ranks: those that are not answered yet."""
+        return batch_of(request for request in self.requests() if request.rank in ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,8 +129,8 @@ class BatchedReplies:
     """Of the coordinator."""
 
 
-def together(requests: Iterable[Request]) -> MessageBatch:
-    """Returns one message that says what these do.
+def batch_of(requests: Iterable[Request]) -> MessageBatch:
+    """Returns one message for several requests.
 
     Args:
         requests: At least one, of one operation and step, each of another rank.
@@ -145,7 +145,7 @@ def together(requests: Iterable[Request]) -> MessageBatch:
 
 _OF_JOINS = frozenset({"rank", "fingerprint", "values", "capture_s", "node"})
 _OF_RECEIPTS = frozenset({"rank", "files", "staged_s"})
-"""What is said for each rank; all else has to be the same, whatever there is."""
+"""The fields of each rank; all others have to be the same."""
 
 
 def _rest(request: Request, own: frozenset[str]) -> dict[str, object]:
@@ -189,7 +189,7 @@ def _written(
         return tuple(requests)
     packed = pack_receipts(file for receipt in receipts for file in receipt.files)
     if packed.bad_digests():
-        return tuple(requests)  # the coordinator says what is wrong, and of whom
+        return tuple(requests)  # the coordinator's error names what is wrong, and whose it is
     counts = tuple([len(receipt.files) for receipt in receipts])
     staged_s = tuple([receipt.staged_s for receipt in receipts])
     return BatchedReceipts(replace(first, files=()), ranks, counts, staged_s, packed)
@@ -202,14 +202,14 @@ class Batch:
     key: OpKey
     step: str
     waiting: set[int]
-    told: list[tuple[tuple[int, ...], Reply]] = field(default_factory=list)
+    replies: list[tuple[tuple[int, ...], Reply]] = field(default_factory=list)
 
     def put(self, ranks: Iterable[int], reply: Reply) -> None:
-        """Takes a reply for those of the ranks that wait in it."""
+        """Adds a reply for those of the ranks that wait in it."""
         mine = self.waiting.intersection(ranks)
         if mine:
             self.waiting -= mine
-            self.told.append((tuple(sorted(mine)), reply))
+            self.replies.append((tuple(sorted(mine)), reply))
 
 
 class Batches:
@@ -222,18 +222,18 @@ class Batches:
         return len(self._waiting)
 
     def add(self, message: MessageBatch) -> Batch:
-        """Takes that a message waits; to be called before it is handed on."""
+        """Registers a message that waits; to be called before it is handed on."""
         at = (message.key, message.step)
         batch = Batch(*at, set(message.ranks))
         self._waiting.setdefault(at, []).append(batch)
         return batch
 
     def remove(self, batch: Batch) -> None:
-        """Takes that nobody waits for a message's answer any more."""
+        """Removes a message whose answer nobody waits for any more."""
         self._forget((batch.key, batch.step), [batch])
 
     def answer(self, answer: Answer) -> set[int]:
-        """Takes an answer of the coordination; returns the ranks that wait in no message."""
+        """Adds an answer of the coordination; returns the ranks that wait in no message."""
         left = set(answer.ranks)
         for batch in self._waiting.get((answer.key, answer.step), ()):
             left -= batch.waiting
@@ -241,19 +241,19 @@ class Batches:
         return left
 
     def refuse(self, key: OpKey, reply: Reply) -> None:
-        """Takes that all who wait in an operation are told the same."""
+        """Gives all ranks that wait in an operation the same reply."""
         for (own, _), batches in self._waiting.items():
             if own == key:
                 for batch in batches:
                     batch.put(batch.waiting, reply)
 
     def ready(self) -> Iterator[Batch]:
-        """Yields those that have something to tell, and forgets them."""
+        """Yields those that have replies, and forgets them."""
         for at, batches in list(self._waiting.items()):
-            told = [batch for batch in batches if batch.told]
-            if told:
-                self._forget(at, told)
-                yield from told
+            answered = [batch for batch in batches if batch.replies]
+            if answered:
+                self._forget(at, answered)
+                yield from answered
 
     def _forget(self, at: tuple[OpKey, str], gone: Sequence[Batch]) -> None:
         left = [batch for batch in self._waiting.pop(at, ()) if batch not in gone]
@@ -262,7 +262,7 @@ class Batches:
 
 
 MOST_GATHERERS = 64
-"""How many messages a coordinator hears in a phase. A job of no more ranks needs no gatherers."""
+"""Messages that a coordinator receives in a phase. A job of no more ranks needs no gatherers."""
 
 FIRST_WAIT_S = 0.25
 LONGEST_WAIT_S = 4.0
@@ -317,7 +317,7 @@ class _Step:
 
 
 class BatchWindow:
-    """What one gatherer has heard and not sent yet.
+    """What one gatherer has received and not sent yet.
 
     Args:
         ranks: Of its group.
@@ -342,7 +342,7 @@ class BatchWindow:
         self._asked: dict[tuple[OpKey, str], set[int]] = {}
 
     def take(self, request: Request) -> list[MessageBatch]:
-        """Takes what a rank says; returns what is to be sent now."""
+        """Adds a rank's request; returns what is to be sent now."""
         at = (request.key, step_of(request))
         step = self._steps.get(at)
         if step is None:
@@ -367,17 +367,17 @@ class BatchWindow:
         """When, by the clock, something is to be sent that stays incomplete."""
         return min((step.due_s for step in self._steps.values() if step.requests), default=None)
 
-    def told(self, message: MessageBatch, told: BatchedReplies) -> None:
-        """Takes what ranks are told: those that are asked for more will come again, no others."""
+    def replied(self, message: MessageBatch, batched: BatchedReplies) -> None:
+        """Notes the replies: only ranks that are asked for more send the step again."""
         if message.step.partition(" ")[0] != "SaveJoin":
             return
-        for ranks, reply in told.replies:
+        for ranks, reply in batched.replies:
             if isinstance(reply, SendItems):
                 asked = int(message.step.partition(" ")[2] or 0) + 1
                 self._asked.setdefault((message.key, f"SaveJoin {asked}"), set()).update(ranks)
 
     def _sent(self, step: _Step) -> list[MessageBatch]:
-        messages = [together(step.requests.values())]
+        messages = [batch_of(step.requests.values())]
         step.sent.update(step.requests)
         step.requests = {}
         step.wait_s = min(2 * step.wait_s, LONGEST_WAIT_S)

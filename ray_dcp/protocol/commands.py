@@ -149,7 +149,7 @@ class CreateRecord:
 
 @dataclass(frozen=True)
 class ReadRecord:
-    """Tell what is in a slot. Result: `SlotTaken` or `SlotFree`."""
+    """Read what is in a slot. Result: `SlotTaken` or `SlotFree`."""
 
     target: Target
     slot: int
@@ -157,7 +157,7 @@ class ReadRecord:
 
 @dataclass(frozen=True)
 class ReadOutcome:
-    """Tell whether a record decides an attempt already. Result: `OutcomeRead`.
+    """Read whether a record decides an attempt already. Result: `OutcomeRead`.
 
     Publishes the `.metadata` of the commit that stands, where whoever committed it did not.
     """
@@ -232,7 +232,7 @@ class RecordsRead:
     attempt left, and the records. In the order in which to delete them."""
     warnings: tuple[str, ...] = ()
     decided: tuple[Verdict, ...] = ()
-    """What the next commit says of attempts whose records it makes superfluous."""
+    """What the next commit records of attempts whose records it makes superfluous."""
     create_if_absent: bool = True
     """A record has one winner; else whoever writes last wins, and only this save may write."""
 
@@ -287,7 +287,7 @@ class Overtaken:
     attempt: str
     """Of that record."""
     was_committed: bool
-    """The attempt of the lower record was in force before, as the one that decides says."""
+    """The attempt of the lower record was in force before, by the record that decides."""
     is_delete: bool = False
     """What decides is a delete: nothing stands."""
 
@@ -324,7 +324,7 @@ class SlotFree:
 
 @dataclass(frozen=True)
 class OutcomeRead:
-    """What the records of a target say of one attempt."""
+    """What the records of a target decide about one attempt."""
 
     slot: int = 0
     """Slot of the record that decides it; 0 while none does."""
@@ -368,7 +368,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Perform:
-    """Carry out a task and tell `Coordination.performed` what came of it."""
+    """Carry out a task and pass its result to `Coordination.performed`."""
 
     key: OpKey
     task: Task
@@ -394,7 +394,7 @@ Command = Answer | Perform | Arm | Disarm
 
 
 def step_of(request: Request) -> str:
-    """Returns which step of its operation a request is: what an `Answer` says it answers.
+    """Returns which step of its operation a request is: the `step` of its `Answer`.
 
     Different for each request of one rank, and of stagers, for an operation.
     """

@@ -32,7 +32,7 @@ from ray_dcp.protocol.error_aggregation import (
     unknown_operation,
     went_ahead,
 )
-from ray_dcp.protocol.liveness import LONG_WAIT_S, Heartbeat, Liveness
+from ray_dcp.protocol.liveness import LONG_WAIT_S, SESSIONS, Heartbeat, Liveness
 from ray_dcp.protocol.load import LoadMachine
 from ray_dcp.protocol.messages import (
     Exchange,
@@ -47,7 +47,7 @@ from ray_dcp.protocol.messages import (
     SaveJoin,
 )
 from ray_dcp.protocol.operation import Commands, ExchangeMachine
-from ray_dcp.protocol.planning import PlanCache
+from ray_dcp.protocol.planning import PlanCache, planned_chunks
 from ray_dcp.protocol.save import SaveMachine, StagedPlan
 
 Machine = SaveMachine | LoadMachine | ExchangeMachine
@@ -117,15 +117,12 @@ MEMORY = 16
 """Finished operations that are remembered, so that a request that comes late or twice is
 answered; their plans and receipts are not kept."""
 
-SESSIONS = 1024
-"""Sessions of which it is remembered how far they were and which ranks they lost."""
-
 
 class Coordination:
     """What a coordinator knows and decides, as a pure state machine.
 
     Every method takes one event and returns the commands that it leads to, to be carried out in
-    order (`ray_dcp.protocol.commands` says how). A method that raises has changed nothing.
+    order (see `ray_dcp.protocol.commands`). A method that raises has changed nothing.
 
     Args:
         epoch: Number of this coordinator's life: higher after each restart.
@@ -153,7 +150,7 @@ class Coordination:
         self.epoch = epoch
         self._clock, self._liveness = clock, Liveness(clock)
         self._new_attempt = new_attempt
-        self._plans = PlanCache()
+        self._plans = PlanCache(planned_chunks)
         self._waits: dict[tuple[OpKey, str], tuple[float, bool]] = {}
         self._long_waits: dict[tuple[str, int], list[str]] = {}
         self._active: dict[OpKey, Machine] = {}
@@ -163,15 +160,15 @@ class Coordination:
         self._late: OrderedDict[str, dict[int, int]] = OrderedDict()
         self._early = Early()
 
-    def receive(self, request: Request, *, beats_s: float | None = None) -> Commands:
-        """Takes what a rank says.
+    def receive(self, request: Request, *, silence_s: float | None = None) -> Commands:
+        """Accepts a request of a rank.
 
         The same request again gets the same answer, as long as the operation is remembered.
 
         Args:
             request: As it came.
-            beats_s: Silence after which this rank is frozen, in seconds: it sends heartbeats until
-                the operation is over. None: it does not, and is only missed at deadlines.
+            silence_s: Silence after which this rank counts as frozen, in seconds: it sends
+                heartbeats until the operation is over. None: it sends none; only deadlines apply.
 
         Returns:
             What to do now.
@@ -182,9 +179,10 @@ class Coordination:
                 receipt of an attempt that this coordinator does not know.
         """
         lost = self._lost.get(request.key.session, {})
-        if not isinstance(request, PartsHeld | PartsWritten):  # these say nothing of the rank
+        if not isinstance(request, PartsHeld | PartsWritten):  # these do not come from the rank
             lost.pop(request.rank, None)
-            self._liveness.came(request, beats_s)
+            call = call_of(request) if isinstance(request, Opening) else None
+            self._liveness.take_requests(request.key, (request.rank,), silence_s, call)
         machine = self._known(request.key)
         seq = self._renumbered(machine, request)
         if seq is not None:
@@ -192,10 +190,10 @@ class Coordination:
         if machine is not None:
             opens = isinstance(request, Opening)
             if machine.awaits(request.rank) and not opens:
-                return self._pass_by(machine, request)
+                return self._refuse_restarted(machine, request)
             return self._after(machine, machine.receive(request))
         machine = self._machine_for(request)
-        machine.tell_of = partial(self._liveness.tell, machine.key)
+        machine.describe_rank = partial(self._liveness.describe, machine.key)
         commands = machine.receive(request)
         self._active[request.key] = machine
         gone, cancelled = self._early.take(request.key)
@@ -204,48 +202,48 @@ class Coordination:
         commands += machine.lost({**lost, **gone})
         return self._after(machine, commands)
 
-    def receive_together(
-        self, message: MessageBatch, *, beats_s: float | None = None
+    def receive_batch(
+        self, message: MessageBatch, *, silence_s: float | None = None
     ) -> tuple[Commands, dict[int, Refused]]:
-        """Takes what several ranks say in one message: what its requests mean one by one.
+        """Accepts the requests of several ranks in one message, as `receive` does one by one.
 
         Args:
             message: As it came.
-            beats_s: As for `receive`, of each of these ranks.
+            silence_s: As for `receive`, of each of these ranks.
 
         Returns:
             What to do now, and which ranks are refused: by this call alone.
         """
         machine = self._active.get(message.key)
-        said, plain = message.said, not self._lost.get(message.key.session)
-        if plain and isinstance(machine, SaveMachine) and isinstance(said, BatchedReceipts):
-            written = machine.written_together(said.first, said.ranks, said.files)
+        content, plain = message.content, not self._lost.get(message.key.session)
+        if plain and isinstance(machine, SaveMachine) and isinstance(content, BatchedReceipts):
+            written = machine.receive_receipts(content.first, content.ranks, content.files)
             if written is not None:
-                self._liveness.came_all(message.key, said.ranks, beats_s)
+                self._liveness.take_requests(message.key, content.ranks, silence_s)
                 return self._after(machine, written), {}
-        if not plain or not isinstance(said, BatchedJoins):
-            return self._one_by_one(message.requests(), beats_s)
-        joins = said.requests()
+        if not plain or not isinstance(content, BatchedJoins):
+            return self._one_by_one(message.requests(), silence_s)
+        joins = content.requests()
         first, joins = (joins[:1], joins[1:]) if machine is None else ([], joins)
-        begun, refused = self._one_by_one(first, beats_s)
+        begun, refused = self._one_by_one(first, silence_s)
         machine = self._active.get(message.key)
         if joins and isinstance(machine, SaveMachine):
-            joined = machine.join_together(joins)
+            joined = machine.receive_joins(joins)
             if joined is not None:
                 ranks = [join.rank for join in joins]
-                self._liveness.came_all(message.key, ranks, beats_s, call_of(joins[0]))
+                self._liveness.take_requests(message.key, ranks, silence_s, call_of(joins[0]))
                 return (*begun, *self._after(machine, joined)), refused
-        commands, more = self._one_by_one(joins, beats_s)
+        commands, more = self._one_by_one(joins, silence_s)
         return (*begun, *commands), {**refused, **more}
 
     def _one_by_one(
-        self, requests: Sequence[Request], beats_s: float | None
+        self, requests: Sequence[Request], silence_s: float | None
     ) -> tuple[Commands, dict[int, Refused]]:
         commands: Commands = ()
         refused = {}
         for request in requests:
             try:
-                commands += self.receive(request, beats_s=beats_s)
+                commands += self.receive(request, silence_s=silence_s)
             except CheckpointError as error:
                 refused[request.rank] = Refused(error)
         return commands, refused
@@ -253,30 +251,30 @@ class Coordination:
     def resume(self, planned: StagedPlan) -> Commands:
         """Takes up a save that an earlier coordinator had planned; to be called before all else."""
         machine = self._save(planned.first)
-        machine.tell_of = partial(self._liveness.tell, machine.key)
+        machine.describe_rank = partial(self._liveness.describe, machine.key)
         self._active[machine.key] = machine
         return self._after(machine, machine.resume(planned))
 
-    def hear(self, beat: Heartbeat) -> tuple[str, ...]:
-        """Takes a heartbeat: its rank lives, and this is its progress.
+    def heartbeat(self, beat: Heartbeat) -> tuple[str, ...]:
+        """Accepts a heartbeat: its rank is alive, and this is its progress.
 
         Returns:
             For whom operations have waited for `LONG_WAIT_S`, in words: each wait once, to the
             lowest rank that waits.
         """
-        self._liveness.hear(beat)
+        self._liveness.heartbeat(beat)
         at = (beat.session, beat.rank)
         return tuple(self._long_waits.pop(at)) if at in self._long_waits else ()
 
     def place(self, session: str, rank: int, place: str) -> None:
-        """Takes that a rank is there, and where, for messages: `"pid 12 on node-3"`."""
+        """Registers where a rank is, for messages: `"pid 12 on node-3"`."""
         self._lost.get(session, {}).pop(rank, None)
         self._liveness.place(session, rank, place)
 
-    def listen(self) -> Commands:
+    def check_silence(self) -> Commands:
         """Checks which ranks were silent for too long, and fails what needs them.
 
-        To be called about every second. A rank that speaks again is told the outcome.
+        To be called about every second. A rank that sends again gets the outcome.
         """
         commands: Commands = ()
         for key, machine in list(self._active.items()):
@@ -290,15 +288,15 @@ class Coordination:
         """Notes for whom operations wait for long, for the lowest rank that waits in each."""
         now_s, before, self._waits = self._clock(), self._waits, {}
         for key, machine in self._active.items():
-            since_s, is_told = before.get((key, machine.phase), (now_s, False))
+            since_s, is_noted = before.get((key, machine.phase), (now_s, False))
             long = now_s - since_s >= LONG_WAIT_S
-            who = self._awaited(machine) if long and not is_told else ""
+            who = self._awaited(machine) if long and not is_noted else ""
             if who and machine.waiting_ranks:
                 self._long_waits.setdefault((key.session, min(machine.waiting_ranks)), []).append(
                     f"Operation {key.seq} of session {key.session!r} ({machine.call}) has been "
                     f"{machine.phase} for {now_s - since_s:.0f} s: it waits {who}"
                 )
-            self._waits[key, machine.phase] = (since_s, is_told or bool(who))
+            self._waits[key, machine.phase] = (since_s, is_noted or bool(who))
         sessions = {key.session for key in self._active}
         self._long_waits = {at: w for at, w in self._long_waits.items() if at[0] in sessions}
 
@@ -319,12 +317,12 @@ class Coordination:
             at_s
             for key, machine in self._active.items()
             for rank, at_s in self._liveness.due_s(key).items()
-            if machine.misses(rank)
+            if machine.needs(rank)
         ]
         return min(due, default=None)
 
     def performed(self, key: OpKey, task: Task, result: Result) -> Commands:
-        """Takes what came of a task.
+        """Accepts the result of a task.
 
         Args:
             key: Of the `Perform`.
@@ -345,7 +343,7 @@ class Coordination:
         return self._after(machine, machine.performed(task, result))
 
     def expired(self, key: OpKey, phase: str) -> Commands:
-        """Takes that a timer ran out; one of an operation or phase that is over does nothing.
+        """Handles an expired timer; one of an operation or phase that is over is ignored.
 
         Args:
             key: Of the `Arm`.
@@ -355,9 +353,9 @@ class Coordination:
         return () if machine is None else self._after(machine, machine.expired(phase))
 
     def lost(self, session: str, ranks: Iterable[int], reason: str) -> Commands:
-        """Takes that ranks died: fails what needs them now, and what will need them.
+        """Marks ranks dead: fails the operations that need them, and those that will.
 
-        A rank that speaks again is alive.
+        A rank that sends again is alive.
 
         Args:
             session: Whose ranks.
@@ -374,7 +372,7 @@ class Coordination:
         return commands
 
     def cancel(self, key: OpKey, reason: str) -> Commands:
-        """Takes the wish to cancel a save; too late when its commit has begun.
+        """Cancels a save, unless its commit has begun.
 
         One that nobody has joined yet fails as soon as somebody does.
 
@@ -382,12 +380,10 @@ class Coordination:
             key: Which save.
             reason: Who wants it, for the error.
         """
-        machine = self._active.get(key)
-        if machine is None and not self._is_over(key):
+        if key not in self._active and not self._is_over(key):
             self._early.cancel(key, reason)
-        if not isinstance(machine, SaveMachine):
-            return ()
-        return self._after(machine, machine.cancel(reason))
+        save = self._save_of(key)
+        return () if save is None else self._after(save, save.cancel(reason))
 
     def is_cancelled(self, key: OpKey) -> bool:
         """Returns whether a save fails, or failed, because it was cancelled."""
@@ -397,7 +393,7 @@ class Coordination:
         return isinstance(machine, SaveMachine) and machine.is_cancelled
 
     def withdraw(self, key: OpKey, rank: int, reason: str) -> Commands:
-        """Takes that a rank leaves an operation before its end: it will not go on with it.
+        """Removes a rank from an operation before its end: it sends nothing more.
 
         A save is cancelled, as nothing is lost by that; of another operation, only what needs
         this rank fails.
@@ -416,7 +412,7 @@ class Coordination:
         return self._after(machine, machine.lost({rank: lost_rank(rank, reason)}))
 
     def works(self, key: OpKey, rank: int) -> Commands:
-        """Takes that a rank does its share of an operation, as it asks how that goes on.
+        """Accepts that a rank works for an operation, as it asks for the outcome.
 
         One that never joined it here did so at a coordinator that is gone: it fails for all.
 
@@ -432,7 +428,7 @@ class Coordination:
         return self._after(machine, machine.lost({rank: went_ahead(key, rank)}))
 
     def outcome(self, key: OpKey) -> Reply | None:
-        """Returns what every rank is told in the end, once that is known; None before.
+        """Returns the final reply to every rank, once that is known; None before.
 
         A refusal for an operation that is not known: it began with an earlier coordinator.
         """
@@ -447,7 +443,7 @@ class Coordination:
     def _renumbered(self, machine: Machine | None, request: Request) -> int | None:
         """Returns the number of a call whose rank missed earlier ones; None where it has its own.
 
-        The others gave up the operation that this rank begins. Is it late with the same call, or
+        The others abandoned the operation that this rank begins. Is it late with the same call, or
         was that another one, which it never made? One that calls something else is not late, nor
         one that comes too late twice in a row: it makes what the others call next.
         """
@@ -457,7 +453,7 @@ class Coordination:
         if machine is None and not self._has_forgotten(key):
             return None
         if machine is not None:
-            if not machine.went_without(request):
+            if not machine.failed_without(request):
                 return None
             late = self._late.setdefault(key.session, {})
             trim(self._late, SESSIONS)
@@ -498,7 +494,7 @@ class Coordination:
         forgotten = self._forgotten.get(key.session)
         return forgotten is not None and key in forgotten
 
-    def _pass_by(self, machine: Machine, request: Request) -> Commands:
+    def _refuse_restarted(self, machine: Machine, request: Request) -> Commands:
         """Fails an operation of which one rank has done a part with an earlier coordinator."""
         refused = Refused(unknown(request, "this coordinator was restarted since"))
         answer = Answer(request.key, (request.rank,), step_of(request), refused)
@@ -514,17 +510,24 @@ class Coordination:
                 self._forgotten.setdefault(key.session, Forgotten()).add(key)
                 trim(self._forgotten, SESSIONS)
         if isinstance(machine, SaveMachine) and machine.is_staged:
-            commands += self._let_in(machine.key.session)
+            commands += self._admit_next(machine.key.session)
         return commands
 
     # The queue of asynchronous saves
 
+    @property
+    def _saves(self) -> list[SaveMachine]:
+        return [one for one in self._active.values() if isinstance(one, SaveMachine)]
+
+    def _save_of(self, key: OpKey) -> SaveMachine | None:
+        machine = self._active.get(key)
+        return machine if isinstance(machine, SaveMachine) else None
+
     def _staged_saves(self, session: str) -> list[SaveMachine]:
         """Returns the asynchronous saves of a session that have not ended, oldest first."""
-        saves = [one for one in self._active.values() if isinstance(one, SaveMachine)]
-        return [one for one in saves if one.is_staged and one.key.session == session]
+        return [one for one in self._saves if one.is_staged and one.key.session == session]
 
-    def _let_in(self, session: str) -> Commands:
+    def _admit_next(self, session: str) -> Commands:
         """Moves the queue of a session on by one save, which begins, is refused or replaces one."""
         saves = self._staged_saves(session)
         under_way = [save for save in saves if save.is_under_way]
@@ -560,40 +563,37 @@ class Coordination:
 
     def staged_plan(self, key: OpKey) -> StagedPlan | None:
         """Returns what another coordinator needs to end an asynchronous save that is planned."""
-        machine = self._active.get(key)
-        return machine.staged_plan() if isinstance(machine, SaveMachine) else None
+        save = self._save_of(key)
+        return None if save is None else save.staged_plan()
 
     def stagers(self) -> dict[str, dict[OpKey, float]]:
         """Returns the stagers whose bytes are awaited: for each save the timeout, in seconds."""
         found: dict[str, dict[OpKey, float]] = {}
-        for key, machine in self._active.items():
-            if isinstance(machine, SaveMachine):
-                for stager in machine.holders:
-                    found.setdefault(stager, {})[key] = machine.options.heartbeat_timeout_s
+        for save in self._saves:
+            for stager in save.holders:
+                found.setdefault(stager, {})[save.key] = save.options.heartbeat_timeout_s
         return found
 
     def held_by(self, stager: str) -> dict[OpKey, list[int]]:
         """Returns the ranks whose bytes a stager is to write, of each save, for messages."""
-        saves = [one for one in self._active.values() if isinstance(one, SaveMachine)]
-        return {one.key: ranks for one in saves if (ranks := one.held_by(stager))}
+        return {save.key: ranks for save in self._saves if (ranks := save.held_by(stager))}
 
     def stager_lost(self, stager: str, reason: str) -> Commands:
-        """Takes that a stager died or froze: others take over, or saves that need it fail.
+        """Marks a stager lost: others take over, or saves that need it fail.
 
         Args:
             stager: `PartsHeld.stager`.
             reason: How it is known, for the error.
         """
         commands: Commands = ()
-        for machine in list(self._active.values()):
-            if isinstance(machine, SaveMachine):
-                commands += self._after(machine, machine.stager_lost(stager, reason))
+        for save in self._saves:
+            commands += self._after(save, save.stager_lost(stager, reason))
         return commands
 
-    def stager_heard(
+    def stager_progress(
         self, paces: Mapping[OpKey, Mapping[int, tuple[int, int]]], now_s: float
     ) -> Commands:
-        """Takes how far a stager is.
+        """Accepts the progress of a stager.
 
         Args:
             paces: For each save and rank bytes written and bytes in all.
@@ -601,20 +601,18 @@ class Coordination:
         """
         commands: Commands = ()
         for key, by_rank in paces.items():
-            machine = self._active.get(key)
-            if isinstance(machine, SaveMachine):
-                commands += self._after(machine, machine.heard(by_rank, now_s))
+            save = self._save_of(key)
+            if save is not None:
+                commands += self._after(save, save.take_progress(by_rank, now_s))
         return commands
 
     def reassign(self, key: OpKey, rank: int, reason: str) -> Commands:
-        """Takes that a rank's stager is much slower than the others: another is to help.
+        """Reassigns the files of a rank whose stager is much slower than the others.
 
         Args:
             key: Which save.
             rank: Whose bytes it writes.
             reason: What was seen, for the report.
         """
-        machine = self._active.get(key)
-        if not isinstance(machine, SaveMachine):
-            return ()
-        return self._after(machine, machine.reassign(rank, reason))
+        save = self._save_of(key)
+        return () if save is None else self._after(save, save.reassign(rank, reason))

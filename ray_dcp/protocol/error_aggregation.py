@@ -30,8 +30,8 @@ from ray_dcp.protocol.messages import (
     SaveJoin,
 )
 
-MOST_TOLD = 16
-"""Missing ranks of which an error tells all that is known; the others are only named."""
+MOST_DESCRIBED = 16
+"""Missing ranks that an error describes; the others are only named."""
 
 Opening = SaveJoin | LoadJoin | Exchange
 """A request with which a rank begins an operation."""
@@ -67,7 +67,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
 def located(
     error: CheckpointError, checkpoint_id: str | None, rank: int | None = None
 ) -> CheckpointError:
-    """Returns a copy of an error that says of which checkpoint it is, and at which rank.
+    """Returns a copy of an error with its checkpoint and its rank.
 
     Args:
         error: What a task or a rank reported; not changed.
@@ -81,7 +81,7 @@ def located(
 
 
 def combine(errors: Mapping[int, CheckpointError], checkpoint_id: str | None) -> CheckpointError:
-    """Returns the one error that every rank is told when these ranks failed.
+    """Returns the one error for every rank when these ranks failed.
 
     It is the error of the lowest rank that failed by itself (a rank that is merely missing is
     the consequence more often than the cause), with all of them in `failures` and in a note.
@@ -91,25 +91,25 @@ def combine(errors: Mapping[int, CheckpointError], checkpoint_id: str | None) ->
         checkpoint_id: Of the operation.
     """
     first = min(errors, key=lambda rank: (isinstance(errors[rank], ParticipantError), rank))
-    told = located(errors[first], checkpoint_id, first)
+    combined = located(errors[first], checkpoint_id, first)
     others = {
         rank: error
         for rank, error in sorted(errors.items())
         if rank != first and error is not errors[first]
     }
-    if isinstance(told, ParticipantError) and others:
-        told.message = "; ".join(
-            dict.fromkeys([told.message, *(e.message for e in others.values())])
+    if isinstance(combined, ParticipantError) and others:
+        combined.message = "; ".join(
+            dict.fromkeys([combined.message, *(e.message for e in others.values())])
         )
     elif others:
-        told.__notes__ = [
-            *getattr(told, "__notes__", ()),
+        combined.__notes__ = [
+            *getattr(combined, "__notes__", ()),
             f"{name_ranks(others)} failed too: "
             + "; ".join(
                 f"rank {rank}: {type(e).__name__}: {e.message}" for rank, e in others.items()
             ),
         ]
-    return told.with_failures({rank: _failure(errors[rank], rank) for rank in sorted(errors)})
+    return combined.with_failures({rank: _failure(errors[rank], rank) for rank in sorted(errors)})
 
 
 def _failure(error: CheckpointError, rank: int) -> tuple[BaseException, traceback.StackSummary]:
@@ -126,7 +126,7 @@ def deadline(
     what: str,
     after_s: float,
     way_out: str,
-    tell: Callable[[int], str] = lambda _: "",
+    describe_rank: Callable[[int], str] = lambda _: "",
 ) -> dict[int, CheckpointError]:
     """Returns the error of ranks that were awaited in vain, by rank: one for all of them.
 
@@ -136,10 +136,10 @@ def deadline(
         what: What they had to do: `"join the save"`.
         after_s: The deadline that ran out, in seconds.
         way_out: Which option to raise.
-        tell: What is known of a rank, in words; empty when nothing is.
+        describe_rank: What is known of a rank, in words; empty when nothing is.
     """
     missing = sorted(ranks)
-    facts = _known(missing, tell)
+    facts = _known(missing, describe_rank)
     error = DeadlineError(
         f"Expected every rank to {what} within {after_s:g} s, but {name_ranks(missing)} did not "
         f"(operation {key.seq} of session {key.session!r}){facts}. Look at the log of "
@@ -149,20 +149,20 @@ def deadline(
     return dict.fromkeys(missing, error)
 
 
-def name_known(ranks: Iterable[int], tell: Callable[[int], str]) -> str:
+def name_known(ranks: Iterable[int], describe_rank: Callable[[int], str]) -> str:
     """Returns ranks as a person would write them, with what is known of each.
 
     Args:
         ranks: In any order.
-        tell: As for `deadline`.
+        describe_rank: As for `deadline`.
     """
     ordered = sorted(ranks)
-    return name_ranks(ordered) + _known(ordered, tell)
+    return name_ranks(ordered) + _known(ordered, describe_rank)
 
 
-def _known(ordered: list[int], tell: Callable[[int], str]) -> str:
-    known = [told for told in map(tell, ordered[:MOST_TOLD]) if told]
-    more = f"; and {len(ordered) - MOST_TOLD} more" if len(ordered) > MOST_TOLD else ""
+def _known(ordered: list[int], describe_rank: Callable[[int], str]) -> str:
+    known = [text for text in map(describe_rank, ordered[:MOST_DESCRIBED]) if text]
+    more = f"; and {len(ordered) - MOST_DESCRIBED} more" if len(ordered) > MOST_DESCRIBED else ""
     return f": {'; '.join(known)}{more}" if known else ""
 
 
@@ -213,7 +213,7 @@ def disagreement(key: OpKey, openings: Mapping[int, Opening]) -> RankDisagreemen
 
 
 def describe(request: Opening) -> str:
-    """Returns what a rank called, as a person would say it.
+    """Returns what a rank called, in words.
 
     Args:
         request: How the rank begins it.
@@ -230,7 +230,7 @@ def call_of(request: Opening) -> Call:
 
 
 def describe_call(call: Call) -> str:
-    """Returns a call as a person would say it."""
+    """Returns a call in words."""
     what, options = call
     return what if options is None else f"{what}{_chosen(options)}"
 

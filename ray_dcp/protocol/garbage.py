@@ -1,7 +1,7 @@
 """Garbage collection, the decision: which files at a place are ours, and which nothing needs. Pure.
 
 A file is ours if its name is one that ray_dcp gives, with an attempt in it. All others belong to
-somebody else and are never deleted, whatever they look like and whatever a record says: whoever
+somebody else and are never deleted, whatever they look like and whatever a record has: whoever
 writes a record could otherwise name the files to delete.
 
 *Why no clock is needed.* Whatever was listed before a commit or delete was recorded belongs to
@@ -34,16 +34,16 @@ MOST_DECIDED = 64
 _METADATA = ".metadata"
 _ATTEMPT = r"(?P<attempt>[0-9a-f]{16})"
 """What an attempt looks like: `runtime.tasks.new_attempt`."""
-_DATA = re.compile(
-    rf"__[0-9]+_[0-9]+\.{_ATTEMPT}\.distcp"
-    rf"|{_ATTEMPT.replace('attempt', 'folder')}/rank-[0-9]{{5,}}-part-[0-9]{{5,}}\.safetensors"
-)
-_TABLE = re.compile(rf"chunks\.{_ATTEMPT}\.table")
-_TRACE = re.compile(rf"trace\.{_ATTEMPT}\.json")
-_STATS = re.compile(rf"stats\.{_ATTEMPT}\.json")
 _TEMP = re.compile(r"(?P<folder>(?:[^/]+/)?)\.tmp-[0-9a-f]{12}-(?P<name>[^/]+)")
 
 Kind = Literal["data", "table", "record", "metadata", "temp", "trace"]
+_NAMES: tuple[tuple[Kind, re.Pattern[str]], ...] = (
+    ("data", re.compile(rf"__[0-9]+_[0-9]+\.{_ATTEMPT}\.distcp")),
+    ("data", re.compile(rf"{_ATTEMPT}/rank-[0-9]{{5,}}-part-[0-9]{{5,}}\.safetensors")),
+    ("table", re.compile(rf"chunks\.{_ATTEMPT}\.table")),
+    ("table", re.compile(rf"stats\.{_ATTEMPT}\.json")),
+    ("trace", re.compile(rf"trace\.{_ATTEMPT}\.json")),
+)
 _ORDER: dict[Kind, int] = {"data": 0, "temp": 0, "trace": 0, "table": 1, "record": 2, "metadata": 3}
 
 
@@ -54,7 +54,7 @@ class Owned(NamedTuple):
     """`temp`: not published, by a writer that still works or by one that crashed. `trace`: written
     after the commit of its attempt, so it never belongs to one that may still be committed."""
     attempt: str | None = None
-    """None where the name does not tell: of records, `.metadata` and what was to become one."""
+    """None where the name has none: of records, `.metadata` and what was to become one."""
 
 
 @dataclass(frozen=True)
@@ -99,18 +99,8 @@ def owner_of(key: str) -> Owned | None:
         return Owned("metadata")
     if slot_of(key) is not None:
         return Owned("record")
-    data, trace = _DATA.fullmatch(key), _TRACE.fullmatch(key)
-    table = _TABLE.fullmatch(key) or _STATS.fullmatch(key)
-    if data is not None:
-        kind: Kind = "data"
-        attempt = data["attempt"] or data["folder"]
-    elif table is not None:
-        kind, attempt = "table", table["attempt"]
-    elif trace is not None:
-        kind, attempt = "trace", trace["attempt"]
-    else:
-        return None
-    return Owned(kind, attempt)
+    found = ((kind, pattern.fullmatch(key)) for kind, pattern in _NAMES)
+    return next((Owned(kind, match["attempt"]) for kind, match in found if match), None)
 
 
 def attempts_of(keys: Iterable[str]) -> frozenset[str]:
@@ -144,7 +134,7 @@ def left_by_others(keys: Iterable[str], *, last_slot: int) -> tuple[str, ...]:
 
 
 def verdicts(records: Mapping[int, Record], present: Iterable[str]) -> tuple[Verdict, ...]:
-    """Returns what a record that is to decide says of the attempts before it.
+    """Returns the verdicts of a record that is to decide, on the attempts before it.
 
     Args:
         records: That decide now, by slot; see `ray_dcp.io.records.read_slots`.
@@ -163,7 +153,7 @@ def verdicts(records: Mapping[int, Record], present: Iterable[str]) -> tuple[Ver
 
 
 def was_committed(record: Manifest | DeleteRecord, attempt: str) -> bool:
-    """Tells whether the record that decides remembers an earlier attempt as committed.
+    """Returns whether the record that decides has an earlier attempt as committed.
 
     Args:
         record: That decides.

@@ -4,7 +4,7 @@ A rank sends heartbeats while it takes part in an operation, so that slow, froze
 can be told apart. A heartbeat is no step of an operation: it is answered at once, changes no
 machine, and may be lost.
 
-`Liveness` knows of each rank when its last message came, what it is doing and what it called last.
+`Liveness` knows of each rank when its last message arrived, what it does and what it called last.
 It decides which ranks are frozen and describes missing ranks in messages; the machines decide what
 follows from that. `WriteProgress` knows how far the stagers of a save are: which are stragglers.
 Pure, over a clock that is passed in.
@@ -19,8 +19,8 @@ from math import inf
 from statistics import median
 
 from ray_dcp.errors import DeadlineError
-from ray_dcp.protocol.error_aggregation import Call, Opening, call_of, describe_call
-from ray_dcp.protocol.messages import OpKey, Request
+from ray_dcp.protocol.error_aggregation import Call, describe_call
+from ray_dcp.protocol.messages import OpKey
 
 LONG_WAIT_S = 30.0
 """A wait for other ranks that lasts longer is logged, once, in seconds."""
@@ -148,11 +148,11 @@ class _Known:
     doings: tuple[Doing, ...] = ()
     last: tuple[OpKey, Call] | None = None
     promised: set[OpKey] = field(default_factory=set)
-    """Operations during which it said that it would send heartbeats."""
+    """Operations during which it promised to send heartbeats."""
 
 
 class Liveness:
-    """When each rank was heard, and what it said.
+    """When each rank was last heard, and what it reported.
 
     Args:
         clock: Seconds in which this process could listen; see `AwakeClock`.
@@ -161,9 +161,9 @@ class Liveness:
         >>> now = [0.0]
         >>> liveness = Liveness(lambda: now[0])
         >>> doing = Doing(4, 4, "writing", 9.0, 10**9, 4 * 10**9)
-        >>> liveness.hear(Heartbeat("run", 1, 60.0, (doing,)))
+        >>> liveness.heartbeat(Heartbeat("run", 1, 60.0, (doing,)))
         >>> now[0] = 2.0
-        >>> liveness.tell(OpKey("run", 4), 1)
+        >>> liveness.describe(OpKey("run", 4), 1)
         'rank 1 last wrote 1.0 of 4.0 GB 2.0 s ago (slow)'
     """
 
@@ -175,27 +175,17 @@ class Liveness:
 
     # What is heard
 
-    def came(self, request: Request, timeout_s: float | None) -> None:
-        """Takes that a rank sent a request.
-
-        Args:
-            request: Which.
-            timeout_s: Silence after which the rank is frozen, in seconds, if it sends heartbeats
-                until this operation is over for it; None when it does not.
-        """
-        call = call_of(request) if isinstance(request, Opening) else None
-        self.came_all(request.key, (request.rank,), timeout_s, call)
-
-    def came_all(
+    def take_requests(
         self, key: OpKey, ranks: Sequence[int], timeout_s: float | None, call: Call | None = None
     ) -> None:
-        """Takes that ranks sent requests of one operation and step, as `came` does for one.
+        """Notes that ranks sent requests of one operation and step.
 
         Args:
             key: Which operation.
             ranks: Who.
-            timeout_s: As for `came`.
-            call: With which they begin it.
+            timeout_s: Silence after which each rank is frozen, in seconds, if it sends heartbeats
+                until this operation is over for it; None when it does not.
+            call: With which they begin it, if they do.
         """
         now_s = self._clock()
         last = None if call is None else (key, call)
@@ -209,19 +199,19 @@ class Liveness:
                 known.promised.add(key)
             known.last = last or known.last
 
-    def hear(self, beat: Heartbeat) -> None:
-        """Takes a heartbeat."""
+    def heartbeat(self, beat: Heartbeat) -> None:
+        """Accepts a heartbeat."""
         known = self._of(beat.session, beat.rank)
         known.heard_s = self._clock()
         known.timeout_s = beat.timeout_s
         known.doings = beat.doings
 
     def place(self, session: str, rank: int, place: str) -> None:
-        """Takes where a rank is: `"pid 12 on node-3"`."""
+        """Registers where a rank is: `"pid 12 on node-3"`."""
         self._of(session, rank).place = place
 
     def ended(self, key: OpKey) -> None:
-        """Takes that an operation is over."""
+        """Notes that an operation is over."""
         self._ended[key] = self._clock()
         while len(self._ended) > ENDED:
             self._ended.popitem(last=False)
@@ -239,14 +229,15 @@ class Liveness:
 
     def due_s(self, key: OpKey) -> dict[int, float]:
         """Returns when each rank that takes part in an operation will be silent for too long."""
-        due = {}
-        for rank, known in self._sessions.get(key.session, {}).items():
-            at_s = self._due_s(key, known)
-            if at_s is not None:
-                due[rank] = at_s
-        return due
+        return {
+            rank: known.heard_s + known.timeout_s
+            for rank, known in self._sessions.get(key.session, {}).items()
+            if known.heard_s is not None
+            and known.timeout_s is not None
+            and (key in known.promised or any(_covers(doing, key) for doing in known.doings))
+        }
 
-    def tell(self, key: OpKey, rank: int) -> str:
+    def describe(self, key: OpKey, rank: int) -> str:
         """Returns what is known of a rank that is awaited, in words; empty when nothing is.
 
         Args:
@@ -276,12 +267,6 @@ class Liveness:
         if known is None:  # why not setdefault: it would make one with every message
             known = ranks[rank] = _Known()
         return known
-
-    def _due_s(self, key: OpKey, known: _Known) -> float | None:
-        takes_part = key in known.promised or any(_covers(doing, key) for doing in known.doings)
-        if known.heard_s is None or known.timeout_s is None or not takes_part:
-            return None
-        return known.heard_s + known.timeout_s
 
     def _frozen(self, rank: int, known: _Known) -> DeadlineError:
         silent_s = self._clock() - (known.heard_s or 0.0)
@@ -339,56 +324,21 @@ TIMES_SLOWER = 2.0
 """Whoever would take more than so many times as long as the others took is helped."""
 
 
-@dataclass(frozen=True)
-class Pace:
-    """How far the writing of one rank's bytes is."""
-
-    written_bytes: int
-    total_bytes: int
-    done_s: float | None = None
-    """After how many seconds all of it was written; None while it is not."""
-
-
-def find_stragglers(paces: Mapping[int, Pace], elapsed_s: float) -> dict[int, str]:
-    """Returns the ranks whose bytes another stager should write, each with what was seen.
+class WriteProgress:
+    """How far the stagers of one save are, and which ranks' bytes another stager should write.
 
     Only when at least half of the ranks are done is it known how long it should take.
 
-    Args:
-        paces: By rank.
-        elapsed_s: Since writing began, in seconds.
-
     Example:
-        >>> done = Pace(100, 100, done_s=4.0)
-        >>> find_stragglers({0: done, 1: Pace(10, 100), 2: done}, 5.0)
-        {1: 'after 5.0 s 10 of 100 bytes were written, where others took 4.0 s for theirs'}
-        >>> find_stragglers({0: done, 1: Pace(90, 100), 2: done}, 5.0)
+        >>> writes = WriteProgress()
+        >>> paces = {rank: (0, 100) for rank in range(3)}
+        >>> writes.stragglers(paces, {0: {7}, 1: {8}, 2: {9}}, 0.0)
+        {}
+        >>> writes.stragglers({1: (5, 100)}, {0: (), 1: {8}, 2: ()}, 4.0)
+        {1: 'after 4.0 s 5 of 100 bytes were written, where others took 4.0 s for theirs'}
+        >>> writes.stragglers({1: (90, 100)}, {0: (), 1: {8}, 2: ()}, 5.0)
         {}
     """
-    done = [pace.done_s for pace in paces.values() if pace.done_s is not None]
-    if not done or 2 * len(done) < len(paces):
-        return {}
-    usual_s = median(done)
-    if elapsed_s < max(LEAST_WAIT_S, usual_s):
-        return {}
-    found: dict[int, str] = {}
-    for rank, pace in paces.items():
-        if pace.done_s is not None or not pace.total_bytes:
-            continue
-        # At this pace it would end after elapsed * total / written.
-        left_s = inf
-        if pace.written_bytes:
-            left_s = elapsed_s * (pace.total_bytes / pace.written_bytes - 1)
-        if left_s > HELP_COSTS_S and elapsed_s + left_s > TIMES_SLOWER * usual_s:
-            found[rank] = (
-                f"after {elapsed_s:.1f} s {pace.written_bytes} of {pace.total_bytes} bytes were "
-                f"written, where others took {usual_s:.1f} s for theirs"
-            )
-    return found
-
-
-class WriteProgress:
-    """How far the stagers of one save are."""
 
     def __init__(self) -> None:
         self._began_s: float | None = None
@@ -398,19 +348,34 @@ class WriteProgress:
     def stragglers(
         self, paces: Mapping[int, tuple[int, int]], left: Mapping[int, Sized], now_s: float
     ) -> dict[int, str]:
-        """Takes how far stagers are; returns what `find_stragglers` does.
+        """Notes how far stagers are; returns the ranks that need help, each with the reason.
 
         Args:
             paces: Bytes written and bytes in all, by rank.
             left: Of each rank the files that are not written.
             now_s: Seconds that never go back. Writing began when this was called first.
         """
-        began_s = self._began_s = now_s if self._began_s is None else self._began_s
+        self._began_s = now_s if self._began_s is None else self._began_s
+        elapsed_s = now_s - self._began_s
         self._paces.update(paces)
         for rank, files in left.items():
             if not files:
-                self._done_s.setdefault(rank, now_s - began_s)
-        known = {
-            rank: Pace(*self._paces.get(rank, (0, 0)), self._done_s.get(rank)) for rank in left
-        }
-        return find_stragglers(known, now_s - began_s)
+                self._done_s.setdefault(rank, elapsed_s)
+        done_s = [self._done_s[rank] for rank in left if rank in self._done_s]
+        if not done_s or 2 * len(done_s) < len(left):
+            return {}
+        usual_s = median(done_s)
+        if elapsed_s < max(LEAST_WAIT_S, usual_s):
+            return {}
+        found: dict[int, str] = {}
+        for rank, (written, total) in self._paces.items():
+            if rank not in left or rank in self._done_s:
+                continue
+            # At this pace it would end after elapsed * total / written.
+            left_s = elapsed_s * (total / written - 1) if written else inf
+            if total and left_s > HELP_COSTS_S and elapsed_s + left_s > TIMES_SLOWER * usual_s:
+                found[rank] = (
+                    f"after {elapsed_s:.1f} s {written} of {total} bytes were written, where "
+                    f"others took {usual_s:.1f} s for theirs"
+                )
+        return found

@@ -89,7 +89,7 @@ class LoadMachine(Operation):
                 self._done.append(request.counts)
             case _:
                 raise self._contradiction(f"{type(request).__name__} of rank {request.rank}")
-        return self._came()
+        return self._check_barrier()
 
     def _on_result(self, result: Result) -> Commands:
         match self.phase, result:
@@ -98,7 +98,7 @@ class LoadMachine(Operation):
                 table = result.table if is_sent else b""
                 go = LoadGo(result.kind, result.slot, result.record, table)
                 self._call("planning")
-                return (self._arm(self._options.plan_timeout_s), *self._give_all(go))
+                return (self._arm(self._options.plan_timeout_s), *self._reply_alike(go))
             case "opening", Failed():
                 return self._fail(located(result.error, self._target.url))
             case "sharing", ReadsShared(shares):
@@ -120,7 +120,7 @@ class LoadMachine(Operation):
             )
         )
 
-    def _all_came(self) -> Commands:
+    def _all_arrived(self) -> Commands:
         match self.phase:
             case "joining":
                 task = ReadCheckpoint(self._target)
@@ -144,8 +144,8 @@ class LoadMachine(Operation):
             part = None if shares is None else shares.of_rank(rank)
             return LoadProceed(part if part is not None and len(part) else None)
 
-        told = self._give_all(LoadProceed()) if shares is None else self._give(proceed)
-        return (self._arm(self._options.read_timeout_s), *told)
+        answers = self._reply_alike(LoadProceed()) if shares is None else self._reply_each(proceed)
+        return (self._arm(self._options.read_timeout_s), *answers)
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Leave:
     key: OpKey
     rank: int
     offered: tuple[int, ...] = ()
-    """What I have offered. Why said again: this may be heard before the offers are."""
+    """What I have offered. Why repeated: this may arrive before the offers do."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class Listen:
     """How long to wait for some, in seconds."""
 
 
-Word = Enter | Offer | Decline | Use | Leave | Listen
+ReadMessage = Enter | Offer | Decline | Use | Leave | Listen
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,18 +245,18 @@ class SharedReads:
         >>> for rank in range(2):
         ...     reads.take(Enter(key, rank, (7,), (0,)))
         >>> reads.take(Offer(key, 0, 7, ranks=2, handle="here"))
-        >>> [(new.what, new.unit, new.handle) for new in reads.news(1, seen=0)]
+        >>> [(new.what, new.unit, new.handle) for new in reads.updates(1, seen=0)]
         [('there', 7, 'here')]
         >>> reads.take(Use(key, 1, (7,)))
         >>> reads.take(Leave(key, 0, offered=(7,)))
-        >>> [new.what for new in reads.news(0, seen=0)]
+        >>> [new.what for new in reads.updates(0, seen=0)]
         ['free']
     """
 
     def __init__(self) -> None:
         self._units: dict[int, _Unit] = {}
         self._of_rank: dict[int, set[int]] = {}
-        self._news: dict[int, list[int]] = {}
+        self._updates: dict[int, list[int]] = {}
         self._left: dict[int, frozenset[int]] = {}
 
     @property
@@ -264,64 +264,64 @@ class SharedReads:
         """How many units are held for somebody now."""
         return sum(unit.state == "there" for unit in self._units.values())
 
-    def take(self, word: Word) -> None:
-        """Takes what a rank says; `Listen` says nothing."""
-        match word:
+    def take(self, message: ReadMessage) -> None:
+        """Applies a rank's message; `Listen` changes nothing."""
+        match message:
             case Enter():
-                self._enter(word)
+                self._enter(message)
             case Offer():
-                self._offer(word)
+                self._offer(message)
             case Decline():
-                self._decline(word.rank, word.units)
+                self._decline(message.rank, message.units)
             case Use():
-                self._use(word.rank, word.units)
+                self._use(message.rank, message.units)
             case Leave():
-                self._leave(word)
+                self._leave(message)
 
-    def news(self, rank: int, seen: int) -> Sequence[UnitUpdate]:
+    def updates(self, rank: int, seen: int) -> Sequence[UnitUpdate]:
         """Returns what a rank does not know yet.
 
         Args:
             rank: Who.
             seen: How many updates it has had.
         """
-        return [self._new(number) for number in self._news.get(rank, [])[seen:]]
+        return [self._new(number) for number in self._updates.get(rank, [])[seen:]]
 
     def _new(self, number: int) -> UnitUpdate:
         # Why not kept with the update: a handle keeps bytes alive.
         unit = self._units[number]
         return UnitUpdate(unit.state if unit.state != "open" else "gone", number, unit.handle)
 
-    def _enter(self, word: Enter) -> None:
-        mine = self._of_rank.setdefault(word.rank, set())
-        for number, reader in zip(word.units, word.readers, strict=True):
+    def _enter(self, message: Enter) -> None:
+        mine = self._of_rank.setdefault(message.rank, set())
+        for number, reader in zip(message.units, message.readers, strict=True):
             if number in mine:
                 continue
             mine.add(number)
             unit = self._units.setdefault(number, _Unit())
             unit.reader = reader
-            if word.rank != reader:
-                unit.wanted_by.add(word.rank)
+            if message.rank != reader:
+                unit.wanted_by.add(message.rank)
                 if unit.state != "open":
-                    self._tell([word.rank], number)
-        if word.rank in self._left:
-            self._end(word.rank)
+                    self._notify([message.rank], number)
+        if message.rank in self._left:
+            self._end(message.rank)
 
-    def _offer(self, word: Offer) -> None:
-        unit = self._units.setdefault(word.unit, _Unit())
-        if unit.state != "open" or unit.reader not in (None, word.rank):
+    def _offer(self, message: Offer) -> None:
+        unit = self._units.setdefault(message.unit, _Unit())
+        if unit.state != "open" or unit.reader not in (None, message.rank):
             return
-        unit.reader = word.rank
-        unit.state, unit.handle, unit.ranks = "there", word.handle, word.ranks
-        self._tell(unit.wanted_by - unit.used_by, word.unit)
-        self._free_if_used(word.unit, unit)
+        unit.reader = message.rank
+        unit.state, unit.handle, unit.ranks = "there", message.handle, message.ranks
+        self._notify(unit.wanted_by - unit.used_by, message.unit)
+        self._free_if_used(message.unit, unit)
 
     def _decline(self, rank: int, units: Iterable[int]) -> None:
         for number in units:
             unit = self._units.setdefault(number, _Unit())
             if unit.state == "open" and unit.reader in (None, rank):
                 unit.reader, unit.state = rank, "gone"
-                self._tell(unit.wanted_by - unit.used_by, number)
+                self._notify(unit.wanted_by - unit.used_by, number)
 
     def _use(self, rank: int, units: Iterable[int]) -> None:
         for number in units:
@@ -329,9 +329,9 @@ class SharedReads:
             unit.used_by.add(rank)
             self._free_if_used(number, unit)
 
-    def _leave(self, word: Leave) -> None:
-        self._left[word.rank] = frozenset(word.offered)
-        self._end(word.rank)
+    def _leave(self, message: Leave) -> None:
+        self._left[message.rank] = frozenset(message.offered)
+        self._end(message.rank)
 
     def _end(self, rank: int) -> None:
         mine, offered = self._of_rank.get(rank, set()), self._left[rank]
@@ -342,8 +342,8 @@ class SharedReads:
     def _free_if_used(self, number: int, unit: _Unit) -> None:
         if unit.state == "there" and unit.ranks is not None and len(unit.used_by) >= unit.ranks:
             unit.state, unit.handle = "free", None
-            self._tell([] if unit.reader is None else [unit.reader], number)
+            self._notify([] if unit.reader is None else [unit.reader], number)
 
-    def _tell(self, ranks: Iterable[int], number: int) -> None:
+    def _notify(self, ranks: Iterable[int], number: int) -> None:
         for rank in ranks:
-            self._news.setdefault(rank, []).append(number)
+            self._updates.setdefault(rank, []).append(number)

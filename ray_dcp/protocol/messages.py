@@ -74,7 +74,7 @@ class SaveJoin:
     staged: bool = False
     """Whether stagers write the bytes, while the ranks go on: an asynchronous save."""
     fingerprint: bytes = b""
-    """`ray_dcp.planning.fingerprint` of the rank's items; empty when `columns` say it all."""
+    """`ray_dcp.planning.fingerprint` of the rank's items; empty when `columns` are enough."""
     contents: bytes = b""
     """The digests of content (`Columns.value`) that are not 0, 8 bytes each."""
     known: bytes = b""
@@ -120,7 +120,7 @@ class SaveGo:
 
 @dataclass(frozen=True)
 class SaveAgain:
-    """Coordinator → rank: write what the plan says that you know, under this attempt."""
+    """Coordinator → rank: the plan is unchanged: write your known part, under this attempt."""
 
     attempt: str
     epoch: int
@@ -130,6 +130,17 @@ class SaveAgain:
     origin: PlanOrigin = "warm"
     create_if_absent: bool = True
     """`SaveGo.create_if_absent`."""
+
+    def with_plan(self, plan: RankPlan) -> SaveGo:
+        """Returns the whole of it, with the part that the rank knows."""
+        return SaveGo(
+            self.attempt,
+            self.epoch,
+            plan,
+            self.warnings,
+            origin=self.origin,
+            create_if_absent=self.create_if_absent,
+        )
 
 
 @dataclass(frozen=True)
@@ -178,7 +189,7 @@ class SaveReceipt:
 class PartsHeld:
     """Stager → coordinator: I hold a rank's bytes, and write them whatever becomes of it.
 
-    Sent before the rank is told that it may go on. Reply: `Ack`.
+    Sent before the rank may go on. Reply: `Ack`.
     """
 
     key: OpKey
@@ -196,7 +207,7 @@ class PartsHeld:
 class PartsWritten:
     """Stager → coordinator: these part files of a rank are durable, or one failed.
 
-    Reply: `Ack`. The same file may be told of by several stagers, with equal bytes.
+    Reply: `Ack`. Several stagers may report the same file, with equal bytes.
     """
 
     key: OpKey
@@ -212,7 +223,7 @@ class PartsWritten:
 
 @dataclass(frozen=True)
 class SaveStaged:
-    """Rank → coordinator: my bytes are staged, or staging failed; tell me how it ends.
+    """Rank → coordinator: my bytes are staged, or staging failed; how does it end?
 
     Reply: `SaveOutcome`, or `TakeOver` when another stager has to hold the bytes.
     """
@@ -225,17 +236,17 @@ class SaveStaged:
     """Of the stager that holds the bytes now, or was to hold them but could not."""
     error: CheckpointError | None = None
     held: PartsHeld | None = None
-    """What was told last of who holds the bytes: another coordinator may not have heard it."""
+    """The last report of who holds the bytes: another coordinator may not have received it."""
 
 
 @dataclass(frozen=True)
 class Ack:
-    """Coordinator → stager: I know. Nothing more is awaited for what was told."""
+    """Coordinator → stager: received. Nothing more has to be reported of this."""
 
 
 @dataclass(frozen=True)
 class TakeOver:
-    """Coordinator → rank: hand the bytes of these files to another stager, and say so again."""
+    """Coordinator → rank: hand the bytes of these files to another stager, and report it."""
 
     incarnation: int
     """Of the stager that is to hold them."""
@@ -380,31 +391,9 @@ class Renumbered:
 Fenceable = SaveReceipt | SaveStaged | PartsHeld | PartsWritten
 """What names the attempt that it is about."""
 
-Request = (
-    SaveJoin
-    | SaveReceipt
-    | SaveStaged
-    | PartsHeld
-    | PartsWritten
-    | LoadJoin
-    | LoadReady
-    | LoadDone
-    | Exchange
-)
-Reply = (
-    SaveGo
-    | SaveAgain
-    | SendItems
-    | SaveOutcome
-    | TakeOver
-    | Ack
-    | LoadGo
-    | LoadProceed
-    | LoadOutcome
-    | Exchanged
-    | Refused
-    | Renumbered
-)
+Request = SaveJoin | Fenceable | LoadJoin | LoadReady | LoadDone | Exchange
+SaveReply = SaveGo | SaveAgain | SendItems | SaveOutcome | TakeOver | Ack
+Reply = SaveReply | LoadGo | LoadProceed | LoadOutcome | Exchanged | Refused | Renumbered
 
 
 _T = TypeVar("_T", bound=np.generic)
@@ -415,7 +404,7 @@ _SEPARATOR = "\n"
 
 @dataclass(frozen=True, eq=False)
 class FileReceipts:
-    """What `FileReceipt` says, of `f` files.
+    """The fields of `FileReceipt`, of `f` files.
 
     Attributes:
         file: int64[f], indices into the plan's files.

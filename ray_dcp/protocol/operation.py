@@ -46,40 +46,40 @@ from ray_dcp.protocol.messages import Exchange, Exchanged, Refused, Reply, Reque
 
 
 class Barrier:
-    """One roll-call: which ranks have come, which failed, who is missing.
+    """One barrier: which ranks have arrived, which failed, which are missing.
 
     Args:
-        world_size: Ranks `0 … world_size - 1` are called.
+        world_size: Ranks `0 … world_size - 1` have to arrive.
     """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.came: set[int] = set()
+        self.arrived: set[int] = set()
         self.errors: dict[int, CheckpointError] = {}
 
     def note(self, rank: int, error: CheckpointError | None) -> None:
-        """Notes that a rank came, perhaps with an error."""
-        self.came.add(rank)
+        """Notes that a rank arrived, perhaps with an error."""
+        self.arrived.add(rank)
         if error is not None:
             self.errors.setdefault(rank, error)
 
     @property
     def is_complete(self) -> bool:
         """Whether something is known of every rank. Costs the same for any number of ranks."""
-        # Why only then: who came and who failed may be the same ranks.
-        if len(self.came) + len(self.errors) < self.world_size:
+        # Why only then: the ranks that arrived and those that failed may be the same.
+        if len(self.arrived) + len(self.errors) < self.world_size:
             return False
-        return len(self.came) >= self.world_size or not self.missing
+        return len(self.arrived) >= self.world_size or not self.missing
 
     def blame(self, errors: Mapping[int, CheckpointError]) -> None:
-        """Notes that ranks failed without saying so themselves; earlier errors stay."""
+        """Notes that ranks failed without a report of their own; earlier errors stay."""
         for rank, error in errors.items():
             self.errors.setdefault(rank, error)
 
     @property
     def missing(self) -> list[int]:
         """Ranks of which nothing is known, ascending."""
-        known = self.came | self.errors.keys()
+        known = self.arrived | self.errors.keys()
         return [rank for rank in range(self.world_size) if rank not in known]
 
 
@@ -99,15 +99,15 @@ def two_calls(request: Opening, what: str) -> RankDisagreementError:
 
 
 def compact(opening: Opening) -> Opening:
-    """Returns what has to be kept to recognise a request that comes twice."""
+    """Returns what has to be kept to recognise a request that arrives twice."""
     if isinstance(opening, SaveJoin) and (opening.columns or opening.contents):
         return replace(opening, columns=b"", contents=b"")
     return opening
 
 
 def content(opening: Opening) -> tuple[object, ...]:
-    """Returns what is equal when the same call comes twice."""
-    # Why not ==: errors are equal only to themselves, and came by way of a pickle.
+    """Returns what is equal when the same call arrives twice."""
+    # Why not ==: errors are equal only to themselves, and were pickled on the way.
     skipped, error = {"error"}, opening.error
     if isinstance(opening, SaveJoin) and opening.fingerprint:
         # Why: a rank that is asked for more joins once more, or fails then: it is the same call.
@@ -126,9 +126,9 @@ should see that. *Why* not the whole deadline: nobody should wait an hour to lea
 
 LOST_GRACE_S = 0.5
 """The same after ranks died or froze, in seconds: just so long that those which died together are
-named together. Their end says little of what the others will report."""
+named together. Their end predicts little of what the others will report."""
 
-STORY_LENGTH = 64
+HISTORY_LENGTH = 64
 
 Commands = tuple[Command, ...]
 
@@ -136,8 +136,8 @@ Commands = tuple[Command, ...]
 class Operation(ABC):
     """One operation: its ranks, their waiting calls, the answers given, its one timer and task.
 
-    Subclasses say what an accepted event leads to, in `_on_request`, `_on_result`, `_on_expired`
-    and `_all_came`. An event that is refused raises before anything has changed.
+    Subclasses define what an accepted event leads to, in `_on_request`, `_on_result`, `_on_expired`
+    and `_all_arrived`. An event that is refused raises before anything has changed.
 
     Args:
         first: The request that begins it; not noted yet.
@@ -147,9 +147,9 @@ class Operation(ABC):
         url: Of the checkpoint; None for an exchange.
         phase: Where it stands, for messages and timers.
         over: Nothing is left to be done; only late requests are still answered.
-        tell_of: Says what is known of a rank that is missing, in words.
+        describe_rank: Returns what is known of a rank that is missing, in words.
         ranks_do: What every rank has to do in a phase, with the option that is its deadline.
-        last_barrier: The phase in which ranks come for the last time: one that dies after it came
+        last_barrier: The phase in which ranks arrive last: one that dies after it arrived
             has done its share.
     """
 
@@ -162,25 +162,25 @@ class Operation(ABC):
         self.world_size = first.world_size
         self.phase = "joining"
         self.over = False
-        self.tell_of: Callable[[int], str] = lambda _: ""
+        self.describe_rank: Callable[[int], str] = lambda _: ""
         self._first = compact(first)
         self._openings: dict[int, Opening] = {}
         self._differing: dict[int, Opening] = {}
         self._lost: set[int] = set()
         self._absent: frozenset[int] = frozenset()
         self._waiting: dict[tuple[int, str], None] = {}
-        self._given: dict[tuple[int, str], Reply] = {}
+        self._replies: dict[tuple[int, str], Reply] = {}
         self._outcome: Reply | None = None
-        self._roll = Barrier(first.world_size)
+        self._barrier = Barrier(first.world_size)
         self._grace = False
         self._armed: str | None = None
         self._pending: Task | None = None
         self._abandoned: list[Task] = []
-        self._story: deque[str] = deque(maxlen=STORY_LENGTH)
+        self._history: deque[str] = deque(maxlen=HISTORY_LENGTH)
 
     @property
     def outcome(self) -> Reply | None:
-        """What all ranks are told in the end, once that is fixed."""
+        """The final reply to all ranks, once that is fixed."""
         return self._outcome
 
     @property
@@ -196,15 +196,15 @@ class Operation(ABC):
     def awaited(self) -> str:
         """Returns for whom it waits that moves no bytes, in words; empty when for nobody."""
         idle = self._awaited() is not None and self.phase not in ("writing", "reading")
-        missing = self._roll.missing if idle else []
-        return f"for {name_known(missing, self.tell_of)}" if missing else ""
+        missing = self._barrier.missing if idle else []
+        return f"for {name_known(missing, self.describe_rank)}" if missing else ""
 
     # Events
 
     def receive(self, request: Request) -> Commands:
-        """Takes what a rank says.
+        """Accepts a request of a rank.
 
-        A request that came before is answered as before. When the operation has its outcome,
+        A request that arrived before is answered as before. When the operation has its outcome,
         that is the answer to whatever a rank still asks.
 
         Args:
@@ -224,7 +224,7 @@ class Operation(ABC):
                     raise error
                 return self._differ(request, error)
         at = (request.rank, step_of(request))
-        reply = self._given.get(at) or self._outcome
+        reply = self._replies.get(at) or self._outcome
         if reply is not None:
             return (Answer(self.key, (request.rank,), at[1], reply),)
         if at in self._waiting:
@@ -233,10 +233,10 @@ class Operation(ABC):
 
     def awaits(self, rank: int) -> bool:
         """Returns whether a rank has not joined yet."""
-        return self.phase == "joining" and rank not in self._roll.came
+        return self.phase == "joining" and rank not in self._barrier.arrived
 
-    def went_without(self, request: Request) -> bool:
-        """Returns whether it failed before a rank came, which now begins something as this."""
+    def failed_without(self, request: Request) -> bool:
+        """Returns whether it failed before a rank arrived, which now begins an operation."""
         opening = isinstance(request, Opening)
         return opening and self.over and request.rank in self._absent
 
@@ -245,15 +245,15 @@ class Operation(ABC):
         return self._have_disagreed() or identity(request) == identity(self._first)
 
     def performed(self, task: Task, result: Result) -> Commands:
-        """Takes the result of a task; that of a task given up on is dropped.
+        """Accepts the result of a task; that of an abandoned task is dropped.
 
         Raises:
-            InternalError: The task was not asked for, its result came before, or is of another
+            InternalError: The task was not asked for, its result arrived before, or is of another
                 kind of task.
         """
         if self._pending is not None and (task is self._pending or task == self._pending):
             awaited, self._pending = self._pending, None
-            self._tell(type(result).__name__)
+            self._log(type(result).__name__)
             try:
                 return self._on_result(result)
             except InternalError:
@@ -266,59 +266,59 @@ class Operation(ABC):
         raise self._contradiction(f"result of {type(task).__name__}")
 
     def expired(self, phase: str) -> Commands:
-        """Takes that the timer of a phase ran out; that of an earlier phase is dropped."""
+        """Handles the expired timer of a phase; that of an earlier phase is ignored."""
         if self.over or phase != self.phase:
             return ()
-        self._tell("expired")
+        self._log("expired")
         awaited = self._awaited()
         if awaited is None:
             return self._on_expired()
-        missing = self._roll.missing
+        missing = self._barrier.missing
         if missing and not self._grace:  # else the wait was only for other ranks' errors
-            self._roll.blame(deadline(self.key, missing, *awaited, self.tell_of))
-        return self._fail(combine(self._roll.errors, self.url))
+            self._barrier.blame(deadline(self.key, missing, *awaited, self.describe_rank))
+        return self._fail(combine(self._barrier.errors, self.url))
 
-    def misses(self, rank: int) -> bool:
+    def needs(self, rank: int) -> bool:
         """Returns whether it would make a difference that a rank is lost."""
         concerns = 0 <= rank < self.world_size and rank not in self._lost
         return concerns and not self.over and self._outcome is None
 
     def lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
-        """Takes that ranks died, froze or left, by rank with the error of each.
+        """Marks ranks lost that died, froze or left.
 
-        One that speaks after that is told the outcome like the others, but does not count.
+        One that sends after that gets the outcome like the others, but does not count.
         """
-        errors = {rank: error for rank, error in errors.items() if self.misses(rank)}
+        errors = {rank: error for rank, error in errors.items() if self.needs(rank)}
         if not errors:
             return ()
         self._lost.update(errors)
-        self._tell(f"lost {sorted(errors)}")
+        self._log(f"lost {sorted(errors)}")
         return self._on_lost(errors)
 
     @abstractmethod
     def _on_request(self, request: Request) -> Commands:
-        """Takes a request that did not come before."""
+        """Handles a request that did not arrive before."""
 
     @abstractmethod
     def _on_result(self, result: Result) -> Commands:
-        """Takes the result that is awaited."""
+        """Handles the result of the pending task."""
 
     @abstractmethod
     def _on_expired(self) -> Commands:
-        """Takes that the timer of a phase ran out in which a task is awaited."""
+        """Handles the expired timer of a phase that waits for a task."""
 
     @abstractmethod
-    def _all_came(self) -> Commands:
-        """Takes that every rank came to this phase, without an error."""
+    def _all_arrived(self) -> Commands:
+        """Handles that every rank has arrived in this phase, without an error."""
 
     def _on_lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
-        """Takes that ranks died, froze or left, while there is no outcome."""
+        """Handles the loss of ranks while there is no outcome."""
         if self._awaited() is None:
             return self._fail(combine(errors, self.url))
         if self.phase == self.last_barrier:
-            errors = {rank: e for rank, e in errors.items() if rank not in self._roll.came}
-        self._roll.blame(errors)
-        return self._came()
+            errors = {rank: e for rank, e in errors.items() if rank not in self._barrier.arrived}
+        self._barrier.blame(errors)
+        return self._check_barrier()
 
     def _fail(self, error: CheckpointError) -> Commands:
         """Fails the operation, before anything is at stake."""
@@ -326,7 +326,7 @@ class Operation(ABC):
             error = disagreement(self.key, {**self._openings, **self._differing})
         return (*self._conclude(Refused(error)), *self._end("failed"))
 
-    # What the ranks say
+    # Requests
 
     def _objection(self, request: Opening) -> RankDisagreementError | None:
         differing = self._differing.get(request.rank)
@@ -350,17 +350,17 @@ class Operation(ABC):
         return None
 
     def _differ(self, request: Opening, error: RankDisagreementError) -> Commands:
-        """Takes a call that is not the others'; waits a moment for who else differs."""
-        self._tell(f"{step_of(request)} of rank {request.rank} (differs)")
+        """Notes a call that is not the others'; waits a moment for others that differ."""
+        self._log(f"{step_of(request)} of rank {request.rank} (differs)")
         self._waiting[request.rank, step_of(request)] = None
         if error.rank is not None:  # one rank is at fault, by itself
             return self._fail(error)
         self._differing[request.rank] = compact(request)
-        self._roll.note(request.rank, error)
-        return self._fail(error) if self._roll.is_complete else self._wait(GRACE_S)
+        self._barrier.note(request.rank, error)
+        return self._fail(error) if self._barrier.is_complete else self._wait(GRACE_S)
 
     def _have_disagreed(self) -> bool:
-        """Whether the ranks were told that they differ: who comes late is told just that."""
+        """Whether the outcome is that the ranks differ: late ranks get just that."""
         outcome = self._outcome
         return isinstance(outcome, Refused) and isinstance(outcome.error, RankDisagreementError)
 
@@ -369,35 +369,35 @@ class Operation(ABC):
         self._note(request, request.error)
 
     def _are_new(self, ranks: Sequence[int]) -> bool:
-        """Whether all these are ranks of this operation that have not come to this phase."""
+        """Whether all these are ranks of this operation that have not arrived in this phase."""
         within = min(ranks) >= 0 and max(ranks) < self.world_size
-        return within and self._roll.came.isdisjoint(ranks)
+        return within and self._barrier.arrived.isdisjoint(ranks)
 
     def _note_all(self, step: str, ranks: Sequence[int]) -> None:
-        """Notes that ranks came which did not come before, without errors."""
-        self._tell(f"{step} of {name_ranks(ranks)}")
+        """Notes that ranks arrived which did not before, without errors."""
+        self._log(f"{step} of {name_ranks(ranks)}")
         self._waiting.update(dict.fromkeys([(rank, step) for rank in ranks]))
-        self._roll.came.update(ranks)
+        self._barrier.arrived.update(ranks)
 
     def _note(self, request: Request, error: CheckpointError | None) -> None:
-        self._tell(f"{step_of(request)} of rank {request.rank}{' (failed)' if error else ''}")
+        self._log(f"{step_of(request)} of rank {request.rank}{' (failed)' if error else ''}")
         self._waiting[request.rank, step_of(request)] = None
-        self._roll.note(request.rank, error)
+        self._barrier.note(request.rank, error)
 
-    # What the ranks are told
+    # Replies
 
-    def _give(self, reply_to: Callable[[int], Reply]) -> list[Command]:
+    def _reply_each(self, reply_to: Callable[[int], Reply]) -> list[Command]:
         """Answers all calls that wait, each rank's with a reply of its own."""
         answers: list[Command] = []
         for rank, step in self._waiting:
-            reply = self._given[rank, step] = reply_to(rank)
+            reply = self._replies[rank, step] = reply_to(rank)
             answers.append(Answer(self.key, (rank,), step, reply))
         self._waiting.clear()
         return answers
 
-    def _give_all(self, reply: Reply) -> list[Command]:
-        """Tells all who wait the same, with one command for each step in which calls wait."""
-        self._given.update(dict.fromkeys(self._waiting, reply))
+    def _reply_alike(self, reply: Reply) -> list[Command]:
+        """Gives all that wait the same reply, with one command for each step of theirs."""
+        self._replies.update(dict.fromkeys(self._waiting, reply))
         by_step: dict[str, list[int]] = {}
         for rank, step in self._waiting:
             by_step.setdefault(step, []).append(rank)
@@ -405,31 +405,31 @@ class Operation(ABC):
         return [Answer(self.key, tuple(ranks), step, reply) for step, ranks in by_step.items()]
 
     def _conclude(self, reply: Reply) -> list[Command]:
-        """Fixes the outcome, unless it is fixed already, and tells it to all who wait."""
+        """Fixes the outcome, unless it is fixed already, and replies it to all that wait."""
         if self._outcome is not None:
             return []
         self._outcome = reply
-        return self._give_all(reply)
+        return self._reply_alike(reply)
 
     # How it goes on
 
     def _to(self, phase: str) -> None:
-        self._tell(f"→ {phase}")
+        self._log(f"→ {phase}")
         self.phase = phase
 
     def _call(self, phase: str) -> None:
-        """Begins a phase in which every rank has to come once."""
+        """Begins a phase in which every rank has to arrive once."""
         self._to(phase)
-        self._roll = Barrier(self.world_size)
+        self._barrier = Barrier(self.world_size)
         self._grace = False
 
     def _end(self, phase: str) -> list[Command]:
         if self.phase == "joining":
-            self._absent = frozenset(range(self.world_size)) - self._roll.came
+            self._absent = frozenset(range(self.world_size)) - self._barrier.arrived
         self._abandon()
         self._to(phase)
         self.over = True
-        self._given.clear()
+        self._replies.clear()
         self._openings.clear()
         self._differing.clear()
         return [Disarm(self.key)]
@@ -449,26 +449,28 @@ class Operation(ABC):
         after_s: float = getattr(options, option)
         return what, after_s, f"raise {type(options).__name__}.{option}"
 
-    def _came(self) -> Commands:
+    def _check_barrier(self) -> Commands:
         """Goes on when something is known of every rank."""
-        if not self._roll.is_complete:
+        if not self._barrier.is_complete:
             awaited = self._awaited()
             return () if awaited is None else self._wait(awaited[1])
-        if self._roll.errors:
-            return self._fail(combine(self._roll.errors, self.url))
-        return self._all_came()
+        if self._barrier.errors:
+            return self._fail(combine(self._barrier.errors, self.url))
+        return self._all_arrived()
 
     def _wait(self, after_s: float) -> Commands:
         """Waits for the ranks that are missing: to the deadline, or after an error a moment."""
-        if self._roll.errors and not self._grace:
+        if self._barrier.errors and not self._grace:
             self._grace = True
-            lost = all(isinstance(error, ParticipantError) for error in self._roll.errors.values())
+            lost = all(
+                isinstance(error, ParticipantError) for error in self._barrier.errors.values()
+            )
             return (self._arm(LOST_GRACE_S if lost else GRACE_S),)
         return () if self._armed == self.phase else (self._arm(after_s),)
 
     def _perform(self, task: Task) -> Perform:
         self._abandon()
-        self._tell(f"perform {type(task).__name__}")
+        self._log(f"perform {type(task).__name__}")
         self._pending = task
         return Perform(self.key, task)
 
@@ -482,15 +484,15 @@ class Operation(ABC):
             self._abandoned.append(self._pending)
             self._pending = None
 
-    # What is told of it
+    # Its history
 
-    def _tell(self, what: str) -> None:
-        self._story.append(what)
+    def _log(self, what: str) -> None:
+        self._history.append(what)
 
     def _contradiction(self, event: str) -> InternalError:
         return InternalError(
             f"Expected no {event} while operation {self.key.seq} of session "
-            f"{self.key.session!r} is {self.phase!r}; so far: {'; '.join(self._story)}. "
+            f"{self.key.session!r} is {self.phase!r}; so far: {'; '.join(self._history)}. "
             f"Please report this"
         )
 
@@ -519,8 +521,8 @@ class ExchangeMachine(Operation):
                 f"has bytes for {name_ranks(strangers)}",
                 rank=request.rank,
             )
-            self._roll.blame({request.rank: error})
-        return self._came()
+            self._barrier.blame({request.rank: error})
+        return self._check_barrier()
 
     def _on_result(self, result: Result) -> Commands:
         raise self._contradiction(f"result {type(result).__name__}")
@@ -531,18 +533,18 @@ class ExchangeMachine(Operation):
     def _awaited(self) -> tuple[str, float, str]:
         return f"come to exchange {self._tag!r}", self._timeout_s, "raise the timeout"
 
-    def _all_came(self) -> Commands:
+    def _all_arrived(self) -> Commands:
         boxes = self._outboxes
-        answers = self._give(
+        answers = self._reply_each(
             lambda rank: Exchanged(
                 {sender: boxes[sender][rank] for sender in sorted(boxes) if rank in boxes[sender]}
             )
         )
-        given = dict(self._given)
+        given = dict(self._replies)
         ended = self._end("done")
         # Why these stay: there is no one outcome that could be the answer to a request that
-        # comes once more.
-        self._given = given
+        # arrives once more.
+        self._replies = given
         return (*answers, *ended)
 
     def _end(self, phase: str) -> list[Command]:

@@ -11,9 +11,11 @@ oldest plans are dropped first.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Generic, TypeVar
 
 from ray_dcp.options import SaveOptions
 from ray_dcp.planning.fingerprint import alike, plan_key
@@ -21,10 +23,7 @@ from ray_dcp.planning.global_plan import RankPlans
 from ray_dcp.planning.merge import digests_of, find_disagreements, groups_of
 from ray_dcp.planning.regular import probes
 from ray_dcp.planning.sharing import node_numbers
-from ray_dcp.protocol.commands import (
-    MakePlan,
-    Planned,
-)
+from ray_dcp.protocol.commands import MakePlan, Planned
 from ray_dcp.protocol.error_aggregation import name_ranks
 from ray_dcp.protocol.messages import PlanOrigin, SaveAgain, SaveGo, SaveJoin, SendItems
 
@@ -35,31 +34,43 @@ MOST_PLAN_CHUNKS = 8_000_000
 """Of all plans together; a chunk takes about 100 bytes."""
 
 
-class PlanCache:
-    """Plans by the fingerprints of all ranks."""
+V = TypeVar("V")
 
-    def __init__(self) -> None:
-        self._plans: OrderedDict[bytes, Planned] = OrderedDict()
 
-    def plan(self, key: bytes) -> Planned | None:
-        """Returns the plan of ranks with these fingerprints; None when it is not known."""
-        found = self._plans.get(key)
-        if found is not None:
+class PlanCache(Generic[V]):
+    """The plans that were used last, by key: a coordinator's, or one rank's. Thread-safe.
+
+    Args:
+        num_chunks: Chunks of one of them; by default only their number is bounded.
+    """
+
+    def __init__(self, num_chunks: Callable[[V], int] = lambda _: 0) -> None:
+        self._num_chunks = num_chunks
+        self._lock = threading.Lock()
+        self._plans: OrderedDict[bytes, V] = OrderedDict()
+
+    def get(self, key: bytes) -> V | None:
+        """Returns the plan of a key; None when it is not known."""
+        with self._lock:
+            if key in self._plans:
+                self._plans.move_to_end(key)
+            return self._plans.get(key)
+
+    def put(self, key: bytes, plan: V) -> None:
+        """Keeps a plan, and drops the oldest ones beyond the bounds."""
+        with self._lock:
+            self._plans[key] = plan
             self._plans.move_to_end(key)
-        return found
+            while len(self._plans) > MOST_PLANS or (
+                len(self._plans) > 1
+                and sum(map(self._num_chunks, self._plans.values())) > MOST_PLAN_CHUNKS
+            ):
+                self._plans.popitem(last=False)
 
-    def put_plan(self, key: bytes, planned: Planned) -> None:
-        """Keeps a plan."""
-        self._plans[key] = planned
-        self._plans.move_to_end(key)
-        while len(self._plans) > MOST_PLANS or (
-            len(self._plans) > 1 and self._num_chunks > MOST_PLAN_CHUNKS
-        ):
-            self._plans.popitem(last=False)
 
-    @property
-    def _num_chunks(self) -> int:
-        return sum(planned.plan.table.num_chunks for planned in self._plans.values())
+def planned_chunks(planned: Planned) -> int:
+    """Returns how many chunks a global plan has."""
+    return planned.plan.table.num_chunks
 
 
 MOST_NAMED = 20
@@ -78,7 +89,7 @@ class Planning:
         cache: Plans of earlier saves.
     """
 
-    def __init__(self, world_size: int, options: SaveOptions, cache: PlanCache) -> None:
+    def __init__(self, world_size: int, options: SaveOptions, cache: PlanCache[Planned]) -> None:
         self._world_size = world_size
         self._options = options
         self._cache = cache
@@ -90,18 +101,18 @@ class Planning:
         self._needed: set[int] | None = None
 
     def take(self, join: SaveJoin) -> None:
-        """Takes what a rank says that it holds; what it was asked for completes the rest."""
+        """Adds a rank's join; what it was asked for completes an earlier one."""
         known = self._joins.get(join.rank)
         if known is not None and join.asked < known.asked:
             return  # it came twice, the second time late
         self._joins[join.rank] = join
 
     def take_all(self, joins: Iterable[SaveJoin]) -> None:
-        """Takes first joins of ranks that said nothing yet."""
+        """Adds first joins of ranks."""
         self._joins.update({join.rank: join for join in joins})
 
     def last_of(self, rank: int) -> SaveJoin:
-        """Returns what a rank said last: that is the call in which it waits."""
+        """Returns a rank's last join: the call in which it waits."""
         return self._joins[rank]
 
     def ask(self) -> dict[int, SendItems]:
@@ -111,10 +122,10 @@ class Planning:
         """
         joins = [self._joins[rank] for rank in range(self._world_size)]
         if not self._key:
-            # Why once: in a later call ranks do not say which node they are on.
+            # Why once: a later join does not name the node.
             self._nodes = node_numbers([join.node for join in joins])
             self._key = plan_key([join.fingerprint for join in joins], self._nodes)
-        planned = self._cache.plan(self._key)
+        planned = self._cache.get(self._key)
         if planned is not None:
             digest = planned.plan.digest
             lacking = [j.rank for j in joins if j.known != digest and not _has_contents(j)]
@@ -160,25 +171,25 @@ class Planning:
         )
 
     def lacks(self, ranks: Iterable[int]) -> None:
-        """Takes that the rows of ranks do not follow from what is known: they have to send them."""
+        """Notes that the rows of ranks do not follow from what is known: they have to send them."""
         self._needed = (self._needed or set()).union(ranks)
 
     def made(self, planned: Planned) -> None:
-        """Takes the plan that was made."""
+        """Caches the plan that was made."""
         # Why: the parts repeat all of the plan, and a rank that saves again has its own.
         parts = RankPlans(planned.plan)
-        self._cache.put_plan(self._key, replace(planned, parts=parts))
+        self._cache.put(self._key, replace(planned, parts=parts))
         self._rows.clear()
 
     def all_know(self, planned: Planned) -> bool:
-        """Whether every rank has its part of a plan, so that `go` tells all the same."""
+        """Whether every rank has its part of a plan, so that `go` is the same for all."""
         digest = planned.plan.digest
         return all(join.known == digest for join in self._joins.values())
 
     def go(
         self, rank: int, planned: Planned, attempt: str, epoch: int, create_if_absent: bool
     ) -> SaveGo | SaveAgain:
-        """Returns what a rank is told: only that its plan still holds, if it has it.
+        """Returns a rank's part: only that its plan is unchanged, if it has it.
 
         Args:
             rank: Who.
@@ -216,13 +227,13 @@ def _has_contents(join: SaveJoin) -> bool:
 def _warm(planned: Planned, joins: Sequence[SaveJoin]) -> Planned | None:
     """Returns a plan of earlier with what differs now; None when it may not be used again."""
     plan = planned.plan
-    told = [
+    digests = [
         digests_of(*groups_of(plan.groups, join.rank), join.contents)
         if _has_contents(join)
         else join.values
         for join in joins
     ]
-    found = find_disagreements(plan.groups, told)
+    found = find_disagreements(plan.groups, digests)
     return None if found is None else replace(planned, disagreements=differences(found))
 
 

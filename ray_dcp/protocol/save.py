@@ -38,7 +38,7 @@ this one from there on. The ends are `done`, `failed` and `unknown`. The timer n
 when it expires the ranks get what is known, and the machine goes on to learn the rest.
 
 *Invariants*: only the coordinator that created an attempt, or resumed it, commits it, and it never
-tries to after it reported the save as failed. A file is what its first receipt says; a second
+tries to after it reported the save as failed. A file is what its first receipt reports; a second
 writer of it writes the same bytes.
 """
 
@@ -117,13 +117,13 @@ REPLACED_SINCE = (
 
 REASON_LENGTH = 500
 
-MOST_TOLD_BYTES = 64 << 10
+MOST_SENT_BYTES = 64 << 10
 """Longest manifest that every rank is sent. Why: it names all files, so that with 10,000 ranks that
 each get one, 10 GB would leave the coordinator."""
 
 MOST_ROUNDS = 3
 """A plan of earlier may turn out not to hold by what ranks are asked first; then they are asked for
-all that a new one needs: few ranks first, where their rows may tell those of the others."""
+all that a new one needs: few ranks first, where the rows of the others may follow from theirs."""
 
 FOLLOW_UPS: dict[type[Task], str] = {
     PublishMetadata: "publishing",
@@ -191,7 +191,7 @@ class SaveMachine(Operation):
         *,
         epoch: int,
         new_attempt: Callable[[], str],
-        plans: PlanCache | None = None,
+        plans: PlanCache[Planned] | None = None,
     ) -> None:
         super().__init__(first)
         self.options = first.options
@@ -249,7 +249,7 @@ class SaveMachine(Operation):
 
     @property
     def may_be_over(self) -> bool:
-        """It was resumed, and the storage has not said yet whether it had ended before."""
+        """It was resumed, and has not yet read on storage whether it had ended before."""
         return isinstance(self._pending, ReadOutcome)
 
     @property
@@ -296,7 +296,7 @@ class SaveMachine(Operation):
                 raise self._contradiction(f"{type(request).__name__} of rank {request.rank}")
         return super().receive(request)
 
-    def join_together(self, joins: Sequence[SaveJoin]) -> Commands | None:
+    def receive_joins(self, joins: Sequence[SaveJoin]) -> Commands | None:
         """Takes joins that are alike but for rank, fingerprint and values.
 
         Returns:
@@ -316,19 +316,19 @@ class SaveMachine(Operation):
         self._planning.take_all(joins)
         self._openings.update(zip(ranks, joins, strict=True))
         self._note_all(step_of(joins[0]), ranks)
-        return self._came()
+        return self._check_barrier()
 
-    def written_together(
+    def receive_receipts(
         self, first: SaveReceipt, ranks: Sequence[int], files: FileReceipts
     ) -> Commands | None:
-        """As `join_together`, for ranks that wrote `files` without an error, each its own."""
+        """As `receive_joins`, for ranks that wrote `files` without an error, each its own."""
         plain = self.phase == "writing" and self._outcome is None and not self.is_staged
         plain &= first.attempt == self._attempt and first.epoch == self._epoch
         if not plain or not self._are_new(ranks):
             return None
         self._note_all(step_of(first), ranks)
         self._receipts.append(files)
-        return self._came()
+        return self._check_barrier()
 
     def cancel(self, reason: str) -> Commands:
         """Fails the save, unless its commit has begun.
@@ -355,11 +355,11 @@ class SaveMachine(Operation):
                 self._left.get(request.rank, set()).clear()
                 self._note(request, request.error)
                 self._receipts.extend(request.files)
-                return self._came()
+                return self._check_barrier()
             case "writing", SaveJoin() if self._planned_in != self._epoch:
                 # It was resumed, and this rank had not got its part of the plan.
                 self._note(request, went_ahead(self.key, request.rank))
-                return self._came()
+                return self._check_barrier()
             case "writing", PartsHeld() if self.is_staged:
                 self._note_holder(request)
                 return (*self._acknowledge(request), *self._check_done(request.rank))
@@ -375,7 +375,7 @@ class SaveMachine(Operation):
             ):
                 return self._acknowledge(request)
             case _ if self._plan is not None and self.phase != "writing":
-                # The save is being decided; this rank is told when it is.
+                # The save is being decided; this rank gets the outcome.
                 self._waiting[request.rank, step_of(request)] = None
                 return ()
         raise self._contradiction(f"{type(request).__name__} of rank {request.rank}")
@@ -389,7 +389,7 @@ class SaveMachine(Operation):
                 return self._begin_writing(result)
             case "planning", RowsMissing():
                 self._planning.lacks(result.ranks)
-                return self._ask_ranks()
+                return self.begin()
             case "writing", OutcomeRead():
                 return self._take_outcome(result)
             case "writing", Failed():
@@ -406,7 +406,7 @@ class SaveMachine(Operation):
                 ("record" | "aborting"),
                 (RecordCreated() | SlotTaken() | SlotFree() | Failed()),
             ):
-                return self._advance(self._vote.tell(result))
+                return self._advance(self._vote.advance(result))
             case (
                 ("publishing" | "collecting" | "projecting"),
                 (Published() | Finished() | Failed()),
@@ -458,30 +458,30 @@ class SaveMachine(Operation):
             self._admit(join)
         else:
             self._note(join, join.error)
-        return self._came()
+        return self._check_barrier()
 
-    def _all_came(self) -> Commands:
+    def _all_arrived(self) -> Commands:
         match self.phase:
             case "joining" if self.is_staged:
                 self._to("queued")
                 return ()
             case "writing":
                 return self._build()
-        return self._ask_ranks()
-
-    def begin(self) -> Commands:
-        """Takes that it is this save's turn in the queue of its session."""
-        return self._ask_ranks()
+        return self.begin()
 
     def refuse(self, error: CheckpointError) -> Commands:
-        """Takes that it may not begin.
+        """Fails this save before it starts.
 
         Args:
             error: Why, for all ranks.
         """
         return self._fail(error)
 
-    def _ask_ranks(self) -> Commands:
+    def begin(self) -> Commands:
+        """Asks ranks for their rows; with all of them, reads the records.
+
+        For an asynchronous save when it is the next in the queue of its session.
+        """
         asked = self._planning.ask()
         if not asked:
             return self._step("reading", ReadRecords(self._target), self.options.plan_timeout_s)
@@ -489,12 +489,12 @@ class SaveMachine(Operation):
         if self._rounds > MOST_ROUNDS:
             return self._fail(self._contradiction(f"answer of {name_ranks(asked)} without items"))
         self._call("gathering")
-        self._roll.came.update(rank for rank in range(self.world_size) if rank not in asked)
+        self._barrier.arrived.update(rank for rank in range(self.world_size) if rank not in asked)
         answers = []
         for rank, reply in asked.items():
             step = step_of(self._planning.last_of(rank))
             del self._waiting[rank, step]
-            self._given[rank, step] = reply
+            self._replies[rank, step] = reply
             answers.append(Answer(self.key, (rank,), step, reply))
         return (*answers, *self._wait(self.options.plan_timeout_s))
 
@@ -515,7 +515,7 @@ class SaveMachine(Operation):
             self._warnings.append(f"{planned.disagreements}. The lowest rank's are saved")
         self._attempt = self._new_attempt()
         if any(verdict.attempt == self._attempt for verdict in self._seen.decided):
-            # Why possible: whoever makes up attempts may tell them to others before.
+            # Why possible: whoever makes up attempts may publish them before.
             return self._fail(
                 SaveCancelledError(
                     f"Attempt {self._attempt} was ended by another rank before this save "
@@ -535,9 +535,9 @@ class SaveMachine(Operation):
             create_if_absent=self._seen.create_if_absent,
         )
         alike = self._planning.all_know(planned)
-        told = self._give_all(go(0)) if alike else self._give(go)
+        answers = self._reply_alike(go(0)) if alike else self._reply_each(go)
         self._planning.clear()
-        return (self._arm(self.options.write_timeout_s), *told)
+        return (self._arm(self.options.write_timeout_s), *answers)
 
     def _too_slow(self, option: str) -> DeadlineError:
         after_s: float = getattr(self.options, option)
@@ -555,7 +555,7 @@ class SaveMachine(Operation):
 
     def _note_holder(self, held: PartsHeld) -> None:
         known = self._holders.get(held.rank)
-        # What is told may come twice and late: who holds the bytes last is to write them.
+        # Reports may come twice and late: the last stager that holds the bytes is to write them.
         if known is None or known.incarnation < held.incarnation:
             self._holders[held.rank] = held
             self._unheld.pop(held.rank, None)
@@ -566,8 +566,8 @@ class SaveMachine(Operation):
             held = self._holders.get(rank)
             if held is not None and held.incarnation > written.incarnation:
                 return self._acknowledge(written)  # another stager has taken over
-            self._roll.note(rank, written.error)
-            return (*self._acknowledge(written), *self._came())
+            self._barrier.note(rank, written.error)
+            return (*self._acknowledge(written), *self._check_barrier())
         for receipt in written.files:
             if receipt.file in self._left[rank]:
                 self._left[rank].discard(receipt.file)
@@ -580,20 +580,20 @@ class SaveMachine(Operation):
                     key=receipt.key,
                     rank=rank,
                 )
-                self._roll.note(rank, error)
+                self._barrier.note(rank, error)
         return (*self._acknowledge(written), *self._check_done(rank))
 
     def _take_staged(self, staged: SaveStaged) -> Commands:
         rank = staged.rank
-        self._tell(f"{step_of(staged)} of rank {rank}{' (failed)' if staged.error else ''}")
+        self._log(f"{step_of(staged)} of rank {rank}{' (failed)' if staged.error else ''}")
         self._waiting[rank, step_of(staged)] = None
         self._dead.pop(rank, None)
         self._staged[rank] = staged
         if staged.held is not None:
             self._note_holder(staged.held)
         if staged.error is not None:
-            self._roll.note(rank, staged.error)
-            return self._came()
+            self._barrier.note(rank, staged.error)
+            return self._check_barrier()
         if self._has_lost(rank) and self._left[rank]:
             return self._ask_again(rank)
         # Its bytes are written, or nobody could help a slow stager: that goes on alone.
@@ -603,14 +603,14 @@ class SaveMachine(Operation):
     def _check_done(self, rank: int) -> Commands:
         """Goes on when nothing of a rank is missing any more."""
         known = rank in self._staged or rank in self._holders
-        done = not self._left[rank] and known and rank not in self._roll.came
+        done = not self._left[rank] and known and rank not in self._barrier.arrived
         if done:
-            self._tell(f"part of rank {rank} is written")
-            self._roll.note(rank, None)
-        return self._came() if done or self._roll.errors else ()
+            self._log(f"part of rank {rank} is written")
+            self._barrier.note(rank, None)
+        return self._check_barrier() if done or self._barrier.errors else ()
 
     def stager_lost(self, stager: str, reason: str) -> Commands:
-        """Takes that a stager died or froze.
+        """Marks a stager lost that died or froze.
 
         Args:
             stager: `PartsHeld.stager`.
@@ -622,7 +622,7 @@ class SaveMachine(Operation):
         """
         if self.phase != "writing":
             return ()
-        self._tell(f"lost stager {stager}")
+        self._log(f"lost stager {stager}")
         gone: dict[int, CheckpointError] = {}
         commands: Commands = ()
         for rank in self.held_by(stager):
@@ -633,8 +633,8 @@ class SaveMachine(Operation):
                 commands += self._ask_again(rank)
         return commands + (super()._on_lost(gone) if gone else ())
 
-    def heard(self, paces: Mapping[int, tuple[int, int]], now_s: float) -> Commands:
-        """Takes how far stagers are, and helps those that are much slower than the others.
+    def take_progress(self, paces: Mapping[int, tuple[int, int]], now_s: float) -> Commands:
+        """Accepts the progress of stagers; reassigns files of those that are much slower.
 
         Args:
             paces: Bytes written and bytes in all, by rank.
@@ -649,7 +649,7 @@ class SaveMachine(Operation):
         return commands
 
     def reassign(self, rank: int, reason: str) -> Commands:
-        """Takes that a rank's stager is much slower than the others.
+        """Reassigns the files of a rank whose stager is much slower than the others.
 
         Args:
             rank: Whose bytes it holds.
@@ -665,7 +665,7 @@ class SaveMachine(Operation):
         return self._ask_again(rank)
 
     def _ask_again(self, rank: int) -> Commands:
-        """Answers the rank's call: it is to find another stager."""
+        """Answers the rank's call: it has to find another stager."""
         if not self._is_waiting(rank):
             return ()
         staged = self._staged[rank]
@@ -675,7 +675,7 @@ class SaveMachine(Operation):
         stagers = dict.fromkeys(held.stager for held in self._holders.values())
         busy = self.holders
         helpers = () if lost else tuple(one for one in stagers if one not in busy)
-        # Why of both: a rank that found no helper tells the number that a helper was to have.
+        # Why of both: a rank that found no helper sends the number that a helper was to have.
         held = self._holders.get(rank)
         number = max(-1 if held is None else held.incarnation, staged.incarnation) + 1
         return self._reply(staged, TakeOver(number, files, reason, lost, helpers))
@@ -694,7 +694,7 @@ class SaveMachine(Operation):
 
     def _reply(self, request: Request, reply: Reply) -> Commands:
         step = step_of(request)
-        self._given[request.rank, step] = reply
+        self._replies[request.rank, step] = reply
         return (Answer(self.key, (request.rank,), step, reply),)
 
     # Another coordinator goes on
@@ -707,23 +707,23 @@ class SaveMachine(Operation):
 
         Returns:
             What to do now: among others to look whether the earlier coordinator had ended it. Who
-            holds and has written what is to be told again, as it was then.
+            holds and has written what has to be reported again.
         """
-        # Why kept: what the ranks say is of the epoch in which they were told their parts.
+        # Why kept: the ranks' messages have the epoch in which they got their parts.
         self._planned_in = planned.epoch
         self._attempt, self._plan, self._seen = planned.attempt, planned.plan, planned.seen
         self._vote = self._new_vote()
         self._warnings.extend(planned.warnings)
         self._expect(planned.files)
         self._call("writing")
-        self._tell(f"resumed from epoch {planned.epoch}")
+        self._log(f"resumed from epoch {planned.epoch}")
         # Why: these have no bytes that somebody could hold, and may be dead by now.
-        self._roll.came.update(rank for rank, own in enumerate(self._files) if not own)
+        self._barrier.arrived.update(rank for rank, own in enumerate(self._files) if not own)
         look = self._perform(ReadOutcome(self._target, self._attempt))
         return (self._arm(self.options.write_timeout_s), look)
 
     def _take_outcome(self, found: OutcomeRead) -> Commands:
-        """Ends a save that the earlier coordinator had committed, or declared failed."""
+        """Ends a save that the earlier coordinator had committed or declared failed."""
         if not found.slot:
             return ()
         if found.record:
@@ -786,7 +786,7 @@ class SaveMachine(Operation):
     def _success(self) -> Reply:
         if self._won is None:
             raise self._contradiction("success before the commit")
-        record = self._won.record if len(self._won.record) <= MOST_TOLD_BYTES else b""
+        record = self._won.record if len(self._won.record) <= MOST_SENT_BYTES else b""
         return SaveOutcome(self._attempt, self._won.slot, record, tuple(self._warnings))
 
     # The failure
@@ -795,7 +795,7 @@ class SaveMachine(Operation):
         return super()._fail(error) if self._plan is None else self._abort(error)
 
     def _abort(self, error: CheckpointError) -> Commands:
-        """Fences the attempt off before anybody is told that it failed."""
+        """Fences the attempt off before its failure is reported."""
         self._error = error
         reason = f"{type(error).__name__}: {error.message}"[:REASON_LENGTH]
         task = self._vote.abort(reason, error.rank)
@@ -812,7 +812,7 @@ class SaveMachine(Operation):
         return self._failed(self._error)
 
     def _failed(self, error: CheckpointError) -> Commands:
-        """Tells the failure, then deletes what was written: the attempt can't commit any more."""
+        """Reports the failure, then deletes what was written: the attempt can't commit any more."""
         files = self._plan.table.files if self._plan else ()
         keys = [key.replace("{attempt}", self._attempt) for key in files]
         keys += [key for key, _ in (self._built.files if self._built else ())]
@@ -825,7 +825,7 @@ class SaveMachine(Operation):
         return self._vote.at_stake or self.is_staged
 
     def _undecided(self) -> Refused:
-        """Returns what ranks are told while the vote is open."""
+        """Returns the outcome for ranks while the vote is open."""
         if self._error is not None and not self._may_yet_be_committed:
             return Refused(self._error)
         return Refused(undecided(self._vote, self._error.message if self._error else ""))
@@ -833,7 +833,7 @@ class SaveMachine(Operation):
     # What follows
 
     def _follow(self) -> Commands:
-        """Begins the next task that follows the decision; where None stands, ranks are told."""
+        """Begins the next task that follows the decision; at None, the ranks get the outcome."""
         if not self._to_do:
             return tuple(self._finish())
         task = self._to_do.pop(0)
@@ -842,21 +842,21 @@ class SaveMachine(Operation):
         return self._step(FOLLOW_UPS[type(task)], task, self.options.commit_timeout_s)
 
     def _done_with(self, result: Published | Finished | Failed) -> Commands:
-        """Takes how a task that follows went: a commit stands whatever becomes of it."""
+        """Handles the result of a task that follows: a commit stands whatever becomes of it."""
         match self.phase, result:
             case "publishing", Published(superseded=True):
                 # Why nothing is collected: the later save does it, and `.metadata` is its own.
                 self._warnings.append(REPLACED_SINCE)
                 self._to_do = [None]
             case _, Failed(error) if None in self._to_do:
-                told = f"{NOT_DONE[self.phase]}: {type(error).__name__}: {error}"
-                self._warnings.append(f"The checkpoint is committed, but {told}")
+                why = f"{NOT_DONE[self.phase]}: {type(error).__name__}: {error}"
+                self._warnings.append(f"The checkpoint is committed, but {why}")
                 # Why nothing is collected then: a `.metadata` that stands may name those files.
                 self._to_do = self._to_do[self._to_do.index(None) :]
         return self._follow()
 
     def _finish(self) -> list[Command]:
-        """Ends in the phase that says what the ranks were told."""
+        """Ends in the phase of the outcome."""
         match self._outcome:
             case SaveOutcome():
                 return self._end("done")
@@ -952,16 +952,20 @@ def overtaken(cause: CheckpointError, vote: Vote) -> CheckpointError:
         cause: Why it failed; not changed.
         vote: That fenced it off.
     """
-    if vote.met is None:
+    if vote.decided_by is None:
         return cause
-    told = copy.copy(cause)
-    what = "the id was deleted" if vote.met.is_delete else f"attempt {vote.met.attempt} committed"
-    note = (
-        f"While attempt {vote.attempt} ran, {what} in slot {vote.met.slot}, which removes files of "
-        f"all other attempts. Only one save at a time can have an id"
+    error = copy.copy(cause)
+    what = (
+        "the id was deleted"
+        if vote.decided_by.is_delete
+        else f"attempt {vote.decided_by.attempt} committed"
     )
-    told.__notes__ = [*getattr(cause, "__notes__", ()), note]
-    return told
+    note = (
+        f"While attempt {vote.attempt} ran, {what} in slot {vote.decided_by.slot}, which removes "
+        f"files of all other attempts. Only one save at a time can have an id"
+    )
+    error.__notes__ = [*getattr(cause, "__notes__", ()), note]
+    return error
 
 
 def fenced_off(vote: Vote, fenced: Fenced) -> SaveCancelledError:

@@ -67,7 +67,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Open:
-    """The storage did not say."""
+    """The storage did not answer."""
 
     error: CheckpointError
 
@@ -98,7 +98,7 @@ class Vote:
         self.attempt = attempt
         self.slot = slot
         self.at_stake = False
-        self.met: Lost | None = None
+        self.decided_by: Lost | None = None
         self._create_if_absent = create_if_absent
         self._record = b""
         self._abort: tuple[str, int | None] | None = None
@@ -127,7 +127,7 @@ class Vote:
         self._refused = None
         return self._create()
 
-    def tell(self, result: Result) -> VoteTask | Decision:
+    def advance(self, result: Result) -> VoteTask | Decision:
         """Returns what to do next, or what is decided.
 
         Args:
@@ -170,18 +170,18 @@ class Vote:
     ) -> Decision:
         """Returns what a record of this attempt in a slot decides."""
         # Careful: a record below one that decides was created too late, and counts for nothing,
-        # unless that one says otherwise.
+        # unless that one records otherwise.
         if overtaken is not None:
-            self.met = Lost(overtaken.slot, overtaken.attempt, overtaken.is_delete)
+            self.decided_by = Lost(overtaken.slot, overtaken.attempt, overtaken.is_delete)
             if overtaken.was_committed == is_abort:
-                return self.met
+                return self.decided_by
         return Fenced(slot) if is_abort else Won(slot, record)
 
     def _taken(self, found: SlotTaken) -> VoteTask | Decision:
         if not found.is_abort:
-            self.met = Lost(found.slot, found.attempt, found.is_delete)
+            self.decided_by = Lost(found.slot, found.attempt, found.is_delete)
             if self._abort is None:
-                return self.met
+                return self.decided_by
         self.slot = found.slot + 1
         return self._create()
 

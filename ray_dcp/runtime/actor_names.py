@@ -15,7 +15,7 @@ NAMESPACE = "ray_dcp"
 """The Ray namespace of all our actors, unless the caller names another."""
 
 PROTOCOL_VERSION = 1
-"""Rises with every change of what ranks, coordinators and stagers say to each other."""
+"""Rises with every change of the messages between ranks, coordinators and stagers."""
 
 LEASE_S = 120.0
 """How long a detached actor, or a private Ray, stays when nobody uses it, in seconds.
@@ -27,7 +27,7 @@ An actor that left is made again by the next call.
 
 MOST_CALLS = 1_000_000
 """Calls that may wait at once: each rank waits in two. Ray lets 1000 in by default, and with
-more ranks than that the last one to join would never be heard."""
+more ranks than that the last one to join would never be admitted."""
 _SUFFIX = re.compile(r"(?<=[0-9])-[0-9a-f]{16}$")
 
 

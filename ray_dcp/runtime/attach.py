@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError
 
 from ray_dcp.errors import InvalidRequestError, ParticipantError
-from ray_dcp.runtime import environment, private_ray, ray_private
+from ray_dcp.runtime import private_ray, ray_private
 from ray_dcp.runtime.actor_names import NAMESPACE
 from ray_dcp.runtime.private_ray import PrivateRay
 
@@ -69,7 +69,7 @@ def attach_named(address: str | None) -> str | None:
                 key="address",
             )
         return connected
-    named = address or environment.named_address()
+    named = address or private_ray.named_address()
     if named is None:
         return None
     _init(named, None)
@@ -158,7 +158,7 @@ def _check_own(address: str, token_path: str) -> None:
 
 
 def _connect_own(address: str, token_path: str) -> None:
-    with environment.pinned_to_loopback(token_path) as token, ray_private.loopback_addresses():
+    with private_ray.pinned_to_loopback(token_path) as token, ray_private.loopback_addresses():
         if token:
             ray_private.local_token()
         _connect(address)

@@ -7,7 +7,7 @@ hang for ever runs in a thread of its own, so that the event loop never blocks.
 `Membership` keeps the living ranks where a restarted coordinator finds them. *Why*: when a machine
 with the coordinator and some ranks is lost, the next coordinator must know which ranks are missing;
 those ranks will never call it. `SharedReadDispatch` holds the `SharedReads` of each load that is in
-progress. `Rendezvous` and `RendezvousCalls` let ranks that only know a name
+progress. `Rendezvous` and `RendezvousWaiters` let ranks that only know a name
 agree on a session, without any group. `coordinator_of` returns the handle of a session's
 coordinator, and creates it if there is none.
 """
@@ -39,7 +39,7 @@ from ray_dcp.protocol.aggregation import Batch, BatchedReplies, Batches, Message
 from ray_dcp.protocol.commands import Answer, Arm, Command, Disarm, Perform, step_of
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.liveness import AwakeClock, Heartbeat, HeartbeatAck
-from ray_dcp.protocol.load import Listen, SharedReads, UnitUpdate, Word
+from ray_dcp.protocol.load import Listen, ReadMessage, SharedReads, UnitUpdate
 from ray_dcp.protocol.messages import (
     Ack,
     OpKey,
@@ -64,7 +64,7 @@ Member = tuple[str, int]
 
 
 class Membership:
-    """The ranks that said that they are there and have neither left nor died.
+    """The registered ranks that have neither left nor died.
 
     Used in one thread, the event loop's.
 
@@ -88,7 +88,7 @@ class Membership:
         return len(self._members)
 
     def add(self, session: str, rank: int, caller: Caller) -> None:
-        """Notes that a rank is there."""
+        """Registers a rank."""
         if self._members.get((session, rank)) != caller:
             self._members[session, rank] = caller
             self._changed = self.ever = True
@@ -102,7 +102,7 @@ class Membership:
         """Returns those whose processes have ended, and forgets them.
 
         Raises:
-            InternalError: This Ray does not tell who lives.
+            InternalError: This Ray does not report which processes live.
         """
         watched = dict(self._members)
         if not watched:
@@ -135,7 +135,7 @@ class Membership:
 
 
 class SharedReadDispatch:
-    """What the ranks of all loads of one coordinator tell each other.
+    """The shared reads of all loads of one coordinator.
 
     *Invariant*: used in the event loop's thread only.
 
@@ -145,57 +145,57 @@ class SharedReadDispatch:
 
     def __init__(self, is_over: Callable[[OpKey], bool]) -> None:
         self._is_over = is_over
-        self._handovers: dict[OpKey, SharedReads] = {}
-        self._told: dict[OpKey, asyncio.Event] = {}
+        self._loads: dict[OpKey, SharedReads] = {}
+        self._changed: dict[OpKey, asyncio.Event] = {}
 
-    async def hear(self, word: Word) -> Sequence[UnitUpdate] | None:
-        """Takes what a rank says, and returns the updates when it listens; None when it is over.
+    async def share(self, message: ReadMessage) -> Sequence[UnitUpdate] | None:
+        """Applies a rank's message; returns the updates when it listens, None when it is over.
 
         Args:
-            word: May come twice.
+            message: May come twice.
         """
-        key = word.key
+        key = message.key
         if self._is_over(key):
             self._drop(key)
             return None
-        handover = self._handovers.setdefault(key, SharedReads())
-        told = self._told.setdefault(key, asyncio.Event())
-        if not isinstance(word, Listen):
-            handover.take(word)
-            self._told[key] = asyncio.Event()
-            told.set()
+        reads = self._loads.setdefault(key, SharedReads())
+        changed = self._changed.setdefault(key, asyncio.Event())
+        if not isinstance(message, Listen):
+            reads.take(message)
+            self._changed[key] = asyncio.Event()
+            changed.set()
             return ()
         loop = asyncio.get_running_loop()
-        end_s = loop.time() + word.wait_s
-        while not (news := handover.news(word.rank, word.seen)) and loop.time() < end_s:
-            if self._handovers.get(key) is not handover:
+        end_s = loop.time() + message.wait_s
+        while not (updates := reads.updates(message.rank, message.seen)) and loop.time() < end_s:
+            if self._loads.get(key) is not reads:
                 return None
             try:
-                waiting = self._told[key].wait()
+                waiting = self._changed[key].wait()
                 await asyncio.wait_for(waiting, end_s - loop.time())
             except asyncio.TimeoutError:
                 break
-        return news
+        return updates
 
     def tidy(self) -> None:
         """Forgets loads that are over, and with them what keeps their bytes alive."""
-        for key in [key for key in self._handovers if self._is_over(key)]:
+        for key in [key for key in self._loads if self._is_over(key)]:
             self._drop(key)
 
     def _drop(self, key: OpKey) -> None:
-        self._handovers.pop(key, None)
-        told = self._told.pop(key, None)
-        if told is not None:
-            told.set()
+        self._loads.pop(key, None)
+        changed = self._changed.pop(key, None)
+        if changed is not None:
+            changed.set()
 
 
 class Rendezvous:
     """Ranks that enter under one name, and get a generation once all have; pure.
 
     Each rank enters with a token of its own that it never used before. A rank that enters with
-    another token is a new process: the ranks that met before belong to a session of the past, and a
-    new rendezvous begins. So a job that is restarted under its old name never gets an answer that
-    was meant for the job before.
+    another token is a new process: the ranks that entered before belong to an earlier session, and
+    a new rendezvous begins. So a job that is restarted under its old name never gets an answer
+    that was meant for the job before.
 
     Args:
         new_generation: Makes a token that no rendezvous had before.
@@ -212,23 +212,23 @@ class Rendezvous:
     def __init__(self, new_generation: Callable[[], str]) -> None:
         self._new_generation = new_generation
         self._world_size = 0
-        self._words: dict[int, str] = {}
+        self._tokens: dict[int, str] = {}
         self._generation: str | None = None
-        self._dispute: RankDisagreementError | None = None
-        self._told: set[int] = set()
+        self._disagreement: RankDisagreementError | None = None
+        self._notified: set[int] = set()
 
     @property
     def missing(self) -> list[int]:
         """Ranks that have not entered the current rendezvous."""
-        return [rank for rank in range(self._world_size) if rank not in self._words]
+        return [rank for rank in range(self._world_size) if rank not in self._tokens]
 
-    def enter(self, rank: int, world_size: int, word: str) -> str | None:
-        """Lets a rank in; returns the generation once all have come, None before.
+    def enter(self, rank: int, world_size: int, token: str) -> str | None:
+        """Adds a rank; returns the generation once all have entered, None before.
 
         Args:
             rank: Who.
             world_size: How many it expects.
-            word: What tells this process from an earlier one of the same rank.
+            token: Tells this process from an earlier one of the same rank.
 
         Raises:
             InvalidRequestError: The rank is not one of the world.
@@ -241,88 +241,88 @@ class Rendezvous:
                 f"{world_size}. Give each process its own number",
                 rank=rank,
             )
-        if self._dispute is not None and rank not in self._told:
-            self._told.add(rank)
-            raise self._dispute
-        if self.generation_for(rank, word) is not None:
+        if self._disagreement is not None and rank not in self._notified:
+            self._notified.add(rank)
+            raise self._disagreement
+        if self.generation_for(rank, token) is not None:
             return self._generation
-        self.forget_dispute()
+        self.forget_disagreement()
         if self._generation is not None:
-            self._words, self._generation = {}, None
-        if self._words and world_size != self._world_size:
-            self._dispute = RankDisagreementError(
+            self._tokens, self._generation = {}, None
+        if self._tokens and world_size != self._world_size:
+            self._disagreement = RankDisagreementError(
                 f"Expected every rank to give one world_size, but rank {rank} gives "
-                f"{world_size} and ranks {sorted(self._words)} gave {self._world_size}",
+                f"{world_size} and ranks {sorted(self._tokens)} gave {self._world_size}",
                 rank=rank,
             )
-            self._told = {*self._words, rank}
-            self._words = {}
-            raise self._dispute
+            self._notified = {*self._tokens, rank}
+            self._tokens = {}
+            raise self._disagreement
         self._world_size = world_size
-        self._words[rank] = word
+        self._tokens[rank] = token
         if not self.missing:
             self._generation = self._new_generation()
         return self._generation
 
-    def forget_dispute(self) -> None:
-        """Lets ranks that were not told of a disagreement begin anew."""
-        self._dispute, self._told = None, set()
+    def forget_disagreement(self) -> None:
+        """Lets ranks that did not get the error of a disagreement begin anew."""
+        self._disagreement, self._notified = None, set()
 
-    def generation_for(self, rank: int, word: str) -> str | None:
+    def generation_for(self, rank: int, token: str) -> str | None:
         """Returns the generation of the rendezvous that this process entered, if it is complete."""
-        return self._generation if self._words.get(rank) == word else None
+        return self._generation if self._tokens.get(rank) == token else None
 
 
-class RendezvousCalls:
+class RendezvousWaiters:
     """Who waits in a `Rendezvous`. Used in one event loop's thread.
 
     Args:
-        meeting: What decides.
+        rendezvous: What decides.
 
     Attributes:
         num_waiting: How many ranks wait.
     """
 
-    def __init__(self, meeting: Rendezvous) -> None:
-        self._meeting = meeting
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
         self._loop = asyncio.get_running_loop()
-        self._all_met: asyncio.Future[RankDisagreementError | None] = self._loop.create_future()
+        self._complete: asyncio.Future[RankDisagreementError | None] = self._loop.create_future()
         self.num_waiting = 0
 
     async def enter(
-        self, rank: int, world_size: int, word: str, timeout_s: float
+        self, rank: int, world_size: int, token: str, timeout_s: float
     ) -> str | list[int]:
         """Returns the generation on which all ranks agree; see `Coordinator.enter`.
 
         Raises:
-            RankDisagreementError: The ranks differ about their number; all are told.
+            RankDisagreementError: The ranks differ about their number; all get this error.
         """
         self.num_waiting += 1
         try:
-            met = self._all_met
+            complete = self._complete
             try:
-                generation = self._meeting.enter(rank, world_size, word)
+                generation = self._rendezvous.enter(rank, world_size, token)
             except RankDisagreementError as error:
                 self._end(error)
-                self._loop.call_later(timeout_s, self._meeting.forget_dispute)
+                self._loop.call_later(timeout_s, self._rendezvous.forget_disagreement)
                 raise
             if generation is not None:
                 self._end(None)
                 return generation
             try:
-                dispute = await asyncio.wait_for(asyncio.shield(met), timeout_s)
+                disagreement = await asyncio.wait_for(asyncio.shield(complete), timeout_s)
             except asyncio.TimeoutError:
-                return self._meeting.missing
-            if dispute is not None:
-                raise dispute
-            return self._meeting.generation_for(rank, word) or self._meeting.missing
+                return self._rendezvous.missing
+            if disagreement is not None:
+                raise disagreement
+            return self._rendezvous.generation_for(rank, token) or self._rendezvous.missing
         finally:
             self.num_waiting -= 1
 
-    def _end(self, dispute: RankDisagreementError | None) -> None:
+    def _end(self, disagreement: RankDisagreementError | None) -> None:
         """Answers all that wait, and begins the next rendezvous."""
-        self._all_met.set_result(dispute)
-        self._all_met = self._loop.create_future()
+        self._complete.set_result(disagreement)
+        self._complete = self._loop.create_future()
 
 
 T = TypeVar("T")
@@ -350,7 +350,7 @@ async def in_own_thread(work: Callable[[], T]) -> T:
 WATCH_S = 0.5
 """How often to ask Ray whether the ranks of a running operation live, in seconds."""
 
-LISTEN_S = 1.0
+SILENCE_LOOK_S = 1.0
 """How often to look who has been silent for too long, in seconds."""
 
 QUIET_WATCH_S = 5.0
@@ -369,7 +369,7 @@ class Coordinator:
 
     Args:
         name: Of this actor: what its epoch is counted under.
-        lease_s: It leaves when all its ranks have left or died, and when none ever said that it
+        lease_s: It leaves when all its ranks have left or died, and when none ever registered
             is there and nobody called for so long, in seconds.
     """
 
@@ -379,18 +379,18 @@ class Coordinator:
         # Why not in a thread: nothing else runs before the constructor returns.
         self.epoch = ray_private.next_epoch(name)
         self._loop = asyncio.get_running_loop()
-        self._awake = AwakeClock(self._loop.time, LISTEN_S)
+        self._awake = AwakeClock(self._loop.time, SILENCE_LOOK_S)
         self._coordination = Coordination(
             epoch=self.epoch, new_attempt=new_attempt, clock=self._awake
         )
         self._batches = Batches()
         self._gatherers: dict[Batch, asyncio.Future[BatchedReplies]] = {}
-        self._switchboard = SharedReadDispatch(lambda key: key not in self._coordination.active)
-        self._meeting = RendezvousCalls(Rendezvous(lambda: secrets.token_hex(6)))
+        self._shared_reads = SharedReadDispatch(lambda key: key not in self._coordination.active)
+        self._rendezvous = RendezvousWaiters(Rendezvous(lambda: secrets.token_hex(6)))
         self._tracing = Tracing()
         self._waiting: dict[Waiting, list[asyncio.Future[Reply]]] = {}
         self._timers: dict[OpKey, asyncio.TimerHandle] = {}
-        self._roster = Membership(name)
+        self._members = Membership(name)
         self._tasks: set[asyncio.Task[None]] = set()
         self._called = asyncio.Event()
         self._performing = 0
@@ -404,7 +404,7 @@ class Coordinator:
         self._self = ray.get_runtime_context().current_actor
         actor_id = ray.get_runtime_context().get_actor_id() or ""
         lives, me = ray_private.life_of(actor_id).num_restarts, ray_private.this_caller(os.getpid())
-        self._heard = HeartbeatAck(actor_id, lives, str(me))
+        self._ack = HeartbeatAck(actor_id, lives, str(me))
         if lives > 0:
             logger.warning(
                 "The coordinator of session %s died and was started anew (%s, epoch %d): "
@@ -417,7 +417,7 @@ class Coordinator:
         self._rehearsal = begin_rehearsal()
         self._start(self._resume())
         self._start(self._watch())
-        self._start(self._listen())
+        self._start(self._check_silence())
         self._start(self._stagers.watch())
 
     async def ready(self) -> None:
@@ -430,45 +430,44 @@ class Coordinator:
         return {"epoch": self.epoch, "pid": os.getpid(), "node_id": node, "active": active}
 
     async def enter(
-        self, rank: int, world_size: int, word: str, timeout_s: float
+        self, rank: int, world_size: int, token: str, timeout_s: float
     ) -> str | list[int]:
-        """Returns the generation on which all ranks agree, or the ranks that did not come.
+        """Returns the generation on which all ranks agree, or the missing ranks.
 
         Args:
             rank: Who.
             world_size: How many it expects.
-            word: What tells this process from an earlier one of the same rank.
+            token: Tells this process from an earlier one of the same rank.
             timeout_s: How long to wait for the others, in seconds.
 
         Raises:
-            RankDisagreementError: The ranks differ about their number; all are told.
+            RankDisagreementError: The ranks differ about their number; all get this error.
         """
         try:
-            return await self._meeting.enter(rank, world_size, word, timeout_s)
+            return await self._rendezvous.enter(rank, world_size, token, timeout_s)
         finally:
             self._last_call_s = self._loop.time()
 
     async def call(
-        self, request: Request, caller: Caller | None = None, beats_s: float | None = None
+        self, request: Request, caller: Caller | None = None, silence_s: float | None = None
     ) -> Reply:
         """Returns the reply to a request, when it has one; the same may come again meanwhile.
 
         Args:
-            request: What the rank says.
+            request: Of the rank.
             caller: Who the rank is for Ray; without it, nobody sees it die.
-            beats_s: See `Coordination.receive`.
+            silence_s: See `Coordination.receive`.
         """
-        self._last_call_s = self._loop.time()
-        self._called.set()
+        self._note_call()
         if caller is not None:
-            self._meet(request.key.session, request.rank, caller)
-        self._tracing.hears(request, caller)
+            self._register(request.key.session, request.rank, caller)
+        self._tracing.record_request(request, caller)
         await self._resumed.wait()
         at = (request.key, request.rank, step_of(request))
         future: asyncio.Future[Reply] = self._loop.create_future()
         self._waiting.setdefault(at, []).append(future)
         try:
-            self._carry_out(self._coordination.receive(request, beats_s=beats_s))
+            self._carry_out(self._coordination.receive(request, silence_s=silence_s))
             self._note_holders([request])
         except CheckpointError as error:
             self._forget(at, future)
@@ -476,58 +475,56 @@ class Coordinator:
         try:
             reply = await future
             if isinstance(request, PartsHeld) and isinstance(reply, Ack):
-                # Why first: who hears it may die, and this actor with it.
+                # Why first: the rank may die once it has it, and this actor with it.
                 await self._plans.hold(request)
             return reply
         finally:
             self._forget(at, future)
             self._last_call_s = self._loop.time()
 
-    async def call_together(
-        self, message: MessageBatch, callers: Sequence[Caller], beats_s: float | None = None
+    async def call_batch(
+        self, message: MessageBatch, callers: Sequence[Caller], silence_s: float | None = None
     ) -> BatchedReplies:
-        """Returns what a gatherer's ranks are told, as soon as that is known of any; as `call`.
+        """Returns the replies to a gatherer's ranks, as soon as there are any; as `call`.
 
         Args:
-            message: May come again, for those of its ranks that were not told.
-            callers: Who they are for Ray; empty when that was told before.
-            beats_s: See `Coordination.receive`.
+            message: May come again, for those of its ranks without a reply.
+            callers: Who they are for Ray; empty when they are registered.
+            silence_s: See `Coordination.receive`.
         """
-        self._last_call_s = self._loop.time()
-        self._called.set()
+        self._note_call()
         for rank, caller in zip(message.ranks, callers, strict=bool(callers)):
-            self._meet(message.key.session, rank, caller)
-        self._tracing.hears_together(message, callers)
+            self._register(message.key.session, rank, caller)
+        self._tracing.record_batch(message, callers)
         await self._resumed.wait()
-        self._note_holders(message.said if isinstance(message.said, tuple) else ())
+        self._note_holders(message.content if isinstance(message.content, tuple) else ())
         batch = self._batches.add(message)
         future = self._gatherers[batch] = self._loop.create_future()
         try:
-            commands, refused = self._coordination.receive_together(message, beats_s=beats_s)
+            commands, refused = self._coordination.receive_batch(message, silence_s=silence_s)
             for rank, reply in refused.items():
                 batch.put((rank,), reply)
             self._carry_out(commands)
-            told: BatchedReplies = await future
-            return told
+            replies: BatchedReplies = await future
+            return replies
         finally:
             if self._gatherers.pop(batch, None) is not None:
                 self._batches.remove(batch)
 
-    async def greet(self, session: str, rank: int, caller: Caller) -> None:
-        """Takes that a rank is there: from now on its death is seen, also before it calls.
+    async def register(self, session: str, rank: int, caller: Caller) -> None:
+        """Registers a rank: from now on its death is detected, also before it calls.
 
         Args:
             session: Name of the session.
             rank: Who.
             caller: Who it is for Ray.
         """
-        self._last_call_s = self._loop.time()
-        self._called.set()
-        self._meet(session, rank, caller)
+        self._note_call()
+        self._register(session, rank, caller)
 
     async def beat(self, beat: Heartbeat) -> HeartbeatAck:
-        """Takes that a rank lives and how far it is; answers at once."""
-        return replace(self._heard, waits=self._coordination.hear(beat))
+        """Accepts a heartbeat; answers at once."""
+        return replace(self._ack, waits=self._coordination.heartbeat(beat))
 
     async def watch(self, key: OpKey, rank: int) -> Reply:
         """Returns the outcome of an operation as soon as it is known.
@@ -547,16 +544,16 @@ class Coordinator:
         return await asyncio.shield(future)
 
     async def take_report(self, report: StageReport) -> bool:
-        """Takes what became of a file that a stager wrote; returns whether the save still needs it.
+        """Accepts a stager's report of a file; returns whether the save still needs it.
 
         Args:
             report: May come twice.
         """
         return isinstance(await self.call(parts_written(report)), Ack)
 
-    async def hear(self, word: Word) -> Sequence[UnitUpdate] | None:
-        """Takes what a rank of a load tells the others; see `SharedReadDispatch.hear`."""
-        return await self._switchboard.hear(word)
+    async def share(self, message: ReadMessage) -> Sequence[UnitUpdate] | None:
+        """Accepts a rank's message of a shared read; see `SharedReadDispatch.share`."""
+        return await self._shared_reads.share(message)
 
     async def cancel(self, key: OpKey, reason: str) -> bool:
         """Cancels a save; returns whether that was still possible, also when asked again."""
@@ -565,28 +562,32 @@ class Coordinator:
         return self._coordination.is_cancelled(key)
 
     async def withdraw(self, key: OpKey, rank: int, reason: str) -> None:
-        """Takes that a rank leaves an operation before its end."""
+        """Removes a rank from an operation before its end."""
         self._called.set()
         self._carry_out(self._coordination.withdraw(key, rank, reason))
 
     async def leave(self, session: str, rank: int) -> None:
-        """Takes that a rank has closed its session and will not call again.
+        """Removes a rank that has closed its session and will not call again.
 
         *Why it is lost*: what it has joined and not ended would wait for it, and this actor too.
         """
-        self._roster.remove(session, rank)
+        self._members.remove(session, rank)
         self._called.set()
         self._carry_out(self._coordination.lost(session, [rank], "it has closed its session"))
 
     def _note_holders(self, requests: Sequence[Request]) -> None:
-        """Takes who holds bytes of saves: with some of them lies what another coordinator needs."""
-        told = [one.held for one in requests if isinstance(one, SaveStaged)]
-        noted = [self._plans.note(held) for held in told if held is not None]
+        """Notes which stagers hold bytes of saves: another coordinator has to find them."""
+        held = [one.held for one in requests if isinstance(one, SaveStaged)]
+        noted = [self._plans.note(one) for one in held if one is not None]
         if any(noted):
             self._start(self._plans.keep())
 
-    def _meet(self, session: str, rank: int, caller: Caller) -> None:
-        self._roster.add(session, rank, caller)
+    def _note_call(self) -> None:
+        self._last_call_s = self._loop.time()
+        self._called.set()
+
+    def _register(self, session: str, rank: int, caller: Caller) -> None:
+        self._members.add(session, rank, caller)
         self._coordination.place(session, rank, str(caller))
 
     def _forget(self, at: Waiting, future: asyncio.Future[Reply]) -> None:
@@ -604,7 +605,7 @@ class Coordinator:
             match command:
                 case Answer(key, ranks, step, reply):
                     self._batches.answer(command)
-                    self._tracing.tells(command)
+                    self._tracing.record_answer(command)
                     for rank in ranks if self._waiting else ():
                         self._resolve((key, rank, step), reply)
                 case Perform():
@@ -617,24 +618,24 @@ class Coordinator:
                     )
                 case Disarm():
                     self._disarm(command.key)
-        self._tell_gatherers()
+        self._answer_gatherers()
         for key in [*self._watching]:
             outcome = self._coordination.outcome(key)
             if outcome is not None:
                 self._watching.pop(key).set_result(outcome)
-        self._switchboard.tidy()
+        self._shared_reads.tidy()
 
     def _resolve(self, at: Waiting, reply: Reply) -> None:
         for future in self._waiting.pop(at, []):
             if not future.done():
                 future.set_result(reply)
 
-    def _tell_gatherers(self) -> None:
-        """Ends the calls of gatherers that have something to tell."""
+    def _answer_gatherers(self) -> None:
+        """Ends the calls of gatherers that have replies."""
         for batch in self._batches.ready():
             future = self._gatherers.pop(batch, None)
             if future is not None and not future.done():
-                future.set_result(BatchedReplies(tuple(batch.told)))
+                future.set_result(BatchedReplies(tuple(batch.replies)))
 
     def _disarm(self, key: OpKey) -> None:
         timer = self._timers.pop(key, None)
@@ -650,20 +651,22 @@ class Coordinator:
             result = await in_own_thread(partial(self._tracing.perform, command, perform))
             self._carry_out(self._coordination.performed(command.key, command.task, result))
         except Exception as error:  # noqa: BLE001 - nobody else would ever see it
-            self._give_up(command.key, error)
+            self._fail_operation(command.key, error)
         finally:
             self._performing -= 1
 
-    def _give_up(self, key: OpKey, error: Exception) -> None:
-        """Refuses all who wait for an operation that contradicted itself."""
-        told = InternalError(
-            f"The coordinator contradicted itself in operation {key.seq}: "
-            f"{type(error).__name__}: {error}. Please report this"
+    def _fail_operation(self, key: OpKey, error: Exception) -> None:
+        """Fails an operation that contradicted itself on every rank that waits for it."""
+        refused = Refused(
+            InternalError(
+                f"The coordinator contradicted itself in operation {key.seq}: "
+                f"{type(error).__name__}: {error}. Please report this"
+            )
         )
         for at in [at for at in self._waiting if at[0] == key]:
-            self._resolve(at, Refused(told))
-        self._batches.refuse(key, Refused(told))
-        self._tell_gatherers()
+            self._resolve(at, refused)
+        self._batches.refuse(key, refused)
+        self._answer_gatherers()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         # Why kept: the event loop itself holds tasks weakly.
@@ -677,13 +680,13 @@ class Coordinator:
 
     # Life and death
 
-    async def _listen(self) -> None:
+    async def _check_silence(self) -> None:
         """Looks for ranks that are silent. Apart from `_watch`, which may wait for Ray's tables."""
         while True:
-            await asyncio.sleep(LISTEN_S)
+            await asyncio.sleep(SILENCE_LOOK_S)
             self._awake.tick()
             try:
-                self._carry_out(self._coordination.listen())
+                self._carry_out(self._coordination.check_silence())
             except CheckpointError as error:
                 logger.warning("Ranks that freeze are only seen at deadlines: %s", error)
 
@@ -699,20 +702,20 @@ class Coordinator:
         while True:
             await self._pause()
             try:
-                for session, rank, caller in await self._roster.take_dead():
+                for session, rank, caller in await self._members.take_dead():
                     reason = f"Ray says that its process ({caller}) has ended"
                     self._carry_out(self._coordination.lost(session, [rank], reason))
-                await self._roster.keep()
+                await self._members.keep()
                 # Why a task: a stager that is frozen must not keep it from seeing who died.
                 if not self._plans.is_busy:
                     self._start(self._plans.keep())
             except CheckpointError as error:
                 # Why go on: deadlines and leases work without this look.
                 logger.warning("Ranks that die are only seen at deadlines: %s", error)
-                self._roster.clear()
+                self._members.clear()
             idle_s = self._loop.time() - self._last_call_s
-            needless = self._roster.ever or idle_s >= self._lease_s
-            if not self._roster and needless and self._is_idle():
+            needless = self._members.ever or idle_s >= self._lease_s
+            if not self._members and needless and self._is_idle():
                 # Why not exit_actor: it waits for the call in which it is made, also when the
                 # actor makes that call to itself. A call that comes just now is repeated.
                 ray_calls.kill(self._self, no_restart=True)
@@ -728,7 +731,7 @@ class Coordinator:
             return
 
     def _is_idle(self) -> bool:
-        busy = self._performing or self._meeting.num_waiting or self._waiting or self._gatherers
+        busy = self._performing or self._rendezvous.num_waiting or self._waiting or self._gatherers
         return not (busy or self._coordination.active)
 
 
@@ -750,7 +753,7 @@ def _warn_of_takeovers(commands: Sequence[Command]) -> None:
 
 def await_ready(coordinator: Any, timeout_s: float) -> None:
     """Waits until a coordinator has loaded what its first save needs, at most so many seconds."""
-    # Suppressed: a first save is slower then, and tells what is wrong.
+    # Suppressed: a first save is slower then, and reports what is wrong.
     with suppress(RayError):
         ray_calls.get(coordinator.ready.remote(), timeout=timeout_s)
 
@@ -779,7 +782,7 @@ def coordinator_of(session: str, *, namespace: str = NAMESPACE, lease_s: float) 
         max_task_retries=0,
         max_concurrency=MOST_CALLS,
         num_cpus=0,
-        # Why said: a trial of Ray Tune has all that its processes start go into its placement
+        # Why explicit: a trial of Ray Tune has all that its processes start go into its placement
         # group, and Ray kills what is in there together with the trial.
         scheduling_strategy="DEFAULT",
     )

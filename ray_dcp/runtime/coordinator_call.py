@@ -57,7 +57,7 @@ def call_actor(
         timeout_s: For everything, repeats included, in seconds.
         rank: The calling rank, for errors.
         given_up: Asked about every second, and when the actor was out of reach: why it is of no
-            use to wait any longer. Its argument tells whether it was ever out of reach.
+            use to wait any longer. Its argument: whether it was ever out of reach.
 
     Raises:
         DeadlineError: No answer in time.
@@ -85,7 +85,7 @@ def call_actor(
                 rank=rank,
             ) from None
         except RayTaskError as error:
-            raise _told(error, who, rank) from None
+            raise _raised_by(error, who, rank) from None
         except (ActorUnavailableError, ActorDiedError) as error:
             # A dead actor is made again; one that restarts keeps its handle.
             fresh = isinstance(error, ActorDiedError)
@@ -157,7 +157,7 @@ def _pause(attempt: int, end_s: float) -> None:
     threading.Event().wait(min(longest, shortest * 2**attempt, left_s))
 
 
-def _told(error: RayTaskError, who: str, rank: int | None) -> CheckpointError:
+def _raised_by(error: RayTaskError, who: str, rank: int | None) -> CheckpointError:
     cause = getattr(error, "cause", None)
     if isinstance(cause, CheckpointError):
         return cause

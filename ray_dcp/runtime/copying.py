@@ -271,7 +271,7 @@ def _commit(
     copying.may_stand = True
     try:
         while not isinstance(decision, Won | Fenced | Lost | Open):
-            decision = vote.tell(perform(decision, opener))
+            decision = vote.advance(perform(decision, opener))
     except BaseException:
         ended = settle(target, vote.attempt, reason=STOPPED, rank=None, opener=opener)
         copying.may_stand = not isinstance(ended, Fenced)

@@ -5,12 +5,13 @@ so that either every rank has the session or every rank raises. If the first ran
 starts one for the job.
 
 If that Ray is lost, each rank attaches to the next one with its next call. That is no collective,
-as ranks notice the loss at different times: the job's store says where the next one is, and the
-ranks' calls keep their numbers, so that its coordinator knows which ranks a call waits for.
+as ranks notice the loss at different times: the job's store has the address of the next one, and
+the ranks' calls keep their numbers, so that its coordinator knows which ranks a call waits for.
 
 The ranks of a job find their session in one way: all by their process group, or all by `connect`. A
 rank that uses `connect` never takes part in the group's broadcast, and the others would wait there
-until the group's own timeout. The job's store, which torch has anyway, tells them apart (`meet`).
+until the group's own timeout. The job's store, which torch has anyway, shows which way each rank
+uses: see `await_group`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -43,23 +44,23 @@ if TYPE_CHECKING:
     from ray_dcp.runtime.session import GroupSessions, Session
 
 
-_STORE_KEY = "ray_dcp/own_ray"
+_STORE_KEY = "ray_dcp/private_ray"
 
 _START_S = 120.0
 """How long a private Ray may take to start, in seconds."""
-_TELL_S = 30.0
-"""How much longer the other ranks wait until they are told where it is, in seconds."""
+_ANSWER_S = 30.0
+"""How much longer the other ranks wait for its address, in seconds."""
 
 _continuing = threading.Lock()
 _refused: set[int] = set()
-"""Numbers of those private Rays that did not start, as this process was told."""
+"""Numbers of the private Rays that did not start, as far as this process knows."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Call:
-    """What the first rank tells the others: which Ray, and the session's name."""
+class _Invite:
+    """What the first rank broadcasts: which Ray, and the session's name."""
 
     invitation: Invitation
     name: str
@@ -98,7 +99,7 @@ def session_of(
     if not known:
         if process_group is None:
             ranks = dist.get_process_group_ranks(group)
-            meet(ray_private.job_store(), ranks, dist.get_rank())
+            await_group(ray_private.job_store(), ranks, dist.get_rank())
         session = _make(dist, group, make, lease_s)
         sessions.set(group, session)
     return session
@@ -153,20 +154,20 @@ def _make(dist: Any, group: Any, make: type[Session], lease_s: float) -> Session
     box: list[Any] = [call or error]
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
     session = None
-    if isinstance(box[0], _Call):
-        session, error = _come(box[0], make, rank, world_size, lease_s)
+    if isinstance(box[0], _Invite):
+        session, error = _join_session(box[0], make, rank, world_size, lease_s)
     else:
         error = box[0]
     errors: list[CheckpointError | None] = [None] * world_size
     dist.all_gather_object(errors, error, group=group)
     failed = {index: found for index, found in enumerate(errors) if found is not None}
     if failed:
-        raise _told(failed, world_size)
+        raise _combined(failed, world_size)
     return session
 
 
-def _invite(dist: Any, group: Any, lease_s: float) -> tuple[_Call | None, CheckpointError | None]:
-    """Returns what to tell the other ranks; an error is told as well, or they would wait."""
+def _invite(dist: Any, group: Any, lease_s: float) -> tuple[_Invite | None, CheckpointError | None]:
+    """Returns what to broadcast; an error too, or the other ranks would wait."""
     ranks = dist.get_process_group_ranks(group)
     name = group_name(ranks[0], len(ranks))
     try:
@@ -174,14 +175,14 @@ def _invite(dist: Any, group: Any, lease_s: float) -> tuple[_Call | None, Checkp
         joined = private_ray.joined()
         if address is not None:
             token_path = None if joined is None else joined.token_path
-            return _Call(Invitation(address, token_path=token_path), name), None
+            return _Invite(Invitation(address, token_path=token_path), name), None
         own = _private_ray_of_the_job(lease_s)
-        return _Call(Invitation(own.address, token_path=own.token_path), name), None
+        return _Invite(Invitation(own.address, token_path=own.token_path), name), None
     except CheckpointError as error:
         return None, error
     except Exception as error:  # noqa: BLE001 - the other ranks wait in the broadcast
-        told = ParticipantError(f"Starting a Ray failed: {type(error).__name__}: {error}", rank=0)
-        return None, told
+        failed = ParticipantError(f"Starting a Ray failed: {type(error).__name__}: {error}", rank=0)
+        return None, failed
 
 
 def _private_ray_of_the_job(lease_s: float) -> PrivateRay:
@@ -208,7 +209,7 @@ def _private_ray(store: Any, number: int, lease_s: float) -> PrivateRay:
         except CheckpointError as error:
             _refused.add(number)
             if store is not None:
-                store.set(f"{key}/told", f"error {error}")
+                store.set(f"{key}/address", f"error {error}")
             raise
         logger.info(
             "No Ray was named, so this job has started one of its own at %s: about 0.8 GB of "
@@ -220,25 +221,25 @@ def _private_ray(store: Any, number: int, lease_s: float) -> PrivateRay:
             own.supervisor_pid,
         )
         if store is not None:
-            store.set(f"{key}/told", own.encode())
+            store.set(f"{key}/address", own.encode())
         return own
     try:
-        store.wait([f"{key}/told"], timedelta(seconds=_START_S + _TELL_S))
+        store.wait([f"{key}/address"], timedelta(seconds=_START_S + _ANSWER_S))
     except RuntimeError as error:  # torch's own timeout error is one, in every version
         _refused.add(number)
         raise ParticipantError(
-            f"Expected another rank to start a Ray within {_START_S + _TELL_S:g} s, but it told "
-            f"nothing ({error}). Look whether it lives, then call again"
+            f"Expected another rank to start a Ray within {_START_S + _ANSWER_S:g} s, but there is "
+            f"no answer ({error}). Look whether it lives, then call again"
         ) from error
-    told = bytes(store.get(f"{key}/told")).decode()
-    if told.startswith("error "):
+    answer = bytes(store.get(f"{key}/address")).decode()
+    if answer.startswith("error "):
         _refused.add(number)
-        raise ParticipantError(f"Another rank could not start a Ray: {told[6:]}")
-    return PrivateRay.decode(told)
+        raise ParticipantError(f"Another rank could not start a Ray: {answer[6:]}")
+    return PrivateRay.decode(answer)
 
 
-def _come(
-    call: _Call, make: type[Session], rank: int, world_size: int, lease_s: float
+def _join_session(
+    call: _Invite, make: type[Session], rank: int, world_size: int, lease_s: float
 ) -> tuple[Session | None, CheckpointError | None]:
     try:
         attach(call.invitation)
@@ -249,7 +250,7 @@ def _come(
             namespace=call.invitation.namespace,
             lease_s=lease_s,
         )
-        session.greet()
+        session.register()
     except CheckpointError as error:
         return None, error
     except Exception as error:  # noqa: BLE001 - the other ranks wait in the gather
@@ -259,7 +260,7 @@ def _come(
     return session, None
 
 
-def _told(failed: dict[int, CheckpointError], world_size: int) -> CheckpointError:
+def _combined(failed: dict[int, CheckpointError], world_size: int) -> CheckpointError:
     if len(failed) == world_size and len({str(error) for error in failed.values()}) == 1:
         return failed[0]
     lines = [f"rank {rank}: {error}" for rank, error in failed.items()]
@@ -283,15 +284,15 @@ def _train_session(make: type[Session], sessions: GroupSessions, lease_s: float)
     ranks = ray_private.train_ranks()
     if ranks is None or ranks[1] == 1:
         return None
-    known, session = sessions.of(_TRAIN)
+    known, session = sessions.of(_TrainGroup)
     if not known:
         from ray.train.collective import broadcast_from_rank_zero
 
         rank, world_size, experiment = ranks
         word = broadcast_from_rank_zero(secrets.token_hex(8))
         session = make(f"train-{experiment}-{word}", rank, world_size, lease_s=lease_s)
-        session.greet()
-        sessions.set(_TRAIN, session)
+        session.register()
+        sessions.set(_TrainGroup, session)
     return session
 
 
@@ -299,50 +300,40 @@ class _TrainGroup:
     """Stands for the worker group of Ray Train: a worker process lives in only one."""
 
 
-_TRAIN = _TrainGroup()
-
-
 LOOK_S = 10.0
 """How long to wait for the others before it is asked whether they will ever come, in seconds."""
 
 LONGEST_S = 1800.0
-"""After this the group's own collective tells who is missing, in seconds: torch's default."""
+"""After this the group's own collective names who is missing, in seconds: torch's default."""
 
-_KEY = "ray_dcp/company"
+_KEY = "ray_dcp/discovery"
 
 
-def connects(store: Any = None, rank: int | None = None) -> None:
-    """Tells the job that this rank comes by `connect`, if there is a process group already.
+def announce_connect(connected: bool = True) -> None:
+    """Notes in the job's store that this rank uses `connect`, if there is a process group already.
 
     Args:
-        store: The job's store; that of the default process group by default.
-        rank: In the default group.
+        connected: False takes that back: the rank closed its session, or could not connect.
     """
-    _tell(store, rank, lambda store, key: store.set(key, "connect"))
+    store, rank = ray_private.job_place()
+    if store is not None and connected:
+        store.set(f"{_KEY}/connect/{rank}", "connect")
+    elif store is not None:
+        store.delete_key(f"{_KEY}/connect/{rank}")
 
 
 @contextmanager
-def announced() -> Iterator[None]:
-    """Tells that this rank comes by `connect`; takes it back when that fails."""
-    connects()
+def connect_announced() -> Iterator[None]:
+    """Announces that this rank uses `connect`; takes it back when that fails."""
+    announce_connect()
     try:
         yield
     except BaseException:
-        leaves_connect()
+        announce_connect(False)
         raise
 
 
-def leaves_connect(store: Any = None, rank: int | None = None) -> None:
-    """Takes that back: this rank closed its session, and comes by the group from now on.
-
-    Args:
-        store: As for `connects`.
-        rank: As for `connects`.
-    """
-    _tell(store, rank, lambda store, key: store.delete_key(key))
-
-
-def meet(store: Any, ranks: Sequence[int], rank: int, look_s: float = LOOK_S) -> None:
+def await_group(store: Any, ranks: Sequence[int], rank: int, look_s: float = LOOK_S) -> None:
     """Returns when all ranks of a group have come to make their session, or could still.
 
     Args:
@@ -359,9 +350,9 @@ def meet(store: Any, ranks: Sequence[int], rank: int, look_s: float = LOOK_S) ->
     group = f"{_KEY}/{len(ranks)}-{min(ranks)}-{max(ranks)}"
     store.set(f"{group}/{rank}", "group")
     missing = [other for other in ranks if other != rank]
-    begin_s, is_told = time.monotonic(), False
+    begin_s, is_logged = time.monotonic(), False
     while missing and (waited_s := time.monotonic() - begin_s) < LONGEST_S:
-        if waited_s >= LONG_WAIT_S and not is_told:
+        if waited_s >= LONG_WAIT_S and not is_logged:
             logger.warning(
                 "Rank %d has waited %.0f s to make a session: %s of the process group called "
                 "neither save nor load. All ranks of a group have to",
@@ -369,8 +360,8 @@ def meet(store: Any, ranks: Sequence[int], rank: int, look_s: float = LOOK_S) ->
                 waited_s,
                 name_ranks(missing),
             )
-            is_told = True
-        if _all_came(store, [f"{group}/{other}" for other in missing], look_s):
+            is_logged = True
+        if _all_set(store, [f"{group}/{other}" for other in missing], look_s):
             return
         missing = [other for other in missing if not store.check([f"{group}/{other}"])]
         connected = [other for other in missing if store.check([f"{_KEY}/connect/{other}"])]
@@ -384,16 +375,9 @@ def meet(store: Any, ranks: Sequence[int], rank: int, look_s: float = LOOK_S) ->
             )
 
 
-def _all_came(store: Any, keys: list[str], look_s: float) -> bool:
+def _all_set(store: Any, keys: list[str], look_s: float) -> bool:
     try:
         store.wait(keys, timedelta(seconds=look_s))
     except RuntimeError:  # torch's own timeout error is one, in every version
         return False
     return True
-
-
-def _tell(store: Any, rank: int | None, say: Callable[[Any, str], object]) -> None:
-    if store is None:
-        store, rank = ray_private.job_place()
-    if store is not None:
-        say(store, f"{_KEY}/connect/{rank}")

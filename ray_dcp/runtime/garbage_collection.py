@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
@@ -18,7 +18,7 @@ from ray_dcp.format.manifest import DeleteRecord, Manifest, encode_record
 from ray_dcp.io.checkpoint import METADATA_KEY
 from ray_dcp.protocol.garbage import GarbagePlan, attempts_of, sweep, verdicts
 from ray_dcp.protocol.messages import Target
-from ray_dcp.protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
+from ray_dcp.protocol.vote import Decision, Fenced, Open, Vote, Won
 from ray_dcp.runtime.records import (
     CollectReport,
     Listing,
@@ -32,12 +32,10 @@ from ray_dcp.runtime.records import (
     withdraw,
     without_stock_files,
 )
-from ray_dcp.runtime.tasks import new_attempt, perform, settle
+from ray_dcp.runtime.tasks import Opener, decide, new_attempt, settle
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
-
-Opener = Callable[[Target], Storage]
 
 COLLECTED = "ray_dcp.collect(abort_unfinished=True) was called"
 
@@ -61,7 +59,7 @@ def collect(
         abort_unfinished: End attempts that may still be committed, and delete their files: right
             when the jobs that saved here are gone. One that lives fails with
             `SaveCancelledError`.
-        dry_run: Only tell what would be deleted.
+        dry_run: Only report what would be deleted.
         opener: What opens the storage.
 
     Returns:
@@ -169,14 +167,14 @@ def delete(
     Args:
         path: Path or URL of one checkpoint.
         storage_options: For the storage.
-        dry_run: Only tell what would be deleted.
+        dry_run: Only report what would be deleted.
         opener: What opens the storage.
         expected: Attempt of the checkpoint that was decided about, "" where nothing stands: any
             other one is left alone. None for whatever stands.
         attempt: Of the delete record, where it was announced (`io.records`).
 
     Returns:
-        What was deleted. Files that could not be are told in `kept` and `warnings`: the checkpoint
+        What was deleted. Files that could not be are in `kept` and `warnings`: the checkpoint
         is gone all the same, and `collect` or another `delete` removes them.
 
     Raises:
@@ -185,7 +183,7 @@ def delete(
         CheckpointExistsError: Another checkpoint than the expected one stands there, or somebody
             ended the deletion that was announced; nothing is deleted.
         StorageError: The storage failed before anything was decided; or it did not say whether
-            the delete happened, which the message tells.
+            the delete happened, which is in the message.
 
     Example:
         >>> from ray_dcp.store.memory import MemoryStorage
@@ -233,12 +231,12 @@ def _finish_won(place: Listing, record: DeleteRecord, won: Won) -> CollectReport
     try:
         if standing_records(place.storage).slot == won.slot:
             return _finish_delete(place, record, dry_run=False)
-        told = "A save of the same id was committed right after the delete, and stands now"
+        warning = "A save of the same id was committed right after the delete, and stands now"
     except CheckpointError as error:
-        told = f"The checkpoint is deleted, but its files are not: {error}. Delete again"
+        warning = f"The checkpoint is deleted, but its files are not: {error}. Delete again"
     manifest = place.standing.manifest
     attempt = None if manifest is None else manifest.attempt
-    return CollectReport(place.storage.url, (), 0, (), checkpoint=attempt, warnings=(told,))
+    return CollectReport(place.storage.url, (), 0, (), checkpoint=attempt, warnings=(warning,))
 
 
 def _check_deletable(place: Listing) -> None:
@@ -280,14 +278,14 @@ def _delete_record(place: Listing, attempt: str) -> DeleteRecord:
     # Why: a foreign `.metadata` that the checkpoint replaced, but that still lies there, would
     # stand again; one that came after it is somebody else's.
     is_replaced = manifest is not None and manifest.replaced_metadata == place.foreign
-    told = not standing.slots.unreadable
+    is_known = not standing.slots.unreadable
     return DeleteRecord(
         attempt=attempt,
         reason=DELETED_BY_USER,
         created_s=time.time(),
         replaced_metadata=place.foreign if is_replaced else None,
         previous_slot=standing.last_slot,
-        decided=verdicts(standing.slots.records, attempts_of(place.sizes) if told else ()),
+        decided=verdicts(standing.slots.records, attempts_of(place.sizes) if is_known else ()),
     )
 
 
@@ -298,10 +296,7 @@ def _bury(target: Target, record: DeleteRecord, opener: Opener) -> Decision:
         record.previous_slot + 1,
         create_if_absent=opener(target).traits.create_if_absent,
     )
-    step: VoteTask | Decision = vote.commit(encode_record(record))
-    while not isinstance(step, Won | Fenced | Lost | Open):
-        step = vote.tell(perform(step, opener))
-    return step
+    return decide(vote, vote.commit(encode_record(record)), opener)
 
 
 def _finish_delete(place: Listing, record: DeleteRecord, dry_run: bool) -> CollectReport:
@@ -338,8 +333,8 @@ def _finish_delete(place: Listing, record: DeleteRecord, dry_run: bool) -> Colle
         stock = without_stock_files(storage, place.foreign_files) if is_replaced else ()
     except CheckpointError as error:
         # Why nothing is deleted: stock DCP still sees what `.metadata` names.
-        told = f".metadata could not be removed, so nothing was: {error}. Delete again"
-        return replace(done, warnings=(told,))
+        warning = f".metadata could not be removed, so nothing was: {error}. Delete again"
+        return replace(done, warnings=(warning,))
     report = remove(place, replace(found, delete=(*stock, *found.delete)), dry_run)
     removed = (METADATA_KEY,) if metadata else ()
     return replace(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ Waiting = tuple[OpKey, int, str]
 
 
 class Gatherer:
-    """Sends on what ranks say; in the event loop's thread.
+    """Forwards the requests of ranks in batches; in the event loop's thread.
 
     Args:
         coordinator: What the coordinator is called after.
@@ -53,9 +53,9 @@ class Gatherer:
         self._loop = asyncio.get_running_loop()
         self._reach = partial(coordinator_of, coordinator, namespace=namespace, lease_s=lease_s)
         self._coordinator: Any = None
-        self._gathering = BatchWindow(ranks, self._loop.time)
+        self._window = BatchWindow(ranks, self._loop.time)
         self._waiting: dict[Waiting, list[asyncio.Future[Reply | None]]] = {}
-        self._said: dict[int, tuple[Caller, float | None]] = {}
+        self._callers: dict[int, tuple[Caller, float | None]] = {}
         self._present: set[int] = set()
         self._lease_s = lease_s
         self._last_call_s = self._loop.time()
@@ -64,24 +64,24 @@ class Gatherer:
         self._self = ray.get_runtime_context().current_actor
         self._start(self._watch())
 
-    async def call(self, request: Request, caller: Caller, beats_s: float | None) -> Reply | None:
+    async def call(self, request: Request, caller: Caller, silence_s: float | None) -> Reply | None:
         """Returns the coordinator's reply to a request of a rank of the group.
 
         Args:
             request: May come again.
             caller: Who the rank is for Ray.
-            beats_s: See `Coordination.receive`.
+            silence_s: See `Coordination.receive`.
 
         Returns:
             None when the coordinator can't be reached: the rank has to find out by itself.
         """
         self._last_call_s = self._loop.time()
         self._present.add(request.rank)
-        self._said[request.rank] = (caller, beats_s)
+        self._callers[request.rank] = (caller, silence_s)
         future: asyncio.Future[Reply | None] = self._loop.create_future()
         at = (request.key, request.rank, step_of(request))
         self._waiting.setdefault(at, []).append(future)
-        for message in self._gathering.take(request):
+        for message in self._window.take(request):
             self._start(self._send(message, isinstance(request, Opening)))
         self._set_timer()
         return await future
@@ -91,7 +91,7 @@ class Gatherer:
         return os.getpid()
 
     async def leave(self, rank: int) -> None:
-        """Takes that a rank will not call again; with the last one it ends."""
+        """Removes a rank; with the last one it ends."""
         self._present.discard(rank)
         if not self._present and not self._waiting:
             ray_calls.kill(self._self, no_restart=True)
@@ -99,28 +99,28 @@ class Gatherer:
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        at_s = self._gathering.next_s
+        at_s = self._window.next_s
         self._timer = None if at_s is None else self._loop.call_at(at_s, self._send_late)
 
     def _send_late(self) -> None:
-        for message in self._gathering.due():
+        for message in self._window.due():
             self._start(self._send(message, True))
         self._set_timer()
 
     async def _send(self, message: MessageBatch, opens: bool) -> None:
-        """Sends a message until all its ranks are told, or the coordinator can't be reached."""
+        """Sends a message until all its ranks have replies, or the coordinator is out of reach."""
         left = set(message.ranks)
         try:
             while left:
                 if self._coordinator is None:
                     self._coordinator = await asyncio.to_thread(self._reach)
-                said = [self._said[rank] for rank in message.ranks]
-                # Why only then: who a rank is for Ray has to be told once.
-                callers = [caller for caller, _ in said] if opens else []
-                beats_s = said[0][1]
-                told = await self._coordinator.call_together.remote(message, callers, beats_s)
-                self._gathering.told(message, told)
-                for ranks, reply in told.replies:
+                callers_of = [self._callers[rank] for rank in message.ranks]
+                # Why only then: the coordinator registers a rank's process once.
+                callers = [caller for caller, _ in callers_of] if opens else []
+                silence_s = callers_of[0][1]
+                replies = await self._coordinator.call_batch.remote(message, callers, silence_s)
+                self._window.replied(message, replies)
+                for ranks, reply in replies.replies:
                     left.difference_update(ranks)
                     for rank in ranks:
                         self._answer((message.key, rank, message.step), reply)
@@ -176,12 +176,12 @@ def gatherer_of(coordinator: str, ranks: range, *, namespace: str, lease_s: floa
     return actor.remote(coordinator, ranks, namespace, check_lease(lease_s))
 
 
-PATIENCE_S = 60.0
+ANSWER_S = 60.0
 """How long a rank that sends no heartbeats waits for an answer before it calls the coordinator
 itself, in seconds; one that sends them waits for its `heartbeat_timeout_s`."""
 
 ALIVE_S = 5.0
-"""How long a gatherer may take to say that it lives, in seconds."""
+"""How long a gatherer may take to answer that it lives, in seconds."""
 
 
 class GatheredCalls:
@@ -199,55 +199,52 @@ class GatheredCalls:
         self, rank: int, world_size: int, coordinator: str, namespace: str, lease_s: float
     ) -> None:
         self._rank = rank
-        self._world_size = world_size
-        self._coordinator = coordinator
-        self._namespace = namespace
-        self._lease_s = lease_s
+        self._reach: Callable[[], Any] | None = None
+        ranks = aggregation.group_of(rank, world_size, aggregation.MOST_GATHERERS)
+        if ranks is not None:
+            self._reach = partial(
+                gatherer_of, coordinator, ranks, namespace=namespace, lease_s=lease_s
+            )
         self._handle: Any = None
         self._is_frozen = False
 
-    def call(self, request: Request, caller: Caller, beats_s: float | None) -> Reply | None:
+    def call(self, request: Request, caller: Caller, silence_s: float | None) -> Reply | None:
         """Returns the reply to a request; None where the rank has to ask the coordinator itself.
 
         Args:
             request: Of this rank.
             caller: Who this rank is for Ray.
-            beats_s: See `Session.call`.
+            silence_s: See `Session.call`.
         """
-        if not 0 <= self._rank < self._world_size or not aggregation.is_gathered(request):
-            return None
-        ranks = aggregation.group_of(self._rank, self._world_size, aggregation.MOST_GATHERERS)
-        if ranks is None or self._is_frozen:
+        if self._reach is None or not aggregation.is_gathered(request) or self._is_frozen:
             return None
         if not ray.is_initialized():
             return None
         try:
             if self._handle is None:
-                self._handle = gatherer_of(
-                    self._coordinator, ranks, namespace=self._namespace, lease_s=self._lease_s
-                )
+                self._handle = self._reach()
             with ray_private.starting_no_ray(), ray_calls.inside():
-                answer = self._handle.call.remote(request, caller, beats_s)
+                answer = self._handle.call.remote(request, caller, silence_s)
             # What shuts Ray down meanwhile ends the wait with a `RayError`.
-            done, _ = ray_calls.wait([answer], timeout=PATIENCE_S if beats_s is None else beats_s)
+            done, _ = ray_calls.wait([answer], timeout=ANSWER_S if silence_s is None else silence_s)
             if done:
                 reply: Reply | None = ray_calls.get(answer)
                 return reply
-            self._doubt()
+            self._check_alive()
         except (RayError, ConnectionError, ValueError) as error:
             logger.info("Rank %d calls its coordinator itself: %s", self._rank, error)
             self._handle = None
         return None
 
     def close(self) -> None:
-        """Tells the gatherer that this rank will not call again. Never raises."""
+        """Removes this rank from the gatherer. Never raises."""
         handle, self._handle = self._handle, None
         if handle is not None and ray.is_initialized():
             with suppress(Exception):
                 handle.leave.remote(self._rank)
 
-    def _doubt(self) -> None:
-        """Looks whether the gatherer lives: one that is frozen is not asked again."""
+    def _check_alive(self) -> None:
+        """Checks whether the gatherer lives: one that is frozen is not used again."""
         with ray_calls.inside():
             asked = self._handle.pid.remote()
         done, _ = ray_calls.wait([asked], timeout=ALIVE_S)

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -25,28 +24,20 @@ from ray_dcp.protocol.messages import Refused
 from ray_dcp.runtime import private_ray, ray_calls, ray_private
 from ray_dcp.runtime.rank_progress import RankProgress
 
-FIRST_BEAT_S = 1.0
+FIRST_HEARTBEAT_S = 1.0
 """A call of the user that is over before this many seconds sends no heartbeat at all."""
 
 TICK_S = 1.0
 """How long the sender waits at most before it checks again, in seconds."""
 
 KILL_S = 15.0
-"""Seconds that a process which was told to end may take, before it counts as frozen again: Ray
+"""Seconds that a process which is being ended may take, before it counts as frozen again: Ray
 asks it first, and one that is stopped does not answer."""
 
 MOST_UNANSWERED = 3
 """Heartbeats that are sent without an answer; a coordinator that is frozen gets no more."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Watch:
-    """A call to the coordinator that is answered when an operation has its outcome."""
-
-    vitals: RankProgress
-    stop: Stop
 
 
 class HeartbeatSender:
@@ -68,35 +59,47 @@ class HeartbeatSender:
         self._changed = threading.Condition()
         self._active: dict[RankProgress, float] = {}
         self._thread: threading.Thread | None = None
-        self._first_beat_s = 0.0
-        self._heard: HeartbeatAck | None = None
+        self._first_send_s = 0.0
+        self._ack: HeartbeatAck | None = None
         self._frozen: CheckpointError | None = None
         self._killed_s = float("-inf")
+        self._begin()
 
-    def add(self, vitals: RankProgress, timeout_s: float) -> None:
+    def _begin(self) -> None:
+        """Forgets what an earlier thread had sent."""
+        self._clock = AwakeClock(time.monotonic, TICK_S)
+        self._sent: dict[Any, float] = {}
+        self._watches: dict[Any, Stop] = {}
+        self._answered: set[Stop] = set()
+        self._phases: list[str] = []
+        self._next_s = 0.0
+        self._fresh = False
+        self._actor_id = ""
+
+    def add(self, progress: RankProgress, timeout_s: float) -> None:
         """Begins to send heartbeats for a call of the user.
 
         Args:
-            vitals: Of that call.
+            progress: Of that call.
             timeout_s: Silence that means a frozen process, for either side, in seconds.
         """
         with self._changed:
             if not self._active:
-                first_s = min(FIRST_BEAT_S, beat_interval_s(timeout_s))
-                self._first_beat_s = time.monotonic() + first_s
-                self._frozen = self._heard = None
-            self._active[vitals] = timeout_s
+                first_s = min(FIRST_HEARTBEAT_S, beat_interval_s(timeout_s))
+                self._first_send_s = time.monotonic() + first_s
+                self._frozen = self._ack = None
+            self._active[progress] = timeout_s
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="ray_dcp beats", daemon=True)
                 self._thread.start()
 
-    def remove(self, vitals: RankProgress) -> None:
+    def remove(self, progress: RankProgress) -> None:
         """Ends that; with the last one the thread ends, within `TICK_S`."""
         with self._changed:
-            self._active.pop(vitals, None)
+            self._active.pop(progress, None)
             self._changed.notify_all()
 
-    def given_up(
+    def failure(
         self, out_of_reach: bool, outlives_restart: bool, goes_on: bool = False
     ) -> CheckpointError | None:
         """Returns why the coordinator will not answer any more; None while it may.
@@ -104,8 +107,8 @@ class HeartbeatSender:
         Args:
             out_of_reach: A call failed.
             outlives_restart: The next incarnation of the coordinator can answer as well.
-            goes_on: The next one goes on with the operation: one that is frozen is not given up
-                while another takes its place.
+            goes_on: The next one goes on with the operation: a frozen one is no
+                failure while another takes its place.
         """
         if self._frozen is not None and not (goes_on and self._is_being_replaced):
             return self._frozen
@@ -118,7 +121,8 @@ class HeartbeatSender:
     def _run(self) -> None:
         while True:
             try:
-                _Beating(self).run()
+                self._begin()
+                self._send_all()
             except SystemExit:  # Ray was shut down under this thread
                 return
             except Exception as error:  # noqa: BLE001 - a rank without beats would be blamed
@@ -130,8 +134,8 @@ class HeartbeatSender:
                 self._changed.wait(TICK_S)
 
     def _is_gone(self) -> bool:
-        """Whether the incarnation that was heard last has ended, as Ray's tables tell."""
-        heard = self._heard
+        """Whether the incarnation that answered last has ended, by Ray's tables."""
+        heard = self._ack
         if heard is None:
             return False
         try:
@@ -142,19 +146,19 @@ class HeartbeatSender:
     def _abandon(self, error: CheckpointError) -> None:
         """Ends what moves bytes for a coordinator that will never answer."""
         with self._changed:
-            working = [vitals for vitals in self._active if vitals.is_working]
-        for vitals in working:
-            vitals.abandon(error)
+            working = [progress for progress in self._active if progress.is_working]
+        for progress in working:
+            progress.abandon(error)
 
     def _died(self) -> ParticipantError:
-        where = f" ({self._heard.place})" if self._heard else ""
+        where = f" ({self._ack.place})" if self._ack else ""
         return ParticipantError(
             f"Expected {self._who} to live until the end, but its process{where} died. Call again",
             rank=self._rank,
         )
 
     def _is_silent(self, silent_s: float) -> DeadlineError:
-        where = f" ({self._heard.place})" if self._heard else ""
+        where = f" ({self._ack.place})" if self._ack else ""
         return DeadlineError(
             f"Expected {self._who}{where} to answer beats, but it has not for {silent_s:.0f} s: "
             f"its process is frozen (stopped, swapped out, or a thread holds the GIL). Another "
@@ -177,124 +181,106 @@ class HeartbeatSender:
     def _is_being_replaced(self) -> bool:
         return time.monotonic() < self._killed_s + KILL_S
 
-
-class _Beating:
-    """What the thread knows while it lives."""
-
-    def __init__(self, heart: HeartbeatSender) -> None:
-        self._heart = heart
-        self._clock = AwakeClock(time.monotonic, TICK_S)
-        self._sent: dict[Any, float] = {}
-        self._watches: dict[Any, _Watch] = {}
-        self._told: set[Stop] = set()
-        self._phases: list[str] = []
-        self._next_s = 0.0
-        self._fresh = False
-        self._actor_id = ""
-
     @ray_private.starting_no_ray()
-    def run(self) -> None:
-        heart = self._heart
+    def _send_all(self) -> None:
         while True:
-            with heart._changed:
-                if not heart._active or not ray.is_initialized():
+            with self._changed:
+                if not self._active or not ray.is_initialized():
                     return
-                active = dict(heart._active)
-                wait_s = max(heart._first_beat_s - time.monotonic(), 0.0)
+                active = dict(self._active)
+                wait_s = max(self._first_send_s - time.monotonic(), 0.0)
                 if wait_s > 0:
-                    heart._changed.wait(min(wait_s, TICK_S))
+                    self._changed.wait(min(wait_s, TICK_S))
                     self._clock.tick()
                     continue
-            if heart._own is not None and heart._own.is_lost:
-                heart._abandon(heart._own.lost(heart._rank))
+            if self._own is not None and self._own.is_lost:
+                self._abandon(self._own.lost(self._rank))
                 return
             timeout_s = min(active.values())
             interval_s = beat_interval_s(timeout_s)
             now_s = self._clock.tick()
-            due = now_s >= self._next_s or self._is_news(active)
+            due = now_s >= self._next_s or self._has_new_phase(active)
             if due and len(self._sent) < MOST_UNANSWERED:
                 self._send(active, timeout_s, now_s)
                 self._next_s = now_s + interval_s
             self._watch(active)
             self._listen(min(interval_s, TICK_S))
-            self._judge(timeout_s)
+            self._check_coordinator(timeout_s)
 
     def _send(self, active: dict[RankProgress, float], timeout_s: float, now_s: float) -> None:
-        heart = self._heart
-        actor = heart._reach(self._fresh)
+        actor = self._reach(self._fresh)
         self._fresh, self._actor_id = False, ray_private.id_of(actor)
-        doings = tuple(vitals.doing for vitals in active)
-        beat = Heartbeat(heart._session, heart._rank, timeout_s, doings)
+        doings = tuple(progress.doing for progress in active)
+        beat = Heartbeat(self._session, self._rank, timeout_s, doings)
         with ray_calls.inside():
             self._sent[actor.beat.remote(beat)] = now_s
         self._phases = [doing.phase for doing in doings]
 
-    def _is_news(self, active: dict[RankProgress, float]) -> bool:
+    def _has_new_phase(self, active: dict[RankProgress, float]) -> bool:
         """Whether a phase has begun since the last heartbeat: the coordinator should know soon."""
-        return [vitals.phase for vitals in active] != self._phases
+        return [progress.phase for progress in active] != self._phases
 
     def _watch(self, active: dict[RankProgress, float]) -> None:
         """Asks for the outcome of what this rank works for, once for each."""
-        watched = {watch.stop for watch in self._watches.values()}
-        for vitals in active:
-            new = vitals.stop not in watched and vitals.stop not in self._told
-            if new and vitals.waits_for_others and vitals.key is not None:
-                actor = self._heart._reach(False)
+        watched = {*self._watches.values(), *self._answered}
+        for progress in active:
+            key = progress.key if progress.waits_for_others else None
+            if key is not None and progress.stop not in watched:
+                actor = self._reach(False)
                 with ray_calls.inside():
-                    ref = actor.watch.remote(vitals.key, self._heart._rank)
-                self._watches[ref] = _Watch(vitals, vitals.stop)
+                    ref = actor.watch.remote(key, self._rank)
+                self._watches[ref] = progress.stop
 
     def _listen(self, wait_s: float) -> None:
         refs = [*self._sent, *self._watches]
         if not refs:
-            with self._heart._changed:
-                self._heart._changed.wait(wait_s)
+            with self._changed:
+                self._changed.wait(wait_s)
             return
         done, _ = ray_calls.wait(refs, num_returns=1, timeout=wait_s)
         for ref in done:
-            watch = self._watches.pop(ref, None)
+            stop = self._watches.pop(ref, None)
             self._sent.pop(ref, None)
             try:
                 answer = ray_calls.get(ref)
             except (ActorDiedError, ActorUnavailableError) as error:
                 self._fresh = isinstance(error, ActorDiedError)
                 self._stop_if_gone()
-                with self._heart._changed:
-                    self._heart._changed.wait(wait_s)
+                with self._changed:
+                    self._changed.wait(wait_s)
                 continue
-            if watch is not None:
-                self._told.add(watch.stop)
-            if watch is None:
-                self._heart._heard, self._heart._frozen = answer, None
+            if stop is None:
+                self._ack, self._frozen = answer, None
                 # Why all: whoever answers one lives, and the others may have been lost.
                 self._sent.clear()
                 for wait in answer.waits:
                     logger.warning("%s", wait)
-            elif isinstance(answer, Refused):
-                watch.stop.because(answer.error)
+                continue
+            self._answered.add(stop)
+            if isinstance(answer, Refused):
+                stop.because(answer.error)
 
     def _stop_if_gone(self) -> None:
-        """Takes that a call failed: dead is not silent, and what it had planned is lost."""
+        """Handles a failed call: a dead coordinator is not silent, and its plans are lost."""
         self._sent.clear()
-        if not self._heart._is_gone():
+        if not self._is_gone():
             return
-        self._heart._abandon(self._heart._died())
+        self._abandon(self._died())
 
-    def _judge(self, timeout_s: float) -> None:
+    def _check_coordinator(self, timeout_s: float) -> None:
         now_s = self._clock()
         silent_s = now_s - min(self._sent.values(), default=now_s)
         if silent_s <= timeout_s:
             return
-        heard, life = self._heart._heard, ray_private.life_of(self._actor_id)
+        heard, life = self._ack, ray_private.life_of(self._actor_id)
         ends = heard is not None and heard.num_restarts == life.num_restarts
-        late = self._heart._is_being_replaced and heard is None
+        late = self._is_being_replaced and heard is None
         if late or not (life.is_running or ends):
             # Why: one that is being started, or started anew, is late and not frozen. One that
             # has answered and is just being ended, as another rank found it frozen, is.
             self._sent = dict.fromkeys(self._sent, now_s)
             return
-        heart = self._heart
-        if heart._frozen is None:
-            heart._replace()
-        heart._frozen = heart._is_silent(silent_s)
-        heart._abandon(heart._frozen)
+        if self._frozen is None:
+            self._replace()
+        self._frozen = self._is_silent(silent_s)
+        self._abandon(self._frozen)

@@ -58,10 +58,10 @@ class Shell:
         self.tasks: list[Perform] = []
         self._timers: dict[OpKey, tuple[float, str]] = {}
 
-    def receive(self, request: Request, beats_s: float | None = None) -> Refused | None:
+    def receive(self, request: Request, silence_s: float | None = None) -> Refused | None:
         """Hands over a request; returns the reply to this very call when it is refused."""
         try:
-            self._carry_out(self.coordination.receive(request, beats_s=beats_s))
+            self._carry_out(self.coordination.receive(request, silence_s=silence_s))
         except CheckpointError as error:
             return Refused(error)
         return None
@@ -141,7 +141,7 @@ class InlineSession:
         self._lock = threading.RLock()
         self._quiet = threading.Condition(self._lock)
         self._under_way: set[Future[Result]] = set()
-        self._vitals: set[RankProgress] = set()
+        self._progress: set[RankProgress] = set()
         self._next_seq = 0
         self.plans = PlanMemory()
 
@@ -159,23 +159,23 @@ class InlineSession:
         """Cancels a save; returns whether that was still possible. See `Session.cancel`."""
         with self._lock:
             cancelled = self._shell.cancel(key, reason)
-            for vitals in self._vitals:
-                if cancelled and vitals.key == key:
-                    vitals.stop.because(SaveCancelledError(f"The save was cancelled: {reason}"))
+            for progress in self._progress:
+                if cancelled and progress.key == key:
+                    progress.stop.because(SaveCancelledError(f"The save was cancelled: {reason}"))
             self._work_off()
             return cancelled
 
-    def begins(self, vitals: RankProgress, timeout_s: float) -> None:
+    def begin_call(self, progress: RankProgress, timeout_s: float) -> None:
         """Notes a call of the user."""
         with self._lock:
-            self._vitals.add(vitals)
+            self._progress.add(progress)
 
-    def ends(self, vitals: RankProgress) -> None:
+    def end_call(self, progress: RankProgress) -> None:
         """Notes its end."""
         with self._lock:
-            self._vitals.discard(vitals)
+            self._progress.discard(progress)
 
-    def gave_up(self, key: OpKey) -> None:
+    def report_lost(self, key: OpKey) -> None:
         """Does nothing: there never is another coordinator."""
 
     def withdraw(self, key: OpKey, reason: str) -> None:
@@ -185,24 +185,24 @@ class InlineSession:
             self._work_off()
             self._quiet.wait_for(lambda: not self._under_way, LEAVING_S)
 
-    def call(self, request: Request, *, beats_s: float | None = None) -> Reply:
+    def call(self, request: Request, *, silence_s: float | None = None) -> Reply:
         """Returns the reply to a request, when all that it leads to is done.
 
         Args:
             request: Of rank 0 in a world of 1.
-            beats_s: Ignored: nobody listens but this process itself.
+            silence_s: Ignored: nobody listens but this process itself.
 
         Raises:
             InternalError: No reply came.
         """
         with self._lock:
             shell = self._shell
-            self._tracing.hears(request)
+            self._tracing.record_request(request)
             refused = shell.receive(request)
             self._work_off()
             answers, shell.answers = shell.answers, []
             for answer in answers:
-                self._tracing.tells(answer)
+                self._tracing.record_answer(answer)
         at = (request.key, request.rank, step_of(request))
         for answer in answers:
             if (answer.key, *answer.ranks, answer.step) == at:

@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
-from types import TracebackType
 from typing import Any
 
 from ray_dcp import events
@@ -78,21 +77,21 @@ SECONDS = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 1
 """Bounds of the histograms: from a warm stall of a small state to a large load."""
 
 METRICS = {
-    "dcp_saves": ("Counter", "Saves that ended, by outcome; told by rank 0", ("outcome", "mode")),
-    "dcp_loads": ("Counter", "Loads that ended, by outcome; told by rank 0", ("outcome",)),
+    "dcp_saves": ("Counter", "Saves that ended, by outcome; from rank 0", ("outcome", "mode")),
+    "dcp_loads": ("Counter", "Loads that ended, by outcome; from rank 0", ("outcome",)),
     "dcp_staged_bytes": ("Counter", "Bytes that ranks copied so that training went on", ()),
     "dcp_written_bytes": ("Counter", "Bytes of committed part files", ()),
     "dcp_read_bytes": ("Counter", "Bytes that loads read, by where they came from", ("source",)),
     "dcp_takeovers": ("Counter", "Times that another stager took a rank's bytes over", ()),
     "dcp_save_stall_seconds": ("Histogram", "How long training waited for a save", ("mode",)),
     "dcp_save_durable_seconds": (
-        "Histogram", "From the call to the commit of a save; told by rank 0", ("mode",)
+        "Histogram", "From the call to the commit of a save; from rank 0", ("mode",)
     ),
-    "dcp_load_seconds": ("Histogram", "How long a load took; told by rank 0", ()),
+    "dcp_load_seconds": ("Histogram", "How long a load took; from rank 0", ()),
     "dcp_staging_used_bytes": ("Gauge", "Staging memory of a node that holds bytes", ()),
     "dcp_staging_limit_bytes": ("Gauge", "Staging memory that a node may use", ()),
 }  # fmt: skip
-"""Name -> kind, description, and the tags that tell its series apart."""
+"""Name -> kind, description, and the tags of its series."""
 
 
 def count(event: Event) -> None:
@@ -168,7 +167,7 @@ STALL = ("capture", "plan", "stage")
 
 
 class Account:
-    """What one save or load takes on one rank. As a context manager it also tells the end.
+    """Times one save or load on one rank. As a context manager it also emits the end.
 
     Args:
         mode: `"save"`, `"async_save"` or `"load"`.
@@ -246,10 +245,10 @@ class Account:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + took_s
             if num_bytes:
                 self.bytes[phase] = self.bytes.get(phase, 0) + num_bytes
-        self._tell(phase, took_s, num_bytes)
+        self._emit(phase, took_s, num_bytes)
 
     def planned(self, go: SaveGo) -> None:
-        """Notes what this rank is to write: where stagers do, nobody tells it how much that was.
+        """Notes what this rank is to write: where stagers write, nobody reports how much that was.
 
         Args:
             go: Its part of the plan.
@@ -264,15 +263,15 @@ class Account:
         """
 
         def watched(request: Request) -> Reply:
-            self._asks(request)
+            self._on_request(request)
             reply = call(request)
-            self._hears(reply)
+            self._on_reply(reply)
             return reply
 
         return watched
 
     def end(self, error: BaseException | None = None) -> None:
-        """Tells how it ended; once, whoever calls it again.
+        """Emits how it ended, once.
 
         Args:
             error: What it raised.
@@ -283,7 +282,7 @@ class Account:
             self._ended = True
             took_s = self._clock() - self._began_s
         outcome = outcome_of(error, "loaded" if self._kind == "load" else "committed")
-        self._tell(
+        self._emit(
             outcome,
             took_s,
             self.bytes.get("read", 0) if self._kind == "load" else self.bytes_written,
@@ -297,15 +296,10 @@ class Account:
     def __enter__(self) -> Account:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.end(error)
 
-    def _asks(self, request: Request) -> None:
+    def _on_request(self, request: Request) -> None:
         match request:
             case SaveJoin() if "capture" not in self.seconds:
                 self.done("capture")
@@ -317,7 +311,7 @@ class Account:
                 self._memory_bytes += request.counts.bytes_from_memory
                 self.done("read", request.counts.bytes_read)
 
-    def _hears(self, reply: Reply) -> None:
+    def _on_reply(self, reply: Reply) -> None:
         match reply:
             case SaveGo() | SaveAgain():
                 self.attempt = reply.attempt
@@ -326,14 +320,14 @@ class Account:
             case SaveOutcome() if "write" in self.seconds:
                 self.done("commit")
             case SaveOutcome():
-                # A stager wrote: this rank can't tell its writing from the commit.
+                # A stager wrote: this rank can't distinguish its writing from the commit.
                 self.done("write", self._planned_bytes)
             case LoadProceed():
                 self.done("plan")
             case LoadOutcome():
                 self.done("finish")
 
-    def _tell(self, outcome: str, seconds: float, num_bytes: int, **more: object) -> None:
+    def _emit(self, outcome: str, seconds: float, num_bytes: int, **more: object) -> None:
         try:
             event = Event(
                 name=f"{self._kind}.{outcome}",
@@ -351,7 +345,7 @@ class Account:
             events.emit(event)
             metrics.count(event)
         except Exception as failed:  # noqa: BLE001 - a user's log handler must not fail a save
-            logger.debug("An event was not told: %s", failed)
+            logger.debug("An event was not emitted: %s", failed)
 
 
 TASKS: dict[type, str] = {
@@ -367,7 +361,7 @@ class SaveRecorder:
     """The notes of one save.
 
     Args:
-        first: The first join; hand it to `hears` as well.
+        first: The first join; hand it to `record_request` as well.
         unix_s: When it came, in seconds since 1970.
         now_s: The same on the clock of all other notes, which never goes back.
 
@@ -385,15 +379,15 @@ class SaveRecorder:
         self._unix_s = unix_s - now_s
         self._begun: dict[int, float] = {}
         self._joined: dict[int, float] = {}
-        self._told: dict[int, float] = {}
-        self._held: dict[int, float] = {}
+        self._planned: dict[int, float] = {}
+        self._staged_s: dict[int, float] = {}
         self._written: dict[int, float] = {}
         self._bytes: dict[int, dict[int, int]] = {}
         self._where: dict[int, str] = {}
         self._takeovers: list[tuple[int, float]] = []
         self._tasks: list[tuple[str, float, float]] = []
 
-    def hears(self, request: Request, now_s: float, where: str = "") -> None:
+    def record_request(self, request: Request, now_s: float, where: str = "") -> None:
         """Notes a request.
 
         Args:
@@ -415,22 +409,22 @@ class SaveRecorder:
         rank = request.rank
         match request:
             case SaveReceipt():
-                if request.staged_s and rank in self._told:
-                    self._held.setdefault(rank, self._told[rank] + request.staged_s)
+                if request.staged_s and rank in self._planned:
+                    self._staged_s.setdefault(rank, self._planned[rank] + request.staged_s)
                 self._wrote(request, now_s)
             case PartsHeld(incarnation=0) | SaveStaged(incarnation=0):
-                self._held.setdefault(rank, now_s)
+                self._staged_s.setdefault(rank, now_s)
             case PartsHeld():
                 self._takeovers.append((rank, now_s))
             case PartsWritten():
                 self._wrote(request, now_s)
 
-    def tells(self, answer: Answer, now_s: float) -> None:
-        """Notes an answer that tells ranks what to write."""
+    def record_answer(self, answer: Answer, now_s: float) -> None:
+        """Notes an answer that has the parts of ranks."""
         if isinstance(answer.reply, SaveGo | SaveAgain):
             self.attempt = answer.reply.attempt
             for rank in answer.ranks:
-                self._told.setdefault(rank, now_s)
+                self._planned.setdefault(rank, now_s)
 
     def performed(self, task: Task, start_s: float, stop_s: float) -> None:
         """Notes a task of the coordinator."""
@@ -445,16 +439,16 @@ class SaveRecorder:
             committed_s: When, on the clock of the notes.
         """
         # Copies: a message that comes late may still be noted, in another thread.
-        begun, joined, told = dict(self._begun), dict(self._joined), dict(self._told)
-        held, written = dict(self._held), dict(self._written)
+        begun, joined, planned = dict(self._begun), dict(self._joined), dict(self._planned)
+        held, written = dict(self._staged_s), dict(self._written)
         if not self.attempt or not begun:
             return None
         zero_s = min(begun.values())
         steps = {
             "capture": (begun, joined),
-            "plan": (joined, told),
-            "stage": (told, held),
-            "write": ({**told, **held} if not self._staged else told, written),
+            "plan": (joined, planned),
+            "stage": (planned, held),
+            "write": ({**planned, **held} if not self._staged else planned, written),
         }
         return make_trace(
             self.attempt,
@@ -497,7 +491,7 @@ Performer = Callable[[Task], Result]
 """What carries out a task."""
 
 MOST_SAVES = 64
-"""Saves whose notes are kept: of older ones nobody told how they ended."""
+"""Saves whose notes are kept: the end of older ones was never reported."""
 
 WAIT_S = 0.2
 """How long the outcome may wait for a trace that takes longer than publishing `.metadata`. Whoever
@@ -521,7 +515,7 @@ class Tracing:
         self._opener = opener
         self._saves: dict[OpKey, SaveRecorder] = {}
 
-    def hears(self, request: Request, where: object = None) -> None:
+    def record_request(self, request: Request, where: object = None) -> None:
         """Notes a request that came.
 
         Args:
@@ -538,29 +532,31 @@ class Tracing:
                 save = self._saves[request.key] = SaveRecorder(request, time.time(), self._clock())
                 if len(self._saves) > MOST_SAVES:
                     del self._saves[next(iter(self._saves))]
-            save.hears(request, self._clock(), str(where) if where is not None and is_join else "")
+            save.record_request(
+                request, self._clock(), str(where) if where is not None and is_join else ""
+            )
         except Exception:  # noqa: BLE001 - no save fails because of its notes
-            self._give_up(request.key)
+            self._drop(request.key)
 
-    def hears_together(self, message: MessageBatch, where: Sequence[object]) -> None:
-        """Notes what several ranks said in one message, as `hears`; costs little if no save."""
-        first = message.said[0] if isinstance(message.said, tuple) else message.said.first
+    def record_batch(self, message: MessageBatch, where: Sequence[object]) -> None:
+        """Notes the requests of a batch, as `record_request` does; cheap if they are of no save."""
+        first = message.content[0] if isinstance(message.content, tuple) else message.content.first
         if isinstance(first, SaveJoin) or message.key in self._saves:
             places = [*where] or [None] * len(message.ranks)
             for request, place in zip(message.requests(), places, strict=True):
-                self.hears(request, place)
+                self.record_request(request, place)
 
-    def tells(self, answer: Answer) -> None:
+    def record_answer(self, answer: Answer) -> None:
         """Notes an answer that is given."""
         save = self._saves.get(answer.key)
         if save is None:
             return
         try:
-            save.tells(answer, self._clock())
+            save.record_answer(answer, self._clock())
             if isinstance(answer.reply, Refused):
                 self._saves.pop(answer.key, None)
         except Exception:  # noqa: BLE001 - no save fails because of its notes
-            self._give_up(answer.key)
+            self._drop(answer.key)
 
     def perform(self, command: Perform, performer: Performer) -> Result:
         """Returns what came of a task; notes how long it took, and writes the trace with the last.
@@ -583,13 +579,13 @@ class Tracing:
         try:
             save.performed(command.task, start_s, self._clock())
         except Exception:  # noqa: BLE001 - no save fails because of its notes
-            self._give_up(command.key)
+            self._drop(command.key)
         return result
 
-    def _give_up(self, key: OpKey) -> None:
+    def _drop(self, key: OpKey) -> None:
         """Drops notes that went wrong, which is no reason for a save to fail."""
         self._saves.pop(key, None)
-        logger.debug("The notes of save %d are given up", key.seq, exc_info=True)
+        logger.debug("The notes of save %d are dropped", key.seq, exc_info=True)
 
     def _start(self, save: SaveRecorder, target: Target) -> threading.Thread:
         committed_s = self._clock()

@@ -6,6 +6,10 @@ token, has its own temporary directory, and takes any free ports: two jobs on a 
 
 The supervisor holds a lock on the directory while every daemon of the tree lives. Each rank checks
 that lock before it waits for Ray, which itself would wait for ever.
+
+Ray takes its settings from the environment of each process: which cluster was named
+(`RAY_ADDRESS`), and how a rank proves to a private Ray that it belongs to this job. Of the modules
+below the entrypoints, this one reads and changes these variables.
 """
 
 from __future__ import annotations
@@ -30,7 +34,6 @@ from pathlib import Path
 import ray
 
 from ray_dcp.errors import DeadlineError, InvalidRequestError, ParticipantError
-from ray_dcp.runtime import environment
 from ray_dcp.runtime.actor_names import LEASE_S, check_lease
 
 READY = "ready.json"
@@ -78,7 +81,7 @@ class PrivateRay:
     def is_lost(self) -> bool:
         """Whether one of its daemons has died, or its supervisor: then it never comes back.
 
-        False on another machine, where nobody can tell.
+        False on another machine, where that can't be known.
         """
         try:
             folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -185,7 +188,6 @@ class SupervisorOrder:
     directory: str
     lease_s: float
     num_cpus: int
-    object_store_bytes: int | None
     start_timeout_s: float
 
 
@@ -193,7 +195,6 @@ def start_private_ray(
     *,
     lease_s: float = LEASE_S,
     num_cpus: int = 1,
-    object_store_bytes: int | None = None,
     start_timeout_s: float = 120.0,
 ) -> PrivateRay:
     """Starts a Ray on this machine's loopback interface and returns where it is.
@@ -204,7 +205,6 @@ def start_private_ray(
     Args:
         lease_s: How long it stays when it is unused, in seconds.
         num_cpus: CPUs it offers to tasks; our actors need none.
-        object_store_bytes: Size of its object store; Ray's own default when None.
         start_timeout_s: How long it may take to start, in seconds.
 
     Raises:
@@ -221,22 +221,20 @@ def start_private_ray(
     end_s = time.monotonic() + start_timeout_s
     while True:
         try:
-            return _start(lease_s, num_cpus, object_store_bytes, end_s - time.monotonic())
+            return _start(lease_s, num_cpus, end_s - time.monotonic())
         except ParticipantError as error:
             if _SLOW not in error.message or time.monotonic() >= end_s:
                 raise
 
 
-def _start(
-    lease_s: float, num_cpus: int, object_store_bytes: int | None, timeout_s: float
-) -> PrivateRay:
+def _start(lease_s: float, num_cpus: int, timeout_s: float) -> PrivateRay:
     # Why /tmp and short: the paths of Ray's sockets below it must stay under 107 bytes.
     directory = Path(tempfile.mkdtemp(prefix="rdcp", dir="/tmp"))
     try:
         token = directory / TOKEN
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
-        order = SupervisorOrder(str(directory), lease_s, num_cpus, object_store_bytes, timeout_s)
+        order = SupervisorOrder(str(directory), lease_s, num_cpus, timeout_s)
         process = _start_supervisor(directory, token, order)
     except OSError as error:
         shutil.rmtree(directory, ignore_errors=True)
@@ -258,7 +256,7 @@ def _start_supervisor(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=environment.private_ray_environment(str(token)),
+            env=private_ray_environment(str(token)),
             cwd="/",
             start_new_session=True,
         )
@@ -292,3 +290,101 @@ def _tail(path: Path, num_characters: int = 2000) -> str:
         return path.read_text(errors="replace")[-num_characters:]
     except OSError:
         return ""
+
+
+_NOT_INHERITED = ("RAY_ADDRESS", "RAY_NAMESPACE", "RAY_JOB_CONFIG_JSON_ENV_VAR")
+
+_INLINE_BYTES = 256 << 20
+_INLINE = {
+    # Why: a process that is at the object store of a raylet when that dies is ended by Ray. So
+    # messages travel without it; Ray's own limit for that is 100 KB.
+    "RAY_max_direct_call_object_size": str(_INLINE_BYTES),
+    "RAY_task_rpc_inlined_bytes_limit": str(_INLINE_BYTES),
+}
+
+_LIMIT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""After how many seconds without control store Ray ends a process that asks it; 60 by default."""
+_YEAR_S = 365 * 24 * 3600
+
+_token_paths: set[str] = set()
+"""Tokens of our own that this process has used."""
+
+
+def named_address() -> str | None:
+    """Returns the cluster that the user named with `RAY_ADDRESS`, if any."""
+    return os.environ.get("RAY_ADDRESS") or None
+
+
+def token_environment(token_path: str) -> dict[str, str]:
+    """Returns the variables that make a process use the token in a file.
+
+    Empty when the user decided about authentication with `RAY_AUTH_MODE`.
+    """
+    is_ours = os.environ.get("RAY_AUTH_TOKEN_PATH") in _token_paths
+    if os.environ.get("RAY_AUTH_MODE") and not is_ours:
+        return {}
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token_path}
+
+
+def private_ray_environment(token_path: str) -> dict[str, str]:
+    """Returns the whole environment for the supervisor of a private Ray.
+
+    Args:
+        token_path: File with the token that its users must show.
+    """
+    kept = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+    paths = [str(Path(__file__).parents[2]), *filter(None, [kept.get("PYTHONPATH")])]
+    settings = {
+        # Why: without it Ray replaces 127.0.0.1 by an address that other machines can reach.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        # Why: training fills the memory on purpose; Ray would kill the coordinator first.
+        "RAY_memory_monitor_refresh_ms": kept.get("RAY_memory_monitor_refresh_ms", "0"),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        **_INLINE,
+        # Why: Ray would end the supervisor while that ends Ray.
+        _LIMIT: str(_YEAR_S),
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {**kept, **token_environment(token_path), **settings}
+
+
+def daemons_environment() -> dict[str, str]:
+    """Returns the whole environment for the daemons that this process, the supervisor, starts."""
+    return {name: value for name, value in os.environ.items() if name != _LIMIT}
+
+
+@contextmanager
+def pinned_to_loopback(token_path: str) -> Iterator[dict[str, str]]:
+    """Sets what `ray.init` needs to reach a private Ray; yields the token's variables.
+
+    The token's variables stay set (Ray's processes of this rank read them again), the rest does
+    not.
+    """
+    token = token_environment(token_path)
+    os.environ.update(token)
+    _token_paths.update({token_path} if token else ())
+    settings = {
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        # Why: Ray ends a driver whose control store is gone for so many seconds (60), and one
+        # whose raylet is gone if the process that it takes for the raylet is not there: here its
+        # parent, without this. A rank must not end with a Ray that it never asked for.
+        _LIMIT: str(_YEAR_S),
+        "RAY_RAYLET_PID": str(os.getpid()),
+        **_INLINE,
+    }
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield token
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def prefer_loopback_for_gloo() -> None:
+    """Makes process groups of this process use the loopback interface, unless one was chosen."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

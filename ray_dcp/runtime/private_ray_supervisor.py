@@ -25,13 +25,14 @@ from pathlib import Path
 from types import FrameType
 
 from ray_dcp.errors import CheckpointError
-from ray_dcp.runtime import environment, ray_private
+from ray_dcp.runtime import ray_private
 from ray_dcp.runtime.private_ray import (
     ATTACHING,
     READY,
     TOKEN,
     PrivateRay,
     SupervisorOrder,
+    daemons_environment,
     try_lock,
 )
 
@@ -94,8 +95,6 @@ def _start(order: SupervisorOrder, directory: Path) -> subprocess.Popen[bytes]:
         # Why not `directory`: Ray opens its temporary directory to every user.
         "temp-dir": directory / "r",
     }
-    if order.object_store_bytes is not None:
-        options["object-store-memory"] = order.object_store_bytes
     if ray_private.has_ray_client():
         options["ray-client-server-port"] = _free_port()
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
@@ -104,7 +103,7 @@ def _start(order: SupervisorOrder, directory: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(  # noqa: S603 - our own interpreter, no input from outside
         command,
         stdin=subprocess.DEVNULL,
-        env=environment.daemons_environment(),
+        env=daemons_environment(),
         preexec_fn=_end_with_parent,
     )
 

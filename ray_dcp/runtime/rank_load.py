@@ -18,6 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -44,7 +45,7 @@ from ray_dcp.io.reader import (
     read_items,
     read_prepared,
 )
-from ray_dcp.io.shared_read import SharedReadStorage
+from ray_dcp.io.shared_read import SharedReadStorage, Transport
 from ray_dcp.io.small_files import SmallFiles
 from ray_dcp.io.threads import run_within
 from ray_dcp.options import LoadOptions
@@ -80,7 +81,6 @@ from ray_dcp.runtime.rank_save import (
     refusal,
     reported,
 )
-from ray_dcp.runtime.shared_reads import Peers
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyMissingError, Storage, read_traits_of
 from ray_dcp.view.listing import Run, StepFolder, list_run
@@ -110,9 +110,8 @@ class MemorySource:
 
     def __init__(self, kept: KeptIn | None) -> None:
         self._kept = kept
-        self._thread: threading.Thread | None = None
-        self._found: list[InMemory | None] = []
-        self._asked: tuple[Storage, str] | None = None
+        self._answer: Future[InMemory | None] | None = None
+        self._ask_again: Callable[[], InMemory | None] = lambda: None
 
     def ask(self, storage: Storage, attempt: str | None) -> None:
         """Begins to ask, at once.
@@ -123,9 +122,17 @@ class MemorySource:
         """
         if self._kept is None or attempt is None:
             return
-        self._asked = (storage, attempt)
-        self._thread = threading.Thread(target=self._ask, daemon=True, name="ray_dcp asks memory")
-        self._thread.start()
+        ask = self._ask_again = partial(self._kept, storage, attempt)
+        answer = self._answer = Future[InMemory | None]()
+
+        def run() -> None:
+            found = None
+            # Suppressed: it is asked again by who can raise it.
+            with suppress(Exception):
+                found = ask()
+            answer.set_result(found)
+
+        threading.Thread(target=run, daemon=True, name="ray_dcp asks memory").start()
 
     def found(self) -> InMemory | None:
         """Returns the storage with what is in memory, once that is known; None for nothing.
@@ -133,17 +140,8 @@ class MemorySource:
         Where nothing was found it is asked again: what has just been committed is kept a moment
         later.
         """
-        if self._asked is None or self._kept is None or self._thread is None:
-            return None
-        self._thread.join()
-        found = self._found.pop() if self._found else None
-        return self._kept(*self._asked) if found is None else found
-
-    def _ask(self) -> None:
-        # Suppressed: it is asked again by who can raise it.
-        with suppress(Exception):
-            if self._asked is not None and self._kept is not None:
-                self._found.append(self._kept(*self._asked))
+        found = None if self._answer is None else self._answer.result()
+        return self._ask_again() if found is None else found
 
 
 MOST_RANGES = 1 << 16
@@ -159,7 +157,7 @@ C = TypeVar("C")
 T = TypeVar("T")
 
 _hung: set[object] = set()
-"""Reads that were given up and may still write into targets when their storage answers."""
+"""Reads that timed out and may still write into targets when their storage answers."""
 _ended = threading.Condition()
 """Told when one of them has ended."""
 
@@ -195,7 +193,22 @@ class LoadWork(Protocol):
         ...
 
 
-Opener = Callable[[Target], Storage]
+SHARE_BYTES = 256 << 20
+"""Most bytes that a rank has in the object store at a time for others to take."""
+
+
+class Peers:
+    """How a rank finds the others of a load; this one finds none."""
+
+    node = ""
+
+    def exchange(self, key: OpKey, rank: int, check: Callable[[], None]) -> Transport | None:
+        """Returns what units go through, or None."""
+        return None
+
+    def budget_bytes(self, ranks_here: int) -> int:
+        """Returns how much a rank may offer at a time."""
+        return SHARE_BYTES
 
 
 LoadPlanning = Generator[Request, Reply, LoadWork]
@@ -206,7 +219,7 @@ LoadPlanning = Generator[Request, Reply, LoadWork]
 class LoadResult:
     """What came of a load on one rank."""
 
-    together: ReadCounts
+    total: ReadCounts
     """Of all ranks."""
     checkpoint: Checkpoint
     own: ReadCounts
@@ -227,37 +240,37 @@ class RankLoad:
     plan: Callable[[Checkpoint], LoadWork | LoadPlanning]
     """From the checkpoint to what this rank wants of it, or a generator that ends with that, for
     planners that talk to the other ranks; changes nothing yet."""
-    opener: Opener = open_storage
+    opener: Callable[[Target], Storage] = open_storage
     """What opens the storage."""
-    vitals: RankProgress = field(default_factory=RankProgress)
-    """Where it notes how far it is, and is told to stop."""
+    progress: RankProgress = field(default_factory=RankProgress)
+    """Its progress, and whether it has to stop."""
     kept: KeptIn | None = None
     """Returns the storage with what nodes keep of an attempt in memory, or None."""
     peers: Peers = field(default_factory=Peers)
     """How the other ranks are reached, to share reads with them."""
-    _storage: Storage | None = field(default=None, init=False)
-    _opened: SmallFiles | None = field(default=None, init=False)
+    _storage: Storage = field(init=False)
+    _opened: SmallFiles = field(init=False)
 
     def __post_init__(self) -> None:
         self._memory = MemorySource(self.kept if self.options.from_memory else None)
 
     def run(self) -> Generator[Request, Reply, LoadResult]:
-        """Returns what this rank says, until every rank has loaded.
+        """Returns the requests of this rank, until every rank has loaded.
 
         Raises:
             CheckpointError: The load failed, on this rank or on another: the same error on all. No
                 target was touched unless the failure came while reading.
         """
-        key, rank, vitals = self.key, self.rank, self.vitals
-        vitals.begin(key)
+        key, rank, progress = self.key, self.rank, self.progress
+        progress.begin(key)
         with naming_checkpoint(self.target.url):
             storage, error = attempt(self.open, "opening the storage", rank)
-            vitals.enter("waiting")
+            progress.enter("waiting")
             go = yield LoadJoin(key, rank, self.world_size, self.target, self.options, error)
             if not isinstance(go, LoadGo) or storage is None:
                 raise refusal(go, rank)
 
-            vitals.enter("planning")
+            progress.enter("planning")
             checkpoint, error = attempt(partial(self.checkpoint, go), "opening", rank)
             work: LoadWork | None = None
             prepared: Prepared | None = None
@@ -266,9 +279,9 @@ class RankLoad:
                 if work is not None and read_plan is not None:
                     prepare = partial(self.prepare, checkpoint, work, read_plan)
                     prepared, error = attempt(prepare, "planning the reads", rank)
-            vitals.enter("waiting")
-            if vitals.abandoned is not None:
-                raise located(vitals.abandoned, self.target.url)
+            progress.enter("waiting")
+            if progress.abandoned is not None:
+                raise located(progress.abandoned, self.target.url)
             may_share = self.world_size > 1 and prepared is not None
             needs = self.needs(prepared) if may_share and prepared is not None else None
             proceed = yield LoadReady(key, rank, error, needs)
@@ -278,12 +291,12 @@ class RankLoad:
                 raise error or refusal(proceed, rank)
             fill = partial(self.fill, checkpoint, work, prepared, proceed.share)
             counts, error = attempt(fill, "reading", rank)
-            vitals.enter("waiting")
-            if vitals.abandoned is not None:
-                raise located(vitals.abandoned, self.target.url)
+            progress.enter("waiting")
+            if progress.abandoned is not None:
+                raise located(progress.abandoned, self.target.url)
             counts = counts or ReadCounts()
             outcome = yield LoadDone(key, rank, counts, error)
-            vitals.over = True
+            progress.over = True
             if not isinstance(outcome, LoadOutcome):
                 raise refusal(outcome, rank)
             return LoadResult(outcome.counts, checkpoint, counts)
@@ -297,7 +310,7 @@ class RankLoad:
                 for `plan_timeout_s`.
             CheckpointError: It can't be opened.
         """
-        self.vitals.enter("opening")
+        self.progress.enter("opening")
         with _ended:
             alone = _ended.wait_for(lambda: not _hung, self.options.plan_timeout_s)
         if not alone:
@@ -309,7 +322,7 @@ class RankLoad:
             )
         opened = self._in_time(partial(self.opener, self.target), "open the storage")
         self._opened = SmallFiles(opened)
-        self._storage = WatchedStorage(self._opened, self.vitals)
+        self._storage = WatchedStorage(self._opened, self.progress)
         return self._storage
 
     def checkpoint(self, go: LoadGo) -> Checkpoint:
@@ -322,16 +335,20 @@ class RankLoad:
             DeadlineError: It takes longer than `plan_timeout_s`.
             CheckpointError: It can't be read.
         """
-        storage = self._storage or self.open()
         read = partial(
-            checkpoint_from, storage, go.kind, go.slot, go.record, table=go.table, checks_later=True
+            checkpoint_from,
+            self._storage,
+            go.kind,
+            go.slot,
+            go.record,
+            table=go.table,
+            checks_later=True,
         )
         found = self._in_time(read, "read what is stored")
         found.in_time = partial(self._in_time, what="read which chunks are stored")
-        if self._opened is not None:
-            if found.manifest is not None:
-                self._opened.expect(found.manifest.files)
-            self._memory.ask(self._opened, found.attempt)
+        if found.manifest is not None:
+            self._opened.expect(found.manifest.files)
+        self._memory.ask(self._opened, found.attempt)
         return found
 
     def prepare(self, checkpoint: Checkpoint, work: LoadWork, read_plan: ReadPlan) -> Prepared:
@@ -346,7 +363,7 @@ class RankLoad:
             DeadlineError: It takes longer than `plan_timeout_s`.
             CheckpointError: It can't be read, or does not fit.
         """
-        storage = self._storage or self.open()
+        storage = self._storage
         table, options = checkpoint.table, self.options
 
         def prepare() -> Prepared:
@@ -393,20 +410,20 @@ class RankLoad:
             DeadlineError: It takes longer than `read_timeout_s`.
             CheckpointError: It can't be read, or does not fit.
         """
-        storage = self._storage or self.open()
+        storage = self._storage
         memory = self._memory.found()
-        source = storage if memory is None else WatchedStorage(memory, self.vitals)
-        relay = self._relay(source, checkpoint, prepared, share)
-        if memory is None and relay is None:
+        source = storage if memory is None else WatchedStorage(memory, self.progress)
+        shared = self._shared_source(source, checkpoint, prepared, share)
+        if memory is None and shared is None:
             return self._fill(storage, checkpoint, work, prepared)
         most = None if memory is None else memory.most_threads
         try:
-            counts = self._fill(source, checkpoint, work, prepared, relay, most)
+            counts = self._fill(source, checkpoint, work, prepared, shared, most)
         except (DeadlineError, SaveCancelledError):
             raise
         except CheckpointError as error:
             from_memory = 0 if memory is None else memory.bytes_from_memory
-            from_peers = 0 if relay is None else relay.bytes_from_peers
+            from_peers = 0 if shared is None else shared.bytes_from_peers
             if not from_memory and not from_peers:
                 raise
             logger.warning(
@@ -418,7 +435,7 @@ class RankLoad:
             return replace(counts, bytes_read_instead=from_peers)
         return replace(counts, bytes_from_memory=0 if memory is None else memory.bytes_from_memory)
 
-    def _relay(
+    def _shared_source(
         self,
         storage: Storage,
         checkpoint: Checkpoint,
@@ -427,9 +444,9 @@ class RankLoad:
     ) -> SharedReadStorage | None:
         if share is None:
             return None
-        vitals, options = self.vitals, self.options
+        progress, options = self.progress, self.options
         # Why not `key`: the call may have another number by now.
-        exchange = self.peers.exchange(vitals.key or self.key, self.rank, vitals.check)
+        exchange = self.peers.exchange(progress.key or self.key, self.rank, progress.check)
         if exchange is None:
             return None
         return SharedReadStorage(
@@ -441,8 +458,8 @@ class RankLoad:
             exchange,
             budget_bytes=self.peers.budget_bytes(share.here),
             num_threads=options.num_threads,
-            check=vitals.check,
-            moved=vitals.moved,
+            check=progress.check,
+            moved=progress.moved,
         )
 
     def _fill(
@@ -451,26 +468,26 @@ class RankLoad:
         checkpoint: Checkpoint,
         work: LoadWork,
         prepared: Prepared,
-        relay: SharedReadStorage | None = None,
+        shared: SharedReadStorage | None = None,
         most_threads: int | None = None,
     ) -> ReadCounts:
         table, options = checkpoint.table, self.options
         if most_threads is not None:
             options = replace(options, num_threads=min(options.num_threads, most_threads))
-        self.vitals.enter("reading", prepared.read_plan.bytes_needed)
+        self.progress.enter("reading", prepared.read_plan.bytes_needed)
         end_s = time.monotonic() + options.read_timeout_s
 
         def chunks() -> ReadStats:
-            if relay is None:
+            if shared is None:
                 return read_prepared(storage, prepared, work.sink, options=options)
             failed = True
-            relay.start()
+            shared.start()
             try:
-                stats = read_prepared(relay, prepared, work.sink, options=options)
+                stats = read_prepared(shared, prepared, work.sink, options=options)
                 failed = False
             finally:
-                relay.finish(failed=failed)
-            return replace(stats, bytes_read=relay.bytes_from_storage)
+                shared.finish(failed=failed)
+            return replace(stats, bytes_read=shared.bytes_from_storage)
 
         stats = self._read(chunks, end_s)
         needed, read = stats.bytes_needed, stats.bytes_read
@@ -490,24 +507,24 @@ class RankLoad:
                     take(data)
         needed += sum(int(table.item_bytes[chunk]) for chunk, _ in work.objects)
         work.finish()
-        if relay is None:
+        if shared is None:
             return ReadCounts(needed, read)
         return ReadCounts(
             needed,
             read,
-            bytes_from_peers=relay.bytes_from_peers,
-            bytes_read_instead=relay.bytes_instead,
+            bytes_from_peers=shared.bytes_from_peers,
+            bytes_read_instead=shared.bytes_instead,
         )
 
     def _in_time(self, work: Callable[[], T], what: str) -> T:
         timeout_s = self.options.plan_timeout_s
         overdue = partial(
-            self.vitals.overdue, what, "LoadOptions.plan_timeout_s", timeout_s, self.rank
+            self.progress.overdue, what, "LoadOptions.plan_timeout_s", timeout_s, self.rank
         )
-        return run_within(work, timeout_s, self.vitals.stop, overdue)
+        return run_within(work, timeout_s, self.progress.stop, overdue)
 
     def _read(self, work: Callable[[], T], end_s: float) -> T:
-        """Returns what a read gives; one that is given up is remembered until it ends."""
+        """Returns what a read gives; one that times out is remembered until it ends."""
         mark = object()
         under_way = {mark}
 
@@ -521,14 +538,14 @@ class RankLoad:
                     _ended.notify_all()
 
         overdue = partial(
-            self.vitals.overdue,
+            self.progress.overdue,
             "read its share",
             "LoadOptions.read_timeout_s",
             self.options.read_timeout_s,
             self.rank,
         )
         try:
-            return run_within(marked, end_s - time.monotonic(), self.vitals.stop, overdue)
+            return run_within(marked, end_s - time.monotonic(), self.progress.stop, overdue)
         finally:
             with _ended:
                 _hung.update(under_way)
@@ -584,12 +601,12 @@ def _planned(
         work = (yield from planned) if isinstance(planned, Generator) else planned
         read_plan = plan_reads(checkpoint.table, work.wanted)
         work.check_coverage(read_plan)
-    except Exception as error:  # noqa: BLE001 - told to every rank, which raises it
+    except Exception as error:  # noqa: BLE001 - reported to every rank, which raises it
         return None, None, reported(error, "planning the reads", rank)
     return work, read_plan, None
 
 
-_PASSED_OVER = (DamagedCheckpointError, CheckpointNotFoundError, KeyMissingError)
+_SKIPPED = (DamagedCheckpointError, CheckpointNotFoundError, KeyMissingError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -708,7 +725,7 @@ def first_that_loads(
                 if skipped:
                     error.__notes__ = [
                         *getattr(error, "__notes__", ()),
-                        f"Newer checkpoints were skipped before: {_told(skipped)}",
+                        f"Newer checkpoints were skipped before: {_listed(skipped)}",
                     ]
                 raise
             skipped.append((one, error))
@@ -736,7 +753,7 @@ def with_time_to_join(options: LoadOptions) -> LoadOptions:
 
 
 def falls_back(error: CheckpointError) -> bool:
-    """Tells whether an older checkpoint may load where one failed with this error.
+    """Returns whether an older checkpoint may load where one failed with this error.
 
     It may when the checkpoint is damaged or not (or no longer) there, on every rank that failed.
     It does not help against a request that does not fit, a storage that fails, a rank that died.
@@ -744,11 +761,11 @@ def falls_back(error: CheckpointError) -> bool:
     trust it.
 
     Args:
-        error: What every rank was told.
+        error: Of the load, the same on every rank.
     """
     causes = [error, *(cause for cause, _ in error.failures.values())]
     return all(
-        isinstance(cause, _PASSED_OVER) and not isinstance(cause, UnsafeCheckpointError)
+        isinstance(cause, _SKIPPED) and not isinstance(cause, UnsafeCheckpointError)
         for cause in causes
     )
 
@@ -799,16 +816,16 @@ def _nothing_loaded(
     if not damaged:
         return CheckpointNotFoundError(
             f"expected a committed checkpoint{steps} in the run {url}, but none of "
-            f"{len(skipped)} folder(s) holds one: {_told(skipped)}",
+            f"{len(skipped)} folder(s) holds one: {_listed(skipped)}",
             checkpoint_id=url,
         )
     return DamagedCheckpointError(
         f"expected a sound checkpoint{steps} in the run {url}, but none of {len(skipped)} "
-        f"folder(s) can be loaded: {_told(skipped)}. The state dict may hold parts of what was "
+        f"folder(s) can be loaded: {_listed(skipped)}. The state dict may hold parts of what was "
         f"tried: load into it again before you use it. `ray-dcp verify` lists all the damage",
         checkpoint_id=url,
     )
 
 
-def _told(skipped: Sequence[tuple[object, CheckpointError]]) -> str:
+def _listed(skipped: Sequence[tuple[object, CheckpointError]]) -> str:
     return "; ".join(f"{path}: {error.message}" for path, error in skipped)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ray_dcp.errors import CheckpointError, DeadlineError, SaveCancelledError
@@ -125,13 +124,13 @@ class RankProgress:
 
     @property
     def is_working(self) -> bool:
-        """Whether this rank does its share, and hears of a failure only by being told."""
+        """Whether this rank moves bytes, and has to be notified of a failure elsewhere."""
         # Why not "opening": that is before it joins.
         return self._phase in ("planning", "writing", "reading")
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether it may wait for another rank, of whose failure it hears only by being told."""
+        """Whether it may wait for another rank, and has to be notified of its failure."""
         return self.is_working or self._phase == "staging"
 
     @property
@@ -176,61 +175,61 @@ class WatchedStorage(StorageWrapper):
 
     Args:
         inner: The storage.
-        vitals: Of who uses it.
+        progress: Of who uses it.
     """
 
-    def __init__(self, inner: Storage, vitals: RankProgress) -> None:
+    def __init__(self, inner: Storage, progress: RankProgress) -> None:
         super().__init__(inner)
-        self._vitals = vitals
+        self._progress = progress
 
     def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
         """See `Storage.read`."""
-        with self._vitals.at(key):
+        with self._progress.at(key):
             data = self._inner.read(key, start, num_bytes)
-        self._vitals.moved(len(data))
+        self._progress.moved(len(data))
         return data
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         """See `Storage.read_into`."""
-        with self._vitals.at(key):
+        with self._progress.at(key):
             self._inner.read_into(key, start, target)
-        self._vitals.moved(len(target))
+        self._progress.moved(len(target))
 
     def write(
         self, key: str, data: bytes | bytearray | memoryview, *, create: bool = False
     ) -> None:
         """See `Storage.write`."""
-        with self._vitals.at(key):
+        with self._progress.at(key):
             self._inner.write(key, data, create=create)
 
     def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
         """See `Storage.open_writer`."""
-        self._vitals.check(key)
+        self._progress.check(key)
         # Why no check after it: nobody would abort the writer.
-        return _WatchedWriter(self._inner.open_writer(key, sync=sync), key, self._vitals)
+        return _WatchedWriter(self._inner.open_writer(key, sync=sync), key, self._progress)
 
     def list(self, prefix: str = "") -> list[Entry]:
         """See `Storage.list`."""
-        with self._vitals.at(prefix or "its list of files"):
+        with self._progress.at(prefix or "its list of files"):
             return self._inner.list(prefix)
 
 
 class _WatchedWriter:
-    def __init__(self, inner: PartWriter, key: str, vitals: RankProgress) -> None:
+    def __init__(self, inner: PartWriter, key: str, progress: RankProgress) -> None:
         self._inner = inner
         self._key = key
-        self._vitals = vitals
+        self._progress = progress
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        with self._vitals.at(self._key):
+        with self._progress.at(self._key):
             self._inner.write(data)
-        self._vitals.moved(len(data))
+        self._progress.moved(len(data))
 
     def commit(self) -> None:
-        with self._vitals.at(self._key):
+        with self._progress.at(self._key):
             self._inner.commit()
 
     def abort(self) -> None:
@@ -238,7 +237,7 @@ class _WatchedWriter:
 
 
 LEAVING_S = 10.0
-"""How long a rank that is interrupted takes to tell the others so, in seconds."""
+"""How long a rank that is interrupted takes to report that, in seconds."""
 
 
 class Activity:
@@ -250,7 +249,7 @@ class Activity:
         key: Of this call, if the session named it before.
 
     Attributes:
-        vitals: How far it is.
+        progress: How far it is.
 
     Example:
         >>> from ray_dcp.runtime.inline import InlineSession
@@ -265,7 +264,7 @@ class Activity:
         timeout_s: float,
         key: OpKey | None = None,
     ) -> None:
-        self.vitals = RankProgress()
+        self.progress = RankProgress()
         self._named, self._num_steps = key, 0
         self._seq: int | None = None
         self._session = session
@@ -298,7 +297,7 @@ class Activity:
             self._seq = named.seq + self._session.skipped_calls
         key = replace(named, seq=self._seq, step=self._num_steps)
         self._num_steps += 1
-        self.vitals.names(key)
+        self.progress.names(key)
         return key
 
     def call(self, request: Request) -> Reply:
@@ -313,33 +312,28 @@ class Activity:
         while True:
             seq = request.key.seq if self._seq is None else self._seq
             sent = replace(request, key=replace(request.key, seq=seq))
-            reply = self._session.call(sent, beats_s=self._timeout_s)
+            reply = self._session.call(sent, silence_s=self._timeout_s)
             if not isinstance(reply, Renumbered):
                 return reply
             self._seq = reply.seq
-            self.vitals.renumber(reply.seq)
+            self.progress.renumber(reply.seq)
             missed = reply.seq - (self._named or request.key).seq
             self._session.skipped_calls = max(self._session.skipped_calls, missed)
 
     def __enter__(self) -> Activity:
         # Why now: a call that fails before its first operation counts as well.
         self._named = self._named or self._session.next_key()
-        self._session.begins(self.vitals, self._timeout_s)
+        self._session.begin_call(self.progress, self._timeout_s)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            key = self.vitals.key
+            key = self.progress.key
             left_early = error is not None and not isinstance(error, CheckpointError)
-            if left_early and key is not None and not self.vitals.over:
+            if left_early and key is not None and not self.progress.over:
                 with suppress(CheckpointError):
                     self._session.withdraw(key, f"{type(error).__name__} on rank {self.rank}")
-            elif key is not None and self.vitals.abandoned is not None:
-                self._session.gave_up(key)
+            elif key is not None and self.progress.abandoned is not None:
+                self._session.report_lost(key)
         finally:
-            self._session.ends(self.vitals)
+            self._session.end_call(self.progress)

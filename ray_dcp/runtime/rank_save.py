@@ -16,9 +16,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-import threading
 import traceback
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -59,6 +57,7 @@ from ray_dcp.protocol.messages import (
     TakeOver,
     Target,
 )
+from ray_dcp.protocol.planning import PlanCache
 from ray_dcp.protocol.save import replaced_since
 from ray_dcp.protocol.vote import Fenced, Lost, Won
 from ray_dcp.runtime.rank_progress import RankProgress, WatchedStorage
@@ -90,10 +89,6 @@ class Captured(Protocol):
         ...
 
 
-MOST_PLANS = 8
-"""A job that saves two layouts in turn (weights and their averages) uses two."""
-
-
 @dataclass(frozen=True, eq=False)
 class Remembered:
     """This rank's part of a plan.
@@ -111,33 +106,12 @@ class Remembered:
     group: Int32Array
 
     def values(self, contents: bytes) -> bytes:
-        """Returns what this rank tells of its content, from `contents_of` its items."""
+        """Returns the digests of this rank's content, from `contents_of` its items."""
         return digests_of(self.place, self.group, contents)
 
 
-class PlanMemory:
-    """The newest plan of each of the last fingerprints, of one rank of one session. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._plans: OrderedDict[bytes, Remembered] = OrderedDict()
-
-    def get(self, fingerprint: bytes) -> Remembered | None:
-        """Returns what is remembered of items of this fingerprint."""
-        with self._lock:
-            found = self._plans.get(fingerprint)
-            if found is not None:
-                self._plans.move_to_end(fingerprint)
-            return found
-
-    def put(self, fingerprint: bytes, remembered: Remembered) -> None:
-        """Remembers a plan."""
-        with self._lock:
-            self._plans[fingerprint] = remembered
-            self._plans.move_to_end(fingerprint)
-            while len(self._plans) > MOST_PLANS:
-                self._plans.popitem(last=False)
-
+PlanMemory = PlanCache[Remembered]
+"""The newest plan of each of the last fingerprints, of one rank of one session."""
 
 T = TypeVar("T")
 
@@ -169,7 +143,7 @@ def refusal(reply: Reply, rank: int) -> CheckpointError:
     if isinstance(reply, Refused):
         return copy.copy(reply.error)
     return InternalError(
-        f"Expected the next step or a refusal, but rank {rank} was told "
+        f"Expected the next step or a refusal, but rank {rank} got "
         f"{type(reply).__name__}. Please report this",
         rank=rank,
     )
@@ -178,7 +152,7 @@ def refusal(reply: Reply, rank: int) -> CheckpointError:
 def attempt(
     work: Callable[[], T], doing: str, rank: int
 ) -> tuple[T, None] | tuple[None, CheckpointError]:
-    """Returns what a step gives, or its error: a rank must tell the others, not just die.
+    """Returns what a step gives, or its error: a rank must report it, not just die.
 
     Args:
         work: The step.
@@ -187,12 +161,12 @@ def attempt(
     """
     try:
         return work(), None
-    except Exception as error:  # noqa: BLE001 - told to every rank, which raises it
+    except Exception as error:  # noqa: BLE001 - reported to every rank, which raises it
         return None, reported(error, doing, rank)
 
 
 def reported(error: Exception, doing: str, rank: int) -> CheckpointError:
-    """Returns an error as it can be told: with its rank, its traceback, and fit to be pickled.
+    """Returns an error as it can be reported: with rank and traceback, and fit to be pickled.
 
     Args:
         error: What was raised.
@@ -200,20 +174,20 @@ def reported(error: Exception, doing: str, rank: int) -> CheckpointError:
         rank: Where.
     """
     if isinstance(error, CheckpointError):
-        told = copy.copy(error)
-        if told.rank is None:
-            told.rank = rank
+        placed = copy.copy(error)
+        if placed.rank is None:
+            placed.rank = rank
     else:
-        told = CheckpointError(f"{doing} failed: {type(error).__name__}: {error}", rank=rank)
-        told.__cause__ = error
-    known = {} if told._failures is None else told.failures
+        placed = CheckpointError(f"{doing} failed: {type(error).__name__}: {error}", rank=rank)
+        placed.__cause__ = error
+    known = {} if placed._failures is None else placed.failures
     if rank not in known:
         stack = _plain(traceback.extract_tb(error.__traceback__))
         known = {**known, rank: (_portable(error), stack)}
     # Why a note: the traceback is lost when the error is pickled to another process.
     lines = "".join(traceback.format_exception(error)[-4:])
-    told.__notes__ = [*getattr(told, "__notes__", ()), f"On rank {rank}, {doing}:\n{lines}"]
-    return told.with_failures(known)
+    placed.__notes__ = [*getattr(placed, "__notes__", ()), f"On rank {rank}, {doing}:\n{lines}"]
+    return placed.with_failures(known)
 
 
 def _plain(stack: traceback.StackSummary) -> traceback.StackSummary:
@@ -224,7 +198,7 @@ def _plain(stack: traceback.StackSummary) -> traceback.StackSummary:
 
 
 def _portable(error: Exception) -> BaseException:
-    """Returns the error if it survives a pickle, or one that says the same."""
+    """Returns the error if it survives a pickle, or one with the same text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - user classes can raise anything here
@@ -258,8 +232,8 @@ class RankSave:
     """Whether stagers write the bytes."""
     opener: Opener = open_storage
     """What opens the storage."""
-    vitals: RankProgress = field(default_factory=RankProgress)
-    """Where it notes how far it is, and is told to stop."""
+    progress: RankProgress = field(default_factory=RankProgress)
+    """Its progress, and whether it has to stop."""
     memory: PlanMemory = field(default_factory=PlanMemory)
     """Plans of earlier saves of this rank's session; this one's is added."""
     node: str = ""
@@ -276,12 +250,12 @@ class RankSave:
 
         Raises:
             CheckpointError: The save failed, on this rank or on another: the same error on all.
-            CommitUnknownError: Neither coordinator nor storage say whether it was committed.
+            CommitUnknownError: Neither coordinator nor storage report whether it was committed.
         """
         go, captured = yield from self.join(capture)
         receipt = self.write(go, captured.source, captured.deferred)
         outcome = yield from self.outcome(go, receipt)
-        self.vitals.over = True
+        self.progress.over = True
         warnings = dict.fromkeys([*captured.warnings, *go.warnings, *outcome.warnings])
         return replace(outcome, warnings=tuple(warnings))
 
@@ -296,9 +270,9 @@ class RankSave:
         Raises:
             CheckpointError: The save failed, on this rank or on another: the same error on all.
         """
-        rank, options, vitals, plans = self.rank, self.options, self.vitals, self.memory
-        vitals.begin(self.key)
-        vitals.enter("capturing")
+        rank, options, progress, plans = self.rank, self.options, self.progress, self.memory
+        progress.begin(self.key)
+        progress.enter("capturing")
         captured, error = attempt(capture, "capturing the state dict", rank)
         join = SaveJoin(
             self.key,
@@ -317,8 +291,8 @@ class RankSave:
             described, error = attempt(first, "encoding the plan", rank)
             join, known = described or (replace(join, error=error), None)
         stats = getattr(captured, "stats", b"")  # see `Capture.stats`
-        join = replace(join, stats=stats, capture_s=vitals.doing.phase_s)
-        vitals.enter("waiting")
+        join = replace(join, stats=stats, capture_s=progress.doing.phase_s)
+        progress.enter("waiting")
         with naming_checkpoint(self.target.url):
             reply = yield join
             while isinstance(reply, SendItems) and captured is not None:
@@ -327,8 +301,7 @@ class RankSave:
                 join = answer or replace(join, error=error, asked=join.asked + 1)
                 reply = yield join
             if isinstance(reply, SaveAgain) and known is not None and reply.digest == known.digest:
-                told = (reply.attempt, reply.epoch, known.plan, reply.warnings)
-                reply = SaveGo(*told, origin=reply.origin, create_if_absent=reply.create_if_absent)
+                reply = reply.with_plan(known.plan)
             elif isinstance(reply, SaveAgain):
                 raise InternalError(
                     f"expected the coordinator to send rank {rank} its part of the plan, but it "
@@ -344,7 +317,7 @@ class RankSave:
     def write(
         self, go: SaveGo, source: Source, deferred: Deferred, *, staged_s: float = 0.0
     ) -> SaveReceipt:
-        """Writes what the plan gives to this rank; returns the receipt, which tells a failure too.
+        """Writes what the plan gives to this rank; returns the receipt, which may be a failure.
 
         Args:
             go: What this rank writes.
@@ -352,11 +325,11 @@ class RankSave:
             deferred: Gives a deferred item's bytes.
             staged_s: See `SaveReceipt`.
         """
-        vitals, rank, timeout_s = self.vitals, self.rank, self.options.write_timeout_s
+        progress, rank, timeout_s = self.progress, self.rank, self.options.write_timeout_s
 
         def write() -> tuple[FileReceipt, ...]:
             return write_part(
-                WatchedStorage(self.opener(self.target), vitals),
+                WatchedStorage(self.opener(self.target), progress),
                 go.plan,
                 go.attempt,
                 source=source,
@@ -365,49 +338,49 @@ class RankSave:
             )
 
         overdue = partial(
-            vitals.overdue, "write its part", "SaveOptions.write_timeout_s", timeout_s, rank
+            progress.overdue, "write its part", "SaveOptions.write_timeout_s", timeout_s, rank
         )
-        vitals.enter("writing", sum(file.num_bytes for file in go.plan.files))
-        in_time = partial(run_within, write, timeout_s, vitals.stop, overdue)
+        progress.enter("writing", sum(file.num_bytes for file in go.plan.files))
+        in_time = partial(run_within, write, timeout_s, progress.stop, overdue)
         files, error = attempt(in_time, "writing", rank)
         return SaveReceipt(self.key, rank, go.attempt, go.epoch, files or (), error, staged_s)
 
     def outcome(
         self,
         go: SaveGo,
-        said: SaveReceipt | SaveStaged,
+        request: SaveReceipt | SaveStaged,
         hand_over: Callable[[TakeOver], PartsHeld | None] | None = None,
     ) -> Generator[Request, Reply, SaveOutcome]:
         """Returns how this rank's save ended, from the coordinator or else from the storage.
 
         Args:
             go: What this rank was to write.
-            said: What this rank tells last.
-            hand_over: Gives staged bytes to another stager; returns what was told of that.
+            request: The last request of this rank.
+            hand_over: Gives staged bytes to another stager; returns the report of that.
 
         Raises:
             CheckpointError: The save failed.
-            CommitUnknownError: Neither coordinator nor storage say whether it was committed.
+            CommitUnknownError: Neither coordinator nor storage report whether it was committed.
         """
-        rank, vitals = self.rank, self.vitals
-        vitals.enter("waiting")
-        held = said.held if isinstance(said, SaveStaged) else None
-        if vitals.abandoned is not None:
-            return self._settled(go, vitals.abandoned)
+        rank, progress = self.rank, self.progress
+        progress.enter("waiting")
+        held = request.held if isinstance(request, SaveStaged) else None
+        at = (request.key, rank, request.attempt, request.epoch)
+        if progress.abandoned is not None:
+            return self._settled(go, progress.abandoned)
         try:
-            outcome = yield said
+            outcome = yield request
             while isinstance(outcome, TakeOver) and hand_over is not None:
-                told, error = attempt(
+                report, error = attempt(
                     partial(hand_over, outcome), "handing over staged bytes", rank
                 )
-                held = told or held
+                held = report or held
                 if error is not None and not outcome.lost:
                     # The slow stager still writes: nothing is lost, and the save needs no help.
                     logger.warning("No other stager took over from a slow one: %s", error)
                     error = None
-                outcome = yield SaveStaged(
-                    said.key, rank, said.attempt, said.epoch, outcome.incarnation, error, held
-                )
+                number = outcome.incarnation
+                outcome = yield SaveStaged(*at, number, error, held)
         except CheckpointError as unanswered:
             outcome = self._settled(go, unanswered)
         # Why InternalError: a coordinator that contradicted itself may have committed, or still
@@ -421,7 +394,7 @@ class RankSave:
         return outcome
 
     def _settled(self, go: SaveGo, unanswered: CheckpointError) -> SaveOutcome:
-        """Returns the outcome that the storage knows, when the coordinator does not tell it."""
+        """Returns the outcome that the storage knows, when the coordinator does not answer."""
         unanswered = located(unanswered, self.target.url)
         timeout_s = self.options.commit_timeout_s
 
@@ -472,7 +445,7 @@ class RankSave:
 
     def _unknown(self, go: SaveGo, why: str, when: str) -> CommitUnknownError:
         return CommitUnknownError(
-            f"Nobody said whether attempt {go.attempt} was committed: {why}. Ask "
+            f"Nobody request whether attempt {go.attempt} was committed: {why}. Ask "
             f"ray_dcp.outcome({self.target.url!r}, {go.attempt!r}) {when}",
             attempt=go.attempt,
             checkpoint_id=self.target.url,
@@ -554,7 +527,7 @@ class Unchanged:
 
 
 def check_unchanged(captured: Captured) -> None:
-    """Takes that all bytes of a capture are copied.
+    """Checks a capture whose bytes are all copied.
 
     Raises:
         InvalidRequestError: It is an `Unchanged`, and they have changed meanwhile.

@@ -1,6 +1,6 @@
 """The one module that uses what Ray (and once torch) keeps private: store, tables, settings.
 
-Checked with the Ray versions of `TESTED`. When a private name is gone, the error says so and which
+Checked with the Ray versions of `TESTED`. When a private name is gone, the error names it and which
 Ray to use; nothing else of the runtime depends on Ray's internals.
 """
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Caller:
-    """Who a rank is for Ray: what tells later whether it still lives."""
+    """A rank's process for Ray: by it Ray reports later whether it still lives."""
 
     kind: Literal["actor", "job"]
     id: str
@@ -48,7 +48,7 @@ class Caller:
 
 
 def _private(what: str, use: Callable[[], T]) -> T:
-    """Returns what a private name gives, or says which Ray to use."""
+    """Returns what a private name gives, or raises an error with the Ray to use."""
     try:
         return use()
     except (ImportError, AttributeError, TypeError, AssertionError) as error:
@@ -153,23 +153,27 @@ def _refuse_after_disconnect() -> None:
     worker.disconnect = disconnect_and_refuse
 
 
+def _control_store(what: str, *arguments: Any) -> Any:
+    """Returns what a call of Ray's internal key-value store gives, in our namespace of it."""
+
+    def use() -> Any:
+        from ray.experimental import internal_kv
+
+        call = getattr(internal_kv, f"_internal_kv_{what}")
+        return call(*arguments, namespace=_KV_NAMESPACE)
+
+    return _private("the internal key-value store", use)
+
+
 def next_epoch(name: str) -> int:
     """Returns 1 more than the last time it was asked for this name, in this cluster.
 
     It survives the process that asks: the number lives in Ray's control store. Only one process
     may ask for a name at a time (the actor of that name).
     """
-
-    def use() -> int:
-        from ray.experimental import internal_kv
-
-        key = f"epoch:{name}"
-        before = internal_kv._internal_kv_get(key, namespace=_KV_NAMESPACE)
-        epoch = int(before or b"0") + 1
-        internal_kv._internal_kv_put(key, str(epoch).encode(), True, namespace=_KV_NAMESPACE)
-        return epoch
-
-    return _private("the internal key-value store", use)
+    epoch = int(recall(f"epoch:{name}") or 0) + 1
+    remember(f"epoch:{name}", str(epoch))
+    return epoch
 
 
 def remember(name: str, text: str) -> None:
@@ -177,40 +181,22 @@ def remember(name: str, text: str) -> None:
 
     Like the epoch it survives the process.
     """
-
-    def use() -> None:
-        from ray.experimental import internal_kv
-
-        if text:
-            internal_kv._internal_kv_put(name, text.encode(), True, namespace=_KV_NAMESPACE)
-        else:
-            internal_kv._internal_kv_del(name, namespace=_KV_NAMESPACE)
-
-    _private("the internal key-value store", use)
+    if text:
+        _control_store("put", name, text.encode(), True)
+    else:
+        _control_store("del", name)
 
 
 def recall(name: str) -> str:
     """Returns what `remember` was given last for a name; empty when there is nothing."""
-
-    def use() -> str:
-        from ray.experimental import internal_kv
-
-        return (internal_kv._internal_kv_get(name, namespace=_KV_NAMESPACE) or b"").decode()
-
-    return _private("the internal key-value store", use)
+    return (_control_store("get", name) or b"").decode()
 
 
 @ray_calls.unless_lost
 def names_from(prefix: str) -> list[str]:
     """Returns the names that begin so and under which something is kept by `remember`."""
-
-    def use() -> list[str]:
-        from ray.experimental import internal_kv
-
-        found = internal_kv._internal_kv_list(prefix, namespace=_KV_NAMESPACE)
-        return [name.decode() if isinstance(name, bytes) else name for name in found]
-
-    return _private("the internal key-value store", use)
+    found = _control_store("list", prefix)
+    return [name.decode() if isinstance(name, bytes) else name for name in found]
 
 
 def this_caller(pid: int) -> Caller:
@@ -223,7 +209,7 @@ def this_caller(pid: int) -> Caller:
 
 
 def this_connection() -> tuple[str, str] | None:
-    """Returns what tells this process's connection to a Ray from any other one; None for none."""
+    """Returns what identifies this process's connection to a Ray; None without one."""
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
@@ -235,7 +221,7 @@ def this_connection() -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class Life:
-    """What Ray's tables say of an actor."""
+    """An actor in Ray's tables."""
 
     num_restarts: int = -1
     """How often it was started anew; -1 when it is dead for good, or not known. Rises within
@@ -246,7 +232,7 @@ class Life:
 
 @ray_calls.unless_lost
 def life_of(actor_id: str) -> Life:
-    """Returns what Ray's tables say of an actor. Blocks for about a millisecond.
+    """Returns an actor's entry in Ray's tables. Blocks for about a millisecond.
 
     Args:
         actor_id: Hex id.
@@ -300,7 +286,7 @@ def _actor_ended(state: Any, caller: Caller) -> bool:
 
 
 class ClusterUse:
-    """Tells whether anybody uses a cluster, without becoming one of its drivers.
+    """Reports whether anybody uses a cluster, without becoming one of its drivers.
 
     Args:
         address: `host:port` of the cluster's control store.
@@ -345,13 +331,10 @@ def has_ray_client() -> bool:
 @contextmanager
 def loopback_addresses() -> Iterator[None]:
     """Makes `ray.init` take 127.0.0.1 as it is, instead of this machine's outer address."""
-
-    def constants() -> Any:
-        from ray._private import ray_constants
-
-        return ray_constants
-
-    module = _private("a cluster on the loopback interface", constants)
+    module: Any = _private(
+        "a cluster on the loopback interface",
+        lambda: importlib.import_module("ray._private.ray_constants"),
+    )
     before = module.ENABLE_RAY_CLUSTER
     module.ENABLE_RAY_CLUSTER = False
     try:
@@ -375,8 +358,8 @@ def local_token() -> None:
 def uncaught_errors_untold() -> None:
     """Makes Ray's handler of uncaught exceptions send them to no private Ray.
 
-    *Why*: it tells them to the control store before anybody sees them. Where that has died it waits
-    for ever: the process would neither say what is wrong nor end.
+    *Why*: it sends them to the control store before they are shown. Where that has died it waits
+    for ever: the process would neither show what is wrong nor end.
     """
 
     def use() -> None:
@@ -384,17 +367,17 @@ def uncaught_errors_untold() -> None:
 
         # Why now: later it might be too late for that, and the handler does it first.
         state.state._connect_and_get_accessor()
-        _tell_no_own_ray(state.state)
+        _send_to_no_private_ray(state.state)
 
     _private("the handler of uncaught exceptions", use)
 
 
 @functools.cache
-def _tell_no_own_ray(state: Any) -> None:
-    tell = state.add_worker
+def _send_to_no_private_ray(state: Any) -> None:
+    send = state.add_worker
 
-    def add_worker(*told: Any) -> Any:
-        return tell(*told) if private_ray.joined() is None else None
+    def add_worker(*values: Any) -> Any:
+        return send(*values) if private_ray.joined() is None else None
 
     state.add_worker = add_worker
 

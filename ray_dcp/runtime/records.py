@@ -135,8 +135,8 @@ def read_standing(storage: Storage) -> RecordsRead:
             known |= {verdict.attempt for verdict in standing.record.decided}
         keys = [key for key in keys if attempts_of([key]) <= known]
     left = left_by_others(keys, last_slot=standing.last_slot)
-    # Why not told where a record can't be read: it may be the commit of one of them.
-    told = storage.traits.create_if_absent and not standing.slots.unreadable
+    # Why none where a record can't be read: it may be the commit of one of them.
+    is_known = storage.traits.create_if_absent and not standing.slots.unreadable
     return RecordsRead(
         last_slot=standing.last_slot,
         committed=_in_words(standing, digest),
@@ -150,7 +150,7 @@ def read_standing(storage: Storage) -> RecordsRead:
             *_unprotected(storage),
         ),
         create_if_absent=storage.traits.create_if_absent,
-        decided=verdicts(standing.slots.records, present if told else ()),
+        decided=verdicts(standing.slots.records, present if is_known else ()),
     )
 
 
@@ -203,7 +203,7 @@ def confirm_record(storage: Storage, slot: int, data: bytes) -> None:
     """Makes sure that a record which somebody else created is durable.
 
     Whoever created it may have died, or failed, after its name was there and before that was
-    durable; what is decided by it must not be told before.
+    durable; what is decided by it must not be reported before.
 
     Args:
         storage: Of the target.
@@ -214,7 +214,7 @@ def confirm_record(storage: Storage, slot: int, data: bytes) -> None:
         StorageError: It could not be made durable.
     """
     if not read_traits_of(storage).durable and storage.traits.create_if_absent:
-        # A storage says that a key is taken only when it is so for good. If it was removed
+        # A storage reports that a key is taken only when it is so for good. If it was removed
         # meanwhile, a higher record decides, and one more below that does no harm.
         with suppress(KeyExistsError):
             storage.write(record_key(slot), data, create=True)
@@ -295,7 +295,7 @@ def _files(manifest: Manifest | None) -> Iterable[str]:
     if manifest is None:
         return ()
     # Careful: all our names bear the attempt. Another one is that of somebody else, whatever the
-    # manifest says.
+    # manifest has.
     keys = (*(e.key for e in manifest.files), manifest.table.key)
     return (key for key in keys if manifest.attempt in key)
 
@@ -356,7 +356,7 @@ def publish(storage: Storage, slot: int, metadata: bytes | None, url: str) -> Pu
 
 
 def _decides_above(storage: Storage, slot: int) -> bool:
-    """Tells whether a commit or delete stands above a slot that holds one."""
+    """Returns whether a commit or delete is above a slot that holds one."""
     # Why first a listing: nearly always nothing is above it, and no record has to be read.
     return used_slots(storage)[-1:] != (slot,) and standing_records(storage).slot > slot
 
@@ -426,7 +426,7 @@ def _project(storage: Storage, found: Found, manifest: Manifest, url: str) -> bo
         return True
     with collector_paused():
         metadata = encode_metadata(found.decoded(), checkpoint_id=url, attempt=manifest.attempt)
-    # Why not held against the manifest's digest: a copy lies elsewhere, and `.metadata` says where.
+    # Why not held against the manifest's digest: `.metadata` of a copy has another place in it.
     _put(storage, metadata)
     return True
 
@@ -508,7 +508,7 @@ def target_of(path: AnyPlace, storage_options: Mapping[str, object] | None) -> T
     options = storage_options or {}
     place = as_target(path)
     place = replace(place, storage_options={**place.storage_options, **options})
-    return replace(place, url=open_storage(place).url)  # tells what is no path
+    return replace(place, url=open_storage(place).url)  # raises for what is no path
 
 
 def look_at(storage: Storage) -> Listing:
@@ -585,15 +585,15 @@ def named_by_metadata(place: Listing, record: Manifest | DeleteRecord | None) ->
 
 
 def remove(place: Listing, found: GarbagePlan, dry_run: bool) -> CollectReport:
-    """Deletes in order, and no record while a file that it may tell of is still there.
+    """Deletes in order, and no record while a file that it may name is still there.
 
     Args:
         place: As looked at.
         found: What to delete.
-        dry_run: Only tell.
+        dry_run: Only report.
 
     Returns:
-        What was deleted; a failure is told in its warnings.
+        What was deleted; a failure is in its warnings.
     """
     files = tuple(key for key in found.delete if slot_of(key) is None)
     kept, deleted = list(found.kept), list[str]()

@@ -48,10 +48,10 @@ class StagerWatch:
     """Asks each stager of an active save how far it is. Used in the event loop's thread.
 
     Args:
-        coordination: What is told.
+        coordination: Gets the progress and the losses.
         carry_out: Does what it commands.
         namespace: Ray namespace of the stagers.
-        lost: Told of each stager that is lost, before `coordination` is.
+        lost: Called for each stager that is lost, before `coordination` is.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class StagerWatch:
         self._coordination = coordination
         self._carry_out = carry_out
         self._namespace = namespace
-        self._tell_lost = lost
+        self._on_lost = lost
         self._seen: dict[str, _Seen] = {}
         self._lost: set[str] = set()
 
@@ -82,12 +82,12 @@ class StagerWatch:
         self._seen = {name: self._seen.get(name, _Seen(heard_s=now_s)) for name in needed}
         for name, keys in needed.items():
             seen = self._seen[name]
-            patience_s = min(keys.values())
+            timeout_s = min(keys.values())
             if not seen.asking:
                 task = asyncio.ensure_future(self._ask(name, seen))
                 seen.asking.add(task)
                 task.add_done_callback(seen.asking.discard)
-            elif now_s - seen.heard_s > patience_s:
+            elif now_s - seen.heard_s > timeout_s:
                 why = (
                     f"it was not heard of for {now_s - seen.heard_s:.0f} s, though Ray does not "
                     f"say that it died: frozen, or its machine is out of reach"
@@ -111,7 +111,7 @@ class StagerWatch:
         if process != name:
             self._lose(name, "another stager has its place")
             return
-        self._carry_out(self._coordination.stager_heard(_by_operation(paces), now_s))
+        self._carry_out(self._coordination.stager_progress(_by_operation(paces), now_s))
 
     def _lose(self, name: str, why: str) -> None:
         self._seen.pop(name, None)
@@ -127,7 +127,7 @@ class StagerWatch:
                     for key, ranks in self._coordination.held_by(name).items()
                 ),
             )
-        self._tell_lost(name)
+        self._on_lost(name)
         self._carry_out(self._coordination.stager_lost(name, why))
 
 
@@ -135,7 +135,7 @@ def parts_written(report: StageReport, stager: str = "") -> PartsWritten:
     """Returns a stager's report as the protocol's message.
 
     Args:
-        report: Of one file, as the stager tells it.
+        report: Of one file, by the stager.
         stager: Who; for messages.
     """
     key, epoch = key_of(report.key.save)
@@ -170,13 +170,13 @@ class _Saved:
     """Silence after which a stager counts as lost, in seconds."""
     holders: list[str] = field(default_factory=list)
     registered: str = ""
-    """What the control store says of them."""
+    """Them, as the control store has them."""
     is_kept: bool = False
     """The control store has the plan."""
     taken_up: tuple[int, str] | None = None
     """Epoch and attempt, where an earlier coordinator had planned it."""
     unasked: list[str] = field(default_factory=list)
-    """Who is to be asked what it had told the earlier one."""
+    """Who is to be asked for its reports to the earlier one."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -208,7 +208,7 @@ class StagedPlans:
         self._turn = asyncio.Lock()
 
     def note(self, held: PartsHeld) -> bool:
-        """Takes that a stager holds bytes of a save; returns whether `keep` has to be called."""
+        """Notes that a stager holds bytes of a save; returns whether `keep` has to be called."""
         saved = self._saved.get(held.key)
         if saved is None:
             planned = self._coordination.staged_plan(held.key)
@@ -237,7 +237,7 @@ class StagedPlans:
                 await self._register(held.key, saved)
 
     def lost(self, stager: str) -> None:
-        """Takes that a stager is lost: it is not asked any more."""
+        """Notes that a stager is lost: it is not asked any more."""
         for saved in self._saved.values():
             saved.unasked = [one for one in saved.unasked if one != stager]
 
@@ -254,7 +254,7 @@ class StagedPlans:
                     if key not in self._coordination.active:
                         await self._forget(key)
                         continue
-                    await self._hear(key, saved)
+                    await self._ask_stagers(key, saved)
                     await self._register(key, saved)
 
     async def resume(self) -> None:
@@ -300,7 +300,7 @@ class StagedPlans:
     async def _resume(self, name: str) -> None:
         text = await asyncio.to_thread(ray_private.recall, name)
         plan = await asyncio.to_thread(ray_private.recall, _plan_of(name))
-        if not plan:  # no rank was told that its bytes are held, or the save was over
+        if not plan:  # no rank got an `Ack`, or the save was over
             await self._remove(name)
             return
         holders: list[str] = json.loads(text)
@@ -327,10 +327,10 @@ class StagedPlans:
             ", ".join(holders),
         )
         self._carry_out(self._coordination.resume(planned))
-        await self._hear(key, saved)
+        await self._ask_stagers(key, saved)
 
-    async def _hear(self, key: OpKey, saved: _Saved) -> None:
-        """Takes again what stagers had told the coordinator that is gone."""
+    async def _ask_stagers(self, key: OpKey, saved: _Saved) -> None:
+        """Asks stagers again what they had reported to the earlier coordinator."""
         if saved.taken_up is not None and saved.unasked:
             epoch, attempt = saved.taken_up
             asked = [self._shares(key, epoch, attempt, saved, each) for each in saved.unasked]
@@ -349,7 +349,7 @@ class StagedPlans:
         except (RayError, ValueError):
             pass  # it is dead: the coordinator's watch sees it, if it matters
         else:
-            self._receive(_told(key, epoch, attempt, who, found))
+            self._receive(_reported(key, epoch, attempt, who, found))
         saved.unasked = [one for one in saved.unasked if one != stager]
 
     def _receive(self, requests: Iterable[Request]) -> None:
@@ -367,14 +367,14 @@ def _plan_of(name: str) -> str:
     return f"plan:{name}"
 
 
-def _told(
+def _reported(
     key: OpKey, epoch: int, attempt: str, stager: str, shares: list[StageProgress]
 ) -> list[Request]:
-    """Returns what a stager's ranks and itself had told the coordinator that is gone."""
-    told: list[Request] = []
+    """Returns what a stager and its ranks had reported to the earlier coordinator."""
+    found: list[Request] = []
     for share in shares:
         if share.is_sealed:
             name = share.key
-            told.append(PartsHeld(key, name.rank, attempt, epoch, stager, name.incarnation))
-        told += [parts_written(report, stager) for report in share.reports]
-    return told
+            found.append(PartsHeld(key, name.rank, attempt, epoch, stager, name.incarnation))
+        found += [parts_written(report, stager) for report in share.reports]
+    return found

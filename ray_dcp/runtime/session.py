@@ -25,7 +25,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ray_dcp.errors import (
@@ -41,15 +40,11 @@ from ray_dcp.protocol.liveness import LONG_WAIT_S
 from ray_dcp.protocol.messages import (
     Exchange,
     LoadDone,
-    LoadJoin,
     LoadReady,
     OpKey,
     PartsHeld,
-    PartsWritten,
     Reply,
     Request,
-    SaveJoin,
-    SaveReceipt,
     SaveStaged,
 )
 from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE, check_lease, memory_owner
@@ -100,10 +95,8 @@ MARGIN_S = 120.0
 coordinator knows who is missing, so its error is the better one."""
 
 _PLAN_PHASES = 5
-"""Phases between a join and its answer, each with the deadline `plan_timeout_s`: all ranks come,
-some are asked for what they hold, twice at most, the storage is looked at, the plan is made."""
-_OPEN_PHASES = 3
-"""The same of a load: all ranks come, the storage is looked at, with one to spare."""
+"""Phases between a join and its answer, each with the deadline `plan_timeout_s`: all ranks join,
+some send their rows, twice at most, the storage is read, the plan is made. A load has fewer."""
 _COMMIT_PHASES = 5
 """Phases between the last receipt and the outcome, each with the deadline `commit_timeout_s`."""
 _REMEMBERED = 16
@@ -114,10 +107,10 @@ class CallTimeouts:
     """Knows the options of the operations that one rank has begun.
 
     Example:
-        >>> from ray_dcp.protocol.messages import Target
+        >>> from ray_dcp.protocol.messages import LoadJoin, Target
         >>> key = OpKey("run", 0)
         >>> CallTimeouts().of(LoadJoin(key, 0, 1, Target("memory://x"), LoadOptions()))
-        1920.0
+        3120.0
     """
 
     def __init__(self) -> None:
@@ -132,23 +125,18 @@ class CallTimeouts:
         Returns:
             Seconds.
         """
-        match request:
-            case SaveJoin(options=options) | LoadJoin(options=options):
-                kept = [*self._options.items()][-_REMEMBERED:]
-                self._options = dict([*kept, (request.key, options)])
-                phases = _PLAN_PHASES if isinstance(request, SaveJoin) else _OPEN_PHASES
-                return phases * options.plan_timeout_s + MARGIN_S
-            case SaveReceipt() | SaveStaged() | PartsHeld() | PartsWritten():
-                save = self._options.get(request.key)
-                save = save if isinstance(save, SaveOptions) else SaveOptions()
-                commit_s = _COMMIT_PHASES * save.commit_timeout_s
-                return save.write_timeout_s + commit_s + MARGIN_S
-            case LoadReady() | LoadDone():
-                load = self._options.get(request.key)
-                load = load if isinstance(load, LoadOptions) else LoadOptions()
-                return load.plan_timeout_s + load.read_timeout_s + MARGIN_S
-            case Exchange():
-                return request.timeout_s + MARGIN_S
+        if isinstance(request, Exchange):
+            return request.timeout_s + MARGIN_S
+        if isinstance(request, Opening):
+            kept = [*self._options.items()][-_REMEMBERED:]
+            self._options = dict([*kept, (request.key, request.options)])
+            return _PLAN_PHASES * request.options.plan_timeout_s + MARGIN_S
+        options = self._options.get(request.key)
+        if isinstance(request, LoadReady | LoadDone):
+            load = options if isinstance(options, LoadOptions) else LoadOptions()
+            return load.plan_timeout_s + load.read_timeout_s + MARGIN_S
+        save = options if isinstance(options, SaveOptions) else SaveOptions()
+        return save.write_timeout_s + _COMMIT_PHASES * save.commit_timeout_s + MARGIN_S
 
 
 logger = logging.getLogger(__name__)
@@ -183,6 +171,7 @@ class Session:
         self.world_size = world_size
         self.closed = False
         self._actor = actor or name
+        self._who = f"the coordinator of session {self._actor!r}"
         self.namespace = namespace
         self.lease_s = check_lease(lease_s)
         self._lock = threading.Lock()
@@ -198,8 +187,8 @@ class Session:
         from ray_dcp.runtime.heartbeat import HeartbeatSender
 
         self.connection = Connection(repr(self), rank)
-        self._patience = CallTimeouts()
-        self._heart = HeartbeatSender(self._reach, self.name, rank, self._who)
+        self._timeouts = CallTimeouts()
+        self._heartbeats = HeartbeatSender(self._reach, self.name, rank, self._who)
         self._gathered = GatheredCalls(rank, world_size, self._actor, namespace, lease_s)
 
     def __repr__(self) -> str:
@@ -229,13 +218,13 @@ class Session:
         """
         return Activity(self, timeout_s, key)
 
-    def call(self, request: Request, *, beats_s: float | None = None) -> Reply:
+    def call(self, request: Request, *, silence_s: float | None = None) -> Reply:
         """Returns the coordinator's reply to a request.
 
         Args:
             request: Of this rank, with a key of this session.
-            beats_s: Silence, in seconds, after which the coordinator may blame this rank: it is in
-                an activity, and sends heartbeats. None: it does not.
+            silence_s: Silence, in seconds, after which the coordinator may mark this rank frozen:
+                it is in an activity, and sends heartbeats. None: it sends none.
 
         Raises:
             DeadlineError: The coordinator is frozen, or did not answer `MARGIN_S` after its own
@@ -247,15 +236,15 @@ class Session:
         self._check_open()
         is_held = isinstance(request, SaveStaged | PartsHeld)
         outlives_restart = is_held or isinstance(request, Opening)
-        patience_s = self._patience.of(request)
+        timeout_s = self._timeouts.of(request)
         try:
-            reply: Reply = self._gathered.call(request, self._caller, beats_s) or self._ask(
-                lambda actor: actor.call.remote(request, self._caller, beats_s),
-                patience_s,
-                lambda failed: self._heart.given_up(failed, outlives_restart, is_held),
+            reply: Reply = self._gathered.call(request, self._caller, silence_s) or self._ask(
+                lambda actor: actor.call.remote(request, self._caller, silence_s),
+                timeout_s,
+                lambda failed: self._heartbeats.failure(failed, outlives_restart, is_held),
             )
         except ParticipantError:
-            self.gave_up(request.key)
+            self.report_lost(request.key)
             raise
         return reply
 
@@ -311,16 +300,16 @@ class Session:
 
     # For an activity
 
-    def begins(self, vitals: RankProgress, timeout_s: float) -> None:
+    def begin_call(self, progress: RankProgress, timeout_s: float) -> None:
         """Begins to send heartbeats for a call of the user."""
-        self._heart.add(vitals, timeout_s)
+        self._heartbeats.add(progress, timeout_s)
 
-    def ends(self, vitals: RankProgress) -> None:
+    def end_call(self, progress: RankProgress) -> None:
         """Ends that."""
-        self._heart.remove(vitals)
+        self._heartbeats.remove(progress)
 
-    def gave_up(self, key: OpKey) -> None:
-        """Tells the next coordinator that this rank began an operation with the one before.
+    def report_lost(self, key: OpKey) -> None:
+        """Reports to the next coordinator that this rank began an operation with the one before.
 
         *Why*: ranks that had no answer yet begin it there again, and would wait for this one.
         Waits for nothing and never raises.
@@ -333,7 +322,7 @@ class Session:
                 coordinator.watch.remote(key, self.rank)
 
     def withdraw(self, key: OpKey, reason: str) -> None:
-        """Tells that this rank leaves an operation before its end.
+        """Reports that this rank leaves an operation before its end.
 
         Raises:
             ParticipantError: The coordinator is out of reach; the others see a silent rank.
@@ -341,32 +330,32 @@ class Session:
         self._ask(lambda actor: actor.withdraw.remote(key, self.rank, reason), LEAVING_S)
 
     def coordinator_info(self) -> dict[str, Any]:
-        """Returns what the coordinator says of itself: `epoch`, `pid`, `node_id`, `active`."""
+        """Returns what the coordinator reports of itself: `epoch`, `pid`, `node_id`, `active`."""
         self._check_open()
         info: dict[str, Any] = self._ask(lambda actor: actor.info.remote(), MARGIN_S)
         return info
 
-    def greet(self) -> None:
-        """Tells the coordinator that this rank is there, so that it sees it die.
+    def register(self) -> None:
+        """Registers this rank with the coordinator, which then detects its death.
 
         Raises:
             ParticipantError: The coordinator is out of reach.
         """
         self._check_open()
-        self._ask(lambda actor: actor.greet.remote(self.name, self.rank, self._caller), MARGIN_S)
+        self._ask(lambda actor: actor.register.remote(self.name, self.rank, self._caller), MARGIN_S)
 
-    def enter(self, word: str, timeout_s: float) -> str:
+    def enter(self, token: str, timeout_s: float) -> str:
         """Returns the generation on which this rank and all others of the name agree.
 
         Args:
-            word: Tells this process from an earlier one of the same rank.
+            token: Tells this process from an earlier one of the same rank.
             timeout_s: How long to wait for the others, in seconds.
 
         Raises:
             DeadlineError: Some rank did not come in time; the message names them.
             RankDisagreementError: The ranks differ about their number.
         """
-        answer = self._enter(word, min(timeout_s, LONG_WAIT_S))
+        answer = self._enter(token, min(timeout_s, LONG_WAIT_S))
         if not isinstance(answer, str) and timeout_s > LONG_WAIT_S:
             logger.warning(
                 "Rank %d has waited %g s to connect as %r: %s did not come yet",
@@ -375,7 +364,7 @@ class Session:
                 self._actor,
                 name_ranks(answer),
             )
-            answer = self._enter(word, timeout_s - LONG_WAIT_S)
+            answer = self._enter(token, timeout_s - LONG_WAIT_S)
         if isinstance(answer, str):
             return answer
         raise DeadlineError(
@@ -384,9 +373,9 @@ class Session:
             rank=self.rank,
         )
 
-    def _enter(self, word: str, timeout_s: float) -> str | list[int]:
+    def _enter(self, token: str, timeout_s: float) -> str | list[int]:
         answer: str | list[int] = self._ask(
-            lambda actor: actor.enter.remote(self.rank, self.world_size, word, timeout_s),
+            lambda actor: actor.enter.remote(self.rank, self.world_size, token, timeout_s),
             timeout_s + MARGIN_S,
         )
         return answer
@@ -412,30 +401,26 @@ class Session:
         )
         with self._lock:
             after._next_seq, after.skipped_calls = self._next_seq, self.skipped_calls
-        after.greet()
+        after.register()
         if self._staging is not None:
             self._staging.close()
         return after
 
     def close(self) -> None:
-        """Gives up this rank's place. Never raises for a coordinator that is gone already."""
+        """Leaves the session. Never raises for a coordinator that is gone already."""
         if self.closed:
             return
         self.closed = True
         if sessions.explicit is self:
-            from ray_dcp.runtime.discovery import leaves_connect
+            from ray_dcp.runtime.discovery import announce_connect
 
-            leaves_connect()
+            announce_connect(False)
             sessions.explicit = None
         self._gathered.close()
         if self._staging is not None:
             self._staging.close()
         if self._handle is not None and self.connection.is_up:
             self._handle.leave.remote(self.name, self.rank)
-
-    @property
-    def _who(self) -> str:
-        return f"the coordinator of session {self._actor!r}"
 
     def _ask(
         self,
@@ -508,7 +493,7 @@ def connect(
     check_connect(rank, world_size, name, timeout_s)
     check_lease(lease_s)
     from ray_dcp.runtime.attach import attach_named
-    from ray_dcp.runtime.discovery import announced
+    from ray_dcp.runtime.discovery import connect_announced
 
     if attach_named(address) is None:
         raise InvalidRequestError(
@@ -518,7 +503,7 @@ def connect(
         )
     shared = name or f"alone-{secrets.token_hex(6)}"
     place = Session(shared, rank, world_size, namespace=namespace, lease_s=lease_s)
-    with announced():
+    with connect_announced():
         generation = place.enter(secrets.token_hex(8), timeout_s)
     session = Session(
         f"{shared}/{generation}",
@@ -528,7 +513,7 @@ def connect(
         namespace=namespace,
         lease_s=lease_s,
     )
-    session.greet()
+    session.register()
     sessions.explicit = session
     return session
 
@@ -557,17 +542,11 @@ def current_session(
         return None
     if process_group is None and sessions.explicit is not None:
         return sessions.explicit
-    if process_group is None and not may_have_company():
+    if process_group is None and not may_be_distributed():
         return None
     from ray_dcp.runtime import discovery
 
     return discovery.session_of(process_group, Session, sessions, lease_s=check_lease(lease_s))
-
-
-@dataclass(frozen=True)
-class _Entry:
-    group: weakref.ref[Any]
-    session: Session | None
 
 
 class GroupSessions:
@@ -576,7 +555,7 @@ class GroupSessions:
     def __init__(self) -> None:
         self.explicit: Session | None = None
         self._lock = threading.Lock()
-        self._groups: dict[int, _Entry] = {}
+        self._groups: dict[int, tuple[weakref.ref[Any], Session | None]] = {}
 
     def of(self, group: Any) -> tuple[bool, Session | None]:
         """Returns whether this very group object has been here, and its session.
@@ -584,27 +563,25 @@ class GroupSessions:
         A group that was destroyed and made again is another object, and has no session yet.
         """
         with self._lock:
-            entry = self._groups.get(id(group))
-            if entry is None or entry.group() is not group:
+            known, session = self._groups.get(id(group), (None, None))
+            if known is None or known() is not group or (session is not None and session.closed):
                 return False, None
-            if entry.session is not None and entry.session.closed:
-                return False, None
-            return True, entry.session
+            return True, session
 
     def set(self, group: Any, session: Session | None) -> None:
         """Notes the session of a group (None: a group of one) and closes those of dead groups."""
         with self._lock:
-            dead = [key for key, entry in self._groups.items() if entry.group() is None]
-            entries = [self._groups.pop(key) for key in dead]
-            self._groups[id(group)] = _Entry(weakref.ref(group), session)
-        for entry in entries:
-            if entry.session is not None:
-                entry.session.close()
+            dead = [key for key, (known, _) in self._groups.items() if known() is None]
+            ended = [self._groups.pop(key)[1] for key in dead]
+            self._groups[id(group)] = (weakref.ref(group), session)
+        for each in ended:
+            if each is not None:
+                each.close()
 
     def close_all(self) -> None:
         """Closes every session of this process."""
         with self._lock:
-            sessions = [self.explicit, *(entry.session for entry in self._groups.values())]
+            sessions = [self.explicit, *(session for _, session in self._groups.values())]
             self._groups.clear()
         for session in sessions:
             if session is not None:
@@ -615,7 +592,7 @@ sessions = GroupSessions()
 """Those of this process."""
 
 
-def may_have_company() -> bool:
+def may_be_distributed() -> bool:
     """Returns whether this process could be a rank: it uses Ray, or a process group of several."""
     distributed = sys.modules.get("torch.distributed")
     if "ray" in sys.modules or distributed is None or not distributed.is_available():

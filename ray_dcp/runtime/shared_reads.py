@@ -10,42 +10,31 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import ray
+from ray.exceptions import RayError
 
 from ray_dcp.errors import CheckpointError
 from ray_dcp.io.shared_read import PATIENCE_S, Transport
 from ray_dcp.planning.reads import RankShare
-from ray_dcp.protocol.load import Decline, Enter, Leave, Listen, Offer, UnitUpdate, Use, Word
+from ray_dcp.protocol.load import Decline, Enter, Leave, Listen, Offer, ReadMessage, UnitUpdate, Use
 from ray_dcp.protocol.messages import OpKey
+from ray_dcp.runtime import ray_calls, ray_private
+from ray_dcp.runtime.rank_load import Peers
 
 LISTEN_S = 5.0
 """How long the coordinator holds a request for updates, in seconds."""
 
-SHARE_BYTES = 256 << 20
-"""Most bytes that a rank has in the object store at a time for others to take."""
 STORE_SHARE = 3
 """The ranks of a node together offer at most one part in so many of its object store."""
 
 _USES = 8
-"""Units that are given back are told so many at a time."""
+"""Units that are given back are reported so many at a time."""
 
 logger = logging.getLogger(__name__)
-
-
-class Peers:
-    """How a rank finds the others of a load; this one finds none."""
-
-    node = ""
-
-    def exchange(self, key: OpKey, rank: int, check: Callable[[], None]) -> Transport | None:
-        """Returns what units go through, or None."""
-        return None
-
-    def budget_bytes(self, ranks_here: int) -> int:
-        """Returns how much a rank may offer at a time."""
-        return SHARE_BYTES
 
 
 class RayPeers(Peers):
@@ -56,8 +45,6 @@ class RayPeers(Peers):
     """
 
     def __init__(self, coordinator: Callable[[], Any]) -> None:
-        import ray
-
         self._coordinator = coordinator
         self.node = ray.get_runtime_context().get_node_id()
 
@@ -70,35 +57,11 @@ class RayPeers(Peers):
 
         Why asked: a store that is full does not refuse, it writes to disk.
         """
-        from ray_dcp.runtime import ray_calls
-
-        for node in ray_calls.nodes():
-            if node["NodeID"] == self.node:
-                room = int(node["Resources"].get("object_store_memory", 0))
-                return min(SHARE_BYTES, room // STORE_SHARE // max(ranks_here, 1))
-        return SHARE_BYTES
-
-
-def peers_of(session: object) -> Peers:
-    """Returns how the ranks of a session reach each other; nobody, for a process that is alone.
-
-    Args:
-        session: Of this rank.
-
-    Raises:
-        ParticipantError: This process has shut down the Ray of the session.
-    """
-    connection = getattr(session, "connection", None)
-    if connection is not None:
-        # Why first: what is asked of Ray in a process without it starts another one.
-        connection.check()
-    coordinator = getattr(session, "coordinator", None)
-    if coordinator is None:
-        return Peers()
-    from ray_dcp.runtime import private_ray
-
-    # Why not there: Ray ends a rank that is at the object store of a raylet when that dies.
-    return Peers() if private_ray.joined() is not None else RayPeers(coordinator)
+        most = super().budget_bytes(ranks_here)
+        with suppress(CheckpointError):
+            room = int(ray_private.store_bytes(self.node))
+            return min(most, room // STORE_SHARE // max(ranks_here, 1))
+        return most
 
 
 class RayTransport:
@@ -129,7 +92,7 @@ class RayTransport:
         self._silent: set[int] = set()
         self._heard_s: dict[int, float] = {}
         self._reader: dict[int, int] = {}
-        self._unsaid: list[int] = []
+        self._unsent: list[int] = []
         self._freed: Callable[[int], None] = lambda _: None
         self._offered: list[int] = []
         self._left = False
@@ -141,37 +104,33 @@ class RayTransport:
         now_s = time.monotonic()
         self._reader = dict(zip(units, readers, strict=True))
         self._heard_s = dict.fromkeys(readers, now_s)
-        self._say(Enter(self._key, self._rank, units, readers))
-        threading.Thread(target=self._listen, daemon=True, name="ray_dcp hears peers").start()
+        self._send(Enter(self._key, self._rank, units, readers))
+        threading.Thread(target=self._listen, daemon=True, name="ray_dcp shared reads").start()
 
     def offer(self, unit: int, ranks: int, data: memoryview) -> memoryview | None:
         """See `Transport.offer`."""
-        import ray
-
-        from ray_dcp.runtime import ray_calls
-
         try:
             ref = ray_calls.put(np.frombuffer(data, np.uint8))
             found = ray_calls.get(ref).data
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             logger.warning("The object store took no bytes, each rank reads them: %s", error)
             return None
         with self._changed:
             self._mine[unit] = ref
             self._offered.append(unit)
-        said = self._say(Offer(self._key, self._rank, unit, ranks, [ref]))
-        return found if said else None
+        sent = self._send(Offer(self._key, self._rank, unit, ranks, [ref]))
+        return found if sent else None
 
     def decline(self, units: Sequence[int]) -> None:
         """See `Transport.decline`."""
         with self._changed:
             for unit in units:
                 self._mine.pop(unit, None)
-        self._say(Decline(self._key, self._rank, tuple(units)))
+        self._send(Decline(self._key, self._rank, tuple(units)))
 
     def take(self, unit: int, reader: int) -> memoryview | None:
         """See `Transport.take`."""
-        self._say_uses(1)
+        self._send_uses(1)
         with self._changed:
             while unit not in self._refs:
                 if unit in self._gone or self._left or reader in self._silent:
@@ -195,8 +154,8 @@ class RayTransport:
         """See `Transport.use`."""
         with self._changed:
             self._refs.pop(unit, None)
-            self._unsaid.append(unit)
-        self._say_uses(_USES)
+            self._unsent.append(unit)
+        self._send_uses(_USES)
 
     def leave(self) -> None:
         """See `Transport.leave`."""
@@ -204,64 +163,52 @@ class RayTransport:
             self._left = True
             self._refs.clear()
             self._changed.notify_all()
-        self._say(Leave(self._key, self._rank, tuple(self._offered)))
+        self._send(Leave(self._key, self._rank, tuple(self._offered)))
 
     def _fetched(self, ref: Any, reader: int) -> memoryview | None:
-        import ray
-
-        from ray_dcp.runtime import ray_calls
-
         try:
             view: memoryview = ray_calls.get(ref, timeout=PATIENCE_S).data
             return view
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             logger.warning("What rank %d has read is gone, storage is read: %s", reader, error)
             with self._changed:
                 self._silent.add(reader)
             return None
 
-    def _say_uses(self, at_least: int) -> None:
+    def _send_uses(self, at_least: int) -> None:
         with self._changed:
-            if len(self._unsaid) < at_least:
+            if len(self._unsent) < at_least:
                 return
-            units, self._unsaid = tuple(self._unsaid), []
-        self._say(Use(self._key, self._rank, units))
+            units, self._unsent = tuple(self._unsent), []
+        self._send(Use(self._key, self._rank, units))
 
-    def _say(self, word: Word) -> bool:
-        import ray
-
-        from ray_dcp.runtime import ray_calls, ray_private
-
+    def _send(self, message: ReadMessage) -> bool:
         try:
             coordinator = self._coordinator()
             with ray_private.starting_no_ray(), ray_calls.inside():
-                coordinator.hear.remote(word)
-        except (CheckpointError, ray.exceptions.RayError, ValueError) as error:
-            logger.warning("The coordinator can't be told what was read: %s", error)
+                coordinator.share.remote(message)
+        except (CheckpointError, RayError, ValueError) as error:
+            logger.warning("The coordinator is out of reach for shared reads: %s", error)
             return False
         return True
 
     def _listen(self) -> None:
-        """Hears what is new, until this rank leaves or nobody answers."""
-        import ray
-
-        from ray_dcp.runtime import ray_calls, ray_private
-
+        """Receives updates, until this rank leaves or nobody answers."""
         seen = 0
         try:
             while not self._left:
-                word = Listen(self._key, self._rank, seen, LISTEN_S)
+                message = Listen(self._key, self._rank, seen, LISTEN_S)
                 coordinator = self._coordinator()
                 with ray_private.starting_no_ray(), ray_calls.inside():
-                    answer = coordinator.hear.remote(word)
-                news = ray_calls.get(answer, timeout=LISTEN_S + PATIENCE_S)
-                if news is None:
+                    answer = coordinator.share.remote(message)
+                updates = ray_calls.get(answer, timeout=LISTEN_S + PATIENCE_S)
+                if updates is None:
                     break
-                seen += len(news)
-                for new in news:
-                    self._hear(new)
-        except (CheckpointError, ray.exceptions.RayError, ValueError, SystemExit) as error:
-            logger.warning("The coordinator tells nothing of other ranks: %s", error)
+                seen += len(updates)
+                for new in updates:
+                    self._take_update(new)
+        except (CheckpointError, RayError, ValueError, SystemExit) as error:
+            logger.warning("The coordinator sends no updates of shared reads: %s", error)
         with self._changed:
             # Why: nothing will come any more.
             self._silent.update(self._heard_s)
@@ -271,7 +218,7 @@ class RayTransport:
         for unit in freed:
             self._freed(unit)
 
-    def _hear(self, new: UnitUpdate) -> None:
+    def _take_update(self, new: UnitUpdate) -> None:
         with self._changed:
             reader = self._reader.get(new.unit, -1)
             if reader == self._rank:

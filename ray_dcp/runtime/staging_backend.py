@@ -135,7 +135,7 @@ class InProcessBackend:
         self._opener = opener
         self._lease: Lease | None = None
         self._ended = False
-        self._vitals: RankProgress | None = None
+        self._progress: RankProgress | None = None
         self._total = 0
 
     def stage(
@@ -145,7 +145,7 @@ class InProcessBackend:
         began_s = time.perf_counter()
         copy, error = attempt(partial(self._copy, go, captured), "staging", save.rank)
         staged_s = time.perf_counter() - began_s
-        self._vitals = save.vitals
+        self._progress = save.progress
         save = replace(save, opener=self._opener)
 
         def finish() -> Finish:
@@ -162,9 +162,9 @@ class InProcessBackend:
 
     def progress(self) -> tuple[int, int]:
         """See `StagingBackend.progress`."""
-        if self._ended or self._vitals is None:
+        if self._ended or self._progress is None:
             return self._total, self._total
-        doing = self._vitals.doing
+        doing = self._progress.doing
         return (min(doing.done_bytes, self._total) if doing.phase == "writing" else 0), self._total
 
     def release(self, *, committed: bool) -> None:
@@ -268,9 +268,9 @@ class StagerBackend:
             hand_in = partial(self._hand_in, save, go, captured)
             held, error = attempt(hand_in, "staging", save.rank)
         # Why not `save.key`: the call may have another number by now.
-        key = save.vitals.key or save.key
+        key = save.progress.key or save.key
         said = SaveStaged(key, save.rank, go.attempt, go.epoch, self._incarnation, error, held)
-        hand_over = partial(self._hand_over, said, save.vitals.stop)
+        hand_over = partial(self._hand_over, said, save.progress.stop)
         return error, save.outcome(go, said, hand_over)
 
     def progress(self) -> tuple[int, int]:
@@ -289,7 +289,7 @@ class StagerBackend:
         # Why here: a process that is alone has no need of Ray.
         from ray_dcp.runtime.stager import Reporter
 
-        session, key = self._session, save.vitals.key or save.key
+        session, key = self._session, save.progress.key or save.key
         staged = self._staged = session.staging().stage(
             StageKey(name_of(key, go.epoch), session.rank, go.attempt),
             go.plan,
@@ -297,7 +297,7 @@ class StagerBackend:
             target=save.target,
             options=save.options,
             reporter=Reporter(session.coordinator(), REPORT_METHOD),
-            stop=save.vitals.stop,
+            stop=save.progress.stop,
         )
         try:
             check_unchanged(captured)

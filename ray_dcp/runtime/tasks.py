@@ -113,7 +113,8 @@ def plan_of(task: MakePlan) -> Planned | RowsMissing:
     """Returns what a task of this kind asks for.
 
     Raises:
-        CheckpointError: The ranks' items make no checkpoint, or are not what they were said to be.
+        CheckpointError: The ranks' items make no checkpoint, or do not have the fingerprints
+            that were sent.
     """
     held = _sent(task)
     held.update(_following(task, held))
@@ -277,7 +278,7 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
 
 
 def _stats(task: BuildCommit) -> bytes:
-    """Returns what is told of the tensors beside the checkpoint."""
+    """Returns the statistics of the tensors that lie beside the checkpoint."""
     plan = task.plan
     table = plan.table
     lengths = dict(zip(table.names, table.shape.prod(axis=1).tolist(), strict=True))
@@ -387,9 +388,9 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
 
 
 def _write_table(task: WriteTable, storage: Storage) -> Finished:
-    files = [(told.key, told.num_bytes) for told in task.receipts if isinstance(told, FileReceipt)]
-    for told in task.receipts:
-        files += told.lengths if isinstance(told, FileReceipts) else ()
+    files = [(one.key, one.num_bytes) for one in task.receipts if isinstance(one, FileReceipt)]
+    for one in task.receipts:
+        files += one.lengths if isinstance(one, FileReceipts) else ()
     url = task.target.url
     at_once(
         lambda: check_complete(storage, files, task.attempt, task.previous_slot, url),
@@ -567,7 +568,7 @@ def outcome(path: AnyPlace, attempt: str) -> Outcome:
 
     Args:
         path: Where it saved to: its `checkpoint_id`.
-        attempt: Its id, as `CommitUnknownError.attempt` or `Metadata.attempt` tells it.
+        attempt: Its id, as in `CommitUnknownError.attempt` or `Metadata.attempt`.
 
     Returns:
         `"committed"` (also when it was replaced or deleted since) or `"aborted"` once a record
@@ -579,7 +580,7 @@ def outcome(path: AnyPlace, attempt: str) -> Outcome:
 
     Raises:
         InvalidRequestError: `path` is not one, or `attempt` is empty.
-        StorageError: The storage does not say.
+        StorageError: The storage does not answer.
         DamagedCheckpointError: A record can't be read.
 
     Example:
@@ -623,8 +624,8 @@ def settle(
 
     Returns:
         `Won` or `Fenced`; `Lost` when it was committed and is replaced or deleted by now; `Open`
-        when the storage does not say, and on one that can't create a record only if absent: there
-        it only looks. Never raises.
+        when the storage does not answer, and on one that can't create a record only if absent:
+        there it only looks. Never raises.
     """
     try:
         storage = opener(target)
@@ -640,10 +641,14 @@ def settle(
     if decided is not None:
         return decided
     vote = Vote(target, attempt, seen.last_slot + 1)
-    step: VoteTask | Decision = vote.abort(reason, rank)
+    return decide(vote, vote.abort(reason, rank), opener)
+
+
+def decide(vote: Vote, task: VoteTask, opener: Opener) -> Decision:
+    """Returns what a vote decides, after performing its tasks from the first one on."""
+    step: VoteTask | Decision = task
     while not isinstance(step, Won | Fenced | Lost | Open):
-        result: Result = perform(step, opener)
-        step = vote.tell(result)
+        step = vote.advance(perform(step, opener))
     return step
 
 

@@ -17,14 +17,14 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError, ParticipantError
-from ray_dcp.runtime import ray_calls, ray_private
+from ray_dcp.protocol.error_aggregation import name_ranks
+from ray_dcp.runtime import private_ray, ray_calls, ray_private
 from ray_dcp.runtime.attach import attach_named
 from ray_dcp.runtime.session import sessions
 from ray_dcp.store.location import AnyPlace
@@ -89,7 +89,7 @@ class Rank:
         if rank != 0:
             self._store = dist.TCPStore(address, port, None, False, timeout=timeout)
         if local:
-            _use_loopback()
+            private_ray.prefer_loopback_for_gloo()
         dist.init_process_group(
             "gloo", store=self._store, rank=rank, world_size=world_size, timeout=timeout
         )
@@ -110,40 +110,30 @@ class Rank:
         """Returns what a function returns on this rank."""
         return function(*arguments, **named)
 
-    def keep(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]
-    ) -> None:
-        """Keeps what a function returns as this rank's state."""
-        self.state = function(*arguments, **named)
 
-    def save(
-        self, path: str, make_state: Callable[[], Any] | None, named: Mapping[str, Any]
-    ) -> Any:
-        """Saves the state that is made, or kept; rank 0 returns the checkpoint's metadata."""
-        state = self.state if make_state is None else make_state()
-        metadata = _facade().save(state, checkpoint_id=path, **named)
-        return metadata if self.rank == 0 else None
-
-    def load(
-        self, path: str, make_state: Callable[[], Any] | None, named: Mapping[str, Any]
-    ) -> Any:
-        """Loads into the state that is made, or kept, keeps it, and returns the report."""
-        state = self.state if make_state is None else make_state()
-        report = _facade().load(state, checkpoint_id=path, **named)
-        self.state = state
-        return report
+# What a rank runs for the methods of `WorkerGroup`. Why `ray_dcp` by name: a rank is a user of the
+# package, as any training script; nothing below depends on it.
 
 
-def _facade() -> Any:
-    # Why by name: a rank is a user of the package, as any training script; nothing below
-    # depends on it.
-    return importlib.import_module("ray_dcp")
+def _keep(function: Callable[..., Any], arguments: tuple[Any, ...], named: Any) -> None:
+    _this[0].state = function(*arguments, **named)
 
 
-def _use_loopback() -> None:
-    from ray_dcp.runtime import environment
+def _save(path: AnyPlace, make_state: Callable[[], Any] | None, named: Any) -> Any:
+    """Saves the state that is made, or kept; rank 0 returns the checkpoint's metadata."""
+    rank, package = _this[0], importlib.import_module("ray_dcp")
+    state = rank.state if make_state is None else make_state()
+    metadata = package.save(state, checkpoint_id=path, **named)
+    return metadata if rank.rank == 0 else None
 
-    environment.prefer_loopback_for_gloo()
+
+def _load(path: AnyPlace, make_state: Callable[[], Any] | None, named: Any) -> Any:
+    """Loads into the state that is made, or kept, keeps it, and returns the report."""
+    rank, package = _this[0], importlib.import_module("ray_dcp")
+    state = rank.state if make_state is None else make_state()
+    report = package.load(state, checkpoint_id=path, **named)
+    rank.state = state
+    return report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,22 +175,6 @@ class WorkerOptions:
                     f"WorkerGroup's {name} must be a mapping, but is {getattr(self, name)!r}",
                     key=name,
                 )
-
-
-def worker_options(given: dict[str, Any]) -> WorkerOptions:
-    """Returns the options that keyword arguments say.
-
-    Raises:
-        InvalidRequestError: One has no such name, or a value that it can't have.
-    """
-    known = WorkerOptions.__dataclass_fields__
-    unknown = [name for name in given if name not in known]
-    if unknown:
-        raise InvalidRequestError(
-            f"WorkerGroup has no option {', '.join(unknown)}. It has {', '.join(known)}",
-            key=unknown[0],
-        )
-    return WorkerOptions(**given)
 
 
 def _check_number(
@@ -253,7 +227,15 @@ def gather(
             break
         done, _ = ray_calls.wait(list(waiting), num_returns=1, timeout=min([_LOOK_S, *limits]))
         for answer in done:
-            _take(answer, waiting.pop(answer), values, failed, dead)
+            rank = waiting.pop(answer)
+            try:
+                values[rank] = ray_calls.get(answer)
+            except RayActorError as error:
+                dead[rank] = error
+            except RayTaskError as error:
+                failed[rank] = _cause(error, rank)
+            except RayError as error:
+                failed[rank] = error
         if dead and release_end_s is None:
             release_end_s = time.monotonic() + release_s
     stuck = sorted(waiting.values())
@@ -264,29 +246,12 @@ def gather(
     if stuck:
         raise DeadlineError(
             f"Expected {doing} to end on all {len(answers)} ranks within {timeout_s:g} s, but "
-            f"{_ranks(stuck)} did not. Look what they do, or raise the timeout",
+            f"{name_ranks(stuck)} did not. Look what they do, or raise the timeout",
             rank=stuck[0],
         )
     if failed:
         raise _raised(failed, len(answers))
     return [values[rank] for rank in range(len(answers))]
-
-
-def _take(
-    answer: Any,
-    rank: int,
-    values: dict[int, Any],
-    failed: dict[int, Exception],
-    dead: dict[int, Exception],
-) -> None:
-    try:
-        values[rank] = ray_calls.get(answer)
-    except RayActorError as error:
-        dead[rank] = error
-    except RayTaskError as error:
-        failed[rank] = _cause(error, rank)
-    except RayError as error:
-        failed[rank] = error
 
 
 def _cause(error: RayTaskError, rank: int) -> Exception:
@@ -302,10 +267,11 @@ def _cause(error: RayTaskError, rank: int) -> Exception:
 def _raised(failed: Mapping[int, Exception], num_ranks: int) -> Exception:
     first = min(failed)
     error = failed[first]
-    if isinstance(error, CheckpointError) and error._failures is None:
-        error.with_failures(_failures(failed))
-    if len(failed) < num_ranks and not isinstance(error, CheckpointError):
-        note = f"Raised on {_ranks(sorted(failed))} of {num_ranks}"
+    if isinstance(error, CheckpointError):
+        if error._failures is None:
+            error.with_failures(_failures(failed))
+    elif len(failed) < num_ranks:
+        note = f"Raised on {name_ranks(sorted(failed))} of {num_ranks}"
         error.__notes__ = [*getattr(error, "__notes__", ()), note]
     return error
 
@@ -317,9 +283,9 @@ def _died(
     doing: str,
 ) -> ParticipantError:
     reasons = [f"rank {rank}: {_first_line(error)}" for rank, error in sorted(dead.items())]
-    released = f" {_ranks(stuck)} still waited and was ended." if stuck else ""
+    released = f" {name_ranks(stuck)} still waited and was ended." if stuck else ""
     error = ParticipantError(
-        f"Expected all ranks to live through {doing}, but {_ranks(sorted(dead))} died."
+        f"Expected all ranks to live through {doing}, but {name_ranks(sorted(dead))} died."
         f"{released} Call resize to replace what is gone. " + "; ".join(reasons),
         rank=min(dead),
     )
@@ -339,11 +305,6 @@ def _failures(
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:1] + lines[-1:]) if lines else type(error).__name__
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    numbers = ", ".join(map(str, ranks))
-    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
 
 
 logger = logging.getLogger(__name__)
@@ -377,7 +338,14 @@ class WorkerGroup:
 
     def __init__(self, world_size: int, *, name: str | None = None, **options: Any) -> None:
         _check_world_size(world_size)
-        self.options: WorkerOptions = worker_options(options)
+        unknown = [name for name in options if name not in WorkerOptions.__dataclass_fields__]
+        if unknown:
+            raise InvalidRequestError(
+                f"WorkerGroup has no option {', '.join(unknown)}. It has "
+                f"{', '.join(WorkerOptions.__dataclass_fields__)}",
+                key=unknown[0],
+            )
+        self.options = WorkerOptions(**options)
         self.name = name or f"workers-{secrets.token_hex(4)}"
         self._ranks: list[Any] = []
         self._pids: list[int] = []
@@ -416,7 +384,7 @@ class WorkerGroup:
             DeadlineError: It took longer than `run_timeout_s`.
         """
         _check_callable("function", function)
-        return self._everywhere("run", function, args, kwargs)
+        return self._everywhere("run", function, *args, **kwargs)
 
     def keep(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         """Keeps what a function returns on each rank as that rank's `state`.
@@ -430,7 +398,7 @@ class WorkerGroup:
             Exception: As for `run`.
         """
         _check_callable("function", function)
-        self._everywhere("keep", function, args, kwargs)
+        self._everywhere("keep", _keep, function, args, kwargs)
 
     def save(
         self,
@@ -450,7 +418,7 @@ class WorkerGroup:
             CheckpointError: As `ray_dcp.save`.
         """
         _check_callable("make_state", make_state, optional=True)
-        return self._everywhere("save", _sendable(path), make_state, kwargs)[0]
+        return self._everywhere("save", _save, _sendable(path), make_state, kwargs)[0]
 
     def load(
         self,
@@ -470,7 +438,7 @@ class WorkerGroup:
             CheckpointError: As `ray_dcp.load`.
         """
         _check_callable("make_state", make_state, optional=True)
-        return self._everywhere("load", _sendable(path), make_state, kwargs)
+        return self._everywhere("load", _load, _sendable(path), make_state, kwargs)
 
     def resize(self, world_size: int) -> None:
         """Makes it so many ranks, with a new process group among them.
@@ -514,37 +482,32 @@ class WorkerGroup:
     def __enter__(self) -> WorkerGroup:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.shutdown()
 
     def __repr__(self) -> str:
         return f"WorkerGroup({self.world_size}, name={self.name!r})"
 
-    def _everywhere(self, method: str, *arguments: Any) -> list[Any]:
+    def _everywhere(
+        self, doing: str, function: Callable[..., Any], /, *arguments: Any, **named: Any
+    ) -> list[Any]:
         self._check_open()
         if self._broken:
             raise ParticipantError(
                 f"Expected all ranks of {self!r} to live, but one died or hung before. Call "
                 f"resize({self.world_size}) to replace it"
             )
-        answers = [getattr(rank, method).remote(*arguments) for rank in self._ranks]
+        answers = [rank.run.remote(function, arguments, named) for rank in self._ranks]
         try:
-            return gather(
-                answers,
-                self._ranks,
-                doing=method,
-                timeout_s=self.options.run_timeout_s,
-                release_s=self.options.release_s,
-            )
+            return self._gather(answers, doing, self.options.run_timeout_s)
         except ParticipantError:
             # The error may also be one of a checkpoint, raised by ranks that all live.
             self._broken = not self._all_live()
             raise
+
+    def _gather(self, answers: Sequence[Any], doing: str, timeout_s: float | None) -> list[Any]:
+        release_s = self.options.release_s
+        return gather(answers, self._ranks, doing=doing, timeout_s=timeout_s, release_s=release_s)
 
     def _all_live(self) -> bool:
         answers = [rank.where.remote() for rank in self._ranks]
@@ -605,13 +568,7 @@ class WorkerGroup:
 
     def _starting(self, answers: Sequence[Any]) -> list[Any]:
         try:
-            return gather(
-                answers,
-                self._ranks,
-                doing="start",
-                timeout_s=self.options.start_timeout_s,
-                release_s=self.options.release_s,
-            )
+            return self._gather(answers, "start", self.options.start_timeout_s)
         except DeadlineError as error:
             free = ray.available_resources()
             raise DeadlineError(

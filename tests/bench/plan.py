@@ -200,13 +200,13 @@ class Counted:
         self.messages[sort] += 1
         self.bytes[sort] += len(data) + sum(map(len, buffers))
         with self._counting(sort):
-            return self.shell.receive_together(pickle.loads(data, buffers=buffers))
+            return self.shell.receive_batch(pickle.loads(data, buffers=buffers))
 
     def told(self, sort: str) -> list[tuple[Batch, BatchedReplies]]:
         """Returns what gatherers are told, as they read it."""
         with self._counting(sort):
             ready = list(self.shell.batches.ready())
-            sent = [pickle.dumps(BatchedReplies(tuple(batch.told)), 5) for batch in ready]
+            sent = [pickle.dumps(BatchedReplies(tuple(batch.replies)), 5) for batch in ready]
         self.bytes[sort] += sum(map(len, sent))
         return list(zip(ready, map(pickle.loads, sent), strict=True))
 
@@ -277,7 +277,7 @@ class Ranks:
             told.update({rank: reply for ranks, reply in one.replies for rank in ranks})
             for group, gathering in self._gatherings:
                 if message.ranks[0] in group:
-                    gathering.told(message, one)
+                    gathering.replied(message, one)
             left = set(message.ranks) - {rank for ranks, _ in one.replies for rank in ranks}
             if left:
                 # Those that still wait: a gatherer says the same again for them.

@@ -21,7 +21,7 @@ def main(address: str, name: str, rank: str, world_size: str, path: str) -> None
     """Saves until the interrupt."""
     ray.init(address, log_to_driver=False, configure_logging=False, namespace="interrupted")
     session = Session(name, int(rank), int(world_size))
-    session.greet()
+    session.register()
     print("ready", flush=True)
     sys.stdin.readline()
     # A shell that starts us in the background has SIGINT ignored.

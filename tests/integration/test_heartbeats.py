@@ -50,7 +50,7 @@ def try_save(session, path, opener=open_storage, heartbeat_s=60.0, **options):
             came = drive(
                 save_rank(
                     activity.next_key(), rank=rank, world_size=world_size, target=Target(path),
-                    options=options, opener=opener, vitals=activity.vitals,
+                    options=options, opener=opener, progress=activity.progress,
                     capture=lambda: NumpyCapture(state_of(1), rank, world_size),
                 ),
                 activity.call,
@@ -73,7 +73,7 @@ def try_load(session, path, opener=open_storage, heartbeat_s=60.0):
                     options=LoadOptions(heartbeat_timeout_s=heartbeat_s, verify="never"),
                     opener=opener,
                     plan=lambda c: NumpyWork(c, state_of(1), rank, world_size),
-                    vitals=activity.vitals,
+                    progress=activity.progress,
                 ),
                 activity.call,
             )  # fmt: skip
@@ -87,7 +87,7 @@ class Other:
 
     def ready(self, name: str, rank: int, world_size: int) -> int:
         self.session = Session(name, rank, world_size)
-        self.session.greet()
+        self.session.register()
         return os.getpid()
 
     def save(self, path: str, blow: int, heartbeat_s: float):
@@ -234,7 +234,7 @@ def test_a_killed_coordinator_ends_a_save_in_seconds_for_ranks_that_write(thread
         saves = [threads.submit(try_save, each, str(tmp_path), gate.opener) for each in sessions]
         assert gate.reached.wait(180)
         # The first beat has come, and with it the call that sees the coordinator die.
-        assert eventually(lambda: all(each._heart._heard for each in sessions))
+        assert eventually(lambda: all(each._heartbeats._ack for each in sessions))
         os.kill(pid, signal.SIGKILL)
         killed_s = time.monotonic()
         told = [save.result(180)[0] for save in saves]
@@ -274,7 +274,7 @@ def test_a_load_whose_coordinator_is_killed_ends_in_seconds(threads, tmp_path):
         pid = sessions[0].coordinator_info()["pid"]
         loads = [threads.submit(try_load, each, str(tmp_path), gate.opener) for each in sessions]
         assert gate.reached.wait(180)
-        assert eventually(lambda: all(each._heart._heard for each in sessions))
+        assert eventually(lambda: all(each._heartbeats._ack for each in sessions))
         os.kill(pid, signal.SIGKILL)
         killed_s = time.monotonic()
         told = [load.result(180) for load in loads]

@@ -104,7 +104,7 @@ def test_an_idle_coordinator_leaves_and_the_next_call_makes_another():
 def test_a_coordinator_stays_for_ranks_that_live_and_leaves_with_the_last_of_them():
     sessions = fresh_sessions(2, lease_s=1.0)
     for each in sessions:
-        each.greet()
+        each.register()
     pid = sessions[0].coordinator_info()["pid"]
     sessions[0].close()
     assert not eventually(lambda: not lives(pid), 4)
@@ -115,7 +115,7 @@ def test_a_coordinator_stays_for_ranks_that_live_and_leaves_with_the_last_of_the
 def test_a_restarted_coordinator_still_knows_whom_to_miss(threads):
     (session,) = fresh_sessions(1)
     victim = Victim.remote()
-    victim_pid = ray.get(victim.greet.remote(session.name))
+    victim_pid = ray.get(victim.register.remote(session.name))
     waits = Session(session.name, 0, 2)
     before = waits.coordinator_info()
     kept = f"roster:{coordinator_name(session.name)}"
@@ -134,8 +134,8 @@ def test_a_restarted_coordinator_still_knows_whom_to_miss(threads):
 class Victim:
     """Rank 1 of 2, which dies before it calls."""
 
-    def greet(self, name: str) -> int:
-        Session(name, 1, 2).greet()
+    def register(self, name: str) -> int:
+        Session(name, 1, 2).register()
         return os.getpid()
 
 

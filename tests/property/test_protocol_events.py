@@ -88,8 +88,10 @@ class Model:
                 case "silence":
                     self.now_s += 60.0
                     for rank in how[0]:
-                        play.coordination.hear(Heartbeat(KEY.session, rank, 60.0, (TAKES_PART,)))
-                    play._take(play.coordination.listen())
+                        play.coordination.heartbeat(
+                            Heartbeat(KEY.session, rank, 60.0, (TAKES_PART,))
+                        )
+                    play._take(play.coordination.check_silence())
         except CheckpointError:
             assert len(play.commands) == before
         self.check(play.commands[before:])

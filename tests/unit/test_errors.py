@@ -14,6 +14,7 @@ import pytest
 from ray import cloudpickle
 from torch.distributed.checkpoint.api import CheckpointException
 
+import ray_dcp.torch_adapter  # noqa: F401 - makes the errors torch's
 from ray_dcp import errors
 from ray_dcp.errors import CheckpointError, CommitUnknownError
 

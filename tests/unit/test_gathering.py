@@ -16,9 +16,9 @@ from ray_dcp.protocol.aggregation import (
     BatchedReplies,
     Batches,
     BatchWindow,
+    batch_of,
     group_of,
     is_gathered,
-    together,
 )
 from ray_dcp.protocol.commands import Answer
 from ray_dcp.protocol.messages import (
@@ -85,7 +85,7 @@ def test_a_warm_save_is_one_message_of_each_group_in_each_phase():
     assert {result.get().slot for result in results} == {2}
     assert world.messages == {"SaveJoin": 3, "SaveReceipt": 3}
     assert not world.direct
-    kinds = [type(message.said) for message in world.together]
+    kinds = [type(message.content) for message in world.batches]
     assert kinds == [BatchedJoins] * 3 + [BatchedReceipts] * 3
     assert job.holds(sample_state(1))
 
@@ -169,24 +169,24 @@ MORE_TO_SAY = [
 )
 def test_a_join_that_is_not_like_the_others_or_has_more_to_say_travels_as_it_is(first, second):
     joins = [join(0, **first), join(1, **second)]
-    assert together(joins).said == tuple(joins)
-    assert list(together(joins).requests()) == joins
+    assert batch_of(joins).content == tuple(joins)
+    assert list(batch_of(joins).requests()) == joins
 
 
 @pytest.mark.parametrize("change", [{"error": errors.CheckpointError("no")}, {"attempt": "a2"}])
 def test_a_receipt_that_failed_or_is_not_like_the_others_travels_as_it_is(change):
     first = SaveReceipt(OpKey("run", 0), 0, "a1", 1, (receipt_of(0),))
     other = replace(first, rank=1, files=(), **change)
-    assert together([first, other]).said == (first, other)
+    assert batch_of([first, other]).content == (first, other)
     if other.error is not None:
         failed = replace(other, rank=0)
-        assert together([failed, other]).said == (failed, other)
+        assert batch_of([failed, other]).content == (failed, other)
 
 
 def test_checksums_that_change_on_the_way_are_noticed_by_both():
     bad = replace(receipt_of(1), checks=np.arange(2, dtype=np.uint64) + np.uint64(1))
-    message = together([SaveReceipt(OpKey("run", 0), 0, "a1", 1, (bad,))])
-    assert isinstance(message.said, tuple)
+    message = batch_of([SaveReceipt(OpKey("run", 0), 0, "a1", 1, (bad,))])
+    assert isinstance(message.content, tuple)
     good = pack_receipts([receipt_of(1), receipt_of(2)])
     changed = replace(good, parts=(good.parts[0] + np.uint64(1),))
     with pytest.raises(errors.DamagedCheckpointError, match=r"__1_0\.a1.*__2_0\.a1"):
@@ -216,7 +216,7 @@ def test_who_is_asked_for_more_is_waited_for_and_no_others(asked):
     gathering = BatchWindow(range(4), lambda: 0.0)
     (first,) = [message for rank in range(4) for message in gathering.take(join(rank))]
     for ranks in asked:
-        gathering.told(first, BatchedReplies(((ranks, SendItems(rows=True)),)))
+        gathering.replied(first, BatchedReplies(((ranks, SendItems(rows=True)),)))
     assert gathering.take(join(3, asked=1)) == []
     assert [message.ranks for message in gathering.take(join(1, asked=1))] == [(1, 3)]
 
@@ -234,30 +234,30 @@ def test_groups_are_few_and_of_neighbours():
 
 def test_joins_together_mean_the_same():
     joins = [join(rank, node=f"node {rank // 2}") for rank in (2, 0, 1)]
-    message = together(joins)
-    assert isinstance(message.said, BatchedJoins)
+    message = batch_of(joins)
+    assert isinstance(message.content, BatchedJoins)
     assert message.requests() == sorted(joins, key=lambda one: one.rank)
     assert message.only({1}).requests() == [join(1, node="node 0")]
 
 
 def test_a_batch_takes_replies_for_those_who_wait_in_it_and_no_others():
     batches = Batches()
-    here = batches.add(together([join(0), join(1)]))
-    other = batches.add(together([join(2, key=OpKey("run", 1))]))
+    here = batches.add(batch_of([join(0), join(1)]))
+    other = batches.add(batch_of([join(2, key=OpKey("run", 1))]))
     here.put((1, 7), SendItems(rows=True))
-    assert [ranks for ranks, _ in here.told] == [(1,)]
+    assert [ranks for ranks, _ in here.replies] == [(1,)]
     batches.refuse(here.key, SendItems(rows=False))
-    assert [ranks for ranks, _ in here.told] == [(1,), (0,)]
-    assert other.told == []
+    assert [ranks for ranks, _ in here.replies] == [(1,), (0,)]
+    assert other.replies == []
     # A message that nobody waits in any more gets nothing; the same rank in another one does.
-    gone = batches.add(together([join(3), join(4)]))
-    again = batches.add(together([join(3)]))
+    gone = batches.add(batch_of([join(3), join(4)]))
+    again = batches.add(batch_of([join(3)]))
     batches.remove(gone)
     batches.answer(Answer(gone.key, (3,), gone.step, SendItems(rows=True)))
-    assert (gone.told, [ranks for ranks, _ in again.told]) == ([], [(3,)])
-    late = batches.add(together([join(2)]))
+    assert (gone.replies, [ranks for ranks, _ in again.replies]) == ([], [(3,)])
+    late = batches.add(batch_of([join(2)]))
     assert batches.answer(Answer(late.key, (2,), late.step, SendItems(rows=True))) == set()
-    assert [ranks for ranks, _ in late.told] == [(2,)]
+    assert [ranks for ranks, _ in late.replies] == [(2,)]
     everybody = Answer(late.key, (0, 3, 9), late.step, SendItems(rows=True))
     assert batches.answer(everybody) == {0, 3, 9}
 
@@ -267,8 +267,8 @@ def test_receipts_of_another_attempt_are_refused_one_by_one():
     job.save(sample_state(0))
     world = Gathered(GROUPS, job.world.coordination)
     stray = [SaveReceipt(OpKey("s", 1), rank, "other", 1, (receipt_of(rank),)) for rank in range(2)]
-    batch = world.shell.receive_together(together(stray))
-    told = dict(batch.told)
+    batch = world.shell.receive_batch(batch_of(stray))
+    told = dict(batch.replies)
     assert set(told) == {(0,), (1,)}
     assert all(isinstance(reply.error, errors.CommitUnknownError) for reply in told.values())
 
@@ -280,7 +280,7 @@ def test_steps_that_were_sent_are_forgotten_and_no_others():
         gathering.take(join(0, key=key))
         if seq:
             (message,) = gathering.take(join(1, key=key))
-            gathering.told(message, BatchedReplies((((0,), SendItems(rows=True)),)))
+            gathering.replied(message, BatchedReplies((((0,), SendItems(rows=True)),)))
     # What waits is sent however long ago it came.
     assert [m.ranks for m in gathering.take(join(1, key=OpKey("run", 0)))] == [(0, 1)]
     assert len(gathering._steps) <= 300

@@ -98,7 +98,7 @@ TORCH_INSIDE_CALLS = {"view.tensor_handle", "cli.demo"}
 ENVIRONMENT_READERS = {
     "store.object_stores": "whether the endpoint that obstore takes from there has TLS",
     "testing.dev_store": "what the server that it starts inherits",
-    "runtime.environment": "RAY_ADDRESS, and what Ray itself reads when it starts",
+    "runtime.private_ray": "RAY_ADDRESS, and what Ray itself reads when it starts",
 }
 
 

@@ -25,7 +25,7 @@ class Rank(RankThread):
                 return drive(
                     save_rank(
                         activity.next_key(), rank=self.rank, world_size=self.world_size,
-                        target=Target(path), options=SaveOptions(), vitals=activity.vitals,
+                        target=Target(path), options=SaveOptions(), progress=activity.progress,
                         capture=lambda: NumpyCapture(state_of(1), self.rank, self.world_size),
                         memory=self.plans,
                     ),

@@ -209,18 +209,17 @@ def test_an_exchange_with_other_tags_or_content_disagrees():
     assert type(play.send(exchange(0, {1: b""})).error) is RankDisagreementError
 
 
-def test_an_error_in_an_exchange_is_told_to_all():
+@pytest.mark.parametrize(
+    ("outbox", "error", "said"),
+    [({}, StorageError("mine"), "mine"), ({5: b""}, None, "rank 5")],
+    ids=["an error", "bytes for a rank outside the world"],
+)
+def test_what_is_wrong_with_one_rank_fails_an_exchange_on_all(outbox, error, said):
     play = Play(world_size=2)
-    play.send(exchange(0, {}, 2, error=StorageError("mine")))
+    play.send(exchange(0, outbox, 2, error=error))
     reply = play.send(exchange(1, {0: b"x"}, 2))
     assert isinstance(reply, Refused)
-    assert reply.error.rank == 0
-
-
-def test_bytes_for_a_rank_outside_the_world_fail_the_exchange():
-    play = Play(world_size=2)
-    play.send(exchange(0, {5: b""}, 2))
-    assert "rank 5" in play.send(exchange(1, {}, 2)).error.message
+    assert (reply.error.rank, said in reply.error.message) == (0, True)
 
 
 def test_an_exchange_has_a_deadline():

@@ -419,15 +419,15 @@ class Beating(Play):
         )
 
     def send(self, request):
-        return self._take(self.coordination.receive(request, beats_s=TIMEOUT_S), request.rank)
+        return self._take(self.coordination.receive(request, silence_s=TIMEOUT_S), request.rank)
 
     def beat(self, rank, *doings):
         """Returns for whom the rank is told to log long waits."""
-        return self.coordination.hear(Heartbeat(KEY.session, rank, TIMEOUT_S, doings))
+        return self.coordination.heartbeat(Heartbeat(KEY.session, rank, TIMEOUT_S, doings))
 
-    def listen(self, now_s):
+    def check_silence(self, now_s):
         self.clock.now_s = now_s
-        self._take(self.coordination.listen())
+        self._take(self.coordination.check_silence())
 
 
 def writing(done=0, total=0, **more):
@@ -445,7 +445,7 @@ def test_a_rank_that_is_silent_for_its_timeout_is_blamed_long_before_the_deadlin
     for now_s in (4.0, 8.0, 12.0):
         play.clock.now_s = now_s
         play.beat(1)
-    play.listen(12.0)
+    play.check_silence(12.0)
     assert play.timer.after_s == LOST_GRACE_S < GRACE_S
     play.expire()
     play.done(RecordCreated(1))
@@ -462,13 +462,13 @@ def test_nobody_is_blamed_before_the_timeout_nor_for_being_slow_while_it_beats()
     play = Beating(world_size=2)
     play.to_writing()
     play.receipt(0)
-    play.listen(TIMEOUT_S - 0.01)
+    play.check_silence(TIMEOUT_S - 0.01)
     assert (play.timer.phase, play.timer.after_s) == ("writing", SaveOptions().write_timeout_s)
     for step in range(1, 100):
         play.clock.now_s = 9.0 * step
         play.beat(0)
         play.beat(1)
-        play.listen(9.0 * step)
+        play.check_silence(9.0 * step)
     play.receipt(1)
     assert isinstance(play.task, BuildCommit)
 
@@ -479,12 +479,12 @@ def test_a_rank_that_has_not_joined_or_promised_no_beats_is_not_judged_by_its_si
     play.join(0)
     play.clock.now_s = 500.0
     play.beat(0)
-    play.listen(500.0)
+    play.check_silence(500.0)
     assert play.timer.after_s == SaveOptions().plan_timeout_s
     assert play.errors("SaveJoin") == {}
     silent = Play(world_size=2)
     silent.to_writing()
-    silent._take(silent.coordination.listen())
+    silent._take(silent.coordination.check_silence())
     assert silent.coordination.next_silence_s is None
 
 
@@ -493,7 +493,7 @@ def test_a_rank_that_speaks_again_is_told_the_outcome_and_not_taken_back():
     play.to_writing()
     play.clock.now_s = TIMEOUT_S
     play.beat(0)
-    play.listen(TIMEOUT_S)
+    play.check_silence(TIMEOUT_S)
     play.beat(1)
     assert play.receipt(1) is None
     play.receipt(0)
@@ -585,7 +585,7 @@ def at(play, now_s, *beating):
     """Lets ranks beat, and the coordinator look; returns what long waits the ranks are told."""
     play.clock.now_s = now_s
     told = [play.beat(rank, Doing(KEY.seq, KEY.seq, "waiting")) for rank in beating]
-    play.listen(now_s)
+    play.check_silence(now_s)
     return told
 
 

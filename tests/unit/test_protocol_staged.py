@@ -316,10 +316,10 @@ def test_a_stager_that_lags_is_helped_once_and_whoever_is_first_counts(play):
 def test_who_is_much_slower_than_the_others_is_helped(play):
     play.to_staged()
     for now_s, written in ((0.0, 0), (1.0, 1)):
-        play._take(play.coordination.stager_heard({KEY: {0: (written, 100)}}, now_s))
+        play._take(play.coordination.stager_progress({KEY: {0: (written, 100)}}, now_s))
     assert play.reply(0, "SaveStaged 0") is None
     play.write_all(ranks=[1])
-    play._take(play.coordination.stager_heard({KEY: {0: (2, 100)}}, 9.0))
+    play._take(play.coordination.stager_progress({KEY: {0: (2, 100)}}, 9.0))
     asked = play.reply(0, "SaveStaged 0")
     assert (asked.files, asked.lost, asked.helpers) == ((0, 1), False, ("s1",))
     assert "2 of 100 bytes" in asked.reason
@@ -329,11 +329,11 @@ def test_who_was_helped_once_and_is_still_slow_is_not_asked_again(play):
     play.to_staged()
     play.write_all(ranks=[1])
     for now_s in (0.0, 9.0):
-        play._take(play.coordination.stager_heard({KEY: {0: (2, 100)}}, now_s))
+        play._take(play.coordination.stager_progress({KEY: {0: (2, 100)}}, now_s))
     asked = play.reply(0, "SaveStaged 0")
     play.held(0, incarnation=asked.incarnation, stager="s1")
     assert play.staged(0, incarnation=asked.incarnation) is None
-    play._take(play.coordination.stager_heard({KEY: {0: (3, 100)}}, 30.0))
+    play._take(play.coordination.stager_progress({KEY: {0: (3, 100)}}, 30.0))
     assert play.reply(0, f"SaveStaged {asked.incarnation}") is None
     play.write_all()
     commit(play)
@@ -414,8 +414,8 @@ def test_a_save_that_is_queued_for_long_says_behind_which_one(play):
     join_second(play)
     told = []
     for now[0] in range(0, 50, 5):
-        told += play.coordination.hear(Heartbeat("run", 0, 60.0))
-        play.coordination.listen()
+        told += play.coordination.heartbeat(Heartbeat("run", 0, 60.0))
+        play.coordination.check_silence()
     (wait,) = told
     assert "Operation 1 of session 'run' (save to memory://other) has been queued for 30 s" in wait
     assert "it waits for operation 0 (save to memory://ckpt), which is writing" in wait

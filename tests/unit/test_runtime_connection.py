@@ -60,15 +60,10 @@ def test_a_connection_is_up_until_it_is_another_one(connected, now):
     assert connection.is_up
 
 
-def test_what_was_made_without_ray_is_never_connected(connected):
-    connected(None)
-    connection = Connection("session 's'", 0)
-    assert not connection.is_up
-
-
 def test_without_ray_this_process_has_no_connection():
     assert not ray.is_initialized()
     assert ray_private.this_connection() is None
+    assert not Connection("session 's'", 0).is_up
 
 
 def failing(error: BaseException):
@@ -235,20 +230,15 @@ def test_no_call_starts_a_ray(name):
     assert not ray.is_initialized()
 
 
-def test_a_handle_of_another_cluster_is_out_of_reach(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(Exception("no submit"), ParticipantError), (TypeError("no pickle"), TypeError)],
+    ids=["a handle of another cluster is out of reach", "a mistake stays one"],
+)
+def test_an_error_of_the_call_itself(monkeypatch, error, expected):
     monkeypatch.setattr(coordinator_call.ray, "is_initialized", lambda: True)
-
-    def send(actor):
-        raise Exception("Failed to submit task to actor")
-
-    with pytest.raises(ParticipantError, match="Failed to submit"):
-        call_actor("the coordinator", lambda fresh: object(), send, timeout_s=5.0)
-
-
-def test_a_mistake_in_a_call_is_not_taken_for_a_cluster_that_is_gone(monkeypatch):
-    monkeypatch.setattr(coordinator_call.ray, "is_initialized", lambda: True)
-    with pytest.raises(TypeError, match="pickle"):
-        call_actor("x", lambda fresh: object(), failing(TypeError("no pickle")), timeout_s=5.0)
+    with pytest.raises(expected, match=str(error)):
+        call_actor("the coordinator", lambda fresh: object(), failing(error), timeout_s=5.0)
 
 
 @pytest.fixture
@@ -264,13 +254,10 @@ def nobody_accepts():
         yield "{}:{}".format(*server.getsockname())
 
 
-def test_a_cluster_that_does_not_accept_connections_is_given_up(nobody_accepts, monkeypatch):
+def test_a_cluster_that_can_not_be_reached_ends_the_connect(nobody_accepts, monkeypatch):
     monkeypatch.setattr(attach, "PROBE_S", 0.5)
     with pytest.raises(ParticipantError, match=r"TimeoutError.*correct the address"):
         connect(nobody_accepts)
-
-
-def test_a_cluster_at_whose_address_nobody_listens_is_given_up(monkeypatch):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         monkeypatch.setenv("RAY_ADDRESS", "{}:{}".format(*unused.getsockname()))

@@ -9,7 +9,7 @@ from torch.distributed import HashStore, TCPStore
 
 from ray_dcp.errors import RankDisagreementError
 from ray_dcp.runtime import discovery, ray_private
-from ray_dcp.runtime.discovery import announced, connects, leaves_connect, meet
+from ray_dcp.runtime.discovery import announce_connect, await_group, connect_announced
 from tests.polling import eventually
 
 QUICK_S = 0.05
@@ -22,81 +22,81 @@ def store(request):
     return TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=20))
 
 
-def test_ranks_of_a_group_meet(store):
+@pytest.fixture
+def announce(store, monkeypatch):
+    """Announces that a rank uses `connect`, or takes it back."""
+
+    def run(rank, connected=True):
+        monkeypatch.setattr(ray_private, "job_place", lambda: (store, rank))
+        announce_connect(connected)
+
+    return run
+
+
+def waiting(pool, store, group, ranks):
+    return [pool.submit(await_group, store, group, rank, QUICK_S) for rank in ranks]
+
+
+@pytest.mark.parametrize(
+    "left", [[], [2, 5]], ids=["all by the group", "some had connected before"]
+)
+def test_ranks_of_a_group_come_to_one_session(store, announce, left):
+    for rank in left:
+        announce(rank)
+        announce(rank, False)
     with ThreadPoolExecutor(3) as pool:
-        waits = [pool.submit(meet, store, [2, 5, 7], rank, QUICK_S) for rank in (2, 5, 7)]
+        waits = waiting(pool, store, [2, 5, 7], [2, 5, 7])
         assert [wait.result(180) for wait in waits] == [None] * 3
 
 
-def test_a_rank_whose_company_uses_connect_is_told_and_so_is_the_next(store):
-    connects(store, 0)
+def test_every_rank_of_a_group_learns_that_one_uses_connect_and_then_does_not_count(
+    store, announce
+):
+    announce(0)
     for rank in (1, 2):
         with pytest.raises(RankDisagreementError, match=r"rank 0 called ray_dcp\.connect"):
-            meet(store, [0, 1, 2], rank, QUICK_S)
-
-
-def test_a_rank_that_was_told_does_not_count_as_one_that_came(store):
-    connects(store, 0)
-    with pytest.raises(RankDisagreementError):
-        meet(store, [0, 1], 1, QUICK_S)
-    leaves_connect(store, 0)
-    connects(store, 1)
+            await_group(store, [0, 1, 2], rank, QUICK_S)
+    announce(0, False)
+    announce(1)
     with pytest.raises(RankDisagreementError, match="rank 1 called"):
-        meet(store, [0, 1], 0, QUICK_S)
+        await_group(store, [0, 1, 2], 0, QUICK_S)
 
 
-def test_a_rank_that_calls_connect_later_is_seen_too(store):
+def test_a_rank_that_calls_connect_later_is_seen_too(store, announce):
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(meet, store, [0, 1], 1, QUICK_S)
-        threading.Timer(3 * QUICK_S, connects, (store, 0)).start()
+        (wait,) = waiting(pool, store, [0, 1], [1])
+        threading.Timer(3 * QUICK_S, announce, (0,)).start()
         with pytest.raises(RankDisagreementError):
-            waiting.result(180)
-
-
-def test_a_rank_that_has_closed_its_session_comes_by_the_group(store):
-    connects(store, 0)
-    leaves_connect(store, 0)
-    with ThreadPoolExecutor(2) as pool:
-        waits = [pool.submit(meet, store, [0, 1], rank, QUICK_S) for rank in range(2)]
-        assert [wait.result(180) for wait in waits] == [None] * 2
+            wait.result(180)
 
 
 def test_a_connect_that_fails_is_taken_back(store, monkeypatch):
     monkeypatch.setattr(ray_private, "job_place", lambda: (store, 0))
-    seen = []
 
     def connect():
-        with announced():
-            seen.append(store.check(["ray_dcp/company/connect/0"]))
-            raise KeyError
+        with connect_announced():
+            await_group(store, [0, 1], 1, QUICK_S)
 
-    with pytest.raises(KeyError):
+    with pytest.raises(RankDisagreementError):
         connect()
-    assert seen == [True]
-    assert not store.check(["ray_dcp/company/connect/0"])
-
-
-def test_a_rank_that_is_only_late_is_waited_for(store):
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(meet, store, [0, 1], 1, QUICK_S)
-        with pytest.raises(TimeoutError):
-            waiting.result(4 * QUICK_S)
-        meet(store, [0, 1], 0, QUICK_S)
-        assert waiting.result(180) is None
+    with ThreadPoolExecutor(2) as pool:
+        waits = waiting(pool, store, [0, 1], [0, 1])
+        assert [wait.result(180) for wait in waits] == [None] * 2
 
 
 def test_without_a_store_nobody_is_asked():
-    meet(None, [0, 1], 0)
-    connects()
-    leaves_connect()
+    await_group(None, [0, 1], 0)
+    announce_connect()
+    announce_connect(False)
 
 
-def test_a_rank_that_waits_for_long_says_who_did_not_come(store, caplog, monkeypatch):
+def test_a_rank_that_waits_for_long_names_who_is_missing(store, caplog, monkeypatch):
     monkeypatch.setattr(discovery, "LONG_WAIT_S", 4 * QUICK_S)
     with ThreadPoolExecutor(3) as pool, caplog.at_level("WARNING"):
-        waits = [pool.submit(meet, store, [0, 1, 2], 1, QUICK_S)]
+        waits = waiting(pool, store, [0, 1, 2], [1])
         assert eventually(lambda: caplog.messages)
-        waits += [pool.submit(meet, store, [0, 1, 2], rank, QUICK_S) for rank in (0, 2)]
+        assert not waits[0].done()
+        waits += waiting(pool, store, [0, 1, 2], [0, 2])
         assert [wait.result(180) for wait in waits] == [None] * 3
     (told,) = [one for one in caplog.messages if one.startswith("Rank 1 ")]
     assert "ranks 0, 2 of the process group called neither save nor load" in told

@@ -22,7 +22,7 @@ from ray_dcp.errors import (
 from ray_dcp.format.tensor_stats import PartStats, combine, encode_stats, stats_key
 from ray_dcp.options import SaveOptions
 from ray_dcp.planning.fingerprint import FINGERPRINT_BYTES
-from ray_dcp.protocol.aggregation import together
+from ray_dcp.protocol.aggregation import batch_of
 from ray_dcp.protocol.messages import OpKey, SaveJoin, Target
 from ray_dcp.torch_adapter import device_copy
 from ray_dcp.torch_adapter.capture import capture, measured, part_stats, part_stats_on_device
@@ -226,7 +226,7 @@ def test_ranks_that_join_in_one_message_tell_their_own_numbers():
         )
         for rank in range(2)
     ]  # fmt: skip
-    assert [join.stats for join in together(joins).requests()] == [b"\0", b"\1"]
+    assert [join.stats for join in batch_of(joins).requests()] == [b"\0", b"\1"]
 
 
 def test_every_rank_warns_of_its_own_values_and_the_first_of_them_once(tmp_path: Path):

@@ -100,33 +100,23 @@ def test_a_trace_of_ten_thousand_ranks_is_small_and_counts_them_all():
     assert [(one.rank, one.where) for one in trace.stragglers] == [(4711, "pid 4711")]
 
 
-def test_of_a_thousand_stragglers_the_latest_are_told():
-    trace = many(10_000, {rank: 2.0 + rank / 1000 for rank in range(1000)})
-    assert trace.stragglers[0].rank == 999
-    assert len(trace.stragglers) == 24
-    assert len(encode_trace(trace)) < 40_000
-
-
 @pytest.mark.parametrize(
-    ("stops", "late"),
+    ("phase", "stops", "late"),
     [
-        ([1.0, 1.0, 1.0, 2.2], [3]),
-        ([1.0, 1.9], []),  # not twice as long
-        ([1.0, 2.1], [1]),  # of two ranks, the slower one is compared with the other
-        ([0.001, 0.040], []),  # forty times as long, but nobody would notice
-        ([5.0], []),
+        ("write", [1.0, 1.0, 1.0, 2.2], [3]),
+        ("write", [1.0, 1.9], []),  # not twice as long
+        ("write", [1.0, 2.1], [1]),  # of two ranks, the slower one is compared with the other
+        ("write", [0.001, 0.040], []),  # forty times as long, but nobody would notice
+        ("write", [5.0], []),
+        ("plan", [0.1, 9.0], []),  # it waits for the others
+        ("write", [1.0] * 900 + [3.0 + n for n in range(100)], [*range(999, 975, -1)]),
     ],
 )
-def test_who_is_late(stops: list[float], late: list[int]):
+def test_who_is_late(phase: str, stops: list[float], late: list[int]):
     n = len(stops)
-    times = {"write": RankTimes.of(range(n), [0.0] * n, stops)}
+    times = {phase: RankTimes.of(range(n), [0.0] * n, stops)}
     trace = make_trace(ATTEMPT, "save", n, 0.0, 9.0, [], times)
     assert [one.rank for one in trace.stragglers] == late
-
-
-def test_waiting_for_the_others_makes_nobody_a_straggler():
-    times = {"plan": RankTimes.of([0, 1], [0.0, 0.0], [0.1, 9.0])}
-    assert make_trace(ATTEMPT, "save", 2, 0.0, 9.0, [], times).stragglers == ()
 
 
 @given(at=st.integers(0, 10_000), bit=st.integers(0, 7))
@@ -173,15 +163,17 @@ def test_a_file_that_is_too_long_is_refused_before_it_is_read():
 
 def test_the_notes_of_a_save_become_its_phases():
     recorder = SaveRecorder(join(0), unix_s=1000.0, now_s=10.0)
-    recorder.hears(join(0), 10.0, "pid 1 on a")
-    recorder.hears(join(1), 11.0, "pid 2 on b")
+    recorder.record_request(join(0), 10.0, "pid 1 on a")
+    recorder.record_request(join(1), 11.0, "pid 2 on b")
     recorder.performed(PLAN, 11.0, 11.5)
     for rank in (0, 1):
-        recorder.tells(go(rank), 12.0)
-    recorder.hears(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5), receipt(1, 6))), 13.0)
-    recorder.hears(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5), receipt(1, 6))), 14.0)  # again
-    recorder.hears(SaveReceipt(KEY, 1, "another", 1, (receipt(2, 9),)), 13.0)
-    recorder.hears(SaveReceipt(KEY, 1, ATTEMPT, 1, (receipt(2, 9),)), 15.5)
+        recorder.record_answer(go(rank), 12.0)
+    recorder.record_request(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5), receipt(1, 6))), 13.0)
+    recorder.record_request(
+        SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5), receipt(1, 6))), 14.0
+    )  # again
+    recorder.record_request(SaveReceipt(KEY, 1, "another", 1, (receipt(2, 9),)), 13.0)
+    recorder.record_request(SaveReceipt(KEY, 1, ATTEMPT, 1, (receipt(2, 9),)), 15.5)
     trace = recorder.trace(committed_s=16.0)
     assert trace is not None
     assert trace.began_s == 999.5  # rank 0 had captured for half a second when it joined
@@ -203,13 +195,13 @@ def test_the_notes_of_a_save_become_its_phases():
 
 def test_an_asynchronous_save_is_staged_while_it_is_written():
     recorder = SaveRecorder(join(0, staged=True), 0.0, 0.0)
-    recorder.hears(join(0, staged=True), 1.0)
-    recorder.tells(go(0), 2.0)
-    recorder.hears(PartsWritten(KEY, 0, ATTEMPT, 1, "st", 0, (receipt(0, 5),)), 2.5)
-    recorder.hears(PartsHeld(KEY, 0, ATTEMPT, 1, "st"), 3.0)
-    recorder.hears(PartsHeld(KEY, 0, ATTEMPT, 1, "other", 1), 3.5)
-    recorder.hears(PartsWritten(KEY, 0, ATTEMPT, 1, "st", 0, (receipt(1, 6),)), 4.0)
-    recorder.hears(PartsWritten(KEY, 0, ATTEMPT, 1, "other", 1, (receipt(1, 6),)), 9.0)
+    recorder.record_request(join(0, staged=True), 1.0)
+    recorder.record_answer(go(0), 2.0)
+    recorder.record_request(PartsWritten(KEY, 0, ATTEMPT, 1, "st", 0, (receipt(0, 5),)), 2.5)
+    recorder.record_request(PartsHeld(KEY, 0, ATTEMPT, 1, "st"), 3.0)
+    recorder.record_request(PartsHeld(KEY, 0, ATTEMPT, 1, "other", 1), 3.5)
+    recorder.record_request(PartsWritten(KEY, 0, ATTEMPT, 1, "st", 0, (receipt(1, 6),)), 4.0)
+    recorder.record_request(PartsWritten(KEY, 0, ATTEMPT, 1, "other", 1, (receipt(1, 6),)), 9.0)
     trace = recorder.trace(10.0)
     assert trace is not None
     assert trace.mode == "async_save"
@@ -222,9 +214,9 @@ def test_an_asynchronous_save_is_staged_while_it_is_written():
 
 def test_a_process_alone_tells_how_long_it_copied():
     recorder = SaveRecorder(join(0), 0.0, 0.0)
-    recorder.hears(join(0), 1.0)
-    recorder.tells(go(0), 2.0)
-    recorder.hears(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5),), None, 0.25), 3.0)
+    recorder.record_request(join(0), 1.0)
+    recorder.record_answer(go(0), 2.0)
+    recorder.record_request(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5),), None, 0.25), 3.0)
     trace = recorder.trace(4.0)
     assert trace is not None
     spans = {span.phase: (span.start_s, span.stop_s) for span in trace.spans}
@@ -234,7 +226,7 @@ def test_a_process_alone_tells_how_long_it_copied():
 
 def test_there_is_no_trace_of_what_was_never_planned():
     recorder = SaveRecorder(join(0), 0.0, 0.0)
-    recorder.hears(join(0), 1.0)
+    recorder.record_request(join(0), 1.0)
     assert recorder.trace(2.0) is None
 
 
@@ -242,9 +234,9 @@ def test_there_is_no_trace_of_what_was_never_planned():
 
 
 def noted(tracing: Tracing, **options: object) -> Perform:
-    tracing.hears(join(0, **options))
-    tracing.tells(go(0))
-    tracing.hears(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5),)))
+    tracing.record_request(join(0, **options))
+    tracing.record_answer(go(0))
+    tracing.record_request(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5),)))
     return Perform(KEY, PublishMetadata(Target("memory://trace-file"), 1, None))
 
 
@@ -263,7 +255,7 @@ def test_no_trace_is_written_where_the_save_failed():
     storage = MemoryStorage("trace-none")
     tracing = Tracing(opener=lambda _: storage)
     command = noted(tracing)
-    tracing.tells(Answer(KEY, (0,), "SaveReceipt", Refused(ray_dcp.CheckpointError("no"))))
+    tracing.record_answer(Answer(KEY, (0,), "SaveReceipt", Refused(ray_dcp.CheckpointError("no"))))
     tracing.perform(command, lambda task: task)
     assert storage.list() == []
 
@@ -284,18 +276,20 @@ def test_notes_that_go_wrong_change_nothing(monkeypatch: pytest.MonkeyPatch):
         raise RuntimeError("a bug")
 
     tracing = Tracing(opener=broken)
-    monkeypatch.setattr(SaveRecorder, "hears", broken)
-    tracing.hears(join(0))
-    monkeypatch.setattr(SaveRecorder, "tells", broken)
+    monkeypatch.setattr(SaveRecorder, "record_request", broken)
+    tracing.record_request(join(0))
+    monkeypatch.setattr(SaveRecorder, "record_answer", broken)
     monkeypatch.setattr(SaveRecorder, "performed", broken)
-    tracing.tells(go(0))
+    tracing.record_answer(go(0))
     assert tracing.perform(Perform(KEY, PLAN), lambda task: "done") == "done"
 
 
 def test_a_coordinator_keeps_the_notes_of_a_bounded_number_of_saves():
     tracing = Tracing()
     for seq in range(200):
-        tracing.hears(SaveJoin(OpKey("s", seq), 0, 1, Target("memory://x"), SaveOptions(), b""))
+        tracing.record_request(
+            SaveJoin(OpKey("s", seq), 0, 1, Target("memory://x"), SaveOptions(), b"")
+        )
     assert len(tracing._saves) == 64
 
 
@@ -331,23 +325,20 @@ def test_every_save_of_a_process_leaves_one_trace(tmp_path: Path, container: str
     assert (report.ok, report.notes) == (True, ())
 
 
-def test_a_trace_goes_with_its_checkpoint(tmp_path: Path):
-    ray_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "c")
-    (trace,) = traces(tmp_path / "c")
-    kept = ray_dcp.collect(tmp_path / "c")
-    assert (kept.deleted, kept.kept) == ((), ())
-    assert trace in ray_dcp.delete(tmp_path / "c").deleted
-    assert traces(tmp_path / "c") == []
-
-
-def test_a_trace_that_came_too_late_is_collected(tmp_path: Path):
-    ray_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "c")
+def test_a_trace_goes_with_its_checkpoint_and_one_that_came_too_late_is_collected(tmp_path: Path):
+    for name in "cd":
+        ray_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / name)
+    (tmp_path / "d" / traces(tmp_path / "d")[0]).unlink()
+    (own,) = traces(tmp_path / "c")
     late = tmp_path / "c" / trace_key("00000000000000aa")
     late.write_bytes(b"{}")
     other = tmp_path / "c" / "trace.notes.json"
     other.write_text("somebody else's")
     assert ray_dcp.collect(tmp_path / "c").deleted == (late.name,)
-    assert other.exists()
+    assert traces(tmp_path / "c") == [own, other.name]
+    assert own in ray_dcp.delete(tmp_path / "c").deleted
+    assert traces(tmp_path / "c") == [other.name]
+    assert ray_dcp.open(tmp_path / "d").trace is None
 
 
 def test_a_trace_is_not_taken_for_an_attempt_that_may_still_commit():
@@ -377,12 +368,6 @@ def test_the_trace_of_another_attempt_is_refused(tmp_path: Path):
     (tmp_path / "a" / one).write_bytes((tmp_path / "b" / other).read_bytes())
     with pytest.raises(DamagedCheckpointError, match="expected the trace of attempt"):
         _ = ray_dcp.open(tmp_path / "a").trace
-
-
-def test_without_a_trace_there_is_none(tmp_path: Path):
-    ray_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "c")
-    (tmp_path / "c" / traces(tmp_path / "c")[0]).unlink()
-    assert ray_dcp.open(tmp_path / "c").trace is None
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

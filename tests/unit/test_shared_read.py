@@ -49,6 +49,15 @@ def shared(play: Play) -> None:
     play.done(perform(task))
 
 
+def deciding() -> Play:
+    """Returns a load of two ranks, which waits for who reads what."""
+    play = Play(world_size=2)
+    to_planning(play)
+    for rank in range(2):
+        ready(play, rank, (0, 0, MIB))
+    return play
+
+
 def test_ranges_survive_a_message():
     found = Ranges.decode(needs((2, 5, 9), (0, 1, 3)).ranges)
     assert (found.file.tolist(), found.low.tolist(), found.high.tolist()) == (
@@ -103,32 +112,21 @@ def test_behind_one_cache_it_is_not_even_thought_about(cached, nodes, asks):
     assert (play.reply(0, "LoadReady").share is not None) == bool(asks)
 
 
-def test_a_load_goes_on_without_sharing_when_nobody_decides_in_time():
-    play = Play(world_size=2)
-    to_planning(play)
-    ready(play, 0, (0, 0, MIB))
-    ready(play, 1, (0, 0, MIB))
-    play.expire()
+@pytest.mark.parametrize("fails", [False, True], ids=["in time", "at all"])
+def test_a_load_goes_on_without_sharing_when_it_is_not_decided(fails):
+    play = deciding()
+    if fails:
+        play.fail(StorageError("no memory"))
+    else:
+        play.expire()
+        shared(play)  # too late, and dropped
     assert play.reply(0, "LoadReady") == play.reply(1, "LoadReady") == LoadProceed()
-    shared(play)  # too late, and dropped
     play.send(LoadDone(KEY, 0, ReadCounts(10, 16)))
     assert isinstance(play.send(LoadDone(KEY, 1, ReadCounts(5, 5))), LoadOutcome)
 
 
-def test_a_load_goes_on_without_sharing_when_it_can_not_be_decided():
-    play = Play(world_size=2)
-    to_planning(play)
-    ready(play, 0, (0, 0, MIB))
-    ready(play, 1, (0, 0, MIB))
-    play.fail(StorageError("no memory"))
-    assert play.reply(0, "LoadReady") == LoadProceed()
-
-
 def test_a_rank_that_dies_while_it_is_decided_fails_the_load():
-    play = Play(world_size=2)
-    to_planning(play)
-    ready(play, 0, (0, 0, MIB))
-    ready(play, 1, (0, 0, MIB))
+    play = deciding()
     play.lose(1)
     assert isinstance(play.errors("LoadReady")[0], ParticipantError)
     assert play.coordination.active == ()
@@ -159,7 +157,7 @@ def enter(rank, units=(0,), readers=(0,)):
 
 
 def heard(handover, rank, seen=0):
-    return [(new.what, new.unit, new.handle) for new in handover.news(rank, seen)]
+    return [(new.what, new.unit, new.handle) for new in handover.updates(rank, seen)]
 
 
 def test_who_enters_late_hears_what_is_there():
@@ -232,17 +230,17 @@ def test_who_listens_is_answered_as_soon_as_something_is_new():
 
     async def play():
         board = SharedReadDispatch(lambda key: key in over)
-        await board.hear(enter(1))
-        waiting = asyncio.ensure_future(board.hear(Listen(KEY, 1, 0, 60.0)))
+        await board.share(enter(1))
+        waiting = asyncio.ensure_future(board.share(Listen(KEY, 1, 0, 60.0)))
         await asyncio.sleep(0)
-        await board.hear(Offer(KEY, 0, 0, 2, "h"))
+        await board.share(Offer(KEY, 0, 0, 2, "h"))
         news = await asyncio.wait_for(waiting, 10)
-        nothing = await board.hear(Listen(KEY, 1, 1, 0.0))
-        waiting = asyncio.ensure_future(board.hear(Listen(KEY, 1, 1, 60.0)))
+        nothing = await board.share(Listen(KEY, 1, 1, 0.0))
+        waiting = asyncio.ensure_future(board.share(Listen(KEY, 1, 1, 60.0)))
         await asyncio.sleep(0)
         over.add(KEY)
         board.tidy()
-        return news, nothing, await asyncio.wait_for(waiting, 10), await board.hear(enter(2))
+        return news, nothing, await asyncio.wait_for(waiting, 10), await board.share(enter(2))
 
     news, nothing, at_the_end, after_it = asyncio.run(play())
     assert [new.handle for new in news] == ["h"]
@@ -282,7 +280,7 @@ def test_a_reader_whose_units_nobody_takes_leaves_the_rest_to_the_others(monkeyp
     mine.read_into("f", 0, memoryview(target))
     mine.finish()
     assert target == bytes(range(30))
-    assert [new.what for new in board.handover.news(1, 0)] == ["there", "gone", "gone"]
+    assert [new.what for new in board.handover.updates(1, 0)] == ["there", "gone", "gone"]
 
 
 def test_a_load_that_failed_elsewhere_ends_the_wait():
@@ -313,4 +311,4 @@ def test_a_reader_whose_storage_fails_tells_so_and_finds_out_itself():
     with pytest.raises(StorageError):
         mine.read_into("f", 0, memoryview(bytearray(30)))
     mine.finish(failed=True)
-    assert {new.what for new in board.handover.news(1, 0)} == {"gone"}
+    assert {new.what for new in board.handover.updates(1, 0)} == {"gone"}

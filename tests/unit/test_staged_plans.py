@@ -97,8 +97,10 @@ class Actor(Coordinator):
         self._waiting, self._watching, self._timers, self._tasks = {}, {}, {}, set()
         self._performing = 0
         nothing = lambda *_: None  # noqa: E731
-        self._tracing = SimpleNamespace(hears=nothing, hears_together=nothing, tells=nothing)
-        self._switchboard = SimpleNamespace(tidy=lambda: None)
+        self._tracing = SimpleNamespace(
+            record_request=nothing, record_batch=nothing, record_answer=nothing
+        )
+        self._shared_reads = SimpleNamespace(tidy=lambda: None)
         self._batches, self._gatherers = Batches(), {}
         self._coordination = play.coordination
         self._plans = StagedPlans("actor", play.coordination, self._carry_out, "namespace")
@@ -258,7 +260,7 @@ def test_a_holder_of_which_the_earlier_coordinator_did_not_know_is_asked_too(clu
         staged = SaveStaged(KEY, 1, "a1", 1, held=held(1))
         batch = MessageBatch(KEY, "SaveStaged 0", (1,), (staged,))
         call = asyncio.ensure_future(
-            actor.call_together(batch, ()) if together else actor.call(staged)
+            actor.call_batch(batch, ()) if together else actor.call(staged)
         )
         await actor.settled()
         await asyncio.gather(*actor._tasks)

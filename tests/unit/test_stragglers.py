@@ -4,47 +4,53 @@ from __future__ import annotations
 
 import pytest
 
-from ray_dcp.protocol.liveness import HELP_COSTS_S, LEAST_WAIT_S, Pace, find_stragglers
+from ray_dcp.protocol.liveness import HELP_COSTS_S, LEAST_WAIT_S, WriteProgress
 
 
-def others(done_s: float, count: int = 3) -> dict[int, Pace]:
-    return {rank: Pace(100, 100, done_s=done_s) for rank in range(1, count + 1)}
+def stragglers(
+    paces: dict[int, tuple[int, int]], usual_s: float, elapsed_s: float, num_done: int = 3
+) -> dict[int, str]:
+    """Returns who needs help where others were done after `usual_s`."""
+    writes, done = WriteProgress(), dict.fromkeys(range(1, 1 + num_done), ())
+    left = {**{rank: (rank,) for rank in paces}, **done}
+    writes.stragglers({}, {}, 0.0)
+    writes.stragglers({}, left, min(usual_s, elapsed_s))
+    return writes.stragglers(paces, left, elapsed_s)
 
 
 @pytest.mark.parametrize("usual_s", [0.6, 4.0, 60.0])
 def test_a_tenth_of_the_pace_is_seen_as_soon_as_the_others_are_done(usual_s):
-    assert find_stragglers({0: Pace(10, 100), **others(usual_s)}, usual_s) == {
+    assert stragglers({0: (10, 100)}, usual_s, usual_s) == {
         0: f"after {usual_s:.1f} s 10 of 100 bytes were written, where others took "
         f"{usual_s:.1f} s for theirs"
     }
-    assert find_stragglers({0: Pace(9, 100), **others(usual_s)}, 0.99 * usual_s) == {}
 
 
-def test_what_has_written_nothing_is_helped_but_not_at_once():
-    paces = {0: Pace(0, 100), **others(0.1)}
-    assert find_stragglers(paces, 0.9 * LEAST_WAIT_S) == {}
-    assert set(find_stragglers(paces, LEAST_WAIT_S)) == {0}
+ELAPSED_S = 0.6
+LEFT = HELP_COSTS_S / ELAPSED_S
 
 
-def test_nobody_is_helped_who_ends_before_help_could_come():
-    """Ten times as slow as the others, but with less left to do than help costs."""
-    elapsed_s = 0.6
-    left = HELP_COSTS_S / elapsed_s
-    soon, late = round(1000 / (1 + 0.9 * left)), round(1000 / (1 + 1.1 * left))
-    assert find_stragglers({0: Pace(soon, 1000), **others(0.06)}, elapsed_s) == {}
-    assert set(find_stragglers({0: Pace(late, 1000), **others(0.06)}, elapsed_s)) == {0}
-
-
-def test_nobody_is_helped_who_takes_less_than_twice_as_long():
-    assert find_stragglers({0: Pace(55, 100), **others(10.0)}, 10.0) == {}
-    assert set(find_stragglers({0: Pace(45, 100), **others(10.0)}, 10.0)) == {0}
-
-
-def test_nobody_is_helped_before_half_of_the_ranks_are_done():
-    slow = {rank: Pace(1, 100) for rank in (10, 11, 12)}
-    assert find_stragglers({**slow, **others(1.0, count=2)}, 50.0) == {}
-    assert set(find_stragglers({**slow, **others(1.0, count=3)}, 50.0)) == {10, 11, 12}
-
-
-def test_a_rank_without_bytes_is_never_helped():
-    assert find_stragglers({0: Pace(0, 0), **others(1.0)}, 50.0) == {}
+@pytest.mark.parametrize(
+    ("paces", "usual_s", "elapsed_s", "num_done", "helped"),
+    [
+        pytest.param({0: (0, 100)}, 0.1, 0.9 * LEAST_WAIT_S, 3, [], id="nothing yet, too early"),
+        pytest.param({0: (0, 100)}, 0.1, LEAST_WAIT_S, 3, [0], id="nothing yet"),
+        pytest.param(
+            {0: (round(1000 / (1 + 0.9 * LEFT)), 1000)}, 0.06, ELAPSED_S, 3, [], id="ends soon"
+        ),
+        pytest.param(
+            {0: (round(1000 / (1 + 1.1 * LEFT)), 1000)}, 0.06, ELAPSED_S, 3, [0], id="ends late"
+        ),
+        pytest.param({0: (55, 100)}, 10.0, 10.0, 3, [], id="less than twice as long"),
+        pytest.param({0: (45, 100)}, 10.0, 10.0, 3, [0], id="more than twice as long"),
+        pytest.param(
+            dict.fromkeys((10, 11, 12), (1, 100)), 1.0, 50.0, 2, [], id="less than half are done"
+        ),
+        pytest.param(
+            dict.fromkeys((10, 11, 12), (1, 100)), 1.0, 50.0, 3, [10, 11, 12], id="half are done"
+        ),
+        pytest.param({0: (0, 0)}, 1.0, 50.0, 3, [], id="no bytes"),
+    ],
+)
+def test_who_is_helped(paces, usual_s, elapsed_s, num_done, helped):
+    assert [*stragglers(paces, usual_s, elapsed_s, num_done)] == helped

@@ -494,7 +494,7 @@ def join(
     if owns:
         # Why with Ray although alone: its stager keeps what is staged when this worker is killed.
         session = Session(f"train-{facts.name}-{word}", 0, 1)
-        session.greet()
+        session.register()
     return Group(root, number, word, session, owns, has_steps, lease, retention)
 
 

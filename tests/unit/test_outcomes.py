@@ -1,13 +1,14 @@
-"""What a save says about its outcome holds: on storage, for stock DCP, after a lost answer."""
+"""What a save reports holds on storage and for stock DCP, and all ranks raise the same error."""
 
 from __future__ import annotations
 
 import errno
 import os
+import resource
 
+import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from ray_dcp.errors import (
     CheckpointNotFoundError,
@@ -15,6 +16,7 @@ from ray_dcp.errors import (
     InternalError,
     ParticipantError,
     PlanConflictError,
+    RankDisagreementError,
     StorageError,
 )
 from ray_dcp.format.manifest import decode_record, encode_record
@@ -38,29 +40,17 @@ from ray_dcp.store import local
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError
+from tests.checkpoints import check_stock, save_stock
 from tests.inline_ranks import run_ranks
 from tests.numpy_ranks import load_and_check, save, save_ranks, state_of
 from tests.protocol_play import Play
 from tests.rank_saves import load_rank, save_rank
-
-# --- The outcome ----------------------------------------------------------------------------------
-
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled:UserWarning",
     "ignore:.*no_dist.*:UserWarning",
     "ignore:Detected an existing checkpoint:UserWarning",
 )
-
-
-def stock_save(path, value):
-    dcp.save({"w": torch.full((6, 4), float(value))}, checkpoint_id=str(path), no_dist=True)
-
-
-def stock_value(path):
-    found = {"w": torch.zeros(6, 4)}
-    dcp.load(found, checkpoint_id=str(path), no_dist=True)
-    return found["w"].unique().tolist()
 
 
 def failing(monkeypatch, name, error, when=lambda *_: True):
@@ -184,9 +174,7 @@ def test_metadata_written_after_a_later_commit_is_put_right(tmp_path):
     result = perform(task, lambda target: Overtaken(open_storage(target)))
     assert result == Published(superseded=True)
     assert not find_checkpoint(open_storage(path)).metadata_is_stale
-    found = {"a": torch.zeros(13, 7)}
-    dcp.load(found, checkpoint_id=path, no_dist=True)
-    assert torch.equal(found["a"], torch.from_numpy(state_of(2)["a"]))
+    check_stock(path, state_of(2))
 
 
 @pytest.mark.parametrize("container", ["torch_save", "safetensors"])
@@ -216,22 +204,20 @@ def test_a_commit_that_a_rank_finds_on_storage_is_published_for_stock_dcp(tmp_pa
     if container == "safetensors":
         assert not (tmp_path / ".metadata").exists()
         return
-    found = {"a": torch.zeros(13, 7)}
-    dcp.load(found, checkpoint_id=path, no_dist=True)
-    assert torch.equal(found["a"], torch.from_numpy(state_of(2)["a"]))
+    check_stock(path, state_of(2))
 
 
 def test_files_of_a_stock_checkpoint_that_came_later_are_not_collected(tmp_path):
-    stock_save(tmp_path, 1)
+    save_stock(tmp_path, {"a": torch.zeros(13, 7)})
 
     def stock_saves_before_collecting(task):
         if isinstance(task, CollectReplaced):
-            stock_save(tmp_path, 5)
+            save_stock(tmp_path, {"a": torch.ones(13, 7)})
         return perform(task)
 
     (rank,) = save_ranks(state_of(), 1, str(tmp_path))
     run_ranks([rank], performer=stock_saves_before_collecting)
-    assert stock_value(tmp_path) == [5.0]
+    check_stock(tmp_path, {"a": np.ones((13, 7), np.float32)})
 
 
 # What an overwrite may delete
@@ -296,7 +282,7 @@ def test_a_refusal_of_a_coordinator_that_contradicts_itself_is_made_final(tmp_pa
     assert outcome(str(tmp_path), attempts[0]) == "aborted"
 
 
-def patience(*requests):
+def timeout_of(*requests):
     kept = CallTimeouts()
     return [kept.of(request) for request in requests][-1]
 
@@ -306,15 +292,26 @@ def test_a_rank_waits_for_all_that_its_coordinator_may_take_and_no_deadline_is_l
     options = SaveOptions(plan_timeout_s=1000, write_timeout_s=2000, commit_timeout_s=500)
     join = SaveJoin(key, 0, 2, target, options, b"")
     # joining, reading and planning; then writing, building, table, record, publishing, collecting.
-    assert patience(join) > 3 * 1000
-    assert patience(join, SaveReceipt(key, 0, "a", 1)) >= 2000 + 5 * 500
+    assert timeout_of(join) > 3 * 1000
+    assert timeout_of(join, SaveReceipt(key, 0, "a", 1)) >= 2000 + 5 * 500
     load = LoadOptions(plan_timeout_s=1000, read_timeout_s=2000)
     load_join = LoadJoin(key, 0, 2, target, load)
-    assert patience(load_join) > 2 * 1000
-    assert patience(load_join, LoadDone(key, 0)) > 2000
+    assert timeout_of(load_join) > 2 * 1000
+    assert timeout_of(load_join, LoadDone(key, 0)) > 2000
 
 
-# --- The one error of all ranks -------------------------------------------------------------------
+# The one error of all ranks
+
+
+def test_a_rank_that_comes_after_others_disagreed_is_told_what_they_were_told():
+    play = Play(world_size=4)
+    play.join(0)
+    play.join(1, target=Target("memory://other"))
+    play.expire()
+    told = play.errors("SaveJoin")[0]
+    assert type(told) is RankDisagreementError
+    assert play.join(2).error is told
+    assert play.join(3, target=Target("memory://third")).error is told
 
 
 def test_an_error_of_the_coordinators_work_names_the_checkpoint():
@@ -342,3 +339,33 @@ def test_an_error_on_the_way_to_the_coordinator_names_the_checkpoint():
         with pytest.raises(ParticipantError) as caught:
             drive(steps, out_of_reach)
         assert caught.value.checkpoint_id == "memory://ckpt"
+
+
+@pytest.fixture
+def small_files():
+    """No file of this process may grow beyond 1 MB: writing more gives EFBIG."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("num_bytes", [3_000_000, 9_000_000], ids=["on commit", "on write"])
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_full_disk_is_not_hidden_by_the_cleaning_up_after_it(
+    tmp_path, small_files, num_bytes, sync
+):
+    def write():
+        writer = storage.open_writer("x", sync=sync)
+        try:
+            writer.write(b"x" * num_bytes)
+            writer.commit()
+        except StorageError:
+            writer.abort()
+            raise
+
+    storage = LocalStorage(tmp_path)
+    with pytest.raises(StorageError, match="EFBIG"):
+        write()
+    assert storage.list() == []
+    assert storage.unpublished() == ()
