@@ -73,8 +73,8 @@ class StagingBackend(Protocol):
         """Copies what this rank writes; when it returns, the state may change.
 
         Returns:
-            Why it failed, and what this rank still has to say and to do until the save has ended:
-            that tells an error to the other ranks, which fail as well.
+            Why it failed, and what this rank still has to do until the save has ended: that reports
+            an error to the other ranks, which fail as well.
         """
         ...
 
@@ -91,8 +91,8 @@ class StagingBackend(Protocol):
         ...
 
 
-def keeping_of(session: Any) -> StagingBackend:
-    """Returns where a session's rank keeps its bytes.
+def staging_backend_of(session: Any) -> StagingBackend:
+    """Returns where a session's rank stages its bytes.
 
     Args:
         session: Of this rank: a `Session`, or an `InlineSession` for a process that is alone.
@@ -120,7 +120,7 @@ def warm_process(num_bytes: int) -> Future[None]:
 
 
 class InProcessBackend:
-    """Keeps the bytes in this process: training goes on, but the save dies with the process.
+    """Stages in this process: training goes on, but the save dies with the process.
 
     Args:
         opener: What opens the storage.
@@ -241,7 +241,7 @@ def key_of(name: str) -> tuple[OpKey, int]:
 
 
 class StagerBackend:
-    """Keeps the bytes with the stager of this rank's node.
+    """Stages at the stager of this rank's node.
 
     Args:
         session: Of this rank.
@@ -265,13 +265,13 @@ class StagerBackend:
         held: PartsHeld | None = None
         error: CheckpointError | None = None
         if go.plan.files:
-            hand_in = partial(self._hand_in, save, go, captured)
-            held, error = attempt(hand_in, "staging", save.rank)
+            hand_over = partial(self._transfer, save, go, captured)
+            held, error = attempt(hand_over, "staging", save.rank)
         # Why not `save.key`: the call may have another number by now.
         key = save.vitals.key or save.key
-        said = SaveStaged(key, save.rank, go.attempt, go.epoch, self._incarnation, error, held)
-        hand_over = partial(self._hand_over, said, save.vitals.stop)
-        return error, save.outcome(go, said, hand_over)
+        ack = SaveStaged(key, save.rank, go.attempt, go.epoch, self._incarnation, error, held)
+        take_over = partial(self._hand_over, ack, save.vitals.stop)
+        return error, save.outcome(go, ack, take_over)
 
     def progress(self) -> tuple[int, int]:
         """See `StagingBackend.progress`."""
@@ -285,7 +285,7 @@ class StagerBackend:
         if self._staged is not None:
             self._staged.release(committed=committed)
 
-    def _hand_in(self, save: RankSave, go: SaveGo, captured: Captured) -> PartsHeld:
+    def _transfer(self, save: RankSave, go: SaveGo, captured: Captured) -> PartsHeld:
         # Why here: a process that is alone has no need of Ray.
         from ray_dcp.runtime.stager import Reporter
 
@@ -304,18 +304,20 @@ class StagerBackend:
         except CheckpointError:
             staged.cancel()
             raise
+        if staged.channel == "object_store":
+            self.kind = "object_store"
         self.num_bytes = staged.num_bytes
         self._last = (0, staged.num_bytes)
         self._incarnation = staged.key.incarnation
-        return self._tell(staged, key, go.attempt, go.epoch, self._incarnation)
+        return self._report(staged, key, go.attempt, go.epoch, self._incarnation)
 
-    def _hand_over(self, said: SaveStaged, stop: Stop, asked: TakeOver) -> PartsHeld:
+    def _hand_over(self, ack: SaveStaged, stop: Stop, asked: TakeOver) -> PartsHeld:
         if self._staged is None:
             raise CheckpointError("nothing is staged that could be handed over")
         helper = None if asked.lost else self._helper(asked.helpers)
         self._staged.hand_over(helper, files=asked.files, incarnation=asked.incarnation, stop=stop)
         self.takeovers += 1
-        return self._tell(self._staged, said.key, said.attempt, said.epoch, asked.incarnation)
+        return self._report(self._staged, ack.key, ack.attempt, ack.epoch, asked.incarnation)
 
     def _helper(self, names: tuple[str, ...]) -> Any:
         """Returns the handle of one of the stagers that are done, another one for each rank."""
@@ -327,7 +329,7 @@ class StagerBackend:
                 return ray_calls.get_actor(name, namespace=self._session.namespace)
         raise CheckpointError("no stager that has ended its own part is there any more")
 
-    def _tell(
+    def _report(
         self,
         staged: Staged,
         key: OpKey,
@@ -335,7 +337,7 @@ class StagerBackend:
         epoch: int,
         incarnation: int,
     ) -> PartsHeld:
-        """Tells the coordinator who holds the bytes; only then may the rank die."""
+        """Reports to the coordinator who holds the bytes; only then may the rank die."""
         session = self._session
         stager = staged.stager_name
         held = PartsHeld(key, session.rank, attempt_id, epoch, stager, incarnation)

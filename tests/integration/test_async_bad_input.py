@@ -152,7 +152,9 @@ def test_a_store_that_is_full_and_smaller_than_the_state_is_enough(
     way, session, ray_directory, tmp_path
 ):
     assert save_and_spoil(tmp_path / "c", 5.0).committed(180) is not None
-    assert session.staging().info()["channel"] == ("store" if way == "objects" else "arena")
+    assert session.staging().info()["channel"] == (
+        "object_store" if way == "objects" else "shared"
+    )
     assert stands(tmp_path / "c", 5.0)
     assert spilled(ray_directory) == []
     others = [np.full(8 << 20, number, dtype=np.uint8) for number in range(9)]
