@@ -304,22 +304,27 @@ WARM_S = 600.0
 
 
 class RankStaging:
-    """One rank's place at its node's stager. Calls may come from several threads.
+    """One rank's place at its node's stager, which is made if there is none.
+
+    Calls may come from several threads.
 
     Args:
         name: Of this rank on the node, unique there.
-        node_id: Ray's hex id of this node.
         namespace: Ray namespace of the stager.
         lease_s: How long an unused stager stays, in seconds.
         options: How the node stages; those of its first rank count.
         owner: Names its memory: who comes later under the same one gets what this one has warmed.
             By default `name`.
+
+    Raises:
+        InvalidRequestError: The object store is asked for by a process that is no Ray worker.
+        LimitError: Shared memory is asked for and can't be had.
+        ParticipantError: The stager does not start or answer.
     """
 
     def __init__(
         self,
         name: str,
-        node_id: str,
         *,
         owner: str | None = None,
         namespace: str = NAMESPACE,
@@ -331,36 +336,13 @@ class RankStaging:
         check_worker(self._memory)
         self._owner = owner or name
         self._process = f"{os.getpid()}-{secrets.token_hex(6)}"
+        node_id = ray.get_runtime_context().get_node_id()
         self._stager: Callable[[], Any] = lambda: stager_of(
             node_id, namespace=namespace, lease_s=lease_s, options=options
         )
         self._lock = threading.Lock()
         self._link: ActorLink | None = None
-
-    @classmethod
-    def open(
-        cls,
-        name: str,
-        *,
-        owner: str | None = None,
-        node_id: str | None = None,
-        namespace: str = NAMESPACE,
-        lease_s: float = LEASE_S,
-        options: StagerOptions | None = None,
-    ) -> RankStaging:
-        """Returns the place of this rank at its node's stager, which it makes if there is none.
-
-        Raises:
-            InvalidRequestError: The object store is asked for by a process that is no Ray worker.
-            LimitError: Shared memory is asked for and can't be had.
-            ParticipantError: The stager does not start or answer.
-        """
-        node_id = node_id or ray.get_runtime_context().get_node_id()
-        staging = cls(
-            name, node_id, owner=owner, namespace=namespace, lease_s=lease_s, options=options
-        )
-        staging.link()
-        return staging
+        self.link()
 
     def warm(
         self,
