@@ -46,6 +46,8 @@ from ray_dcp.stage.write_queue import step_behind
 
 logger = logging.getLogger(__name__)
 
+Memory = Literal["auto", "shared", "object_store"]
+
 ENTER_S = 60.0
 """How long a stager may take to start and to answer a first call, in seconds."""
 
@@ -169,60 +171,6 @@ class _Pulse:
         return None
 
 
-def link_to(
-    stager: Callable[[], Any],
-    name: str,
-    process: str,
-    *,
-    owner: str,
-    not_this: str | None = None,
-    memory: Literal["auto", "shared", "object_store"] = "auto",
-    timeout_s: float = ENTER_S,
-) -> ActorLink:
-    """Returns the way to a stager, which knows from then on that this rank is there.
-
-    Args:
-        stager: Returns its handle, after making it if there is none.
-        name: Of this rank on the node.
-        process: Names this process.
-        owner: Of the memory that this rank uses, and that one of an earlier process may have had.
-        not_this: A stager that is dead; its name may still be found for a moment.
-        memory: See `StagerOptions.memory`.
-        timeout_s: How long to try, in seconds.
-
-    Raises:
-        LimitError: Its memory is to be shared and can't be.
-        ParticipantError: It does not come or answer.
-    """
-    end_s = time.monotonic() + timeout_s
-    while True:
-        handle = stager()
-        left_s = max(end_s - time.monotonic(), 1.0)
-        try:
-            place: StagingAddress = call_actor(
-                "the node's stager",
-                lambda fresh: stager() if fresh else handle,  # noqa: B023 - called at once
-                lambda actor: actor.place.remote(),
-                timeout_s=left_s,
-            )
-            if place.stager != not_this:
-                break
-        except ParticipantError:
-            if time.monotonic() >= end_s:
-                raise
-        if time.monotonic() >= end_s:
-            raise ParticipantError(
-                f"expected another stager than {not_this}, which is dead, within {timeout_s:g} s"
-            )
-        threading.Event().wait(0.1)
-    arena, pidfd = (None, -1) if memory == "object_store" else _mapped(place, memory)
-    link = ActorLink(handle, place, arena, pidfd)
-    caller = ray_private.this_caller(os.getpid())
-    pid = None if arena is None else os.getpid()
-    link.own_slots = link.call("enter", name, process, caller, pid, owner, timeout_s=timeout_s)
-    return link
-
-
 def _mapped(
     place: StagingAddress, memory: Literal["auto", "shared"]
 ) -> tuple[StagingMemory | None, int]:
@@ -332,7 +280,7 @@ class RankStaging:
         options: StagerOptions | None = None,
     ) -> None:
         self.name = name
-        self._memory = (options or StagerOptions()).memory
+        self._memory: Memory = (options or StagerOptions()).memory
         check_worker(self._memory)
         self._owner = owner or name
         self._process = f"{os.getpid()}-{secrets.token_hex(6)}"
@@ -479,9 +427,7 @@ class RankStaging:
         """Returns the way to the stager."""
         with self._lock:
             if self._link is None:
-                self._link = link_to(
-                    self._stager, self.name, self._process, owner=self._owner, memory=self._memory
-                )
+                self._link = self._connect(self._stager, self._memory)
                 map_behind(self._link)
             return self._link
 
@@ -495,27 +441,60 @@ class RankStaging:
             if self._link is dead or self._link is None:
                 dead.end_stager(timeout_s)
                 dead.close()
-                self._link = link_to(
-                    self._stager,
-                    self.name,
-                    self._process,
-                    owner=self._owner,
-                    not_this=dead.stager,
-                    memory=self._memory,
-                    timeout_s=timeout_s,
-                )
+                self._link = self._connect(self._stager, self._memory, dead.stager, timeout_s)
             return self._link
 
     def link_elsewhere(self, stager: Any, timeout_s: float) -> ActorLink:
         """Returns the way to the stager of another node."""
-        return link_to(
-            lambda: stager,
-            self.name,
-            self._process,
-            owner=self._owner,
-            memory="object_store",
-            timeout_s=timeout_s,
-        )
+        return self._connect(lambda: stager, "object_store", timeout_s=timeout_s)
+
+    def _connect(
+        self,
+        stager: Callable[[], Any],
+        memory: Memory,
+        not_this: str | None = None,
+        timeout_s: float = ENTER_S,
+    ) -> ActorLink:
+        """Returns the way to a stager, which knows from then on that this rank is there.
+
+        Args:
+            stager: Returns its handle, after making it if there is none.
+            memory: See `StagerOptions.memory`.
+            not_this: A stager that is dead; its name may still be found for a moment.
+            timeout_s: How long to try, in seconds.
+
+        Raises:
+            LimitError: Its memory is to be shared and can't be.
+            ParticipantError: It does not come or answer.
+        """
+        end_s = time.monotonic() + timeout_s
+        while True:
+            handle = stager()
+            try:
+                place: StagingAddress = call_actor(
+                    "the node's stager",
+                    lambda fresh: stager() if fresh else handle,  # noqa: B023 - called at once
+                    lambda actor: actor.place.remote(),
+                    timeout_s=max(end_s - time.monotonic(), 1.0),
+                )
+                if place.stager != not_this:
+                    break
+            except ParticipantError:
+                if time.monotonic() >= end_s:
+                    raise
+            if time.monotonic() >= end_s:
+                raise ParticipantError(
+                    f"expected another stager than {not_this}, which is dead, within {timeout_s:g} "
+                    f"s; look whether its node is overloaded, and save again"
+                )
+            threading.Event().wait(0.1)
+        arena, pidfd = (None, -1) if memory == "object_store" else _mapped(place, memory)
+        link = ActorLink(handle, place, arena, pidfd)
+        caller = ray_private.this_caller(os.getpid())
+        pid = None if arena is None else os.getpid()
+        rank = (self.name, self._process, caller, pid, self._owner)
+        link.own_slots = link.call("enter", *rank, timeout_s=timeout_s)
+        return link
 
 
 class Staged:

@@ -11,10 +11,11 @@ import torch
 
 from ray_dcp.protocol.messages import Target
 from ray_dcp.stage import transfer as stage_transfer
-from ray_dcp.stage.copying import HostFiller, fill_window
+from ray_dcp.stage.copying import HostFiller, fill_window, window_parts
 from ray_dcp.stage.memory import StagingMemory
 from ray_dcp.stage.transfer import transfer
 from ray_dcp.stage.values import Grant, Slot, StageKey
+from ray_dcp.stage.windows import lay_out_windows
 from ray_dcp.torch_adapter.capture import TensorBytes
 from ray_dcp.torch_adapter.device_copy import DeviceFiller, Moment
 from tests.gpu.played import Played
@@ -71,8 +72,6 @@ def handed(what: Share, link: Stager, filler: DeviceFiller) -> list[bytes]:
 
 def windows_of(what: Share) -> list[bytes]:
     """Returns what each window holds when it is filled by itself."""
-    from ray_dcp.stage.windows import lay_out_windows
-
     order = what.order(KEY, Target("memory://x"), SLOT)
     layout = lay_out_windows(what.plan, order.deferred_bytes, SLOT)
     windows = [np.zeros(used, np.uint8) for used in layout.used_bytes.tolist()]
@@ -122,3 +121,19 @@ def test_memory_is_given_up_when_nothing_comes_into_it_any_more(where):
         handed(what, link, filler)
     assert link.calls == [("begin", 0), ("cancel", 0)]
     link.arena.close()
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_the_runs_of_an_object_are_its_window_and_large_items_are_where_they_are(where):
+    what, driver = share([3 * MIB, 500, 70_000, 2 * MIB + 7], [b"note", bytes(MIB)]), Played()
+    host = HostFiller(what.items.source)
+    filler = host if where == "host" else filler_of(what, driver)
+    order = what.order(KEY, Target("memory://x"), SLOT)
+    layout = lay_out_windows(what.plan, order.deferred_bytes, SLOT)
+    not_copied = 0
+    for window, whole in enumerate(windows_of(what)):
+        scratch = np.zeros(len(whole), np.uint8)
+        parts = window_parts(layout, window, scratch, filler, what.items.deferred)
+        assert b"".join(part.tobytes() for part in parts) == whole
+        not_copied += sum(len(part) for part in parts if not np.shares_memory(part, scratch))
+    assert not_copied >= 4 * MIB if where == "host" else not_copied == 0
