@@ -273,11 +273,12 @@ class Stager:
         Args:
             key: Whose.
             window: Which.
-            refs: The object of the store that has its bytes (a list of uint8 arrays), if one has.
+            refs: None when its bytes are in its slot; else the object that has them (a list of
+                uint8 arrays), or nothing for a window of which nothing is needed.
         """
         self._touch()
         # Careful: no local name of the arrays may outlive this, or the object counts for ever.
-        self._queue.deliver(key, window, None if refs is None else await refs[0])
+        self._queue.deliver(key, window, await refs[0] if refs else refs)
 
     async def freed(self, key: StageKey, dropped: tuple[int, ...]) -> tuple[int, ...] | None:
         """Returns windows that the rank need not refer to. See `WriteQueue.freed`."""

@@ -196,31 +196,43 @@ def _fill_windows(
     wanted = set(range(len(plan.files)) if order.files is None else order.files)
     # Its pages take memory only where bytes are copied to.
     scratch = np.empty(0 if arena is not None else order.window_bytes, dtype=np.uint8)
+    unreported: list[int] = []
     reported_s = time.monotonic()
+
+    def report() -> None:
+        filler.finish()
+        if arena is not None:
+            link.post("deliver", order.key, unreported[-1])
+        else:
+            for window in unreported:
+                # Nothing where nothing is needed of a window.
+                refs = [windows.refs[window]] if window in windows.refs else []
+                link.post("deliver", order.key, window, refs)
+        unreported.clear()
+
     for window in range(layout.num_windows):
         while window >= len(slots):
-            if arena is not None and window:
+            if unreported:
                 # Nothing is written, and so no room made, before the stager knows of it.
-                filler.finish()
-                link.post("deliver", order.key, window - 1)
+                report()
             slots.extend(call("more", order.key, len(slots)).slots)
-        used = int(layout.used_bytes[window]) if layout.files_of(window) & wanted else 0
-        if arena is None:
-            if window not in windows.refs:
-                into = scratch[:used]
-                parts = window_parts(layout, window, into, filler, deferred) if used else []
-                windows.refs[window] = link.put(parts)
-            link.post("deliver", order.key, window, [windows.refs[window]])
-            continue
-        if used:
-            into = arena.slot_array(slots[window].index)[:used]
+        into = scratch if arena is None else arena.slot_array(slots[window].index)
+        into = into[: layout.used_bytes[window]]
+        if not layout.files_of(window) & wanted:
+            windows.refs.pop(window, None)
+        elif arena is not None:
             fill_window(layout, window, into, filler, deferred, wait=False)
-        # The last one is reported by `seal`.
-        if window < layout.num_windows - 1 and time.monotonic() - reported_s > REPORT_S:
-            filler.finish()
-            link.post("deliver", order.key, window)
+        elif window not in windows.refs:
+            parts = window_parts(layout, window, into, filler, deferred)
+            windows.refs[window] = link.put(parts)
+        unreported.append(window)
+        if time.monotonic() - reported_s > REPORT_S and window < layout.num_windows - 1:
+            report()
             reported_s = time.monotonic()
     filler.finish()
+    if arena is None and unreported:
+        report()
+    # Else the last ones are reported by `seal`.
 
 
 class StagedFiller:
@@ -302,8 +314,9 @@ class StagedFiller:
             self._used.add(window)
             index = windows.slots[window].index
             return windows.arena.slot(index)[offset : offset + num_bytes]
-        if window not in windows.refs:
-            raise lost_memory(self._rank)
         if self._object[0] != window:
-            self._object = (window, WindowBytes(self._get(windows.refs[window])))
+            ref = windows.refs.get(window)
+            if ref is None:
+                raise lost_memory(self._rank)
+            self._object = (window, WindowBytes(self._get(ref)))
         return self._object[1].view(offset, num_bytes)

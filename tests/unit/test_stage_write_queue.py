@@ -203,7 +203,8 @@ class Link:
             self._queue.cancel(arguments[0], by_rank=True)
             return
         key, window, refs = (*arguments, None)[:3]
-        self._queue.deliver(key, window, None if refs is None else [*self.get(refs[0])])
+        data = None if refs is None else [part for ref in refs for part in self.get(ref)]
+        self._queue.deliver(key, window, data)
 
     def put(self, parts):
         # An array that has a copy, as one of the store; who has a view of it keeps it alive.
