@@ -141,7 +141,7 @@ class InlineSession:
         self._lock = threading.RLock()
         self._quiet = threading.Condition(self._lock)
         self._under_way: set[Future[Result]] = set()
-        self._vitals: set[RankProgress] = set()
+        self._calls: set[RankProgress] = set()
         self._next_seq = 0
         self.plans = PlanMemory()
 
@@ -159,21 +159,21 @@ class InlineSession:
         """Cancels a save; returns whether that was still possible. See `Session.cancel`."""
         with self._lock:
             cancelled = self._shell.cancel(key, reason)
-            for vitals in self._vitals:
-                if cancelled and vitals.key == key:
-                    vitals.stop.because(SaveCancelledError(f"The save was cancelled: {reason}"))
+            for progress in self._calls:
+                if cancelled and progress.key == key:
+                    progress.stop.because(SaveCancelledError(f"The save was cancelled: {reason}"))
             self._work_off()
             return cancelled
 
-    def begins(self, vitals: RankProgress, timeout_s: float) -> None:
-        """Notes a call of the user."""
+    def begins(self, progress: RankProgress, timeout_s: float) -> None:
+        """Registers a call of the user."""
         with self._lock:
-            self._vitals.add(vitals)
+            self._calls.add(progress)
 
-    def ends(self, vitals: RankProgress) -> None:
-        """Notes its end."""
+    def ends(self, progress: RankProgress) -> None:
+        """Removes a call that has ended."""
         with self._lock:
-            self._vitals.discard(vitals)
+            self._calls.discard(progress)
 
     def gave_up(self, key: OpKey) -> None:
         """Does nothing: there never is another coordinator."""

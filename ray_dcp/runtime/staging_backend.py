@@ -135,7 +135,7 @@ class InProcessBackend:
         self._opener = opener
         self._lease: Lease | None = None
         self._ended = False
-        self._vitals: RankProgress | None = None
+        self._rank_progress: RankProgress | None = None
         self._total = 0
 
     def stage(
@@ -145,7 +145,7 @@ class InProcessBackend:
         began_s = time.perf_counter()
         copy, error = attempt(partial(self._copy, go, captured), "staging", save.rank)
         staged_s = time.perf_counter() - began_s
-        self._vitals = save.vitals
+        self._rank_progress = save.vitals
         save = replace(save, opener=self._opener)
 
         def finish() -> Finish:
@@ -162,9 +162,9 @@ class InProcessBackend:
 
     def progress(self) -> tuple[int, int]:
         """See `StagingBackend.progress`."""
-        if self._ended or self._vitals is None:
+        if self._ended or self._rank_progress is None:
             return self._total, self._total
-        doing = self._vitals.doing
+        doing = self._rank_progress.doing
         return (min(doing.done_bytes, self._total) if doing.phase == "writing" else 0), self._total
 
     def release(self, *, committed: bool) -> None:

@@ -625,8 +625,8 @@ class WriteQueue:
             self._settle(job)
 
 
-LINGER_S = 1.0
-"""Ray frees objects once a second (`free_objects_period_milliseconds`)."""
+LINGER_S = 1.5
+"""Ray frees objects once a second (`free_objects_period_milliseconds`), and has to hear of them."""
 
 
 @dataclass(eq=False)

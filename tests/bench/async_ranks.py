@@ -175,10 +175,15 @@ class MemoryRank:
         self._pids = [os.getpid(), self._session.staging().info()["pid"]]
 
     def save(self, path: str) -> dict[str, float]:
-        """Returns how long a save took, and a copy in memory just before."""
+        """Returns how long a save took, and a copy in memory just before.
+
+        It begins when the memory of the one before is free: jobs save less often than that takes.
+        """
         import ray_dcp
         from tests.bench.processes import cpu_s
+        from tests.polling import eventually
 
+        assert eventually(lambda: not self._session.staging().info()["used_bytes"])
         copy_s = self._copy.seconds()
         cpu, began = cpu_s(self._pids), time.perf_counter()
         handle = ray_dcp.async_save(self._state, checkpoint_id=path)
