@@ -263,9 +263,12 @@ class StagedFiller:
         self._segments: dict[int, list[int]] = {}
         self._deferred_bytes: dict[int, int] = {}
         columns = zip(
-            layout.row.tolist(), layout.file.tolist(), layout.is_deferred.tolist(),
-            (layout.source_start + layout.num_bytes).tolist(), strict=True,
-        )  # fmt: skip
+            layout.row.tolist(),
+            layout.file.tolist(),
+            layout.is_deferred.tolist(),
+            (layout.source_start + layout.num_bytes).tolist(),
+            strict=True,
+        )
         for segment, (row, file, is_deferred, end) in enumerate(columns):
             if file in files:
                 self._segments.setdefault(row, []).append(segment)

@@ -105,9 +105,7 @@ for _blow in SIGNALS:
         ("stager", "writing", WRITE_STAGED),
         ("stager", "committing", COMMIT),
     ]:
-        add(
-            _blow, _who, _phase, _trap, "object store", asynchronous=True, memory="object_store"
-        )  # fmt: skip
+        add(_blow, _who, _phase, _trap, "object store", asynchronous=True, memory="object_store")
 
 for _drop in DROPS:
     for _phase in ("committing", "loading"):

@@ -303,8 +303,10 @@ class Allocator(RuleBasedStateMachine):
             assert all((job, window) in self.here for window in every)
             for window in every:
                 mine = self.slots[job, window]
-                if any(s.index == mine.index and s.generation > mine.generation
-                       for s in self.slots.values()):  # fmt: skip
+                if any(
+                    s.index == mine.index and s.generation > mine.generation
+                    for s in self.slots.values()
+                ):
                     assert self.windows[job][window] <= self.finished[job]
             self.allocator.seal(job)
             self.sealed.add(job)

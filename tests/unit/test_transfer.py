@@ -63,9 +63,7 @@ def filler_of(what: Share, driver: Played) -> DeviceFiller:
 def handed(what: Share, link: Stager, filler: DeviceFiller) -> list[bytes]:
     order = what.order(KEY, Target("memory://x"), SLOT)
     link.arena.pin_with(filler.pin)
-    done = transfer(
-        link, order, what.plan, None, filler, what.items.deferred, timeout_s=60  # type: ignore[arg-type]
-    )  # fmt: skip
+    done = transfer(link, order, what.plan, None, filler, what.items.deferred, timeout_s=60)
     pairs = zip(done.slots, done.layout.used_bytes.tolist(), strict=False)
     return [bytes(link.arena.slot(slot.index)[:used]) for slot, used in pairs]
 
