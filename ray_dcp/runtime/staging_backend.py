@@ -265,6 +265,8 @@ class StagerBackend:
         held: PartsHeld | None = None
         error: CheckpointError | None = None
         if go.plan.files:
+            # Why: it may wait for room that a frozen rank has, and hears of the failure by this.
+            save.vitals.enter("staging")
             hand_over = partial(self._transfer, save, go, captured)
             held, error = attempt(hand_over, "staging", save.rank)
         # Why not `save.key`: the call may have another number by now.
