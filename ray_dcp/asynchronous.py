@@ -48,7 +48,7 @@ from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_progress import Activity
 from ray_dcp.runtime.rank_save import Captured, RankSave, Unchanged
 from ray_dcp.runtime.session import Disconnected, shut_down_meanwhile, until_disconnected
-from ray_dcp.runtime.staging_backend import Finish, StagingBackend, keeping_of
+from ray_dcp.runtime.staging_backend import Finish, StagingBackend, staging_backend_of
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route
 from ray_dcp.torch_adapter.lazy_metadata import CommittedMetadata
 from ray_dcp.torch_adapter.state import stateful_to_state_dict
@@ -75,8 +75,9 @@ class SaveReport:
     path: str
     """`"native"`, `"planner hooks"` or `"foreign storage"`: which promises hold."""
     staging: str
-    """Where the bytes were kept while training went on: `"stager"` (they survive this process),
-    `"process"` (they do not), or the class of the stager that was given."""
+    """Where the bytes were while training went on: `"stager"`, memory that is shared with the
+    node's stager, or `"object_store"`, Ray's, held by that stager (both survive this process);
+    `"process"` (which does not); or the class of the stager that was given."""
     attempt: str | None
     """Id of the attempt, for `ray_dcp.outcome`; None before planning."""
     plan: str | None = None
@@ -117,7 +118,7 @@ class _StepHook:
 
     def __call__(self, *_: object) -> None:
         while self.handles:
-            # Suppressed: whoever asks the handle is told why it failed.
+            # Suppressed: the handle raises why it failed, when asked.
             with suppress(CheckpointError):
                 self.handles.pop().staged()
 
@@ -323,7 +324,7 @@ class SaveHandle(Future[Metadata], AsyncSaveResponse):
                 checkpoint_id=self.checkpoint_id,
             ) from exc
 
-    def _tell_if_unseen(self) -> None:
+    def _log_if_unseen(self) -> None:
         """Logs a failure that nobody has asked for."""
         if not self.done() or self._looked_at or self.upload_completion is None:
             return
@@ -338,7 +339,7 @@ class SaveHandle(Future[Metadata], AsyncSaveResponse):
             )
 
     def __del__(self) -> None:
-        self._tell_if_unseen()
+        self._log_if_unseen()
 
 
 def run_async_save(
@@ -473,13 +474,13 @@ class _Save:
                 self._handle.checkpoint_id,
                 self._account.attempt,
             )
-        self._handle._tell_if_unseen()
+        self._handle._log_if_unseen()
 
 
 class _NativeSave(_Save):
     """A save whose bytes ray_dcp stages itself."""
 
-    _keeping: StagingBackend | None = None
+    _backend: StagingBackend | None = None
     _key: OpKey | None = None
 
     def cancel(self) -> bool:
@@ -490,10 +491,16 @@ class _NativeSave(_Save):
 
     def progress(self) -> tuple[int, int]:
         """See `_Save.progress`."""
-        return (0, 0) if self._keeping is None else self._keeping.progress()
+        return (0, 0) if self._backend is None else self._backend.progress()
+
+    def report(self) -> SaveReport:
+        """See `_Save.report`."""
+        # Why each time: how bytes got to the stager is known when they are there.
+        self._staging = self._backend.kind if self._backend is not None else ""
+        return super().report()
 
     def _takeovers(self) -> int:
-        return 0 if self._keeping is None else self._keeping.takeovers
+        return 0 if self._backend is None else self._backend.takeovers
 
     def begin(self, state_dict: Mapping[str, Any]) -> None:
         """Plans the save, and stages the state, in the caller's thread."""
@@ -531,8 +538,7 @@ class _NativeSave(_Save):
         take: Callable[[], Captured] = capture_of(self._decision, session, state_dict, options)
         if options.check_unchanged:
             take = partial(_noted, take, session.rank)
-        keeping = self._keeping = keeping_of(self._session)
-        self._staging = keeping.kind
+        backend = self._backend = staging_backend_of(self._session)
         self._key = session.next_key()
         save = RankSave(
             self._key,
@@ -540,7 +546,7 @@ class _NativeSave(_Save):
             world_size=session.world_size,
             target=target,
             options=options,
-            staged=keeping.survives,
+            staged=backend.survives,
             progress=progress,
             memory=session.plans,
             node=session.node,
@@ -557,8 +563,8 @@ class _NativeSave(_Save):
                         captured.deferred(row)
 
         def stage() -> Callable[[], Metadata]:
-            error, rest = keeping.stage(save, go, captured)
-            account.done("stage", keeping.num_bytes)
+            error, rest = backend.stage(save, go, captured)
+            account.done("stage", backend.num_bytes)
             self._handle._is_staged(error)
             return partial(finish, rest)
 
@@ -573,7 +579,7 @@ class _NativeSave(_Save):
                 failed = shut_down_meanwhile(target.url, go.attempt, session.rank)
                 raise failed from error.__cause__
             finally:
-                keeping.release(committed=committed)
+                backend.release(committed=committed)
             if session.rank == 0:
                 for warning in dict.fromkeys([*noted, *outcome.warnings]):
                     warnings.warn(warning, UserWarning, stacklevel=2)

@@ -23,11 +23,12 @@ from ray_dcp.errors import LimitError
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime import memory_tier
 from ray_dcp.runtime.session import Session, current_session
+from ray_dcp.stage.values import StagerOptions
 from tests.attempts import Attempt, attempt
 from tests.held_writes import hold_writes
 from tests.polling import eventually
 
-LARGE_BYTES = 48 << 20
+LARGE_BYTES = 40 << 20
 """What one rank writes, in several parts, where something happens before it is written."""
 
 HELD: dict[str, Any] = {}
@@ -365,3 +366,9 @@ def save_and_kill_coordinator(path: str, steps: int) -> Attempt:
         return current_session().coordinator_info()["epoch"]
 
     return attempt(save)
+
+
+def choose_memory(memory: str) -> str:
+    """Has this rank stage in one kind of memory; returns how its bytes get to the stager."""
+    staging = current_session().staging(StagerOptions(memory=memory))  # type: ignore[arg-type]
+    return str(staging.info()["channel"])

@@ -62,7 +62,7 @@ class Share:
         fields = {
             "owner": "rank 0", "process": "p0", "plan_id": plan_digest(self.plan),
             "plan": self.plan, "deferred_bytes": lengths, "target": target,
-            "options": SaveOptions(), "channel": "arena", "window_bytes": window_bytes,
+            "options": SaveOptions(), "channel": "shared", "window_bytes": window_bytes,
         }  # fmt: skip
         return StageOrder(key, **{**fields, **more})
 

@@ -55,8 +55,8 @@ class Doing:
     last_seq: int
     """Highest operation that this call named."""
     phase: str
-    """`"capturing"`, `"waiting"`, `"opening"`, `"planning"`, `"staging"` (with
-    others, into one file), `"writing"` or `"reading"`."""
+    """`"capturing"`, `"waiting"`, `"opening"`, `"planning"`, `"staging"` (at
+    the node's stager), `"writing"` or `"reading"`."""
     phase_s: float = 0.0
     """How long it has been in this phase, in seconds."""
     done_bytes: int = 0

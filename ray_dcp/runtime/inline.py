@@ -141,7 +141,7 @@ class InlineSession:
         self._lock = threading.RLock()
         self._quiet = threading.Condition(self._lock)
         self._under_way: set[Future[Result]] = set()
-        self._progress: set[RankProgress] = set()
+        self._calls: set[RankProgress] = set()
         self._next_seq = 0
         self.plans = PlanMemory()
 
@@ -159,21 +159,21 @@ class InlineSession:
         """Cancels a save; returns whether that was still possible. See `Session.cancel`."""
         with self._lock:
             cancelled = self._shell.cancel(key, reason)
-            for progress in self._progress:
+            for progress in self._calls:
                 if cancelled and progress.key == key:
                     progress.stop.because(SaveCancelledError(f"The save was cancelled: {reason}"))
             self._work_off()
             return cancelled
 
     def begin_call(self, progress: RankProgress, timeout_s: float) -> None:
-        """Notes a call of the user."""
+        """Registers a call of the user."""
         with self._lock:
-            self._progress.add(progress)
+            self._calls.add(progress)
 
     def end_call(self, progress: RankProgress) -> None:
-        """Notes its end."""
+        """Removes a call that has ended."""
         with self._lock:
-            self._progress.discard(progress)
+            self._calls.discard(progress)
 
     def report_lost(self, key: OpKey) -> None:
         """Does nothing: there never is another coordinator."""

@@ -168,10 +168,13 @@ def _is_open(one: InFlight) -> bool:
 class _InMemory:
     """One file in the memory of a node: of this machine, or asked of its stager."""
 
-    def __init__(self, file: TierFile, arena: StagingMemory | None, stager: Any) -> None:
+    def __init__(
+        self, file: TierFile, arena: StagingMemory | None, stager: Any, channel: str
+    ) -> None:
         self._file = file
         self._arena = arena
         self._stager = stager
+        self._channel = channel
 
     @property
     def is_here(self) -> bool:
@@ -197,7 +200,8 @@ class _InMemory:
             length = min(FETCH_BYTES, len(into) - low)
             wanted = cut(parts, low, low + length)
             try:
-                found = ray_calls.get(self._stager.fetch.remote(wanted), timeout=ANSWER_S)
+                asked = self._stager.fetch.remote(self._channel, wanted)
+                found = ray_calls.get(asked, timeout=ANSWER_S)
             except ray.exceptions.RayError:
                 return False
             if found is None:
@@ -260,11 +264,12 @@ class _Nodes:
     def _add(self, kept: TierEntry | None, stager: Any) -> None:
         if kept is None:
             return
-        arena = None
+        arena, address = None, kept.address
         with suppress(LimitError):
-            arena = StagingMemory.mapped_here(kept.address) or StagingMemory.open(kept.address)
+            if address is not None:
+                arena = StagingMemory.mapped_here(address) or StagingMemory.open(address)
         for file in kept.files:
-            self._files[file.key] = _InMemory(file, arena, stager)
+            self._files[file.key] = _InMemory(file, arena, stager, kept.channel)
 
 
 def _node_id() -> str:

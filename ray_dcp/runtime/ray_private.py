@@ -208,6 +208,17 @@ def this_caller(pid: int) -> Caller:
     return Caller("job", context.get_job_id(), pid, platform.node())
 
 
+def is_worker() -> bool:
+    """Returns whether Ray started this process, for an actor or a task: it is no driver."""
+
+    def use() -> bool:
+        from ray._private import worker
+
+        return bool(worker.global_worker.mode == worker.WORKER_MODE)
+
+    return _private("the kind of a process", use)
+
+
 def this_connection() -> tuple[str, str] | None:
     """Returns what identifies this process's connection to a Ray; None without one."""
     if not ray.is_initialized():

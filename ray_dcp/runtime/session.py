@@ -285,7 +285,7 @@ class Session:
         self.connection.check()
         with self._staging_lock:
             if self._staging is None:
-                self._staging = RankStaging.open(
+                self._staging = RankStaging(
                     f"{self.name}:{self.rank}",
                     owner=memory_owner(self._actor, self.rank),
                     namespace=self.namespace,

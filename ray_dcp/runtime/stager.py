@@ -20,23 +20,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_dcp.errors import CheckpointError, InternalError, LimitError
+from ray_dcp.errors import CheckpointError, LimitError
 from ray_dcp.runtime import metrics, ray_calls, ray_private
 from ray_dcp.runtime.actor_names import NAMESPACE, check_lease, stager_name
 from ray_dcp.runtime.inline import begin_rehearsal
 from ray_dcp.runtime.ray_private import Caller, store_bytes
-from ray_dcp.stage.memory import StagingMemory, free_memory_bytes
+from ray_dcp.stage.memory import free_memory_bytes
 from ray_dcp.stage.memory_tier import Part, TierEntry, registered_name
+from ray_dcp.stage.transfer import FREED_S
 from ray_dcp.stage.values import (
     Grant,
     InFlight,
     MemoryAddress,
-    Slot,
     StageKey,
     StageOrder,
     StageProgress,
@@ -44,7 +43,7 @@ from ray_dcp.stage.values import (
     StagerOptions,
     Unknown,
 )
-from ray_dcp.stage.write_queue import WriteQueue, arena_channel, channel_of, step_behind
+from ray_dcp.stage.write_queue import WriteQueue, object_channel, shared_channel, step_behind
 
 
 @dataclass(frozen=True)
@@ -56,37 +55,19 @@ class StagingAddress:
     pid: int
     arena: MemoryAddress | None
     """None where there is no shared memory."""
-    store_window_bytes: int
+    object_bytes: int
     """Longest window that may come as an object of the store."""
 
 
-def as_window(window: int, array: Any) -> memoryview:
-    """Returns the bytes of a window that came as an object.
-
-    Args:
-        window: Which.
-        array: What came.
-
-    Raises:
-        InternalError: It is no uint8 array of one dimension.
-    """
-    if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1:
-        raise InternalError(
-            f"Expected window {window} to be a uint8 array of one dimension, but found "
-            f"{type(array).__name__}. Please report this"
-        )
-    return memoryview(array)  # type: ignore[arg-type]
-
-
 REPORT_TRIES = 8
-"""How often a report is told that nobody answers: over about half a minute."""
+"""How often a report is sent that nobody answers: over about half a minute."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Reporter:
-    """Whom a stager tells what became of each file."""
+    """Who gets a stager's report of each file."""
 
     actor: Any
     """Handle of a Ray actor."""
@@ -96,11 +77,11 @@ class Reporter:
 
 
 class Reports:
-    """Tells reports, from any thread.
+    """Delivers reports, from any thread.
 
     Args:
         loop: Carries the calls.
-        give_up: Told of shares that nobody needs any more.
+        give_up: Called with shares that nobody needs any more.
     """
 
     def __init__(
@@ -109,12 +90,12 @@ class Reports:
         self._loop = loop
         self._give_up = give_up
 
-    def tell(self, reporter: Reporter | None, report: StageReport) -> None:
-        """Tells a report; returns when it was answered, or given up. Not in the loop's thread."""
+    def deliver(self, reporter: Reporter | None, report: StageReport) -> None:
+        """Returns when a report was answered, or given up. Not in the loop's thread."""
         if reporter is not None:
-            asyncio.run_coroutine_threadsafe(self._tell(reporter, report), self._loop).result()
+            asyncio.run_coroutine_threadsafe(self._deliver(reporter, report), self._loop).result()
 
-    async def _tell(self, reporter: Reporter, report: StageReport) -> None:
+    async def _deliver(self, reporter: Reporter, report: StageReport) -> None:
         error: Exception | None = None
         for attempt in range(REPORT_TRIES):
             try:
@@ -175,26 +156,25 @@ class Stager:
         self._ranks: dict[str, _Rank] = {}
         self._gone: dict[str, float] = {}
         """Owners of memory that have gone, and when."""
-        self._adopted: dict[tuple[int, int], StagingMemory] = {}
         self._warming = ThreadPoolExecutor(1, initializer=step_behind, initargs=(19, "idle"))
         self._last_call_s = self._loop.time()
         limit_of_store = max(int(SHARE_OF_STORE * store_bytes(self._node_id)), 1)
         limit_bytes = options.limit_bytes or int(SHARE_OF_MEMORY * free_memory_bytes())
-        store = channel_of(min(limit_bytes, limit_of_store), options)
-        channels = {"store": store}
+        objects = object_channel(min(limit_bytes, limit_of_store), options)
+        channels, arena = {"object_store": objects}, None
         with suppress(LimitError):
-            channels["arena"] = arena_channel(limit_bytes, options)
+            channels["shared"] = shared_channel(limit_bytes, options)
+            arena = channels["shared"].arena
         self._limit_bytes = limit_bytes
         reports = Reports(self._loop, self._give_up)
-        self._spool = WriteQueue(channels, options, reports.tell)
-        arena = channels["arena"].arena if "arena" in channels else None
+        self._queue = WriteQueue(channels, options, reports.deliver)
         self._place = StagingAddress(
             f"{stager_name(self._node_id)}#{os.getpid()}-{secrets.token_hex(6)}",
             os.getpid(),
             arena.address if arena is not None else None,
-            store.slot_bytes,
+            objects.slot_bytes,
         )
-        # Why that module: the class of what ranks hand in besides bytes is found there.
+        # Why that module: ranks send values of its classes besides bytes.
         self._rehearsal = begin_rehearsal(modules=("ray_dcp.runtime.staging_backend",))
         self._registered: set[str] = set()
         self._tasks = {self._loop.create_task(self._watch())}
@@ -211,9 +191,9 @@ class Stager:
             "node_id": self._node_id,
             "pid": os.getpid(),
             "limit_bytes": self._limit_bytes,
-            "used_bytes": self._spool.used_bytes(),
+            "used_bytes": self._queue.used_bytes(),
             "ranks": sorted(self._ranks),
-            "active": self._spool.num_active(),
+            "active": self._queue.num_active(),
         }
 
     async def place(self) -> StagingAddress:
@@ -242,7 +222,7 @@ class Stager:
             self._unwatch(before)
             self._gone[before.owner] = self._loop.time()
             if before.process != process:
-                self._spool.process_died(before.process)
+                self._queue.process_died(before.process)
         rank = self._ranks[name] = _Rank(caller, process, owner)
         self._gone.pop(owner, None)
         if pid is not None:
@@ -250,7 +230,7 @@ class Stager:
             with suppress(AttributeError, OSError):
                 rank.pidfd = os.pidfd_open(pid)
                 self._loop.add_reader(rank.pidfd, self._ended, name, process)
-        return self._spool.owned(owner)
+        return self._queue.owned(owner)
 
     async def leave(self, name: str, process: str) -> None:
         """Takes that a rank will not call again."""
@@ -263,15 +243,15 @@ class Stager:
         await asyncio.to_thread(self._rehearsal.join)
         if self._place.arena is None:
             return ()
-        slots = self._spool.expect(name, num_bytes)
+        slots = self._queue.expect(name, num_bytes)
         for slot in slots:
-            await self._loop.run_in_executor(self._warming, self._spool.warm, slot)
+            await self._loop.run_in_executor(self._warming, self._queue.warm, slot)
         return tuple(slots)
 
     async def pulse(self) -> tuple[str, dict[StageKey, tuple[int, int]]]:
         """Returns its name, and for each key bytes written and bytes in all."""
         self._touch()
-        return self._place.stager, self._spool.paces()
+        return self._place.stager, self._queue.paces()
 
     async def begin(
         self, stager: str, order: StageOrder, reporter: Reporter | None
@@ -280,12 +260,12 @@ class Stager:
         self._touch()
         if stager != self._place.stager:
             return Unknown("stager")
-        return self._spool.begin(order, reporter)
+        return self._queue.begin(order, reporter)
 
     async def more(self, key: StageKey, have: int) -> Grant | Unknown:
         """Returns further slots when there are some. See `WriteQueue.more`."""
         self._touch()
-        return await asyncio.wrap_future(self._spool.more(key, have))
+        return await asyncio.wrap_future(self._queue.more(key, have))
 
     async def deliver(self, key: StageKey, window: int, refs: list[Any] | None = None) -> None:
         """Takes that a window is full. See `WriteQueue.deliver`.
@@ -293,75 +273,62 @@ class Stager:
         Args:
             key: Whose.
             window: Which.
-            refs: The object of the store that holds its bytes (uint8 array), if one does.
+            refs: None when its bytes are in its slot; else the object that has them (a list of
+                uint8 arrays), or nothing for a window of which nothing is needed.
         """
         self._touch()
-        data = None if refs is None else as_window(window, await refs[0])
-        self._spool.deliver(key, window, data)
+        # Careful: no local name of the arrays may outlive this, or the object counts for ever.
+        self._queue.deliver(key, window, await refs[0] if refs else refs)
+
+    async def freed(self, key: StageKey, dropped: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Returns windows that the rank need not refer to. See `WriteQueue.freed`."""
+        self._touch()
+        freed = asyncio.wrap_future(self._queue.freed(key, dropped))
+        await asyncio.wait([freed], timeout=FREED_S / 2)
+        return freed.result() if freed.done() else ()
 
     async def seal(self, key: StageKey) -> bool | Unknown:
         """Returns when the rank may go on. See `WriteQueue.seal`."""
         self._touch()
-        return await asyncio.wrap_future(self._spool.seal(key))
-
-    async def adopt(
-        self,
-        stager: str,
-        order: StageOrder,
-        reporter: Reporter | None,
-        address: MemoryAddress,
-        slots: tuple[Slot, ...],
-    ) -> bool | Unknown:
-        """Takes over what a rank had handed over to a stager that died. See `WriteQueue.adopt`.
-
-        Raises:
-            LimitError: The memory can't be opened from here.
-        """
-        self._touch()
-        if stager != self._place.stager:
-            return Unknown("stager")
-        arena = self._adopted.get(address.identity)
-        if arena is None:
-            arena = self._adopted[address.identity] = StagingMemory.open(address)
-        return self._spool.adopt(order, reporter, arena, slots)
+        return await asyncio.wrap_future(self._queue.seal(key))
 
     async def progress(self, key: StageKey) -> StageProgress | None:
         """Returns how far it is; None when it does not know the key."""
         self._touch()
-        return self._spool.progress(key)
+        return self._queue.progress(key)
 
     async def shares(self, attempt: str) -> tuple[str, list[StageProgress]]:
         """Returns its name, and how far it is with each rank's share of an attempt."""
         self._touch()
-        return self._place.stager, self._spool.shares(attempt)
+        return self._place.stager, self._queue.shares(attempt)
 
     async def in_flight(self, url: str) -> list[InFlight]:
         """Returns the saves to a place, or below it, that may still be committed."""
         self._touch()
-        return self._spool.in_flight(url)
+        return self._queue.in_flight(url)
 
     async def kept(self, attempt: str) -> TierEntry | None:
         """Returns what is in memory of an attempt, for loads; None when nothing is."""
         self._touch()
-        return self._spool.kept(attempt)
+        return self._queue.kept(attempt)
 
-    async def fetch(self, parts: list[Part]) -> Any:
-        """Returns bytes that are kept, for another node (uint8 array). See `WriteQueue.fetch`."""
+    async def fetch(self, channel: str, parts: list[Part]) -> Any:
+        """Returns bytes that are kept, for another process. See `WriteQueue.fetch`."""
         self._touch()
-        return await asyncio.to_thread(self._spool.fetch, parts)
+        return await asyncio.to_thread(self._queue.fetch, channel, parts)
 
     async def cancel(self, key: StageKey, by_rank: bool = False) -> None:
         """Gives up. See `WriteQueue.cancel`."""
         self._touch()
-        self._spool.cancel(key, by_rank=by_rank)
+        self._queue.cancel(key, by_rank=by_rank)
 
     async def release(self, key: StageKey, committed: bool = False) -> None:
         """Forgets a key, whose outcome is known. See `WriteQueue.release`."""
         self._touch()
-        self._spool.release(key, committed=committed)
+        self._queue.release(key, committed=committed)
 
     def _give_up(self, key: StageKey) -> None:
-        self._spool.cancel(key, "because nobody knows of the save any more")
+        self._queue.cancel(key, "because nobody knows of the save any more")
 
     def _touch(self) -> bool:
         self._last_call_s = self._loop.time()
@@ -375,7 +342,7 @@ class Stager:
             del self._ranks[name]
             self._unwatch(rank)
             self._gone[rank.owner] = self._loop.time()
-        self._spool.process_died(process)
+        self._queue.process_died(process)
         self._last_call_s = self._loop.time()
 
     def _unwatch(self, rank: _Rank) -> None:
@@ -387,9 +354,7 @@ class Stager:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(min(1.0, self._lease_s / 4))
-            metrics.staging_memory(self._spool.used_bytes(), self._limit_bytes)
-            while self._adopted and not self._spool.num_adopted():
-                self._adopted.popitem()[1].close()
+            metrics.staging_memory(self._queue.used_bytes(), self._limit_bytes)
             unseen = {name: rank for name, rank in self._ranks.items() if rank.pidfd < 0}
             if unseen:
                 callers = {rank.caller for rank in unseen.values()}
@@ -402,19 +367,19 @@ class Stager:
             gone_s = self._loop.time() - self._lease_s
             self._gone = {owner: at_s for owner, at_s in self._gone.items() if at_s > gone_s}
             present = {*self._gone, *(rank.owner for rank in self._ranks.values())}
-            await asyncio.to_thread(self._spool.shrink, present)
+            await asyncio.to_thread(self._queue.shrink, present)
             # Suppressed: loads on this node find what is kept all the same.
             with suppress(CheckpointError, RayError):
                 await self._register()
             idle_s = self._loop.time() - self._last_call_s
-            lease_s = max(self._lease_s, KEPT_S) if self._spool.num_kept() else self._lease_s
-            if not self._ranks and not self._spool.num_active() and idle_s >= lease_s:
+            lease_s = max(self._lease_s, KEPT_S) if self._queue.num_kept() else self._lease_s
+            if not self._ranks and not self._queue.num_active() and idle_s >= lease_s:
                 await self._register(())
                 ray_calls.kill(self._self, no_restart=True)
 
     async def _register(self, kept: Collection[str] | None = None) -> None:
         """Lets the other nodes find what is kept here."""
-        now = set(self._spool.kept_attempts() if kept is None else kept)
+        now = set(self._queue.kept_attempts() if kept is None else kept)
         for attempt in self._registered ^ now:
             text = self._place.stager if attempt in now else ""
             name = registered_name(attempt, self._node_id)

@@ -1,15 +1,16 @@
-"""The rank's side of staging: hands its bytes to the node's stager while training goes on.
+"""The rank's side of staging with Ray: this process's place at the stager of its node.
 
-The bytes go through shared memory that the stager created and this process has mapped. Where that
-can't be mapped (another container, another machine) windows go as objects through Ray's store, at
-twice the cost. Windows are handed over one by one, as fast as the stager has room for them.
+Bytes go through shared memory that the stager created and this process has mapped, or, where that
+can't be mapped (another container, another machine) or on request, as objects of Ray's store.
+`stage.transfer` hands them over.
 
-`Link` is one process's connection to one stager: its handle, its shared memory if that can be
+`ActorLink` is one process's connection to one stager: its handle, its shared memory if that is
 mapped, and its end.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import select
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -27,7 +28,7 @@ import ray
 from ray.exceptions import RayError
 
 from ray_dcp.core.values import RankPlan
-from ray_dcp.errors import CheckpointError, LimitError, ParticipantError
+from ray_dcp.errors import CheckpointError, InvalidRequestError, LimitError, ParticipantError
 from ray_dcp.io.threads import Stop
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Target
@@ -36,37 +37,32 @@ from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE
 from ray_dcp.runtime.coordinator_call import call_actor, check_ray
 from ray_dcp.runtime.rank_save import Captured
 from ray_dcp.runtime.stager import Reporter, StagingAddress, stager_of
-from ray_dcp.stage.copying import Filler, Pin, drain, fill_window, filler_of
+from ray_dcp.stage.copying import Pin, filler_of
 from ray_dcp.stage.memory import StagingMemory
-from ray_dcp.stage.values import (
-    Grant,
-    Slot,
-    StageKey,
-    StageOrder,
-    StageProgress,
-    StagerOptions,
-    Unknown,
-)
-from ray_dcp.stage.windows import StagingLayout, lay_out_windows, plan_digest
-from ray_dcp.stage.write_queue import lost_memory, step_behind
+from ray_dcp.stage.transfer import StagedFiller, StagedWindows, StagerGone, transfer
+from ray_dcp.stage.values import StageKey, StageOrder, StageProgress, StagerOptions
+from ray_dcp.stage.windows import plan_digest
+from ray_dcp.stage.write_queue import step_behind
+
+logger = logging.getLogger(__name__)
+
+Memory = Literal["auto", "shared", "object_store"]
 
 ENTER_S = 60.0
 """How long a stager may take to start and to answer a first call, in seconds."""
 
 
-class StagerGone(Exception):
-    """The stager of a link is dead; what it held may be handed to another one."""
-
-
-class Link:
-    """The way to a stager. Calls may come from several threads.
+class ActorLink:
+    """Implements `Link`: the way to a stager that is an actor.
 
     Args:
         handle: Of the actor.
         place: What it said of itself.
-        arena: Its memory, mapped here; None where that can't be.
+        arena: Its memory, mapped here; None to go through the object store.
         pidfd: Of its process; -1 where it is not seen from here.
     """
+
+    channel: Literal["shared", "object_store"]
 
     def __init__(
         self, handle: Any, place: StagingAddress, arena: StagingMemory | None, pidfd: int
@@ -74,10 +70,10 @@ class Link:
         self.handle = handle
         self.stager = place.stager
         self.arena = arena
-        self.channel: Literal["arena", "store"] = "store" if arena is None else "arena"
-        self.window_bytes = place.store_window_bytes
-        if arena is not None:
-            self.window_bytes = arena.address.slot_bytes
+        if arena is None:
+            self.channel, self.window_bytes = "object_store", place.object_bytes
+        else:
+            self.channel, self.window_bytes = "shared", arena.address.slot_bytes
         self.known_plans: set[bytes] = set()
         self.own_slots: tuple[int, ...] = ()
         self._pidfd = pidfd
@@ -90,19 +86,7 @@ class Link:
         silence_s: float | None = None,
         stop: Stop | None = None,
     ) -> Any:
-        """Returns what the stager answers.
-
-        Args:
-            method: Of the stager.
-            *arguments: Of the method.
-            timeout_s: For the answer, in seconds.
-            silence_s: How long it may take to answer whether it lives, in seconds; None for ever.
-            stop: Ends the wait early, with its error.
-
-        Raises:
-            StagerGone: It is dead, or as good as dead: it does not answer.
-            CheckpointError: What it raised, or it did not answer in time.
-        """
+        """See `Link.call`."""
         return call_actor(
             "the node's stager",
             lambda fresh: _gone(self.stager) if fresh else self.handle,
@@ -112,11 +96,20 @@ class Link:
         )
 
     def post(self, method: str, *arguments: Any) -> None:
-        """Tells the stager something; nobody waits for whether it came."""
+        """See `Link.post`."""
         # Suppressed: that the stager is gone, or Ray, is found by the next call.
         with suppress(Exception), ray_private.starting_no_ray(), ray_calls.inside():
             check_ray(self.stager)
             getattr(self.handle, method).remote(*arguments)
+
+    def put(self, parts: list[np.ndarray]) -> Any:
+        """See `Link.put`."""
+        return ray_calls.put(parts)
+
+    def get(self, reference: Any) -> list[np.ndarray]:
+        """See `Link.get`."""
+        found: list[np.ndarray] = ray_calls.get(reference)
+        return found
 
     def end_stager(self, timeout_s: float) -> None:
         """Returns when the stager's process has ended; ends it if need be.
@@ -150,9 +143,9 @@ class Link:
 
 
 class _Pulse:
-    """Feels whether a stager answers while a call to it waits."""
+    """Checks whether a stager answers while a call to it waits."""
 
-    def __init__(self, link: Link, silence_s: float, stop: Stop | None) -> None:
+    def __init__(self, link: ActorLink, silence_s: float, stop: Stop | None) -> None:
         self._link = link
         self._stop = stop
         self._silence_s = silence_s
@@ -178,65 +171,30 @@ class _Pulse:
         return None
 
 
-def link_to(
-    stager: Callable[[], Any],
-    name: str,
-    process: str,
-    *,
-    owner: str,
-    not_this: str | None = None,
-    may_map: bool = True,
-    timeout_s: float = ENTER_S,
-) -> Link:
-    """Returns the way to a stager, which knows from then on that this rank is there.
-
-    Args:
-        stager: Returns its handle, after making it if there is none.
-        name: Of this rank on the node.
-        process: Names this process.
-        owner: Of the memory that this rank uses, and that one of an earlier process may have had.
-        not_this: A stager that is dead; its name may still be found for a moment.
-        may_map: Whether to map its memory.
-        timeout_s: How long to try, in seconds.
-
-    Raises:
-        ParticipantError: It does not come or answer.
-    """
-    end_s = time.monotonic() + timeout_s
-    while True:
-        handle = stager()
-        left_s = max(end_s - time.monotonic(), 1.0)
-        try:
-            place: StagingAddress = call_actor(
-                "the node's stager",
-                lambda fresh: stager() if fresh else handle,  # noqa: B023 - called at once
-                lambda actor: actor.place.remote(),
-                timeout_s=left_s,
-            )
-            if place.stager != not_this:
-                break
-        except ParticipantError:
-            if time.monotonic() >= end_s:
-                raise
-        if time.monotonic() >= end_s:
-            raise ParticipantError(
-                f"expected another stager than {not_this}, which is dead, within {timeout_s:g} s"
-            )
-        threading.Event().wait(0.1)
-    arena, pidfd = _mapped(place) if may_map else (None, -1)
-    link = Link(handle, place, arena, pidfd)
-    caller = ray_private.this_caller(os.getpid())
-    pid = None if arena is None else os.getpid()
-    link.own_slots = link.call("enter", name, process, caller, pid, owner, timeout_s=timeout_s)
-    return link
-
-
-def _mapped(place: StagingAddress) -> tuple[StagingMemory | None, int]:
-    if place.arena is None:
-        return None, -1
+def _mapped(
+    place: StagingAddress, memory: Literal["auto", "shared"]
+) -> tuple[StagingMemory | None, int]:
     try:
+        if place.arena is None:
+            raise LimitError("the stager could not create any")
         arena = StagingMemory.open(place.arena)
-    except LimitError:
+    except LimitError as error:
+        if memory == "shared":
+            raise LimitError(
+                f"Expected shared memory of the stager {place.stager}, as "
+                f'StagerOptions(memory="shared") asks for, but {error.message}. Run rank and Ray '
+                f'in one container, as one user, or use memory="auto"',
+                key="memory",
+            ) from error
+        if (place.stager, os.getpid()) not in _warned:
+            _warned.add((place.stager, os.getpid()))
+            logger.warning(
+                "Asynchronous saves of this process are staged in Ray's object store, because the "
+                "memory of the stager %s can't be shared: %s. Run rank and Ray in one container, "
+                'as one user, or ask for it by StagerOptions(memory="object_store")',
+                place.stager,
+                error.message,
+            )
         return None, -1
     try:
         return arena, os.pidfd_open(place.pid)
@@ -244,11 +202,31 @@ def _mapped(place: StagingAddress) -> tuple[StagingMemory | None, int]:
         return arena, -1
 
 
+_warned: set[tuple[str, int]] = set()
+"""Stagers and processes, as a forked one has the set of its parent."""
+
+
+def check_worker(memory: str) -> None:
+    """Checks that this process may ask for staging in the object store.
+
+    Raises:
+        InvalidRequestError: It asks, and is no Ray worker.
+    """
+    if memory == "object_store" and not ray_private.is_worker():
+        raise InvalidRequestError(
+            'Expected StagerOptions(memory="object_store") in a Ray worker (an actor or a task, as '
+            "in Ray Train), but this process is a driver: Ray ends a driver that uses the object "
+            "store of a raylet when that dies, and what it put there goes with it. Leave memory "
+            'out (or "shared"), or run the ranks as actors, as ray_dcp.WorkerGroup does',
+            key="memory",
+        )
+
+
 def _gone(stager: str) -> NoReturn:
     raise StagerGone(stager)
 
 
-def map_behind(link: Link) -> None:
+def map_behind(link: ActorLink) -> None:
     """Makes the memory that a rank of this name had present in this process, in the background.
 
     A job that starts anew finds there what it staged last: to load it, or to save the next one.
@@ -267,151 +245,6 @@ def map_behind(link: Link) -> None:
     threading.Thread(target=touch, name="map", daemon=True).start()
 
 
-TELL_S = 0.2
-"""How often the stager is told what is full, in seconds. Told of each window it would begin to
-write while the rank still copies, and both would wait for the same memory: a state that is copied
-in less than this has its processors for itself."""
-
-Fill = Callable[[StagingLayout, int, np.ndarray], None]
-"""Puts the bytes of a window into uint8[used bytes of the window], or begins to."""
-
-
-@dataclass
-class Handed:
-    """Where a stager has a rank's windows."""
-
-    layout: StagingLayout
-    slots: list[Slot] = field(default_factory=list)
-    refs: dict[int, Any] = field(default_factory=dict)
-    """References of those that went as objects; kept so that they outlive the stager."""
-
-
-def hand_in(
-    link: Link,
-    order: StageOrder,
-    plan: RankPlan,
-    reporter: Reporter | None,
-    fill: Fill,
-    filler: Filler | None = None,
-    *,
-    timeout_s: float,
-    stop: Stop | None = None,
-) -> Handed:
-    """Returns when the stager holds every byte.
-
-    Args:
-        link: To the stager.
-        order: What is handed over.
-        plan: Of the order; sent along when the stager does not know it.
-        reporter: Who gets the reports.
-        fill: Gives the bytes; called in this thread, once a window.
-        filler: What `fill` begins copies with. It is waited for as seldom as windows are told, so
-            that a device always has something to copy.
-        timeout_s: How long to wait each time that the stager has no room, in seconds.
-        stop: Ends it early, with its error.
-
-    Raises:
-        StagerGone: It died; everything is to be handed to another one.
-        CheckpointError: It refused or gave up, or `fill` failed.
-    """
-    grant = ask(link, "begin", order, plan, reporter, timeout_s=timeout_s)
-    handed = Handed(lay_out_windows(plan, order.deferred_bytes, order.window_bytes))
-    try:
-        _hand_windows(link, order, plan, handed, grant, fill, filler, timeout_s, stop)
-        silence_s = order.options.heartbeat_timeout_s
-        sealed = link.call("seal", order.key, timeout_s=timeout_s, silence_s=silence_s, stop=stop)
-        _known(link, sealed)
-    except BaseException:
-        if filler is not None:
-            drain(filler)
-        # Why: until the rank says so, its memory is given to nobody else.
-        link.post("cancel", order.key, True)
-        raise
-    return handed
-
-
-def ask(
-    link: Link, method: str, order: StageOrder, plan: RankPlan, *arguments: Any, timeout_s: float
-) -> Any:
-    """Returns the answer to an order, which is sent without its plan if that should be known."""
-    known = order.plan_id in link.known_plans
-    for given in (None, plan) if known else (plan,):
-        sent = replace(order, plan=given)
-        answer = link.call(
-            method,
-            link.stager,
-            sent,
-            *arguments,
-            timeout_s=timeout_s,
-            silence_s=order.options.heartbeat_timeout_s,
-        )
-        if answer != Unknown("plan"):
-            break
-    link.known_plans.add(order.plan_id)
-    return _known(link, answer)
-
-
-def _hand_windows(
-    link: Link,
-    order: StageOrder,
-    plan: RankPlan,
-    handed: Handed,
-    grant: Grant,
-    fill: Fill,
-    filler: Filler | None,
-    timeout_s: float,
-    stop: Stop | None,
-) -> None:
-    finish = (lambda: None) if filler is None else filler.finish
-    layout, slots = handed.layout, handed.slots
-    wanted = set(range(len(plan.files)) if order.files is None else order.files)
-    scratch = np.zeros(0, dtype=np.uint8)
-    slots.extend(grant.slots)
-    arena = link.arena if order.channel == "arena" else None
-    told_s = time.monotonic()
-    for window in range(layout.num_windows):
-        while window >= len(slots):
-            if arena is not None and window:
-                # Nothing is written, and so no room made, before the stager knows of it.
-                finish()
-                link.post("deliver", order.key, window - 1)
-            more = link.call(
-                "more",
-                order.key,
-                len(slots),
-                timeout_s=timeout_s,
-                silence_s=order.options.heartbeat_timeout_s,
-                stop=stop,
-            )
-            grant = _known(link, more)
-            slots.extend(grant.slots)
-            for freed in grant.freed:
-                handed.refs.pop(freed, None)
-        used = int(layout.used_bytes[window]) if layout.files_of(window) & wanted else 0
-        if arena is not None:
-            fill(layout, window, arena.slot_array(slots[window].index)[:used])
-            # The last one is told by `seal`.
-            if window < layout.num_windows - 1 and time.monotonic() - told_s > TELL_S:
-                finish()
-                link.post("deliver", order.key, window)
-                told_s = time.monotonic()
-            continue
-        if len(scratch) < used:
-            scratch = np.empty(order.window_bytes, dtype=np.uint8)
-        if used:
-            fill(layout, window, scratch[:used])
-            finish()
-        handed.refs[window] = ray_calls.put(scratch[:used])
-        link.post("deliver", order.key, window, [handed.refs[window]])
-    finish()
-
-
-def _known(link: Link, answer: Any) -> Any:
-    if isinstance(answer, Unknown):
-        raise StagerGone(f"{link.stager} does not know the {answer.what}")
-    return answer
-
-
 MOST_STAGERS = 3
 """How many stagers in a row may die while one state is handed over."""
 
@@ -419,22 +252,27 @@ WARM_S = 600.0
 
 
 class RankStaging:
-    """One rank's place at its node's stager. Calls may come from several threads.
+    """One rank's place at its node's stager, which is made if there is none.
+
+    Calls may come from several threads.
 
     Args:
         name: Of this rank on the node, unique there.
-        node_id: Ray's hex id of this node.
         namespace: Ray namespace of the stager.
         lease_s: How long an unused stager stays, in seconds.
         options: How the node stages; those of its first rank count.
         owner: Names its memory: who comes later under the same one gets what this one has warmed.
             By default `name`.
+
+    Raises:
+        InvalidRequestError: The object store is asked for by a process that is no Ray worker.
+        LimitError: Shared memory is asked for and can't be had.
+        ParticipantError: The stager does not start or answer.
     """
 
     def __init__(
         self,
         name: str,
-        node_id: str,
         *,
         owner: str | None = None,
         namespace: str = NAMESPACE,
@@ -442,36 +280,17 @@ class RankStaging:
         options: StagerOptions | None = None,
     ) -> None:
         self.name = name
+        self._memory: Memory = (options or StagerOptions()).memory
+        check_worker(self._memory)
         self._owner = owner or name
         self._process = f"{os.getpid()}-{secrets.token_hex(6)}"
+        node_id = ray.get_runtime_context().get_node_id()
         self._stager: Callable[[], Any] = lambda: stager_of(
             node_id, namespace=namespace, lease_s=lease_s, options=options
         )
         self._lock = threading.Lock()
-        self._link: Link | None = None
-
-    @classmethod
-    def open(
-        cls,
-        name: str,
-        *,
-        owner: str | None = None,
-        node_id: str | None = None,
-        namespace: str = NAMESPACE,
-        lease_s: float = LEASE_S,
-        options: StagerOptions | None = None,
-    ) -> RankStaging:
-        """Returns the place of this rank at its node's stager, which it makes if there is none.
-
-        Raises:
-            ParticipantError: The stager does not start or answer.
-        """
-        node_id = node_id or ray.get_runtime_context().get_node_id()
-        staging = cls(
-            name, node_id, owner=owner, namespace=namespace, lease_s=lease_s, options=options
-        )
-        staging.link()
-        return staging
+        self._link: ActorLink | None = None
+        self.link()
 
     def warm(
         self,
@@ -495,7 +314,7 @@ class RankStaging:
         def touch() -> None:
             step_behind(19, "idle")
             try:
-                # Suppressed: a first save is slower then, and tells what is wrong.
+                # Suppressed: a first save is slower then, and raises what is wrong.
                 with suppress(CheckpointError, StagerGone):
                     ready()
                     link = self.link()
@@ -534,7 +353,7 @@ class RankStaging:
             captured: Where the bytes are.
             target: Where to write.
             options: How; `write_timeout_s` bounds each wait for room.
-            reporter: Who is told what became of each file.
+            reporter: Who gets the report of each file.
             stop: Ends it early, with its error: where ranks share a file one waits for the others.
 
         Raises:
@@ -543,20 +362,15 @@ class RankStaging:
             CheckpointError: It was cancelled, or `captured` failed.
         """
         started_s = time.perf_counter()
-        copier = filler_of(captured.source)
+        filler = filler_of(captured.source)
         deferred = {row: captured.deferred(row) for f in plan.files for row in f.deferred.tolist()}
         lengths = tuple(tuple(len(deferred[r]) for r in f.deferred.tolist()) for f in plan.files)
-
-        def fill(layout: StagingLayout, window: int, into: np.ndarray) -> None:
-            fill_window(layout, window, into, copier, deferred.__getitem__, wait=False)
-
         plan_id = plan_digest(plan)
         for number in range(MOST_STAGERS):
             key = key if number == 0 else replace(key, incarnation=key.incarnation + 1)
             link = self.link()
-            arena = link.arena
-            if arena is not None and copier.pin is not None:
-                arena.pin_with(copier.pin)
+            if link.arena is not None and filler.pin is not None:
+                link.arena.pin_with(filler.pin)
             order = StageOrder(
                 key,
                 self._owner,
@@ -570,15 +384,21 @@ class RankStaging:
                 link.window_bytes,
             )
             try:
-                wait_s = options.write_timeout_s
-                handed = hand_in(
-                    link, order, plan, reporter, fill, copier, timeout_s=wait_s, stop=stop
+                windows = transfer(
+                    link,
+                    order,
+                    plan,
+                    reporter,
+                    filler,
+                    deferred.__getitem__,
+                    timeout_s=options.write_timeout_s,
+                    stop=stop,
                 )
             except StagerGone:
                 self.replace(link)
                 continue
             stall_s = time.perf_counter() - started_s
-            return Staged(self, link, arena, order, plan, reporter, handed, stall_s)
+            return Staged(self, link, order, plan, reporter, windows, stall_s)
         raise ParticipantError(
             f"expected a stager to stay alive on this node, but {MOST_STAGERS} died one after the "
             f"other while rank {key.rank} staged; look into their logs",
@@ -603,15 +423,15 @@ class RankStaging:
             link.post("leave", self.name, self._process)
             link.close()
 
-    def link(self) -> Link:
+    def link(self) -> ActorLink:
         """Returns the way to the stager."""
         with self._lock:
             if self._link is None:
-                self._link = link_to(self._stager, self.name, self._process, owner=self._owner)
+                self._link = self._connect(self._stager, self._memory)
                 map_behind(self._link)
             return self._link
 
-    def replace(self, dead: Link, timeout_s: float = ENTER_S) -> Link:
+    def replace(self, dead: ActorLink, timeout_s: float = ENTER_S) -> ActorLink:
         """Returns the way to another stager than one that is dead, or is to be.
 
         Raises:
@@ -621,26 +441,60 @@ class RankStaging:
             if self._link is dead or self._link is None:
                 dead.end_stager(timeout_s)
                 dead.close()
-                self._link = link_to(
-                    self._stager,
-                    self.name,
-                    self._process,
-                    owner=self._owner,
-                    not_this=dead.stager,
-                    timeout_s=timeout_s,
-                )
+                self._link = self._connect(self._stager, self._memory, dead.stager, timeout_s)
             return self._link
 
-    def link_elsewhere(self, stager: Any, timeout_s: float) -> Link:
+    def link_elsewhere(self, stager: Any, timeout_s: float) -> ActorLink:
         """Returns the way to the stager of another node."""
-        return link_to(
-            lambda: stager,
-            self.name,
-            self._process,
-            owner=self._owner,
-            may_map=False,
-            timeout_s=timeout_s,
-        )
+        return self._connect(lambda: stager, "object_store", timeout_s=timeout_s)
+
+    def _connect(
+        self,
+        stager: Callable[[], Any],
+        memory: Memory,
+        not_this: str | None = None,
+        timeout_s: float = ENTER_S,
+    ) -> ActorLink:
+        """Returns the way to a stager, which knows from then on that this rank is there.
+
+        Args:
+            stager: Returns its handle, after making it if there is none.
+            memory: See `StagerOptions.memory`.
+            not_this: A stager that is dead; its name may still be found for a moment.
+            timeout_s: How long to try, in seconds.
+
+        Raises:
+            LimitError: Its memory is to be shared and can't be.
+            ParticipantError: It does not come or answer.
+        """
+        end_s = time.monotonic() + timeout_s
+        while True:
+            handle = stager()
+            try:
+                place: StagingAddress = call_actor(
+                    "the node's stager",
+                    lambda fresh: stager() if fresh else handle,  # noqa: B023 - called at once
+                    lambda actor: actor.place.remote(),
+                    timeout_s=max(end_s - time.monotonic(), 1.0),
+                )
+                if place.stager != not_this:
+                    break
+            except ParticipantError:
+                if time.monotonic() >= end_s:
+                    raise
+            if time.monotonic() >= end_s:
+                raise ParticipantError(
+                    f"expected another stager than {not_this}, which is dead, within {timeout_s:g} "
+                    f"s; look whether its node is overloaded, and save again"
+                )
+            threading.Event().wait(0.1)
+        arena, pidfd = (None, -1) if memory == "object_store" else _mapped(place, memory)
+        link = ActorLink(handle, place, arena, pidfd)
+        caller = ray_private.this_caller(os.getpid())
+        pid = None if arena is None else os.getpid()
+        rank = (self.name, self._process, caller, pid, self._owner)
+        link.own_slots = link.call("enter", *rank, timeout_s=timeout_s)
+        return link
 
 
 class Staged:
@@ -648,29 +502,29 @@ class Staged:
 
     Attributes:
         num_bytes: How many.
+        channel: `StageOrder.channel`: how they got there.
         stall_s: How long `stage` took, in seconds.
     """
 
     def __init__(
         self,
         staging: RankStaging,
-        link: Link,
-        arena: StagingMemory | None,
+        link: ActorLink,
         order: StageOrder,
         plan: RankPlan,
         reporter: Reporter | None,
-        handed: Handed,
+        windows: StagedWindows,
         stall_s: float,
     ) -> None:
-        self.num_bytes = handed.layout.total_bytes
+        self.num_bytes = windows.layout.total_bytes
+        self.channel = order.channel
         self.stall_s = stall_s
         self._staging = staging
         self._link = link
         self._order = order
         self._plan = plan
         self._reporter = reporter
-        self._handed = handed
-        self._arena = arena
+        self._windows = windows
 
     @property
     def key(self) -> StageKey:
@@ -722,11 +576,10 @@ class Staged:
             else:
                 link = self._staging.link_elsewhere(stager, timeout_s)
             try:
-                self._hand_over(link, order, timeout_s, stop, here=stager is None)
+                self._transfer(link, order, stop)
             except StagerGone:
                 dead = link
                 continue
-            self._link, self._order = link, order
             return
         raise ParticipantError(
             f"expected a stager to take the bytes of rank {self.key.rank}, but each died; look "
@@ -745,7 +598,7 @@ class Staged:
     def cancel(self) -> None:
         """Asks the stager to give up."""
         self._link.post("cancel", self.key, True)
-        self._handed.refs.clear()
+        self._windows.drop()
 
     def release(self, *, committed: bool = False) -> None:
         """Says that the outcome is known: nobody will need the reports again, nor the bytes.
@@ -753,49 +606,28 @@ class Staged:
         Args:
             committed: The save was; what it is to keep in memory stays then.
         """
-        self._link.post("release", self.key, committed)
-        self._handed.refs.clear()
         # Why: whoever keeps the handle of a save must not keep a dead stager's memory mapped.
-        self._arena = None
+        self._windows.drop()
+        self._link.post("release", self.key, committed)
 
-    def _hand_over(
-        self, link: Link, order: StageOrder, timeout_s: float, stop: Stop | None, *, here: bool
-    ) -> None:
-        if here and self._arena is not None:
-            slots = tuple(self._handed.slots)
-            # Suppressed: it can't open our memory, so the bytes go through the store.
-            with suppress(LimitError):
-                address = self._arena.address
-                ask(
-                    link,
-                    "adopt",
-                    order,
-                    self._plan,
-                    self._reporter,
-                    address,
-                    slots,
-                    timeout_s=timeout_s,
-                )
-                return
-        handed = hand_in(
+    def _transfer(self, link: ActorLink, order: StageOrder, stop: Stop | None) -> None:
+        """Stages the bytes once more, from where they are staged."""
+        before = self._windows
+        # Objects can be handed over as they are, but not to a node whose store takes shorter ones.
+        fits = link.channel == self._order.channel == "object_store"
+        fits = fits and order.window_bytes <= link.window_bytes
+        window_bytes = order.window_bytes if fits else link.window_bytes
+        order = replace(order, channel=link.channel, window_bytes=window_bytes)
+        filler = StagedFiller(before, self.key.rank, order.files or (), link.get)
+        windows = transfer(
             link,
-            replace(order, channel="store"),
+            order,
             self._plan,
             self._reporter,
-            self._fill,
+            filler,
+            filler.deferred,
+            refs=before.refs if fits else None,
             timeout_s=order.options.write_timeout_s,
             stop=stop,
         )
-        self._handed.refs.update(handed.refs)
-
-    def _fill(self, layout: StagingLayout, window: int, into: np.ndarray) -> None:
-        """Copies a window as it was staged."""
-        if self._arena is None:
-            if window not in self._handed.refs:
-                raise lost_memory(self.key.rank)
-            np.copyto(into, ray_calls.get(self._handed.refs[window])[: len(into)])
-            return
-        slot = self._handed.slots[window]
-        np.copyto(into, self._arena.slot_array(slot.index)[: len(into)])
-        if not self._arena.holds(slot):
-            raise lost_memory(self.key.rank)
+        self._link, self._order, self._windows = link, order, windows

@@ -73,8 +73,8 @@ class StagingBackend(Protocol):
         """Copies what this rank writes; when it returns, the state may change.
 
         Returns:
-            Why it failed, and what this rank still has to say and to do until the save has ended:
-            that tells an error to the other ranks, which fail as well.
+            Why it failed, and what this rank still has to do until the save has ended: that reports
+            an error to the other ranks, which fail as well.
         """
         ...
 
@@ -91,8 +91,8 @@ class StagingBackend(Protocol):
         ...
 
 
-def keeping_of(session: Any) -> StagingBackend:
-    """Returns where a session's rank keeps its bytes.
+def staging_backend_of(session: Any) -> StagingBackend:
+    """Returns where a session's rank stages its bytes.
 
     Args:
         session: Of this rank: a `Session`, or an `InlineSession` for a process that is alone.
@@ -120,7 +120,7 @@ def warm_process(num_bytes: int) -> Future[None]:
 
 
 class InProcessBackend:
-    """Keeps the bytes in this process: training goes on, but the save dies with the process.
+    """Stages in this process: training goes on, but the save dies with the process.
 
     Args:
         opener: What opens the storage.
@@ -135,7 +135,7 @@ class InProcessBackend:
         self._opener = opener
         self._lease: Lease | None = None
         self._ended = False
-        self._progress: RankProgress | None = None
+        self._rank_progress: RankProgress | None = None
         self._total = 0
 
     def stage(
@@ -145,7 +145,7 @@ class InProcessBackend:
         began_s = time.perf_counter()
         copy, error = attempt(partial(self._copy, go, captured), "staging", save.rank)
         staged_s = time.perf_counter() - began_s
-        self._progress = save.progress
+        self._rank_progress = save.progress
         save = replace(save, opener=self._opener)
 
         def finish() -> Finish:
@@ -162,9 +162,9 @@ class InProcessBackend:
 
     def progress(self) -> tuple[int, int]:
         """See `StagingBackend.progress`."""
-        if self._ended or self._progress is None:
+        if self._ended or self._rank_progress is None:
             return self._total, self._total
-        doing = self._progress.doing
+        doing = self._rank_progress.doing
         return (min(doing.done_bytes, self._total) if doing.phase == "writing" else 0), self._total
 
     def release(self, *, committed: bool) -> None:
@@ -241,7 +241,7 @@ def key_of(name: str) -> tuple[OpKey, int]:
 
 
 class StagerBackend:
-    """Keeps the bytes with the stager of this rank's node.
+    """Stages at the stager of this rank's node.
 
     Args:
         session: Of this rank.
@@ -265,13 +265,15 @@ class StagerBackend:
         held: PartsHeld | None = None
         error: CheckpointError | None = None
         if go.plan.files:
-            hand_in = partial(self._hand_in, save, go, captured)
-            held, error = attempt(hand_in, "staging", save.rank)
+            # Why: it may wait for room that a frozen rank has, and hears of the failure by this.
+            save.progress.enter("staging")
+            hand_over = partial(self._transfer, save, go, captured)
+            held, error = attempt(hand_over, "staging", save.rank)
         # Why not `save.key`: the call may have another number by now.
         key = save.progress.key or save.key
-        said = SaveStaged(key, save.rank, go.attempt, go.epoch, self._incarnation, error, held)
-        hand_over = partial(self._hand_over, said, save.progress.stop)
-        return error, save.outcome(go, said, hand_over)
+        ack = SaveStaged(key, save.rank, go.attempt, go.epoch, self._incarnation, error, held)
+        take_over = partial(self._hand_over, ack, save.progress.stop)
+        return error, save.outcome(go, ack, take_over)
 
     def progress(self) -> tuple[int, int]:
         """See `StagingBackend.progress`."""
@@ -285,7 +287,7 @@ class StagerBackend:
         if self._staged is not None:
             self._staged.release(committed=committed)
 
-    def _hand_in(self, save: RankSave, go: SaveGo, captured: Captured) -> PartsHeld:
+    def _transfer(self, save: RankSave, go: SaveGo, captured: Captured) -> PartsHeld:
         # Why here: a process that is alone has no need of Ray.
         from ray_dcp.runtime.stager import Reporter
 
@@ -304,18 +306,20 @@ class StagerBackend:
         except CheckpointError:
             staged.cancel()
             raise
+        if staged.channel == "object_store":
+            self.kind = "object_store"
         self.num_bytes = staged.num_bytes
         self._last = (0, staged.num_bytes)
         self._incarnation = staged.key.incarnation
-        return self._tell(staged, key, go.attempt, go.epoch, self._incarnation)
+        return self._report(staged, key, go.attempt, go.epoch, self._incarnation)
 
-    def _hand_over(self, said: SaveStaged, stop: Stop, asked: TakeOver) -> PartsHeld:
+    def _hand_over(self, ack: SaveStaged, stop: Stop, asked: TakeOver) -> PartsHeld:
         if self._staged is None:
             raise CheckpointError("nothing is staged that could be handed over")
         helper = None if asked.lost else self._helper(asked.helpers)
         self._staged.hand_over(helper, files=asked.files, incarnation=asked.incarnation, stop=stop)
         self.takeovers += 1
-        return self._tell(self._staged, said.key, said.attempt, said.epoch, asked.incarnation)
+        return self._report(self._staged, ack.key, ack.attempt, ack.epoch, asked.incarnation)
 
     def _helper(self, names: tuple[str, ...]) -> Any:
         """Returns the handle of one of the stagers that are done, another one for each rank."""
@@ -327,7 +331,7 @@ class StagerBackend:
                 return ray_calls.get_actor(name, namespace=self._session.namespace)
         raise CheckpointError("no stager that has ended its own part is there any more")
 
-    def _tell(
+    def _report(
         self,
         staged: Staged,
         key: OpKey,
@@ -335,7 +339,7 @@ class StagerBackend:
         epoch: int,
         incarnation: int,
     ) -> PartsHeld:
-        """Tells the coordinator who holds the bytes; only then may the rank die."""
+        """Reports to the coordinator who holds the bytes; only then may the rank die."""
         session = self._session
         stager = staged.stager_name
         held = PartsHeld(key, session.rank, attempt_id, epoch, stager, incarnation)

@@ -6,6 +6,9 @@ receipt known where it counts. A job that is *kept* holds its slots longer: unti
 until other jobs wait and no slot is free. Only while others wait may a slot be reused earlier, and
 only of a job whose rank still holds the state. Files that lost bytes that way must be finished
 before that rank may go on (`may_seal`), as nobody could hand over their bytes again.
+
+Slots that *linger* stand for objects, whose memory is free some time after nobody needs them: their
+grants end (`ended`), and later the slots are free (`gone`).
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ray_dcp.errors import InternalError
 from ray_dcp.stage.values import Slot
@@ -35,7 +38,7 @@ class _Window:
     files: frozenset[int]
     unread: set[int]
     unfinished: set[int]
-    slot: Slot | None = None
+    grant: Granted[Any] | None = None
     is_here: bool = False
 
 
@@ -55,6 +58,7 @@ class SlotAllocator(Generic[J]):
 
     Args:
         num_slots: How many there are.
+        linger: Whether slots are free only when `gone` says so.
 
     Example:
         >>> allocator = SlotAllocator(2)
@@ -67,8 +71,11 @@ class SlotAllocator(Generic[J]):
         [(2, 0)]
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, *, linger: bool = False) -> None:
         self.num_slots = num_slots
+        self._linger = linger
+        self._ended: list[Granted[J]] = []
+        self._num_lingering = 0
         self._jobs: dict[J, _Job] = {}
         self._waiting: deque[J] = deque()
         self._free = set(range(num_slots))
@@ -121,9 +128,9 @@ class SlotAllocator(Generic[J]):
             self._generation[index] += 1
             self._last_owner[index] = job.owner
             self._users[index].add(job.owner)
-            slot = Slot(index, self._generation[index])
-            job.windows[job.num_granted].slot = slot
-            given.append(Granted(name, job.num_granted, slot))
+            grant = Granted(name, job.num_granted, Slot(index, self._generation[index]))
+            job.windows[job.num_granted].grant = grant
+            given.append(grant)
             job.num_granted += 1
             if job.num_granted < len(job.windows):
                 self._waiting.append(name)
@@ -156,13 +163,17 @@ class SlotAllocator(Generic[J]):
     def is_whole(self, job: J) -> bool:
         """Returns whether every window of a job that is finished still has its slot."""
         found = self._jobs.get(job)
-        return found is not None and _is_idle(found) and all(w.slot for w in found.windows)
+        return found is not None and _is_idle(found) and all(w.grant for w in found.windows)
 
-    def freed(self, job: J) -> tuple[int, ...]:
-        """Returns the windows of a job that were here and have no slot any more."""
-        found = self._jobs.get(job)
-        windows = enumerate(found.windows if found else ())
-        return tuple(number for number, one in windows if one.is_here and one.slot is None)
+    def ended(self) -> list[Granted[J]]:
+        """Returns the grants that ended since the last call, where slots linger."""
+        found, self._ended = self._ended, []
+        return found
+
+    def gone(self, slot: Slot) -> None:
+        """Takes that the memory is free of a slot whose grant had ended."""
+        self._free.add(slot.index)
+        self._num_lingering -= 1
 
     def may_seal(self, job: J) -> bool:
         """Returns whether the rank may go on: all is here, and can be handed over once more."""
@@ -226,10 +237,10 @@ class SlotAllocator(Generic[J]):
 
     def _take(self, owner: str) -> int | None:
         """Returns the best free slot; frees one that was read where none is."""
-        if not self._free:
-            self._free_kept()
-        if not self._free:
-            self._free_early()
+        for free in (self._free_kept, self._free_early):
+            # Why not more: those that linger are for the jobs that wait.
+            if not self._free and self._num_lingering < len(self._waiting):
+                free()
         if not self._free:
             return None
         best = min(self._free, key=lambda index: (self._cost(index, owner), index))
@@ -246,7 +257,7 @@ class SlotAllocator(Generic[J]):
     def _free_kept(self) -> None:
         """Frees the slots of the oldest job that is only kept."""
         for job in self._jobs.values():
-            if job.is_kept and _is_idle(job) and any(window.slot for window in job.windows):
+            if job.is_kept and _is_idle(job) and any(window.grant for window in job.windows):
                 for window in job.windows:
                     self._give_back(window)
                 return
@@ -254,16 +265,21 @@ class SlotAllocator(Generic[J]):
     def _free_early(self) -> None:
         for job in self._jobs.values():
             for window in () if job.is_sealed else job.windows:
-                if window.slot is not None and window.is_here and not window.unread:
+                if window.grant is not None and window.is_here and not window.unread:
                     job.lossy |= window.unfinished
                     self._give_back(window)
                     return
 
     def _give_back(self, window: _Window) -> None:
-        if window.slot is not None:
-            self._free.add(window.slot.index)
-            self._warm.add(window.slot.index)
-            window.slot = None
+        grant, window.grant = window.grant, None
+        if grant is None:
+            return
+        self._warm.add(grant.slot.index)
+        if self._linger:
+            self._ended.append(grant)
+            self._num_lingering += 1
+        else:
+            self._free.add(grant.slot.index)
 
 
 def _is_idle(job: _Job) -> bool:

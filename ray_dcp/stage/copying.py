@@ -92,6 +92,8 @@ _SMALL_BYTES = 64 << 10
 _MOST_JOINED = 4096
 """Small items that are asked for at once."""
 _MOST_BEGUN_BYTES = 64 << 20
+_LEAST_VIEW_BYTES = 1 << 20
+"""Ray copies longer buffers of an object on several threads; each costs some microseconds."""
 
 
 Pin = Callable[[np.ndarray], Callable[[], None] | None]
@@ -159,20 +161,24 @@ class HostFiller:
 
     def fill(self, row: int, start: int, target: np.ndarray) -> None:
         """See `Filler.fill`."""
-        if row != self._row:
-            # Why kept: a tensor that is not contiguous is copied each time it is asked for.
-            self._row, self._item = row, self._source(row)
-        part = self._item[start : start + len(target)]
-        if len(part) != len(target):
-            raise InternalError(
-                f"expected bytes [{start}, {start + len(target)}) of row {row}, found an item of "
-                f"{len(self._item)} bytes; please report this"
-            )
-        self._begun.append((target, np.frombuffer(part, dtype=np.uint8)))
+        self._begun.append((target, self.view(row, start, len(target))))
         self._begun_bytes += len(target)
         # Why: tensors that are not contiguous are there a second time until they are copied.
         if self._begun_bytes >= _MOST_BEGUN_BYTES:
             self.finish()
+
+    def view(self, row: int, start: int, num_bytes: int) -> np.ndarray:
+        """Returns an item's bytes from `start` on (uint8[num_bytes]), where they are."""
+        if row != self._row:
+            # Why kept: a tensor that is not contiguous is copied each time it is asked for.
+            self._row, self._item = row, self._source(row)
+        part = self._item[start : start + num_bytes]
+        if len(part) != num_bytes:
+            raise InternalError(
+                f"expected bytes [{start}, {start + num_bytes}) of row {row}, found an item of "
+                f"{len(self._item)} bytes; please report this"
+            )
+        return np.frombuffer(part, dtype=np.uint8)
 
     def fill_many(
         self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int], target: np.ndarray
@@ -238,6 +244,56 @@ def fill_window(
             else:
                 filler.fill(row[first], start[first], target[begin:end])
             first = stop
+
+
+class _Views:
+    """Implements `Filler`: leaves large parts of items out, and notes where their bytes are."""
+
+    pin: Pin | None = None
+
+    def __init__(self, host: HostFiller) -> None:
+        self.views: list[np.ndarray] = []
+        self._host = host
+        self.fill_many = host.fill_many
+        self.finish = host.finish
+
+    def fill(self, row: int, start: int, target: np.ndarray) -> None:
+        if len(target) < _LEAST_VIEW_BYTES:
+            self._host.fill(row, start, target)
+        else:
+            self.views.append(self._host.view(row, start, len(target)))
+
+
+def window_parts(
+    layout: StagingLayout,
+    window: int,
+    scratch: np.ndarray,
+    filler: Filler,
+    deferred: Callable[[int], bytes],
+) -> list[np.ndarray]:
+    """Returns the bytes of a window as runs, one behind the other: to be copied once, as an object.
+
+    Large items in host memory are runs where they are; all else is copied to `scratch` first.
+
+    Args:
+        layout: Where they go.
+        window: Which one.
+        scratch: uint8[used bytes of the window].
+        filler: Copies the fixed items.
+        deferred: Gives a deferred item's bytes.
+    """
+    if not isinstance(filler, HostFiller):
+        fill_window(layout, window, scratch, filler, deferred)
+        return [scratch]
+    views = _Views(filler)
+    fill_window(layout, window, scratch, views, deferred)
+    own = slice(*layout.window_first[window : window + 2].tolist())
+    is_view = (layout.num_bytes[own] >= _LEAST_VIEW_BYTES) & ~layout.is_deferred[own]
+    parts, done = [], 0
+    for offset, view in zip(layout.offset[own][is_view].tolist(), views.views, strict=True):
+        parts += [scratch[done:offset], view]
+        done = offset + len(view)
+    return [part for part in (*parts, scratch[done:]) if len(part)]
 
 
 def fill_rows(

@@ -16,13 +16,15 @@ import mmap
 import os
 import threading
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import accumulate
 
 import numpy as np
 
 from ray_dcp.core.values import UInt64Array
-from ray_dcp.errors import InvalidRequestError, LimitError
+from ray_dcp.errors import InvalidRequestError, LimitError, ParticipantError
 from ray_dcp.stage.copying import Pin
 from ray_dcp.stage.memory_tier import Part
 from ray_dcp.stage.values import MemoryAddress, Slot
@@ -146,13 +148,7 @@ class StagingMemory:
             parts: One after the other they give `target`; what is nowhere is left as it is.
             target: Where to; rubbish when False is returned.
         """
-        done = 0
-        for part in parts:
-            view = target[done : done + part.num_bytes]
-            if part.slot is not None and not self._read(part.slot, part.offset, view):
-                return False
-            done += part.num_bytes
-        return True
+        return _read_parts(parts, target, self._read)
 
     def _read(self, slot: Slot, offset: int, target: memoryview) -> bool:
         if not self._close_fd.alive or not self.holds(slot):
@@ -209,6 +205,84 @@ class StagingMemory:
     def _slice(self, index: int) -> np.ndarray:
         start = self._first + index * self.address.slot_bytes
         return self._bytes[start : start + self.address.slot_bytes]
+
+
+def _read_parts(
+    parts: Sequence[Part], target: memoryview, read: Callable[[Slot, int, memoryview], bool]
+) -> bool:
+    done = 0
+    for part in parts:
+        view = target[done : done + part.num_bytes]
+        if part.slot is not None and not read(part.slot, part.offset, view):
+            return False
+        done += part.num_bytes
+    return True
+
+
+class WindowBytes:
+    """The bytes of a window: one run in a slot of memory, or the runs of an object.
+
+    Args:
+        runs: One behind the other, each of bytes of one dimension.
+    """
+
+    def __init__(self, runs: Sequence[memoryview | np.ndarray]) -> None:
+        self._runs = [memoryview(run) for run in runs]  # type: ignore[arg-type]
+        self._ends = list(accumulate(map(len, runs)))
+        self._arrays = [weakref.ref(run) for run in runs if isinstance(run, np.ndarray)]
+
+    def view(self, offset: int, num_bytes: int) -> memoryview:
+        """Returns some of them, which lie in one run."""
+        index = bisect_right(self._ends, offset)
+        start = offset - self._ends[index] + len(self._runs[index])
+        return self._runs[index][start : start + num_bytes]
+
+    def release(self) -> None:
+        """Lets go of the runs."""
+        self._runs.clear()
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody has a view of the arrays any more."""
+        return all(array() is None for array in self._arrays)
+
+
+class ObjectSlots:
+    """Windows that came as objects, by the slots of the budget that they count in."""
+
+    def __init__(self) -> None:
+        self._windows: dict[Slot, WindowBytes] = {}
+
+    def hold(self, slot: Slot, runs: Sequence[np.ndarray]) -> WindowBytes:
+        """Returns the bytes of a window, which stay until `release`."""
+        self._windows[slot] = WindowBytes(runs)
+        return self._windows[slot]
+
+    def release(self, slot: Slot) -> WindowBytes:
+        """Lets go of a window and returns it: it may be in use for a moment."""
+        window = self._windows.pop(slot, WindowBytes(()))
+        window.release()
+        return window
+
+    def read_into(self, parts: Sequence[Part], target: memoryview) -> bool:
+        """See `StagingMemory.read_into`."""
+        return _read_parts(parts, target, self._read)
+
+    def _read(self, slot: Slot, offset: int, target: memoryview) -> bool:
+        # Suppressed: it was let go, also in the middle of this.
+        with suppress(KeyError, IndexError):
+            target[:] = self._windows[slot].view(offset, len(target))
+            return True
+        return False
+
+
+def lost_memory(rank: int) -> ParticipantError:
+    """Returns the error for staged bytes that are not there any more."""
+    return ParticipantError(
+        f"expected the bytes that rank {rank} had staged, but their memory was used for something "
+        f"else meanwhile; save again",
+        rank=rank,
+    )
 
 
 def _let_go(fd: int, pinned: dict[int, Callable[[], None] | None]) -> None:

@@ -91,7 +91,10 @@ class TierFile:
 class TierEntry:
     """What one node keeps of one attempt."""
 
-    address: MemoryAddress
+    channel: str
+    """`StageOrder.channel` of the ranks that staged it."""
+    address: MemoryAddress | None
+    """Of the memory that the slots are in; None for objects, which only the stager can read."""
     files: tuple[TierFile, ...]
 
 

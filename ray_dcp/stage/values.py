@@ -31,6 +31,10 @@ class StagerOptions:
     limit_bytes: int | None = None
     """Most bytes that all ranks of a node may have staged at a time; by default half of the
     memory that is free when the stager starts."""
+    memory: Literal["auto", "shared", "object_store"] = "auto"
+    """Where a rank stages: `"shared"` memory of its node's stager; Ray's `"object_store"`, which
+    only Ray workers may ask for; by default shared memory, and the object store with a warning
+    where that can't be shared, as across containers."""
     window_bytes: int = 64 * MIB
     """Unit of handing over and of reuse; smaller under a small limit."""
     num_writers: int = 4
@@ -43,6 +47,7 @@ class StagerOptions:
     def __post_init__(self) -> None:
         checks = {
             "limit_bytes": self.limit_bytes is None or self.limit_bytes >= _LEAST_LIMIT,
+            "memory": self.memory in ("auto", "shared", "object_store"),
             "window_bytes": self.window_bytes >= _LEAST_WINDOW,
             "num_writers": self.num_writers >= 1,
             "nice": 0 <= self.nice <= 19,
@@ -52,9 +57,9 @@ class StagerOptions:
         if wrong:
             raise InvalidRequestError(
                 f"StagerOptions.{wrong[0]} can't be {getattr(self, wrong[0])!r}: expected "
-                f"limit_bytes of at least {_LEAST_LIMIT}, window_bytes of at least "
-                f"{_LEAST_WINDOW}, num_writers of at least 1, nice from 0 to 19, and io_priority "
-                f"normal, low or idle",
+                f"limit_bytes of at least {_LEAST_LIMIT}, memory auto, shared or object_store, "
+                f"window_bytes of at least {_LEAST_WINDOW}, num_writers of at least 1, nice from 0 "
+                f"to 19, and io_priority normal, low or idle",
                 key=wrong[0],
             )
 
@@ -110,8 +115,6 @@ class Grant:
     """Places for a job's next windows; more follow when there is room."""
 
     slots: tuple[Slot, ...]
-    freed: tuple[int, ...] = ()
-    """Windows that were written and whose places were given to others: all of them so far."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ class StageOrder:
     """For each file the lengths of its deferred items."""
     target: Target
     options: SaveOptions
-    channel: Literal["arena", "store"]
+    channel: Literal["shared", "object_store"]
     """Whether windows lie in the stager's memory, or come as objects of Ray's store."""
     window_bytes: int
     """Length of a window."""

@@ -31,7 +31,7 @@ from ray_dcp.io.threads import run_tasks
 from ray_dcp.io.writer import part_key, write_pieces
 from ray_dcp.protocol.messages import Target
 from ray_dcp.stage.allocator import SlotAllocator
-from ray_dcp.stage.memory import StagingMemory
+from ray_dcp.stage.memory import ObjectSlots, StagingMemory, WindowBytes
 from ray_dcp.stage.memory_tier import Part, TierEntry, TierFile, kept_file, too_many
 from ray_dcp.stage.values import (
     Grant,
@@ -93,7 +93,7 @@ class WriteQueue:
     said that it fills it no more (`deliver`, `seal`, `cancel(by_rank=True)`), or is dead.
 
     Args:
-        channels: By name: `"arena"` and `"store"`, or one of them.
+        channels: By name: `"shared"` and `"object_store"`, or one of them.
         options: How to write.
         report: Gets what became of each file, in a thread of its own; returns when the report is
             delivered, or can't be.
@@ -135,7 +135,7 @@ class WriteQueue:
         with self._lock:
             known = self._jobs.get(order.key)
             if known is not None:
-                return self._grant(known, 0)
+                return Grant(tuple(known.slots))
             channel = self._channels.get(order.channel)
             if channel is None or order.window_bytes > channel.slot_bytes:
                 raise LimitError(
@@ -144,15 +144,15 @@ class WriteQueue:
                     f"nodes the same StagerOptions and equal stores",
                     key="window_bytes",
                 )
-            job = self._admit(order, reporter, channel, channel.arena)
+            job = self._admit(order, reporter, channel)
             if job is None:
                 return Unknown("plan")
             wanted, layout = set(job.files), job.layout
             windows = [layout.files_of(window) & wanted for window in range(layout.num_windows)]
-            keep = channel.arena is not None and order.options.keep_in_memory > 0
+            keep = order.options.keep_in_memory > 0
             channel.allocator.begin(order.key, order.owner, windows, keep=keep)
             self._pump(channel)
-            return self._grant(job, 0)
+            return Grant(tuple(job.slots))
 
     def more(self, key: StageKey, have: int) -> Future[Grant | Unknown]:
         """Returns the slots of windows from `have` on, as soon as there is one.
@@ -169,13 +169,14 @@ class WriteQueue:
                 self._settle(job)
         return future
 
-    def deliver(self, key: StageKey, window: int, data: memoryview | None = None) -> None:
+    def deliver(self, key: StageKey, window: int, data: Sequence[np.ndarray] | None = None) -> None:
         """Takes that a window is full. Twice is fine, and so is a job that is not known.
 
         Args:
             key: Whose.
             window: Which. In shared memory, this one and all before it.
-            data: Its bytes; None when they are in its slot.
+            data: Its bytes, in runs, which the rank has a reference to; None when they are in its
+                slot.
         """
         with self._lock:
             job = self._jobs.get(key)
@@ -183,20 +184,19 @@ class WriteQueue:
                 return
             if job.is_over and job.rank_is_done:
                 return
-            if job.arena is not None:
-                came = {
-                    number: job.arena.slot(job.slots[number].index)
-                    for number in range(window + 1)
-                    if number not in job.windows
-                }
-            else:
-                came = {window: data} if data is not None and window not in job.windows else {}
+            channel, slots = job.channel, job.slots
+            first = 0 if data is None else window
+            came = [number for number in range(first, window + 1) if number not in job.windows]
             if not came:
                 return
-            for number, content in came.items():
-                job.windows[number] = content
-                if job.channel is not None:
-                    job.channel.allocator.delivered(key, number)
+            for number in came:
+                if data is not None:
+                    job.windows[number] = channel.objects.hold(slots[number], data)
+                    job.referenced.add(number)
+                elif channel.arena is not None:
+                    view = channel.arena.slot(slots[number].index)
+                    job.windows[number] = WindowBytes([view])
+                channel.allocator.delivered(key, number)
             self._start(job)
             job.changed.notify_all()
             self._pump(job.channel)
@@ -215,42 +215,37 @@ class WriteQueue:
             if job is None:
                 future.set_result(Unknown("job"))
                 return future
-            if job.arena is not None:
+            if job.channel.arena is not None:
                 self.deliver(key, len(job.slots) - 1)
             job.rank_is_done = job.rank_is_done or len(job.windows) == job.layout.num_windows
             job.wants_seal.append(future)
             self._settle(job)
         return future
 
-    def adopt(
-        self, order: StageOrder, reporter: Any, arena: StagingMemory, slots: tuple[Slot, ...]
-    ) -> bool | Unknown:
-        """Writes from the memory of a stager that died, which the rank still had open.
+    def freed(self, key: StageKey, dropped: Collection[int]) -> Future[tuple[int, ...] | None]:
+        """Returns the windows whose objects are not needed any more, as soon as there are some.
+
+        The slots of windows are free when the rank has dropped its references, too.
 
         Args:
-            order: What the rank had handed over to that one.
-            reporter: Who gets the reports.
-            arena: That memory.
-            slots: Of all windows.
+            key: Whose.
+            dropped: The windows of the answer before.
 
         Returns:
-            `Unknown("plan")` when the plan has to be sent with it.
+            A future; None when there is nothing to drop any more.
         """
+        future: Future[tuple[int, ...] | None] = Future()
         with self._lock:
-            if order.key in self._jobs:
-                return True
-            job = self._admit(order, reporter, None, arena)
-            if job is None:
-                return Unknown("plan")
-            job.is_sealed = job.rank_is_done = True
-            job.slots = list(slots)
-            job.windows = {w: arena.slot(slot.index) for w, slot in enumerate(slots)}
-            if len(slots) != job.layout.num_windows:
-                job.error = lost_memory(order.key.rank)
-            self._start(job)
-            if job.is_over and job.error is not None:
-                raise job.error
-            return True
+            job = self._jobs.get(key)
+            if job is None or job.is_released:
+                future.set_result(None)
+                return future
+            before, job.wants_freed = job.wants_freed, future
+            answer(before, None, ())
+            job.referenced.difference_update(dropped)
+            self._let_go(job)
+            self._pump(job.channel)
+        return future
 
     def cancel(self, key: StageKey, reason: str = "", *, by_rank: bool = False) -> None:
         """Gives a job up. Nobody is told of its files any more; what was written stays.
@@ -264,7 +259,9 @@ class WriteQueue:
             job = self._jobs.get(key)
             if job is None:
                 return
-            job.rank_is_done = job.rank_is_done or by_rank
+            if by_rank:
+                job.rank_is_done = True
+                self._drop_references(job)
             job.is_dropped = True
             job.tells_error = False
             self._fail(job, SaveCancelledError(f"staging was cancelled {reason}".strip()))
@@ -281,6 +278,8 @@ class WriteQueue:
             if job is None:
                 return
             job.is_committed, job.is_released = committed, True
+            self._drop_references(job)
+            answer(job.wants_freed, None, None)
             if job.is_over and job.rank_is_done:
                 job.is_dropped = not committed
                 self._tidy(job)
@@ -292,8 +291,9 @@ class WriteQueue:
         """Takes that a rank is dead: what it had handed over whole is written, the rest not."""
         with self._lock:
             for job in list(self._jobs.values()):
-                if job.order.process == process and job.channel is not None:
+                if job.order.process == process:
                     job.rank_is_done = True
+                    self._drop_references(job)
                     if len(job.windows) < job.layout.num_windows:
                         self._fail(job, died(job.order.key.rank))
                     self._tidy(job)
@@ -326,26 +326,34 @@ class WriteQueue:
                 for job in self._jobs.values()
                 if job.is_kept and job.order.key.attempt == attempt and self._keeps(job)
             ]
-            files = {file.key: file for job in jobs for file in job.kept_files()}
-            arena = jobs[0].arena if jobs else None
-            if not files or arena is None:
+            if not jobs:
                 return None
-            return TierEntry(arena.address, tuple(files.values()))
+            # Why of one: ranks of a node stage in the same way, but for one in another container.
+            channel, name = jobs[0].channel, jobs[0].order.channel
+            files = {
+                file.key: file
+                for job in jobs
+                if job.channel is channel
+                for file in job.kept_files()
+            }
+            address = None if channel.arena is None else channel.arena.address
+            return TierEntry(name, address, tuple(files.values()))
 
     def kept_attempts(self) -> set[str]:
         """Returns the attempts of which something is kept."""
         with self._lock:
             return {job.order.key.attempt for job in self._jobs.values() if job.is_kept}
 
-    def fetch(self, parts: Sequence[Part]) -> np.ndarray | None:
+    def fetch(self, channel: str, parts: Sequence[Part]) -> np.ndarray | None:
         """Returns bytes of staging memory as uint8[n]; None when they are gone.
 
         Args:
+            channel: Of the `TierEntry`.
             parts: As `TierFile.find` gave them: one after the other. What is nowhere is 0.
         """
-        arena = self._channels["arena"].arena
+        memory = self._channels[channel].arena or self._channels[channel].objects
         found = np.zeros(sum(part.num_bytes for part in parts), dtype=np.uint8)
-        return found if arena is not None and arena.read_into(parts, found.data) else None
+        return found if memory.read_into(parts, found.data) else None
 
     def num_kept(self) -> int:
         """Returns how many jobs are kept for loads."""
@@ -378,26 +386,21 @@ class WriteQueue:
         with self._lock:
             return sum(not (job.is_over and job.rank_is_done) for job in self._jobs.values())
 
-    def num_adopted(self) -> int:
-        """Returns how many jobs read from the memory of another stager."""
-        with self._lock:
-            return sum(job.channel is None and not job.is_over for job in self._jobs.values())
-
     def expect(self, owner: str, num_bytes: int) -> list[int]:
         """Returns the slots of shared memory that a rank will get first for so many bytes."""
         with self._lock:
-            channel = self._channels["arena"]
+            channel = self._channels["shared"]
             return channel.allocator.expect(owner, -(-num_bytes // channel.slot_bytes))
 
     def owned(self, owner: str) -> tuple[int, ...]:
         """Returns the slots that a rank had last; one of its name may need them next."""
         with self._lock:
-            channel = self._channels.get("arena")
+            channel = self._channels.get("shared")
             return () if channel is None else tuple(channel.allocator.owned(owner))
 
     def warm(self, index: int) -> None:
         """Touches the memory of a slot, unless that has happened."""
-        channel = self._channels["arena"]
+        channel = self._channels["shared"]
         with self._lock:
             if channel.allocator.is_warm(index) or channel.arena is None:
                 return
@@ -411,7 +414,7 @@ class WriteQueue:
         Args:
             owners: Those that are there, or may come again: their slots stay warm.
         """
-        channel = self._channels.get("arena")
+        channel = self._channels.get("shared")
         while channel is not None and channel.arena is not None:
             # Why one by one: to free a slot takes some milliseconds, in which others wait.
             with self._lock:
@@ -422,9 +425,7 @@ class WriteQueue:
 
     # With the lock held
 
-    def _admit(
-        self, order: StageOrder, reporter: Any, channel: Channel | None, arena: StagingMemory | None
-    ) -> Job | None:
+    def _admit(self, order: StageOrder, reporter: Any, channel: Channel) -> Job | None:
         """Returns a new job; None where its plan came neither with it nor with an earlier order."""
         plan = order.plan or self._plans.get(order.plan_id)
         if plan is None:
@@ -436,24 +437,21 @@ class WriteQueue:
             layout = lay_out_windows(plan, order.deferred_bytes, order.window_bytes)
         _remember(self._layouts, name, layout)
         changed = threading.Condition(self._lock)
-        job = self._jobs[order.key] = Job(order, plan, layout, reporter, channel, arena, changed)
+        job = self._jobs[order.key] = Job(order, plan, layout, reporter, channel, changed)
         jobs = self._jobs.values()
         over = [one for one in jobs if one.is_over and one.rank_is_done and not one.is_kept]
         for old in over[:-_JOBS_KEPT]:
-            del self._jobs[old.order.key]
+            self._forget(old)
         return job
 
     def _keeps(self, job: Job) -> bool:
         """Returns whether the bytes of a job that has ended stay, and notes that they do."""
-        channel = job.channel
         job.is_kept = (
             job.order.options.keep_in_memory > 0
             and not job.is_dropped
-            and channel is not None
-            and job.arena is not None
             and job.error is None
             and job.is_written
-            and channel.allocator.is_whole(job.order.key)
+            and job.channel.allocator.is_whole(job.order.key)
         )
         return job.is_kept
 
@@ -468,16 +466,21 @@ class WriteQueue:
         )
         return [job for job in kept if job.order.key.attempt in gone or not self._keeps(job)]
 
-    def _grant(self, job: Job, have: int) -> Grant:
-        freed = job.channel.allocator.freed(job.order.key) if job.channel else ()
-        return Grant(tuple(job.slots[have:]), freed)
-
-    def _pump(self, channel: Channel | None) -> None:
-        granted = channel.allocator.grants() if channel else ()
+    def _pump(self, channel: Channel) -> None:
+        granted = channel.allocator.grants()
         for grant in granted:
-            if channel is not None and channel.arena is not None:
+            if channel.arena is not None:
                 channel.arena.mark(grant.slot)
             self._jobs[grant.job].slots.append(grant.slot)
+        for grant in channel.allocator.ended():
+            gone = channel.objects.release(grant.slot)
+            job = self._jobs.get(grant.job)
+            if job is None:
+                self._free_later(channel, grant.slot, gone)
+                continue
+            job.windows[grant.window] = gone
+            job.ended[grant.window] = grant.slot
+            self._let_go(job)
         names = dict.fromkeys(grant.job for grant in granted)
         # Why afterwards: what is answered may lead to further grants, which come behind these.
         for name in names:
@@ -490,8 +493,8 @@ class WriteQueue:
         for have, future in list(job.wants_more):
             if error is not None or len(job.slots) > have:
                 job.wants_more.remove((have, future))
-                answer(future, error, None if error else self._grant(job, have))
-        if job.wants_seal and error is None and not job.is_sealed and job.channel is not None:
+                answer(future, error, None if error else Grant(tuple(job.slots[have:])))
+        if job.wants_seal and error is None and not job.is_sealed:
             allocator = job.channel.allocator
             if allocator.may_seal(job.order.key):
                 self._start(job)
@@ -537,19 +540,45 @@ class WriteQueue:
 
     def _forget(self, job: Job) -> None:
         self._drop(job)
+        self._drop_references(job)
         self._jobs.pop(job.order.key, None)
+        answer(job.wants_freed, None, None)
 
     def _drop(self, job: Job) -> None:
-        job.windows.clear()
-        if job.channel is not None:
-            job.channel.allocator.drop(job.order.key)
-            self._pump(job.channel)
+        if job.channel.arena is not None:
+            job.windows.clear()
+        job.channel.allocator.drop(job.order.key)
+        self._pump(job.channel)
 
-    def _forget_freed(self, job: Job) -> None:
-        """Lets go of objects of the store that count no more."""
-        if job.arena is None and job.channel is not None:
-            for window in job.channel.allocator.freed(job.order.key):
-                job.windows[window] = memoryview(b"")
+    # Objects of the store: a slot is free when nobody has a reference to what was in it.
+
+    def _drop_references(self, job: Job) -> None:
+        job.referenced.clear()
+        self._let_go(job)
+
+    def _let_go(self, job: Job) -> None:
+        """Frees the slots that ended and that the rank does not refer to; it is told of others."""
+        for window in job.ended.keys() - job.referenced:
+            self._free_later(job.channel, job.ended.pop(window), job.windows[window])
+        if job.ended and job.wants_freed is not None:
+            answer(job.wants_freed, None, tuple(job.ended))
+            job.wants_freed = None
+
+    def _free_later(self, channel: Channel, slot: Slot, gone: WindowBytes) -> None:
+        def free() -> None:
+            with self._lock:
+                if not gone.is_gone:
+                    self._free_later(channel, slot, gone)
+                    return
+                channel.allocator.gone(slot)
+                self._pump(channel)
+
+        timer = threading.Timer(channel.linger_s, free)
+        timer.daemon = True
+        try:
+            timer.start()
+        except RuntimeError:  # the node has no thread left: better too early than never
+            channel.allocator.gone(slot)
 
     # In the threads of a job
 
@@ -578,10 +607,9 @@ class WriteQueue:
         def passed(window: int | None, num_bytes: int) -> None:
             with self._lock:
                 job.written_bytes += num_bytes
-                if window is not None and job.channel is not None:
+                if window is not None:
                     job.channel.allocator.read(job.order.key, window, file)
                     self._pump(job.channel)
-                    self._forget_freed(job)
 
         return passed
 
@@ -592,37 +620,45 @@ class WriteQueue:
         if not silent:
             self._report(job.reporter, report)
         with self._lock:
-            if job.channel is not None:
-                job.channel.allocator.finished(job.order.key, file)
-                self._forget_freed(job)
-                self._pump(job.channel)
+            job.channel.allocator.finished(job.order.key, file)
+            self._pump(job.channel)
             self._settle(job)
+
+
+LINGER_S = 1.5
+"""Ray frees objects once a second (`free_objects_period_milliseconds`), and has to hear of them."""
 
 
 @dataclass(eq=False)
 class Channel:
-    """A kind of staging memory: shared by the node, or objects of the store, which only count."""
+    """A kind of staging memory: shared by the node, or objects of Ray's store."""
 
     slot_bytes: int
     allocator: SlotAllocator[StageKey]
     arena: StagingMemory | None = None
+    """Where the slots are; None where windows come as objects."""
+    objects: ObjectSlots = field(default_factory=ObjectSlots)
+    linger_s: float = LINGER_S
+    """How long the memory of an object is in use after its last reference is gone, in seconds."""
 
 
-def channel_of(limit_bytes: int, options: StagerOptions) -> Channel:
-    """Returns one of so many bytes, without memory of its own."""
+def object_channel(limit_bytes: int, options: StagerOptions) -> Channel:
+    """Returns one whose windows are objects, of so many bytes."""
     slot_bytes = options.window_bytes_within(limit_bytes)
-    return Channel(slot_bytes, SlotAllocator(max(limit_bytes // slot_bytes, 1)))
+    allocator = SlotAllocator[StageKey](max(limit_bytes // slot_bytes, 1), linger=True)
+    return Channel(slot_bytes, allocator)
 
 
-def arena_channel(limit_bytes: int, options: StagerOptions) -> Channel:
+def shared_channel(limit_bytes: int, options: StagerOptions) -> Channel:
     """Returns one with shared memory of so many bytes.
 
     Raises:
         LimitError: There is no such memory on this machine.
     """
-    channel = channel_of(limit_bytes, options)
-    channel.arena = StagingMemory.create(channel.allocator.num_slots, channel.slot_bytes)
-    return channel
+    slot_bytes = options.window_bytes_within(limit_bytes)
+    num_slots = max(limit_bytes // slot_bytes, 1)
+    arena = StagingMemory.create(num_slots, slot_bytes)
+    return Channel(slot_bytes, SlotAllocator(num_slots), arena)
 
 
 @dataclass(eq=False)
@@ -634,14 +670,15 @@ class Job:
     layout: StagingLayout
     reporter: Any
     """Who gets the reports; the queue only passes it on."""
-    channel: Channel | None
-    """What its slots count in; None for one that was adopted."""
-    arena: StagingMemory | None
-    """Where its slots are; None when its windows come as objects."""
+    channel: Channel
     changed: threading.Condition
     slots: list[Slot] = field(default_factory=list)
-    windows: dict[int, memoryview] = field(default_factory=dict)
-    """Bytes of the windows that are here."""
+    windows: dict[int, WindowBytes] = field(default_factory=dict)
+    """Bytes of the windows that are here, or were."""
+    referenced: set[int] = field(default_factory=set)
+    """Windows whose objects the rank has references to."""
+    ended: dict[int, Slot] = field(default_factory=dict)
+    """Windows whose objects are not needed any more, and the slots that they count in still."""
     reports: dict[int, StageReport] = field(default_factory=dict)
     """By position in `plan.files`."""
     written_bytes: int = 0
@@ -664,6 +701,7 @@ class Job:
     """It failed, or was cancelled: nobody will load it."""
     wants_more: list[tuple[int, Future[Grant | Unknown]]] = field(default_factory=list)
     wants_seal: list[Future[bool | Unknown]] = field(default_factory=list)
+    wants_freed: Future[tuple[int, ...] | None] | None = None
 
     @property
     def files(self) -> tuple[int, ...]:
@@ -742,7 +780,7 @@ class StagedPieces:
         self._segments: dict[int, list[int]] = {}
         for segment, piece in enumerate(layout.piece[own].tolist()):
             self._segments.setdefault(piece, []).append(segment)
-        self._current = (-1, memoryview(b""))
+        self._current = (-1, WindowBytes(()))
         self._done = 0
 
     def small(self, first: int, stop: int) -> Iterator[memoryview]:
@@ -761,11 +799,7 @@ class StagedPieces:
         return sum(self._length[segment] for segment in self._segments.get(piece, ()))
 
     def written(self, end: int) -> None:
-        """See `PieceSource.written`.
-
-        Raises:
-            ParticipantError: Memory that was adopted has been used for something else meanwhile.
-        """
+        """See `PieceSource.written`."""
         num_bytes = 0
         while self._done < len(self._window) and self._file_end[self._done] <= end:
             num_bytes += self._length[self._done]
@@ -773,7 +807,6 @@ class StagedPieces:
             self._done += 1
             is_last = self._done == len(self._window) or self._window[self._done] != window
             if is_last:
-                self._check_kept(window)
                 self._passed(window, num_bytes)
                 num_bytes = 0
         if num_bytes:
@@ -783,10 +816,9 @@ class StagedPieces:
         window = self._window[segment]
         if window != self._current[0]:
             self._current = (window, self._wait_for(window))
-        offset = self._offset[segment]
-        return self._current[1][offset : offset + self._length[segment]]
+        return self._current[1].view(self._offset[segment], self._length[segment])
 
-    def _wait_for(self, window: int) -> memoryview:
+    def _wait_for(self, window: int) -> WindowBytes:
         job = self._job
         with job.changed:
             if job.error is None and window in job.windows:
@@ -805,12 +837,6 @@ class StagedPieces:
         finally:
             self._turn.acquire()
         return view
-
-    def _check_kept(self, window: int) -> None:
-        job = self._job
-        is_adopted = job.channel is None
-        if is_adopted and job.arena is not None and not job.arena.holds(job.slots[window]):
-            raise lost_memory(job.order.key.rank)
 
 
 def write_staged(
@@ -865,15 +891,6 @@ def no_thread(rank: int, error: RuntimeError) -> LimitError:
     )
 
 
-def lost_memory(rank: int) -> ParticipantError:
-    """Returns the error for staged bytes that are not there any more."""
-    return ParticipantError(
-        f"expected the bytes that rank {rank} had staged, but their memory was used for something "
-        f"else meanwhile; save again",
-        rank=rank,
-    )
-
-
 def died(rank: int) -> ParticipantError:
     """Returns the error for a rank that ended in the middle of handing over."""
     return ParticipantError(
@@ -882,10 +899,12 @@ def died(rank: int) -> ParticipantError:
     )
 
 
-def answer(future: Future[Any], error: CheckpointError | None, result: Any) -> None:
+def answer(future: Future[Any] | None, error: CheckpointError | None, result: Any) -> None:
     """Ends a future that somebody may wait for."""
     # Suppressed: whoever waited has given up.
     with suppress(Exception):
+        if future is None:
+            return
         if error is not None:
             future.set_exception(error)
         else:

@@ -134,6 +134,77 @@ def _share(num_bytes: int) -> dict[str, Any]:
     return {f"rank{dist.get_rank()}.{name}": tensor for name, tensor in state.items()}
 
 
+# --- shared memory and the object store ---------------------------------------------------------
+
+
+def objects(rounds: int, num_bytes: int, root: Path, table: Table) -> None:
+    """Ray workers stage in shared memory and in the object store in turn, and copy in memory."""
+    import ray
+
+    ranks = {
+        memory: ray.remote(num_cpus=0)(MemoryRank).remote(memory, num_bytes)
+        for memory in ("shared", "object_store")
+    }
+    found: dict[str, list[float]] = {}
+    for number in range(rounds + 2):
+        for memory, rank in ranks.items():
+            came = ray.get(rank.save.remote(str(root / "objects")))
+            shutil.rmtree(root / "objects")
+            # The first ones touch memory.
+            for what, value in came.items() if number > 1 else ():
+                found.setdefault(f"{what}, {memory}", []).append(value)
+    for name, values in found.items():
+        table.fact(name, values, "" if "/" in name else "s")
+    table.row("objects", found["stall / memcpy, object_store"])
+    ray.get([rank.leave.remote() for rank in ranks.values()])
+
+
+class MemoryRank:
+    """A rank that stages in one kind of memory."""
+
+    def __init__(self, memory: Any, num_bytes: int) -> None:
+        import ray_dcp
+        from tests.bench.async_saves import MemoryCopy
+        from tests.bench.measure import state_of
+
+        self._state = state_of(num_bytes)
+        self._copy = MemoryCopy(self._state)
+        options = ray_dcp.StagerOptions(memory=memory)
+        self._session = ray_dcp.connect(name=memory, namespace=memory)
+        ray_dcp.warm_up(self._state, stager=options).result(600)
+        self._pids = [os.getpid(), self._session.staging().info()["pid"]]
+
+    def save(self, path: str) -> dict[str, float]:
+        """Returns how long a save took, and a copy in memory just before.
+
+        It begins when the memory of the one before is free: jobs save less often than that takes.
+        """
+        import ray_dcp
+        from tests.bench.processes import cpu_s
+        from tests.polling import eventually
+
+        assert eventually(lambda: not self._session.staging().info()["used_bytes"])
+        copy_s = self._copy.seconds()
+        cpu, began = cpu_s(self._pids), time.perf_counter()
+        handle = ray_dcp.async_save(self._state, checkpoint_id=path)
+        handle.staged(600)
+        stall_s = time.perf_counter() - began
+        handle.committed(600)
+        durable_s = time.perf_counter() - began
+        stage_s = handle.report().seconds["stage"]
+        return {
+            "memcpy": copy_s,
+            "stall": stall_s,
+            "copy of the stall": stage_s,
+            "durable": durable_s,
+            "CPU of rank and stager": cpu_s(self._pids) - cpu,
+            "stall / memcpy": stall_s / copy_s,
+        }
+
+    def leave(self) -> None:
+        self._session.close()
+
+
 # --- one writer throttled -----------------------------------------------------------------------
 
 

@@ -35,6 +35,7 @@ ROWS = (
     Row("cpu", "CPU s per GB, all processes", 0.35, 0.20),
     Row("memory", "extra memory / state", 1.2, 1.05),
     Row("restore", "restore from memory after SIGKILL / memcpy", 2.0, 1.25),
+    Row("objects", "stall in the object store / memcpy", 1.5, 1.3),
     Row("throttled", "1 writer of 4 throttled 10x: durable / unthrottled", 2.5, 1.5),
 )
 KEYS = tuple(row.key for row in ROWS)

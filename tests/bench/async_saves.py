@@ -75,7 +75,11 @@ def _run(options: Options, root: Path, table: Table) -> None:
         f"{os.getloadavg()[0]:.1f}; medians of {options.rounds})"
     )
     wanted = set(options.rows)
-    if wanted - {"throttled"}:
+    if "objects" in wanted:
+        # Budgets are a third of the store.
+        with one_node(4 * options.num_bytes):
+            async_ranks.objects(options.rounds, options.num_bytes, root, table)
+    if wanted - {"throttled", "objects"}:
         with one_node():
             if wanted & {"stall", "first", "durable", "cpu", "memory"}:
                 _Saves(options, root, table, state).measure()
@@ -89,7 +93,7 @@ def _run(options: Options, root: Path, table: Table) -> None:
 
 
 @contextlib.contextmanager
-def one_node() -> Iterator[None]:
+def one_node(store_bytes: int = 256 << 20) -> Iterator[None]:
     """A Ray of one node, which ends with it; the one that this process is in, if there is one."""
     import ray
 
@@ -99,7 +103,7 @@ def one_node() -> Iterator[None]:
     # Why /tmp and short: the paths of Ray's sockets below it must stay under 107 bytes.
     directory = tempfile.mkdtemp(prefix="rb", dir="/tmp")
     ray.init(
-        num_cpus=4, object_store_memory=256 << 20, include_dashboard=False, log_to_driver=False,
+        num_cpus=4, object_store_memory=store_bytes, include_dashboard=False, log_to_driver=False,
         configure_logging=False, _temp_dir=directory,
     )  # fmt: skip
     try:

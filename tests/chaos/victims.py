@@ -124,9 +124,10 @@ def session_facts() -> dict[str, Any]:
     return {"session": session.name, "actor": session._actor, **session.coordinator_info()}
 
 
-def stager_pid() -> int:
+def stager_pid(memory: Any = "auto") -> int:
     """Returns the process of this node's stager, after making it if there is none."""
-    return int(current_session().staging().info()["pid"])
+    options = ray_dcp.StagerOptions(memory=memory)
+    return int(current_session().staging(options).info()["pid"])
 
 
 def connect(name: str) -> None:

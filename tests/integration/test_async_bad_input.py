@@ -8,7 +8,6 @@ import shutil
 import signal
 import tempfile
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +139,7 @@ def spilled(directory: str) -> list[Path]:
 def way(request, monkeypatch):
     """How bytes come to the stager; objects where memory can't be shared."""
     if request.param == "objects":
-        monkeypatch.setattr(staging, "link_to", partial(staging.link_to, may_map=False))
+        monkeypatch.setattr(staging, "_mapped", lambda *_: (None, -1))
     return request.param
 
 
@@ -148,7 +147,7 @@ def test_a_store_that_is_full_and_smaller_than_the_state_is_enough(
     way, session, ray_directory, tmp_path
 ):
     assert save_and_spoil(tmp_path / "c", 5.0).committed(180) is not None
-    assert session.staging().info()["channel"] == ("store" if way == "objects" else "arena")
+    assert session.staging().info()["channel"] == ("object_store" if way == "objects" else "shared")
     assert stands(tmp_path / "c", 5.0)
     assert spilled(ray_directory) == []
     others = [np.full(8 << 20, number, dtype=np.uint8) for number in range(9)]

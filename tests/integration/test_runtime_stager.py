@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import secrets
 import signal
@@ -15,14 +16,17 @@ import numpy as np
 import pytest
 import ray
 
-from ray_dcp.errors import LimitError, ParticipantError
+import ray_dcp
+from ray_dcp.errors import InvalidRequestError, LimitError, ParticipantError
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime import staging as staging_link
 from ray_dcp.runtime.stager import SHARE_OF_MEMORY, Reporter, stager_of
 from ray_dcp.runtime.staging import RankStaging
+from ray_dcp.runtime.worker_group import WorkerGroup
 from ray_dcp.stage.memory import free_memory_bytes
 from ray_dcp.stage.values import StageKey, StagerOptions
+from tests import async_programs as programs
 from tests.polling import eventually, lives
 from tests.s3_server import shared_memory
 from tests.staged import MIB, Share, same_files, scribbled, share
@@ -30,6 +34,9 @@ from tests.staged import MIB, Share, same_files, scribbled, share
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 SMALL = StagerOptions(limit_bytes=64 * MIB)
+BUDGET_BYTES = 105_000_000
+OBJECTS_LIMIT = StagerOptions(limit_bytes=BUDGET_BYTES)
+OBJECTS = StagerOptions(limit_bytes=BUDGET_BYTES, memory="object_store")
 
 
 class Book:
@@ -84,7 +91,7 @@ def places(tmp_path: Path) -> tuple[Target, Target]:
 
 
 def opened(namespace: str, options: StagerOptions = SMALL, name: str = "rank 0") -> RankStaging:
-    return RankStaging.open(name, namespace=namespace, lease_s=60, options=options)
+    return RankStaging(name, namespace=namespace, lease_s=60, options=options)
 
 
 def staged(staging: RankStaging, what: Share, target: Target, actor=None, save="s", **options):
@@ -116,7 +123,7 @@ def test_a_node_has_one_stager_whose_budget_is_half_of_what_is_free(namespace):
     info = one.info()
     assert info["pid"] == other.info()["pid"]
     assert info["node_id"] == ray.get_runtime_context().get_node_id()
-    assert info["channel"] == "arena"
+    assert info["channel"] == "shared"
     assert 0 < info["limit_bytes"] < 2 * SHARE_OF_MEMORY * free_memory_bytes()
     assert set(one.info()["ranks"]) == {"a", "b"}
     other.close()
@@ -156,38 +163,141 @@ def test_a_state_of_300_mb_goes_through_a_budget_of_64_mb(namespace, places):
     staging.close()
 
 
-def test_where_memory_cannot_be_shared_bytes_go_through_the_store(
-    namespace, book, places, monkeypatch
+@pytest.fixture
+def not_shared(monkeypatch):
+    """This process sees another kernel than the stager, as in another container."""
+
+    def refuse(address):
+        raise LimitError("no such process here")
+
+    monkeypatch.setattr(staging_link.StagingMemory, "open", refuse)
+
+
+def test_where_memory_cannot_be_shared_bytes_go_through_the_store_with_one_warning(
+    namespace, book, places, not_shared, caplog
 ):
-    monkeypatch.setattr(staging_link, "_mapped", lambda place: (None, -1))
     what = share([20 * MIB] * 8 + [70], [b"note"])
     what.written(places[1])
     staging = opened(namespace, StagerOptions())
-    assert staging.info()["channel"] == "store"
+    assert staging.info()["channel"] == "object_store"
     staged(staging, what, places[0], book)
     told(book, 1)
     assert same_files(*places)
     assert eventually(lambda: staging.info()["used_bytes"] == 0)
-    from ray._private.worker import global_worker
-
-    folder = Path(global_worker.node.get_session_dir_path())
-    assert folder.is_dir()
-    assert not [f for d in folder.glob("ray_spilled_objects*") for f in d.rglob("*") if f.is_file()]
+    opened(namespace, StagerOptions(), "another").close()
     staging.close()
+    (warned,) = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert "staged in Ray's object store" in warned.getMessage()
+    assert "no such process here" in warned.getMessage()
+
+
+def test_shared_memory_that_is_asked_for_is_an_error_where_it_can_not_be(namespace, not_shared):
+    with pytest.raises(LimitError, match=r"no such process here.*use memory=\"auto\""):
+        opened(namespace, StagerOptions(memory="shared"))
+
+
+def test_a_driver_can_not_choose_the_object_store(namespace):
+    with pytest.raises(InvalidRequestError, match="is a driver: Ray ends a driver"):
+        opened(namespace, OBJECTS)
+
+
+def num_spilled() -> int:
+    """Returns how many objects Ray has spilled so far, and how many it has on disk at all."""
+    from ray._private import internal_api, worker
+
+    reply = internal_api.get_memory_info_reply(
+        internal_api.get_state_from_address(worker.global_worker.gcs_client.address)
+    )
+    stats = reply.store_stats
+    return int(stats.spilled_objects_total + stats.object_store_bytes_fallback)
+
+
+def test_ranks_wait_for_the_budget_of_the_object_store_and_nothing_is_spilled(
+    namespace, book, tmp_path
+):
+    sizes = [10_000_000] * 9
+    ranks = [Victim.remote(namespace, OBJECTS, f"rank {number}") for number in range(4)]
+    before = num_spilled()
+    watcher = opened(namespace, OBJECTS_LIMIT, "watcher")
+    targets = [Target(str(tmp_path / f"stager{number}")) for number in range(4)]
+    asked = [
+        rank.stage.remote(sizes, target, book) for rank, target in zip(ranks, targets, strict=True)
+    ]
+    done: list[Any] = []
+    most = 0
+    while len(done) < len(asked):
+        done, _ = ray.wait(asked, num_returns=len(asked), timeout=0.05)
+        most = max(most, watcher.info()["used_bytes"])
+    ray.get(asked)
+    what = share(sizes, part_bytes=9 * MIB)
+    told(book, 4 * len(what.plan.files))
+    what.written(Target(str(tmp_path / "rank")))
+    assert all(same_files(target, Target(str(tmp_path / "rank"))) for target in targets)
+    assert 2 * BUDGET_BYTES / 4 < most <= BUDGET_BYTES
+    assert num_spilled() == before
+    assert eventually(lambda: watcher.info()["used_bytes"] == 0)
+    watcher.close()
+
+
+@pytest.fixture(scope="module")
+def ranks(ray_session):
+    with WorkerGroup(2, run_timeout_s=400, release_s=60) as group:
+        yield group
+
+
+def test_a_rank_killed_after_staging_in_the_object_store_is_not_missed(ranks, tmp_path):
+    assert ranks.run(programs.choose_memory, "object_store") == ["object_store"] * 2
+    came = ranks.run(programs.save_and_change, str(tmp_path / "a"), 1)
+    assert [(one.error, one.value.staging) for one in came] == [(None, "object_store")] * 2
+    assert ranks.run(programs.mixed_is, str(tmp_path / "a"), 1) == [True, True]
+    path = tmp_path / "c"
+    with pytest.raises(ParticipantError, match="died"):
+        ranks.run(programs.begin_large_and_die, str(path), 5, 0, 1)
+    assert not list(path.glob("__*.distcp"))
+    Path(f"{path}.gate").touch()
+    attempt = Path(f"{path}.attempt").read_text()
+    assert eventually(lambda: ray_dcp.outcome(path, attempt) == "committed")
+    ranks.resize(2)
+    assert programs.large_is(str(path), 5, 2)
+    assert ray_dcp.verify(path).ok
+
+
+def test_a_stager_killed_with_objects_is_replaced(ranks, tmp_path):
+    ranks.run(programs.choose_memory, "object_store")
+    path = str(tmp_path / "c")
+    came = ranks.run(programs.begin_large_and_signal_stager, path, 6, int(signal.SIGKILL))
+    assert [one.error for one in came] == [None, None]
+    assert [(one.value.takeovers, one.value.staging) for one in came] == [(1, "object_store")] * 2
+    assert programs.large_is(path, 6, 2)
+
+
+def test_a_load_takes_from_the_object_store_what_is_kept_there(ranks, tmp_path):
+    ranks.run(programs.choose_memory, "object_store")
+    ranks.run(programs.save_kept, str(tmp_path), 1)
+    for file in (tmp_path / "step-1").glob("*.distcp"):
+        data = bytearray(file.read_bytes())
+        data[5000:-8192:4096] = bytes(byte ^ 255 for byte in data[5000:-8192:4096])
+        file.write_bytes(data)
+    ranks.resize(2)
+    came = ranks.run(programs.kept_is, str(tmp_path / "step-1"), 1)
+    assert [one.error for one in came] == [None, None]
+    assert came[0].value[0] == came[0].value[1] > 40 << 20
 
 
 @ray.remote(num_cpus=0)
 class Victim:
     """A rank in a process of its own."""
 
-    def __init__(self, namespace: str) -> None:
-        self.staging = opened(namespace)
+    def __init__(
+        self, namespace: str, options: StagerOptions = SMALL, name: str = "rank 0"
+    ) -> None:
+        self.staging = opened(namespace, options, name)
 
     def pid(self) -> int:
         return os.getpid()
 
     def stage(self, sizes, target, book) -> int:
-        staged(self.staging, share(sizes, part_bytes=9 * MIB), target, book)
+        staged(self.staging, share(sizes, part_bytes=9 * MIB), target, book, save=target.url)
         return os.getpid()
 
     def stage_and_die(self, sizes, target, book) -> None:
@@ -360,8 +470,8 @@ def test_warming_touches_the_memory_that_the_rank_gets(namespace, places):
 
 
 def test_memory_of_a_rank_that_is_gone_goes_while_others_of_the_node_stay(namespace, places):
-    gone = RankStaging.open("gone", namespace=namespace, lease_s=1.0, options=SMALL)
-    stays = RankStaging.open("stays", namespace=namespace, lease_s=1.0)
+    gone = RankStaging("gone", namespace=namespace, lease_s=1.0, options=SMALL)
+    stays = RankStaging("stays", namespace=namespace, lease_s=1.0)
     what = share([20 * MIB])
     staged = gone.stage(
         StageKey("s", 0, "a1"), what.plan, what.items, target=places[0], options=SaveOptions()
@@ -379,7 +489,7 @@ def test_memory_of_a_rank_that_is_gone_goes_while_others_of_the_node_stay(namesp
 
 
 def test_a_save_that_has_ended_does_not_keep_its_stager_s_memory_mapped(namespace, places):
-    staging = RankStaging.open("one", namespace=namespace, options=SMALL)
+    staging = RankStaging("one", namespace=namespace, options=SMALL)
     what = share([20 * MIB])
     staged = staging.stage(
         StageKey("s", 0, "a1"), what.plan, what.items, target=places[0], options=SaveOptions()
@@ -398,7 +508,7 @@ def test_a_stager_leaves_when_it_is_idle_but_not_while_a_rank_lives(namespace):
     rank = ray.get(victim.pid.remote(), timeout=400)
     node_id = ray.get_runtime_context().get_node_id()
     other = f"{namespace}-lease"
-    staging = RankStaging.open("r", namespace=other, lease_s=1.0)
+    staging = RankStaging("r", namespace=other, lease_s=1.0)
     pid = staging.info()["pid"]
     started_s = time.monotonic()
     assert eventually(lambda: time.monotonic() - started_s > 3)

@@ -19,7 +19,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    rule,
+)
 
 from ray_dcp.errors import InvalidRequestError, LimitError
 from ray_dcp.io.writer import write_part
@@ -178,6 +185,7 @@ def test_a_container_with_less_memory_counts(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("wrong", [
     {"limit_bytes": (8 << 20) - 1}, {"window_bytes": 1 << 20}, {"num_writers": 0}, {"nice": 20},
+    {"memory": "arena"},
     {"nice": -1}, {"io_priority": "high"},
 ])  # fmt: skip
 def test_options_that_can_not_be_are_refused(wrong):
@@ -198,7 +206,6 @@ class Allocator(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.allocator = SlotAllocator(NUM_SLOTS)
         self.number = 0
         self.windows: dict[str, list[set[int]]] = {}
         self.slots: dict[tuple[str, int], object] = {}
@@ -206,6 +213,12 @@ class Allocator(RuleBasedStateMachine):
         self.unread: dict[tuple[str, int], set[int]] = {}
         self.finished: dict[str, set[int]] = {}
         self.sealed: set[str] = set()
+        self.lingering: dict[int, object] = {}
+
+    @initialize(linger=st.booleans())
+    def make(self, linger):
+        self.linger = linger
+        self.allocator = SlotAllocator(NUM_SLOTS, linger=linger)
 
     @rule(
         target=jobs,
@@ -222,19 +235,33 @@ class Allocator(RuleBasedStateMachine):
         return job
 
     @rule()
+    def end(self):
+        for grant in self.allocator.ended():
+            assert self.linger
+            assert grant.slot == self.slots[grant.job, grant.window]
+            assert (grant.job, grant.window) not in self.holders(grant.slot.index)
+            self.lingering[grant.slot.index] = grant.slot
+
+    @rule(index=st.integers(0, NUM_SLOTS - 1))
+    def free(self, index):
+        if index in self.lingering:
+            self.allocator.gone(self.lingering.pop(index))
+
+    @rule()
     def grants(self):
         for grant in self.allocator.grants():
+            assert grant.slot.index not in self.lingering
             at = (grant.job, grant.window)
             assert at not in self.slots
             granted = [w for (j, w) in self.slots if j == grant.job]
             assert grant.window == len(granted)
-            assert not self.holder(grant.slot.index), "granted while it was still wanted"
+            assert not self.holders(grant.slot.index), "granted while it was still wanted"
             for slot in self.slots.values():
                 if slot.index == grant.slot.index:
                     assert grant.slot.generation > slot.generation
             self.slots[at] = grant.slot
 
-    def holder(self, index):
+    def holders(self, index):
         """Returns which windows must still have a slot."""
         found = []
         for (job, window), slot in self.slots.items():
@@ -274,8 +301,13 @@ class Allocator(RuleBasedStateMachine):
         if job in self.windows and self.allocator.may_seal(job):
             every = range(len(self.windows[job]))
             assert all((job, window) in self.here for window in every)
-            for window in self.allocator.freed(job):
-                assert self.windows[job][window] <= self.finished[job]
+            for window in every:
+                mine = self.slots[job, window]
+                if any(
+                    s.index == mine.index and s.generation > mine.generation
+                    for s in self.slots.values()
+                ):
+                    assert self.windows[job][window] <= self.finished[job]
             self.allocator.seal(job)
             self.sealed.add(job)
 
@@ -473,7 +505,7 @@ def test_every_kind_of_tensor_is_staged_as_it_is_written(container, tmp_path: Pa
     channel = Channel(SLOT, SlotAllocator(6), arena)
     reports = []
     queue = WriteQueue(
-        {"arena": channel}, StagerOptions(), lambda _, report: reports.append(report)
+        {"shared": channel}, StagerOptions(), lambda _, report: reports.append(report)
     )
     rank = Rank(queue, channel, what, what.order(StageKey("s", 0, "a1"), places[0], SLOT))
     rank.stage()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +17,12 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.rank_load import MemorySource
 from ray_dcp.stage.allocator import SlotAllocator
+from ray_dcp.stage.copying import HostFiller, window_parts
 from ray_dcp.stage.memory import StagingMemory
 from ray_dcp.stage.memory_tier import too_many
+from ray_dcp.stage.transfer import StagedFiller, transfer
 from ray_dcp.stage.values import StageKey, StagerOptions
+from ray_dcp.stage.windows import lay_out_windows
 from ray_dcp.stage.write_queue import Channel, WriteQueue
 from ray_dcp.store.memory import MemoryStorage
 from tests.polling import eventually
@@ -26,6 +32,7 @@ from tests.staged import MIB, Rank, Share, same_files, scribbled, share
 
 
 SLOT = 2 * MIB
+KEY = StageKey("s", 0, "a1")
 
 
 class Node:
@@ -38,7 +45,7 @@ class Node:
         self.may_report = threading.Event()
         self.may_report.set()
         more = {} if opener is None else {"opener": opener}
-        self.queue = WriteQueue({"arena": self.channel}, StagerOptions(), self.take, **more)
+        self.queue = WriteQueue({"shared": self.channel}, StagerOptions(), self.take, **more)
 
     def take(self, reporter, report) -> None:
         self.may_report.wait(180)
@@ -170,68 +177,167 @@ def test_any_number_of_ranks_gets_through_the_smallest_budget(places):
         assert same_files(Target(f"{places[0].url}{n}"), Target(f"{places[1].url}{n}"))
 
 
-def test_what_a_dead_stager_held_is_written_by_the_next_one(places):
-    what = share([3 * MIB] * 2 + [70], [b"note"])
-    what.written(places[1])
-    dead = Node(8, opener=lambda target: threading.Event().wait(60))
-    rank = dead.rank(what, places[0])
-    rank.stage()
+class Link:
+    """The way to a write queue in this process, with a store of objects that counts them."""
+
+    stager = "here"
+
+    def __init__(self, node: Node) -> None:
+        self.arena = node.arena if node.channel.arena is not None else None
+        self.channel = "shared" if self.arena is not None else "object_store"
+        self.window_bytes = node.channel.slot_bytes
+        self.known_plans: set[bytes] = set()
+        self.alive: weakref.WeakSet = weakref.WeakSet()
+        self.most_bytes = 0
+        self._queue = node.queue
+
+    def call(self, method, *arguments, timeout_s=180.0, **_):
+        arguments = arguments[1:] if method == "begin" else arguments
+        answer = getattr(self._queue, method)(*arguments)
+        if method == "freed":
+            timeout_s = None  # the thread that waits ends with the process
+        return answer.result(timeout_s) if isinstance(answer, Future) else answer
+
+    def post(self, method, *arguments):
+        if method == "cancel":
+            self._queue.cancel(arguments[0], by_rank=True)
+            return
+        key, window, refs = (*arguments, None)[:3]
+        data = None if refs is None else [part for ref in refs for part in self.get(ref)]
+        self._queue.deliver(key, window, data)
+
+    def put(self, parts):
+        # An array that has a copy, as one of the store; who has a view of it keeps it alive.
+        made = [Kept(part) for part in parts]
+        self.alive.update(made)
+        self.most_bytes = max(self.most_bytes, sum(one.nbytes for one in self.alive))
+        return made
+
+    def get(self, reference):
+        return reference
+
+
+class Kept(np.ndarray):
+    """An array that can be an element of a set."""
+
+    def __new__(cls, part):
+        return np.array(part).view(cls)
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+def object_node(num_slots: int, slot_bytes: int = SLOT) -> Node:
+    """Returns a node whose windows are objects, which are free soon after they are let go."""
+    node = Node(num_slots)
+    node.channel.slot_bytes, node.channel.arena, node.channel.linger_s = slot_bytes, None, 0.001
+    node.channel.allocator = SlotAllocator(num_slots, linger=True)
+    node.queue = WriteQueue({"object_store": node.channel}, StagerOptions(), node.take)
+    return node
+
+
+def staged(node: Node, what: Share, target: Target, key=KEY, source=None, **more):
+    """Stages a share through a link, and returns that and where it is."""
+    link = Link(node)
+    order = what.order(key, target, node.channel.slot_bytes, channel=link.channel, **more)
+    filler, deferred = HostFiller(what.items.source), what.items.deferred
+    if source is not None:
+        files = range(len(what.plan.files)) if order.files is None else order.files
+        filler = StagedFiller(source, 0, files, link.get)
+        deferred = filler.deferred
+    return link, transfer(link, order, what.plan, None, filler, deferred, timeout_s=180)
+
+
+MAKE = {"shared": Node, "object store": object_node}
+
+
+@pytest.mark.parametrize("before", MAKE)
+@pytest.mark.parametrize("after", MAKE)
+@pytest.mark.parametrize("files", [None, (1,)])
+def test_what_a_dead_stager_held_is_written_by_the_next_one(before, after, files, places):
+    what = share([3 * MIB, 100, 200] * 2 + [70], [b"note", bytes(3 * MIB)], part_bytes=4 * MIB)
+    expected = what.written(places[1])
+    dead = MAKE[before](16)
+    dead.may_report.clear()
+    _, windows = staged(dead, what, places[0])
     scribbled(what)()
-    mine = StagingMemory.open(dead.arena.address)
-    node = Node(4)
-    order = what.order(StageKey("s", 0, "a1", 1), places[0], SLOT)
-    assert node.queue.adopt(order, None, mine, tuple(rank.slots)) is True
-    assert node.queue.adopt(order, None, mine, tuple(rank.slots)) is True
-    assert eventually(lambda: node.reports)
-    assert same_files(*places)
-    assert node.queue.num_adopted() == 0
+    assert eventually(lambda: len(dead.queue.progress(KEY).reports) == len(expected))
+    for file in Path(places[0].url).glob("*"):
+        file.unlink()  # as if it had never got so far
+    # Another one may have windows of another length.
+    node = Node(8) if after == "shared" else object_node(6, slot_bytes=3 * MIB)
+    staged(node, what, places[0], replace(KEY, incarnation=1), source=windows, files=files)
+    found = {receipt.file: receipt.digest for receipt in expected}
+    wanted = range(len(what.plan.files)) if files is None else files
+    assert eventually(lambda: len(node.reports) == len(wanted))
+    assert {report.file: report.receipt.digest for report in node.reports} == {
+        what.plan.files[index].file: found[what.plan.files[index].file] for index in wanted
+    }
+    assert files or same_files(*places)
+    dead.may_report.set()
 
 
-def test_adopted_bytes_that_were_overwritten_are_an_error_and_no_file(places):
+def test_bytes_that_were_overwritten_are_not_handed_over(places):
     what = share([3 * MIB] * 2)
-    dead = Node(8, opener=lambda target: threading.Event().wait(60))
-    rank = dead.rank(what, places[0])
-    rank.stage()
-    slot = rank.slots[-1]
+    dead = Node(8)
+    dead.may_report.clear()
+    _, windows = staged(dead, what, places[0])
+    slot = windows.slots[-1]
     dead.arena.mark(type(slot)(slot.index, slot.generation + 1))
     node = Node(4)
-    order = what.order(StageKey("s", 0, "a1", 1), places[0], SLOT)
-    node.queue.adopt(order, None, dead.arena, tuple(rank.slots))
-    assert eventually(lambda: node.reports)
-    assert isinstance(node.reports[0].error, ParticipantError)
-    assert not list(Path(places[0].url).rglob("*"))
+    with pytest.raises(ParticipantError, match="used for something else"):
+        staged(node, what, places[1], replace(KEY, incarnation=1), source=windows)
+    assert node.idle()
+    assert not list(Path(places[1].url).rglob("*"))
+    dead.may_report.set()
 
 
-def test_windows_that_come_as_objects_are_counted_and_let_go(places):
-    what = share([3 * MIB] * 4)
+def test_objects_count_until_nobody_refers_to_them(places):
+    """Also those that the rank has references to: the store has never more than the budget."""
+    what = share([3 * MIB, 5000] * 6, part_bytes=7 * MIB)
     what.written(places[1])
-    reports = []
-    allocator = SlotAllocator(2)
-    queue = WriteQueue(
-        {"store": Channel(SLOT, allocator)}, StagerOptions(), lambda _, r: reports.append(r)
-    )
-    order = what.order(StageKey("s", 0, "a1"), places[0], SLOT, channel="store")
-    grant = queue.begin(order, None)
-    slots, held, most = list(grant.slots), {}, 0
-    from ray_dcp.stage.copying import HostFiller, fill_window
-    from ray_dcp.stage.windows import lay_out_windows
+    node = object_node(3)
+    link, windows = staged(node, what, places[0])
+    assert node.idle()
+    assert same_files(*places)
+    assert 2 * SLOT < link.most_bytes <= 3 * SLOT
+    assert windows.refs == {}
 
+
+def test_an_object_that_is_in_use_counts(places):
+    node = object_node(2)
+    node.may_report.clear()
+    _, windows = staged(node, share([3 * MIB]), places[0])
+    used = [view for refs in windows.refs.values() for view in refs]
+    node.may_report.set()
+    assert eventually(lambda: node.reports and not windows.refs)
+    assert used
+    second = node.rank(share([3 * MIB], seed=1), places[1], save="t", channel="object_store")
+    waiting = node.queue.more(second.begin().order.key, 0)
+    assert not waiting.done()
+    assert node.queue.used_bytes() == 2 * SLOT
+    used.clear()
+    assert waiting.result(180).slots
+
+
+def test_a_rank_that_is_dead_refers_to_nothing(places):
+    what = share([3 * MIB] * 2)
+    what.written(places[1])
+    node = object_node(8)
+    node.may_report.clear()
+    link = Link(node)
+    order = what.order(KEY, places[0], SLOT, channel="object_store")
+    slots = node.queue.begin(order, None).slots
     layout = lay_out_windows(what.plan, order.deferred_bytes, SLOT)
-    for window in range(layout.num_windows):
-        while window >= len(slots):
-            grant = queue.more(order.key, len(slots)).result(180)
-            slots += grant.slots
-            for freed in grant.freed:
-                held.pop(freed, None)
-        import numpy as np
-
-        held[window] = np.empty(layout.used_bytes[window], np.uint8)
-        fill_window(layout, window, held[window], HostFiller(what.items.source), bytes)
-        most = max(most, len(held))
-        queue.deliver(order.key, window, memoryview(held[window]))
-    assert queue.seal(order.key).result(180)
-    assert eventually(lambda: reports and not allocator.num_used)
-    assert most <= 2
+    for window, used in enumerate(layout.used_bytes.tolist()):
+        into = np.zeros(used, np.uint8)
+        parts = window_parts(layout, window, into, HostFiller(what.items.source), bytes)
+        link.post("deliver", KEY, window, [link.put(parts)])
+    assert len(slots) == layout.num_windows
+    assert node.queue.seal(KEY).result(180) is True
+    node.queue.process_died("p0")
+    node.may_report.set()
+    assert node.idle()
     assert same_files(*places)
 
 
@@ -322,7 +428,7 @@ def test_every_byte_of_a_payload_is_found_as_it_lies_in_its_file(tmp_path):
     for file in found.files:
         stored = np.frombuffer((tmp_path / "c" / file.key).read_bytes(), dtype=np.uint8)
         for start, length in zip(file.start.tolist(), file.num_bytes.tolist(), strict=True):
-            got = node.queue.fetch(file.find(start, length))
+            got = node.queue.fetch("shared", file.find(start, length))
             assert np.array_equal(got, stored[start : start + length])
             num_bytes += length
         ends = file.start + file.num_bytes
@@ -361,11 +467,33 @@ def test_what_another_save_needs_is_given_up_and_noticed_by_who_reads(tmp_path):
     assert eventually(lambda: kept(node, rank) is not None)
     file = kept(node, rank).files[0]
     parts = file.find(int(file.start[0]), int(file.num_bytes[0]))
-    assert node.queue.fetch(parts) is not None
+    assert node.queue.fetch("shared", parts) is not None
     save(node, tmp_path, "d", seed=1, options=SaveOptions())
     assert node.idle()
-    assert node.queue.fetch(parts) is None
+    assert node.queue.fetch("shared", parts) is None
     assert kept(node, rank) is None
+
+
+def test_objects_are_kept_for_loads_until_another_save_needs_their_room(places):
+    node = object_node(4)
+    what = share([3 * MIB, 90, 3 * MIB - 5000], [b"note"])
+    _, windows = staged(node, what, places[0], options=KEEP)
+    assert eventually(lambda: node.queue.kept("a1") is not None)
+    windows.drop()
+    node.queue.release(KEY, committed=True)
+    found = node.queue.kept("a1")
+    assert (found.channel, found.address) == ("object_store", None)
+    for file in found.files:
+        stored = np.frombuffer((Path(places[0].url) / file.key).read_bytes(), dtype=np.uint8)
+        start, stop = int(file.start[0]), int(file.start[-1] + file.num_bytes[-1])
+        got = node.queue.fetch(found.channel, file.find(start, stop - start))
+        for low, length in zip(file.start.tolist(), file.num_bytes.tolist(), strict=True):
+            mine = got[low - start : low - start + length]
+            assert np.array_equal(mine, stored[low : low + length])
+    parts = found.files[0].find(int(found.files[0].start[0]), 9)
+    staged(node, share([5 * MIB], seed=1), places[1], StageKey("t", 0, "a2"))
+    assert node.queue.kept("a1") is None
+    assert node.queue.fetch(found.channel, parts) is None
 
 
 @pytest.mark.parametrize(("keep", "gone"), [(1, {"a", "b", "c"}), (2, {"a", "b"}), (3, {"b"})])

@@ -1,4 +1,4 @@
-"""A rank tells its stager of windows whose bytes are there, and gives up when nothing moves."""
+"""A rank reports windows whose bytes are there, and gives memory up when nothing moves."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from ray_dcp.protocol.messages import Target
-from ray_dcp.runtime import staging
-from ray_dcp.runtime.staging import hand_in
-from ray_dcp.stage.copying import HostFiller, fill_window
+from ray_dcp.stage import transfer as stage_transfer
+from ray_dcp.stage.copying import HostFiller, fill_window, window_parts
 from ray_dcp.stage.memory import StagingMemory
+from ray_dcp.stage.transfer import transfer
 from ray_dcp.stage.values import Grant, Slot, StageKey
+from ray_dcp.stage.windows import lay_out_windows
 from ray_dcp.torch_adapter.capture import TensorBytes
 from ray_dcp.torch_adapter.device_copy import DeviceFiller, Moment
 from tests.gpu.played import Played
@@ -28,17 +29,19 @@ class Stager:
     """The link to a stager that grants a few slots at a time, and looks at what is under way."""
 
     stager = "played"
+    channel = "shared"
+    window_bytes = SLOT
 
     def __init__(self, driver: Played, num_slots: int, at_once: int) -> None:
         self.arena = StagingMemory.create(num_slots, SLOT)
         self.known_plans: set[bytes] = set()
-        self.told: list[tuple[str, int]] = []
+        self.calls: list[tuple[str, int]] = []
         self._driver = driver
         self._at_once = at_once
         self._granted = 0
 
     def call(self, method: str, *_: Any, **__: Any) -> Any:
-        self.told.append((method, self._driver.num_under_way))
+        self.calls.append((method, self._driver.num_under_way))
         if method == "seal":
             return None
         slots = range(self._granted, self._granted + self._at_once)
@@ -46,7 +49,7 @@ class Stager:
         return Grant(tuple(Slot(index, 1) for index in slots))
 
     def post(self, method: str, *_: Any) -> None:
-        self.told.append((method, self._driver.num_under_way))
+        self.calls.append((method, self._driver.num_under_way))
 
 
 def filler_of(what: Share, driver: Played) -> DeviceFiller:
@@ -58,20 +61,15 @@ def filler_of(what: Share, driver: Played) -> DeviceFiller:
 
 
 def handed(what: Share, link: Stager, filler: DeviceFiller) -> list[bytes]:
-    def fill(layout: Any, window: int, into: np.ndarray) -> None:
-        fill_window(layout, window, into, filler, what.items.deferred, wait=False)
-
     order = what.order(KEY, Target("memory://x"), SLOT)
     link.arena.pin_with(filler.pin)
-    done = hand_in(link, order, what.plan, None, fill, filler, timeout_s=60)  # type: ignore[arg-type]
+    done = transfer(link, order, what.plan, None, filler, what.items.deferred, timeout_s=60)
     pairs = zip(done.slots, done.layout.used_bytes.tolist(), strict=False)
     return [bytes(link.arena.slot(slot.index)[:used]) for slot, used in pairs]
 
 
 def windows_of(what: Share) -> list[bytes]:
     """Returns what each window holds when it is filled by itself."""
-    from ray_dcp.stage.windows import lay_out_windows
-
     order = what.order(KEY, Target("memory://x"), SLOT)
     layout = lay_out_windows(what.plan, order.deferred_bytes, SLOT)
     windows = [np.zeros(used, np.uint8) for used in layout.used_bytes.tolist()]
@@ -85,21 +83,21 @@ def test_several_windows_are_under_way_at_once_and_all_are_there_at_the_seal():
     what, driver = share([5 * MIB, 1000, 2000, 3 * MIB]), Played()
     link = Stager(driver, 8, at_once=8)
     assert handed(what, link, filler_of(what, driver)) == windows_of(what)
-    assert link.told == [("begin", 0), ("seal", 0)]
+    assert link.calls == [("begin", 0), ("seal", 0)]
     assert driver.told.count("wait") == 1
     link.arena.close()
 
 
-@pytest.mark.parametrize("told_s", [1e9, 0.0])
-def test_what_the_stager_is_told_of_is_there(told_s, monkeypatch):
-    monkeypatch.setattr(staging, "TELL_S", told_s)
+@pytest.mark.parametrize("report_s", [1e9, 0.0])
+def test_what_is_reported_to_the_stager_is_there(report_s, monkeypatch):
+    monkeypatch.setattr(stage_transfer, "REPORT_S", report_s)
     what, driver = share([9 * MIB]), Played()
     link = Stager(driver, 8, at_once=2)
     assert handed(what, link, filler_of(what, driver)) == windows_of(what)
-    assert all(under_way == 0 for _, under_way in link.told)
-    methods = [method for method, _ in link.told]
+    assert all(under_way == 0 for _, under_way in link.calls)
+    methods = [method for method, _ in link.calls]
     assert methods.count("more") == 2
-    assert methods.count("deliver") == (2 if told_s else 6)
+    assert methods.count("deliver") == (2 if report_s else 4)
     link.arena.close()
 
 
@@ -119,5 +117,22 @@ def test_memory_is_given_up_when_nothing_comes_into_it_any_more(where):
     setattr(owner, name, third_fails)
     with pytest.raises(KeyboardInterrupt):
         handed(what, link, filler)
-    assert link.told == [("begin", 0), ("cancel", 0)]
+    assert link.calls == [("begin", 0), ("cancel", 0)]
     link.arena.close()
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_the_runs_of_an_object_are_its_window_and_large_items_are_where_they_are(where):
+    objects = [b"note", bytes(MIB)] if where == "host" else []
+    what, driver = share([3 * MIB, 500, 70_000, 2 * MIB + 7], objects), Played()
+    host = HostFiller(what.items.source)
+    filler = host if where == "host" else filler_of(what, driver)
+    order = what.order(KEY, Target("memory://x"), SLOT)
+    layout = lay_out_windows(what.plan, order.deferred_bytes, SLOT)
+    not_copied = 0
+    for window, whole in enumerate(windows_of(what)):
+        scratch = np.zeros(len(whole), np.uint8)
+        parts = window_parts(layout, window, scratch, filler, what.items.deferred)
+        assert b"".join(part.tobytes() for part in parts) == whole
+        not_copied += sum(len(part) for part in parts if not np.shares_memory(part, scratch))
+    assert not_copied >= 4 * MIB if where == "host" else not_copied == 0

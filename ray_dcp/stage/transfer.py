@@ -1,0 +1,325 @@
+"""The rank's side of staging: hands a rank's bytes to a stager, window by window.
+
+Pure of Ray: a `Link` carries the calls. Windows lie in memory that both sides have mapped, or go as
+objects of a store. `StagedWindows` says where a stager has them; `StagedFiller` reads them again,
+for another stager.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from ray_dcp.core.values import RankPlan
+from ray_dcp.errors import CheckpointError
+from ray_dcp.io.threads import Stop
+from ray_dcp.stage.copying import Filler, Pin, drain, fill_window, window_parts
+from ray_dcp.stage.memory import StagingMemory, WindowBytes, lost_memory
+from ray_dcp.stage.values import Slot, StageKey, StageOrder, Unknown
+from ray_dcp.stage.windows import StagingLayout, lay_out_windows
+
+REPORT_S = 0.2
+"""How often a rank reports full windows, in seconds. With a report of each window the stager would
+begin to write while the rank still copies, and both would wait for the same memory: a state that is
+copied in less than this has its processors for itself."""
+
+FREED_S = 60.0
+"""How long the answer to `freed` may take, in seconds; a stager answers within half of it."""
+
+
+class StagerGone(Exception):
+    """The stager of a link is dead; what it held may be handed to another one."""
+
+
+class Link(Protocol):
+    """The way to a stager. Calls may come from several threads."""
+
+    stager: str
+    """Its name, different for each process that ever was one."""
+    arena: StagingMemory | None
+    """Its memory, mapped here; None where that can't be."""
+    channel: Literal["shared", "object_store"]
+    """How windows get there."""
+    window_bytes: int
+    """Longest window that it takes."""
+    known_plans: set[bytes]
+    """`StageOrder.plan_id` of plans that it was sent."""
+
+    def call(
+        self,
+        method: str,
+        *arguments: Any,
+        timeout_s: float,
+        silence_s: float | None = None,
+        stop: Stop | None = None,
+    ) -> Any:
+        """Returns what the stager answers.
+
+        Args:
+            method: Of the stager.
+            *arguments: Of the method.
+            timeout_s: For the answer, in seconds.
+            silence_s: How long it may take to answer whether it lives, in seconds; None for ever.
+            stop: Ends the wait early, with its error.
+
+        Raises:
+            StagerGone: It is dead, or as good as dead: it does not answer.
+            CheckpointError: What it raised, or it did not answer in time.
+        """
+        ...
+
+    def post(self, method: str, *arguments: Any) -> None:
+        """Sends a call whose answer nobody waits for."""
+        ...
+
+    def put(self, parts: list[np.ndarray]) -> Any:
+        """Returns a reference to an object that has a copy of these runs of bytes."""
+        ...
+
+    def get(self, reference: Any) -> list[np.ndarray]:
+        """Returns the runs of bytes of an object."""
+        ...
+
+
+@dataclass
+class StagedWindows:
+    """Where a stager has a rank's windows."""
+
+    layout: StagingLayout
+    arena: StagingMemory | None
+    """Where `slots` are; None for windows that went as objects."""
+    slots: list[Slot] = field(default_factory=list)
+    refs: dict[int, Any] = field(default_factory=dict)
+    """References of the objects. The rank keeps each as long as the bytes may have to be handed to
+    another stager: they outlive this one."""
+
+    def drop(self) -> None:
+        """Lets go of the memory: nobody will need the bytes again."""
+        self.arena = None
+        self.refs.clear()
+
+    def drop_freed(self, link: Link, key: StageKey) -> None:
+        """Drops each reference that the stager needs no more, until there is none left.
+
+        *Why*: a window counts in the node's budget until its last reference is gone.
+        """
+        freed: Sequence[int] | None = ()
+        # Suppressed: without the stager nobody counts them, and the next one may need them.
+        with suppress(StagerGone, CheckpointError):
+            while freed is not None:
+                freed = link.call("freed", key, tuple(freed), timeout_s=FREED_S)
+                for window in freed or ():
+                    self.refs.pop(window, None)
+
+
+def transfer(
+    link: Link,
+    order: StageOrder,
+    plan: RankPlan,
+    reporter: Any,
+    filler: Filler,
+    deferred: Callable[[int], bytes],
+    *,
+    refs: dict[int, Any] | None = None,
+    timeout_s: float,
+    stop: Stop | None = None,
+) -> StagedWindows:
+    """Returns when the stager holds every byte.
+
+    Args:
+        link: To the stager.
+        order: What is handed over.
+        plan: Of the order; sent along when the stager does not know it.
+        reporter: Who gets the reports.
+        filler: Copies the fixed items; called in this thread. It is waited for as seldom as
+            windows are reported, so that a device always has something to copy.
+        deferred: Gives a deferred item's bytes.
+        refs: Objects of windows that are staged already, by window.
+        timeout_s: How long to wait each time that the stager has no room, in seconds.
+        stop: Ends it early, with its error.
+
+    Raises:
+        StagerGone: It died; everything is to be handed to another one.
+        CheckpointError: It refused or gave up, or `filler` or `deferred` failed.
+    """
+    silence_s = order.options.heartbeat_timeout_s
+
+    def call(method: str, *arguments: Any) -> Any:
+        answer = link.call(method, *arguments, timeout_s=timeout_s, silence_s=silence_s, stop=stop)
+        if isinstance(answer, Unknown):
+            raise StagerGone(f"{link.stager} does not know the {answer.what}")
+        return answer
+
+    arena = link.arena if order.channel == "shared" else None
+    layout = lay_out_windows(plan, order.deferred_bytes, order.window_bytes)
+    windows = StagedWindows(layout, arena, refs=dict(refs or {}))
+    for given in (None, plan) if order.plan_id in link.known_plans else (plan,):
+        sent = (link.stager, replace(order, plan=given), reporter)
+        grant = link.call("begin", *sent, timeout_s=timeout_s, silence_s=silence_s)
+        if grant != Unknown("plan"):
+            break
+    if isinstance(grant, Unknown):
+        raise StagerGone(f"{link.stager} does not know the {grant.what}")
+    link.known_plans.add(order.plan_id)
+    windows.slots.extend(grant.slots)
+    if arena is None:
+        threading.Thread(
+            target=windows.drop_freed, args=(link, order.key), name="freed windows", daemon=True
+        ).start()
+    try:
+        _fill_windows(link, order, plan, windows, filler, deferred, call)
+        call("seal", order.key)
+    except BaseException:
+        drain(filler)
+        # Why: until the rank says so, its memory is given to nobody else.
+        link.post("cancel", order.key, True)
+        raise
+    return windows
+
+
+def _fill_windows(
+    link: Link,
+    order: StageOrder,
+    plan: RankPlan,
+    windows: StagedWindows,
+    filler: Filler,
+    deferred: Callable[[int], bytes],
+    call: Callable[..., Any],
+) -> None:
+    layout, slots, arena = windows.layout, windows.slots, windows.arena
+    wanted = set(range(len(plan.files)) if order.files is None else order.files)
+    # Its pages take memory only where bytes are copied to.
+    scratch = np.empty(0 if arena is not None else order.window_bytes, dtype=np.uint8)
+    unreported: list[int] = []
+    reported_s = time.monotonic()
+
+    def report() -> None:
+        filler.finish()
+        if arena is not None:
+            link.post("deliver", order.key, unreported[-1])
+        else:
+            for window in unreported:
+                # Nothing where nothing is needed of a window.
+                refs = [windows.refs[window]] if window in windows.refs else []
+                link.post("deliver", order.key, window, refs)
+        unreported.clear()
+
+    for window in range(layout.num_windows):
+        while window >= len(slots):
+            if unreported:
+                # Nothing is written, and so no room made, before the stager knows of it.
+                report()
+            slots.extend(call("more", order.key, len(slots)).slots)
+        into = scratch if arena is None else arena.slot_array(slots[window].index)
+        into = into[: layout.used_bytes[window]]
+        if not layout.files_of(window) & wanted:
+            windows.refs.pop(window, None)
+        elif arena is not None:
+            fill_window(layout, window, into, filler, deferred, wait=False)
+        elif window not in windows.refs:
+            parts = window_parts(layout, window, into, filler, deferred)
+            windows.refs[window] = link.put(parts)
+        unreported.append(window)
+        if time.monotonic() - reported_s > REPORT_S and window < layout.num_windows - 1:
+            report()
+            reported_s = time.monotonic()
+    filler.finish()
+    if arena is None and unreported:
+        report()
+    # Else the last ones are reported by `seal`.
+
+
+class StagedFiller:
+    """Implements `Filler` on windows that are staged; `deferred` gives the deferred items.
+
+    Args:
+        windows: Where they are.
+        rank: Whose, for errors.
+        files: Positions in `RankPlan.files` of those whose bytes are needed; others are left out.
+        get: Returns the runs of bytes of an object.
+    """
+
+    pin: Pin | None = None
+
+    def __init__(
+        self,
+        windows: StagedWindows,
+        rank: int,
+        files: Collection[int],
+        get: Callable[[Any], list[np.ndarray]],
+    ) -> None:
+        self._windows = windows
+        self._rank = rank
+        self._get = get
+        self._used: set[int] = set()
+        self._object = (-1, WindowBytes(()))
+        layout = windows.layout
+        self._segments: dict[int, list[int]] = {}
+        self._deferred_bytes: dict[int, int] = {}
+        columns = zip(
+            layout.row.tolist(),
+            layout.file.tolist(),
+            layout.is_deferred.tolist(),
+            (layout.source_start + layout.num_bytes).tolist(),
+            strict=True,
+        )
+        for segment, (row, file, is_deferred, end) in enumerate(columns):
+            if file in files:
+                self._segments.setdefault(row, []).append(segment)
+            if is_deferred:
+                self._deferred_bytes[row] = max(end, self._deferred_bytes.get(row, 0))
+
+    def fill(self, row: int, start: int, target: np.ndarray) -> None:
+        """See `Filler.fill`."""
+        layout = self._windows.layout
+        for segment in self._segments.get(row, ()):
+            first, length = int(layout.source_start[segment]), int(layout.num_bytes[segment])
+            low, high = max(start, first), min(start + len(target), first + length)
+            if low < high:
+                offset = int(layout.offset[segment]) + low - first
+                found = self._view(int(layout.window[segment]), offset, high - low)
+                np.copyto(target[low - start : high - start], np.frombuffer(found, dtype=np.uint8))
+
+    def fill_many(
+        self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int], target: np.ndarray
+    ) -> None:
+        """See `Filler.fill_many`."""
+        done = 0
+        for row, start, length in zip(rows, starts, lengths, strict=True):
+            self.fill(row, start, target[done : done + length])
+            done += length
+
+    def deferred(self, row: int) -> bytes:
+        """Returns a deferred item's bytes."""
+        found = np.zeros(self._deferred_bytes.get(row, 0), dtype=np.uint8)
+        self.fill(row, 0, found)
+        return found.tobytes()
+
+    def finish(self) -> None:
+        """See `Filler.finish`.
+
+        Raises:
+            ParticipantError: The memory was used for something else meanwhile.
+        """
+        arena, slots = self._windows.arena, self._windows.slots
+        if arena is not None and not all(arena.holds(slots[window]) for window in self._used):
+            raise lost_memory(self._rank)
+
+    def _view(self, window: int, offset: int, num_bytes: int) -> memoryview:
+        windows = self._windows
+        if windows.arena is not None:
+            self._used.add(window)
+            index = windows.slots[window].index
+            return windows.arena.slot(index)[offset : offset + num_bytes]
+        if self._object[0] != window:
+            ref = windows.refs.get(window)
+            if ref is None:
+                raise lost_memory(self._rank)
+            self._object = (window, WindowBytes(self._get(ref)))
+        return self._object[1].view(offset, num_bytes)
