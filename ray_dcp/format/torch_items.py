@@ -478,17 +478,71 @@ def torch_save_frames(
     return frames, frame
 
 
+def frame_bytes_many(
+    dtypes: Sequence[str],
+    dtype: npt.NDArray[np.integer],
+    ndim: npt.NDArray[np.integer],
+    size: Int64Array,
+) -> tuple[Int64Array, Int64Array]:
+    """Returns the lengths of the frames of many tensors at once, without making the frames.
+
+    Args:
+        dtypes: Vocabulary of dtype names.
+        dtype: int[n], index into `dtypes`.
+        ndim: int[n].
+        size: int64[n, D], shapes padded with 1.
+
+    Returns:
+        Lengths of the headers and of the footers, int64[n] each.
+
+    Raises:
+        UnsupportedValueError: A dtype can't be stored as raw bytes.
+        InvalidRequestError: A length is negative, or a tensor is beyond 2**62 bytes.
+
+    Complexity:
+        O(n * D) in numpy.
+    """
+    itemsize = np.array([itemsize_of(name) for name in dtypes], dtype=np.int64)[dtype]
+    sizes = np.asarray(size, dtype=np.int64)
+    payload = _checked_volumes(sizes, itemsize) * itemsize
+    fixed = np.array([_pickle_base(name) for name in dtypes], dtype=np.int64)[dtype]
+    typed = np.array([name in STORAGE_OF_DTYPE for name in dtypes], dtype=bool)[dtype]
+    counted = np.where(typed, payload // itemsize, payload)
+    pickled = fixed + _int_lengths(counted) + 2 * np.where(ndim > 3, 2, 1)
+    stride = np.ones(len(sizes), dtype=np.int64)
+    for column in range(sizes.shape[1] - 1, -1, -1):
+        used = column < ndim
+        pickled += np.where(used, _int_lengths(sizes[:, column]) + _int_lengths(stride), 0)
+        stride = np.where(used, stride * np.maximum(sizes[:, column], 1), stride)
+    large = payload >= _FULL32
+    header = _RECORDS_BASE + pickled + _LOCAL.size + len(_DATA_NAME) + 4 + np.where(large, 20, 0)
+    header = -(-header // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
+    end64 = np.where(header + payload >= _FULL32, _END64.size + _LOCATOR64.size, 0)
+    return header, _DIRECTORY_BASE + _END.size + end64 + np.where(large, 20, 0)
+
+
 def _checked_volume(dtype: str, size: tuple[int, ...]) -> tuple[int, int]:
     itemsize = itemsize_of(dtype)
     # Why not prod(size): a 0 among the sizes would hide that the strides overflow.
     span = prod(max(length, 1) for length in size) * itemsize
     if min(size, default=0) < 0 or span > _MAX_BYTES:
-        raise InvalidRequestError(
-            "Expected lengths of 0 or more and at most 2**62 bytes in one tensor, found size "
-            f"{size}"
-        )
+        raise _bad_size(size)
     numel = prod(size)
     return numel, numel * itemsize
+
+
+def _checked_volumes(size: Int64Array, itemsize: Int64Array) -> Int64Array:
+    span = np.maximum(size, 1).astype(np.float64).prod(axis=1) * itemsize
+    bad = np.flatnonzero((size < 0).any(axis=1) | (span > _MAX_BYTES))
+    if bad.size:
+        raise _bad_size(tuple(size[bad[0]].tolist()))
+    return np.asarray(size.prod(axis=1), dtype=np.int64)
+
+
+def _bad_size(size: tuple[int, ...]) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"Expected lengths of 0 or more and at most 2**62 bytes in one tensor, found size {size}"
+    )
 
 
 def _central_entry(name: bytes, crc: int, length: int, offset: int, extra: bytes) -> bytes:
@@ -538,6 +592,11 @@ def _pickle_parts(dtype: str) -> tuple[bytes, bytes]:
 _BEFORE_SIZE = b"tQK\0"
 
 
+def _pickle_base(dtype: str) -> int:
+    head, tail = _pickle_parts(dtype)
+    return len(head) + len(_BEFORE_SIZE) + len(tail)
+
+
 def _pickle_of(dtype: str, size: tuple[int, ...], numel: int) -> bytes:
     head, tail = _pickle_parts(dtype)
     # Careful: an untyped storage counts bytes, a typed one elements.
@@ -549,6 +608,29 @@ def _pickle_of(dtype: str, size: tuple[int, ...], numel: int) -> bytes:
         step *= max(length, 1)
     shape, strides = (pickled_tuple([*map(pickled_int, row)]) for row in (size, stride))
     return b"".join((head, pickled_int(counted), _BEFORE_SIZE, shape, strides, tail))
+
+
+_INT_BOUNDS = np.array(
+    [1 << 8, 1 << 16, 1 << 31, 1 << 39, 1 << 47, 1 << 55, (1 << 63) - 1], dtype=np.int64
+)
+_INT_LENGTHS = np.array([2, 3, 5, 2 + 5, 2 + 6, 2 + 7, 2 + 8, 2 + 8], dtype=np.int64)
+
+
+def _int_lengths(values: Int64Array) -> Int64Array:
+    return _INT_LENGTHS[np.searchsorted(_INT_BOUNDS, values, side="right")]
+
+
+_RECORDS_BASE = (
+    _LOCAL.size
+    + len("archive/data.pkl")
+    + sum(_LOCAL.size + len(name) + len(data) for name, data in _SMALL_RECORDS)
+)
+_DIRECTORY_BASE = (
+    4 * _CENTRAL.size
+    + len("archive/data.pkl")
+    + len(_DATA_NAME)
+    + sum(len(name) for name, _ in _SMALL_RECORDS)
+)
 
 
 def stored_records(data: bytes | memoryview) -> list[tuple[str, memoryview]]:

@@ -14,7 +14,7 @@ from ray_dcp.core.grouping import group_rows, offsets_of
 from ray_dcp.core.values import BoolArray, Int32Array, Int64Array, Kind
 from ray_dcp.format.safetensors import DTYPE_CODE, header, sharding_metadata
 from ray_dcp.format.safetensors import packed as packed_entries
-from ray_dcp.format.torch_items import torch_save_frames
+from ray_dcp.format.torch_items import frame_bytes_many
 from ray_dcp.planning.merge import Held
 from ray_dcp.planning.sharing import ITEM_COST_BYTES, Pieces
 
@@ -204,11 +204,7 @@ def _places(
     fixed = held.kind[rows] == Kind.TENSOR
     framed = np.flatnonzero(fixed & ~packed[order])
     head, foot = np.zeros((2, len(order)), dtype=np.int64)
-    own = rows[framed]
-    size = pieces.size[order[framed]]
-    frames, frame = torch_save_frames(held.dtypes, held.dtype[own], held.ndim[own], size)
-    lengths = np.array([(len(one.header), len(one.footer)) for one in frames], dtype=np.int64)
-    head[framed], foot[framed] = lengths.reshape(-1, 2)[frame].T
+    head[framed], foot[framed] = _frames(held, rows[framed], pieces.size[order[framed]])
     payload = np.full(len(order), -1, dtype=np.int64)
     end = np.array([len(data) for data in headers], dtype=np.int64)
     large = length >= LARGE_BYTES
@@ -223,6 +219,13 @@ def _places(
         # Careful: of repeated indices, numpy keeps the last assignment, here the file's last item.
         end[file[at]] = payload[at] + tail
     return payload, head, foot, end
+
+
+def _frames(held: Held, rows: Int64Array, size: Int64Array) -> tuple[Int64Array, Int64Array]:
+    # Why: a vocabulary may name dtypes that only opaque tensors have, which have no frame.
+    used, code = np.unique(held.dtype[rows], return_inverse=True)
+    names = [held.dtypes[index] for index in used.tolist()]
+    return frame_bytes_many(names, code, held.ndim[rows], size)
 
 
 def _one_after_another(

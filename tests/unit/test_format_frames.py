@@ -134,12 +134,35 @@ def test_many_frames_are_those_of_each():
     ]
 
 
+def test_lengths_of_many_frames_equal_those_of_each():
+    sizes = [*SIZES, *LARGE, (255, 256), (65535, 65536), (1 << 31, 1), (1, 1 << 31), (1 << 39,),
+             ((1 << 39) - 1,), (7, 1 << 47), (128, 128, 128, 128), ((1 << 31) - 1,), (1 << 55,),
+             ((1 << 55) - 1, 3), (0, 1 << 50), (1 << 61,)]  # fmt: skip
+    names = ["uint8", "float8_e5m2", "bool"]
+    rows = [(dtype, size) for dtype in range(3) for size in sizes]
+    padded = np.ones((len(rows), 5), dtype=np.int64)
+    for row, (_, size) in enumerate(rows):
+        padded[row, : len(size)] = size
+    headers, footers = torch_items.frame_bytes_many(
+        names,
+        np.array([dtype for dtype, _ in rows], dtype=np.int8),
+        np.array([len(size) for _, size in rows], dtype=np.int8),
+        padded,
+    )
+    frames = [torch_items.torch_save_frame(names[dtype], size) for dtype, size in rows]
+    assert headers.tolist() == [len(frame.header) for frame in frames]
+    assert footers.tolist() == [len(frame.footer) for frame in frames]
+
+
 def test_tensors_that_can_t_be_framed_are_refused():
     with pytest.raises(UnsupportedValueError, match="found 'qint8'"):
         torch_items.torch_save_frame("qint8", (3,))
     for size in [(-1,), (1 << 40, 1 << 40), (0, 1 << 60, 1 << 60)]:
         with pytest.raises(InvalidRequestError):
             torch_items.torch_save_frame("float32", size)
+        rows = np.array([[*size, 1, 1][:3]], dtype=np.int64)
+        with pytest.raises(InvalidRequestError):
+            torch_items.frame_bytes_many(["float32"], np.zeros(1, int), np.full(1, len(size)), rows)
 
 
 # Items as torch saves them
