@@ -15,6 +15,7 @@ from ray_dcp.cli.output import progress, says, table, told
 from ray_dcp.cli.places import checkpoint_at, checkpoints_of
 from ray_dcp.errors import CheckpointError
 from ray_dcp.view.checkpoint_view import CheckpointView
+from ray_dcp.view.naming import nearest
 from ray_dcp.view.pictures.tree import Node, grown, leaves_of, shape_text
 from ray_dcp.view.verify import VerifyReport
 from ray_dcp.view.verify import verify as verify_path
@@ -63,7 +64,8 @@ def show(
     if stats and not view.stats:
         lines.append("no norms were saved: SaveOptions(stats=True) does that")
     if pattern is not None:
-        lines.append(f"{len(names)} of {count_text(len(view), 'name')} match {pattern!r}")
+        hint = "" if names else nearest(pattern, view.names)
+        lines.append(f"{len(names)} of {count_text(len(view), 'name')} match {pattern!r}{hint}")
     told(None, *_summary(view), *lines)
 
 

@@ -185,7 +185,10 @@ def reported(error: Exception, doing: str, rank: int) -> CheckpointError:
         stack = _plain(traceback.extract_tb(error.__traceback__))
         known = {**known, rank: (_portable(error), stack)}
     # Why a note: the traceback is lost when the error is pickled to another process.
-    lines = "".join(traceback.format_exception(error)[-4:])
+    frames = traceback.format_tb(error.__traceback__)[-3:]
+    if not isinstance(error, CheckpointError):  # whose own message is not repeated
+        frames += traceback.format_exception_only(error)
+    lines = "".join(frames)
     placed.__notes__ = [*getattr(placed, "__notes__", ()), f"On rank {rank}, {doing}:\n{lines}"]
     return placed.with_failures(known)
 
