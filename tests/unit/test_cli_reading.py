@@ -52,9 +52,8 @@ def test_show_filters_by_pattern_and_a_tree_counts_tensors_and_objects(saved_che
     assert lines[5] == "2 of 10 names match 'model.[hl]*'"
     lines = output_of("show", saved_checkpoint, "--tensor", "nope").splitlines()
     assert lines[2:] == ["0 of 10 names match 'nope'"]
-    assert "did you mean 'model.head" in output_of(
-        "show", saved_checkpoint, "--tensor", "model.haed"
-    )
+    hint = output_of("show", saved_checkpoint, "--tensor", "model.hafl")
+    assert "match 'model.hafl'; did you mean 'model.half'" in hint
     lines = output_of("show", saved_checkpoint, "--tree").splitlines()
     assert lines[2].startswith("├── model: 7 tensors, ")
     assert lines[-3:-1] == ["└── note[x]: 2 objects", "    ├── text: 'hello'"]
