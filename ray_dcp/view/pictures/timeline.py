@@ -15,7 +15,7 @@ RANK = {
     "plan": ("#b9a88a", "wait for all, plan"),
     "stage": ("#9a6fd0", "copy, training waits"),
     "write": ("#4c8fd6", "write durably"),
-    "commit": (GREY, "wait for the commit"),
+    "commit": (GREY, "wait for it"),
 }
 """Colour and meaning of the phases of a rank."""
 COORDINATOR = {
