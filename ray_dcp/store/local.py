@@ -99,10 +99,11 @@ def make_directories(path: str, *, sync: bool) -> None:
     for directory in reversed(missing):
         with suppress(FileExistsError):
             os.mkdir(directory)
-        if not os.path.isdir(directory):
-            # Why two errors: a name that is gone again was removed by a collector meanwhile.
-            number = errno.ENOTDIR if os.path.lexists(directory) else errno.ENOENT
-            raise OSError(number, os.strerror(number), directory)
+        # Why one look: a collector may remove the name, and another writer make it again. Whoever
+        # finds it gone gets FileNotFoundError.
+        dangles = os.path.islink(directory) and not os.path.exists(directory)
+        if dangles or not stat.S_ISDIR(os.stat(directory).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), directory)
         if sync:
             sync_directory(os.path.dirname(directory))
 

@@ -114,10 +114,14 @@ class Script:
             self.facts["directories"].append(own.directory)
 
     def attempt(self, what: str, call: Callable[[], object]) -> None:
+        own = joined()
         try:
             call()
         except CheckpointError as error:
             self.facts[what] = f"{type(error).__name__}: {error}"
+        else:
+            # This rank had all its answers before. A call made before the loss is known would fail.
+            eventually(lambda: own.is_lost)
 
     def lose_in_save(self, victim: str, *, busy: bool = False) -> None:
         """Loses its Ray in a save.

@@ -7,6 +7,8 @@ import gc
 import mmap
 import os
 import resource
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,11 +30,15 @@ def open_descriptors(folder: Path) -> int:
 
 def test_a_value_is_synced_before_it_is_linked_and_its_folder_after(tmp_path, monkeypatch):
     storage = LocalStorage(tmp_path)
-    calls = []
+    calls, here = [], threading.get_ident()
+
+    def note(name, real, *args):
+        if threading.get_ident() == here:
+            calls.append(name)
+        return real(*args)
+
     for name in ("fsync", "link", "rename"):
-        real = getattr(os, name)
-        noted = lambda *args, name=name, real=real: (calls.append(name), real(*args))  # noqa: E731
-        monkeypatch.setattr(local.os, name, noted)
+        monkeypatch.setattr(local.os, name, partial(note, name, getattr(os, name)))
     storage.write("a", b"1", create=True)
     storage.write("a", b"2")
     writer = storage.open_writer("b")
