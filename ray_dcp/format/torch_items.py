@@ -36,7 +36,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_dcp.core.dtypes import DTYPE_OF_STORAGE, ITEMSIZE, STORAGE_OF_DTYPE, itemsize_of
-from ray_dcp.core.grouping import group_rows
 from ray_dcp.core.values import Int64Array
 from ray_dcp.errors import (
     CheckpointError,
@@ -446,36 +445,6 @@ def torch_save_frame(dtype: str, size: tuple[int, ...]) -> Frame:
     header += _data_header(payload_bytes, len(header), zip64)
     footer = _end_of_directory(bytes(directory), len(records) + 1, len(header) + payload_bytes)
     return Frame(bytes(header), footer)
-
-
-def torch_save_frames(
-    dtypes: Sequence[str],
-    dtype: npt.NDArray[np.integer],
-    ndim: npt.NDArray[np.integer],
-    size: Int64Array,
-) -> tuple[list[Frame], Int64Array]:
-    """Returns the distinct frames of many tensors, and which of them each tensor has.
-
-    Args:
-        dtypes: Vocabulary of dtype names.
-        dtype: int[n], index into `dtypes`.
-        ndim: int[n].
-        size: int64[n, D], shapes padded with 1.
-
-    Returns:
-        `(frames, int64[n])`.
-
-    Raises:
-        UnsupportedValueError: A dtype can't be stored as raw bytes.
-        InvalidRequestError: A length is negative, or a tensor is beyond 2**62 bytes.
-
-    Complexity:
-        O(n * D) in numpy, and a frame for each distinct dtype and shape.
-    """
-    first, frame = group_rows([dtype, ndim, *size.T])
-    distinct = zip(dtype[first].tolist(), ndim[first].tolist(), size[first].tolist(), strict=True)
-    frames = [torch_save_frame(dtypes[code], tuple(dims[:count])) for code, count, dims in distinct]
-    return frames, frame
 
 
 def frame_bytes_many(

@@ -32,9 +32,10 @@ from ray_dcp.core.checksums import (
     end_checks,
     num_blocks,
 )
+from ray_dcp.core.grouping import group_rows
 from ray_dcp.core.values import FilePlan, Int64Array, RankPlan, UInt64Array
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InternalError, SaveCancelledError
-from ray_dcp.format.torch_items import Frame, torch_save_frames
+from ray_dcp.format.torch_items import Frame, torch_save_frame
 from ray_dcp.io.threads import Stop, run_tasks
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import DeferredPlace, FileReceipt
@@ -136,8 +137,10 @@ def contradiction(expected: str, found: str, key: str) -> InternalError:
 def _frames(plan: FilePlan) -> tuple[list[Frame], Int64Array]:
     """Returns the distinct frames, and which of them each piece has."""
     framed = np.flatnonzero(plan.item_bytes != plan.payload_bytes)
-    columns = (plan.dtype[framed], plan.ndim[framed], plan.size[framed])
-    frames, own = torch_save_frames(plan.dtypes, *columns)
+    dtype, ndim, size = plan.dtype[framed], plan.ndim[framed], plan.size[framed]
+    first, own = group_rows([dtype, ndim, *size.T])
+    distinct = zip(dtype[first].tolist(), ndim[first].tolist(), size[first].tolist(), strict=True)
+    frames = [torch_save_frame(plan.dtypes[code], tuple(s[:count])) for code, count, s in distinct]
     frame = np.full(len(plan.row), len(frames))
     frame[framed] = own
     return [*frames, _NO_FRAME], frame

@@ -46,7 +46,7 @@ from ray_dcp.protocol.messages import Exchange, Exchanged, OpKey, Reply, Request
 from ray_dcp.protocol.vote import Decision, Fenced, Lost, Open, Won
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_load import drive
-from ray_dcp.runtime.rank_save import attempt, refusal
+from ray_dcp.runtime.rank_save import reply_error, result_or_error
 from ray_dcp.runtime.tasks import perform, settle
 from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.torch_adapter.dispatch import decide_save
@@ -123,11 +123,11 @@ def agree(
         tag = f"{what}: facts"
         reply = yield Exchange(first, rank, world_size, tag, outbox, timeout_s, failed)
         if not isinstance(reply, Exchanged):
-            raise refusal(reply, rank)
+            raise reply_error(reply, rank)
         outbox = {}
         if rank == 0:
             told = [json.loads(reply.inbox[sender]) for sender in range(world_size)]
-            decided, failed = attempt(
+            decided, failed = result_or_error(
                 lambda: json.dumps(within(timeout_s, what, lambda: decide(told))), what, rank
             )
             if decided is not None:
@@ -136,7 +136,7 @@ def agree(
         tag = f"{what}: decided"
         reply = yield Exchange(second, rank, world_size, tag, outbox, 2 * timeout_s, failed)
         if not isinstance(reply, Exchanged):
-            raise refusal(reply, rank)
+            raise reply_error(reply, rank)
         return json.loads(reply.inbox[0])
 
     with session.activity(heartbeat_s, key) as activity:
@@ -392,7 +392,7 @@ class CollectiveActions:
         if self.settings.order == "any" and step in self.finisher.steps:
             self.finisher.wait()
         session = self.session()
-        states, error = attempt(
+        states, error = result_or_error(
             lambda: state_of(self.settings.named, state_dict), "looking at the state", session.rank
         )
         left = threading.Event()

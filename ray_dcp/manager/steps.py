@@ -184,8 +184,8 @@ class Steps:
             self.tag(place.step, tag)
         return frozenset(tags) - had
 
-    def tell_again(self, found: StepFound, info: StepInfo) -> StepFound:
-        """Writes what is told about a step beside its commit; returns the step with that.
+    def rewrite_info(self, found: StepFound, info: StepInfo) -> StepFound:
+        """Writes the info of a committed step once more; returns the step with it.
 
         Raises:
             StorageError: It could not be written.

@@ -359,7 +359,7 @@ class Writer:
                 return
             if found.slot and found.info is None and info is not None:
                 # Why: who takes over a run removes what is told of a step before its commit.
-                found = self.steps.tell_again(found, info)
+                found = self.steps.rewrite_info(found, info)
             with self.lock:
                 self.steps.note(found)
                 self._unpublished += 1

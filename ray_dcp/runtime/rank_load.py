@@ -76,10 +76,10 @@ from ray_dcp.protocol.messages import (
 )
 from ray_dcp.runtime.rank_progress import RankProgress, WatchedStorage
 from ray_dcp.runtime.rank_save import (
-    attempt,
     naming_checkpoint,
-    refusal,
+    reply_error,
     reported,
+    result_or_error,
 )
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyMissingError, Storage, read_traits_of
@@ -264,21 +264,21 @@ class RankLoad:
         key, rank, progress = self.key, self.rank, self.progress
         progress.begin(key)
         with naming_checkpoint(self.target.url):
-            storage, error = attempt(self.open, "opening the storage", rank)
+            storage, error = result_or_error(self.open, "opening the storage", rank)
             progress.enter("waiting")
             go = yield LoadJoin(key, rank, self.world_size, self.target, self.options, error)
             if not isinstance(go, LoadGo) or storage is None:
-                raise refusal(go, rank)
+                raise reply_error(go, rank)
 
             progress.enter("planning")
-            checkpoint, error = attempt(partial(self.checkpoint, go), "opening", rank)
+            checkpoint, error = result_or_error(partial(self.checkpoint, go), "opening", rank)
             work: LoadWork | None = None
             prepared: Prepared | None = None
             if checkpoint is not None:
                 work, read_plan, error = yield from _planned(self.plan, checkpoint, rank)
                 if work is not None and read_plan is not None:
                     prepare = partial(self.prepare, checkpoint, work, read_plan)
-                    prepared, error = attempt(prepare, "planning the reads", rank)
+                    prepared, error = result_or_error(prepare, "planning the reads", rank)
             progress.enter("waiting")
             if progress.abandoned is not None:
                 raise located(progress.abandoned, self.target.url)
@@ -286,11 +286,11 @@ class RankLoad:
             needs = self.needs(prepared) if may_share and prepared is not None else None
             proceed = yield LoadReady(key, rank, error, needs)
             if not isinstance(proceed, LoadProceed):
-                raise refusal(proceed, rank)
+                raise reply_error(proceed, rank)
             if checkpoint is None or work is None or prepared is None:
-                raise error or refusal(proceed, rank)
+                raise error or reply_error(proceed, rank)
             fill = partial(self.fill, checkpoint, work, prepared, proceed.share)
-            counts, error = attempt(fill, "reading", rank)
+            counts, error = result_or_error(fill, "reading", rank)
             progress.enter("waiting")
             if progress.abandoned is not None:
                 raise located(progress.abandoned, self.target.url)
@@ -298,7 +298,7 @@ class RankLoad:
             outcome = yield LoadDone(key, rank, counts, error)
             progress.over = True
             if not isinstance(outcome, LoadOutcome):
-                raise refusal(outcome, rank)
+                raise reply_error(outcome, rank)
             return LoadResult(outcome.counts, checkpoint, counts)
 
     def open(self) -> Storage:
@@ -780,7 +780,7 @@ def _agreed_names(
     """
     outbox, error = {}, None
     if rank == 0:
-        listed, error = attempt(lambda: _candidates(run, steps), "listing the run", rank)
+        listed, error = result_or_error(lambda: _candidates(run, steps), "listing the run", rank)
         if listed is not None:
             names = [[folder.name, folder.step] for folder in listed.steps]
             data = json.dumps([listed.url, names]).encode()
@@ -788,7 +788,7 @@ def _agreed_names(
     tag = f"newest step{steps} of {run.url}"
     reply = yield Exchange(key, rank, world_size, tag, outbox, timeout_s, error)
     if not isinstance(reply, Exchanged):
-        raise refusal(reply, rank)
+        raise reply_error(reply, rank)
     url, names = json.loads(reply.inbox[0])
     return Run(url, tuple(StepFolder(name, step) for name, step in names))
 

@@ -133,7 +133,7 @@ def naming_checkpoint(checkpoint_id: str) -> Iterator[None]:
         raise placed from error.__cause__
 
 
-def refusal(reply: Reply, rank: int) -> CheckpointError:
+def reply_error(reply: Reply, rank: int) -> CheckpointError:
     """Returns the error that a reply stands for.
 
     Args:
@@ -143,13 +143,13 @@ def refusal(reply: Reply, rank: int) -> CheckpointError:
     if isinstance(reply, Refused):
         return copy.copy(reply.error)
     return InternalError(
-        f"Expected the next step or a refusal, but rank {rank} got "
+        f"Expected the next step or a reply_error, but rank {rank} got "
         f"{type(reply).__name__}. Please report this",
         rank=rank,
     )
 
 
-def attempt(
+def result_or_error(
     work: Callable[[], T], doing: str, rank: int
 ) -> tuple[T, None] | tuple[None, CheckpointError]:
     """Returns what a step gives, or its error: a rank must report it, not just die.
@@ -276,7 +276,7 @@ class RankSave:
         rank, options, progress, plans = self.rank, self.options, self.progress, self.memory
         progress.begin(self.key)
         progress.enter("capturing")
-        captured, error = attempt(capture, "capturing the state dict", rank)
+        captured, error = result_or_error(capture, "capturing the state dict", rank)
         join = SaveJoin(
             self.key,
             rank,
@@ -291,7 +291,7 @@ class RankSave:
         known: Remembered | None = None
         if captured is not None:
             first = partial(_first, join, captured.columns, plans)
-            described, error = attempt(first, "encoding the plan", rank)
+            described, error = result_or_error(first, "encoding the plan", rank)
             join, known = described or (replace(join, error=error), None)
         stats = getattr(captured, "stats", b"")  # see `Capture.stats`
         join = replace(join, stats=stats, capture_s=progress.doing.phase_s)
@@ -300,7 +300,7 @@ class RankSave:
             reply = yield join
             while isinstance(reply, SendItems) and captured is not None:
                 again = partial(_again, join, reply, captured.columns)
-                answer, error = attempt(again, "encoding the plan", rank)
+                answer, error = result_or_error(again, "encoding the plan", rank)
                 join = answer or replace(join, error=error, asked=join.asked + 1)
                 reply = yield join
             if isinstance(reply, SaveAgain) and known is not None and reply.digest == known.digest:
@@ -312,7 +312,7 @@ class RankSave:
                     rank=rank,
                 )
             if not isinstance(reply, SaveGo) or captured is None:
-                raise refusal(reply, rank)
+                raise reply_error(reply, rank)
         if reply.digest:
             plans.put(join.fingerprint, Remembered(reply.digest, reply.plan, *reply.groups))
         return reply, captured
@@ -345,7 +345,7 @@ class RankSave:
         )
         progress.enter("writing", sum(file.num_bytes for file in go.plan.files))
         in_time = partial(run_within, write, timeout_s, progress.stop, overdue)
-        files, error = attempt(in_time, "writing", rank)
+        files, error = result_or_error(in_time, "writing", rank)
         return SaveReceipt(self.key, rank, go.attempt, go.epoch, files or (), error, staged_s)
 
     def outcome(
@@ -374,7 +374,7 @@ class RankSave:
         try:
             outcome = yield request
             while isinstance(outcome, TakeOver) and hand_over is not None:
-                report, error = attempt(
+                report, error = result_or_error(
                     partial(hand_over, outcome), "handing over staged bytes", rank
                 )
                 held = report or held
@@ -391,9 +391,9 @@ class RankSave:
         if isinstance(outcome, Refused) and isinstance(
             outcome.error, CommitUnknownError | InternalError
         ):
-            outcome = self._settled(go, refusal(outcome, rank))
+            outcome = self._settled(go, reply_error(outcome, rank))
         if not isinstance(outcome, SaveOutcome):
-            raise refusal(outcome, rank)
+            raise reply_error(outcome, rank)
         return outcome
 
     def _settled(self, go: SaveGo, unanswered: CheckpointError) -> SaveOutcome:

@@ -40,6 +40,7 @@ from ray_dcp.protocol.liveness import LONG_WAIT_S
 from ray_dcp.protocol.messages import (
     Exchange,
     LoadDone,
+    LoadJoin,
     LoadReady,
     OpKey,
     PartsHeld,
@@ -96,7 +97,9 @@ coordinator knows who is missing, so its error is the better one."""
 
 _PLAN_PHASES = 5
 """Phases between a join and its answer, each with the deadline `plan_timeout_s`: all ranks join,
-some send their rows, twice at most, the storage is read, the plan is made. A load has fewer."""
+some send their rows, twice at most, the storage is read, the plan is made."""
+_OPEN_PHASES = 3
+"""The same of a load: all ranks join, the storage is read, with one to spare."""
 _COMMIT_PHASES = 5
 """Phases between the last receipt and the outcome, each with the deadline `commit_timeout_s`."""
 _REMEMBERED = 16
@@ -107,10 +110,10 @@ class CallTimeouts:
     """Knows the options of the operations that one rank has begun.
 
     Example:
-        >>> from ray_dcp.protocol.messages import LoadJoin, Target
+        >>> from ray_dcp.protocol.messages import Target
         >>> key = OpKey("run", 0)
         >>> CallTimeouts().of(LoadJoin(key, 0, 1, Target("memory://x"), LoadOptions()))
-        3120.0
+        1920.0
     """
 
     def __init__(self) -> None:
@@ -130,7 +133,8 @@ class CallTimeouts:
         if isinstance(request, Opening):
             kept = [*self._options.items()][-_REMEMBERED:]
             self._options = dict([*kept, (request.key, request.options)])
-            return _PLAN_PHASES * request.options.plan_timeout_s + MARGIN_S
+            phases = _OPEN_PHASES if isinstance(request, LoadJoin) else _PLAN_PHASES
+            return phases * request.options.plan_timeout_s + MARGIN_S
         options = self._options.get(request.key)
         if isinstance(request, LoadReady | LoadDone):
             load = options if isinstance(options, LoadOptions) else LoadOptions()

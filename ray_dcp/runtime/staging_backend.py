@@ -39,9 +39,9 @@ from ray_dcp.runtime.rank_save import (
     Captured,
     Opener,
     RankSave,
-    attempt,
     check_unchanged,
-    refusal,
+    reply_error,
+    result_or_error,
 )
 from ray_dcp.stage.copying import fill_rows, filler_of
 from ray_dcp.stage.memory import PIECE_BYTES, Lease, PrivateMemory
@@ -143,7 +143,7 @@ class InProcessBackend:
     ) -> tuple[CheckpointError | None, Finish]:
         """See `StagingBackend.stage`."""
         began_s = time.perf_counter()
-        copy, error = attempt(partial(self._copy, go, captured), "staging", save.rank)
+        copy, error = result_or_error(partial(self._copy, go, captured), "staging", save.rank)
         staged_s = time.perf_counter() - began_s
         self._rank_progress = save.progress
         save = replace(save, opener=self._opener)
@@ -268,7 +268,7 @@ class StagerBackend:
             # Why: it may wait for room that a frozen rank has, and hears of the failure by this.
             save.progress.enter("staging")
             hand_over = partial(self._transfer, save, go, captured)
-            held, error = attempt(hand_over, "staging", save.rank)
+            held, error = result_or_error(hand_over, "staging", save.rank)
         # Why not `save.key`: the call may have another number by now.
         key = save.progress.key or save.key
         ack = SaveStaged(key, save.rank, go.attempt, go.epoch, self._incarnation, error, held)
@@ -345,5 +345,5 @@ class StagerBackend:
         held = PartsHeld(key, session.rank, attempt_id, epoch, stager, incarnation)
         reply = session.call(held)
         if not isinstance(reply, Ack):
-            raise refusal(reply, session.rank)
+            raise reply_error(reply, session.rank)
         return held

@@ -42,8 +42,8 @@ from ray_dcp.torch_adapter.tensors import (
     host_bytes,
     host_bytes_of_many,
     is_plain,
-    refusal,
-    refusals,
+    unsupported_reason,
+    unsupported_reasons,
 )
 
 SPLIT_BYTES = 4 << 20
@@ -273,7 +273,7 @@ class Rows:
     def _plain(self, flat: Flat, rows: slice) -> None:
         """Adds many plain tensors, column by column: a third of the time of one by one."""
         names, paths, tensors = flat.names[rows], flat.paths[rows], flat.values[rows]
-        refused = refusals(tensors)
+        refused = unsupported_reasons(tensors)
         if refused:
             self.problems += [f"{names[row]!r} {why}" for row, why in refused]
             return
@@ -321,7 +321,7 @@ class Rows:
                 data = self._dump(fqn, _alone(tensor, fqn))
                 kind, source = _OPAQUE, _Deferred(fqn, None, data)
                 digest = bytes_digest(data) if self._digests and held.replicated else 0
-            elif (reason := refusal(tensor)) is not None:
+            elif (reason := unsupported_reason(tensor)) is not None:
                 raise UnsupportedValueError(f"the local part of {fqn!r} {reason}")
             elif tensor.dtype != held.dtype:
                 raise UnsupportedValueError(
@@ -418,7 +418,9 @@ def _alone(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
     """Returns a tensor subclass as it is pickled: detached, on the CPU, in its own storage."""
     tensor = tensor.detach()
     if tensor.is_meta or tensor.is_nested:
-        raise UnsupportedValueError(f"{fqn!r} ({type(tensor).__qualname__}) {refusal(tensor)}")
+        raise UnsupportedValueError(
+            f"{fqn!r} ({type(tensor).__qualname__}) {unsupported_reason(tensor)}"
+        )
     if tensor.device.type != "cpu":
         return tensor.cpu()
     try:

@@ -399,8 +399,8 @@ def _coordinate(
             failures = {group.rank: result.failure}
     if failures:
         error = group.failed(step, failures)
-        refusal = _FAILED + pickle.dumps(error)
-        yield from _scatter(group, step, dict.fromkeys(group.others, refusal))
+        failure = _FAILED + pickle.dumps(error)
+        yield from _scatter(group, step, dict.fromkeys(group.others, failure))
         raise _told_here(error, result)
     own, outbox = result.value
     try:
@@ -478,7 +478,7 @@ def _load_error(group: Group, step: str, data: bytes) -> CheckpointError:
         )
     if isinstance(error, CheckpointError):
         return error
-    return InternalError(f"a refusal held {type(error).__name__}", rank=group.rank)
+    return InternalError(f"an error report held {type(error).__name__}", rank=group.rank)
 
 
 def _exchange(

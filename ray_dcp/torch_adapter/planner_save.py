@@ -44,7 +44,7 @@ from ray_dcp.torch_adapter.objects import dump_object, is_simple, load_object, s
 from ray_dcp.torch_adapter.per_rank import refuse_per_rank
 from ray_dcp.torch_adapter.replica_digests import bytes_digest, content_digest
 from ray_dcp.torch_adapter.state import stateful_to_state_dict
-from ray_dcp.torch_adapter.tensors import host_bytes, is_plain, refusal
+from ray_dcp.torch_adapter.tensors import host_bytes, is_plain, unsupported_reason
 
 
 def is_path(path: Any) -> bool:
@@ -391,7 +391,7 @@ class _Resolved(Rows):
     def _add_tensor(self, item: WriteItem, tensor: torch.Tensor) -> None:
         planned = tensor_data_of(item, self.hooks.name, self.hooks.group.rank)
         kind = Kind.TENSOR if is_plain(tensor) else Kind.OPAQUE
-        if kind is Kind.TENSOR and (why := refusal(tensor)):
+        if kind is Kind.TENSOR and (why := unsupported_reason(tensor)):
             raise UnsupportedValueError(
                 f"what {self.hooks.name}.resolve_data gave for {item.index.fqn!r} {why}",
                 rank=self.hooks.group.rank,

@@ -56,7 +56,13 @@ from ray_dcp.torch_adapter.state import (
     check_all_taken,
     stateful_to_load_targets,
 )
-from ray_dcp.torch_adapter.tensors import dtype_name, dtype_of, find_dtype, loses_nothing, refusal
+from ray_dcp.torch_adapter.tensors import (
+    dtype_name,
+    dtype_of,
+    find_dtype,
+    loses_nothing,
+    unsupported_reason,
+)
 
 
 class Resizing:
@@ -373,7 +379,7 @@ class Placing:
     ) -> None:
         if sink.add(tensor, stored):
             return
-        reason = refusal(tensor)
+        reason = unsupported_reason(tensor)
         if reason is None and not is_writable(tensor):
             reason = "is expanded: several of its elements share one place in memory"
         if reason is not None:

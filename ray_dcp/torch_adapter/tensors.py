@@ -105,7 +105,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in PLAIN_TYPES
 
 
-def refusal(tensor: torch.Tensor) -> str | None:
+def unsupported_reason(tensor: torch.Tensor) -> str | None:
     """Returns why the bytes of a plain tensor can't be taken, or None if they can."""
     if tensor.is_meta:
         return "is on the meta device and has no bytes: give it some (.to_empty(), a load) first"
@@ -120,10 +120,10 @@ def refusal(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def refusals(tensors: Sequence[torch.Tensor]) -> list[tuple[int, str]]:
-    """Returns the index and `refusal` of each tensor that has one."""
+def unsupported_reasons(tensors: Sequence[torch.Tensor]) -> list[tuple[int, str]]:
+    """Returns the index and `unsupported_reason` of each tensor that has one."""
     strided = torch.strided
-    # Why not `refusal` for each: nearly none has one, and a call would double the time.
+    # Why not `unsupported_reason` for each: nearly none has one, and a call would double the time.
     odd = [
         index
         for index, tensor in enumerate(tensors)
@@ -132,7 +132,7 @@ def refusals(tensors: Sequence[torch.Tensor]) -> list[tuple[int, str]]:
         or tensor.is_meta
         or tensor.is_nested
     ]
-    return [(index, why) for index in odd if (why := refusal(tensors[index]))]
+    return [(index, why) for index in odd if (why := unsupported_reason(tensors[index]))]
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
@@ -142,8 +142,8 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     read-only. The view keeps the memory alive.
 
     Args:
-        tensor: A plain tensor that `refusal` has nothing against. A conjugate or negative view
-            gives the bytes that it shows.
+        tensor: A plain tensor without an `unsupported_reason`. A conjugate or negative view gives
+            the bytes that it shows.
 
     Raises:
         UnsupportedValueError: The tensor has no bytes of its own.
@@ -209,11 +209,11 @@ def writable_bytes(tensor: torch.Tensor) -> memoryview:
         return tensor.view(_CARRIERS[dtype]).numpy().data.cast("B")
     if dtype in _COMPLEX:
         return tensor.numpy().reshape(-1).view(np.uint8).data
-    raise UnsupportedValueError(f"a tensor {refusal(tensor)}")
+    raise UnsupportedValueError(f"a tensor {unsupported_reason(tensor)}")
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    reason = refusal(tensor)
+    reason = unsupported_reason(tensor)
     if reason is not None:
         raise UnsupportedValueError(f"a tensor {reason}")
     with torch.no_grad():

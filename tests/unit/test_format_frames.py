@@ -120,20 +120,6 @@ def test_frames_beyond_4_gib_are_valid_zips(size, tmp_path):
     os.unlink(path)
 
 
-def test_many_frames_are_those_of_each():
-    rows = [(dtype, size) for dtype in range(2) for size in [(3,), (3, 1), (3,), (), (0, 2)]]
-    padded = np.ones((len(rows), 2), dtype=np.int64)
-    for row, (_, size) in enumerate(rows):
-        padded[row, : len(size)] = size
-    names = ["uint8", "bool"]
-    codes, ndim = np.array([dtype for dtype, _ in rows]), np.array([len(size) for _, size in rows])
-    frames, frame = torch_items.torch_save_frames(names, codes, ndim, padded)
-    assert len(frames) == 8
-    assert [frames[one] for one in frame] == [
-        torch_items.torch_save_frame(names[dtype], size) for dtype, size in rows
-    ]
-
-
 def test_lengths_of_many_frames_equal_those_of_each():
     sizes = [*SIZES, *LARGE, (255, 256), (65535, 65536), (1 << 31, 1), (1, 1 << 31), (1 << 39,),
              ((1 << 39) - 1,), (7, 1 << 47), (128, 128, 128, 128), ((1 << 31) - 1,), (1 << 55,),

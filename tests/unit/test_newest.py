@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 import ray_dcp
 from ray_dcp import loading
 from ray_dcp.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
     DeadlineError,
@@ -33,7 +34,7 @@ from ray_dcp.format.manifest import AbortRecord, encode_record, record_key
 from ray_dcp.options import LoadOptions
 from ray_dcp.protocol.messages import LoadDone, OpKey, Target
 from ray_dcp.runtime import rank_load
-from ray_dcp.runtime.rank_load import StepRange, load_newest_rank
+from ray_dcp.runtime.rank_load import StepRange, falls_back, load_newest_rank
 from ray_dcp.store.fault_injection import Fault, FaultyStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
@@ -363,6 +364,14 @@ def test_a_state_dict_that_does_not_fit_is_told_at_once(run):
     error = error_of(run.url, shapes=state_of(0, more=np.zeros(3)))
     assert type(error) is MissingKeyError
     assert error.checkpoint_id == f"{run.url}/step-10"
+
+
+def test_an_error_with_another_cause_on_another_rank_does_not_fall_back():
+    damaged = DamagedCheckpointError("x", rank=0)
+    both = {0: (damaged, None), 1: (DamagedCheckpointError("y"), None)}
+    assert falls_back(damaged.with_failures(both))
+    for other in (ValueError("z"), ParticipantError("z"), CheckpointError("of a newer version")):
+        assert not falls_back(damaged.with_failures({**both, 2: (other, None)}))
 
 
 def test_ranks_that_ask_for_other_things_are_told(run):
