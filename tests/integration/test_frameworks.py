@@ -93,96 +93,41 @@ def test_a_hugging_face_trainer_saves_and_goes_on_as_if_it_had_not_stopped(tmp_p
 # --- torchtitan ---------------------------------------------------------------------------------
 
 
-def titan_parts(seed):
-    class Optimizers:
-        """As torchtitan's container: Stateful, with keys by name."""
-
-        def __init__(self, model):
-            self.model = model
-            self.one = torch.optim.AdamW(model.parameters(), lr=0.05)
-
-        def state_dict(self):
-            from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-            return get_optimizer_state_dict(self.model, self.one)
-
-        def load_state_dict(self, state):
-            from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
-
-            set_optimizer_state_dict(self.model, self.one, state)
-
-    class Trainer:
-        step = 0
-
-        def state_dict(self):
-            return {"step": self.step}
-
-        def load_state_dict(self, state):
-            self.step = state["step"]
-
-    torch.manual_seed(seed)
-    model = torch.nn.Linear(4, 1)
-    optimizers = Optimizers(model)
-    schedulers = torch.optim.lr_scheduler.StepLR(optimizers.one, 2)
-    return model, optimizers, schedulers, Trainer()
-
-
 def test_torchtitan_s_contract_is_kept_with_its_own_base_class_and_its_checkpoints_are_read(
     tmp_path, monkeypatch
 ):
     monkeypatch.syspath_prepend(titan.installed())
     base = importlib.import_module("torchtitan.components.checkpointer.base")
-    from ray_dcp.integrations.torchtitan import RayDcpCheckpointManager
+    Trainer = example("torchtitan_manager.py")["Trainer"]  # noqa: N806 - a class
 
-    def run(steps, seed=1, last=False, folder="checkpoint", **config):
-        model, optimizers, schedulers, trainer = titan_parts(seed)
-        settings = RayDcpCheckpointManager.Config(
-            enable=True, interval=2, keep_latest_k=2, folder=folder, **config
-        )
-        manager = settings.build(
-            dataloader=None, model_parts=[model], optimizers=optimizers, lr_schedulers=schedulers,
-            states={"train_state": trainer}, sd_adapter=None, base_folder=str(tmp_path),
-        )  # fmt: skip
-        assert isinstance(manager, base.BaseCheckpointManager)
-        found = manager.load()
-        began = trainer.step
-        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(7))
-        y = x.sum(1, keepdim=True)
-        for step in range(trainer.step + 1, steps + 1):
-            trainer.step = step
-            optimizers.one.zero_grad()
-            torch.nn.functional.mse_loss(model(x), y).backward()
-            manager.maybe_wait_for_staging()
-            optimizers.one.step()
-            schedulers.step()
-            manager.save(step, last_step=last and step == steps)
-        manager.maybe_wait_for_saving()
-        manager.close()
-        return model, found, began
+    def run(steps, folder="checkpoint", last=False, **config):
+        trainer = Trainer(tmp_path / folder, **config)
+        assert isinstance(trainer.manager, base.BaseCheckpointManager)
+        return trainer.model, trainer.train(steps, last=last)
 
-    whole, found, _ = run(6, folder="whole")
-    assert not found
-    run(4)
-    resumed, found, began = run(6, seed=2)
-    assert (found, began) == (True, 4)
+    whole, began = run(6, "whole")
+    assert began is None
+    assert run(4)[1] is None
+    resumed, began = run(6, seed=2)
+    assert began == 4
     for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other)
     names = sorted({p.parent.name for p in (tmp_path / "checkpoint").glob("step-*/*.distcp")})
     assert names == ["step-00000004", "step-00000006"]
 
     # What torchtitan's own manager wrote: DCP, in `step-4`.
-    model, optimizers, schedulers, trainer = titan_parts(3)
-    trainer.step = 4
-    theirs = {**model.state_dict(), "optimizer": optimizers, "lr_scheduler": schedulers,
-              "train_state": trainer}  # fmt: skip
+    other = Trainer(tmp_path / "none", seed=3)
+    other.state.step = 4
+    theirs = {**other.model.state_dict(), "optimizer": other.optimizers,
+              "lr_scheduler": other.schedulers, "train_state": other.state}  # fmt: skip
     torch.distributed.checkpoint.save(theirs, checkpoint_id=tmp_path / "theirs" / "step-4")
-    found_model, found, began = run(4, seed=9, folder="theirs")
-    assert (found, began) == (True, 4)
-    assert torch.equal(found_model.weight, model.weight)
+    found, began = run(4, "theirs", seed=9)
+    assert began == 4
+    assert torch.equal(found.weight, other.model.weight)
 
-    last, _, _ = run(2, folder="last", last=True, export_dtype="bfloat16")
+    last, _ = run(2, "last", last=True, export_dtype="bfloat16")
     exported = {"weight": torch.zeros(1, 4, dtype=torch.bfloat16)}
     CheckpointManager(tmp_path / "last", read_only=True).restore("latest", exported)
     assert torch.equal(exported["weight"], last.weight.detach().bfloat16())
     with pytest.raises(InvalidRequestError, match="torchtitan's own"):
-        run(1, folder="hf", last_save_in_hf=True)
+        run(1, "hf", last_save_in_hf=True)
