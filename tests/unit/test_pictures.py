@@ -22,6 +22,7 @@ from ray_dcp.view.pictures import (
     Picture,
     line_chart,
     picture_diff,
+    picture_histogram,
     picture_layout,
     picture_norms,
     picture_reshard,
@@ -366,6 +367,26 @@ def test_a_difference_shows_itself_without_reading(run: Path):
     assert not titled(root, r"^a\.frozen")
     measured = texts(parsed(picture_diff(found, values=True)))
     assert "100.0%" in measured  # from ones to twos
+
+
+def test_a_histogram_has_the_share_of_each_bin_and_counts_what_is_not_finite():
+    one = torch.cat([torch.zeros(30), torch.full((10,), 4.0), torch.tensor([float("nan")])])
+    other = torch.full((2, 2), 2.0, dtype=torch.bfloat16)
+    state = {"one": one, "other": other, "none": torch.zeros(0), "z": torch.ones(1).cfloat()}
+    ray_dcp.save(state, checkpoint_id="memory://histogram")
+    view = ray_dcp.open("memory://histogram")
+    root = parsed(picture_histogram(view["one"], view["other"], bins=4))
+    assert texts(root)[-2:] == ["one: 41 values, 1 not finite", "other: 4 values"]
+    drawn = [p.get("points").split() for p in root.iter("polygon")]
+    heights = [[float(point.split(",")[1]) for point in points[1:-1:2]] for points in drawn]
+    floor, top = max(heights[1]), min(heights[1])  # all of `other` lies in one bin
+    shares = [[(floor - height) / (floor - top) for height in found] for found in heights]
+    assert shares[0] == pytest.approx([0.75, 0, 0, 0.25], abs=0.01)
+    assert shares[1] == pytest.approx([0, 0, 1, 0])
+    assert "no finite values" in picture_histogram(view["none"]).html
+    for bad, bins in (([], 9), ([view["z"]], 9), ([one], 9), ([view["one"]], 1)):
+        with pytest.raises(InvalidRequestError, match="expected"):
+            picture_histogram(*bad, bins=bins)
 
 
 def test_norms_over_the_steps_are_those_of_the_tensors(run: Path):

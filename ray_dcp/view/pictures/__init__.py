@@ -6,6 +6,7 @@ themselves with them.
 """
 
 from ray_dcp.view.pictures.drawing import Picture
+from ray_dcp.view.pictures.histogram import picture_histogram
 from ray_dcp.view.pictures.layout import picture_layout, picture_reshard
 from ray_dcp.view.pictures.lines import line_chart, picture_norms
 from ray_dcp.view.pictures.tables import picture_diff, picture_steps
@@ -16,6 +17,7 @@ __all__ = [
     "Picture",
     "line_chart",
     "picture_diff",
+    "picture_histogram",
     "picture_layout",
     "picture_norms",
     "picture_reshard",
