@@ -17,7 +17,7 @@ from ray_dcp.torch_adapter.tensors import (
     host_bytes,
     host_bytes_of_many,
     loses_nothing,
-    refusal,
+    unsupported_reason,
     writable_bytes,
 )
 
@@ -92,10 +92,10 @@ def test_tensors_without_bytes_of_their_own_are_refused_with_a_way_out() -> None
             "nested tensor": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
         }
     for words, tensor in cases.items():
-        assert words in (refusal(tensor) or "")
+        assert words in (unsupported_reason(tensor) or "")
         with pytest.raises(UnsupportedValueError, match=words):
             host_bytes(tensor)
-    assert refusal(torch.ones(2)) is None
+    assert unsupported_reason(torch.ones(2)) is None
 
 
 def test_names_are_those_of_the_format_and_come_back() -> None:
