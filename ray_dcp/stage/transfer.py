@@ -179,6 +179,7 @@ def transfer(
         drain(filler)
         # Why: until the rank says so, its memory is given to nobody else.
         link.post("cancel", order.key, True)
+        windows.drop()
         raise
     return windows
 

@@ -320,6 +320,39 @@ def test_an_object_that_is_in_use_counts(places):
     assert waiting.result(180).slots
 
 
+def test_a_transfer_that_fails_leaves_no_object_and_no_thread(places, monkeypatch):
+    """Its job is not released by anybody: there is no outcome to wait for."""
+    node, put_by = object_node(3), []
+
+    def put(self, parts):
+        put_by.append(self)
+        if len(put_by) > 3:
+            # Its writer waits for this window by now, with views of the one before.
+            assert eventually(lambda: node.queue.progress(KEY).written_bytes >= MIB)
+            raise StorageError("no room")
+        return real(self, parts)
+
+    real = Link.put
+    monkeypatch.setattr(Link, "put", put)
+    with pytest.raises(StorageError, match="no room"):
+        staged(node, share([3 * MIB] * 4), places[0])
+    assert eventually(lambda: not put_by[0].alive and not freeing())
+    assert node.idle()
+
+
+def test_who_was_taken_over_is_not_asked_for_ever(places):
+    """The job of a slow stager has written all, and is released by nobody."""
+    node = object_node(8)
+    staged(node, share([3 * MIB] * 2), places[0])
+    assert eventually(lambda: not freeing())
+    assert node.queue.progress(KEY) is not None
+
+
+def freeing() -> list[threading.Thread]:
+    """Returns the threads that wait for windows to drop."""
+    return [one for one in threading.enumerate() if one.name == "freed windows"]
+
+
 def test_a_rank_that_is_dead_refers_to_nothing(places):
     what = share([3 * MIB] * 2)
     what.written(places[1])
