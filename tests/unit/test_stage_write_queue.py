@@ -12,7 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ray_dcp.errors import LimitError, ParticipantError, SaveCancelledError, StorageError
+from ray_dcp.errors import (
+    DeadlineError,
+    LimitError,
+    ParticipantError,
+    SaveCancelledError,
+    StorageError,
+)
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.rank_load import MemorySource
@@ -338,6 +344,23 @@ def test_a_transfer_that_fails_leaves_no_object_and_no_thread(places, monkeypatc
         staged(node, share([3 * MIB] * 4), places[0])
     assert eventually(lambda: not put_by[0].alive and not freeing())
     assert node.idle()
+
+
+def test_a_stager_that_is_slow_to_say_what_is_free_is_asked_again(places, monkeypatch):
+    """Or a state larger than the budget would wait for room until its deadline."""
+    late = [DeadlineError("no answer"), DeadlineError("no answer")]
+
+    def call(self, method, *arguments, **more):
+        if method == "freed" and late:
+            raise late.pop()
+        return real(self, method, *arguments, **more)
+
+    real = Link.call
+    monkeypatch.setattr(Link, "call", call)
+    node = object_node(2)
+    staged(node, share([3 * MIB] * 4), places[0])
+    assert node.idle()
+    assert not late
 
 
 def test_who_was_taken_over_is_not_asked_for_ever(places):
