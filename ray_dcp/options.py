@@ -6,7 +6,7 @@ of it here and passes it whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -207,7 +207,8 @@ def _check_choices(options: LoadOptions) -> None:
     if not _is_key_map(options.key_map):
         wrong.append(("key_map", "a dict, pairs of texts or a function", options.key_map))
     prefixes = options.prefixes
-    if isinstance(prefixes, str) or not all(isinstance(it, str) and it for it in prefixes):
+    is_list = isinstance(prefixes, Iterable) and not isinstance(prefixes, str)
+    if not is_list or not all(isinstance(it, str) and it for it in prefixes):
         wrong.append(("prefixes", "a list of dotted names", prefixes))
     if not isinstance(options.resize, Mapping) or not all(
         isinstance(pattern, str) and all(type(dim) is int for dim in dims_of(dims))
@@ -252,12 +253,17 @@ def _check_fields(options: SaveOptions | LoadOptions) -> None:
             expected = f"True or False or {_FLAGS_OR[hint]!r}"
         elif hint in (int, float) and name != "keep_in_memory":
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            expected = None if is_number and value > 0 else "a number above 0"
+            most = _LONGEST_S if name.endswith("_s") else float("inf")
+            if not is_number or not 0 < value <= most:
+                expected = "a number above 0"
+                expected += f" and at most {most}, ten years" if name.endswith("_s") else ""
         if expected is not None:
             raise InvalidRequestError(
                 f"{type(options).__name__}.{name} must be {expected}, but is {value!r}", key=name
             )
 
 
+_LONGEST_S = 10 * 365 * 24 * 3600
+"""Python's waits raise OverflowError beyond some hundreds of years, and for infinity."""
 _FLAGS_OR: dict[Any, str] = {bool | Literal["later"]: "later", ShareReads: "auto"}
 _HINTS = {cls.__name__: get_type_hints(cls) for cls in (SaveOptions, LoadOptions)}

@@ -229,7 +229,10 @@ def start_private_ray(
 
 def _start(lease_s: float, num_cpus: int, timeout_s: float) -> PrivateRay:
     # Why /tmp and short: the paths of Ray's sockets below it must stay under 107 bytes.
-    directory = Path(tempfile.mkdtemp(prefix="rdcp", dir="/tmp"))
+    try:
+        directory = Path(tempfile.mkdtemp(prefix="rdcp", dir="/tmp"))
+    except OSError as error:
+        raise ParticipantError(f"Expected to start a Ray in /tmp, but: {error}") from error
     try:
         token = directory / TOKEN
         token.touch(mode=0o600)

@@ -448,7 +448,7 @@ class RankSave:
 
     def _unknown(self, go: SaveGo, why: str, when: str) -> CommitUnknownError:
         return CommitUnknownError(
-            f"Nobody request whether attempt {go.attempt} was committed: {why}. Ask "
+            f"Nobody reports whether attempt {go.attempt} was committed: {why}. Ask "
             f"ray_dcp.outcome({self.target.url!r}, {go.attempt!r}) {when}",
             attempt=go.attempt,
             checkpoint_id=self.target.url,

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ray_dcp.core.values import RankPlan
-from ray_dcp.errors import CheckpointError
+from ray_dcp.errors import CheckpointError, DeadlineError
 from ray_dcp.io.threads import Stop
 from ray_dcp.stage.copying import Filler, Pin, drain, fill_window, window_parts
 from ray_dcp.stage.memory import StagingMemory, WindowBytes, lost_memory
@@ -113,7 +113,9 @@ class StagedWindows:
         # Suppressed: without the stager nobody counts them, and the next one may need them.
         with suppress(StagerGone, CheckpointError):
             while freed is not None:
-                freed = link.call("freed", key, tuple(freed), timeout_s=FREED_S)
+                # Suppressed: it is slow, and what it is not told of counts for ever.
+                with suppress(DeadlineError):
+                    freed = link.call("freed", key, tuple(freed), timeout_s=FREED_S)
                 for window in freed or ():
                     self.refs.pop(window, None)
 
@@ -179,6 +181,7 @@ def transfer(
         drain(filler)
         # Why: until the rank says so, its memory is given to nobody else.
         link.post("cancel", order.key, True)
+        windows.drop()
         raise
     return windows
 

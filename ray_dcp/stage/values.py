@@ -5,6 +5,7 @@ Unpickling them needs neither torch nor ray.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,11 +47,11 @@ class StagerOptions:
 
     def __post_init__(self) -> None:
         checks = {
-            "limit_bytes": self.limit_bytes is None or self.limit_bytes >= _LEAST_LIMIT,
+            "limit_bytes": self.limit_bytes is None or _is_in(self.limit_bytes, _LEAST_LIMIT),
             "memory": self.memory in ("auto", "shared", "object_store"),
-            "window_bytes": self.window_bytes >= _LEAST_WINDOW,
-            "num_writers": self.num_writers >= 1,
-            "nice": 0 <= self.nice <= 19,
+            "window_bytes": _is_in(self.window_bytes, _LEAST_WINDOW),
+            "num_writers": _is_in(self.num_writers, 1),
+            "nice": _is_in(self.nice, 0, 19),
             "io_priority": self.io_priority in ("normal", "low", "idle"),
         }
         wrong = [name for name, is_right in checks.items() if not is_right]
@@ -66,6 +67,10 @@ class StagerOptions:
     def window_bytes_within(self, limit_bytes: int) -> int:
         """Returns the length of a window: a whole number of MiB, at least four in the limit."""
         return max(min(self.window_bytes, limit_bytes // _LEAST_WINDOWS) // MIB * MIB, 2 * MIB)
+
+
+def _is_in(value: object, least: int, most: int = sys.maxsize) -> bool:
+    return isinstance(value, int) and least <= value <= most
 
 
 _LEAST_WINDOWS = 4

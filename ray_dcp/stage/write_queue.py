@@ -549,6 +549,7 @@ class WriteQueue:
             job.windows.clear()
         job.channel.allocator.drop(job.order.key)
         self._pump(job.channel)
+        self._let_go(job)
 
     # Objects of the store: a slot is free when nobody has a reference to what was in it.
 
@@ -563,6 +564,9 @@ class WriteQueue:
         if job.ended and job.wants_freed is not None:
             answer(job.wants_freed, None, tuple(job.ended))
             job.wants_freed = None
+        elif job.is_over and job.rank_is_done and not job.referenced:
+            # Why: nobody releases one that failed, or that another stager took over.
+            answer(job.wants_freed, None, None)
 
     def _free_later(self, channel: Channel, slot: Slot, gone: WindowBytes) -> None:
         def free() -> None:
@@ -830,9 +834,9 @@ class StagedPieces:
             with job.changed:
                 while job.error is None and window not in job.windows:
                     job.changed.wait()
-                error = job.failure()
-                if error is not None:
-                    raise error
+                if job.error is not None:
+                    # Why no name for it: it would hold this frame, and so the bytes, in a circle.
+                    raise copy.copy(job.error)
                 view = job.windows[window]
         finally:
             self._turn.acquire()
@@ -878,7 +882,8 @@ def unwritten(job: Job, file: int, error: BaseException) -> StageReport:
         error = CheckpointError(
             f"writing staged bytes failed: {type(error).__name__}: {error}", key=plan.key
         )
-    return StageReport(job.order.key, plan.file, None, error)
+    # Why a copy: the report stays, and the frames of a traceback hold views of the bytes.
+    return StageReport(job.order.key, plan.file, None, copy.copy(error))
 
 
 def no_thread(rank: int, error: RuntimeError) -> LimitError:

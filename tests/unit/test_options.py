@@ -83,6 +83,21 @@ def test_a_number_is_above_zero(cls: type, name: str, other: Any):
         cls(**{name: other})
 
 
+@pytest.mark.parametrize(("cls", "name"), [one for one in NUMBERS if one[1].endswith("_s")])
+def test_a_timeout_is_one_that_can_be_waited_for(cls: type, name: str):
+    """Python's waits would raise OverflowError, for a commit when it is under way already."""
+    for other in (float("inf"), 1e12):
+        with pytest.raises(InvalidRequestError, match=f"{cls.__name__}.{name} must be .* years"):
+            cls(**{name: other})
+    assert getattr(cls(**{name: 1e8}), name) == 1e8
+
+
+@pytest.mark.parametrize("other", [None, 5, "model", [""], [1]])
+def test_prefixes_are_names(other: Any):
+    with pytest.raises(InvalidRequestError, match=r"LoadOptions.prefixes must be a list"):
+        LoadOptions(prefixes=other)
+
+
 @pytest.mark.parametrize("other", [-1, 0.5, True, None, "3"])
 def test_how_many_stay_in_memory_is_a_number_and_may_be_none(other: Any):
     with pytest.raises(InvalidRequestError, match="keep_in_memory must be a number of checkpoints"):

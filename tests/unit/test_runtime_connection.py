@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import fcntl
 import os
 import pickle
@@ -12,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -263,6 +265,17 @@ def test_a_cluster_that_can_not_be_reached_ends_the_connect(nobody_accepts, monk
         monkeypatch.setenv("RAY_ADDRESS", "{}:{}".format(*unused.getsockname()))
         with pytest.raises(ParticipantError, match=r"ConnectionRefusedError.*RAY_ADDRESS"):
             connect()
+
+
+def test_a_full_tmp_is_told_to_whoever_waits_for_the_ray_of_our_own(monkeypatch):
+    """By an error of ours: that one alone reaches the other ranks, through the job's store."""
+
+    def full(**_: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/rdcp")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(ParticipantError, match=r"in /tmp, but: .* No space left on device"):
+        private_ray.start_private_ray()
 
 
 @pytest.mark.parametrize("says", ["The current node timed out during startup.", "no such file"])

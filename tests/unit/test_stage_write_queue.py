@@ -12,7 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ray_dcp.errors import LimitError, ParticipantError, SaveCancelledError, StorageError
+from ray_dcp.errors import (
+    DeadlineError,
+    LimitError,
+    ParticipantError,
+    SaveCancelledError,
+    StorageError,
+)
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.rank_load import MemorySource
@@ -318,6 +324,55 @@ def test_an_object_that_is_in_use_counts(places):
     assert node.queue.used_bytes() == 2 * SLOT
     used.clear()
     assert waiting.result(180).slots
+
+
+def test_a_transfer_that_fails_leaves_no_object_and_no_thread(places, monkeypatch):
+    """Its job is not released by anybody: there is no outcome to wait for."""
+    node, put_by = object_node(3), []
+
+    def put(self, parts):
+        put_by.append(self)
+        if len(put_by) > 3:
+            raise StorageError("no room")
+        return real(self, parts)
+
+    real = Link.put
+    monkeypatch.setattr(Link, "put", put)
+    with pytest.raises(StorageError, match="no room") as caught:
+        staged(node, share([3 * MIB] * 4), places[0])
+    assert eventually(lambda: not put_by[0].alive and not freeing())
+    assert node.idle()
+    assert caught.value.__traceback__  # as the handle of a save keeps it
+
+
+def test_a_stager_that_is_slow_to_say_what_is_free_is_asked_again(places, monkeypatch):
+    """Or a state larger than the budget would wait for room until its deadline."""
+    late = [DeadlineError("no answer"), DeadlineError("no answer")]
+
+    def call(self, method, *arguments, **more):
+        if method == "freed" and late:
+            raise late.pop()
+        return real(self, method, *arguments, **more)
+
+    real = Link.call
+    monkeypatch.setattr(Link, "call", call)
+    node = object_node(2)
+    staged(node, share([3 * MIB] * 4), places[0])
+    assert node.idle()
+    assert not late
+
+
+def test_who_was_taken_over_is_not_asked_for_ever(places):
+    """The job of a slow stager has written all, and is released by nobody."""
+    node = object_node(8)
+    staged(node, share([3 * MIB] * 2), places[0])
+    assert eventually(lambda: not freeing())
+    assert node.queue.progress(KEY) is not None
+
+
+def freeing() -> list[threading.Thread]:
+    """Returns the threads that wait for windows to drop."""
+    return [one for one in threading.enumerate() if one.name == "freed windows"]
 
 
 def test_a_rank_that_is_dead_refers_to_nothing(places):
