@@ -82,7 +82,12 @@ def picture_histogram(*tensors: TensorHandle, bins: int = 80) -> Picture:
         points = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in corners)
         first, last = f"{x(low):.1f},{_BOTTOM}", f"{x(high):.1f},{_BOTTOM}"
         colour = draw.rank_colour(index)
-        look: dict[str, Any] = {"stroke": colour, "fill": colour, "fill_opacity": 0.15, "stroke_width": 1.4}
+        look: dict[str, Any] = {
+            "stroke": colour,
+            "fill": colour,
+            "fill_opacity": 0.15,
+            "stroke_width": 1.4,
+        }
         parts.append(draw.tag("polygon", points=f"{first} {points} {last}", **look))
     names = [_told(one, int(found.sum())) for one, found in zip(tensors, counts, strict=True)]
     key = [(draw.rank_colour(index), name) for index, name in enumerate(names)]
