@@ -374,7 +374,7 @@ def _said(policy: RetentionPolicy, steps: Sequence[StepFacts]) -> list[bool]:
         ) from error
     if len(said) != len(steps):
         raise InvalidRequestError(
-            f"{policy!r} must decide for each of {len(steps)} steps whether to keep it, but gave "
+            f"{policy!r} must decide of each of {len(steps)} steps whether to keep it, but gave "
             f"{len(said)} answers",
             key="retention",
         )
