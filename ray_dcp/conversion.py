@@ -69,7 +69,7 @@ class Stored:
 
 
 def stored_in_table(table: ChunkTable) -> list[Stored]:
-    """Returns what a chunk table tells.
+    """Returns what a chunk table has.
 
     Args:
         table: Of a committed checkpoint, ours or stock DCP's.
@@ -86,7 +86,7 @@ def stored_in_table(table: ChunkTable) -> list[Stored]:
 
 
 def stored_in_metadata(metadata: Metadata) -> list[Stored]:
-    """Returns what the metadata of a third party's reader tells.
+    """Returns what the metadata of a third party's reader has.
 
     Args:
         metadata: As `StorageReader.read_metadata` gives it.
@@ -117,7 +117,7 @@ def chosen(
         dtype: Of floating tensors; their own if None.
 
     Raises:
-        InvalidRequestError: Nothing is left, or two get one name.
+        InvalidRequestError: No name is chosen, or two get one name.
     """
     rename = renamer(key_map) if key_map is not None else None
     kept: dict[str, Stored] = {}
@@ -141,7 +141,7 @@ def chosen(
         kept[new.fqn] = new
     if stored and not kept:
         raise InvalidRequestError(
-            f"nothing of the checkpoint is left: expected some of {len(stored)} names such as "
+            f"no name of the checkpoint is chosen: expected some of {len(stored)} names such as "
             f"{stored[0].name!r} to match {list(include)}",
             key="include",
         )
@@ -207,7 +207,7 @@ def check_stands(checkpoint_id: CheckpointId, record: bytes) -> None:
 
     Args:
         checkpoint_id: Of which was read.
-        record: What `stored_in` told.
+        record: What `stored_in` returned.
 
     Raises:
         DamagedCheckpointError: It was replaced meanwhile.
@@ -222,10 +222,10 @@ def check_stands(checkpoint_id: CheckpointId, record: bytes) -> None:
 def added_up(
     told: Told | None, tensors: Iterable[Stored | torch.Tensor]
 ) -> Callable[[int], None] | None:
-    """Returns what takes bytes that were read and tells their sum; None if nobody wants to know.
+    """Returns a callback that adds up bytes that were read and reports the sum; None without one.
 
     Args:
-        told: Is called with bytes read and in all.
+        told: Called with bytes read and in all.
         tensors: Everything that will be read.
     """
     if told is None:
@@ -254,7 +254,7 @@ def read_into(
         checkpoint_id: As for `load`.
         reader: `storage_reader`, as for `load`.
         options: As for `load`.
-        progress: Is told about each part; what is loaded with it is tensors alone.
+        progress: Called with each part; what is loaded with it is tensors alone.
 
     Raises:
         CheckpointError: As `load` does.

@@ -142,7 +142,7 @@ def export(
     Raises:
         InvalidRequestError: Nothing matches, or the target is not new.
         UnsupportedValueError: The format lacks a dtype.
-        StorageError: There is not enough space, which is said before anything is written; or the
+        StorageError: There is not enough space, which is checked before anything is written; or the
             storage failed.
         CheckpointError: The checkpoint can't be read.
 
@@ -252,7 +252,7 @@ def copy(
     Raises:
         CheckpointExistsError: Something of a checkpoint is at the target, or somebody else wrote
             one there meanwhile.
-        CommitUnknownError: The storage did not say whether the copy appeared.
+        CommitUnknownError: The storage did not report whether the copy was committed.
         DamagedCheckpointError: A file is missing or has another length.
         StorageError: There is not enough space, or a storage failed.
 
@@ -315,7 +315,7 @@ def _check_free_bytes(path: Path, num_bytes: int) -> None:
     try:
         free = shutil.disk_usage(there).free
     except OSError as error:
-        raise StorageError(f"the space in {there} can't be told: {error}") from error
+        raise StorageError(f"the free space in {there} can't be read: {error}") from error
     if num_bytes > free:
         raise StorageError(
             f"expected {size_text(num_bytes)} of space in {there}, but {size_text(free)} are free; "
@@ -405,7 +405,7 @@ def _rewrite(
 
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """Gives a new directory beside a path, which is gone afterwards unless it was moved."""
+    """Gives a new directory beside a path, which is deleted afterwards unless it was moved."""
     parent = next(folder for folder in path.absolute().parents if folder.is_dir())
     temporary = Path(tempfile.mkdtemp(prefix=".ray-dcp-", dir=parent))
     temporary.chmod(0o755)

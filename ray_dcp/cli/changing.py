@@ -81,18 +81,18 @@ def _check_deletable(step: StepView, marks: _Marks, *, force: bool) -> None:
     if step.state in FOREIGN:
         raise InvalidRequestError(
             f"{step.path.url} was written by another program, and ray-dcp deletes only its own "
-            f"files; remove the directory if you want it gone"
+            f"files; remove the directory yourself to delete it"
         )
     if marks.tags and not force:
         plural = "" if len(marks.tags) == 1 else "s"
         raise InvalidRequestError(
-            f"{step.path.url} has the tag{plural} {', '.join(marks.tags)}: take it away with "
-            f"ray-dcp tag --remove, or say --force"
+            f"{step.path.url} has the tag{plural} {', '.join(marks.tags)}: remove it with "
+            f"ray-dcp tag --remove, or give --force"
         )
     if marks.readers and not force:
         raise InvalidRequestError(
             f"{step.path.url} is being read by {', '.join(marks.readers)}: wait until that is "
-            f"done, or say --force if it has ended"
+            f"done, or give --force if it has ended"
         )
 
 
@@ -176,7 +176,7 @@ class _Marks:
 
 
 def _reader(shared: Storage, lease: str) -> str:
-    """Returns who reads a step by a lease; "" where its process is gone."""
+    """Returns who reads a step by a lease; "" where its process has ended."""
     from ray_dcp.manager.leases import LeaseHolder, this_process
 
     data = read_if_there(shared, lease)
@@ -193,7 +193,7 @@ def _reader(shared: Storage, lease: str) -> str:
 @click.option(
     "--abort-unfinished",
     is_flag=True,
-    help="End saves that may still be committed, too: right when their jobs are gone.",
+    help="End saves that may still be committed, too: right when their jobs have ended.",
 )
 @click.option("--quiet", is_flag=True, help="Name no files.")
 @yes
@@ -285,7 +285,7 @@ def _tell(
 @click.command()
 @click.argument("step")
 @click.argument("tags", nargs=-1)
-@click.option("--remove", is_flag=True, help="Take these tags away.")
+@click.option("--remove", is_flag=True, help="Remove these tags.")
 @click.option("--note", metavar="TEXT", help="Put a note on the step; '' removes it.")
 @dry_run
 def tag(step: str, tags: tuple[str, ...], remove: bool, note: str | None, dry_run: bool) -> None:
@@ -299,7 +299,7 @@ def tag(step: str, tags: tuple[str, ...], remove: bool, note: str | None, dry_ru
     if note is not None:
         check_note(note)
     if remove and not tags:
-        raise InvalidRequestError("which tags are to be removed? Name them behind the step")
+        raise InvalidRequestError("which tags are to be removed? Name them after the step")
     lines, verb = list[str](), "would have" if dry_run else "has"
     if not tags and note is None:
         lines = [*found.tags, *([f"note: {found.note}"] if found.note else [])]

@@ -21,8 +21,8 @@ _STYLES = {"changed": "yellow", "added": "green", "removed": "red", "undecided":
 @click.argument("first")
 @click.argument("second")
 @click.option("--tensor", "pattern", metavar="GLOB", help="Only names that match.")
-@click.option("--values", is_flag=True, help="Read what changed, and tell by how much.")
-@click.option("--hashes-only", is_flag=True, help="Read nothing where hashes can't tell.")
+@click.option("--values", is_flag=True, help="Read what changed, and show by how much.")
+@click.option("--hashes-only", is_flag=True, help="Read nothing where hashes can't decide.")
 @click.option("--all", "show_all", is_flag=True, help="List what is unchanged, too.")
 @click.option("--exit-code", is_flag=True, help="Exit with 1 when something differs.")
 def diff(
@@ -34,10 +34,10 @@ def diff(
     show_all: bool,
     exit_code: bool,
 ) -> None:
-    """Tell which tensors of checkpoint SECOND are not the same as in FIRST; PATH or RUN@STEP.
+    """List the tensors of checkpoint SECOND that differ from those of FIRST; PATH or RUN@STEP.
 
     Decided by stored hashes, without reading tensors, where both cut a tensor into the same chunks.
-    What hashes can't decide is read and compared, and the last lines say so.
+    What hashes can't decide is read and compared, which the last lines report.
     """
     one, other = checkpoint_at(first), checkpoint_at(second)
     with progress("comparing") as bar:
@@ -109,7 +109,7 @@ def _row(row: TensorDiff, value: ValueDiff | None) -> dict[str, object]:
 )
 @click.option("--tensor", "pattern", metavar="GLOB", help="Only names that match.")
 def reshard(path: str, layout: str, pattern: str | None) -> None:
-    """Tell what a load of the checkpoint at PATH, or RUN@STEP, on other ranks would read.
+    """Show what a load of the checkpoint at PATH, or RUN@STEP, on other ranks would read.
 
     Planned as a load plans; nothing is read. PEAK is what a rank needs in memory: its tensors, and
     what is read and not yet in place.

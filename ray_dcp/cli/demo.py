@@ -152,6 +152,6 @@ def _stock_digests(path: Path) -> dict[str, str]:
         for name, item in metadata.state_dict_metadata.items()
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that it loads in a single process, as asked
+        warnings.simplefilter("ignore")  # torch warns that it loads in a single process, as asked
         load(flat, checkpoint_id=str(path), no_dist=True)
     return program.digests_of(flat)

@@ -129,10 +129,10 @@ def _lines(run: RunView, now_s: float, *, full: bool) -> list[str]:
 @click.command()
 @click.argument("root")
 def du(root: str) -> None:
-    """Tell what takes how much space at and below ROOT, step by step.
+    """Show what takes how much space at and below ROOT, step by step.
 
-    DATA is of what stands, LEFT of saves that failed or crashed (see gc), RECORDS are manifests,
-    chunk tables and .metadata, OTHER is what other programs wrote.
+    DATA is of committed checkpoints, LEFT of saves that failed or crashed (see gc), RECORDS are
+    manifests, chunk tables and .metadata, OTHER is what other programs wrote.
     """
     run = run_of(root)
     rows = usage_of(run)
@@ -156,9 +156,9 @@ def du(root: str) -> None:
     show_default=True,
     help="Seconds between looks.",
 )
-@click.option("--looks", type=click.IntRange(1), help="End after so many; else with Ctrl-C.")
+@click.option("--looks", type=click.IntRange(1), help="End after so many looks; else with Ctrl-C.")
 def watch(root: str, interval: float, looks: int | None) -> None:
-    """Tell what happens to the run at ROOT: steps that come, change their state, and go.
+    """Print what happens to the run at ROOT: steps that appear, change their state, or disappear.
 
     A line for each; with --json an object for each line.
     """

@@ -17,14 +17,14 @@ import click
 import ray_dcp
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, InvalidRequestError
 
-# Name -> `module:attribute` of its click command, in the order of a look at a run; and its summary,
-# as `--help` must not import what a command imports.
+# Name -> `module:attribute` of its click command, and its summary, as `--help` must not import what
+# a command imports.
 COMMANDS = {
     "ls": ("listing:ls", "List the checkpoints below a directory."),
     "show": ("showing:show", "Show what is in a checkpoint."),
-    "diff": ("comparing:diff", "Tell which tensors differ between two checkpoints."),
+    "diff": ("comparing:diff", "List the tensors that differ between two checkpoints."),
     "verify": ("showing:verify", "Compare every stored byte with its checksums."),
-    "reshard": ("comparing:reshard", "Tell what a load on other ranks would read."),
+    "reshard": ("comparing:reshard", "Show what a load on other ranks would read."),
     "timeline": ("timeline:timeline", "Show what took how long on which rank when it was saved."),
     "report": ("report:report", "Write one HTML file with pictures of a run."),
     "export": ("moving:export", "Write a checkpoint as safetensors, torch.save or stock DCP."),
@@ -33,19 +33,19 @@ COMMANDS = {
     "tag": ("changing:tag", "Give a step tags, or a note."),
     "rm": ("changing:rm", "Delete checkpoints."),
     "gc": ("changing:gc", "Delete what crashed saves left behind."),
-    "du": ("listing:du", "Tell what takes how much space."),
+    "du": ("listing:du", "Show what takes how much space."),
     "doctor": ("doctor:doctor", "Look for what is wrong with a run or its storage."),
-    "watch": ("listing:watch", "Tell what happens to a run, until Ctrl-C."),
+    "watch": ("listing:watch", "Print what happens to a run, until Ctrl-C."),
     "metadata": ("changing:metadata", "Write the .metadata that a save left out, for stock DCP."),
     "demo": ("demo:demo", "Train, save, kill, resume on fewer and more ranks."),
-    "devstore": ("devstore:devstore", "Run a local S3 server, for want of a cloud."),
+    "devstore": ("devstore:devstore", "Run a local S3 server, to try things without a cloud."),
 }
 
 JSON, DEBUG, VERBOSE = (f"ray_dcp.{name}" for name in ("json", "debug", "verbose"))
 """Keys in click's `meta`: whether the options of every command were given."""
 OPTIONS = {
     "--json": (JSON, "Print JSON, errors too."),
-    "--verbose": (VERBOSE, "Also tell ids of saves, and numbers of records."),
+    "--verbose": (VERBOSE, "Also print ids of saves, and numbers of records."),
     "--debug": (DEBUG, "Show a traceback before the message of an error."),
 }
 """Of every command, also behind its arguments: key in click's `meta`, and help."""

@@ -65,13 +65,13 @@ def export(
 ) -> None:
     """Write the checkpoint SOURCE, a path or RUN@STEP, as TARGET in another format.
 
-    Streaming: memory holds no more than a tensor. That it fits the disk is looked at first.
-    safetensors and hf hold tensors alone: what they leave out is told.
+    Streaming: memory holds no more than a tensor. Free disk space is checked first.
+    safetensors and hf hold tensors alone: what they leave out is listed.
     """
     place, view = place_of(source), checkpoint_at(source)
     if model_only:
         if include or strip_prefix:
-            raise InvalidRequestError("say --model-only, or --tensor and --strip-prefix; not both")
+            raise InvalidRequestError("give --model-only, or --tensor and --strip-prefix; not both")
         include, strip_prefix = ("model.*",), "model."
         if not any(name.startswith(strip_prefix) for name in view.names):
             tops = few(sorted({name.partition(".")[0] for name in view.names}))
@@ -133,7 +133,7 @@ def import_(
                 source, target, include=include, dtype=dtype, weights_only=not unsafe, told=bar
             )
         except UnsafeCheckpointError as error:
-            error.message = error.message.replace("pass weights_only=False", "say --unsafe")
+            error.message = error.message.replace("pass weights_only=False", "give --unsafe")
             raise
     view = checkpoint_at(target)
     counts = {"num_tensors": len(view.tensors), "num_objects": len(view.objects)}

@@ -19,9 +19,9 @@ from ray_dcp.view.pictures.drawing import shortened
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _LEAST_NAME = 12
-"""Letters that are left of a name where a table is too wide."""
+"""Letters to which a name is shortened at most where a table is too wide."""
 
-dry_run = click.option("--dry-run", is_flag=True, help="Only tell what would be done.")
+dry_run = click.option("--dry-run", is_flag=True, help="Only print what would be done.")
 yes = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 
 
@@ -58,8 +58,8 @@ def table(
 ) -> list[str]:
     """Returns a table as lines of text that are no wider than the screen.
 
-    Columns without a value are left out. Where there is no room the columns of `least` go, the
-    first of them first; then the middle of the longest column that begins at the left is left out.
+    Columns without a value are left out. Where there is no room the columns of `least` are dropped,
+    the first of them first; then the longest left-aligned column is shortened in its middle.
 
     Args:
         rows: Cells by column, the same columns in each.
@@ -117,7 +117,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
         what: Is done, in words.
 
     Yields:
-        What to tell bytes done and in all, from any thread; None where nothing is drawn.
+        A callback for bytes done and in all, from any thread; None where nothing is drawn.
     """
     if not sys.stderr.isatty():
         yield None
@@ -146,7 +146,7 @@ def agree(question: str, *, yes: bool) -> None:
 
     Args:
         question: Without its question mark.
-        yes: Was said beforehand.
+        yes: The option was given.
 
     Raises:
         InvalidRequestError: Nobody can be asked.
@@ -155,5 +155,5 @@ def agree(question: str, *, yes: bool) -> None:
     if yes:
         return
     if not _is_asked():
-        raise InvalidRequestError(f"{question}? Nobody is there to ask: say --yes, or --dry-run")
+        raise InvalidRequestError(f"{question}? The input is no terminal: give --yes, or --dry-run")
     click.confirm(f"{question}?", abort=True, err=True)

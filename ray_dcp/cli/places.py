@@ -63,7 +63,7 @@ def checkpoints_of(text: str) -> list[tuple[str, AnyPlace]]:
             raise
         return [(f"{text.rstrip('/')}/{step.name}", step.path) for step in found]
     except CheckpointError:
-        pass  # whoever looks at it tells what is wrong
+        pass  # the caller opens it, and reports what is wrong
     return [(text, place)]
 
 

@@ -43,7 +43,7 @@ def report(run: str, file: str) -> None:
 
 
 def _sections(run: RunView) -> Iterator[tuple[str, str]]:
-    """Yields headings with pictures, oldest questions first; what can't be drawn says why."""
+    """Yields headings with pictures, and the reason where one can't be drawn."""
     yield "", picture_steps(run).html
     metrics = {name for step in run for name in step.metrics}
     steps = [step for step in run if step.step is not None]

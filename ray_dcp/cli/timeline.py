@@ -126,7 +126,7 @@ def _bar(
     spans: tuple[Span, ...], end_s: float, width: int, looks: dict[str, tuple[str, str]]
 ) -> str:
     cells = [(" ", "")] * width
-    # Why in this order: a stager writes while the rank still copies, and waiting tells least.
+    # Why in this order: a stager writes while the rank still copies, and waiting matters least.
     order = {"commit": 0, "write": 1}
     for span in sorted(spans, key=lambda span: order.get(span.phase, 2)):
         first = min(int(span.start_s / end_s * width), width - 1)

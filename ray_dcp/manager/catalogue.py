@@ -1,4 +1,4 @@
-"""The catalogue of a root: which steps are committed, as the storage tells.
+"""The catalogue of a root: which steps are committed, by what is on storage.
 
 One listing has the highest slot of every step folder. What an earlier look found in a folder holds
 as long as that slot stays the same, so its records are not read again.
@@ -97,17 +97,17 @@ class StepFound:
     last_slot: int = 0
     """Highest slot in use there."""
     slot: int = 0
-    """Slot of the manifest that stands; 0 where that is not known."""
+    """Slot of the current manifest; 0 where that is not known."""
     attempt: str = ""
     """Of that manifest."""
     created_s: float = 0.0
     """Seconds since 1970 by the clock of the rank that saved it; 0 for stock checkpoints."""
     info: StepInfo | None = None
-    """What a manager was told about it."""
+    """What a manager was given about it."""
     is_ours: bool = True
     """A save of ray_dcp; False: stock DCP's, which is read and never deleted."""
     is_readable: bool = True
-    """False: its newest record can't be read, so that nobody knows what stands."""
+    """False: its newest record can't be read, so that it is not known what is committed."""
 
     def facts(self, tags: frozenset[str]) -> StepFacts:
         """Returns what a retention policy may look at."""
@@ -122,7 +122,7 @@ class StepFound:
 
 @dataclass(frozen=True)
 class _Folder:
-    """A folder in which something of ours lies; nothing is committed unless its records say so."""
+    """A folder in which something of ours lies; nothing is committed but by its records."""
 
     step: int
     name: str
@@ -194,7 +194,7 @@ def publish(root: Root, catalogue: Catalogue) -> None:
     """Writes the catalogue file, so that the next process need not read every step's records.
 
     Only the writer of a root does. Nothing depends on it: a row is used as long as the folder that
-    it tells of has the same records.
+    it lists has the same records.
 
     Raises:
         StorageError: It could not be written.
@@ -208,7 +208,7 @@ def publish(root: Root, catalogue: Catalogue) -> None:
 
 
 def _published(root: Root, names: StepNames) -> dict[str, StepFound]:
-    """Returns what the catalogue file says of folders; nothing where it can't be read."""
+    """Returns what the catalogue file has about folders; nothing where it can't be read."""
     try:
         data = read_if_there(root.shared, CATALOGUE, MAX_RECORD_BYTES)
         rows = [] if data is None else decode_catalogue(data)
@@ -295,7 +295,7 @@ def look_at_step(root: Root, name: str, step: int) -> StepFound | None:
 def _look_into(
     step: int, name: str, keys: Iterable[str], known: Mapping[str, StepFound]
 ) -> StepFound | _Folder | None:
-    """Returns what the names in a folder and what is known of it tell."""
+    """Returns a folder's entry, by the names in it and what is known of it."""
     # Why so plainly: this runs 10,000 times when a long run is opened.
     last, infos, tables, is_ours, is_stock = 0, [], [], False, False
     for key in keys:
@@ -352,7 +352,7 @@ def _read(folder: _Folder, root: Root, storage: Storage) -> StepFound | _Folder:
     except StorageError:
         raise
     except CheckpointError as error:
-        logger.warning("What stands in %s/%s can't be told: %s", root.url, name, error)
+        logger.warning("What is committed in %s/%s is not known: %s", root.url, name, error)
         return StepFound(step, name, last, is_readable=False)
     if not isinstance(record, Manifest):
         return folder

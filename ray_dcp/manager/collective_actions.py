@@ -105,7 +105,7 @@ def agree(
         decide: Called on rank 0 alone, with the facts by rank; gives what JSON takes.
         timeout_s: Deadline for all ranks to come, in seconds.
         heartbeat_s: Silence after which a rank counts as frozen, in seconds.
-        error: This rank can't take part, and why: all are told.
+        error: Why this rank can't take part; reported to all.
         key: Of this call, if the session named it before.
 
     Raises:
@@ -132,7 +132,7 @@ def agree(
             )
             if decided is not None:
                 outbox = dict.fromkeys(range(world_size), decided.encode())
-        # Why twice: rank 0 may use up the first for its decision, and has to tell that.
+        # Why twice: rank 0 may use up the first for its decision, and has to report that.
         tag = f"{what}: decided"
         reply = yield Exchange(second, rank, world_size, tag, outbox, 2 * timeout_s, failed)
         if not isinstance(reply, Exchanged):
@@ -221,7 +221,7 @@ class Finisher:
         except CheckpointError as failed:
             error = failed
             error.step = step if error.step is None else error.step
-        except Exception as failed:  # noqa: BLE001 - told by join
+        except Exception as failed:  # noqa: BLE001 - raised by join
             error = CheckpointError(
                 f"the save of step {step} failed: {type(failed).__name__}: {failed}", step=step
             )
@@ -321,7 +321,7 @@ class CollectiveActions:
         )
 
     def is_preempted(self, step: int) -> bool:
-        """Tells whether some rank was told that its machine is taken away.
+        """Returns whether some rank was notified that its machine is taken away.
 
         Raises:
             CheckpointError: The ranks could not agree.
@@ -432,7 +432,7 @@ class CollectiveActions:
             "planner": item.planner_for_save(),
             "process_group": self.group,
             "no_dist": self.no_dist,
-            # Careful: what stands was looked at when the step was begun.
+            # Careful: the records were read when the step was begun.
             # Why in the call: it returns to a user who has no handle to wait for.
             "options": replace(item.save_options, staging="call"),
         }
@@ -441,7 +441,7 @@ class CollectiveActions:
         """Makes the step of its items: by a checkpoint of its own, that rank 0 saves.
 
         Raises:
-            CommitUnknownError: Nobody could say whether the step is committed.
+            CommitUnknownError: It is not known whether the step is committed.
             CheckpointError: It is not, and never will be.
         """
         if not self.settings.named:
@@ -474,7 +474,7 @@ class CollectiveActions:
     def _settle(
         self, place: StepTarget, error: CheckpointError, what: str, timeout_s: float
     ) -> None:
-        """Returns if the storage says that the step is committed; else it never will be.
+        """Returns if the step is committed by its records; else it never will be.
 
         Why: the commit may have happened before the ranks lost each other, or may still happen.
         """
@@ -495,7 +495,7 @@ class CollectiveActions:
                 raise error
             case Open(why):
                 raise CommitUnknownError(
-                    f"{what} failed, and the storage did not say whether it happened: {error}; "
+                    f"{what} failed, and the storage did not report whether it happened: {error}; "
                     f"{why}. Ask ray_dcp.outcome({target.url!r}, {place.attempt!r}) later",
                     attempt=place.attempt,
                     step=place.step,

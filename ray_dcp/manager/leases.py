@@ -3,7 +3,7 @@
 The writer lease lets one process at a time write to a root, and a holder that lost it
 learns so. It is a numbered file, created only if absent: the highest number holds it. A process
 that wants it checks its holder first. While the holder lives, the newcomer is refused. A holder
-that is gone is succeeded; if it is not gone after all, it finds a higher number before its next
+that has ended is succeeded; if it still runs after all, it finds a higher number before its next
 save.
 
 A reader's lease protects a step from deletion while it is read. The reader writes its lease and
@@ -11,7 +11,7 @@ then fences the deletions that are announced; whoever deletes announces that and
 leases. See `ray_dcp.io.records`.
 
 Whether a holder lives is known on one machine from the operating system. On another machine only
-its renewals tell: a file that the holder keeps changing. Clocks of two machines are never compared.
+its renewals show: a file that the holder keeps changing. Clocks of two machines are never compared.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ray_dcp.store.storage import KeyExistsError, Storage, read_if_there
 
 @dataclass(frozen=True)
 class LeaseHolder:
-    """A process, as it can be told from all others."""
+    """A process, with what distinguishes it from all others."""
 
     machine: str
     """Host, boot and process namespace."""
@@ -138,7 +138,7 @@ def renewed(beat: Callable[[int], object], every_s: float) -> Callable[[], None]
 
 
 LEASE_S = 30.0
-"""Silence after which a holder on another machine counts as gone, in seconds."""
+"""Time without a renewal after which a holder on another machine counts as dead, in seconds."""
 
 _BEATS = 3
 """Renewals within that time."""
@@ -153,7 +153,8 @@ class WriterLease:
 
     Args:
         root: Where.
-        lease_s: Silence after which a holder on another machine counts as gone, in seconds.
+        lease_s: Time without a renewal after which a holder on another machine counts as dead, in
+            seconds.
         holder: Who takes it; this process by default.
         wait: Lets seconds pass.
         beats: Renew it in a thread, so that others see that this process lives.
@@ -196,7 +197,7 @@ class WriterLease:
         return self._held(self._root.shared)[1]
 
     def take(self, *, even_if_held: bool = False, now_s: float = 0.0, last_s: float = 0.0) -> None:
-        """Takes the lease; does nothing when this process has it, as `check` tells.
+        """Takes the lease; does nothing when this process has it, by `check`.
 
         Args:
             even_if_held: Also from a holder that lives; it is refused from then on.
@@ -230,7 +231,7 @@ class WriterLease:
             except KeyExistsError:
                 continue
             if has_failed:
-                logger.info("%s was written by %s, which is gone", self._root.url, holder)
+                logger.info("%s was written by %s, which has ended", self._root.url, holder)
             self._number = number + 1
             self._remove_older(storage)
             if self._beats and storage.traits.shared:
@@ -289,7 +290,7 @@ class WriterLease:
 
     def _count(self, storage: Storage, number: int, has_failed: bool, last_s: float) -> None:
         """Takes over what the holder before counted, and adds that one."""
-        # Why suppressed: a file that can't be read tells nothing.
+        # Why suppressed: a file that can't be read proves nothing.
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             before = json.loads(read_if_there(storage, _name(number)) or b"{}")
             self.failures = int(before["failures"]) + has_failed
@@ -340,7 +341,8 @@ class Lease:
     Args:
         root: Where.
         step: Which step.
-        lease_s: Silence after which a reader on another machine counts as gone, in seconds.
+        lease_s: Time without a renewal after which a reader on another machine counts as dead, in
+            seconds.
         holder: Who reads; this process by default.
         beats: Renew it in a thread, so that others see that this process lives.
 
@@ -379,7 +381,7 @@ class Lease:
 
     def __exit__(self, *_: object) -> None:
         self._stop()
-        # Why suppressed: the reader is done, and a lease of a process that is gone ends by itself.
+        # Why suppressed: the reader is done, and a lease ends with the process that holds it.
         with suppress(CheckpointError):
             self._root.shared.delete([self._key])
 
@@ -391,7 +393,8 @@ class Readers:
     """Tells whether who reads a step still does.
 
     Args:
-        lease_s: Silence after which a reader on another machine counts as gone, in seconds.
+        lease_s: Time without a renewal after which a reader on another machine counts as dead, in
+            seconds.
         holder: Who asks; this process by default.
         clock: Seconds that only go forward.
     """
@@ -410,7 +413,7 @@ class Readers:
         """Content of leases, and since when it is that."""
 
     def is_live(self, shared: Storage, key: str) -> bool:
-        """Tells whether a lease is held; removes it where its holder is gone.
+        """Returns whether a lease is held; removes it where its holder has ended.
 
         Args:
             shared: What managers share.

@@ -85,7 +85,7 @@ class CheckpointManager:
     only look (`all_steps`, `latest_step`, `best_step`, `step_info`, `reading`, `follow`) any
     process may call at any time.
 
-    A root has one writer at a time, which is told from a second one; readers
+    A root has one writer at a time, and a second one is refused; readers
     need no writer lease.
 
     Args:
@@ -99,7 +99,7 @@ class CheckpointManager:
             `notice_preemption`. A first SIGTERM does not end the process then.
         save_policy: When to save: `EverySteps(100) | EveryMinutes(30)`.
         retention: What to keep: `LatestN(3) | BestN(2, "loss") | KeepEverySteps(10_000)`. Whatever
-            it says, the newest step and those with a tag are kept.
+            it decides, the newest step and those with a tag are kept.
         item: How steps of one state are saved and loaded.
         items: Makes a step of several named states, each saved and loaded in its own way; the state
             dict then has one for each name.
@@ -110,7 +110,7 @@ class CheckpointManager:
         read_only: Refuse to save and delete.
         takeover: Take the writer lease away from a process that lives.
         sync_every: Ranks agree about clocks and preemption at steps that this divides.
-        lease_s: Silence after which a writer or reader on another machine counts as gone, in
+        lease_s: Time without a renewal after which a writer or reader elsewhere counts as dead, in
             seconds.
         on_failure: Called with step and error, in a thread, when an asynchronous save fails.
         no_dist: This process is alone, whatever the process group.
@@ -347,7 +347,7 @@ class CheckpointManager:
             state_dict: As for `ray_dcp.save`; with `items`, a state dict for each of them.
             force: Save whether it is due or not.
             metrics: Numbers by name; rank 0's count, as for the next two.
-            metadata: Of what JSON can hold; comes back in `step_info`.
+            metadata: Of what JSON can hold; `step_info` returns it.
             tags: While a step has one it is kept; those that it has already stay.
             replace: Take the place of a step that is committed, atomically.
 
@@ -379,7 +379,7 @@ class CheckpointManager:
         """Saves a step in the background if it is due, and returns once its bytes are copied.
 
         Waits while `max_pending_async` saves are under way. The step is in `all_steps` when it is
-        committed. A save that fails is told by `join`, by `on_failure`, and in the log.
+        committed. A save that fails is reported by `join`, by `on_failure`, and in the log.
 
         Args:
             step: As for `save`, like the others.
@@ -422,7 +422,7 @@ class CheckpointManager:
             raise error
 
     def reached_preemption(self, step: int) -> bool:
-        """Tells whether some rank was told that its machine is taken away.
+        """Returns whether some rank was notified that its machine is taken away.
 
         Args:
             step: At which all ranks ask.
@@ -461,7 +461,7 @@ class CheckpointManager:
             Which step, and what each load did.
 
         Raises:
-            CheckpointNotFoundError: There is no such step; the message says which there are.
+            CheckpointNotFoundError: There is no such step; the message lists those there are.
             DamagedCheckpointError: It is damaged; with "auto" all are.
             InvalidRequestError: The step consists of other items than the manager has.
             CheckpointError: As `ray_dcp.load` does.
@@ -470,7 +470,7 @@ class CheckpointManager:
         return restore(self._actions, step, state_dict, options)
 
     def delete(self, step: int) -> None:
-        """Deletes a step, on rank 0's word, and returns when it is gone.
+        """Deletes a step, as rank 0 decides, and returns when that is done.
 
         Raises:
             CheckpointNotFoundError: It is not committed.

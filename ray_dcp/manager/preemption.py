@@ -1,4 +1,4 @@
-"""Whether this process was told that its machine is preempted: by SIGTERM, or by the caller.
+"""Whether this process was notified that its machine is preempted: by SIGTERM, or by the caller.
 
 The first SIGTERM is recorded, and the process goes on, so that it can save. A second one does what
 it would have done without a manager; so does the first in a process that was forked from this one,
@@ -31,7 +31,7 @@ class Preemption:
 
     @property
     def is_told(self) -> bool:
-        """Whether the process was told."""
+        """Whether the process was notified."""
         return self._told.is_set()
 
     def tell(self) -> None:
@@ -85,7 +85,7 @@ def _take(number: int, frame: FrameType | None) -> None:
 
 
 def _is_first(now: float) -> bool:
-    # Careful: that all are told is not enough. Another rank's notice tells them too, and then this
+    # Careful: that all are notified is not enough. Another rank's notice counts too, and then this
     # process would end by its own, in the middle of the save.
     if not _first or not all(one.is_told for one in _listeners):
         _first[:] = [now]
@@ -93,5 +93,5 @@ def _is_first(now: float) -> bool:
 
 
 def _or_default(handler: Any) -> Any:
-    # Why: None stands for a handler that was not set from Python, which can't be set again.
+    # Why: None means a handler that was not set from Python, which can't be set again.
     return signal.SIG_DFL if handler is None else handler

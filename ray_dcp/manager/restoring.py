@@ -1,6 +1,6 @@
 """Restores a step on all ranks: the one that is asked for, or the newest that can be loaded.
 
-Rank 0 decides which steps are candidates; the `RestoreReport` says which one was restored.
+Rank 0 decides which steps are candidates; the `RestoreReport` has the one that was restored.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def best_step_of(
 
     Args:
         catalogue: What is committed.
-        retention: Whose `BestN` says which metric is meant, when it is not given.
+        retention: Whose `BestN` has the metric, when it is not given.
         metric: Name.
         mode: Which values are best; that of the retention's `BestN`, else "min".
 

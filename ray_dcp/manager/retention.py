@@ -1,6 +1,6 @@
 """What a `CheckpointManager` keeps: small policies over the committed steps, with `|`, `&`, `~`.
 
-A policy looks at no clock and at no storage. Whatever it says, `superfluous` never includes the
+A policy reads no clock and no storage. Whatever it decides, `superfluous` never includes the
 newest step, one that carries a tag, or one that a caller protects.
 """
 
@@ -85,7 +85,7 @@ class LatestN(_Combines):
 class BestN(_Combines):
     """Keeps the `n` steps with the best value of a metric; of equal ones the newer.
 
-    A step without that metric is not kept by it. Every save must then tell the metric.
+    A step without that metric is not kept by it. Every save must then give the metric.
 
     Raises:
         InvalidRequestError: `n` is no whole number above 0, or the mode is none.
@@ -368,13 +368,13 @@ def _said(policy: RetentionPolicy, steps: Sequence[StepFacts]) -> list[bool]:
         # Why: a save is committed by now, and nothing may go on the word of a policy that failed.
         where = traceback.extract_tb(error.__traceback__)[-1]
         raise CheckpointError(
-            f"expected {policy!r} to say of {len(steps)} steps which to keep, but it raised "
+            f"expected {policy!r} to decide which of {len(steps)} steps to keep, but it raised "
             f"{type(error).__name__}: {error} ({where.filename}:{where.lineno}). No step is "
             f"removed until it answers; mend its keeps()"
         ) from error
     if len(said) != len(steps):
         raise InvalidRequestError(
-            f"{policy!r} must say of each of {len(steps)} steps whether to keep it, but gave "
+            f"{policy!r} must decide of each of {len(steps)} steps whether to keep it, but gave "
             f"{len(said)} answers",
             key="retention",
         )

@@ -32,7 +32,7 @@ class SaveFacts:
     """Seconds since the last save was begun, or since the manager was made, by rank 0's
     monotonic clock."""
     preempted: bool = False
-    """Some rank was told that its machine is taken away, and no save was begun since."""
+    """Some rank was notified that its machine is taken away, and no save was begun since."""
     saving: bool = False
     """A save is under way, or what it cost is still being measured."""
     cost_s: float | None = None
@@ -256,7 +256,7 @@ class SaveCosts:
     def cost_s(self) -> float | None:
         """Seconds of training that a save costs: the median of 5; None before the first.
 
-        At least a hundredth of a step, as less can't be told from the noise of steps.
+        At least a hundredth of a step, as less can't be distinguished from the noise of steps.
         """
         if not self._costs_s:
             return None
@@ -323,7 +323,7 @@ class AtSteps(_Combines):
 
 @dataclass(frozen=True)
 class OnPreemption(_Combines):
-    """Due once after some rank was told that its machine is taken away.
+    """Due once after some rank was notified that its machine is taken away.
 
     Example:
         >>> (EverySteps(100) | OnPreemption()).due(SaveFacts(step=7, preempted=True))

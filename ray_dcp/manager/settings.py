@@ -75,7 +75,7 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All that a manager is told when it is made; see there.
+    """The arguments of a manager's constructor; see there.
 
     Attributes:
         policy: When to save; None: nothing is due by itself.
@@ -182,7 +182,7 @@ def _policy(
 def _retention(max_to_keep: int, retention: RetentionPolicy | None) -> RetentionPolicy | None:
     if max_to_keep and retention is not None:
         raise InvalidRequestError(
-            f"max_to_keep={max_to_keep} and retention= both say what to keep; write "
+            f"max_to_keep={max_to_keep} and retention= both decide what to keep; write "
             f"retention=LatestN({max_to_keep}) | … instead",
             key="max_to_keep",
         )

@@ -68,7 +68,7 @@ class Going:
     step: int
     name: str
     attempt: str | None
-    """That stands there; "" where crashes left files, None where that can't be told."""
+    """That is committed there; "" where crashes left files, None where that is not known."""
 
 
 class Steps:
@@ -162,14 +162,14 @@ class Steps:
     def prepare(
         self, place: StepTarget, info: StepInfo, tags: Collection[str] = ()
     ) -> frozenset[str]:
-        """Writes what is told about a step, for the commit that comes next to its folder.
+        """Writes the info of a step, for the next commit in its folder.
 
         Tags that the step has stay, also when the commit replaces what had them: whoever gave them
         takes them away.
 
         Args:
             place: Of the step.
-            info: What is told.
+            info: Metrics, metadata and items.
             tags: That it gets.
 
         Returns:
@@ -287,7 +287,7 @@ class Steps:
         if not found.is_ours:
             raise InvalidRequestError(
                 f"step {step} was written by another program into {found.name}; ray_dcp does not "
-                f"delete it. Remove the directory if you want it gone",
+                f"delete it. Remove the directory yourself to delete it",
                 step=step,
             )
         return going(found)
@@ -318,7 +318,7 @@ class Steps:
 
 
 class Deletions:
-    """Deletes steps of a root: each is announced, and goes unless something protects it then.
+    """Deletes steps of a root: each is announced, then deleted unless something protects it.
 
     Args:
         root: Where.
@@ -394,7 +394,7 @@ class Deletions:
         """Removes a step whose deletion is announced.
 
         Raises:
-            CheckpointExistsError: Something else stands there by now, or somebody protects it.
+            CheckpointExistsError: Something else is committed there by now, or it is protected.
             CheckpointError: It is not removed, or something is left.
         """
         try:
@@ -413,7 +413,7 @@ class Deletions:
 
 
 def remove_step(root: Root, going: Going, attempt: str, check: Callable[[], object]) -> None:
-    """Deletes what ray_dcp wrote into a step folder, all but the record that says so.
+    """Deletes what ray_dcp wrote into a step folder, all but the delete record.
 
     That record stays for good: without it, an attempt that has lain still since before could
     commit, or delete, what is saved there next.
@@ -425,8 +425,8 @@ def remove_step(root: Root, going: Going, attempt: str, check: Callable[[], obje
         check: Called right before the delete record is committed; raises what keeps the step.
 
     Raises:
-        CheckpointExistsError: Something else stands there by now, or somebody ended the deletion.
-        StorageError: Something is left; the step is gone all the same, or was not touched.
+        CheckpointExistsError: Something else is committed there by now, or the deletion was ended.
+        StorageError: Files remain; the step is deleted all the same, or was not touched.
     """
     storage = root.open(going.name)
     keys = [entry.key for entry in storage.list()]

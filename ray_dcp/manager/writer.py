@@ -1,6 +1,6 @@
 """`Writer`: what rank 0 of a manager does for all: decides, prepares, records commits, removes.
 
-No torch and no session: facts of the other ranks come in, a decision goes out as a value.
+No torch and no session: takes facts of the other ranks, returns a decision as a value.
 `collective_actions` makes the saves themselves.
 
 `Remover` removes steps off the save path: in a thread, pass by pass, with retries. A failure ends
@@ -171,7 +171,7 @@ class Writer:
         root: Where.
         settings: Of the manager.
         clock: Seconds that only go forward, for policies.
-        now: Seconds since 1970, for what is told about steps.
+        now: Seconds since 1970, for the info of steps.
         threaded: Remove in a thread, and let others see that this process lives.
         holder: Who writes; this process by default.
 
@@ -201,7 +201,7 @@ class Writer:
         readers = Readers(lease_s=settings.lease_s, holder=holder)
         self._deletions = Deletions(root, readers, self._lease.check, self._removed)
         self._begun: dict[int, tuple[StepInfo, frozenset[str]]] = {}
-        """What is told of the steps that are being saved, and the tags that they got."""
+        """Infos of the steps that are being saved, and the tags that they got."""
         self.remover = Remover(root.url, self.remove_superfluous, threaded=threaded)
         self._made_s = self._last_begun_s = clock()
         self._costs = SaveCosts()
@@ -234,8 +234,8 @@ class Writer:
 
         Args:
             step: Which.
-            preempted: Some rank was told that its machine is taken away.
-            force: Save whatever the policy says.
+            preempted: Some rank was notified that its machine is taken away.
+            force: Save whatever the policy decides.
 
         Raises:
             StorageError: The storage can't be read.
@@ -276,7 +276,7 @@ class Writer:
         tags: Collection[str] = (),
         wanted: Callable[[], bool] = lambda: True,
     ) -> StepTarget:
-        """Returns where a step is to be saved, after writing what is told about it.
+        """Returns where a step is to be saved, after writing its info.
 
         Args:
             step: Which.
@@ -337,7 +337,7 @@ class Writer:
 
         Args:
             place: Of the step.
-            committed: None: nobody said; the storage is asked.
+            committed: None: not reported; the storage is asked.
         """
         self.give_up(place.step)
         with self.lock:
@@ -358,7 +358,7 @@ class Writer:
             if found is None:
                 return
             if found.slot and found.info is None and info is not None:
-                # Why: who takes over a run removes what is told of a step before its commit.
+                # Why: who takes over a run removes the info of a step before its commit.
                 found = self.steps.rewrite_info(found, info)
             with self.lock:
                 self.steps.note(found)
@@ -418,7 +418,7 @@ class Writer:
             self.steps.forget(going)
 
     def delete(self, step: int) -> None:
-        """Deletes a step now; its folder keeps the record that says so.
+        """Deletes a step now; its folder keeps the delete record.
 
         Raises:
             CheckpointNotFoundError: It is not committed.
@@ -514,5 +514,5 @@ class Writer:
         self._lease.check()
         for tag in sorted(tags):
             self.steps.untag(going.step, tag)
-        # Why: a removal may have been decided because this step stood.
+        # Why: a removal may have been decided because this step was committed.
         self.root.fence(f"step {going.step} was deleted", None)

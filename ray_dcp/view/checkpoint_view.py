@@ -176,7 +176,7 @@ class FileInfo:
     key: str
     """Relative to the checkpoint."""
     num_bytes: int
-    """Length; 0 if the file is missing (`verify` says so)."""
+    """Length; 0 if the file is missing (`verify` reports it)."""
     num_chunks: int
     """Number of chunks in it."""
 
@@ -228,8 +228,8 @@ class CheckpointView:
     def world_size(self) -> int | None:
         """Number of ranks that saved it.
 
-        For a checkpoint that is not ours, the number of ranks that its file names tell; None if
-        they tell none.
+        For a checkpoint that is not ours, the number of ranks by its file names; None if
+        they have none.
         """
         if self.checkpoint.manifest is not None:
             return self.checkpoint.manifest.world_size
@@ -286,7 +286,7 @@ class CheckpointView:
         Only objects that are stored in at most 4 KiB are read, the first 64 of them, and only what
         is made of plain values is told: nothing that a pickle names is looked up.
 
-        What is damaged is left out: `verify` tells of it.
+        What is damaged is left out: `verify` reports it.
 
         Raises:
             StorageError: The storage refused.
@@ -388,7 +388,7 @@ class CheckpointView:
             name: FQN.
 
         Raises:
-            MissingKeyError: The checkpoint has no such name; the message tells similar ones.
+            MissingKeyError: The checkpoint has no such name; the message lists similar ones.
             UnsafeCheckpointError: The object asks for code that a safe load refuses.
             DamagedCheckpointError: The object's bytes do not match their checksums.
         """
@@ -410,7 +410,7 @@ class CheckpointView:
             What `torch.save` wrote for each chunk, after its checksums were verified.
 
         Raises:
-            MissingKeyError: The checkpoint has no such name; the message tells similar ones.
+            MissingKeyError: The checkpoint has no such name; the message lists similar ones.
             DamagedCheckpointError: The bytes do not match their checksums.
         """
         table, transforms = self.checkpoint.table, self.checkpoint.transforms
@@ -445,11 +445,11 @@ class CheckpointView:
         """Returns what is different in another checkpoint, by stored hashes.
 
         Where both were cut into the same chunks no payload is read. Other tensors are read and
-        compared, which the result says.
+        compared, which the result reports.
 
         Args:
             other: The later one.
-            read: Read where hashes can't tell; else such tensors are `undecided`.
+            read: Read where hashes can't decide; else such tensors are `undecided`.
             told: Called with bytes read so far and in all, where bytes are read.
 
         Raises:
@@ -512,7 +512,7 @@ def open(path: AnyPlace) -> CheckpointView:  # noqa: A001 - the public name
         path: Path or URL of the checkpoint; or path of one safetensors file.
 
     Raises:
-        CheckpointNotFoundError: There is none; the message says what is there.
+        CheckpointNotFoundError: There is none; the message lists what is there.
         UncommittedCheckpointError: Files of a save are there, but it was never committed.
         DamagedCheckpointError: Its manifest or chunk table can't be trusted.
         StorageError: The storage refused.

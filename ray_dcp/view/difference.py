@@ -37,7 +37,7 @@ class Change(IntEnum):
     UNCHANGED = 0
     CHANGED = 1
     UNDECIDED = 2
-    """Hashes can't tell: it has none, or was cut into other chunks."""
+    """Hashes can't decide: it has none, or was cut into other chunks."""
     RESHAPED = 3
     """It has another shape."""
     RETYPED = 4
@@ -48,7 +48,7 @@ class Change(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class TableDiff:
-    """What hashes tell about two checkpoints.
+    """What the hashes of two checkpoints decide.
 
     Attributes:
         names: FQN of everything in either, those of the first in its order, then what was added.
@@ -68,7 +68,7 @@ class TableDiff:
 
     @property
     def new_bytes(self) -> int | None:
-        """Bytes of tensors of the second that the first lacks; None where hashes can't tell."""
+        """Bytes of tensors of the second that the first lacks; None where hashes can't decide."""
         if (self.change == Change.UNDECIDED).any():
             return None
         new = ~np.isin(self.change, (Change.UNCHANGED, Change.REMOVED))
@@ -231,7 +231,7 @@ class TensorDiff:
 
     name: str
     change: ChangeName
-    """`undecided`: hashes can't tell, and nothing was read."""
+    """`undecided`: hashes can't decide, and nothing was read."""
     num_bytes: int
     """Stored in the second checkpoint, or in the first if it was removed."""
     changed_bytes: int
@@ -271,7 +271,7 @@ class CheckpointDiff:
         second: The later one.
         tensors: Every tensor and object of either, those of the first in its order.
         bytes_read: Payload bytes that were read to decide: 0 where hashes did.
-        notes: Why something had to be read, or could not be told.
+        notes: Why something had to be read, or could not be decided.
 
     Example:
         >>> import ray_dcp, torch
@@ -419,7 +419,7 @@ def diff_checkpoints(
     if undecided and read:
         notes = (f"{count} were read and compared: {_why(first, second)}",)
     elif undecided:
-        notes = (f"hashes can't tell of {count}: {_why(first, second)}; nothing was read",)
+        notes = (f"hashes can't decide {count}: {_why(first, second)}; nothing was read",)
     return CheckpointDiff(first, second, tuple(tensors), done, notes)
 
 

@@ -254,7 +254,7 @@ def _nothing(files: Mapping[str, int], pending: tuple[str, ...], *, aborted: boo
         return StateFound("in flight", f"it has {missing}", None, pending)
     if any(key.endswith(".safetensors") for key in files) and not ours:
         return StateFound("safetensors")
-    return StateFound("aborted", "it has records of saves, but none of a commit that stands")
+    return StateFound("aborted", "it has records of saves, but none of a commit")
 
 
 _REMOTE_THREADS = 16
@@ -277,29 +277,29 @@ class ListedCheckpoint:
     num_bytes: int
     """Bytes of all files in the directory, also of those that no commit refers to."""
     num_ranks: int | None
-    """Ranks that saved it, if that can be told."""
+    """Ranks that saved it; None if that is not known."""
     created_s: float | None
     """Seconds since 1970 by the coordinator's clock; None if that was not recorded."""
     detail: str = ""
     """What is damaged or missing."""
     in_flight: tuple[str, ...] = ()
-    """Attempts that left files here and of which no record says what became of them; beside a
+    """Attempts that left files here and that no record decides about; beside a
     checkpoint that is committed, they are saves over it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """As told to a `CheckpointManager`."""
+    """As given to a `CheckpointManager`."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The user's, as told to a `CheckpointManager`."""
+    """The user's, as given to a `CheckpointManager`."""
     tags: tuple[str, ...] = ()
     """Sorted."""
     note: str = ""
     items: Mapping[str, str] = field(default_factory=dict)
     """Folder of each named item of the step, below its own; empty for a step of one state."""
     manifest: Manifest | None = field(default=None, repr=False)
-    """The commit; None where none of ray_dcp stands."""
+    """The manifest that is current; None where ray_dcp has committed none."""
 
     @property
     def is_readable(self) -> bool:
-        """A checkpoint stands here that can be loaded, as far as names and lengths tell."""
+        """Whether a committed checkpoint can be loaded, by the names and lengths of its files."""
         return self.state in ("committed", *FOREIGN)
 
 
@@ -391,7 +391,7 @@ def _unreadable(directory: str, why: str, num_bytes: int = 0) -> ListedCheckpoin
 
 
 def _read_shared(storage: Storage, directories: dict[str, dict[str, int]]) -> _Shared:
-    """Takes the folder `.manager` out of the listing, and reads what it tells of steps."""
+    """Takes the folder `.manager` out of the listing, and reads what it has about steps."""
     tags: dict[int, list[str]] = {}
     notes: dict[int, str] = {}
     rows: dict[str, CatalogueRow] = {}
@@ -471,7 +471,7 @@ def _look(
 
 
 def num_ranks(files: Iterable[str]) -> int | None:
-    """Returns how many ranks wrote some data files, by their names; None if these tell none."""
+    """Returns how many ranks wrote some data files, by their names; None if these have no rank."""
     ranks = {rank for key in files if (rank := rank_of_file(key)) is not None}
     return len(ranks) or None
 
@@ -479,7 +479,7 @@ def num_ranks(files: Iterable[str]) -> int | None:
 def _found(
     storage: Storage, root: AnyPlace, directory: str, files: Mapping[str, int]
 ) -> tuple[int, StateFound]:
-    """Returns the slot of what stands, and what there is to say about the folder."""
+    """Returns the slot of what is committed, and the detail to show about the folder."""
     last = max((slot for key in files if (slot := slot_of(key))), default=0)
     if not last:
         return 0, state_of(files, Slots())
@@ -497,7 +497,7 @@ def _found(
 
 
 def highest_record(storage: Storage, directory: str, last: int) -> Record | None:
-    """Returns the record in the highest slot of a folder; None when it can't be told by itself.
+    """Returns the record in the highest slot of a folder; None when it does not decide by itself.
 
     Why: it nearly always decides, and one read is a tenth of looking at all slots.
 

@@ -274,7 +274,7 @@ def _places(table: ChunkTable) -> Int64Array:
     """Returns where raw bytes start, as far as that decides how a load reads.
 
     Of a long stock item a load first reads where they are, and then only what it needs; that is
-    not known here, so that what is told of it is right to about 1 KiB.
+    not known here, so that its sizes are right to about 1 KiB.
     """
     is_long = (table.payload_offset < 0) & (table.item_bytes > _WHOLE_ITEM_BYTES)
     is_raw = table.kind[table.tensor] == Kind.TENSOR

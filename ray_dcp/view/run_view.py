@@ -1,7 +1,7 @@
 """`RunView`: the checkpoints of a run, step by step, and what space they take.
 
 `open` finds out what is at a path: one checkpoint, whose content `checkpoint_view` shows, or a run.
-`usage_of` says what takes how much space, by whose the files are. Needs neither torch nor ray.
+`usage_of` returns what takes how much space, by whose the files are. Needs neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class StepView(ListedCheckpoint):
         """Bytes of tensors and objects that are not the same in the step before.
 
         By the stored hashes: nothing but the two chunk tables is read. All bytes for the first
-        step; None where hashes can't tell: stock checkpoints, or chunks that were cut otherwise.
+        step; None where hashes can't decide: stock checkpoints, or chunks that were cut otherwise.
         """
         before = self._run.before(self)
         try:
@@ -298,7 +298,7 @@ def open(path: AnyPlace) -> CheckpointView | RunView:  # noqa: A001 - the public
             `latest`, `best`, `best:METRIC`, a tag or a folder.
 
     Raises:
-        CheckpointNotFoundError: There is neither; the message says what is there, or near.
+        CheckpointNotFoundError: There is neither; the message lists what is there, or near.
         UncommittedCheckpointError: Files of a save are there, but it was never committed.
         DamagedCheckpointError: The manifest or chunk table can't be trusted.
         StorageError: The storage refused.
@@ -349,8 +349,8 @@ class Usage:
     name: str
     """Of the checkpoint, or of another folder."""
     num_bytes: Mapping[str, int]
-    """By kind: `data` of what stands; `left`: of attempts that do not stand; `records`: manifests,
-    chunk tables, `.metadata` and what is told about a step; `other`: what other programs wrote."""
+    """By kind: `data` of what is committed; `left`: of attempts that are not; `records`: manifests,
+    chunk tables, `.metadata` and infos of steps; `other`: what other programs wrote."""
 
     @property
     def total_bytes(self) -> int:

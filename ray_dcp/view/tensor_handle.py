@@ -45,7 +45,7 @@ def select(index: Any, shape: tuple[int, ...]) -> Selection:
     """Returns the box that an index needs of a tensor.
 
     Args:
-        index: What stands between the brackets.
+        index: What is between the brackets.
         shape: Global shape of the tensor.
 
     Raises:
@@ -103,7 +103,7 @@ def _one(part: Any, length: int, axis: int) -> tuple[int, int, int | slice]:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What the chunk table says about one tensor."""
+    """What the chunk table has about one tensor."""
 
     shape: tuple[int, ...]
     """Global shape."""
@@ -128,7 +128,7 @@ class TensorHandle:
         storage: Where the checkpoint lies.
         checkpoint: It.
         tensor: Index into its chunk table's `names`.
-        info: What the table says about it.
+        info: What the table has about it.
     """
 
     def __init__(

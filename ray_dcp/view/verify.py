@@ -10,7 +10,7 @@ unpickled.
 
 **Files without chunks** (`.metadata`, records, headers and indices of safetensors files) change
 nothing of what a load gives: it goes by the newest record and the chunk table, or by what the data
-files themselves say. But other programs read them.
+files themselves contain. But other programs read them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def check_stock_item(
         key: The file.
         start: First byte of the item in the file.
         stop: Behind its last byte.
-        transforms: What `.metadata` says that the item went through.
+        transforms: Stream transforms of the item, by `.metadata`.
         max_bytes: Longest item to unpack.
 
     Returns:
@@ -212,7 +212,7 @@ def record_notes(storage: Storage, decides: int) -> list[str]:
 
     Args:
         storage: Where they lie.
-        decides: Slot of the manifest that stands.
+        decides: Slot of the current manifest.
     """
     notes = []
     for entry in storage.list("manifest-"):
@@ -341,7 +341,7 @@ def verify(path: AnyPlace, *, told: Told | None = None) -> VerifyReport:
         CheckpointNotFoundError: There is no checkpoint.
         UncommittedCheckpointError: Files of a save are there, but it was never committed.
         UnsupportedValueError: A safetensors file holds a dtype that is not read here.
-        StorageError: The storage refused to tell what is there.
+        StorageError: The storage refused to list or read.
 
     Complexity:
         Reads every data file once, a few at a time, with 8 MiB of memory for each.
@@ -370,7 +370,7 @@ def verify_opened(
         told: As for `verify`.
 
     Raises:
-        StorageError: The storage refused to tell what is there.
+        StorageError: The storage refused to list or read.
     """
     reports = [verify_checkpoint(storage, checkpoint, told=told)]
     for folder in () if path is None else items_of(storage, checkpoint):
@@ -437,7 +437,7 @@ def verify_checkpoint(
         told: Called with the bytes of the files that are done, and of all, from any thread.
 
     Raises:
-        StorageError: The storage refused to tell what is there.
+        StorageError: The storage refused to list or read.
     """
     found = {entry.key: entry.num_bytes for entry in storage.list()}
     expected = (
@@ -559,7 +559,7 @@ class _FileCheck:
     def _check_end(self, start: int) -> None:
         """Checks what follows the last item: zeros, and the file's own checksums."""
         if isinstance(self._end, str):
-            # Why all of it: without them nothing tells which of its bytes are sound.
+            # Why all of it: without them it is not known which of its bytes are sound.
             self._report(None, 0, self._num_bytes, self._end)
             return
         # Careful: a file that is too long or too short was reported.
@@ -588,7 +588,7 @@ class _FileCheck:
             self._compare(None, low, bytes(high - low), "expected zeros between items")
 
     def _check_frame(self, row: int, start: int, stop: int) -> None:
-        """Before and after the raw bytes of a tensor stands a frame that its shape decides."""
+        """Before and after the raw bytes of a tensor is a frame that its shape decides."""
         table = self._table
         low = int(table.payload_offset[row])
         high = low + int(table.payload_bytes[row])

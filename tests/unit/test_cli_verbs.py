@@ -251,7 +251,7 @@ def test_ctrl_c_ends_a_watch_quietly_and_takes_back_what_was_begun(
 
 def test_destroying_asks_and_takes_no_for_an_answer(run: Path, monkeypatch: pytest.MonkeyPatch):
     before = sorted(run.rglob("*"))
-    assert "say --yes" in refused("rm", f"{run}@10")
+    assert "give --yes" in refused("rm", f"{run}@10")
     monkeypatch.setattr(output, "_is_asked", lambda: True)
     found = invoke("rm", f"{run}@10", input="n\n")
     assert (found.exit_code, "nothing was done" in found.stderr) == (2, True)
@@ -305,7 +305,7 @@ def test_gc_removes_what_crashes_left_and_no_checkpoint(run: Path):
     found = invoke("gc", run, "--yes")
     assert (found.exit_code, left.exists()) == (0, True)
     assert "may still be committed" in found.stdout
-    assert "say --yes" in refused("gc", run, "--abort-unfinished")
+    assert "give --yes" in refused("gc", run, "--abort-unfinished")
     assert invoke("gc", run, "--abort-unfinished", "--yes").exit_code == 0
     assert not left.exists()
     assert [step.state for step in ray_dcp.open(run)] == ["committed", "committed"]

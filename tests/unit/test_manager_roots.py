@@ -458,7 +458,7 @@ def test_a_step_whose_record_is_damaged_is_listed_not_counted_and_not_deleted(tm
         manager.save(step, state(step))
     manager.join()
     assert manager.all_steps() == [1, 3]
-    assert "can't be told" in caplog.text
+    assert "is not known" in caplog.text
     with pytest.raises(errors.DamagedCheckpointError):
         manager.restore(1, state())
     manager.close()

@@ -91,7 +91,7 @@ def safe(value: object) -> str:
 
 
 def tag(name: str, content: str = "", **attributes: Any) -> str:
-    """Returns an element; `_` in the name of an attribute stands for `-`.
+    """Returns an element; `_` in the name of an attribute becomes `-`.
 
     Args:
         name: Of the element.
@@ -113,13 +113,13 @@ def tag(name: str, content: str = "", **attributes: Any) -> str:
 def rect(
     x: float, y: float, width: float, height: float, fill: str, title: str = "", **more: Any
 ) -> str:
-    """Returns a rectangle that tells its title when the mouse is over it."""
+    """Returns a rectangle that shows its title when the mouse is over it."""
     inner = tag("title", safe(title)) if title else ""
     return tag("rect", inner, x=x, y=y, width=width, height=height, fill=fill, **more)
 
 
 def line(x1: float, y1: float, x2: float, y2: float, **more: Any) -> str:
-    """Returns a line; one that only guides the eye if nothing else is said."""
+    """Returns a line; a thin guide line by default."""
     more = more or {"stroke": "currentColor", "opacity": FAINT}
     return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, **more)
 
@@ -161,12 +161,12 @@ def pictured(*parts: str) -> Picture:
 
 
 def heading(title: str, told: str = "") -> str:
-    """Returns what stands above a picture: its title and what is told beside it, which is HTML."""
+    """Returns the line above a picture: its title, and text beside it, which is HTML."""
     return f"<div>{' · '.join(filter(None, (title and f'<b>{safe(title)}</b>', told)))}</div>"
 
 
 def aside(told: str) -> str:
-    """Returns a line below or above a picture that tells what is left out."""
+    """Returns a line below or above a picture that lists what is left out."""
     return f"<div style='opacity:.75'>{safe(told)}</div>" if told else ""
 
 
@@ -204,7 +204,7 @@ def bars(rows: Sequence[Bar], x: float, y: float, *, most: int) -> tuple[str, fl
         rows: From above.
         x: Where the bars begin; their names end there.
         y: Of the top.
-        most: Rows that are drawn; of more it is told how many they are.
+        most: Rows that are drawn; of more only their number is shown.
     """
     shown = rows[:most]
     longest = max((sum(part[0] for part in row.parts) for row in shown), default=0.0)

@@ -16,7 +16,7 @@ from ray_dcp.view.tensor_handle import TensorHandle, parts_of
 
 MOST_TENSORS = 6
 _LARGEST = 1e300
-"""What is larger can't be told from infinity here: a range must be a number as well."""
+"""Larger values count as infinite here: a range must be a number as well."""
 
 _REAL = READABLE - {"complex32", "complex64", "complex128"}
 _LEFT, _TOP, _BOTTOM = 58, 12, 192

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 IntArray = npt.NDArray[np.int64]
 
 CELLS = (48, 64)
-"""Rows and columns of the raster in which more boxes are drawn than can be told apart."""
+"""Rows and columns of the raster that is drawn where there are too many boxes to see each."""
 MOST_BOXES = 400
 """More are drawn as a raster."""
 MOST_LEGEND, MOST_BARS = 12, 24
@@ -260,7 +260,7 @@ def picture_layout(view: CheckpointView, name: str) -> Picture:
         name: FQN of a tensor.
 
     Raises:
-        MissingKeyError: There is no such name; the message tells similar ones.
+        MissingKeyError: There is no such name; the message lists similar ones.
         InvalidRequestError: It is an object.
     """
     boxes, dtype = _boxes_of(view, name)
@@ -279,7 +279,7 @@ def picture_reshard(
             `CheckpointView.reshard`; or into how many parts each dimension is cut.
 
     Raises:
-        MissingKeyError: There is no such name; the message tells similar ones.
+        MissingKeyError: There is no such name; the message lists similar ones.
         InvalidRequestError: It is an object, or the layout does not fit it.
     """
     boxes, dtype = _boxes_of(view, name)

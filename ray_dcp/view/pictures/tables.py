@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ray_dcp.view.run_view import RunView, StepView
 
 MOST_DETAILED = 50
-"""Steps of which is told what is in them without being asked for, where that is quick."""
+"""Largest number of steps that are looked into by default, as that is quick."""
 MOST_STEPS, MOST_CHANGED, MOST_RANKS, MOST_METRICS = 100, 24, 32, 6
 BAR = 120
 
@@ -37,7 +37,7 @@ LEFT = ("name", "step", "state", "mark", "layout", "tags", "note")
 
 
 def step_cells(run: RunView, *, details: bool, now_s: float) -> list[dict[str, str]]:
-    """Returns what a table tells of each step, as text by column; empty where it is not known.
+    """Returns the cells of each step in a table, as text by column; empty where not known.
 
     Args:
         run: The steps.
@@ -153,7 +153,7 @@ def picture_diff(diff: CheckpointDiff, *, values: bool = False) -> Picture:
 
     Args:
         diff: As `CheckpointView.diff` gives it.
-        values: Read what changed and tell by how much.
+        values: Read what changed and show by how much.
 
     Raises:
         DamagedCheckpointError: What is read does not match its checksums.

@@ -47,7 +47,7 @@ class Node:
 
     @property
     def told(self) -> str:
-        """What there is to say about it, but for its bytes."""
+        """Its shape and dtype, or the numbers of tensors and objects below it."""
         if self.leaf is None or self.children:
             counts = ((self.num_tensors, "tensor"), (self.num_objects, "object"))
             return " and ".join(count_text(n, noun) for n, noun in counts if n)
@@ -115,7 +115,7 @@ def grown(leaves: Iterable[Leaf], *, merged: bool = True) -> Node:
 
 
 def tensor_tree(leaves: Iterable[Leaf], title: str = "") -> Picture:
-    """Returns a tree of names, each with what lies below it; the largest are told where many are.
+    """Returns a tree of names, each with what lies below it; only the largest where there are many.
 
     Args:
         leaves: All tensors and objects of a checkpoint.
