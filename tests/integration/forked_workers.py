@@ -93,6 +93,8 @@ def fork_for_ever(listener: socket.socket, order: dict[str, Any]) -> None:
         __import__(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     if not os.fork():
+        # Else the name would outlive the process that forks, and whoever connects would wait.
+        listener.close()
         become(order)
         return
     listener.settimeout(LOOK_S)
