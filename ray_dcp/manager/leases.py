@@ -291,10 +291,11 @@ class WriterLease:
     def _count(self, storage: Storage, number: int, has_failed: bool, last_s: float) -> None:
         """Takes over what the holder before counted, and adds that one."""
         # Why suppressed: a file that can't be read proves nothing.
-        with suppress(ValueError, KeyError, TypeError, RecursionError):
+        with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
             before = json.loads(read_if_there(storage, _name(number)) or b"{}")
             self.failures = int(before["failures"]) + has_failed
-            self.ran_s = float(before["ran_s"]) + max(0.0, last_s - float(before["since_s"]))
+            ran_s = last_s - float(before["since_s"])
+            self.ran_s = float(before["ran_s"]) + min(max(0.0, ran_s), _LONGEST_RUN_S)
 
     def _lives(self, storage: Storage, number: int, holder: LeaseHolder) -> bool:
         if holder.is_same_process(self._holder):
@@ -322,6 +323,10 @@ class WriterLease:
 
     def _beat(self, number: int) -> None:
         self._root.shared.write(_name(self._number, "beat"), str(number).encode())
+
+
+_LONGEST_RUN_S = 90 * 24 * 3600.0
+"""What one holder counts for at most: one wrong clock must not hide all failures from then on."""
 
 
 def _name(number: int, kind: str = "json") -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from tests.bench.async_rows import KEYS, Table
-from tests.bench.measure import state_of
+from tests.bench.measure import drop_cache, state_of
 from tests.bench.processes import cpu_s, descendants, memory_bytes, watched_memory
 from tests.leftovers import leaked_shared_memory, shared_memory
 
@@ -269,6 +269,8 @@ def _training(options: Options, root: Path, table: Table, state: dict[str, Any])
                 # The first round starts processes, which log, and touches memory, on all sides.
                 with contextlib.nullcontext() if number else _silenced():
                     lap = training.lap(contestant, root / "lap")
+                    # A kill takes the page cache along where the next node is another one.
+                    drop_cache(root)
                     began = time.perf_counter()
                     contestant.load(root / "lap")
                     load_s = time.perf_counter() - began

@@ -177,6 +177,12 @@ def test_a_writer_measures_saves_and_counts_writers_that_ended_without_closing(t
     assert train(third, range(60, 64)) == [60]
     assert third.facts(64).failures == 1
     assert third.facts(64).ran_s == 385.0 + 45.0  # until step 38 was begun, and its own
+    clock.now_s += 50 * 365 * 86400.0  # the clock was wrong and is set right
+    assert train(third, range(64, 68)) == [64]
+    third.close()
+    fourth = writer("4")
+    assert train(fourth, range(70, 74)) == [70]
+    assert fourth.facts(74).ran_s < 100 * 86400
 
 
 @pytest.mark.parametrize(
