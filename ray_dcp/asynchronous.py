@@ -143,7 +143,7 @@ class SaveHandle(Future[Metadata], AsyncSaveResponse):
         staging_completion: Done when the state dict may change again.
         upload_completion: Done when this future is, with the same result.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, ray_dcp
         >>> with tempfile.TemporaryDirectory() as root:
         ...     handle = ray_dcp.async_save({"w": torch.ones(2)}, checkpoint_id=f"{root}/step-1")
@@ -194,7 +194,7 @@ class SaveHandle(Future[Metadata], AsyncSaveResponse):
         Raises:
             InvalidRequestError: An optimizer has no such hooks.
 
-        Example:
+        Examples:
             >>> import tempfile, torch, ray_dcp
             >>> weight = torch.nn.Parameter(torch.ones(2))
             >>> optimizer = torch.optim.SGD([weight], lr=1.0)

@@ -151,7 +151,7 @@ def chosen(
 def matches(name: str, include: Sequence[str]) -> bool:
     """Whether a name is asked for.
 
-    Example:
+    Examples:
         >>> matches("model.w", ["model.*"]), matches("step", ["model.*"]), matches("step", [])
         (True, False, True)
     """
@@ -348,7 +348,7 @@ def read_state_dict(
         InvalidRequestError: Nothing matches, or two names become one.
         CheckpointError: As `load` does.
 
-    Example:
+    Examples:
         >>> import tempfile, ray_dcp
         >>> with tempfile.TemporaryDirectory() as root:
         ...     _ = ray_dcp.save({"s": {0: torch.ones(1), "e": {}}}, checkpoint_id=f"{root}/a")

@@ -79,7 +79,7 @@ def save(
         ParticipantError: A rank or the coordinator died or was too late; it is named.
         CommitUnknownError: It is not known whether the commit happened.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, ray_dcp
         >>> with tempfile.TemporaryDirectory() as root:
         ...     metadata = ray_dcp.save({"w": torch.ones(2, 3)}, checkpoint_id=f"{root}/step-1")
@@ -153,7 +153,7 @@ def async_save(
         InvalidRequestError: The call is wrong.
         ParticipantError: No session can be made.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, ray_dcp
         >>> with tempfile.TemporaryDirectory() as root:
         ...     weight = torch.ones(2, 3)
@@ -264,7 +264,7 @@ def load(
         DamagedCheckpointError: Stored bytes are not what was committed.
         ParticipantError: A rank or the coordinator died or was too late.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, ray_dcp
         >>> with tempfile.TemporaryDirectory() as root:
         ...     _ = ray_dcp.save({"w": torch.ones(2)}, checkpoint_id=f"{root}/step-1")
@@ -338,7 +338,7 @@ def load_newest(
     Complexity:
         One listing of all files of the run by one rank, and one load for each step tried.
 
-    Example:
+    Examples:
         >>> import pathlib, tempfile, torch, ray_dcp, warnings
         >>> with tempfile.TemporaryDirectory() as run:
         ...     for step in (9, 10):

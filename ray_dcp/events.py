@@ -35,7 +35,7 @@ class Event:
     `save.failed`, `save.cancelled`, `save.skipped` or `save.unknown`. A load emits `load.plan`,
     `load.read` and `load.finish`, and then `load.loaded` or `load.failed`.
 
-    Example:
+    Examples:
         >>> event = Event(name="save.stage", checkpoint_id="/run/step-1", seconds=0.5, num_bytes=8)
         >>> event.as_dict()["num_bytes"], event.is_end
         (8, False)
@@ -102,7 +102,7 @@ def outcome_of(error: BaseException | None, good: str) -> str:
         error: What it raised.
         good: The word for no error.
 
-    Example:
+    Examples:
         >>> outcome_of(SaveSkippedError("enough"), "committed")
         'skipped'
     """
@@ -128,7 +128,7 @@ def subscribe(listener: Listener) -> Callable[[], None]:
     Returns:
         A function that ends it.
 
-    Example:
+    Examples:
         >>> heard = []
         >>> unsubscribe = subscribe(heard.append)
         >>> emit(Event(name="save.committed", checkpoint_id="/run/step-1"))

@@ -146,7 +146,7 @@ def export(
             storage failed.
         CheckpointError: The checkpoint can't be read.
 
-    Example:
+    Examples:
         >>> import tempfile, ray_dcp, torch
         >>> root = tempfile.mkdtemp()
         >>> _ = ray_dcp.save({"w": torch.ones(4)}, checkpoint_id=f"{root}/a")
@@ -256,7 +256,7 @@ def copy(
         DamagedCheckpointError: A file is missing or has another length.
         StorageError: There is not enough space, or a storage failed.
 
-    Example:
+    Examples:
         >>> import ray_dcp, torch
         >>> _ = ray_dcp.save({"w": torch.ones(2)}, checkpoint_id="memory://doc-copy/a")
         >>> view = ray_dcp.copy("memory://doc-copy/a", "memory://doc-copy/b")

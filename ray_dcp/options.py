@@ -32,7 +32,7 @@ class SaveOptions:
         InvalidRequestError: A field has a value that it can't have; the message names it and
             what is accepted.
 
-    Example:
+    Examples:
         >>> SaveOptions(container="safetensors").overwrite
         True
         >>> SaveOptions(container="zip")
@@ -128,7 +128,7 @@ class LoadOptions:
     Raises:
         InvalidRequestError: A field has a value that it can't have.
 
-    Example:
+    Examples:
         >>> LoadOptions().verify
         'always'
     """

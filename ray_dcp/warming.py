@@ -59,7 +59,7 @@ def warm_up(
         InvalidRequestError: `state_dict` is not a mapping.
         ParticipantError: No session can be made.
 
-    Example:
+    Examples:
         >>> import torch, ray_dcp
         >>> ray_dcp.warm_up({"w": torch.ones(2, 3)}).result()
     """
@@ -123,7 +123,7 @@ def share_bytes(state: Any, world_size: int) -> int:
         state: Values, nested.
         world_size: Number of ranks.
 
-    Example:
+    Examples:
         >>> share_bytes({"w": torch.ones(8), "more": [torch.ones(4), 3]}, world_size=2)
         24
     """

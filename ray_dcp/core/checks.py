@@ -18,7 +18,7 @@ def check_whole(value: object, name: str, least: int = 0) -> int:
     Raises:
         InvalidRequestError: It is none, or too small.
 
-    Example:
+    Examples:
         >>> check_whole(3, "EverySteps.interval", 1)
         3
     """

@@ -47,7 +47,7 @@ def block_bytes_for(num_bytes: int) -> int:
     Raises:
         InvalidRequestError: `num_bytes` is negative.
 
-    Example:
+    Examples:
         >>> block_bytes_for(0), block_bytes_for(3 << 20), block_bytes_for(1 << 40)
         (1024, 16384, 1048576)
     """
@@ -162,7 +162,7 @@ def digest_bytes(buf: Buffer) -> bytes:
 def digest_parts(parts: Iterable[Buffer]) -> bytes:
     """Returns `digest_bytes` of a file that is there in parts.
 
-    Example:
+    Examples:
         >>> digest_parts([b"a", b"bc"]) == digest_bytes(b"abc")
         True
     """
@@ -207,7 +207,7 @@ def end_checks(end: int, checks: UInt64Array) -> bytes:
         end: Where that item ends.
         checks: uint64[k], of all blocks of the file, in the order of its chunks.
 
-    Example:
+    Examples:
         >>> list(end_checks(62, np.array([1], np.uint64)))
         [0, 0, 1, 0, 0, 0, 0, 0, 0, 0]
     """
@@ -231,7 +231,7 @@ def length_with_checks(end: Any, num_checks: Any) -> Any:
         end: Where its last item ends.
         num_checks: How many checksums follow.
 
-    Example:
+    Examples:
         >>> length_with_checks(60, 2), length_with_checks(60, 0)
         (80, 60)
     """

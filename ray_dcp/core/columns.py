@@ -44,7 +44,7 @@ _MAX_NDIM = 64
 class ColumnsBuilder:
     """Collects items and makes `Columns` of them.
 
-    Example:
+    Examples:
         >>> builder = ColumnsBuilder()
         >>> builder.tensor("w", "float32", (4, 2), offset=(2, 0), size=(2, 2))
         0

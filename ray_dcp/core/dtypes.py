@@ -100,7 +100,7 @@ def raw_dtype(dtype: str) -> np.dtype[Any]:
     Args:
         dtype: Name of a torch dtype.
 
-    Example:
+    Examples:
         >>> raw_dtype("float32").name, raw_dtype("bfloat16").name
         ('float32', 'uint16')
     """
@@ -114,7 +114,7 @@ def as_numbers(raw: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
         raw: Of `raw_dtype(dtype)`, any shape.
         dtype: Name of a torch dtype, one of `READABLE`.
 
-    Example:
+    Examples:
         >>> as_numbers(np.array([0x3F80, 0xC000], np.uint16), "bfloat16").tolist()
         [1.0, -2.0]
         >>> as_numbers(np.array([0x38, 0x7F], np.uint8), "float8_e4m3fn").tolist()

@@ -29,7 +29,7 @@ def group_rows(columns: Sequence[npt.NDArray[np.integer]]) -> tuple[Int64Array, 
     Complexity:
         One sort of n 64-bit numbers.
 
-    Example:
+    Examples:
         >>> first, group = group_rows([np.array([7, 8, 7]), np.array([1, 1, 1])])
         >>> first.tolist(), group.tolist()
         ([0, 1], [0, 1, 0])
@@ -90,7 +90,7 @@ def offsets_of(counts: npt.NDArray[np.integer]) -> Int64Array:
 def run_of(ordered: npt.NDArray[np.integer], value: int) -> tuple[int, int]:
     """Returns where a value begins and ends in an ascending array.
 
-    Example:
+    Examples:
         >>> run_of(np.array([1, 1, 4], np.int32), 1), run_of(np.array([1, 1, 4], np.int32), 3)
         ((0, 2), (2, 2))
     """
@@ -103,7 +103,7 @@ def run_of(ordered: npt.NDArray[np.integer], value: int) -> tuple[int, int]:
 def within(counts: npt.NDArray[np.integer]) -> Int64Array:
     """Returns the position of every element in its run.
 
-    Example:
+    Examples:
         >>> within(np.array([2, 0, 3])).tolist()
         [0, 1, 0, 1, 2]
     """

@@ -50,7 +50,7 @@ def pack(columns: Sequence[Column], runs: Runs) -> bytes:
         columns: At least one; of 64 bits at most each.
         runs: How long the runs of rows are; together as long as the columns.
 
-    Example:
+    Examples:
         >>> data = pack([np.array([7, 8, 9]), np.array([True, False, True])], np.array([2, 1]))
         >>> [column.tolist() for column in unpack(data, [np.int8, np.bool_], np.array([2, 1]))]
         [[7, 8, 9], [True, False, True]]

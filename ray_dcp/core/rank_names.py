@@ -27,7 +27,7 @@ def number_in(names: Sequence[str], world_size: int) -> int | None:
         names: Of its items.
         world_size: Number of ranks, which stands there too.
 
-    Example:
+    Examples:
         >>> number_in(["w", "loader.rank-3-of-8"], 8), number_in(["loader.rank-3-of-8"], 4)
         (3, None)
     """

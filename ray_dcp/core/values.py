@@ -35,7 +35,7 @@ number), int for list indices."""
 class IntKey(str):
     """The text of a mapping key that is a number: for DCP a text like any other.
 
-    Example:
+    Examples:
         >>> IntKey(7) == "7", IntKey("7").key
         (True, 7)
     """
@@ -303,7 +303,7 @@ def volume(size: Int64Array) -> Int64Array:
     Returns:
         int64[n].
 
-    Example:
+    Examples:
         >>> volume(np.array([[2, 3], [4, 0], [1, 1]]))
         array([6, 0, 1])
     """
@@ -329,7 +329,7 @@ def intersect(
         `(offset int64[n, D], size int64[n, D], nonempty bool[n])`; size is 0 in a dimension where
         the boxes do not meet.
 
-    Example:
+    Examples:
         >>> o, s, full = intersect(*(np.array([[v]]) for v in (0, 4, 2, 4)))
         >>> o.item(), s.item(), full.item()
         (2, 2, True)
@@ -371,7 +371,7 @@ def strides(size: Int64Array) -> Int64Array:
     Returns:
         int64[n, D]; the last column is 1.
 
-    Example:
+    Examples:
         >>> strides(np.array([[2, 3, 4]]))
         array([[12,  4,  1]])
     """
@@ -425,7 +425,7 @@ def box_text(
         size: `D` numbers.
         ndim: How many of them count.
 
-    Example:
+    Examples:
         >>> box_text([0, 4, 0], [2, 4, 1], 2)
         '[0:2, 4:8]'
     """

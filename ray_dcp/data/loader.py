@@ -47,7 +47,7 @@ class LoaderPosition:
         InvalidRequestError: The loader has no state, or an `ElasticBatchSampler`; or settings with
             which the place of an `ElasticStream` is not known; or `resized` is no function.
 
-    Example:
+    Examples:
         >>> from torchdata.stateful_dataloader import StatefulDataLoader
         >>> from ray_dcp.data import ElasticStream
         >>> def read(source, start):

@@ -32,7 +32,7 @@ class IdRuns:
     Raises:
         StateDictError: They are not that.
 
-    Example:
+    Examples:
         >>> ids = IdRuns()
         >>> ids.add([3, 4, 5, 9])
         >>> ids.runs.tolist(), len(ids), ids.has([4, 6]).tolist()
@@ -129,7 +129,7 @@ class RowsSeen:
     Raises:
         InvalidRequestError: `column` is no name.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> rows = RowsSeen("id")
         >>> batches = [{"id": np.array([0, 1])}, {"id": np.array([2, 3])}]

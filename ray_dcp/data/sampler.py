@@ -36,7 +36,7 @@ class SampleOrder:
     Raises:
         InvalidRequestError: There are no samples, or the seed is out of range.
 
-    Example:
+    Examples:
         >>> order = SampleOrder(5, seed=3)
         >>> sorted(order.samples(0, 5).tolist()), sorted(order.samples(5, 10).tolist())
         ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
@@ -91,7 +91,7 @@ def share_of(count: int, rank: int, world_size: int) -> tuple[int, int]:
 
     All are somebody's, in order of ranks; two ranks' numbers differ by at most one.
 
-    Example:
+    Examples:
         >>> [share_of(7, rank, 3) for rank in range(3)]
         [(0, 2), (2, 4), (4, 7)]
     """
@@ -133,7 +133,7 @@ class ElasticBatchSampler:
     Raises:
         InvalidRequestError: An argument has a value that it can't have.
 
-    Example:
+    Examples:
         >>> from torch.utils.data import DataLoader
         >>> def loader_of(rank, world_size):
         ...     sampler = ElasticBatchSampler(

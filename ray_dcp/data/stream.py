@@ -46,7 +46,7 @@ class ElasticStream(IterableDataset[Any]):
     Raises:
         InvalidRequestError: An argument has a value that it can't have.
 
-    Example:
+    Examples:
         >>> lines = {"a.txt": ["a0", "a1", "a2"], "b.txt": ["b0"]}
         >>> def read(source, start):
         ...     return lines[source][start:]

@@ -108,7 +108,7 @@ def canonical(fields: Mapping[str, Any]) -> bytes:
 def sealed(name: str, body: bytes) -> bytes:
     r"""Returns a JSON object of a digest and, under a name, the JSON that it is of.
 
-    Example:
+    Examples:
         >>> sealed("info", b"{}")
         b'{"digest":"dc7048f8f8747f561349cde127705c16","info":{}}\n'
     """
@@ -156,7 +156,7 @@ class FileEntry:
 class FilesColumns(Sequence[FileEntry]):
     """The entries of the data files, made when they are asked for.
 
-    Example:
+    Examples:
         >>> files = FilesColumns(("a", "b"), (1, 2), "00" * 16 + "ff" * 16)
         >>> files[1].num_bytes, files[1].digest[:4], [entry.key for entry in files]
         (2, 'ffff', ['a', 'b'])
@@ -196,7 +196,7 @@ def files_to(files: FilesColumns) -> dict[str, Any]:
 
     Names that count upwards are one line: `__{0..10239}_0.a1.distcp`.
 
-    Example:
+    Examples:
         >>> columns = FilesColumns(("__0_0.x", "__1_0.x", "__2_0.x"), (1, 2, 3), "0f" * 48)
         >>> files_to(columns)["keys"]
         '__{0..2}_0.x'
@@ -394,7 +394,7 @@ def encode_record(record: Record) -> bytes:
     Raises:
         InternalError: The record would not be read back: a field has a wrong type or range.
 
-    Example:
+    Examples:
         >>> data = encode_record(AbortRecord(attempt="a1", reason="deadline", rank=3))
         >>> decode_record(data).reason
         'deadline'
@@ -453,7 +453,7 @@ def record_key(slot: int) -> str:
     Raises:
         InternalError: There is no such slot: they count from 1.
 
-    Example:
+    Examples:
         >>> record_key(7)
         'manifest-00000007.json'
     """
@@ -465,7 +465,7 @@ def record_key(slot: int) -> str:
 def slot_of(key: str) -> int | None:
     """Returns the slot that a storage key belongs to, None for other keys.
 
-    Example:
+    Examples:
         >>> slot_of("manifest-00000007.json"), slot_of("manifest-7.json")
         (7, None)
     """

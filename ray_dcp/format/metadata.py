@@ -301,7 +301,7 @@ def allowed_global(name: str) -> Global | None:
     Args:
         name: Module and qualified name.
 
-    Example:
+    Examples:
         >>> allowed_global("torch.bfloat16").name
         'torch.bfloat16'
         >>> allowed_global("os.system") is None

@@ -34,7 +34,7 @@ def check_file_key(key: str) -> str:
         UnsafeCheckpointError: It is empty, too long, absolute or a URL, has an empty, `.` or `..`
             component, a backslash or a control character.
 
-    Example:
+    Examples:
         >>> check_file_key("a1/rank-00000-part-00000.safetensors")
         'a1/rank-00000-part-00000.safetensors'
     """
@@ -65,7 +65,7 @@ def resolved_key(path: str) -> str:
     Raises:
         UnsafeCheckpointError: It is absolute, or leaves the checkpoint.
 
-    Example:
+    Examples:
         >>> resolved_key("./a/../__0_0.distcp")
         '__0_0.distcp'
     """
@@ -143,7 +143,7 @@ class StepNames:
     Raises:
         InvalidRequestError: A pattern is none, or two of them can't be told apart.
 
-    Example:
+    Examples:
         >>> names = StepNames(also=("{step}", "global_step{step}"))
         >>> names.name_of(500), names.step_of("global_step70"), names.step_of("final")
         ('step-00000500', 70, None)
@@ -219,7 +219,7 @@ def check_tag(tag: object) -> str:
     Raises:
         InvalidRequestError: It can't.
 
-    Example:
+    Examples:
         >>> check_tag("release-1.0")
         'release-1.0'
     """
@@ -251,7 +251,7 @@ def check_note(text: object) -> bytes:
 def tag_key(step: int, tag: str) -> str:
     """Returns the key, in the shared folder, that gives a tag to a step.
 
-    Example:
+    Examples:
         >>> tag_of(tag_key(500, "release-1.0"))
         (500, 'release-1.0')
     """
@@ -267,7 +267,7 @@ def tag_of(key: str) -> tuple[int, str] | None:
 def note_key(step: int) -> str:
     """Returns the key, in the shared folder, of the note on a step.
 
-    Example:
+    Examples:
         >>> noted_step(note_key(500))
         500
     """

@@ -95,7 +95,7 @@ def packed(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> list[Entry]:
     Args:
         tensors: Name, name of the torch dtype, shape.
 
-    Example:
+    Examples:
         >>> packed([("a", "int8", (3,)), ("b", "float32", (2, 3))])[1].end
         27
     """
@@ -124,7 +124,7 @@ def header(
             be longer than other readers accept.
         InternalError: The entries leave gaps, overlap, or one name comes twice.
 
-    Example:
+    Examples:
         >>> data = header([("w", "float32", (2, 3), 0, 24)])
         >>> len(data), parse_header(data).entries[0].size
         (4096, (2, 3))

@@ -92,7 +92,7 @@ class SaveTrace:
 
     `.metadata` and the removal of what the save replaced come after the commit and are not in it.
 
-    Example:
+    Examples:
         >>> times = {"write": RankTimes.of([0, 1], [0.0, 0.0], [0.1, 0.9], [8, 8])}
         >>> trace = make_trace("0123456789abcdef", "save", 2, 1e9, 1.0, [], times)
         >>> [(span.rank, span.stop_s) for span in trace.spans]
@@ -187,7 +187,7 @@ def trace_key(attempt: str) -> str:
     Args:
         attempt: Its id.
 
-    Example:
+    Examples:
         >>> trace_key("0123456789abcdef")
         'trace.0123456789abcdef.json'
     """

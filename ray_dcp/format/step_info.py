@@ -62,7 +62,7 @@ class CatalogueRow:
 def info_key(slot: int) -> str:
     """Returns the key of an info that is written when `slot` is the highest one in use.
 
-    Example:
+    Examples:
         >>> info_key(0)
         'step-info-00000000.json'
     """
@@ -84,7 +84,7 @@ def check_metadata(metadata: object) -> dict[str, Any]:
     Raises:
         InvalidRequestError: JSON does not give it back.
 
-    Example:
+    Examples:
         >>> check_metadata({"commit": "3f2a", "tokens": 10**12})
         {'commit': '3f2a', 'tokens': 1000000000000}
     """
@@ -108,7 +108,7 @@ def check_metadata(metadata: object) -> dict[str, Any]:
 def encode_info(info: StepInfo) -> bytes:
     """Returns the bytes of an info, equal for equal ones.
 
-    Example:
+    Examples:
         >>> info = StepInfo(step=5, created_s=1.5, metrics={"loss": 0.25})
         >>> decode_info(encode_info(info)) == info
         True

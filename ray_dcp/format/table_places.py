@@ -45,7 +45,7 @@ def place_runs(places: Int64Array) -> tuple[PlaceRun, ...]:
     Args:
         places: int64[k, 3], item offset, item bytes and block bytes of each.
 
-    Example:
+    Examples:
         >>> place_runs(np.array([[64, 9, 1024], [64, 9, 1024], [128, 9, 1024]]))
         (PlaceRun(item_offset=64, item_bytes=9, block_bytes=1024, num_items=2), \
 PlaceRun(item_offset=128, item_bytes=9, block_bytes=1024, num_items=1))

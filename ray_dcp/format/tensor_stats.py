@@ -49,7 +49,7 @@ class TensorStats:
 def stats_key(attempt: str) -> str:
     """Returns the key of an attempt's numbers.
 
-    Example:
+    Examples:
         >>> stats_key("0123456789abcdef")
         'stats.0123456789abcdef.json'
     """
@@ -70,7 +70,7 @@ def combine(
         num_elements: Of each tensor. One of which parts are missing is left out: its norm would be
             wrong.
 
-    Example:
+    Examples:
         >>> half = PartStats(2, 8.0, 2.0, 0, 0)
         >>> ranks = [[("w", (0, 2), half)], [("w", (2, 2), half)], [("w", (2, 2), half)]]
         >>> combine(ranks, {"w": 4})["w"].norm
@@ -94,7 +94,7 @@ def combine(
 def added(one: PartStats, other: PartStats) -> PartStats:
     """Returns the numbers of two parts together.
 
-    Example:
+    Examples:
         >>> added(PartStats(2, 1.0, 1.0, 0, 0), PartStats(3, 4.0, 2.0, 1, 0))
         PartStats(num_elements=5, square_sum=5.0, absmax=2.0, num_nan=1, num_inf=0)
     """
@@ -115,7 +115,7 @@ def encode_parts(parts: Iterable[Part]) -> bytes:
 def decode_parts(data: bytes) -> list[Part]:
     """Returns what a rank told; nothing for no bytes.
 
-    Example:
+    Examples:
         >>> parts = [("w", (0, 2), PartStats(2, 8.0, 2.0, 0, 0))]
         >>> decode_parts(encode_parts(parts)) == parts
         True
@@ -148,7 +148,7 @@ def decode_stats(data: bytes, *, key: str = "") -> dict[str, TensorStats]:
     Raises:
         DamagedCheckpointError: These are none, or those of a newer version.
 
-    Example:
+    Examples:
         >>> stats = {"w": TensorStats(2.0, 1.5, 0, 1, 9)}
         >>> decode_stats(encode_stats("a", stats)) == stats
         True

@@ -424,7 +424,7 @@ def torch_save_frame(dtype: str, size: tuple[int, ...]) -> Frame:
     Complexity:
         About 15 us when made, 0.2 us from the cache of the last 8,192 shapes.
 
-    Example:
+    Examples:
         >>> frame = torch_save_frame("float32", (2, 3))
         >>> len(frame.header), len(frame.footer)
         (384, 268)

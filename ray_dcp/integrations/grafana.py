@@ -17,7 +17,7 @@ from typing import Any
 def dashboard() -> dict[str, Any]:
     """Returns the dashboard as Grafana's HTTP API takes it.
 
-    Example:
+    Examples:
         >>> dashboard()["title"]
         'ray_dcp checkpoints'
     """

@@ -35,7 +35,7 @@ def file_name(index: int, largest: int, shard: int | None = None) -> str:
         largest: Highest index.
         shard: Of a rank, from 1; None for whole tensors.
 
-    Example:
+    Examples:
         >>> file_name(1, 3, shard=2)
         'shard-00002-model-00001-of-00003.safetensors'
     """

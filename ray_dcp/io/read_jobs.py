@@ -188,7 +188,7 @@ def geometry(
 class ReadCost:
     """What reading costs, of which follows what is read through and what is left out.
 
-    Example:
+    Examples:
         >>> ReadCost(request_s=20e-6, bytes_per_s=3e9).gap_bytes, ReadCost(0.03, 1e8).gap_bytes
         (60000, 3000000)
     """

@@ -220,7 +220,7 @@ class Announced(NamedTuple):
     def key(self) -> str:
         """Returns where it is announced, in the shared folder of the run.
 
-        Example:
+        Examples:
             >>> Announced(5, "0123456789abcdef", "step-5").key
             'deleting/5.0123456789abcdef.step-5'
         """

@@ -22,7 +22,7 @@ class SmallFiles(StorageWrapper):
     Args:
         inner: Where the files are.
 
-    Example:
+    Examples:
         >>> from ray_dcp.store.memory import MemoryStorage
         >>> inner = MemoryStorage("doc-small-files")
         >>> inner.write("a", b"abc")

@@ -124,7 +124,7 @@ def threads_for(storage: object, num_requests: int, most: int = 16) -> int:
         num_requests: How many requests there are.
         most: Threads.
 
-    Example:
+    Examples:
         >>> threads_for(None, 40), threads_for(None, 400)
         (1, 8)
     """
@@ -138,7 +138,7 @@ def at_once(*calls: Callable[[], Any]) -> tuple[Any, ...]:
     Raises:
         BaseException: The first error of a call; the others have ended by then.
 
-    Example:
+    Examples:
         >>> at_once(lambda: 1, lambda: "a")
         (1, 'a')
     """
@@ -173,7 +173,7 @@ def run_within(
             when time is over; `KeyboardInterrupt` when the caller's thread was interrupted. The
             thread may still be there then, and is a daemon.
 
-    Example:
+    Examples:
         >>> run_within(lambda: 6 * 7, 10.0, Stop(), lambda: TimeoutError())
         42
     """

@@ -119,7 +119,7 @@ class CheckpointManager:
         InvalidRequestError: An argument has a value that it can't have, or two contradict each
             other.
 
-    Example:
+    Examples:
         >>> import tempfile, torch
         >>> root = tempfile.TemporaryDirectory()
         >>> with CheckpointManager(root.name, 100, max_to_keep=2) as manager:
@@ -318,7 +318,7 @@ class CheckpointManager:
     def save_facts(self) -> SaveFacts:
         """Returns what a save policy may look at now, as far as this process knows: rank 0 does.
 
-        Example:
+        Examples:
             >>> import tempfile
             >>> from ray_dcp.manager import EveryOptimal
             >>> policy = EveryOptimal()

@@ -33,7 +33,7 @@ class StepFacts:
 class RetentionPolicy(Protocol):
     """Tells which steps to keep. Must be a pure function of the facts.
 
-    Example:
+    Examples:
         >>> class FirstTen:
         ...     def keeps(self, steps):
         ...         return [facts.step <= 10 for facts in steps]
@@ -66,7 +66,7 @@ class LatestN(_Combines):
     Raises:
         InvalidRequestError: `n` is no whole number above 0.
 
-    Example:
+    Examples:
         >>> LatestN(1).keeps([StepFacts(step=1), StepFacts(step=2)])
         [False, True]
     """
@@ -90,7 +90,7 @@ class BestN(_Combines):
     Raises:
         InvalidRequestError: `n` is no whole number above 0, or the mode is none.
 
-    Example:
+    Examples:
         >>> steps = [StepFacts(step=s, metrics={"loss": x}) for s, x in ((1, 0.5), (2, 0.9))]
         >>> BestN(1, "loss").keeps(steps), BestN(1, "loss", mode="max").keeps(steps)
         ([True, False], [False, True])
@@ -125,7 +125,7 @@ class KeepEverySteps(_Combines):
     Raises:
         InvalidRequestError: The interval is no whole number above 0.
 
-    Example:
+    Examples:
         >>> policy = LatestN(1) | KeepEverySteps(1000)
         >>> policy.keeps([StepFacts(step=step) for step in (900, 1000, 1100, 1200)])
         [False, True, False, True]
@@ -148,7 +148,7 @@ class KeepEveryHours(_Combines):
     Raises:
         InvalidRequestError: The hours are no number above 0.
 
-    Example:
+    Examples:
         >>> times = [StepFacts(step=s, created_s=1800.0 * s) for s in range(5)]
         >>> KeepEveryHours(1).keeps(times)
         [True, False, True, False, True]
@@ -251,7 +251,7 @@ def superfluous(
         InvalidRequestError: The policy does not give one answer a step.
         CheckpointError: The policy raised.
 
-    Example:
+    Examples:
         >>> steps = [StepFacts(step=s, metrics={"loss": float(s)}) for s in (1, 2, 3)]
         >>> superfluous(steps, BestN(1, "loss"))
         (2,)
@@ -326,7 +326,7 @@ def check_metrics(
         InvalidRequestError: One is no number, is NaN although the policy ranks by it, or is
             missing.
 
-    Example:
+    Examples:
         >>> check_metrics({"loss": 1}, BestN(2, "loss"))
         {'loss': 1.0}
         >>> check_metrics({}, BestN(2, "loss"))  # doctest: +ELLIPSIS

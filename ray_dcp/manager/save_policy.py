@@ -53,7 +53,7 @@ class SavePolicy(Protocol):
     One that has an attribute `only_steps`, and it is True, looks at the step alone: then ranks
     need not ask each other before every step that is not due.
 
-    Example:
+    Examples:
         >>> class Primes:
         ...     only_steps = True
         ...
@@ -88,7 +88,7 @@ class EverySteps(_Combines):
     Raises:
         InvalidRequestError: The interval is no whole number above 0.
 
-    Example:
+    Examples:
         >>> EverySteps(100).due(SaveFacts(step=300))
         True
     """
@@ -112,7 +112,7 @@ class EveryMinutes(_Combines):
     Raises:
         InvalidRequestError: The minutes are no number above 0.
 
-    Example:
+    Examples:
         >>> EveryMinutes(10).due(SaveFacts(step=7, since_save_s=601.0))
         True
     """
@@ -155,7 +155,7 @@ class EveryOptimal(_Combines):
     Raises:
         InvalidRequestError: One is no number above 0, or `least_s` is above `most_s`.
 
-    Example:
+    Examples:
         >>> policy = EveryOptimal(mtbf_hours=4)
         >>> facts = SaveFacts(step=7, since_save_s=300.0, cost_s=2.0, durable_s=20.0)
         >>> policy.due(facts), round(policy.interval_s(facts))
@@ -298,7 +298,7 @@ class AtSteps(_Combines):
     Raises:
         InvalidRequestError: There is none, or one is no whole number.
 
-    Example:
+    Examples:
         >>> policy = AtSteps(1, 10) | EverySteps(100)
         >>> [step for step in range(201) if policy.due(SaveFacts(step=step))]
         [0, 1, 10, 100, 200]
@@ -325,7 +325,7 @@ class AtSteps(_Combines):
 class OnPreemption(_Combines):
     """Due once after some rank was notified that its machine is taken away.
 
-    Example:
+    Examples:
         >>> (EverySteps(100) | OnPreemption()).due(SaveFacts(step=7, preempted=True))
         True
     """
@@ -385,7 +385,7 @@ class AllOf(_Composed):
     Raises:
         InvalidRequestError: There is none, or one is no save policy.
 
-    Example:
+    Examples:
         >>> (EverySteps(10) & EveryMinutes(5)).due(SaveFacts(step=10, since_save_s=1.0))
         False
     """
@@ -404,7 +404,7 @@ class Not(_Composed):
     Raises:
         InvalidRequestError: It is no save policy.
 
-    Example:
+    Examples:
         >>> (EverySteps(10) & ~AtSteps(0)).due(SaveFacts(step=0))
         False
     """
@@ -447,7 +447,7 @@ def check_save_policy(policy: object) -> SavePolicy:
     Complexity:
         O(least common multiple of the intervals), at most `MOST_PROBED`.
 
-    Example:
+    Examples:
         >>> check_save_policy(EverySteps(10) & AtSteps(15))
         Traceback (most recent call last):
         ...

@@ -33,7 +33,7 @@ class Item:
     Raises:
         InvalidRequestError: A field has a value that it can't have.
 
-    Example:
+    Examples:
         >>> Item(save_options=SaveOptions(container="safetensors")).load_options.verify
         'always'
     """

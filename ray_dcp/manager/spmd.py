@@ -32,7 +32,7 @@ class SPMDCheckpointManager(CheckpointManager):
     Raises:
         InvalidRequestError: An argument has a value that it can't have.
 
-    Example:
+    Examples:
         >>> import tempfile, torch
         >>> with tempfile.TemporaryDirectory() as root:
         ...     with SPMDCheckpointManager(root, 10) as manager:

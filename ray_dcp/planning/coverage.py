@@ -118,7 +118,7 @@ def holes(
         region_offset: int64[D].
         region_size: int64[D].
 
-    Example:
+    Examples:
         >>> a = np.array
         >>> found = holes(a([[0], [5]]), a([[3], [5]]), a([0]), a([8]))
         >>> [(offset.tolist(), size.tolist()) for offset, size in found]

@@ -58,7 +58,7 @@ def fingerprint(
     Complexity:
         O(rows), about 0.3 us a row.
 
-    Example:
+    Examples:
         >>> from ray_dcp.core.columns import ColumnsBuilder
         >>> def of(dtype, value):
         ...     builder = ColumnsBuilder()
@@ -113,7 +113,7 @@ def alike(fingerprints: Sequence[bytes]) -> list[Int64Array]:
     Args:
         fingerprints: Of all ranks.
 
-    Example:
+    Examples:
         >>> [ranks.tolist() for ranks in alike([b"a" * 32, b"b" * 32, b"a" * 16 + b"c" * 16])]
         [[0, 2], [1]]
     """

@@ -299,7 +299,7 @@ def _shape_text(held: Held, row: int) -> str:
 def ranks_text(ranks: Iterable[int]) -> str:
     """Returns ranks as they are written in messages.
 
-    Example:
+    Examples:
         >>> ranks_text([0, 1, 2, 5]), ranks_text([3])
         ('ranks 0-2, 5', 'rank 3')
     """

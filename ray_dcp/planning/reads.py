@@ -77,7 +77,7 @@ def byte_runs(
         `[low, high)` of the box's bytes, the first and the last byte of that range among them;
         contiguous means that it needs every byte of the range.
 
-    Example:
+    Examples:
         A column block of a 4 x 8 box of 2-byte elements.
 
         >>> a = lambda *v: np.array([v])
@@ -107,7 +107,7 @@ def needed_blocks(
         `(low int64[p], high int64[p])`; the blocks are `low // block_bytes` up to
         `ceil(high / block_bytes)`.
 
-    Example:
+    Examples:
         >>> one = lambda v: np.array([v])
         >>> needed_blocks(one(5000), one(9000), one(4096), one(10000))
         (array([4096]), array([10000]))
@@ -262,7 +262,7 @@ def affordable_gap(
     Returns:
         `max_gap_bytes` for `coalesce`, from `free_gap_bytes` to `max_gap_bytes`.
 
-    Example:
+    Examples:
         >>> low, high = np.array([0, 100, 1000]), np.array([90, 900, 1500])
         >>> for share in (0.01, 0.1):
         ...     affordable_gap(np.zeros(3, np.int32), low, high,
@@ -303,7 +303,7 @@ def coalesce(
         int64[g + 1]: read `i` serves the ranges `[bounds[i], bounds[i + 1])` and reaches from the
         first one's `low` to their greatest `high`.
 
-    Example:
+    Examples:
         >>> bounds = coalesce(np.array([0, 0, 0, 1]), np.array([0, 10, 90, 0]),
         ...                   np.array([8, 20, 95, 4]), max_gap_bytes=4, max_bytes=100)
         >>> bounds.tolist()
@@ -542,7 +542,7 @@ class Ranges:
 class ShareCost:
     """What it takes a rank to read a unit like all others, and to get it from the one that does.
 
-    Example:
+    Examples:
         Eight ranks on one node need all 16 MiB of a unit: from an object store, and from a disk
         whose pages all of them share.
 
@@ -694,7 +694,7 @@ def merged(file: Int32Array, low: Int64Array, high: Int64Array) -> Ranges:
         low: int64[r].
         high: int64[r]; empty ranges count for nothing.
 
-    Example:
+    Examples:
         >>> found = merged(np.array([1, 0, 0]), np.array([5, 10, 0]), np.array([9, 20, 10]))
         >>> found.file.tolist(), found.low.tolist(), found.high.tolist()
         ([0, 1], [0, 5], [20, 9])

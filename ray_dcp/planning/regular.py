@@ -24,7 +24,7 @@ _AT_ONCE = 1 << 16
 def probes(world_size: int) -> tuple[int, ...]:
     """Returns the ranks whose rows tell the mesh, ascending: 0 and where a dimension may begin.
 
-    Example:
+    Examples:
         >>> probes(12)
         (0, 1, 2, 3, 4, 6)
     """

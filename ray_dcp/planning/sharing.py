@@ -30,7 +30,7 @@ def node_numbers(nodes: Sequence[str]) -> tuple[int, ...]:
     Args:
         nodes: Of each rank; one without a name is a node of its own.
 
-    Example:
+    Examples:
         >>> node_numbers(["b", "b", "a", "", "", "b"])
         (0, 0, 1, 2, 3, 0)
     """
@@ -62,7 +62,7 @@ class Loads:
     def by_node(self, ranks: Ranks) -> npt.NDArray[np.intp]:
         """Returns the positions of ranks in an order in which those of a node are adjacent.
 
-        Example:
+        Examples:
             >>> Loads(np.zeros(4, dtype=np.int64), (0, 1, 0, 1)).by_node(np.arange(4)).tolist()
             [0, 2, 1, 3]
         """
@@ -81,7 +81,7 @@ class Loads:
             total: What they have to share, in bytes.
             min_bytes: What a writer should have at least; all write where it is 0.
 
-        Example:
+        Examples:
             Four ranks on two nodes share 40 bytes: two of them, as each is to have 20.
 
             >>> loads = Loads(np.zeros(4, dtype=np.int64), (0, 0, 1, 1))
@@ -110,7 +110,7 @@ class Loads:
     def shares(self, ranks: Ranks, total: int) -> Int64Array:
         """Returns how much each of some ranks is to get of `total` bytes.
 
-        Example:
+        Examples:
             The second node writes 6 bytes anyway.
 
             >>> loads = Loads(np.array([0, 0, 6, 0]), (0, 0, 1, 1))
@@ -125,7 +125,7 @@ class Loads:
 def level_shares(load: Int64Array, total: int) -> Int64Array:
     """Returns how much each gets so that all come to one level, as far as `total` reaches.
 
-    Example:
+    Examples:
         >>> level_shares(np.array([5, 0, 9]), 9).tolist()
         [2, 7, 0]
     """

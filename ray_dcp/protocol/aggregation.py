@@ -284,7 +284,7 @@ def group_of(rank: int, world_size: int, most: int = MOST_GATHERERS) -> range | 
     Raises:
         InvalidRequestError: There is no such rank.
 
-    Example:
+    Examples:
         >>> group_of(7, 10, most=4), group_of(7, 4096), group_of(7, 64)
         (range(6, 9), range(0, 64), None)
     """
@@ -323,7 +323,7 @@ class BatchWindow:
         ranks: Of its group.
         clock: Seconds that never go back.
 
-    Example:
+    Examples:
         >>> from ray_dcp.options import LoadOptions
         >>> from ray_dcp.protocol.messages import Target
         >>> def join(rank):

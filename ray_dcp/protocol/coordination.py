@@ -131,7 +131,7 @@ class Coordination:
         clock: Seconds in which this process could listen (`liveness.AwakeClock`): by it silence is
             measured. Deadlines are the business of whoever carries out `Arm`.
 
-    Example:
+    Examples:
         >>> from ray_dcp.options import LoadOptions
         >>> from ray_dcp.protocol.messages import Target
         >>> coordination = Coordination(epoch=1, new_attempt=lambda: "a1")

@@ -46,7 +46,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
     Args:
         ranks: In any order.
 
-    Example:
+    Examples:
         >>> name_ranks([4, 0, 1, 2])
         'ranks 0-2, 4'
         >>> name_ranks([7])

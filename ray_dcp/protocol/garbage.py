@@ -83,7 +83,7 @@ def owner_of(key: str) -> Owned | None:
     Args:
         key: Relative to the checkpoint.
 
-    Example:
+    Examples:
         >>> owner_of("__0_1.0123456789abcdef.distcp")
         Owned(kind='data', attempt='0123456789abcdef')
         >>> owner_of(".tmp-0123456789ab-chunks.0123456789abcdef.table").kind

@@ -36,7 +36,7 @@ def beat_interval_s(timeout_s: float) -> float:
     Args:
         timeout_s: `heartbeat_timeout_s`, in seconds.
 
-    Example:
+    Examples:
         >>> beat_interval_s(60.0), beat_interval_s(2.0)
         (5.0, 0.3333333333333333)
     """
@@ -103,7 +103,7 @@ class AwakeClock:
         clock: Seconds that never go back.
         tick_s: How often `tick` is called, in seconds.
 
-    Example:
+    Examples:
         >>> times = iter([0.0, 1.0, 100.0, 100.5])
         >>> awake = AwakeClock(lambda: next(times), 1.0)
         >>> awake.tick(), awake.tick(), awake()
@@ -157,7 +157,7 @@ class Liveness:
     Args:
         clock: Seconds in which this process could listen; see `AwakeClock`.
 
-    Example:
+    Examples:
         >>> now = [0.0]
         >>> liveness = Liveness(lambda: now[0])
         >>> doing = Doing(4, 4, "writing", 9.0, 10**9, 4 * 10**9)
@@ -329,7 +329,7 @@ class WriteProgress:
 
     Only when at least half of the ranks are done is it known how long it should take.
 
-    Example:
+    Examples:
         >>> writes = WriteProgress()
         >>> paces = {rank: (0, 100) for rank in range(3)}
         >>> writes.stragglers(paces, {0: {7}, 1: {8}, 2: {9}}, 0.0)

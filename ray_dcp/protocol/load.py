@@ -240,7 +240,7 @@ class _Unit:
 class SharedReads:
     """The units of one load.
 
-    Example:
+    Examples:
         >>> key, reads = OpKey("run", 3), SharedReads()
         >>> for rank in range(2):
         ...     reads.take(Enter(key, rank, (7,), (0,)))

@@ -57,7 +57,7 @@ def memory_owner(session: str, rank: int) -> str:
     The sessions of process groups have names that never come again; their ranks have the same
     place in the next run of the job all the same.
 
-    Example:
+    Examples:
         >>> memory_owner(group_name(0, 4), 3) == memory_owner(group_name(0, 4), 3)
         True
         >>> memory_owner("run-7", 3)

@@ -200,7 +200,7 @@ class Rendezvous:
     Args:
         new_generation: Makes a token that no rendezvous had before.
 
-    Example:
+    Examples:
         >>> rendezvous = Rendezvous(lambda: "g1")
         >>> rendezvous.enter(0, 2, "a")
         >>> rendezvous.missing

@@ -71,7 +71,7 @@ def collect(
         DamagedCheckpointError: A record is damaged, so that nobody knows what stands.
         StorageError: The storage failed before anything was deleted.
 
-    Example:
+    Examples:
         >>> from ray_dcp.store.memory import MemoryStorage
         >>> MemoryStorage("doc-collect").write("__0_0.0123456789abcdef.distcp", b"1234")
         >>> collect("memory://doc-collect").kept[0].reason
@@ -185,7 +185,7 @@ def delete(
         StorageError: The storage failed before anything was decided; or it did not say whether
             the delete happened, which is in the message.
 
-    Example:
+    Examples:
         >>> from ray_dcp.store.memory import MemoryStorage
         >>> MemoryStorage("doc-delete").write("__0_0.0123456789abcdef.distcp", b"1234")
         >>> report = delete("memory://doc-delete")

@@ -117,7 +117,7 @@ class InlineSession:
         performer: What carries out tasks.
         new_attempt: Names attempts.
 
-    Example:
+    Examples:
         >>> InlineSession("doc").next_key()
         OpKey(session='doc', seq=0, step=0)
     """
@@ -293,7 +293,7 @@ def rehearse(capture: Callable[[], Captured] | None = None) -> None:
     Raises:
         CheckpointError: The save failed.
 
-    Example:
+    Examples:
         >>> rehearse()
     """
     url = f"memory://ray-dcp-rehearsal/{secrets.token_hex(8)}"

@@ -184,7 +184,7 @@ class Account:
         plan: Of a save, once it is planned: see `SaveReport.plan`.
         waited_s: See `SaveReport.waited_s`.
 
-    Example:
+    Examples:
         >>> now = iter([0.0, 2.0, 5.0])
         >>> account = Account("async_save", "/run/step-1", clock=lambda: next(now))
         >>> account.done("stage", 100)

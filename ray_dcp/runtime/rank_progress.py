@@ -40,7 +40,7 @@ class RankProgress:
         abandoned: Why its coordinator will never answer; None while it may.
         on_enter: Told every phase that begins.
 
-    Example:
+    Examples:
         >>> progress = RankProgress(lambda: 0.0)
         >>> progress.enter("writing", total_bytes=100)
         >>> progress.moved(40)
@@ -251,7 +251,7 @@ class Activity:
     Attributes:
         progress: How far it is.
 
-    Example:
+    Examples:
         >>> from ray_dcp.runtime.inline import InlineSession
         >>> with InlineSession("doc").activity(60.0) as activity:
         ...     activity.next_key(), activity.next_key()

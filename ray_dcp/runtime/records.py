@@ -654,7 +654,7 @@ def write_metadata(
         DamagedCheckpointError: Its chunk table is damaged.
         StorageError: The storage fails.
 
-    Example:
+    Examples:
         >>> from ray_dcp.options import SaveOptions
         >>> from ray_dcp.entrypoints import save
         >>> from ray_dcp.store.memory import MemoryStorage

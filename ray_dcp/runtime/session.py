@@ -109,7 +109,7 @@ _REMEMBERED = 16
 class CallTimeouts:
     """Knows the options of the operations that one rank has begun.
 
-    Example:
+    Examples:
         >>> from ray_dcp.protocol.messages import Target
         >>> key = OpKey("run", 0)
         >>> CallTimeouts().of(LoadJoin(key, 0, 1, Target("memory://x"), LoadOptions()))

@@ -226,7 +226,7 @@ def name_of(key: OpKey, epoch: int) -> str:
         key: The operation.
         epoch: Of the coordinator that planned it.
 
-    Example:
+    Examples:
         >>> key_of(name_of(OpKey("run/1", 7), 2))
         (OpKey(session='run/1', seq=7, step=0), 2)
     """

@@ -583,7 +583,7 @@ def outcome(path: AnyPlace, attempt: str) -> Outcome:
         StorageError: The storage does not answer.
         DamagedCheckpointError: A record can't be read.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as root:
         ...     outcome(root, "no-such-attempt")

@@ -329,7 +329,7 @@ class WorkerGroup:
         InvalidRequestError: An argument is wrong.
         ParticipantError: A rank could not start or died.
 
-    Example:
+    Examples:
         >>> import torch
         >>> with WorkerGroup(2) as ranks:
         ...     ranks.run(lambda: torch.distributed.get_rank())

@@ -60,7 +60,7 @@ class SlotAllocator(Generic[J]):
         num_slots: How many there are.
         linger: Whether slots are free only when `gone` says so.
 
-    Example:
+    Examples:
         >>> allocator = SlotAllocator(2)
         >>> allocator.begin("a", "rank 0", [{0}, {0}, {0}])
         >>> [(grant.window, grant.slot.index) for grant in allocator.grants()]

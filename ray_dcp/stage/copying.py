@@ -45,7 +45,7 @@ def copy_all(pairs: Iterable[Pair], num_threads: int | None = None) -> None:
     Raises:
         ValueError: Two lengths differ; nothing, some or all of the others is copied.
 
-    Example:
+    Examples:
         >>> into = np.zeros(3, np.uint8)
         >>> copy_all([(into, np.arange(3, dtype=np.uint8))])
         >>> into

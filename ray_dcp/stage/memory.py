@@ -429,7 +429,7 @@ class Lease:
 class PrivateMemory:
     """Areas of memory that are leased out, and kept when they come back.
 
-    Example:
+    Examples:
         >>> memory = PrivateMemory()
         >>> lease = memory.lease(3)
         >>> lease.view[:] = b"abc"

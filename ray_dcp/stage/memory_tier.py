@@ -55,7 +55,7 @@ class TierFile:
             start: First byte in the file.
             num_bytes: How many.
 
-        Example:
+        Examples:
             >>> runs = np.array([[100, 170], [64, 36], [0, 64]])
             >>> file = TierFile("x", *runs, (Slot(7, 1), Slot(7, 1)))
             >>> [(part.slot is None, part.offset, part.num_bytes) for part in file.find(120, 60)]
@@ -129,7 +129,7 @@ def kept_file(
 def cut(parts: Sequence[Part], low: int, high: int) -> list[Part]:
     """Returns the parts that give the bytes `[low, high)` of what parts give.
 
-    Example:
+    Examples:
         >>> [(part.offset, part.num_bytes) for part in cut([Part(None, 5, 10)] * 3, 8, 21)]
         [(13, 2), (5, 10), (5, 1)]
     """
@@ -163,7 +163,7 @@ def too_many(attempts: Sequence[tuple[str, str, int, bool]]) -> set[str]:
         attempts: `(run, attempt, how many of the run are to be kept, known to be committed)`,
             oldest first. One that several ranks hold parts of may come several times.
 
-    Example:
+    Examples:
         >>> seen = [("r", "a", 1, True), ("r", "b", 1, True), ("r", "b", 1, False)]
         >>> sorted(too_many([*seen, ("r", "c", 1, False), ("other", "d", 1, True)]))
         ['a']

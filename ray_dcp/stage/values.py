@@ -24,7 +24,7 @@ class StagerOptions:
     Raises:
         InvalidRequestError: A field has a value that it can't have.
 
-    Example:
+    Examples:
         >>> StagerOptions(limit_bytes=64 << 20).window_bytes_within(64 << 20)
         16777216
     """

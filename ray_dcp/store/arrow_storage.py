@@ -22,7 +22,7 @@ class ArrowStorage(StorageAdapter):
         filesystem: Used as it is.
         path: Of the place.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
         >>> with tempfile.TemporaryDirectory() as root:

@@ -118,7 +118,7 @@ class Script:
     Raises:
         InvalidRequestError: A fault is slow, and there is no `sleep`.
 
-    Example:
+    Examples:
         >>> import errno
         >>> from ray_dcp.store.memory import MemoryStorage
         >>> with Script([Fault(operation="write", key="a*", error=errno.ENOSPC)]) as script:
@@ -238,7 +238,7 @@ class FaultyStorage(StorageWrapper):
         inner: The storage that does the work.
         script: Faults, or the script that several storages share.
 
-    Example:
+    Examples:
         >>> from ray_dcp.store.memory import MemoryStorage
         >>> storage = FaultyStorage(MemoryStorage("doc"), [Fault(operation="read", key="a*")])
         >>> storage.list()

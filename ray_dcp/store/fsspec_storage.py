@@ -32,7 +32,7 @@ class FsspecStorage(StorageAdapter):
         filesystem: Used as it is; its listings are never taken from its cache.
         path: Of the place.
 
-    Example:
+    Examples:
         >>> import fsspec
         >>> storage = FsspecStorage(fsspec.filesystem("memory"), "/doc-fsspec")
         >>> storage.write("a", b"1")

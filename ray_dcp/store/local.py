@@ -535,7 +535,7 @@ def may_create_twice(kind: str | None) -> bool:
     Args:
         kind: As `mount_kind` returns it; an unknown one may be anything.
 
-    Example:
+    Examples:
         >>> [may_create_twice(kind) for kind in ("ext4", "nfs4", "fuse.sshfs", "fuse.seaweedfs")]
         [False, False, False, True]
     """
@@ -550,7 +550,7 @@ def is_network_disk(directory: str) -> bool:
     Args:
         directory: Absolute path.
 
-    Example:
+    Examples:
         >>> is_network_disk("/proc")
         False
     """

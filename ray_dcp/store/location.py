@@ -40,7 +40,7 @@ class Location:
         InvalidRequestError: The URL is none, carries credentials itself, the filesystem is none
             of these, or both options and filesystem are given.
 
-    Example:
+    Examples:
         >>> run = Location("s3://bucket/run", {"secret_access_key": "hush"})
         >>> run / "step-10"
         Location(url='s3://bucket/run/step-10')
@@ -122,7 +122,7 @@ def kind_of_filesystem(value: Any) -> str | None:
 def url_below(url: str, name: str) -> str:
     """Returns the URL or path of something below another.
 
-    Example:
+    Examples:
         >>> url_below("memory://", "run"), url_below("s3://bucket/run/", "step-1")
         ('memory://run', 's3://bucket/run/step-1')
     """
@@ -132,7 +132,7 @@ def url_below(url: str, name: str) -> str:
 def split_url(url: str) -> tuple[str, str]:
     """Returns the scheme in small letters, empty for a plain path, and the rest.
 
-    Example:
+    Examples:
         >>> split_url("S3://bucket/run"), split_url("/run")
         (('s3', 'bucket/run'), ('', '/run'))
     """

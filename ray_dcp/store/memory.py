@@ -37,7 +37,7 @@ class MemoryStorage:
     Raises:
         InvalidRequestError: The name is no legal key.
 
-    Example:
+    Examples:
         >>> MemoryStorage("doc").write("a", b"1")
         >>> MemoryStorage("doc").read("a")
         b'1'

@@ -417,7 +417,7 @@ def object_failure(error: BaseException, doing: str, key: str, where: str) -> St
         `KeyMissingError`, `KeyExistsError`, or a `StorageError` with the answer of the store, how
         often it was asked, and a way out.
 
-    Example:
+    Examples:
         >>> print(object_failure(ValueError("no"), "read", "a", "s3://b/a"))
         could not read s3://b/a: no (ValueError, not retried) [key a]
     """
@@ -488,7 +488,7 @@ class ObjectStorage:
         request_bytes: Length that a read should have at least, when there is so much to read: each
             one costs a round trip.
 
-    Example:
+    Examples:
         >>> from obstore.store import MemoryStore
         >>> storage = ObjectStorage(MemoryStore(), "run/step-1")
         >>> storage.write("a", b"1", create=True)

@@ -55,7 +55,7 @@ class ObjectOptions:
     Raises:
         InvalidRequestError: A field has a value that it can't have.
 
-    Example:
+    Examples:
         >>> ObjectOptions(request_bytes=8 << 20).upload_bytes >> 20
         128
     """
@@ -99,7 +99,7 @@ def split_options(
     Raises:
         InvalidRequestError: One of ours has a wrong value, or one is given by two names.
 
-    Example:
+    Examples:
         >>> split_options("s3", {"key": "me", "client_kwargs": {"region_name": "eu-1"}})[1]
         {'access_key_id': 'me', 'region': 'eu-1'}
     """

@@ -42,7 +42,7 @@ def as_target(place: AnyPlace) -> Target:
     Raises:
         InvalidRequestError: It is none of these.
 
-    Example:
+    Examples:
         >>> as_target("memory://run").url
         'memory://run'
     """
@@ -80,7 +80,7 @@ def open_storage(target: AnyPlace) -> Storage:
         InvalidRequestError: The protocol is not served (the message names what to install), the
             place is empty, or an option is not understood.
 
-    Example:
+    Examples:
         >>> open_storage("/checkpoints/step-10").url
         '/checkpoints/step-10'
         >>> open_storage("memory://run/step-10").url

@@ -26,7 +26,7 @@ def pauses(random_share: Callable[[], float], first_s: float = FIRST_S) -> Itera
             again together.
         first_s: Longest first pause.
 
-    Example:
+    Examples:
         >>> found = pauses(lambda: 1.0)
         >>> [round(next(found), 1) for _ in range(8)]
         [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0]
@@ -51,7 +51,7 @@ class Retrying:
         sleep: Waits for so many seconds.
         random_share: See `pauses`.
 
-    Example:
+    Examples:
         >>> answers = iter([ConnectionError(), 42])
         >>> def ask():
         ...     answer = next(answers)

@@ -64,7 +64,7 @@ class ReadTraits:
 
     Apart from `StorageTraits`, since these may have to be tried, which a reader must not.
 
-    Example:
+    Examples:
         >>> ReadTraits().cached
         True
     """
@@ -308,7 +308,7 @@ def check_key(key: str, *, unpublished: bool = False) -> str:
         InvalidRequestError: The key is empty or absolute, has an empty, `.` or `..` component, a
             backslash or a control character, or is reserved for unpublished files.
 
-    Example:
+    Examples:
         >>> check_key("sub/__0_0.distcp")
         'sub/__0_0.distcp'
         >>> check_key("../x")  # doctest: +ELLIPSIS
@@ -415,7 +415,7 @@ class StorageWrapper:
     Args:
         inner: The storage that does the work.
 
-    Example:
+    Examples:
         >>> from ray_dcp.store.memory import MemoryStorage
         >>> class Shouting(StorageWrapper):
         ...     def read(self, key, start=0, num_bytes=None):
@@ -478,7 +478,7 @@ class OneFile(StorageWrapper):
         inner: Of the directory.
         key: Of the file.
 
-    Example:
+    Examples:
         >>> from ray_dcp.store.memory import MemoryStorage
         >>> inner = MemoryStorage("doc-one-file")
         >>> inner.write("a", b"1"), inner.write("b", b"2")

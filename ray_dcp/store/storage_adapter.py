@@ -48,7 +48,7 @@ def redacted(text: str, options: Mapping[str, object]) -> str:
         text: Of an error.
         options: As the user gave them; may be nested.
 
-    Example:
+    Examples:
         >>> redacted("bad key hush-hush for eu-1", {"secret": "hush-hush", "region": "eu-1"})
         'bad key … for eu-1'
     """

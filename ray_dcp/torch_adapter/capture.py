@@ -502,7 +502,7 @@ def part_stats(raw: npt.NDArray[Any], dtype: str) -> PartStats:
         raw: One dimension of `raw_dtype(dtype)`.
         dtype: Name of a torch dtype, one of `READABLE`.
 
-    Example:
+    Examples:
         >>> part_stats(np.array([3.0, -4.0, np.nan], np.float32), "float32")
         PartStats(num_elements=3, square_sum=25.0, absmax=4.0, num_nan=1, num_inf=0)
     """
@@ -517,7 +517,7 @@ def part_stats_on_device(tensors: Sequence[torch.Tensor]) -> list[PartStats]:
 
     Complexity: one copy to the host for all, and about 200 MiB of the device's memory.
 
-    Example:
+    Examples:
         >>> part_stats_on_device([torch.tensor([3.0, -4.0, torch.nan])])
         [PartStats(num_elements=3, square_sum=25.0, absmax=4.0, num_nan=1, num_inf=0)]
     """

@@ -303,7 +303,7 @@ def device_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
     A view of its memory when that is contiguous. See `tensors.host_bytes`.
 
-    Example:
+    Examples:
         >>> device_bytes(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8).T).tolist()
         [1, 3, 2, 4]
     """
@@ -323,7 +323,7 @@ def device_part(tensor: torch.Tensor, start: int, num_bytes: int) -> torch.Tenso
         start: The first byte.
         num_bytes: How many.
 
-    Example:
+    Examples:
         >>> device_part(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8).T, 1, 2).tolist()
         [3, 2]
     """

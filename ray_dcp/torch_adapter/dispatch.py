@@ -159,7 +159,7 @@ def decide_save(
         MissingTargetError: Neither `checkpoint_id` nor `storage_writer` was given.
         InvalidRequestError: One of them has the wrong type, or nothing can write to this id.
 
-    Example:
+    Examples:
         >>> decide_save(checkpoint_id="/checkpoints/step-1").path
         'native'
     """
@@ -186,7 +186,7 @@ def decide_load(
         MissingTargetError: Neither `checkpoint_id` nor `storage_reader` was given.
         InvalidRequestError: One of them has the wrong type, or nothing can read this id.
 
-    Example:
+    Examples:
         >>> decide_load(checkpoint_id="file:///checkpoints/step-1").path
         'native'
     """

@@ -93,7 +93,7 @@ def flatten(state_dict: Mapping[Any, Any], *, before_2_4: bool = False) -> Flat:
 
     Complexity: linear in the number of values, about 0.6 us each.
 
-    Example:
+    Examples:
         >>> flatten({"model": {"w": 1}, "steps": [1, 2], "groups": [{"lr": 0.1}]}).names
         ['model.w', 'steps', 'groups.0.lr']
     """
@@ -311,7 +311,7 @@ def renamer(key_map: KeyMap) -> Rename:
     Raises:
         InvalidRequestError: A pattern is no regular expression.
 
-    Example:
+    Examples:
         >>> renamer([("^module[.]", ""), ("[.]gamma$", ".weight")])("module.norm.gamma")
         'norm.weight'
     """
@@ -386,7 +386,7 @@ def stored_names(names: Sequence[str], key_map: KeyMap | None) -> dict[str, int]
 def below(name: str, prefixes: Iterable[str]) -> bool:
     """Whether a dotted name is one of the prefixes, or lies below one.
 
-    Example:
+    Examples:
         >>> below("model.w", ["model"]), below("model2.w", ["model"])
         (True, False)
     """
@@ -396,7 +396,7 @@ def below(name: str, prefixes: Iterable[str]) -> bool:
 def concerns(key: str, prefixes: Sequence[str]) -> bool:
     """Whether anything at or below a top-level key can be below a prefix.
 
-    Example:
+    Examples:
         >>> concerns("model", ["model.layers"]), concerns("optimizer", ["model.layers"])
         (True, False)
     """

@@ -12,7 +12,7 @@ from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
 class LoadReport:
     """What `ray_dcp.load` or `ray_dcp.load_newest` did on this rank.
 
-    Example:
+    Examples:
         >>> report = LoadReport(loaded=("w",), missing=(), unexpected=("b",), cast=())
         >>> report.unexpected_keys
         ['b']

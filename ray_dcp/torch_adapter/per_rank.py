@@ -44,7 +44,7 @@ class PerRank:
     Raises:
         InvalidRequestError: `resized` is none of these.
 
-    Example:
+    Examples:
         >>> import tempfile, ray_dcp
         >>> with tempfile.TemporaryDirectory() as root:
         ...     _ = ray_dcp.save({"seed": PerRank(7)}, checkpoint_id=f"{root}/a")

@@ -134,7 +134,7 @@ def chunk_spans(length: int, cuts: Sequence[tuple[int, int, int]]) -> list[Span]
 
     Source: `torch/distributed/tensor/placement_types.py`, `_StridedShard._split_tensor`.
 
-    Example:
+    Examples:
         >>> chunk_spans(8, [(2, 1, 1)]), chunk_spans(8, [(2, 0, 2)])
         ([(4, 4)], [(0, 2), (4, 2)])
     """

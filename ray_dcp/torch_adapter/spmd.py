@@ -57,7 +57,7 @@ class SPMDSavePlanner(DefaultSavePlanner):
     sharded over one axis of the mesh and replicated over another) it is saved once; torch_xla's
     own planner saves such tensors not at all. Tensors are brought to the CPU one after the other.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, ray_dcp
         >>> with tempfile.TemporaryDirectory() as root:
         ...     metadata = ray_dcp.save(
@@ -138,7 +138,7 @@ class SPMDLoadPlanner(DefaultLoadPlanner):
     Tensors are filled in place, each when its last element has come. Another global shape is an
     error: torch_xla's own planner then loads nothing, or a part, and says nothing.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, ray_dcp
         >>> with tempfile.TemporaryDirectory() as root:
         ...     state = {"w": torch.ones(2)}

@@ -61,7 +61,7 @@ def prime_optimizer(optimizer: O) -> O:
     Complexity:
         One step of the optimizer for each `AT_ONCE_BYTES` of parameters.
 
-    Example:
+    Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> optimizer = prime_optimizer(torch.optim.AdamW([weight], weight_decay=0.5))
         >>> state = optimizer.state[weight]
@@ -272,7 +272,7 @@ def stateful_to_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         StateDictError: `state_dict` is no mapping.
 
-    Example:
+    Examples:
         >>> model = nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
         >>> state = stateful_to_state_dict({"model": model, "optimizer": optimizer, "step": 3})

@@ -66,7 +66,7 @@ _EMPTY = memoryview(bytearray())
 def dtype_name(dtype: torch.dtype) -> str:
     """Returns the name without prefix.
 
-    Example:
+    Examples:
         >>> dtype_name(torch.bfloat16)
         'bfloat16'
     """
@@ -238,7 +238,7 @@ def loses_nothing(stored: torch.dtype, target: torch.dtype) -> bool:
 
     Infinities count as values, NaN payloads do not.
 
-    Example:
+    Examples:
         >>> loses_nothing(torch.bfloat16, torch.float32), loses_nothing(torch.int64, torch.float32)
         (True, False)
     """

@@ -136,7 +136,7 @@ def layout_of(grid: tuple[int, ...]) -> str:
     Args:
         grid: Parts in each dimension.
 
-    Example:
+    Examples:
         >>> layout_of((1, 1)), layout_of((8, 1)), layout_of((1, 2)), layout_of((4, 2))
         ('whole', 'rows/8', 'columns/2', '4x2')
         >>> layout_of((0, 0)), layout_of((1, 1, 3))
@@ -192,7 +192,7 @@ class CheckpointView:
         checkpoint: What was read when it was opened.
         place: What was opened; None for a view that was made of a storage.
 
-    Example:
+    Examples:
         >>> import numpy as np, ray_dcp, torch
         >>> _ = ray_dcp.save({"w": torch.arange(6.0)}, checkpoint_id="memory://doc/view")
         >>> view = ray_dcp.open("memory://doc/view")

@@ -273,7 +273,7 @@ class CheckpointDiff:
         bytes_read: Payload bytes that were read to decide: 0 where hashes did.
         notes: Why something had to be read, or could not be decided.
 
-    Example:
+    Examples:
         >>> import ray_dcp, torch
         >>> for name, value in (("a", 1.0), ("b", 1.5)):
         ...     state = {"w": torch.full((4,), value), "frozen": torch.ones(9)}

@@ -93,7 +93,7 @@ def step_of(name: str) -> int | None:
     Args:
         name: Without slashes at its end.
 
-    Example:
+    Examples:
         >>> step_of("step-000120"), step_of("epoch=3-step=70"), step_of("final")
         (120, 70, None)
     """
@@ -166,7 +166,7 @@ def rank_of_file(key: str) -> int | None:
     Args:
         key: Key of the file.
 
-    Example:
+    Examples:
         >>> rank_of_file("__12_0.distcp"), rank_of_file("model.safetensors")
         (12, None)
     """

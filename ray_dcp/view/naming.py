@@ -30,7 +30,7 @@ def split_address(text: str) -> tuple[str, str | None]:
     Args:
         text: As a user writes it. An `@` before the last `/` belongs to the path.
 
-    Example:
+    Examples:
         >>> split_address("s3://user@host/run@best:loss"), split_address("run/step-5")
         (('s3://user@host/run', 'best:loss'), ('run/step-5', None))
     """
@@ -47,7 +47,7 @@ def nearest(name: str, known: Sequence[str]) -> str:
         name: That was asked for.
         known: That there are.
 
-    Example:
+    Examples:
         >>> nearest("model.wieght", ["model.weight", "optimizer.step"])
         "; did you mean 'model.weight'?"
     """

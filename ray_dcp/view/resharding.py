@@ -99,7 +99,7 @@ class RankRead:
 class ReshardPreview:
     """What a load of a checkpoint on other ranks would read; nothing was read for it.
 
-    Example:
+    Examples:
         >>> import ray_dcp, torch
         >>> _ = ray_dcp.save({"w": torch.ones(1024, 256)}, checkpoint_id="memory://doc-reshard/a")
         >>> found = ray_dcp.open("memory://doc-reshard/a").reshard("4:row")
@@ -149,7 +149,7 @@ def parse_layout(text: str | int | Layout) -> Layout:
     Raises:
         InvalidRequestError: It means none.
 
-    Example:
+    Examples:
         >>> parse_layout("4x2").num_ranks, str(parse_layout("1x3")), str(parse_layout(8))
         (8, '3:column', '8:row')
     """

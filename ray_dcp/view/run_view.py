@@ -115,7 +115,7 @@ class RunView:
     Iterating gives a `StepView` for each, oldest first; `run["latest"]`, `run["best"]`, `run[500]`,
     `run["a-tag"]` and `run["step-500"]` open one. Reads names and small records only.
 
-    Example:
+    Examples:
         >>> import ray_dcp, torch
         >>> for step in (1, 2):
         ...     _ = ray_dcp.save({"w": torch.ones(2)}, checkpoint_id=f"memory://doc-run/step-{step}")

@@ -51,7 +51,7 @@ def select(index: Any, shape: tuple[int, ...]) -> Selection:
     Raises:
         InvalidRequestError: Too many indices, one out of bounds, or of another kind.
 
-    Example:
+    Examples:
         >>> select((slice(2, 8, 3), 1), (10, 4))
         Selection(offset=(2, 1), size=(4, 1), rest=(slice(None, None, 3), 0))
     """

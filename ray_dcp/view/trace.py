@@ -78,7 +78,7 @@ def chrome_trace(trace: SaveTrace) -> str:
     Args:
         trace: Of a save.
 
-    Example:
+    Examples:
         >>> import json
         >>> from ray_dcp.format.save_trace import Span
         >>> trace = SaveTrace(

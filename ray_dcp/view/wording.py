@@ -9,7 +9,7 @@ def size_text(num_bytes: int) -> str:
     Args:
         num_bytes: A length.
 
-    Example:
+    Examples:
         >>> size_text(0), size_text(1536), size_text(21 << 30)
         ('0 B', '1.5 KiB', '21.0 GiB')
     """
@@ -27,7 +27,7 @@ def age_text(age_s: float) -> str:
     Args:
         age_s: Seconds.
 
-    Example:
+    Examples:
         >>> age_text(59), age_text(3700), age_text(200_000)
         ('59s', '1h', '2d')
     """
@@ -44,7 +44,7 @@ def count_text(count: int, noun: str) -> str:
         count: How many.
         noun: Of one of them; its plural ends in an s.
 
-    Example:
+    Examples:
         >>> count_text(1, "file"), count_text(1200, "file")
         ('1 file', '1200 files')
     """
@@ -54,7 +54,7 @@ def count_text(count: int, noun: str) -> str:
 def number_text(value: float) -> str:
     """Returns a number in at most four digits, plain where it can be.
 
-    Example:
+    Examples:
         >>> number_text(2.31), number_text(0.000123456), number_text(1234567.0)
         ('2.31', '0.0001235', '1.235e+06')
     """
@@ -67,7 +67,7 @@ def seconds_text(seconds: float) -> str:
     Args:
         seconds: How long.
 
-    Example:
+    Examples:
         >>> seconds_text(0.00042), seconds_text(0.0312), seconds_text(2.5), seconds_text(754)
         ('0.42 ms', '31.2 ms', '2.50 s', '12.6 min')
     """

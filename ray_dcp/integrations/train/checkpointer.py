@@ -257,7 +257,7 @@ class Pace:
                 not travel.
             final: No later call will come.
 
-        Example:
+        Examples:
             >>> pace = Pace(2.0)
             >>> [pace.is_due(created_s) for created_s in (100.0, 101.0, 104.0)]
             [True, False, True]
@@ -668,18 +668,18 @@ def checkpointer(
         CheckpointExistsError: Another run of this name lives and writes here.
         CheckpointError: The storage can't be listed, or the ranks do not find each other.
 
-    Example:
-        ::
-
-            def train_fn(config):
-                model = ray.train.torch.prepare_model(Model())
-                optimizer = torch.optim.AdamW(model.parameters())
-                state = {"model": model, "optimizer": optimizer}
-                with ray_dcp.train.checkpointer(save_interval=100, max_to_keep=3) as ckpt:
-                    done = ckpt.restore(state)
-                    for step in range(0 if done is None else done + 1, 10_000):
-                        loss = train_one_step(model, optimizer, step)
-                        ckpt.save(step, state, metrics={"loss": loss})
+    Examples:
+        ```py
+        def train_fn(config):
+            model = ray.train.torch.prepare_model(Model())
+            optimizer = torch.optim.AdamW(model.parameters())
+            state = {"model": model, "optimizer": optimizer}
+            with ray_dcp.train.checkpointer(save_interval=100, max_to_keep=3) as ckpt:
+                done = ckpt.restore(state)
+                for step in range(0 if done is None else done + 1, 10_000):
+                    loss = train_one_step(model, optimizer, step)
+                    ckpt.save(step, state, metrics={"loss": loss})
+        ```
     """
     settings = Settings(
         folder=folder,

@@ -61,7 +61,7 @@ _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 class StepFolder:
     """The folder of one step, as one worker group saved it; sorted by age.
 
-    Example:
+    Examples:
         >>> folder = StepFolder(120, 3, "7f3c21")
         >>> folder.name, parse(folder.name) == folder
         ('g0003-7f3c21-step-00000120', True)
@@ -92,7 +92,7 @@ def parse(name: str) -> StepFolder | None:
 def next_group(names: Iterable[str]) -> int:
     """Returns the number of a new worker group, above all that have left folders.
 
-    Example:
+    Examples:
         >>> next_group(["g0002-7f3c21-step-00000120", "others"]), next_group([])
         (3, 1)
     """
@@ -106,7 +106,7 @@ def check_folder(folder: object) -> str:
     Raises:
         InvalidRequestError: It is no name.
 
-    Example:
+    Examples:
         >>> check_folder("checkpoints")
         'checkpoints'
     """
@@ -136,7 +136,7 @@ def owner_of(max_to_keep: int, num_to_keep: int | None) -> Owner:
     Raises:
         InvalidRequestError: Both would, or `max_to_keep` is no number.
 
-    Example:
+    Examples:
         >>> owner_of(3, None), owner_of(0, 3), owner_of(0, None)
         ('ray_dcp', 'ray', 'nobody')
     """
@@ -173,7 +173,7 @@ def superfluous(
         owner: Who deletes.
         max_to_keep: How many ray_dcp keeps.
 
-    Example:
+    Examples:
         >>> folders = [StepFolder(step, 1, "7f3c21") for step in (10, 20, 30)]
         >>> [one.step for one in superfluous(folders, [], [folders[0].name], "ray_dcp", 1)]
         [20]

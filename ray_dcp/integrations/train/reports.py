@@ -78,7 +78,7 @@ def check_metrics(metrics: object) -> dict[str, Any]:
     Raises:
         InvalidRequestError: They are none.
 
-    Example:
+    Examples:
         >>> check_metrics({"loss": torch.tensor(0.5), "phase": "warmup"})
         {'loss': 0.5, 'phase': 'warmup'}
     """

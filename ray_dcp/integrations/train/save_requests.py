@@ -216,7 +216,7 @@ def next_round_s(now_s: float, deadline_s: float | None, took_s: float | None) -
         deadline_s: When the node goes; None when nobody said.
         took_s: How long the last save took, with the request for it; None without one.
 
-    Example:
+    Examples:
         >>> next_round_s(100.0, 130.0, 4.0), next_round_s(120.0, 130.0, 4.0)
         (20.0, None)
     """
@@ -233,7 +233,7 @@ def is_last_round(left_s: float, took_s: float | None) -> bool:
         left_s: Seconds until the node goes.
         took_s: How long a save takes, as far as is known.
 
-    Example:
+    Examples:
         >>> is_last_round(30.0, 4.0), is_last_round(10.0, 4.0), is_last_round(10.0, None)
         (False, True, False)
     """
@@ -270,7 +270,7 @@ def save_fits(left_s: float | None, stage_s: float | None) -> bool:
         left_s: Seconds that are left; None for no end.
         stage_s: How long training waited for earlier saves; None when there was none.
 
-    Example:
+    Examples:
         >>> save_fits(5, 0.2), save_fits(0.3, 0.2), save_fits(5, None), save_fits(None, 0.2)
         (True, False, True, True)
     """

@@ -37,7 +37,7 @@ _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\u
 class Picture:
     """A picture as HTML: shown by notebooks, also in what they export.
 
-    Example:
+    Examples:
         >>> Picture("<div>8 ranks</div>")
         <div>8 ranks</div>
     """
@@ -83,7 +83,7 @@ def safe(value: object) -> str:
     Args:
         value: Any.
 
-    Example:
+    Examples:
         >>> safe("<b>&" + chr(0)) == "&lt;b&gt;&amp;" + chr(0xFFFD)
         True
     """
@@ -98,7 +98,7 @@ def tag(name: str, content: str = "", **attributes: Any) -> str:
         content: Inside of it, escaped already.
         **attributes: Numbers are rounded; None leaves one out.
 
-    Example:
+    Examples:
         >>> tag("rect", x=1.23456, stroke_width=2, fill=None)
         '<rect x="1.23" stroke-width="2"/>'
     """
@@ -231,7 +231,7 @@ def clip(value: str, pixels: float) -> str:
         value: Any text.
         pixels: Room for it.
 
-    Example:
+    Examples:
         >>> clip("model.layers.17.attention.weight", 100)
         'model.l….weight'
     """
@@ -241,7 +241,7 @@ def clip(value: str, pixels: float) -> str:
 def shortened(value: str, most: int) -> str:
     """Returns text of at most so many characters, with its middle left out if it has more.
 
-    Example:
+    Examples:
         >>> shortened("model.layers.17.attention.weight", 11)
         'model…eight'
     """
@@ -256,7 +256,7 @@ def rank_colour(rank: int) -> str:
     Args:
         rank: From 0; -1 where nobody knows.
 
-    Example:
+    Examples:
         >>> rank_colour(0), rank_colour(11) != rank_colour(12)
         ('#4c8fd6', True)
     """
@@ -275,7 +275,7 @@ def ticks(low: float, high: float, about: int = 6) -> list[float]:
         high: The last is at most this.
         about: How many are wanted.
 
-    Example:
+    Examples:
         >>> ticks(0, 0.93), ticks(7.3, 12.9), ticks(0, 0)
         ([0.0, 0.2, 0.4, 0.6, 0.8], [8.0, 9.0, 10.0, 11.0, 12.0], [0.0])
     """

@@ -36,7 +36,7 @@ def picture_histogram(*tensors: TensorHandle, bins: int = 80) -> Picture:
         InvalidRequestError: A tensor has no real numbers, or too many or too few are given.
         DamagedCheckpointError: What is read does not match its checksums.
 
-    Example:
+    Examples:
         >>> import ray_dcp, torch
         >>> saved = ray_dcp.save({"w": torch.randn(64, 64)}, checkpoint_id="memory://histogram")
         >>> picture_histogram(ray_dcp.open("memory://histogram")["w"])

@@ -94,7 +94,7 @@ def even_boxes(shape: Sequence[int], parts: Sequence[int]) -> Boxes:
     Raises:
         InvalidRequestError: There are more parts than dimensions, or one is below 1.
 
-    Example:
+    Examples:
         >>> boxes = even_boxes((10, 4), (3,))
         >>> boxes.offset.tolist(), boxes.size.tolist()
         ([[0, 0], [4, 0], [8, 0]], [[4, 4], [4, 4], [2, 4]])

@@ -95,7 +95,7 @@ def picture_steps(run: RunView, *, details: bool | None = None) -> Picture:
         details: Also new bytes, layout, stall and time to the commit, for which two small files of
             each step are read. None: of at most 50 steps, and not over a network.
 
-    Example:
+    Examples:
         >>> import ray_dcp, torch
         >>> for step in (1, 2):
         ...     _ = ray_dcp.save({"w": torch.ones(2)}, checkpoint_id=f"memory://doc-pic/step-{step}")

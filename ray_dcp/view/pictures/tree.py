@@ -61,7 +61,7 @@ class Node:
 def shape_text(shape: tuple[int, ...]) -> str:
     """Returns a shape as tables have it.
 
-    Example:
+    Examples:
         >>> shape_text((64, 8)), shape_text(())
         ('64x8', 'scalar')
     """
@@ -90,7 +90,7 @@ def grown(leaves: Iterable[Leaf], *, merged: bool = True) -> Node:
     Complexity:
         O(leaves x depth).
 
-    Example:
+    Examples:
         >>> info = TensorInfo((2,), "float32", 8, 1, None)
         >>> root = grown([Leaf("a.b.w", info), Leaf("a.b.v", None)])
         >>> root.num_bytes, list(root.children), list(root.children["a.b"].children)
