@@ -1,6 +1,6 @@
 """torchtitan's checkpoint contract, kept by ray_dcp: python torchtitan_manager.py RUN STEPS.
 
-In torchtitan's own trainer, one line of the config says it:
+In torchtitan's own trainer, one line of the config is enough:
 `config.checkpoint = RayDcpCheckpointManager.Config(enable=True, interval=500)`. Here a loop stands
 for the trainer and calls the manager as it does.
 """
@@ -43,7 +43,7 @@ class TrainState:
 
 
 class Trainer:
-    """A model, what trains it, and a manager; `train` goes on from the newest step."""
+    """A model, what trains it, and a manager; `train` resumes from the newest step."""
 
     def __init__(self, run: Path, *, seed: int = 1, **config: Any) -> None:
         torch.manual_seed(seed)
@@ -65,7 +65,7 @@ class Trainer:
         )
 
     def train(self, steps: int, *, last: bool = False) -> int | None:
-        """Returns the step that it went on from, or None if there was none."""
+        """Returns the step that it resumed from, or None if there was none."""
         resumed = self.state.step if self.manager.load() else None
         x = torch.randn(16, 4, generator=torch.Generator().manual_seed(7))
         y = x.sum(1, keepdim=True)

@@ -20,7 +20,7 @@ from ray_dcp.errors import CheckpointError
 from ray_dcp.planning.reads import RankShare
 from ray_dcp.store.storage import Storage, StorageWrapper
 
-SILENCE_S = 20.0
+SHARE_TIMEOUT_S = 20.0
 """How long a reader waits for the others to use what it has read, in seconds, before it leaves the
 rest to everybody: one that is frozen must not keep the others from reading."""
 
@@ -278,7 +278,7 @@ class SharedReadStorage(StorageWrapper):
                     del self._todo[0]
                     self._out[self._number[index]] = length
                     return index
-                if time.monotonic() > self._freed_s + SILENCE_S:
+                if time.monotonic() > self._freed_s + SHARE_TIMEOUT_S:
                     break
                 self._changed.wait(_LOOK_S)
             given_up, self._todo = self._todo, []

@@ -395,7 +395,7 @@ class Lease:
 
 
 class Readers:
-    """Tells whether who reads a step still does.
+    """Decides whether the readers of steps are live.
 
     Args:
         lease_s: Time without a renewal after which a reader on another machine counts as dead, in

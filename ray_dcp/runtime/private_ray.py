@@ -232,7 +232,9 @@ def _start(lease_s: float, num_cpus: int, timeout_s: float) -> PrivateRay:
     try:
         directory = Path(tempfile.mkdtemp(prefix="rdcp", dir="/tmp"))
     except OSError as error:
-        raise ParticipantError(f"Expected to start a Ray in /tmp, but: {error}") from error
+        raise ParticipantError(
+            f"Expected to start a Ray in /tmp, but: {error}. Make room there, or start Ray yourself"
+        ) from error
     try:
         token = directory / TOKEN
         token.touch(mode=0o600)

@@ -143,7 +143,7 @@ def reply_error(reply: Reply, rank: int) -> CheckpointError:
     if isinstance(reply, Refused):
         return copy.copy(reply.error)
     return InternalError(
-        f"Expected the next step or a reply_error, but rank {rank} got "
+        f"Expected the next step or an error report, but rank {rank} got "
         f"{type(reply).__name__}. Please report this",
         rank=rank,
     )
@@ -448,7 +448,7 @@ class RankSave:
 
     def _unknown(self, go: SaveGo, why: str, when: str) -> CommitUnknownError:
         return CommitUnknownError(
-            f"Nobody reports whether attempt {go.attempt} was committed: {why}. Ask "
+            f"It is not known whether attempt {go.attempt} was committed: {why}. Ask "
             f"ray_dcp.outcome({self.target.url!r}, {go.attempt!r}) {when}",
             attempt=go.attempt,
             checkpoint_id=self.target.url,

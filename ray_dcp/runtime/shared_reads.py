@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import RayError
 
 from ray_dcp.errors import CheckpointError
-from ray_dcp.io.shared_read import SILENCE_S, Transport
+from ray_dcp.io.shared_read import SHARE_TIMEOUT_S, Transport
 from ray_dcp.planning.reads import RankShare
 from ray_dcp.protocol.load import Decline, Enter, Leave, Listen, Offer, ReadMessage, UnitUpdate, Use
 from ray_dcp.protocol.messages import OpKey
@@ -135,12 +135,12 @@ class RayTransport:
             while unit not in self._refs:
                 if unit in self._gone or self._left or reader in self._silent:
                     return None
-                if time.monotonic() > self._heard_s[reader] + SILENCE_S:
+                if time.monotonic() > self._heard_s[reader] + SHARE_TIMEOUT_S:
                     logger.warning(
                         "Rank %d has handed on nothing for %.0f s; rank %d reads the rest of its "
                         "share from storage itself",
                         reader,
-                        SILENCE_S,
+                        SHARE_TIMEOUT_S,
                         self._rank,
                     )
                     self._silent.add(reader)
@@ -167,7 +167,7 @@ class RayTransport:
 
     def _fetched(self, ref: Any, reader: int) -> memoryview | None:
         try:
-            view: memoryview = ray_calls.get(ref, timeout=SILENCE_S).data
+            view: memoryview = ray_calls.get(ref, timeout=SHARE_TIMEOUT_S).data
             return view
         except RayError as error:
             logger.warning("What rank %d has read is gone, storage is read: %s", reader, error)
@@ -201,7 +201,7 @@ class RayTransport:
                 coordinator = self._coordinator()
                 with ray_private.starting_no_ray(), ray_calls.inside():
                     answer = coordinator.share.remote(message)
-                updates = ray_calls.get(answer, timeout=LISTEN_S + SILENCE_S)
+                updates = ray_calls.get(answer, timeout=LISTEN_S + SHARE_TIMEOUT_S)
                 if updates is None:
                     break
                 seen += len(updates)

@@ -113,7 +113,7 @@ class StagedWindows:
         # Suppressed: without the stager nobody counts them, and the next one may need them.
         with suppress(StagerGone, CheckpointError):
             while freed is not None:
-                # Suppressed: it is slow, and what it did not hear of counts for ever.
+                # Suppressed: a slow stager is asked again, else the windows count for ever.
                 with suppress(DeadlineError):
                     freed = link.call("freed", key, tuple(freed), timeout_s=FREED_S)
                 for window in freed or ():

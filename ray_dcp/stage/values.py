@@ -70,7 +70,7 @@ class StagerOptions:
 
 
 def _is_in(value: object, least: int, most: int = sys.maxsize) -> bool:
-    return isinstance(value, int) and least <= value <= most
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 _LEAST_WINDOWS = 4

@@ -267,7 +267,7 @@ def test_a_cluster_that_can_not_be_reached_ends_the_connect(nobody_accepts, monk
             connect()
 
 
-def test_a_full_tmp_is_told_to_whoever_waits_for_the_ray_of_our_own(monkeypatch):
+def test_a_full_tmp_is_an_error_that_reaches_the_ranks_that_wait_for_the_private_ray(monkeypatch):
     """By an error of ours: that one alone reaches the other ranks, through the job's store."""
 
     def full(**_: object) -> str:

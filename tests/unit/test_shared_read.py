@@ -271,7 +271,7 @@ def a_relay(exchange, reader: int, **more) -> SharedReadStorage:
 
 
 def test_a_reader_whose_units_nobody_takes_leaves_the_rest_to_the_others(monkeypatch):
-    monkeypatch.setattr(shared_read, "SILENCE_S", 0.3)
+    monkeypatch.setattr(shared_read, "SHARE_TIMEOUT_S", 0.3)
     board = Board()
     mine = a_relay(ThreadExchange(board, 0), 0, budget_bytes=10)
     board.handover.take(Enter(KEY, 1, (0, 1, 2), (0, 0, 0)))

@@ -187,7 +187,7 @@ def test_a_container_with_less_memory_counts(monkeypatch, tmp_path):
     {"limit_bytes": (8 << 20) - 1}, {"window_bytes": 1 << 20}, {"num_writers": 0}, {"nice": 20},
     {"memory": "arena"},
     {"nice": -1}, {"io_priority": "high"}, {"limit_bytes": 64e6}, {"window_bytes": None},
-    {"num_writers": 1.5}, {"nice": "5"},
+    {"num_writers": 1.5}, {"num_writers": True}, {"nice": "5"},
 ])  # fmt: skip
 def test_options_that_can_not_be_are_refused(wrong):
     with pytest.raises(InvalidRequestError, match=next(iter(wrong))):

@@ -345,7 +345,7 @@ def test_a_transfer_that_fails_leaves_no_object_and_no_thread(places, monkeypatc
     assert caught.value.__traceback__  # as the handle of a save keeps it
 
 
-def test_a_stager_that_is_slow_to_say_what_is_free_is_asked_again(places, monkeypatch):
+def test_a_stager_that_is_slow_to_report_what_is_free_is_asked_again(places, monkeypatch):
     """Or a state larger than the budget would wait for room until its deadline."""
     late = [DeadlineError("no answer"), DeadlineError("no answer")]
 

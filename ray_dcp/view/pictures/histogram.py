@@ -49,10 +49,10 @@ def picture_histogram(*tensors: TensorHandle, bins: int = 80) -> Picture:
         )
     for one in tensors:
         if not isinstance(one, TensorHandle) or one.dtype not in _REAL:
-            told = repr(one) if isinstance(one, TensorHandle) else type(one).__qualname__
+            found = repr(one) if isinstance(one, TensorHandle) else type(one).__qualname__
             raise InvalidRequestError(
                 f"expected tensors of real numbers, as ray_dcp.open(...)['name'] gives them, found "
-                f"{told}"
+                f"{found}"
             )
     bounds = [(v.min(), v.max()) for one in tensors for v in _finite(one) if len(v)]
     if not bounds:
@@ -89,7 +89,7 @@ def picture_histogram(*tensors: TensorHandle, bins: int = 80) -> Picture:
             "stroke_width": 1.4,
         }
         parts.append(draw.tag("polygon", points=f"{first} {points} {last}", **look))
-    names = [_told(one, int(found.sum())) for one, found in zip(tensors, counts, strict=True)]
+    names = [_caption(one, int(found.sum())) for one, found in zip(tensors, counts, strict=True)]
     key = [(draw.rank_colour(index), name) for index, name in enumerate(names)]
     rows = [draw.legend(_LEFT, _BOTTOM + 26 + 16 * i, [one]) for i, one in enumerate(key)]
     height = _BOTTOM + 32 + 16 * len(rows)
@@ -103,7 +103,7 @@ def _finite(tensor: TensorHandle) -> Iterator[npt.NDArray[np.floating]]:
         yield values[np.abs(values) < _LARGEST]
 
 
-def _told(tensor: TensorHandle, finite: int) -> str:
+def _caption(tensor: TensorHandle, finite: int) -> str:
     total = int(np.prod(tensor.shape, dtype=np.int64))
-    told = f"{draw.clip(tensor.name, 400)}: {total:,} values"
-    return told if finite == total else f"{told}, {total - finite:,} not finite"
+    caption = f"{draw.clip(tensor.name, 400)}: {total:,} values"
+    return caption if finite == total else f"{caption}, {total - finite:,} not finite"
