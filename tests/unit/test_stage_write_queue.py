@@ -162,6 +162,7 @@ def test_a_storage_that_fails_is_reported_and_all_slots_come_back(places):
     rank.stage()
     assert node.idle()
     assert [report.error.message for report in node.reports] == ["no space left"]
+    assert node.reports[0].error.__traceback__ is None  # its frames hold the staged bytes
 
 
 def test_any_number_of_ranks_gets_through_the_smallest_budget(places):
