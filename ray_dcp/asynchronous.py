@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
+from ray_dcp.core.checks import check_wait
 from ray_dcp.errors import (
     CheckpointError,
     DeadlineError,
@@ -118,8 +119,9 @@ class _StepHook:
 
     def __call__(self, *_: object) -> None:
         while self.handles:
-            # Suppressed: the handle raises why it failed, when asked.
-            with suppress(CheckpointError):
+            # Suppressed: the handle raises why it failed, when asked; a stager of the user's raises
+            # anything.
+            with suppress(Exception):
                 self.handles.pop().staged()
 
 
@@ -313,6 +315,7 @@ class SaveHandle(Future[Metadata], AsyncSaveResponse):
         self.set_exception(error)
 
     def _wait_for(self, future: Future[Any], timeout_s: float | None, what: str) -> Any:
+        timeout_s = check_wait(timeout_s, "timeout_s")
         try:
             return Future.result(future, timeout_s)
         except TimeoutError as exc:

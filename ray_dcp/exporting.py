@@ -31,7 +31,7 @@ from ray_dcp.runtime.copying import check_free, copy_checkpoint, plan_copy
 from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.runtime.records import target_of
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.store.location import AnyPlace
+from ray_dcp.store.location import AnyPlace, checked_url
 from ray_dcp.store.opening import Told, open_storage, place_below, watched
 from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.checkpoint_view import open as open_checkpoint
@@ -443,7 +443,7 @@ def check_source(source: str | os.PathLike[str]) -> None:
         CheckpointNotFoundError: There is nothing.
         InvalidRequestError: It is a file of another kind.
     """
-    path = Path(source)
+    path = Path(checked_url(source))
     if not path.exists() and "://" not in os.fspath(source):
         raise CheckpointNotFoundError(f"expected a file or folder to import, but {source} is none")
     if path.is_file() and path.suffix != ".safetensors":

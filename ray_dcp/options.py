@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from ray_dcp.core.checks import check_above_0, check_whole
 from ray_dcp.errors import InvalidRequestError
 
 __all__ = ["Container", "DtypePolicy", "KeyMap", "LoadOptions", "SaveOptions", "Verify", "WhenFull"]
@@ -112,13 +113,6 @@ class SaveOptions:
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        keep = self.keep_in_memory
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
-            raise InvalidRequestError(
-                f"SaveOptions.keep_in_memory must be a number of checkpoints, 0 or more, but is "
-                f"{keep!r}",
-                key="keep_in_memory",
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,19 +245,15 @@ def _check_fields(options: SaveOptions | LoadOptions) -> None:
             expected = "True or False"
         elif hint in _FLAGS_OR and not isinstance(value, bool) and value != _FLAGS_OR[hint]:
             expected = f"True or False or {_FLAGS_OR[hint]!r}"
-        elif hint in (int, float) and name != "keep_in_memory":
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            most = _LONGEST_S if name.endswith("_s") else float("inf")
-            if not is_number or not 0 < value <= most:
-                expected = "a number above 0"
-                expected += f" and at most {most}, ten years" if name.endswith("_s") else ""
+        elif hint is int:
+            check_whole(value, f"{cls.__name__}.{name}", 0 if name == "keep_in_memory" else 1)
+        elif hint is float:
+            check_above_0(value, f"{cls.__name__}.{name}")
         if expected is not None:
             raise InvalidRequestError(
                 f"{type(options).__name__}.{name} must be {expected}, but is {value!r}", key=name
             )
 
 
-_LONGEST_S = 10 * 365 * 24 * 3600
-"""Python's waits raise OverflowError beyond some hundreds of years, and for infinity."""
 _FLAGS_OR: dict[Any, str] = {bool | Literal["later"]: "later", ShareReads: "auto"}
 _HINTS = {cls.__name__: get_type_hints(cls) for cls in (SaveOptions, LoadOptions)}

@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 import secrets
 
-from ray_dcp.errors import InvalidRequestError
-
 NAMESPACE = "ray_dcp"
 """The Ray namespace of all our actors, unless the caller names another."""
 
@@ -65,18 +63,3 @@ def memory_owner(session: str, rank: int) -> str:
     """
     lasting = _SUFFIX.sub("", session) if session.startswith("group-") else session
     return f"{lasting}:{rank}"
-
-
-def check_lease(lease_s: float) -> float:
-    """Returns the lease, if it can be one.
-
-    Raises:
-        InvalidRequestError: It is not a number above 0.
-    """
-    number = isinstance(lease_s, int | float) and not isinstance(lease_s, bool)
-    if not number or not 0 < lease_s < float("inf"):
-        raise InvalidRequestError(
-            f"Expected lease_s to be a number of seconds above 0, but found {lease_s!r}",
-            key="lease_s",
-        )
-    return float(lease_s)

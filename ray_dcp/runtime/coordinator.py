@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayError
 
+from ray_dcp.core.checks import check_above_0
 from ray_dcp.errors import (
     CheckpointError,
     InternalError,
@@ -51,7 +52,7 @@ from ray_dcp.protocol.messages import (
     TakeOver,
 )
 from ray_dcp.runtime import ray_calls, ray_private
-from ray_dcp.runtime.actor_names import MOST_CALLS, NAMESPACE, check_lease, coordinator_name
+from ray_dcp.runtime.actor_names import MOST_CALLS, NAMESPACE, coordinator_name
 from ray_dcp.runtime.inline import begin_rehearsal
 from ray_dcp.runtime.metrics import Tracing
 from ray_dcp.runtime.ray_private import Caller
@@ -786,4 +787,4 @@ def coordinator_of(session: str, *, namespace: str = NAMESPACE, lease_s: float) 
         # group, and Ray kills what is in there together with the trial.
         scheduling_strategy="DEFAULT",
     )
-    return actor.remote(name, check_lease(lease_s), namespace)
+    return actor.remote(name, check_above_0(lease_s, "lease_s"), namespace)

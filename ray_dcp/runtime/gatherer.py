@@ -20,6 +20,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_dcp.core.checks import check_above_0
 from ray_dcp.errors import CheckpointError
 from ray_dcp.protocol import aggregation
 from ray_dcp.protocol.aggregation import BatchWindow, MessageBatch
@@ -27,7 +28,7 @@ from ray_dcp.protocol.commands import step_of
 from ray_dcp.protocol.error_aggregation import Opening
 from ray_dcp.protocol.messages import OpKey, Reply, Request
 from ray_dcp.runtime import ray_calls, ray_private
-from ray_dcp.runtime.actor_names import MOST_CALLS, check_lease, gatherer_name
+from ray_dcp.runtime.actor_names import MOST_CALLS, gatherer_name
 from ray_dcp.runtime.coordinator import coordinator_of
 from ray_dcp.runtime.ray_private import Caller
 
@@ -173,7 +174,7 @@ def gatherer_of(coordinator: str, ranks: range, *, namespace: str, lease_s: floa
         num_cpus=0,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=True),
     )
-    return actor.remote(coordinator, ranks, namespace, check_lease(lease_s))
+    return actor.remote(coordinator, ranks, namespace, check_above_0(lease_s, "lease_s"))
 
 
 ANSWER_S = 60.0

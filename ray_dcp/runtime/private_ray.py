@@ -33,8 +33,9 @@ from pathlib import Path
 
 import ray
 
+from ray_dcp.core.checks import check_above_0
 from ray_dcp.errors import DeadlineError, InvalidRequestError, ParticipantError
-from ray_dcp.runtime.actor_names import LEASE_S, check_lease
+from ray_dcp.runtime.actor_names import LEASE_S
 
 READY = "ready.json"
 LOG = "supervisor.log"
@@ -212,7 +213,7 @@ def start_private_ray(
         ParticipantError: It did not start; the message ends with its log.
         DeadlineError: It did not start in time.
     """
-    check_lease(lease_s)
+    check_above_0(lease_s, "lease_s")
     if num_cpus < 0 or start_timeout_s <= 0:
         raise InvalidRequestError(
             f"Expected num_cpus of at least 0 and start_timeout_s above 0, but found "

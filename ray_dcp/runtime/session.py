@@ -27,6 +27,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from ray_dcp.core.checks import check_above_0
 from ray_dcp.errors import (
     CheckpointError,
     CommitUnknownError,
@@ -48,7 +49,7 @@ from ray_dcp.protocol.messages import (
     Request,
     SaveStaged,
 )
-from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE, check_lease, memory_owner
+from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE, memory_owner
 from ray_dcp.runtime.rank_progress import LEAVING_S, Activity, RankProgress
 from ray_dcp.runtime.rank_save import PlanMemory
 
@@ -57,8 +58,14 @@ if TYPE_CHECKING:
     from ray_dcp.stage.values import StagerOptions
 
 
-def check_connect(rank: Any, world_size: Any, name: Any, timeout_s: Any) -> None:
+def check_connect(address: Any, rank: Any, world_size: Any, name: Any, timeout_s: Any) -> None:
     """Raises `InvalidRequestError` for arguments that `connect` can't use, or a second connect."""
+    if address is not None and (not isinstance(address, str) or not address):
+        raise InvalidRequestError(
+            f"Expected address to name a Ray cluster, such as 'host:6379' or 'auto', but found "
+            f"{address!r}",
+            key="address",
+        )
     numbers = (rank, world_size)
     if any(isinstance(n, bool) or not isinstance(n, int) for n in numbers) or not (
         0 <= rank < world_size
@@ -79,11 +86,7 @@ def check_connect(rank: Any, world_size: Any, name: Any, timeout_s: Any) -> None
             f"Expected name to be a string of at least one character, but found {name!r}",
             key="name",
         )
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
-        raise InvalidRequestError(
-            f"Expected timeout_s to be a number of seconds above 0, but found {timeout_s!r}",
-            key="timeout_s",
-        )
+    check_above_0(timeout_s, "timeout_s")
     if sessions.explicit is not None:
         raise InvalidRequestError(
             f"Expected one connect at a time, but {sessions.explicit!r} is open. Close it first",
@@ -177,7 +180,7 @@ class Session:
         self._actor = actor or name
         self._who = f"the coordinator of session {self._actor!r}"
         self.namespace = namespace
-        self.lease_s = check_lease(lease_s)
+        self.lease_s = check_above_0(lease_s, "lease_s")
         self._lock = threading.Lock()
         self._staging: RankStaging | None = None
         self._staging_lock = threading.Lock()
@@ -494,8 +497,8 @@ def connect(
             open session from another `connect`.
         ParticipantError: The cluster can't be reached, or a rank did not come.
     """
-    check_connect(rank, world_size, name, timeout_s)
-    check_lease(lease_s)
+    check_connect(address, rank, world_size, name, timeout_s)
+    check_above_0(lease_s, "lease_s")
     from ray_dcp.runtime.attach import attach_named
     from ray_dcp.runtime.discovery import connect_announced
 
@@ -550,7 +553,9 @@ def current_session(
         return None
     from ray_dcp.runtime import discovery
 
-    return discovery.session_of(process_group, Session, sessions, lease_s=check_lease(lease_s))
+    return discovery.session_of(
+        process_group, Session, sessions, lease_s=check_above_0(lease_s, "lease_s")
+    )
 
 
 class GroupSessions:

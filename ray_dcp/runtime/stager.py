@@ -24,9 +24,10 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_dcp.core.checks import check_above_0
 from ray_dcp.errors import CheckpointError, LimitError
 from ray_dcp.runtime import metrics, ray_calls, ray_private
-from ray_dcp.runtime.actor_names import NAMESPACE, check_lease, stager_name
+from ray_dcp.runtime.actor_names import NAMESPACE, stager_name
 from ray_dcp.runtime.inline import begin_rehearsal
 from ray_dcp.runtime.ray_private import Caller, store_bytes
 from ray_dcp.stage.memory import free_memory_bytes
@@ -413,4 +414,4 @@ def stager_of(
         num_cpus=0,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
     )
-    return actor.remote(check_lease(lease_s), options or StagerOptions())
+    return actor.remote(check_above_0(lease_s, "lease_s"), options or StagerOptions())

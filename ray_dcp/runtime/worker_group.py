@@ -22,6 +22,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from ray_dcp.core.checks import check_above_0
 from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError, ParticipantError
 from ray_dcp.protocol.error_aggregation import name_ranks
 from ray_dcp.runtime import private_ray, ray_calls, ray_private
@@ -164,28 +165,18 @@ class WorkerOptions:
 
     def __post_init__(self) -> None:
         for name in ("num_cpus", "num_gpus"):
-            _check_number(name, getattr(self, name), lowest=0.0)
+            if getattr(self, name) != 0:
+                check_above_0(getattr(self, name), f"WorkerGroup.{name}")
         for name in ("start_timeout_s", "collective_timeout_s", "release_s"):
-            _check_number(name, getattr(self, name), above=0.0)
+            check_above_0(getattr(self, name), f"WorkerGroup.{name}")
         if self.run_timeout_s is not None:
-            _check_number("run_timeout_s", self.run_timeout_s, above=0.0)
+            check_above_0(self.run_timeout_s, "WorkerGroup.run_timeout_s")
         for name in ("resources", "env_vars"):
             if not isinstance(getattr(self, name), Mapping):
                 raise InvalidRequestError(
                     f"WorkerGroup's {name} must be a mapping, but is {getattr(self, name)!r}",
                     key=name,
                 )
-
-
-def _check_number(
-    name: str, value: Any, *, lowest: float | None = None, above: float = 0.0
-) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or (value < lowest if lowest is not None else value <= above):
-        bound = f"at least {lowest:g}" if lowest is not None else f"above {above:g}"
-        raise InvalidRequestError(
-            f"WorkerGroup's {name} must be a number {bound}, but is {value!r}", key=name
-        )
 
 
 _LOOK_S = 1.0

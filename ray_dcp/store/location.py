@@ -160,6 +160,13 @@ def checked_url(place: object) -> str:
             f"pass URLs as strings",
             key="checkpoint_id",
         )
+    if text.startswith("~") or (text.startswith(("file:", "local:")) and "://" not in text):
+        way_out = "os.path.expanduser(path)" if text[0] == "~" else "file:///path or the plain path"
+        raise InvalidRequestError(
+            f"expected a path or URL, but {text!r} would make a folder {text.split('/')[0]!r} in "
+            f"the current directory; give {way_out}, or {'./' + text!r} if you mean that folder",
+            key="checkpoint_id",
+        )
     scheme, rest = split_url(text)
     # Why split: in a chained URL each place may carry its own ("zip://a::s3://key:secret@bucket").
     if scheme not in ("", "file", "local") and any(map(_SECRETS.match, rest.split("://"))):

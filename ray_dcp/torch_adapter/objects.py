@@ -52,6 +52,7 @@ from ray_dcp.format.object_pickle import (
 from ray_dcp.format.safe_pickle import damaged
 from ray_dcp.format.stream_transforms import check_plain
 from ray_dcp.format.torch_items import stored_records
+from ray_dcp.store.location import checked_url
 from ray_dcp.torch_adapter.replica_digests import bytes_digest
 
 _TENSOR_BYTES = 512
@@ -598,7 +599,7 @@ def load_torch_file(path: str | os.PathLike[str], *, weights_only: bool = True) 
         DamagedCheckpointError: `torch.save` did not write it, or it is cut off.
         InvalidRequestError: The path is a directory.
     """
-    name = os.fspath(path)
+    name = checked_url(path)
     if Path(name).is_dir():
         raise InvalidRequestError(f"expected a file of torch.save, found the directory {name}")
     if not Path(name).exists():

@@ -222,10 +222,12 @@ def test_connect_refuses_another_cluster_than_the_one_that_is_connected():
     [
         {"rank": 2, "world_size": 2, "name": "x"},
         {"rank": -1},
+        {"address": 5},
         {"rank": True},
         {"rank": 0, "world_size": 2},
         {"name": ""},
         {"timeout_s": 0},
+        {"timeout_s": float("inf")},
         {"lease_s": float("nan")},
         {"lease_s": "1"},
     ],

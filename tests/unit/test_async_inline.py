@@ -154,8 +154,13 @@ def test_waiting_has_a_deadline_and_the_save_goes_on(gate, tmp_path):
     handle = ray_dcp.async_save(state_of(1), checkpoint_id=tmp_path / "c")
     with pytest.raises(errors.DeadlineError, match="goes on"):
         handle.committed(0.01)
+    with pytest.raises(errors.DeadlineError, match="goes on"):
+        handle.committed(-1)
+    for wrong in ("1", float("nan"), True):
+        with pytest.raises(errors.InvalidRequestError, match="timeout_s must be a number of sec"):
+            handle.committed(wrong)
     gate.open.set()
-    handle.committed(180)
+    handle.committed(float("inf"))
     assert_is(loaded(tmp_path / "c"), 1)
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
 
 import ray_dcp
 from ray_dcp.errors import DeadlineError, InvalidRequestError, StorageError
@@ -133,6 +135,27 @@ def test_a_save_that_fails_holds_no_step_up(monkeypatch, tmp_path):
         handle.staged()
     with pytest.raises(StorageError, match="no memory is left"):
         handle.committed(180)
+
+
+class FailingStager(AsyncStager):
+    """A user's stager, which fails with an error of its own."""
+
+    def stage(self, state_dict: Any) -> Future[Any]:
+        failed: Future[Any] = Future()
+        failed.set_exception(RuntimeError("no stream is left"))
+        return failed
+
+
+def test_a_stager_that_fails_holds_no_step_up(tmp_path):
+    model, optimizer = model_and_optimizer()
+    handle = ray_dcp.async_save(
+        model.state_dict(), checkpoint_id=tmp_path / "c", async_stager=FailingStager()
+    )
+    handle.before_step(optimizer)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="no stream is left"):
+        handle.staged()
 
 
 def test_what_has_no_hooks_is_refused(tmp_path):

@@ -463,3 +463,11 @@ def test_a_copy_of_a_checkpoint_with_a_short_file_is_refused(tmp_path: Path):
     with pytest.raises(DamagedCheckpointError, match=file.name):
         ray_dcp.copy(source, tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.parametrize("source", [None, 5])
+def test_what_names_no_file_is_refused(source: object, tmp_path: Path):
+    for make in (ray_dcp.import_checkpoint, ray_dcp.torch_save_to_dcp):
+        with pytest.raises(InvalidRequestError, match="expected a path or URL"):
+            make(source, tmp_path / "new")
+    assert not list(tmp_path.iterdir())

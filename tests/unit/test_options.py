@@ -79,8 +79,15 @@ def test_a_flag_is_true_or_false(cls: type, name: str, other: Any):
 @pytest.mark.parametrize(("cls", "name"), NUMBERS)
 @pytest.mark.parametrize("other", [0, -1, True, None, "3", float("nan")])
 def test_a_number_is_above_zero(cls: type, name: str, other: Any):
-    with pytest.raises(InvalidRequestError, match=f"{cls.__name__}.{name} must be a number above"):
+    expected = rf"{cls.__name__}.{name} must be a (number above 0|whole number from 1)"
+    with pytest.raises(InvalidRequestError, match=expected):
         cls(**{name: other})
+
+
+@pytest.mark.parametrize(("cls", "name"), [one for one in NUMBERS if not one[1].endswith("_s")])
+def test_a_count_is_whole(cls: type, name: str):
+    with pytest.raises(InvalidRequestError, match=f"{name} must be a whole number from 1, .* 1.5"):
+        cls(**{name: 1.5})
 
 
 @pytest.mark.parametrize(("cls", "name"), [one for one in NUMBERS if one[1].endswith("_s")])
@@ -100,6 +107,6 @@ def test_prefixes_are_names(other: Any):
 
 @pytest.mark.parametrize("other", [-1, 0.5, True, None, "3"])
 def test_how_many_stay_in_memory_is_a_number_and_may_be_none(other: Any):
-    with pytest.raises(InvalidRequestError, match="keep_in_memory must be a number of checkpoints"):
+    with pytest.raises(InvalidRequestError, match="keep_in_memory must be a whole number from 0"):
         SaveOptions(keep_in_memory=other)
     assert SaveOptions(keep_in_memory=2).keep_in_memory == 2

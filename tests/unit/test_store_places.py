@@ -127,6 +127,8 @@ def test_options_of_the_http_client_are_taken_among_those_of_the_place():
         (7, "but got int"),
         (b"x", "but got bytes"),
         ("a\0b", "expected a path or URL"),
+        ("~/run", r"a folder '~' in the current directory; give os\.path\.expanduser"),
+        ("file:run", r"a folder 'file:run' in .*; give file:///path"),
         ("nosuch://x", "install the package that registers it"),
         ("hdfs-x::nosuch://x", "nothing here can reach"),
         ("file://host/x", "absolute path"),
