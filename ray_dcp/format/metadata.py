@@ -329,6 +329,22 @@ def _empty_dict(args: tuple[Any, ...]) -> dict[Any, Any]:
     return {}
 
 
+def _member(args: tuple[Any, ...]) -> Any:
+    """Stands for a member of an enumeration that is named, as Python 3.11.0 to 3.11.3 saves it."""
+    is_of_dcp = len(args) == 2 and type(args[0]) is Global and args[0].name in _ENUMERATIONS
+    if not is_of_dcp or type(args[1]) is not str or not args[1].isupper():
+        raise _unsafe("builtins.getattr")
+    return Instance(args[0].name, args[1:])
+
+
+def _unsafe(name: str) -> UnsafeCheckpointError:
+    return UnsafeCheckpointError(
+        "Expected a .metadata of plain data and of DCP's own classes, found one that asks for "
+        "something else; do not load this checkpoint unless you wrote it",
+        key=name,
+    )
+
+
 _PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
 _BUILDERS: dict[str, Builder] = {
     "collections.OrderedDict": _empty_dict,
@@ -337,12 +353,21 @@ _BUILDERS: dict[str, Builder] = {
     "torch.serialization._get_layout": _one,
     # What sets and lists are called with in protocol 2: what they hold stands for them.
     "__builtin__.frozenset": _one,
+    "__builtin__.getattr": _member,
     "__builtin__.set": _one,
     "builtins.frozenset": _one,
+    "builtins.getattr": _member,
     "builtins.set": _one,
 }
 
 _DCP = "torch.distributed.checkpoint"
+_ENUMERATIONS = frozenset(
+    (
+        f"{_DCP}.metadata._MEM_FORMAT_ENCODING",
+        f"{_DCP}.planner.LoadItemType",
+        f"{_DCP}.planner.WriteItemType",
+    )
+)
 _DTYPES = {
     *ITEMSIZE,
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
@@ -350,20 +375,21 @@ _DTYPES = {
 }
 _OPAQUE = frozenset(
     [
+        *_ENUMERATIONS,
         *(f"torch.{dtype}" for dtype in _DTYPES),
         *(
             f"{_DCP}.metadata.{name}"
             for name in (
                 "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex",
-                "StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+                "StorageMeta", "TensorProperties", "TensorStorageMetadata",
             )
         ),
         *(
             # What planners that cache their plans leave in planner_data or in extra attributes.
             f"{_DCP}.planner.{name}"
             for name in (
-                "BytesIOWriteData", "LoadItemType", "LoadPlan", "ReadItem", "SavePlan",
-                "TensorWriteData", "WriteItem", "WriteItemType",
+                "BytesIOWriteData", "LoadPlan", "ReadItem", "SavePlan", "TensorWriteData",
+                "WriteItem",
             )
         ),
         # Why two modules: Python 3.13 pickles paths by the second name.
@@ -474,11 +500,7 @@ class _MetadataMachine(PickleMachine):
         dotted = f"{module}.{name}"
         found = self._globals.get(dotted) or allowed_global(dotted)
         if found is None:
-            raise UnsafeCheckpointError(
-                "Expected a .metadata of plain data and of DCP's own classes, found one that "
-                "asks for something else; do not load this checkpoint unless you wrote it",
-                key=ascii(dotted[:200])[1:-1],
-            )
+            raise _unsafe(ascii(dotted[:200])[1:-1])
         self._globals[dotted] = found
         return found
 

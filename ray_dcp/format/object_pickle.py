@@ -33,6 +33,7 @@ import weakref
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from enum import EnumMeta
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -447,6 +448,15 @@ def _made_of(cls: Any, kinds: tuple[type, ...], most: int, least: int = 0) -> Bu
     return build
 
 
+def _member(_: ObjectMachine, args: tuple[Any, ...]) -> Any:
+    """Returns a member of an enumeration by its name, as Python 3.11.0 to 3.11.3 saves it."""
+    cls, name = args
+    # Careful: an attribute of anything else could be anything; that the class may be named was
+    # checked when it was.
+    need(isinstance(cls, EnumMeta) and type(name) is str)
+    return cls.__members__[name]
+
+
 def _sequence(cls: Any, args: tuple[Any, ...]) -> Any:
     need(len(args) <= 1 and all(isinstance(arg, (list, tuple)) for arg in args))
     return cls(*args)
@@ -631,6 +641,7 @@ PYTHON: dict[str, Known] = {
     "builtins.bytes": Known(bytes, _bytes_of(bytes)),
     "builtins.complex": Known(complex, _made_of(complex, _NUMBERS, 2)),
     "builtins.dict": Known(dict, _mapping_of(dict)),
+    "builtins.getattr": Known(None, _member),
     "builtins.float": Known(float, _made_of(float, _NUMBERS, 2)),
     "builtins.frozenset": Known(frozenset, _set_of(frozenset)),
     "builtins.int": Known(int, _made_of(int, _NUMBERS, 2)),

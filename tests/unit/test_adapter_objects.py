@@ -7,6 +7,7 @@ import collections
 import copy
 import datetime
 import decimal
+import enum
 import fractions
 import io
 import os
@@ -46,6 +47,22 @@ class Bomb:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (os.mkdir, (str(self.mark),))
+
+
+class Precision(enum.Enum):
+    """Of the user."""
+
+    BF16 = "bf16"
+
+
+class ByName:
+    """Saved as Python 3.11.0 to 3.11.3 saves a member of an enumeration."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (getattr, self.args)
 
 
 class NamedDict(dict):  # type: ignore[type-arg]
@@ -158,6 +175,18 @@ def test_a_class_of_the_user_is_told_with_the_line_that_allows_it_and_loads_afte
         assert load_problem(Settings(5), data, fqn="cfg") is None
         assert load_object(data, fqn="cfg").value == 5
     assert load_object(data, fqn="cfg", weights_only=False).value == 5
+
+
+def test_a_member_of_an_enumeration_that_the_user_allowed_is_loaded_however_it_was_saved():
+    saved = [dump_object(Precision.BF16, fqn="a"), dump_object(ByName(Precision, "BF16"), fqn="a")]
+    for data in saved:
+        with pytest.raises(UnsafeCheckpointError, match="Precision"):
+            load_object(data, fqn="a")
+    with torch.serialization.safe_globals([Precision, Settings]):
+        assert [load_object(data, fqn="a") for data in saved] == [Precision.BF16] * 2
+        for wrong in [(Precision, "mro"), (Settings, "__init__"), (Precision, 1), (Precision,)]:
+            with pytest.raises(UnsafeCheckpointError, match="other arguments"):
+                load_object(dump_object(ByName(*wrong), fqn="a"), fqn="a")
 
 
 def test_an_object_that_no_line_can_allow_says_so() -> None:
