@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ _LEAST = ("layout", "ranks", "durable", "new", "tags", "age", "stall")
     help=f"Look into the steps for NEW, LAYOUT, STALL and DURABLE; default up to "
     f"{MOST_DETAILED} steps.",
 )
+@click.option("--all", "everything", is_flag=True, help="Also steps that were deleted.")
 @click.option("--check", is_flag=True, help="Exit with 1 if a step is damaged.")
-def ls(root: str, full: bool | None, check: bool) -> None:
+def ls(root: str, full: bool | None, everything: bool, check: bool) -> None:
     """List the checkpoints at and below ROOT.
 
     STATE is committed, in flight (files of a save that may still be committed, or that crashed),
@@ -48,12 +50,16 @@ def ls(root: str, full: bool | None, check: bool) -> None:
     stored hashes; STALL is how long training waited, DURABLE how long it took until the commit.
     """
     run = run_of(root)
-    looks_in = len(run) <= MOST_DETAILED if full is None else full
+    steps = run.steps if everything else run.present
+    looks_in = len(steps) <= MOST_DETAILED if full is None else full
     now_s = time.time()
     if says(JSON):
-        told([listed(step, now_s, full=looks_in) for step in run])
+        told([listed(step, now_s, full=looks_in) for step in steps])
     else:
-        told(None, *(_lines(run, now_s, full=looks_in) or [f"no checkpoints at or below {root}"]))
+        lines = _lines(run, steps, now_s, full=looks_in) or [f"no checkpoints at or below {root}"]
+        if len(steps) < len(run):
+            lines.append(f"{count_text(len(run) - len(steps), 'deleted step')}: --all")
+        told(None, *lines)
     if check and any(step.state == "damaged" for step in run):
         sys.exit(1)
 
@@ -103,10 +109,10 @@ def listed(step: StepView, now_s: float, *, full: bool) -> dict[str, Any]:
     }
 
 
-def _lines(run: RunView, now_s: float, *, full: bool) -> list[str]:
-    rows = step_cells(run, details=full, now_s=now_s)
+def _lines(run: RunView, steps: Sequence[StepView], now_s: float, *, full: bool) -> list[str]:
+    rows = step_cells(run, steps, details=full, now_s=now_s)
     notes = []
-    for step, row in zip(run, rows, strict=True):
+    for step, row in zip(steps, rows, strict=True):
         # Why not both: the number is the end of the name, and a run has one kind of names.
         del row["step"], row["note"]
         if step.detail and step.state in ("damaged", "unreadable"):
@@ -132,13 +138,15 @@ def du(root: str) -> None:
     """Show what takes how much space at and below ROOT, step by step.
 
     DATA is of committed checkpoints, LEFT of saves that failed or crashed (see gc), RECORDS are
-    manifests, chunk tables and .metadata, OTHER is what other programs wrote.
+    manifests, chunk tables and .metadata, OTHER is what other programs wrote. Of steps that were
+    deleted the total has the records.
     """
     run = run_of(root)
     rows = usage_of(run)
     sums: dict[str, int] = {kind: sum(row.num_bytes[kind] for row in rows) for kind in KINDS}
     cells = []
-    for row in (*rows, Usage("total", sums)):
+    gone = {step.name for step in run} - {step.name for step in run.present}
+    for row in (*(one for one in rows if one.name not in gone), Usage("total", sums)):
         sizes = {str(kind): size_text(row.num_bytes[kind]) for kind in KINDS}
         cells.append({"name": row.name, **sizes, "all": size_text(row.total_bytes)})
     steps = [{"name": row.name, **row.num_bytes} for row in rows]
@@ -187,7 +195,7 @@ def changes(run: RunView, before: dict[str, str]) -> list[tuple[str, str, str]]:
     """
     now = {step.name: str(step.state) for step in run}
     states = [(name, before.get(name, ""), now.get(name, "")) for name in {**now, **before}]
-    return [one for one in states if one[1] != one[2]]
+    return [one for one in states if one[1] != one[2] and one[1:] != ("", "deleted")]
 
 
 def _tell(run: RunView, name: str, was: str, state: str, *, first: bool) -> None:

@@ -20,8 +20,9 @@ from ray_dcp.view.pictures import (
     picture_steps,
 )
 from ray_dcp.view.pictures.drawing import aside, div, heading
+from ray_dcp.view.pictures.tables import run_text
 from ray_dcp.view.run_view import RunView
-from ray_dcp.view.wording import count_text, size_text
+from ray_dcp.view.wording import size_text
 
 
 @click.command()
@@ -35,7 +36,7 @@ def report(run: str, file: str) -> None:
     """
     found = run_at(run)
     parts = [part for section in _sections(found) for part in section]
-    page = Picture(div(*parts)).page(f"{found.url}: {count_text(len(found), 'checkpoint')}")
+    page = Picture(div(*parts)).page(f"{found.url}: {run_text(found)}")
     written(file, page)
     path, num_bytes = os.path.abspath(file), len(page.encode())
     value = {"path": found.url, "file": path, "num_bytes": num_bytes}

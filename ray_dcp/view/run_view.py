@@ -141,6 +141,11 @@ class RunView:
         """Absolute path or URL."""
         return open_storage(self.place).url
 
+    @property
+    def present(self) -> tuple[StepView, ...]:
+        """The steps of which more is left than the record that they were deleted."""
+        return tuple(one for one in self.steps if one.state != "deleted" or one.detail)
+
     def __len__(self) -> int:
         return len(self.steps)
 

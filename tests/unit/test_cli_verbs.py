@@ -258,7 +258,14 @@ def test_destroying_asks_and_takes_no_for_an_answer(run: Path, monkeypatch: pyte
     assert sorted(run.rglob("*")) == before
     found = invoke("rm", f"{run}@10", input="y\n")
     assert found.exit_code == 0
-    assert {s.step: s.state for s in ray_dcp.open(run)} == {10: "deleted", 20: "committed"}
+    left = ray_dcp.open(run)
+    assert {s.step: s.state for s in left} == {10: "deleted", 20: "committed"}
+    assert [s.step for s in left.present] == [20]
+    for verb in ("ls", "du", "watch --looks 1"):
+        assert "step-10" not in invoke(*verb.split(), str(run)).output
+    assert "1 deleted step: --all" in invoke("ls", str(run)).output
+    assert "step-10  deleted" in invoke("ls", "--all", str(run)).output
+    assert "1 checkpoint, 1 deleted" in left._repr_html_()
 
 
 def test_a_dry_run_changes_nothing(run: Path, tmp_path: Path):

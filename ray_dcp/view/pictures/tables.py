@@ -36,11 +36,14 @@ LEFT = ("name", "step", "state", "mark", "layout", "tags", "note")
 """Columns of a table of steps whose cells begin at the left."""
 
 
-def step_cells(run: RunView, *, details: bool, now_s: float) -> list[dict[str, str]]:
+def step_cells(
+    run: RunView, steps: Sequence[StepView], *, details: bool, now_s: float
+) -> list[dict[str, str]]:
     """Returns the cells of each step in a table, as text by column; empty where not known.
 
     Args:
-        run: The steps.
+        run: Of the steps.
+        steps: Which of them.
         details: Also new bytes, layout, stall and time to the commit, for which two small files
             of each step are read.
         now_s: The time, for ages.
@@ -64,7 +67,7 @@ def step_cells(run: RunView, *, details: bool, now_s: float) -> list[dict[str, s
             "tags": " ".join(step.tags),
             "note": step.note,
         }
-        for step in run
+        for step in steps
     ]
 
 
@@ -91,7 +94,8 @@ def picture_steps(run: RunView, *, details: bool | None = None) -> Picture:
     """Returns the steps of a run as a table with bars for their sizes.
 
     Args:
-        run: As `ray_dcp.open` gives it; of more than 100 steps the newest are shown.
+        run: As `ray_dcp.open` gives it; those that were deleted are only counted, and of more than
+            100 others the newest are shown.
         details: Also new bytes, layout, stall and time to the commit, for which two small files of
             each step are read. None: of at most 50 steps, and not over a network.
 
@@ -104,10 +108,10 @@ def picture_steps(run: RunView, *, details: bool | None = None) -> Picture:
     """
     if details is None:
         is_near = "://" not in run.url or run.url.startswith("memory://")
-        details = is_near and len(run) <= MOST_DETAILED
-    rows = step_cells(run, details=details, now_s=time.time())[-MOST_STEPS:]
-    steps = run.steps[-MOST_STEPS:]
-    head = draw.heading(run.url, count_text(len(run), "checkpoint"))
+        details = is_near and len(run.present) <= MOST_DETAILED
+    steps = run.present[-MOST_STEPS:]
+    rows = step_cells(run, steps, details=details, now_s=time.time())
+    head = draw.heading(run.url, run_text(run))
     if not rows:
         return draw.pictured(head)
     columns = [name for name in rows[0] if name != "name" and any(row[name] for row in rows)]
@@ -124,10 +128,17 @@ def picture_steps(run: RunView, *, details: bool | None = None) -> Picture:
         new = step.new_bytes if details and step.is_readable else None
         cells["size"] = f"{_size_bar(step.num_bytes, new, top)} {cells['size']}"
         lines.append(_row("td", columns, cells))
-    hidden = len(run) - len(rows)
+    hidden = len(run.present) - len(rows)
     told = draw.aside(f"… and {hidden} earlier steps" if hidden else "")
     table = f"<table style='border-collapse:collapse;font-size:13px'>{''.join(lines)}</table>"
     return draw.pictured(head, told, table)
+
+
+def run_text(run: RunView) -> str:
+    """Returns how many checkpoints a run has, and how many were deleted."""
+    num_gone = len(run) - len(run.present)
+    told = count_text(len(run.present), "checkpoint")
+    return f"{told}, {num_gone} deleted" if num_gone else told
 
 
 def _row(cell: str, columns: Sequence[str], told: Mapping[str, str]) -> str:
