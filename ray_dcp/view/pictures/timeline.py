@@ -15,14 +15,14 @@ RANK = {
     "plan": ("#b9a88a", "wait for all, plan"),
     "stage": ("#9a6fd0", "copy, training waits"),
     "write": ("#4c8fd6", "write durably"),
-    "commit": (GREY, "wait for the commit"),
+    "commit": (GREY, "wait"),
 }
 """Colour and meaning of the phases of a rank."""
 COORDINATOR = {
-    "look": (GREY, "read what is there"),
-    "plan": ("#b9a88a", "plan who writes what"),
-    "build": ("#6fae8b", "check what was written"),
-    "table": ("#3e8f6a", "write the chunk table"),
+    "look": (GREY, "read records"),
+    "plan": ("#b9a88a", "who writes what"),
+    "build": ("#6fae8b", "check the files"),
+    "table": ("#3e8f6a", "chunk table"),
     "record": (RED, "commit"),
 }
 _FADED = {"plan": 0.55, "commit": 0.2}
