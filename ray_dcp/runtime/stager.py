@@ -27,7 +27,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_dcp.errors import CheckpointError, LimitError
 from ray_dcp.runtime import metrics, ray_calls, ray_private
 from ray_dcp.runtime.actor_names import NAMESPACE, check_lease, stager_name
-from ray_dcp.runtime.inline import begin_rehearsal
 from ray_dcp.runtime.ray_private import Caller, store_bytes
 from ray_dcp.stage.memory import free_memory_bytes
 from ray_dcp.stage.memory_tier import Part, TierEntry, registered_name
@@ -174,8 +173,6 @@ class Stager:
             arena.address if arena is not None else None,
             objects.slot_bytes,
         )
-        # Why that module: ranks send values of its classes besides bytes.
-        self._rehearsal = begin_rehearsal(modules=("ray_dcp.runtime.staging_backend",))
         self._registered: set[str] = set()
         self._tasks = {self._loop.create_task(self._watch())}
 
@@ -240,7 +237,6 @@ class Stager:
     async def warm(self, name: str, num_bytes: int) -> tuple[int, ...]:
         """Returns the slots that a rank will get first, when their memory has been touched."""
         self._touch()
-        await asyncio.to_thread(self._rehearsal.join)
         if self._place.arena is None:
             return ()
         slots = self._queue.expect(name, num_bytes)
