@@ -4,8 +4,7 @@ It never pickles or unpickles a value: it gets bytes, and the plan says where th
 are in `ray_dcp.stage`; the actor is a thin shell. Calls are answered at once, whatever is being
 written: the event loop only looks things up, threads write.
 
-`StagingAddress` says how a rank reaches the staging memory of its node. `Reports` sends the result
-of each file to the collector of its receipts.
+`StagingAddress` says how a rank reaches the staging memory of its node.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,61 +63,6 @@ REPORT_TRIES = 8
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Reporter:
-    """Who gets a stager's report of each file."""
-
-    actor: Any
-    """Handle of a Ray actor."""
-    method: str
-    """Its method that takes a `StageReport` and returns False when nobody needs the share that it
-    is of. May be called twice with the same."""
-
-
-class Reports:
-    """Delivers reports, from any thread.
-
-    Args:
-        loop: Carries the calls.
-        give_up: Called with shares that nobody needs any more.
-    """
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, give_up: Callable[[StageKey], None]
-    ) -> None:
-        self._loop = loop
-        self._give_up = give_up
-
-    def deliver(self, reporter: Reporter | None, report: StageReport) -> None:
-        """Returns when a report was answered, or given up. Not in the loop's thread."""
-        if reporter is not None:
-            asyncio.run_coroutine_threadsafe(self._deliver(reporter, report), self._loop).result()
-
-    async def _deliver(self, reporter: Reporter, report: StageReport) -> None:
-        error: Exception | None = None
-        for attempt in range(REPORT_TRIES):
-            try:
-                is_needed = await getattr(reporter.actor, reporter.method).remote(report)
-            except RayTaskError as exc:
-                error = exc
-                if attempt >= 1:
-                    break
-            except (RayError, OSError) as exc:
-                error = exc
-            else:
-                if is_needed is False:
-                    self._give_up(report.key)
-                return
-            await asyncio.sleep(min(0.1 * 2**attempt, 10.0))
-        logger.warning(
-            "Nobody took what became of file %d of %s (%s: %s). It is kept until it is released",
-            report.file,
-            report.key,
-            type(error).__name__,
-            error,
-        )
-
-
 SHARE_OF_MEMORY = 0.5
 """Part of the memory that is free when it starts that staged bytes may take."""
 
@@ -165,8 +109,7 @@ class Stager:
             channels["shared"] = shared_channel(limit_bytes, options)
             arena = channels["shared"].arena
         self._limit_bytes = limit_bytes
-        reports = Reports(self._loop, self._give_up)
-        self._queue = WriteQueue(channels, options, reports.deliver)
+        self._queue = WriteQueue(channels, options, self._report)
         self._place = StagingAddress(
             f"{stager_name(self._node_id)}#{os.getpid()}-{secrets.token_hex(6)}",
             os.getpid(),
@@ -249,10 +192,15 @@ class Stager:
         self._touch()
         return self._place.stager, self._queue.paces()
 
-    async def begin(
-        self, stager: str, order: StageOrder, reporter: Reporter | None
-    ) -> Grant | Unknown:
-        """Returns the first slots of what a rank will hand over. See `WriteQueue.begin`."""
+    async def begin(self, stager: str, order: StageOrder, reporter: Any) -> Grant | Unknown:
+        """Returns the first slots of what a rank will hand over. See `WriteQueue.begin`.
+
+        Args:
+            stager: Who is meant.
+            order: What is handed over.
+            reporter: Handle of the actor that gets a report of each file, or None. Its method
+                `take_report` may be called twice with the same; False when nobody needs the share.
+        """
         self._touch()
         if stager != self._place.stager:
             return Unknown("stager")
@@ -323,8 +271,33 @@ class Stager:
         self._touch()
         self._queue.release(key, committed=committed)
 
-    def _give_up(self, key: StageKey) -> None:
-        self._queue.cancel(key, "because nobody knows of the save any more")
+    def _report(self, reporter: Any, report: StageReport) -> None:
+        """Returns when a report was answered, or can't be. Not in the loop's thread."""
+        if reporter is not None:
+            asyncio.run_coroutine_threadsafe(self._deliver(reporter, report), self._loop).result()
+
+    async def _deliver(self, reporter: Any, report: StageReport) -> None:
+        error: Exception | None = None
+        for attempt in range(REPORT_TRIES):
+            try:
+                if await reporter.take_report.remote(report) is False:
+                    unknown = "because nobody knows of the save any more"
+                    self._queue.cancel(report.key, unknown)
+                return
+            except RayTaskError as exc:
+                error = exc
+                if attempt >= 1:
+                    break
+            except (RayError, OSError) as exc:
+                error = exc
+            await asyncio.sleep(min(0.1 * 2**attempt, 10.0))
+        logger.warning(
+            "Nobody took what became of file %d of %s (%s: %s). It is kept until it is released",
+            report.file,
+            report.key,
+            type(error).__name__,
+            error,
+        )
 
     def _touch(self) -> bool:
         self._last_call_s = self._loop.time()
