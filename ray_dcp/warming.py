@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -13,18 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from ray_dcp.operations import StateDict, session_for
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime.inline import InlineSession, begin_rehearsal
-from ray_dcp.runtime.rank_save import Captured
+from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.staging_backend import warm_process
 from ray_dcp.stage.values import StagerOptions
-from ray_dcp.torch_adapter.capture import capture
 from ray_dcp.torch_adapter.device_copy import pin_for
 from ray_dcp.torch_adapter.shards import Layouts, is_sharded, sharded
 from ray_dcp.torch_adapter.state import check_mapping, stateful_to_state_dict
 
 __all__ = ["share_bytes", "warm_staging", "warm_up"]
-
-READY_S = 60.0
 
 _MODULES = ("ray_dcp.asynchronous", "ray_dcp.entrypoints", "ray_dcp.loading")
 """What the first call of a user's would import."""
@@ -67,10 +65,10 @@ def warm_up(
     session: Any = session_for(process_group, no_dist)
     state = stateful_to_state_dict(dict(state_dict))
     if isinstance(session, InlineSession):
-        begin_rehearsal(_captured, modules=_MODULES)
+        threading.Thread(target=_import_all, name="imports", daemon=True).start()
         return warm_process(share_bytes(state, session.world_size))
     options = options or SaveOptions()
-    return warm_staging(session, state, options, stager, lambda: _get_ready(session))
+    return warm_staging(session, state, options, stager, _import_all)
 
 
 def warm_staging(
@@ -100,18 +98,9 @@ def warm_staging(
     return warmed
 
 
-def _get_ready(session: Any) -> None:
-    """Returns when this process and the coordinator have loaded what a save needs."""
-    # Why here: a process that is alone has no need of Ray.
-    from ray_dcp.runtime.coordinator import await_ready
-
-    here = begin_rehearsal(_captured, modules=_MODULES)
-    await_ready(session.coordinator(), READY_S)
-    here.join()
-
-
-def _captured() -> Captured:
-    return capture({"w": torch.zeros(2, 3), "step": 0}, rank=0, world_size=1)
+def _import_all() -> None:
+    for module in _MODULES:
+        importlib.import_module(module)
 
 
 def share_bytes(state: Any, world_size: int) -> int:

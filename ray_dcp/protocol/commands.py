@@ -26,6 +26,7 @@ from ray_dcp.planning.reads import ReadNeeds, ReadShares
 from ray_dcp.protocol.messages import (
     FileReceipt,
     FileReceipts,
+    LoadGo,
     OpKey,
     PartsHeld,
     PartsWritten,
@@ -39,22 +40,12 @@ from ray_dcp.protocol.messages import (
 
 @dataclass(frozen=True)
 class ReadCheckpoint:
-    """Find the checkpoint that a load is to read. Result: `CheckpointRead`.
+    """Find the checkpoint that a load is to read. Result: `LoadGo`.
 
     Where its `.metadata` is missing or older, it is published again, if that works.
     """
 
     target: Target
-
-
-@dataclass(frozen=True)
-class CheckpointRead:
-    """Which checkpoint to load; see `ray_dcp.protocol.messages.LoadGo`."""
-
-    kind: str
-    slot: int
-    record: bytes
-    table: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -352,7 +343,7 @@ class Failed:
     error: CheckpointError
 
 
-Seen = RecordsRead | RecordCreated | SlotTaken | SlotFree | CheckpointRead | ReadsShared
+Seen = RecordsRead | RecordCreated | SlotTaken | SlotFree | LoadGo | ReadsShared
 Result = Seen | OutcomeRead | Planned | RowsMissing | CommitBuilt | Published | Finished | Failed
 
 

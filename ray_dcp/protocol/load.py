@@ -3,7 +3,7 @@
 | phase | waits for | then |
 |---|---|---|
 | joining | `LoadJoin` of every rank | find the checkpoint |
-| opening | `CheckpointRead` | `LoadGo` to every rank |
+| opening | `LoadGo`, from the storage | `LoadGo` to every rank |
 | planning | `LoadReady` of every rank: its reads are planned, nothing was touched | share reads |
 | sharing | `ReadsShared`; skipped when no two ranks would share any | `LoadProceed` |
 | reading | `LoadDone` of every rank | `LoadOutcome`: done |
@@ -19,13 +19,12 @@ time does not start them in the order in which they were sent.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Literal
 
 from ray_dcp.errors import DeadlineError
 from ray_dcp.planning.reads import ReadNeeds, ReadShares, may_pay
 from ray_dcp.protocol.commands import (
-    CheckpointRead,
     Failed,
     ReadCheckpoint,
     ReadsShared,
@@ -93,10 +92,9 @@ class LoadMachine(Operation):
 
     def _on_result(self, result: Result) -> Commands:
         match self.phase, result:
-            case "opening", CheckpointRead():
+            case "opening", LoadGo():
                 is_sent = len(result.table) * self.world_size <= MOST_SENT_BYTES
-                table = result.table if is_sent else b""
-                go = LoadGo(result.kind, result.slot, result.record, table)
+                go = result if is_sent else replace(result, table=b"")
                 self._call("planning")
                 return (self._arm(self._options.plan_timeout_s), *self._reply_alike(go))
             case "opening", Failed():

@@ -21,13 +21,11 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
 from dataclasses import astuple, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayError
 
 from ray_dcp.core.checks import check_above_0
 from ray_dcp.errors import (
@@ -53,7 +51,6 @@ from ray_dcp.protocol.messages import (
 )
 from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.actor_names import MOST_CALLS, NAMESPACE, coordinator_name
-from ray_dcp.runtime.inline import begin_rehearsal
 from ray_dcp.runtime.metrics import Tracing
 from ray_dcp.runtime.ray_private import Caller
 from ray_dcp.runtime.recovery import StagedPlans, StagerWatch, parts_written
@@ -415,15 +412,10 @@ class Coordinator:
                 me,
                 self.epoch,
             )
-        self._rehearsal = begin_rehearsal()
         self._start(self._resume())
         self._start(self._watch())
         self._start(self._check_silence())
         self._start(self._stagers.watch())
-
-    async def ready(self) -> None:
-        """Returns when a first save finds everything loaded."""
-        await asyncio.to_thread(self._rehearsal.join)
 
     async def info(self) -> dict[str, Any]:
         """Returns what this incarnation is: `epoch`, `pid`, `node_id`, `active` operations."""
@@ -750,13 +742,6 @@ def _warn_of_takeovers(commands: Sequence[Command]) -> None:
             sorted(ranks),
             reason,
         )
-
-
-def await_ready(coordinator: Any, timeout_s: float) -> None:
-    """Waits until a coordinator has loaded what its first save needs, at most so many seconds."""
-    # Suppressed: a first save is slower then, and reports what is wrong.
-    with suppress(RayError):
-        ray_calls.get(coordinator.ready.remote(), timeout=timeout_s)
 
 
 @ray_calls.unless_lost

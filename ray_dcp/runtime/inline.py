@@ -4,27 +4,17 @@ This executor is the specification of what an executor has to do; the coordinato
 same with time and processes. `InlineSession` serves a process that is alone.
 
 `Shell` carries out the commands of a coordination, one at a time.
-
-`rehearse` makes a small save in this process's memory. *Why*: what a process imports at its first
-save takes 0.3 to 0.6 s, most of it pyarrow looking for pandas. An actor that rehearses while nobody
-waits for it saves the job's first save that time.
 """
 
 from __future__ import annotations
 
-import importlib
-import logging
-import secrets
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 
-from ray_dcp.core.columns import ColumnsBuilder
-from ray_dcp.core.values import Columns
 from ray_dcp.errors import CheckpointError, InternalError, SaveCancelledError
-from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.commands import (
     Answer,
     Arm,
@@ -35,13 +25,11 @@ from ray_dcp.protocol.commands import (
     step_of,
 )
 from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.messages import OpKey, Refused, Reply, Request, Target
+from ray_dcp.protocol.messages import OpKey, Refused, Reply, Request
 from ray_dcp.runtime.metrics import Performer, Tracing
-from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_progress import LEAVING_S, Activity, RankProgress
-from ray_dcp.runtime.rank_save import Captured, PlanMemory, RankSave
+from ray_dcp.runtime.rank_save import PlanMemory
 from ray_dcp.runtime.tasks import new_attempt, perform
-from ray_dcp.store.memory import MemoryStorage
 
 
 class Shell:
@@ -101,9 +89,6 @@ class Shell:
                     self._timers[key] = (after_s, phase)
                 case Disarm(key):
                     self._timers.pop(key, None)
-
-
-logger = logging.getLogger(__name__)
 
 
 class InlineSession:
@@ -256,78 +241,3 @@ class InlineSession:
             with self._lock:
                 self._shell.performed(todo, done.result())
                 self._work_off()
-
-
-def begin_rehearsal(
-    capture: Callable[[], Captured] | None = None, *, modules: Sequence[str] = ()
-) -> threading.Thread:
-    """Plays a save in a thread of its own; one that fails is logged, and changes nothing.
-
-    Args:
-        capture: As for `rehearse`.
-        modules: Further modules to import.
-
-    Returns:
-        The thread; it ends with the rehearsal.
-    """
-
-    def run() -> None:
-        try:
-            for module in modules:
-                importlib.import_module(module)
-            rehearse(capture)
-        except Exception:
-            logger.warning("The rehearsal failed; the first save will be slower", exc_info=True)
-
-    thread = threading.Thread(target=run, name="ray_dcp rehearsal", daemon=True)
-    thread.start()
-    return thread
-
-
-def rehearse(capture: Callable[[], Captured] | None = None) -> None:
-    """Saves a few bytes to memory of this process, as one rank alone, and removes them.
-
-    Args:
-        capture: Gives what is saved; by default a tensor and an object, without torch.
-
-    Raises:
-        CheckpointError: The save failed.
-
-    Examples:
-        >>> rehearse()
-    """
-    url = f"memory://ray-dcp-rehearsal/{secrets.token_hex(8)}"
-    session = InlineSession("rehearsal")
-    try:
-        save = RankSave(
-            session.next_key(),
-            rank=0,
-            world_size=1,
-            target=Target(url),
-            options=SaveOptions(),
-            memory=session.plans,
-        )
-        drive(save.run(capture or _Small), session.call)
-    finally:
-        storage = MemoryStorage(url.removeprefix("memory://"))
-        storage.delete([entry.key for entry in storage.list()])
-
-
-class _Small:
-    """A tensor and an object."""
-
-    warnings: tuple[str, ...] = ()
-
-    def __init__(self) -> None:
-        builder = ColumnsBuilder()
-        builder.tensor("w", "float32", (2, 3))
-        builder.object("step")
-        self.columns: Columns = builder.build()
-
-    def source(self, row: int, /) -> memoryview:
-        """See `Captured.source`."""
-        return memoryview(bytes(24))
-
-    def deferred(self, row: int, /) -> bytes:
-        """See `Captured.deferred`."""
-        return b"0"

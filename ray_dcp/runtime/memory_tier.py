@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -39,44 +39,97 @@ logger = logging.getLogger(__name__)
 
 
 class MemoryTierStorage(StorageWrapper):
-    """A storage some of whose files are also in memory.
+    """A storage some of whose files are also in memory: what all nodes keep of one attempt.
+
+    Other nodes are asked when this one lacks a file.
 
     Args:
         inner: Where everything is.
-        find: Returns where a file is in memory, or None. Called once a file.
-        most_threads: See `rank_load.InMemory`.
+        attempt: Id of the attempt.
+        namespace: Ray namespace of the stagers.
+        here: Handle of this node's stager, or None.
 
     Attributes:
         bytes_from_memory: How many bytes were taken from there.
+        is_empty: Nothing is kept anywhere.
     """
 
     # Why: what is in memory is not read.
     read_ahead = None
 
-    def __init__(
-        self,
-        inner: Storage,
-        find: Callable[[str], _InMemory | None],
-        most_threads: int | None = None,
-    ) -> None:
+    def __init__(self, inner: Storage, attempt: str, namespace: str, here: Any) -> None:
         super().__init__(inner)
-        self.most_threads = most_threads
-        self._find = find
-        self._lock = threading.Lock()
-        self._known: dict[str, _InMemory | None] = {}
         self.bytes_from_memory = 0
+        self._attempt = attempt
+        self._namespace = namespace
+        self._lock = threading.Lock()
+        self._files: dict[str, _InMemory] = {}
+        self._unasked = True
+        # Why first alone: most find all they need here, and Ray's tables take a while to answer.
+        self._ask([here])
+        self.is_empty = not (self._files or self._find_others())
+
+    @property
+    def most_threads(self) -> int | None:
+        """How many can copy at a time, where all is in this machine's memory and nobody waits.
+
+        More threads than this do not read sooner; None: nobody knows.
+        """
+        here = self._files and all(file.is_here for file in self._files.values())
+        return len(os.sched_getaffinity(0)) if here else None
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         """See `Storage.read_into`."""
         with self._lock:
-            if key not in self._known:
-                self._known[key] = self._find(key)
-            file = self._known[key]
+            file = self._find(key)
         if file is None or not file.read_into(start, target):
             self._inner.read_into(key, start, target)
             return
         with self._lock:
             self.bytes_from_memory += len(target)
+
+    def _find(self, key: str) -> _InMemory | None:
+        """Returns where a file is in memory."""
+        if key not in self._files and self._unasked:
+            from ray.exceptions import RayError
+
+            self._unasked = False
+            # Suppressed: Ray's tables do not answer; it comes from storage.
+            with suppress(CheckpointError, RayError):
+                self._ask([_stager(node, self._namespace) for node in self._find_others()])
+        return self._files.get(key)
+
+    def _find_others(self) -> list[str]:
+        """Returns the other nodes that keep some of it."""
+        from ray_dcp.runtime import ray_private
+
+        prefix = registered_name(self._attempt)
+        names = ray_private.names_from(prefix)
+        return sorted({name[len(prefix) :] for name in names} - {_node_id()})
+
+    def _ask(self, stagers: list[Any]) -> None:
+        import ray
+
+        from ray_dcp.runtime import ray_calls
+
+        asked = {stager.kept.remote(self._attempt): stager for stager in stagers if stager}
+        if not asked:
+            return
+        done, _ = ray_calls.wait([*asked], num_returns=len(asked), timeout=ANSWER_S)
+        for ref in done:
+            # Suppressed: that node has died since.
+            with suppress(ray.exceptions.RayError):
+                self._add(ray_calls.get(ref), asked[ref])
+
+    def _add(self, kept: TierEntry | None, stager: Any) -> None:
+        if kept is None:
+            return
+        arena, address = None, kept.address
+        with suppress(LimitError):
+            if address is not None:
+                arena = StagingMemory.mapped_here(address) or StagingMemory.open(address)
+        for file in kept.files:
+            self._files[file.key] = _InMemory(file, arena, stager, kept.channel)
 
 
 class NodeMemory:
@@ -105,8 +158,8 @@ class NodeMemory:
             return None
         # Suppressed: without memory it is loaded from storage.
         with suppress(CheckpointError, ray.exceptions.RayError):
-            nodes = _Nodes(attempt, self._namespace, self._here())
-            return MemoryTierStorage(storage, nodes.find, nodes.most_threads) if nodes.any else None
+            found = MemoryTierStorage(storage, attempt, self._namespace, self._here())
+            return None if found.is_empty else found
         return None
 
     def await_staged(self, url: str, timeout_s: float, stop: Stop) -> None:
@@ -208,68 +261,6 @@ class _InMemory:
                 return False
             np.copyto(into[low : low + length], found)
         return True
-
-
-class _Nodes:
-    """What all nodes keep of one attempt; other nodes are asked when this one lacks a file."""
-
-    def __init__(self, attempt: str, namespace: str, here: Any) -> None:
-        self._attempt = attempt
-        self._namespace = namespace
-        self._files: dict[str, _InMemory] = {}
-        self._unasked = True
-        # Why first alone: most find all they need here, and Ray's tables take a while to answer.
-        self._ask([here])
-        self.any = bool(self._files or self._find_others())
-
-    @property
-    def most_threads(self) -> int | None:
-        """How many can copy at a time, where all is in this machine's memory and nobody waits."""
-        here = self._files and all(file.is_here for file in self._files.values())
-        return len(os.sched_getaffinity(0)) if here else None
-
-    def find(self, key: str) -> _InMemory | None:
-        """Returns where a file is in memory."""
-        if key not in self._files and self._unasked:
-            from ray.exceptions import RayError
-
-            self._unasked = False
-            # Suppressed: Ray's tables do not answer; it comes from storage.
-            with suppress(CheckpointError, RayError):
-                self._ask([_stager(node, self._namespace) for node in self._find_others()])
-        return self._files.get(key)
-
-    def _find_others(self) -> list[str]:
-        """Returns the other nodes that keep some of it."""
-        from ray_dcp.runtime import ray_private
-
-        prefix = registered_name(self._attempt)
-        names = ray_private.names_from(prefix)
-        return sorted({name[len(prefix) :] for name in names} - {_node_id()})
-
-    def _ask(self, stagers: list[Any]) -> None:
-        import ray
-
-        from ray_dcp.runtime import ray_calls
-
-        asked = {stager.kept.remote(self._attempt): stager for stager in stagers if stager}
-        if not asked:
-            return
-        done, _ = ray_calls.wait([*asked], num_returns=len(asked), timeout=ANSWER_S)
-        for ref in done:
-            # Suppressed: that node has died since.
-            with suppress(ray.exceptions.RayError):
-                self._add(ray_calls.get(ref), asked[ref])
-
-    def _add(self, kept: TierEntry | None, stager: Any) -> None:
-        if kept is None:
-            return
-        arena, address = None, kept.address
-        with suppress(LimitError):
-            if address is not None:
-                arena = StagingMemory.mapped_here(address) or StagingMemory.open(address)
-        for file in kept.files:
-            self._files[file.key] = _InMemory(file, arena, stager, kept.channel)
 
 
 def _node_id() -> str:

@@ -74,6 +74,7 @@ from ray_dcp.protocol.messages import (
     Request,
     Target,
 )
+from ray_dcp.runtime.memory_tier import MemoryTierStorage
 from ray_dcp.runtime.rank_progress import RankProgress, WatchedStorage
 from ray_dcp.runtime.rank_save import (
     naming_checkpoint,
@@ -85,19 +86,7 @@ from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyMissingError, Storage, read_traits_of
 from ray_dcp.view.listing import Run, StepFolder, list_run
 
-
-class InMemory(Storage, Protocol):
-    """A storage that takes some bytes from memory."""
-
-    bytes_from_memory: int
-
-    @property
-    def most_threads(self) -> int | None:
-        """More threads than this do not read sooner; None: nobody knows."""
-        ...
-
-
-KeptIn = Callable[[Storage, str], InMemory | None]
+KeptIn = Callable[[Storage, str], MemoryTierStorage | None]
 """From a storage and the attempt that is loaded to the storage with what is in memory of it."""
 
 
@@ -110,8 +99,8 @@ class MemorySource:
 
     def __init__(self, kept: KeptIn | None) -> None:
         self._kept = kept
-        self._answer: Future[InMemory | None] | None = None
-        self._ask_again: Callable[[], InMemory | None] = lambda: None
+        self._answer: Future[MemoryTierStorage | None] | None = None
+        self._ask_again: Callable[[], MemoryTierStorage | None] = lambda: None
 
     def ask(self, storage: Storage, attempt: str | None) -> None:
         """Begins to ask, at once.
@@ -123,7 +112,7 @@ class MemorySource:
         if self._kept is None or attempt is None:
             return
         ask = self._ask_again = partial(self._kept, storage, attempt)
-        answer = self._answer = Future[InMemory | None]()
+        answer = self._answer = Future[MemoryTierStorage | None]()
 
         def run() -> None:
             found = None
@@ -134,7 +123,7 @@ class MemorySource:
 
         threading.Thread(target=run, daemon=True, name="ray_dcp asks memory").start()
 
-    def found(self) -> InMemory | None:
+    def found(self) -> MemoryTierStorage | None:
         """Returns the storage with what is in memory, once that is known; None for nothing.
 
         Where nothing was found it is asked again: what has just been committed is kept a moment

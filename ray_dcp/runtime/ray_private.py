@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
 
 import ray
 from ray.exceptions import RaySystemError
@@ -29,6 +29,7 @@ TESTED = ("2.60",)
 
 _KV_NAMESPACE = "ray_dcp"
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -47,16 +48,24 @@ class Caller:
         return f"pid {self.pid} on {self.node}" if self.node else f"pid {self.pid}"
 
 
-def _private(what: str, use: Callable[[], T]) -> T:
-    """Returns what a private name gives, or raises an error with the Ray to use."""
-    try:
-        return use()
-    except (ImportError, AttributeError, TypeError, AssertionError) as error:
-        raise InternalError(
-            f"Expected a Ray in which {what} works ({', '.join(TESTED)}.x was tested), but "
-            f"Ray {ray.__version__} says {type(error).__name__}: {error}. Install a tested Ray, "
-            f"or report this"
-        ) from error
+def _private(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Makes a use of private names raise an error with the Ray to use where these are gone."""
+
+    def checked(use: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(use)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return use(*args, **kwargs)
+            except (ImportError, AttributeError, TypeError, AssertionError) as error:
+                raise InternalError(
+                    f"Expected a Ray in which {what} works ({', '.join(TESTED)}.x was tested), but "
+                    f"Ray {ray.__version__} says {type(error).__name__}: {error}. Install a tested "
+                    f"Ray, or report this"
+                ) from error
+
+        return call
+
+    return checked
 
 
 class _Asked(threading.local):
@@ -76,7 +85,7 @@ def starting_no_ray() -> Iterator[None]:
     asked. A thread that follows a save would, when another thread shuts Ray down between its look
     and its call, and then wait for an answer that no other cluster can give.
     """
-    _private("calls that start no cluster", _ask_before_init)
+    _ask_before_init()
     before, _asked.now = _asked.now, True
     try:
         yield
@@ -85,6 +94,7 @@ def starting_no_ray() -> Iterator[None]:
 
 
 @functools.cache
+@_private("calls that start no cluster")
 def _ask_before_init() -> None:
     from ray._private import auto_init_hook
 
@@ -102,6 +112,8 @@ CALLS_END_S = 10.0
 so long but one that Ray itself keeps waiting, for a large value or a control store that hangs."""
 
 
+@functools.cache
+@_private("a shutdown that waits for calls")
 def survive_shutdown() -> None:
     """Makes `ray.shutdown`, and Ray's own at exit, end no process whose threads still use Ray.
 
@@ -116,7 +128,18 @@ def survive_shutdown() -> None:
     Rejected: to replace `ray.shutdown`, which Ray has registered at exit, and others may have
     imported, before.
     """
-    _private("a shutdown that waits for calls", _refuse_after_disconnect)
+    from ray._private import worker
+
+    disconnect, driver = worker.disconnect, worker.SCRIPT_MODE
+
+    def disconnect_and_refuse(*arguments: Any, **options: Any) -> None:
+        disconnect(*arguments, **options)
+        mine = worker.global_worker
+        if mine.mode == driver and hasattr(mine, "core_worker"):
+            mine.core_worker = _EndedCoreWorker(mine.core_worker)
+            ray_calls.wait_until_left(CALLS_END_S)
+
+    worker.disconnect = disconnect_and_refuse
 
 
 class _EndedCoreWorker:
@@ -137,32 +160,13 @@ class _EndedCoreWorker:
         raise RaySystemError(f"Ray is being shut down in this process, and can't {name} any more")
 
 
-@functools.cache
-def _refuse_after_disconnect() -> None:
-    from ray._private import worker
-
-    disconnect, driver = worker.disconnect, worker.SCRIPT_MODE
-
-    def disconnect_and_refuse(*arguments: Any, **options: Any) -> None:
-        disconnect(*arguments, **options)
-        mine = worker.global_worker
-        if mine.mode == driver and hasattr(mine, "core_worker"):
-            mine.core_worker = _EndedCoreWorker(mine.core_worker)
-            ray_calls.wait_until_left(CALLS_END_S)
-
-    worker.disconnect = disconnect_and_refuse
-
-
+@_private("the internal key-value store")
 def _control_store(what: str, *arguments: Any) -> Any:
     """Returns what a call of Ray's internal key-value store gives, in our namespace of it."""
+    from ray.experimental import internal_kv
 
-    def use() -> Any:
-        from ray.experimental import internal_kv
-
-        call = getattr(internal_kv, f"_internal_kv_{what}")
-        return call(*arguments, namespace=_KV_NAMESPACE)
-
-    return _private("the internal key-value store", use)
+    call = getattr(internal_kv, f"_internal_kv_{what}")
+    return call(*arguments, namespace=_KV_NAMESPACE)
 
 
 def next_epoch(name: str) -> int:
@@ -208,15 +212,12 @@ def this_caller(pid: int) -> Caller:
     return Caller("job", context.get_job_id(), pid, platform.node())
 
 
+@_private("the kind of a process")
 def is_worker() -> bool:
     """Returns whether Ray started this process, for an actor or a task: it is no driver."""
+    from ray._private import worker
 
-    def use() -> bool:
-        from ray._private import worker
-
-        return bool(worker.global_worker.mode == worker.WORKER_MODE)
-
-    return _private("the kind of a process", use)
+    return bool(worker.global_worker.mode == worker.WORKER_MODE)
 
 
 def this_connection() -> tuple[str, str] | None:
@@ -242,50 +243,45 @@ class Life:
 
 
 @ray_calls.unless_lost
+@_private("the table of actors")
 def life_of(actor_id: str) -> Life:
     """Returns an actor's entry in Ray's tables. Blocks for about a millisecond.
 
     Args:
         actor_id: Hex id.
     """
+    from ray._private import state
 
-    def use() -> Life:
-        from ray._private import state
-
-        entry = state.actors(actor_id=actor_id)
-        if not entry or entry["State"] == "DEAD":
-            return Life()
-        return Life(entry["NumRestarts"], entry["State"] == "ALIVE")
-
-    return _private("the table of actors", use)
+    entry = state.actors(actor_id=actor_id)
+    if not entry or entry["State"] == "DEAD":
+        return Life()
+    return Life(entry["NumRestarts"], entry["State"] == "ALIVE")
 
 
+@_private("the id of an actor")
 def id_of(actor: Any) -> str:
     """Returns the hex id of an actor, by its handle."""
-    return _private("the id of an actor", lambda: str(actor._actor_id.hex()))
+    return str(actor._actor_id.hex())
 
 
+@_private("the tables of jobs and actors")
 def gone(callers: Iterable[Caller]) -> set[Caller]:
     """Returns those of the callers whose process has ended.
 
     Blocks for about a millisecond each, in an actor for an actor. One that Ray does not know is
     not gone.
     """
+    from ray._private import state
 
-    def use() -> set[Caller]:
-        from ray._private import state
-
-        asked = set(callers)
-        dead_jobs: set[str] = set()
-        if any(caller.kind == "job" for caller in asked):
-            dead_jobs = {job["JobID"] for job in state.jobs() if job["IsDead"]}
-        return {
-            caller
-            for caller in asked
-            if (caller.id in dead_jobs if caller.kind == "job" else _actor_ended(state, caller))
-        }
-
-    return _private("the tables of jobs and actors", use)
+    asked = set(callers)
+    dead_jobs: set[str] = set()
+    if any(caller.kind == "job" for caller in asked):
+        dead_jobs = {job["JobID"] for job in state.jobs() if job["IsDead"]}
+    return {
+        caller
+        for caller in asked
+        if (caller.id in dead_jobs if caller.kind == "job" else _actor_ended(state, caller))
+    }
 
 
 def _actor_ended(state: Any, caller: Caller) -> bool:
@@ -303,35 +299,28 @@ class ClusterUse:
         address: `host:port` of the cluster's control store.
     """
 
+    @_private("a look at the control store")
     def __init__(self, address: str) -> None:
-        def use() -> Any:
-            from ray._private.state import GlobalState
+        from ray._private.state import GlobalState
 
-            raylet: Any = importlib.import_module("ray._raylet")
+        raylet: Any = importlib.import_module("ray._raylet")
+        options = raylet.GcsClientOptions.create(
+            address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False
+        )
+        self._state = GlobalState()
+        self._state._initialize_global_state(options)
 
-            options = raylet.GcsClientOptions.create(
-                address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False
-            )
-            state = GlobalState()
-            state._initialize_global_state(options)
-            return state
-
-        self._state = _private("a look at the control store", use)
-
+    @_private("the tables of jobs and actors")
     def in_use(self) -> bool:
         """Returns whether a driver is connected or an actor lives.
 
         Raises:
             InternalError: The control store does not answer, or not as expected.
         """
-
-        def use() -> bool:
-            if any(not job["IsDead"] for job in self._state.job_table()):
-                return True
-            actors = self._state.actor_table(None)
-            return any(actor["State"] != "DEAD" for actor in actors.values())
-
-        return _private("the tables of jobs and actors", use)
+        if any(not job["IsDead"] for job in self._state.job_table()):
+            return True
+        actors = self._state.actor_table(None)
+        return any(actor["State"] != "DEAD" for actor in actors.values())
 
 
 def has_ray_client() -> bool:
@@ -342,10 +331,7 @@ def has_ray_client() -> bool:
 @contextmanager
 def loopback_addresses() -> Iterator[None]:
     """Makes `ray.init` take 127.0.0.1 as it is, instead of this machine's outer address."""
-    module: Any = _private(
-        "a cluster on the loopback interface",
-        lambda: importlib.import_module("ray._private.ray_constants"),
-    )
+    module = _constants()
     before = module.ENABLE_RAY_CLUSTER
     module.ENABLE_RAY_CLUSTER = False
     try:
@@ -354,33 +340,32 @@ def loopback_addresses() -> Iterator[None]:
         module.ENABLE_RAY_CLUSTER = before
 
 
+@_private("a cluster on the loopback interface")
+def _constants() -> Any:
+    return importlib.import_module("ray._private.ray_constants")
+
+
+@_private("token authentication")
 def local_token() -> None:
     """Makes this process read its authentication settings and token again."""
+    raylet: Any = importlib.import_module("ray._raylet")
 
-    def use() -> None:
-        raylet: Any = importlib.import_module("ray._raylet")
-
-        raylet.Config.initialize("")
-        raylet.AuthenticationTokenLoader.instance().reset_cache()
-
-    _private("token authentication", use)
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
+@_private("the handler of uncaught exceptions")
 def uncaught_errors_untold() -> None:
     """Makes Ray's handler of uncaught exceptions send them to no private Ray.
 
     *Why*: it sends them to the control store before they are shown. Where that has died it waits
     for ever: the process would neither show what is wrong nor end.
     """
+    from ray._private import state
 
-    def use() -> None:
-        from ray._private import state
-
-        # Why now: later it might be too late for that, and the handler does it first.
-        state.state._connect_and_get_accessor()
-        _send_to_no_private_ray(state.state)
-
-    _private("the handler of uncaught exceptions", use)
+    # Why now: later it might be too late for that, and the handler does it first.
+    state.state._connect_and_get_accessor()
+    _send_to_no_private_ray(state.state)
 
 
 @functools.cache

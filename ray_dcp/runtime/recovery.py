@@ -27,7 +27,6 @@ from ray_dcp.protocol.commands import Command
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import OpKey, PartsHeld, PartsWritten, Request
 from ray_dcp.runtime import ray_calls, ray_private
-from ray_dcp.runtime.staging_backend import key_of
 from ray_dcp.stage.values import StageKey, StageProgress, StageReport
 
 logger = logging.getLogger(__name__)
@@ -138,7 +137,7 @@ def parts_written(report: StageReport, stager: str = "") -> PartsWritten:
         report: Of one file, by the stager.
         stager: Who; for messages.
     """
-    key, epoch = key_of(report.key.save)
+    key, epoch = report.key.save
     files = () if report.receipt is None else (report.receipt,)
     return PartsWritten(
         key,
@@ -155,7 +154,7 @@ def parts_written(report: StageReport, stager: str = "") -> PartsWritten:
 def _by_operation(paces: Mapping[StageKey, tuple[int, int]]) -> dict[Any, dict[int, Any]]:
     found: dict[Any, dict[int, Any]] = {}
     for key, pace in paces.items():
-        operation, _ = key_of(key.save)
+        operation, _ = key.save
         found.setdefault(operation, {})[key.rank] = pace
     return found
 

@@ -4,8 +4,7 @@ It never pickles or unpickles a value: it gets bytes, and the plan says where th
 are in `ray_dcp.stage`; the actor is a thin shell. Calls are answered at once, whatever is being
 written: the event loop only looks things up, threads write.
 
-`StagingAddress` says how a rank reaches the staging memory of its node. `Reports` sends the result
-of each file to the collector of its receipts.
+`StagingAddress` says how a rank reaches the staging memory of its node.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from ray_dcp.core.checks import check_above_0
 from ray_dcp.errors import CheckpointError, LimitError
 from ray_dcp.runtime import metrics, ray_calls, ray_private
 from ray_dcp.runtime.actor_names import NAMESPACE, stager_name
-from ray_dcp.runtime.inline import begin_rehearsal
 from ray_dcp.runtime.ray_private import Caller, store_bytes
 from ray_dcp.stage.memory import free_memory_bytes
 from ray_dcp.stage.memory_tier import Part, TierEntry, registered_name
@@ -64,61 +62,6 @@ REPORT_TRIES = 8
 """How often a report is sent that nobody answers: over about half a minute."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Reporter:
-    """Who gets a stager's report of each file."""
-
-    actor: Any
-    """Handle of a Ray actor."""
-    method: str
-    """Its method that takes a `StageReport` and returns False when nobody needs the share that it
-    is of. May be called twice with the same."""
-
-
-class Reports:
-    """Delivers reports, from any thread.
-
-    Args:
-        loop: Carries the calls.
-        give_up: Called with shares that nobody needs any more.
-    """
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, give_up: Callable[[StageKey], None]
-    ) -> None:
-        self._loop = loop
-        self._give_up = give_up
-
-    def deliver(self, reporter: Reporter | None, report: StageReport) -> None:
-        """Returns when a report was answered, or given up. Not in the loop's thread."""
-        if reporter is not None:
-            asyncio.run_coroutine_threadsafe(self._deliver(reporter, report), self._loop).result()
-
-    async def _deliver(self, reporter: Reporter, report: StageReport) -> None:
-        error: Exception | None = None
-        for attempt in range(REPORT_TRIES):
-            try:
-                is_needed = await getattr(reporter.actor, reporter.method).remote(report)
-            except RayTaskError as exc:
-                error = exc
-                if attempt >= 1:
-                    break
-            except (RayError, OSError) as exc:
-                error = exc
-            else:
-                if is_needed is False:
-                    self._give_up(report.key)
-                return
-            await asyncio.sleep(min(0.1 * 2**attempt, 10.0))
-        logger.warning(
-            "Nobody took what became of file %d of %s (%s: %s). It is kept until it is released",
-            report.file,
-            report.key,
-            type(error).__name__,
-            error,
-        )
 
 
 SHARE_OF_MEMORY = 0.5
@@ -167,16 +110,13 @@ class Stager:
             channels["shared"] = shared_channel(limit_bytes, options)
             arena = channels["shared"].arena
         self._limit_bytes = limit_bytes
-        reports = Reports(self._loop, self._give_up)
-        self._queue = WriteQueue(channels, options, reports.deliver)
+        self._queue = WriteQueue(channels, options, self._report)
         self._place = StagingAddress(
             f"{stager_name(self._node_id)}#{os.getpid()}-{secrets.token_hex(6)}",
             os.getpid(),
             arena.address if arena is not None else None,
             objects.slot_bytes,
         )
-        # Why that module: ranks send values of its classes besides bytes.
-        self._rehearsal = begin_rehearsal(modules=("ray_dcp.runtime.staging_backend",))
         self._registered: set[str] = set()
         self._tasks = {self._loop.create_task(self._watch())}
 
@@ -241,7 +181,6 @@ class Stager:
     async def warm(self, name: str, num_bytes: int) -> tuple[int, ...]:
         """Returns the slots that a rank will get first, when their memory has been touched."""
         self._touch()
-        await asyncio.to_thread(self._rehearsal.join)
         if self._place.arena is None:
             return ()
         slots = self._queue.expect(name, num_bytes)
@@ -254,10 +193,15 @@ class Stager:
         self._touch()
         return self._place.stager, self._queue.paces()
 
-    async def begin(
-        self, stager: str, order: StageOrder, reporter: Reporter | None
-    ) -> Grant | Unknown:
-        """Returns the first slots of what a rank will hand over. See `WriteQueue.begin`."""
+    async def begin(self, stager: str, order: StageOrder, reporter: Any) -> Grant | Unknown:
+        """Returns the first slots of what a rank will hand over. See `WriteQueue.begin`.
+
+        Args:
+            stager: Who is meant.
+            order: What is handed over.
+            reporter: Handle of the actor that gets a report of each file, or None. Its method
+                `take_report` may be called twice with the same; False when nobody needs the share.
+        """
         self._touch()
         if stager != self._place.stager:
             return Unknown("stager")
@@ -328,8 +272,33 @@ class Stager:
         self._touch()
         self._queue.release(key, committed=committed)
 
-    def _give_up(self, key: StageKey) -> None:
-        self._queue.cancel(key, "because nobody knows of the save any more")
+    def _report(self, reporter: Any, report: StageReport) -> None:
+        """Returns when a report was answered, or can't be. Not in the loop's thread."""
+        if reporter is not None:
+            asyncio.run_coroutine_threadsafe(self._deliver(reporter, report), self._loop).result()
+
+    async def _deliver(self, reporter: Any, report: StageReport) -> None:
+        error: Exception | None = None
+        for attempt in range(REPORT_TRIES):
+            try:
+                if await reporter.take_report.remote(report) is False:
+                    unknown = "because nobody knows of the save any more"
+                    self._queue.cancel(report.key, unknown)
+                return
+            except RayTaskError as exc:
+                error = exc
+                if attempt >= 1:
+                    break
+            except (RayError, OSError) as exc:
+                error = exc
+            await asyncio.sleep(min(0.1 * 2**attempt, 10.0))
+        logger.warning(
+            "Nobody took what became of file %d of %s (%s: %s). It is kept until it is released",
+            report.file,
+            report.key,
+            type(error).__name__,
+            error,
+        )
 
     def _touch(self) -> bool:
         self._last_call_s = self._loop.time()

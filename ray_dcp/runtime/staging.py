@@ -36,7 +36,7 @@ from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE
 from ray_dcp.runtime.coordinator_call import call_actor, check_ray
 from ray_dcp.runtime.rank_save import Captured
-from ray_dcp.runtime.stager import Reporter, StagingAddress, stager_of
+from ray_dcp.runtime.stager import StagingAddress, stager_of
 from ray_dcp.stage.copying import Pin, filler_of
 from ray_dcp.stage.memory import StagingMemory
 from ray_dcp.stage.transfer import StagedFiller, StagedWindows, StagerGone, transfer
@@ -339,7 +339,7 @@ class RankStaging:
         *,
         target: Target,
         options: SaveOptions,
-        reporter: Reporter | None = None,
+        reporter: Any = None,
         stop: Stop | None = None,
     ) -> Staged:
         """Returns when the stager holds every byte: from then on the state may change.
@@ -353,7 +353,7 @@ class RankStaging:
             captured: Where the bytes are.
             target: Where to write.
             options: How; `write_timeout_s` bounds each wait for room.
-            reporter: Who gets the report of each file.
+            reporter: Handle of the actor that gets the report of each file; see `Stager.begin`.
             stop: Ends it early, with its error: where ranks share a file one waits for the others.
 
         Raises:
@@ -512,7 +512,7 @@ class Staged:
         link: ActorLink,
         order: StageOrder,
         plan: RankPlan,
-        reporter: Reporter | None,
+        reporter: Any,
         windows: StagedWindows,
         stall_s: float,
     ) -> None:

@@ -215,31 +215,6 @@ def _planned_lengths(files: Sequence[FilePlan]) -> list[int]:
     return list(lengths.tolist())
 
 
-REPORT_METHOD = "take_report"
-"""Method of the coordinator that takes `StageReport`s."""
-
-
-def name_of(key: OpKey, epoch: int) -> str:
-    """Returns what a stager calls a save: enough to tell a coordinator which it is.
-
-    Args:
-        key: The operation.
-        epoch: Of the coordinator that planned it.
-
-    Examples:
-        >>> key_of(name_of(OpKey("run/1", 7), 2))
-        (OpKey(session='run/1', seq=7, step=0), 2)
-    """
-    return f"{epoch}:{key.seq}.{key.step}:{key.session}"
-
-
-def key_of(name: str) -> tuple[OpKey, int]:
-    """Returns the operation and the epoch that `name_of` made a name of."""
-    epoch, at, session = name.split(":", 2)
-    seq, step = at.split(".")
-    return OpKey(session, int(seq), int(step)), int(epoch)
-
-
 class StagerBackend:
     """Stages at the stager of this rank's node.
 
@@ -288,17 +263,14 @@ class StagerBackend:
             self._staged.release(committed=committed)
 
     def _transfer(self, save: RankSave, go: SaveGo, captured: Captured) -> PartsHeld:
-        # Why here: a process that is alone has no need of Ray.
-        from ray_dcp.runtime.stager import Reporter
-
         session, key = self._session, save.progress.key or save.key
         staged = self._staged = session.staging().stage(
-            StageKey(name_of(key, go.epoch), session.rank, go.attempt),
+            StageKey((key, go.epoch), session.rank, go.attempt),
             go.plan,
             captured,
             target=save.target,
             options=save.options,
-            reporter=Reporter(session.coordinator(), REPORT_METHOD),
+            reporter=session.coordinator(),
             stop=save.progress.stop,
         )
         try:

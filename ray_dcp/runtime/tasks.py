@@ -62,7 +62,6 @@ from ray_dcp.planning.reads import Ranges, share_reads
 from ray_dcp.planning.regular import Regular, infer
 from ray_dcp.protocol.commands import (
     BuildCommit,
-    CheckpointRead,
     CollectReplaced,
     CommitBuilt,
     CreateAbort,
@@ -88,7 +87,7 @@ from ray_dcp.protocol.commands import (
     Task,
     WriteTable,
 )
-from ray_dcp.protocol.messages import FileReceipt, FileReceipts, Target, join_receipts
+from ray_dcp.protocol.messages import FileReceipt, FileReceipts, LoadGo, Target, join_receipts
 from ray_dcp.protocol.planning import differences
 from ray_dcp.protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
 from ray_dcp.runtime.records import (
@@ -384,7 +383,7 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
                 # load needs no `.metadata`, and may have no right to write.
                 with suppress(CheckpointError):
                     republish(storage, task.target.url)
-            return CheckpointRead(found.kind, found.slot, found.record, found.table)
+            return LoadGo(found.kind, found.slot, found.record, found.table)
 
 
 def _write_table(task: WriteTable, storage: Storage) -> Finished:

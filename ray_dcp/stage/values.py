@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError, InvalidRequestError
@@ -84,8 +84,9 @@ _LEAST_LIMIT = _LEAST_WINDOW * _LEAST_WINDOWS
 class StageKey:
     """One rank's share of one attempt, as one stager has it."""
 
-    save: str
-    """Whatever the caller calls the save; unique for the life of the stager."""
+    save: Any
+    """Whatever the caller calls the save; unique for the life of the stager. The runtime's is
+    `(OpKey, epoch of the coordinator that planned it)`."""
     rank: int
     attempt: str
     incarnation: int = 0

@@ -21,7 +21,7 @@ from ray_dcp.errors import InvalidRequestError, LimitError, ParticipantError
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime import staging as staging_link
-from ray_dcp.runtime.stager import SHARE_OF_MEMORY, Reporter, stager_of
+from ray_dcp.runtime.stager import SHARE_OF_MEMORY, stager_of
 from ray_dcp.runtime.staging import RankStaging
 from ray_dcp.runtime.worker_group import WorkerGroup
 from ray_dcp.stage.memory import free_memory_bytes
@@ -46,7 +46,7 @@ class Book:
         self.reports: list[Any] = []
         self.answers = answers
 
-    async def take(self, report) -> None:
+    async def take_report(self, report) -> None:
         import asyncio
 
         self.reports.append(report)
@@ -97,7 +97,7 @@ def opened(namespace: str, options: StagerOptions = SMALL, name: str = "rank 0")
 def staged(staging: RankStaging, what: Share, target: Target, actor=None, save="s", **options):
     return staging.stage(
         StageKey(save, 0, "a1"), what.plan, what.items, target=target,
-        options=SaveOptions(**options), reporter=None if actor is None else Reporter(actor, "take"),
+        options=SaveOptions(**options), reporter=actor,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.options import LoadOptions
-from ray_dcp.protocol.commands import CheckpointRead, ReadCheckpoint
+from ray_dcp.protocol.commands import ReadCheckpoint
 from ray_dcp.protocol.messages import (
     Exchange,
     Exchanged,
@@ -31,7 +31,7 @@ from ray_dcp.protocol.messages import (
 from ray_dcp.protocol.operation import GRACE_S
 from tests.protocol_play import KEY, TARGET, Play
 
-FOUND = CheckpointRead("native", 3, b"manifest")
+FOUND = LoadGo("native", 3, b"manifest")
 
 
 def to_planning(play):

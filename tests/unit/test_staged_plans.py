@@ -41,7 +41,7 @@ class Stager:
 
     async def _shares(self, attempt):
         self.asked.append(attempt)
-        keys = [StageKey(f"1:{KEY.seq}:{KEY.session}", rank, attempt) for rank in self.sealed]
+        keys = [StageKey((KEY, 1), rank, attempt) for rank in self.sealed]
         return self.name, [StageProgress(key, 8, 8, True, ()) for key in keys]
 
 
