@@ -178,13 +178,11 @@ class Stager:
         self._touch()
         self._ended(name, process)
 
-    async def warm(self, name: str, num_bytes: int) -> tuple[int, ...]:
-        """Returns the slots that a rank will get first, when their memory has been touched."""
+    async def warm(self, name: str, num_bytes: int, channel: str) -> tuple[int, ...]:
+        """Returns the slots that a rank will get first; of shared memory when that was touched."""
         self._touch()
-        if self._place.arena is None:
-            return ()
-        slots = self._queue.expect(name, num_bytes)
-        for slot in slots:
+        slots = self._queue.expect(name, num_bytes, channel)
+        for slot in slots if channel == "shared" else ():
             await self._loop.run_in_executor(self._warming, self._queue.warm, slot)
         return tuple(slots)
 

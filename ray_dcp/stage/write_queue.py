@@ -386,10 +386,10 @@ class WriteQueue:
         with self._lock:
             return sum(not (job.is_over and job.rank_is_done) for job in self._jobs.values())
 
-    def expect(self, owner: str, num_bytes: int) -> list[int]:
-        """Returns the slots of shared memory that a rank will get first for so many bytes."""
+    def expect(self, owner: str, num_bytes: int, name: str = "shared") -> list[int]:
+        """Returns the slots of a channel that a rank will get first for so many bytes."""
         with self._lock:
-            channel = self._channels["shared"]
+            channel = self._channels[name]
             return channel.allocator.expect(owner, -(-num_bytes // channel.slot_bytes))
 
     def owned(self, owner: str) -> tuple[int, ...]:

@@ -18,6 +18,8 @@ from tests.bench.async_rows import Table
 RANKS = 2
 WRITERS = 4
 TIMES_SLOWER = 10
+WINDOW_BYTES = 64 << 20
+ROUNDS_OF_LIMIT = 6
 
 HELD: dict[str, Any] = {}
 
@@ -155,6 +157,9 @@ def objects(rounds: int, num_bytes: int, root: Path, table: Table) -> None:
                 found.setdefault(f"{what}, {memory}", []).append(value)
     for name, values in found.items():
         table.fact(name, values, "" if "/" in name else "s")
+    table.fact(
+        "limit: ray.put of as much / memcpy", ray.get(ranks["object_store"].limit.remote()), ""
+    )
     table.row("objects", found["stall / memcpy, object_store"])
     ray.get([rank.leave.remote() for rank in ranks.values()])
 
@@ -168,6 +173,7 @@ class MemoryRank:
         from tests.bench.measure import state_of
 
         self._state = state_of(num_bytes)
+        self._num_bytes = sum(tensor.nbytes for tensor in self._state.values())
         self._copy = MemoryCopy(self._state)
         options = ray_dcp.StagerOptions(memory=memory)
         self._session = ray_dcp.connect(name=memory, namespace=memory)
@@ -200,6 +206,21 @@ class MemoryRank:
             "CPU of rank and stager": cpu_s(self._pids) - cpu,
             "stall / memcpy": stall_s / copy_s,
         }
+
+    def limit(self) -> list[float]:
+        """Returns how long `ray.put` takes for windows of the state, in copies in memory."""
+        import numpy as np
+        import ray
+
+        windows = [np.ones(WINDOW_BYTES, np.uint8)] * max(1, self._num_bytes // WINDOW_BYTES)
+        ratios, held = [], []
+        for _ in range(ROUNDS_OF_LIMIT):
+            held.clear()
+            copy_s = self._copy.seconds()
+            began = time.perf_counter()
+            held.extend(ray.put([window]) for window in windows)
+            ratios.append((time.perf_counter() - began) / copy_s)
+        return ratios[2:]
 
     def leave(self) -> None:
         self._session.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import resource
 import secrets
 import signal
 import time
@@ -218,6 +219,7 @@ def test_ranks_wait_for_the_budget_of_the_object_store_and_nothing_is_spilled(
     sizes = [10_000_000] * 9
     ranks = [Victim.remote(namespace, OBJECTS, f"rank {number}") for number in range(4)]
     before = num_spilled()
+    ray.get([rank.warm.remote(sum(sizes)) for rank in ranks])
     watcher = opened(namespace, OBJECTS_LIMIT, "watcher")
     targets = [Target(str(tmp_path / f"stager{number}")) for number in range(4)]
     asked = [
@@ -237,6 +239,13 @@ def test_ranks_wait_for_the_budget_of_the_object_store_and_nothing_is_spilled(
     assert num_spilled() == before
     assert eventually(lambda: watcher.info()["used_bytes"] == 0)
     watcher.close()
+
+
+def test_warming_touches_the_places_in_the_object_store(namespace, book, places):
+    rank = Victim.remote(namespace, OBJECTS)
+    ray.get(rank.warm.remote(40 * MIB))
+    num_faults = ray.get(rank.stage.remote([10 * MIB] * 4, places[0], book))
+    assert num_faults < 40 * MIB / resource.getpagesize() / 4
 
 
 @pytest.fixture(scope="module")
@@ -296,9 +305,15 @@ class Victim:
     def pid(self) -> int:
         return os.getpid()
 
+    def warm(self, num_bytes: int) -> None:
+        self.staging.warm(num_bytes).result(180)
+
     def stage(self, sizes, target, book) -> int:
-        staged(self.staging, share(sizes, part_bytes=9 * MIB), target, book, save=target.url)
-        return os.getpid()
+        """Returns how many pages were touched for the first time."""
+        what = share(sizes, part_bytes=9 * MIB)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        staged(self.staging, what, target, book, save=target.url)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     def stage_and_die(self, sizes, target, book) -> None:
         what = share(sizes)
@@ -317,7 +332,8 @@ class Victim:
 def test_a_rank_killed_after_staging_is_not_missed(namespace, book, places):
     sizes = [8 * MIB] * 5
     victim = Victim.remote(namespace)
-    os.kill(ray.get(victim.stage.remote(sizes, places[0], book), timeout=400), signal.SIGKILL)
+    ray.get(victim.stage.remote(sizes, places[0], book), timeout=400)
+    os.kill(ray.get(victim.pid.remote()), signal.SIGKILL)
     share(sizes, part_bytes=9 * MIB).written(places[1])
     reports = told(book, 5)
     assert all(report.receipt for report in reports)
@@ -428,7 +444,8 @@ def test_a_stager_killed_while_a_rank_stages_is_replaced(namespace, places):
 def test_when_everybody_is_killed_the_memory_is_gone_at_once(namespace, stuck_book, places):
     before = shared_memory()
     victim = Victim.remote(namespace)
-    pid = ray.get(victim.stage.remote([8 * MIB] * 3, places[0], stuck_book), timeout=400)
+    ray.get(victim.stage.remote([8 * MIB] * 3, places[0], stuck_book), timeout=400)
+    pid = ray.get(victim.pid.remote())
     watcher = opened(namespace, name="watcher")
     stager = watcher.info()["pid"]
     assert any(f"/proc/{pid}/" in path for path in arenas())
