@@ -212,10 +212,14 @@ class MemoryRank:
         import numpy as np
         import ray
 
+        from tests.polling import eventually
+
         windows = [np.ones(WINDOW_BYTES, np.uint8)] * max(1, self._num_bytes // WINDOW_BYTES)
         ratios, held = [], []
         for _ in range(ROUNDS_OF_LIMIT):
             held.clear()
+            # What is dropped is free a moment later; what was never touched takes much longer.
+            assert eventually(lambda: _share_of_store_free() > 0.95)
             copy_s = self._copy.seconds()
             began = time.perf_counter()
             held.extend(ray.put([window]) for window in windows)
@@ -224,6 +228,14 @@ class MemoryRank:
 
     def leave(self) -> None:
         self._session.close()
+
+
+def _share_of_store_free() -> float:
+    import ray
+
+    name = "object_store_memory"
+    free: float = ray.available_resources().get(name, 0.0)
+    return free / ray.cluster_resources()[name]
 
 
 # --- one writer throttled -----------------------------------------------------------------------
