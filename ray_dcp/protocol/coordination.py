@@ -605,14 +605,3 @@ class Coordination:
             if save is not None:
                 commands += self._after(save, save.take_progress(by_rank, now_s))
         return commands
-
-    def reassign(self, key: OpKey, rank: int, reason: str) -> Commands:
-        """Reassigns the files of a rank whose stager is much slower than the others.
-
-        Args:
-            key: Which save.
-            rank: Whose bytes it writes.
-            reason: What was seen, for the report.
-        """
-        save = self._save_of(key)
-        return () if save is None else self._after(save, save.reassign(rank, reason))

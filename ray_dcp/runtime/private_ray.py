@@ -187,14 +187,12 @@ class SupervisorOrder:
 
     directory: str
     lease_s: float
-    num_cpus: int
     start_timeout_s: float
 
 
 def start_private_ray(
     *,
     lease_s: float = LEASE_S,
-    num_cpus: int = 1,
     start_timeout_s: float = 120.0,
 ) -> PrivateRay:
     """Starts a Ray on this machine's loopback interface and returns where it is.
@@ -204,7 +202,6 @@ def start_private_ray(
 
     Args:
         lease_s: How long it stays when it is unused, in seconds.
-        num_cpus: CPUs it offers to tasks; our actors need none.
         start_timeout_s: How long it may take to start, in seconds.
 
     Raises:
@@ -213,21 +210,20 @@ def start_private_ray(
         DeadlineError: It did not start in time.
     """
     check_lease(lease_s)
-    if num_cpus < 0 or start_timeout_s <= 0:
+    if start_timeout_s <= 0:
         raise InvalidRequestError(
-            f"Expected num_cpus of at least 0 and start_timeout_s above 0, but found "
-            f"{num_cpus!r} and {start_timeout_s!r}"
+            f"Expected start_timeout_s above 0, but found {start_timeout_s!r}"
         )
     end_s = time.monotonic() + start_timeout_s
     while True:
         try:
-            return _start(lease_s, num_cpus, end_s - time.monotonic())
+            return _start(lease_s, end_s - time.monotonic())
         except ParticipantError as error:
             if _SLOW not in error.message or time.monotonic() >= end_s:
                 raise
 
 
-def _start(lease_s: float, num_cpus: int, timeout_s: float) -> PrivateRay:
+def _start(lease_s: float, timeout_s: float) -> PrivateRay:
     # Why /tmp and short: the paths of Ray's sockets below it must stay under 107 bytes.
     try:
         directory = Path(tempfile.mkdtemp(prefix="rdcp", dir="/tmp"))
@@ -239,7 +235,7 @@ def _start(lease_s: float, num_cpus: int, timeout_s: float) -> PrivateRay:
         token = directory / TOKEN
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
-        order = SupervisorOrder(str(directory), lease_s, num_cpus, timeout_s)
+        order = SupervisorOrder(str(directory), lease_s, timeout_s)
         process = _start_supervisor(directory, token, order)
     except OSError as error:
         shutil.rmtree(directory, ignore_errors=True)

@@ -341,7 +341,7 @@ class Stager:
             with suppress(CheckpointError, RayError):
                 await self._register()
             idle_s = self._loop.time() - self._last_call_s
-            lease_s = max(self._lease_s, KEPT_S) if self._queue.num_kept() else self._lease_s
+            lease_s = max(self._lease_s, KEPT_S) if self._queue.kept_attempts() else self._lease_s
             if not self._ranks and not self._queue.num_active() and idle_s >= lease_s:
                 await self._register(())
                 ray_calls.kill(self._self, no_restart=True)

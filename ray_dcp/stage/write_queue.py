@@ -355,11 +355,6 @@ class WriteQueue:
         found = np.zeros(sum(part.num_bytes for part in parts), dtype=np.uint8)
         return found if memory.read_into(parts, found.data) else None
 
-    def num_kept(self) -> int:
-        """Returns how many jobs are kept for loads."""
-        with self._lock:
-            return sum(job.is_kept for job in self._jobs.values())
-
     def in_flight(self, url: str) -> list[InFlight]:
         """Returns the saves to a place, or below it, that may still be committed.
 
