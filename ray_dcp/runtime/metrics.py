@@ -312,7 +312,7 @@ class Account:
 
     def _on_reply(self, reply: Reply) -> None:
         match reply:
-            case SaveGo() | SaveAgain():
+            case SaveAgain():
                 self.attempt = reply.attempt
                 self.plan = reply.origin
                 self.done("plan")
@@ -420,7 +420,7 @@ class SaveRecorder:
 
     def record_answer(self, answer: Answer, now_s: float) -> None:
         """Notes an answer that has the parts of ranks."""
-        if isinstance(answer.reply, SaveGo | SaveAgain):
+        if isinstance(answer.reply, SaveAgain):
             self.attempt = answer.reply.attempt
             for rank in answer.ranks:
                 self._planned.setdefault(rank, now_s)
