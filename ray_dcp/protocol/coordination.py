@@ -310,17 +310,6 @@ class Coordination:
         ]
         return f"for {'; '.join(others)} (SaveOptions.max_pending={machine.options.max_pending})"
 
-    @property
-    def next_silence_s(self) -> float | None:
-        """When, by the clock, `listen` could find somebody silent; None when it could not."""
-        due = [
-            at_s
-            for key, machine in self._active.items()
-            for rank, at_s in self._liveness.due_s(key).items()
-            if machine.needs(rank)
-        ]
-        return min(due, default=None)
-
     def performed(self, key: OpKey, task: Task, result: Result) -> Commands:
         """Accepts the result of a task.
 

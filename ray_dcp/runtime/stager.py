@@ -119,10 +119,6 @@ class Stager:
         self._registered: set[str] = set()
         self._tasks = {self._loop.create_task(self._watch())}
 
-    async def ping(self) -> bool:
-        """Returns True: the stager lives."""
-        return self._touch()
-
     async def info(self) -> dict[str, Any]:
         """Returns `stager`, `node_id`, `pid`, `limit_bytes`, `used_bytes`, `ranks`, `active`."""
         self._touch()
@@ -299,9 +295,8 @@ class Stager:
             error,
         )
 
-    def _touch(self) -> bool:
+    def _touch(self) -> None:
         self._last_call_s = self._loop.time()
-        return True
 
     # Ranks that die, and the stager's own end
 

@@ -167,7 +167,7 @@ class _Pulse:
         elif silent_s > self._silence_s / 4:
             # Suppressed: that the stager is gone is found by the call itself.
             with suppress(RayError), ray_calls.inside():
-                self._asked = self._link.handle.ping.remote()
+                self._asked = self._link.handle.place.remote()
         return None
 
 
