@@ -19,11 +19,10 @@ import json
 import logging
 import os
 import secrets
-import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import astuple, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 
@@ -33,7 +32,8 @@ from ray_dcp.errors import (
     InvalidRequestError,
     RankDisagreementError,
 )
-from ray_dcp.protocol.aggregation import Batch, BatchedReplies, Batches, MessageBatch
+from ray_dcp.io.threads import begin
+from ray_dcp.protocol.aggregation import BatchedReplies, Batches, MessageBatch
 from ray_dcp.protocol.commands import Answer, Arm, Command, Disarm, Perform, step_of
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.liveness import AwakeClock, Heartbeat, HeartbeatAck
@@ -322,28 +322,6 @@ class RendezvousWaiters:
         self._complete = self._loop.create_future()
 
 
-T = TypeVar("T")
-
-
-async def in_own_thread(work: Callable[[], T]) -> T:
-    """Returns what work gives that may hang for ever: in a thread of its own.
-
-    Why not asyncio.to_thread: a few tasks that hang would fill its pool.
-
-    Args:
-        work: Never raises.
-    """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def run() -> None:
-        result = work()
-        loop.call_soon_threadsafe(future.set_result, result)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await future
-
-
 WATCH_S = 0.5
 """How often to ask Ray whether the ranks of a running operation live, in seconds."""
 
@@ -381,7 +359,6 @@ class Coordinator:
             epoch=self.epoch, new_attempt=new_attempt, clock=self._awake
         )
         self._batches = Batches()
-        self._gatherers: dict[Batch, asyncio.Future[BatchedReplies]] = {}
         self._shared_reads = SharedReadDispatch(lambda key: key not in self._coordination.active)
         self._rendezvous = RendezvousWaiters(Rendezvous(lambda: secrets.token_hex(6)))
         self._tracing = Tracing()
@@ -491,17 +468,16 @@ class Coordinator:
         await self._resumed.wait()
         self._note_holders(message.content if isinstance(message.content, tuple) else ())
         batch = self._batches.add(message)
-        future = self._gatherers[batch] = self._loop.create_future()
+        batch.future = self._loop.create_future()
         try:
             commands, refused = self._coordination.receive_batch(message, silence_s=silence_s)
             for rank, reply in refused.items():
                 batch.put((rank,), reply)
             self._carry_out(commands)
-            replies: BatchedReplies = await future
+            replies: BatchedReplies = await batch.future
             return replies
         finally:
-            if self._gatherers.pop(batch, None) is not None:
-                self._batches.remove(batch)
+            self._batches.remove(batch)
 
     async def register(self, session: str, rank: int, caller: Caller) -> None:
         """Registers a rank: from now on its death is detected, also before it calls.
@@ -625,9 +601,8 @@ class Coordinator:
     def _answer_gatherers(self) -> None:
         """Ends the calls of gatherers that have replies."""
         for batch in self._batches.ready():
-            future = self._gatherers.pop(batch, None)
-            if future is not None and not future.done():
-                future.set_result(BatchedReplies(tuple(batch.replies)))
+            if not batch.future.done():
+                batch.future.set_result(BatchedReplies(tuple(batch.replies)))
 
     def _disarm(self, key: OpKey) -> None:
         timer = self._timers.pop(key, None)
@@ -640,7 +615,9 @@ class Coordinator:
 
     async def _perform(self, command: Perform) -> None:
         try:
-            result = await in_own_thread(partial(self._tracing.perform, command, perform))
+            # Why not asyncio.to_thread: a few tasks that hang would fill its pool.
+            work = begin(partial(self._tracing.perform, command, perform), "ray_dcp task")
+            result = await asyncio.wrap_future(work)
             self._carry_out(self._coordination.performed(command.key, command.task, result))
         except Exception as error:  # noqa: BLE001 - nobody else would ever see it
             self._fail_operation(command.key, error)
@@ -723,7 +700,7 @@ class Coordinator:
             return
 
     def _is_idle(self) -> bool:
-        busy = self._performing or self._rendezvous.num_waiting or self._waiting or self._gatherers
+        busy = self._performing or self._rendezvous.num_waiting or self._waiting or self._batches
         return not (busy or self._coordination.active)
 
 

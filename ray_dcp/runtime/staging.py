@@ -29,7 +29,7 @@ from ray.exceptions import RayError
 
 from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError, InvalidRequestError, LimitError, ParticipantError
-from ray_dcp.io.threads import Stop
+from ray_dcp.io.threads import Stop, begin
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime import ray_calls, ray_private
@@ -242,7 +242,7 @@ def map_behind(link: ActorLink) -> None:
             for slot in slots:
                 arena.touch(slot)
 
-    threading.Thread(target=touch, name="map", daemon=True).start()
+    begin(touch, "map")
 
 
 MOST_STAGERS = 3
@@ -309,27 +309,22 @@ class RankStaging:
             ready: Called in the same thread, for whatever else is to be ready.
             pin: Of the device that the state is on.
         """
-        done: Future[None] = Future()
 
         def touch() -> None:
             step_behind(19, "idle")
-            try:
-                # Suppressed: a first save is slower then, and raises what is wrong.
-                with suppress(CheckpointError, StagerGone):
-                    ready()
-                    link = self.link()
-                    arena = link.arena
-                    for slot in link.call("warm", self._owner, num_bytes, timeout_s=WARM_S):
-                        if arena is None:
-                            break
-                        if pin is not None:
-                            arena.pin_with(pin)
-                        arena.touch(slot)
-            finally:
-                done.set_result(None)
+            # Suppressed: a first save is slower then, and raises what is wrong.
+            with suppress(CheckpointError, StagerGone):
+                ready()
+                link = self.link()
+                arena = link.arena
+                for slot in link.call("warm", self._owner, num_bytes, timeout_s=WARM_S):
+                    if arena is None:
+                        break
+                    if pin is not None:
+                        arena.pin_with(pin)
+                    arena.touch(slot)
 
-        threading.Thread(target=touch, name="warm", daemon=True).start()
-        return done
+        return begin(touch, "warm")
 
     def stage(
         self,

@@ -7,7 +7,6 @@ rank waits for the outcome, also if the rank died. A process that is alone holds
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
@@ -20,7 +19,7 @@ import numpy as np
 
 from ray_dcp.core.values import FilePlan
 from ray_dcp.errors import CheckpointError, LimitError
-from ray_dcp.io.threads import Stop
+from ray_dcp.io.threads import Stop, begin
 from ray_dcp.protocol.messages import (
     Ack,
     PartsHeld,
@@ -106,16 +105,13 @@ _memory = PrivateMemory()
 
 def warm_process(num_bytes: int) -> Future[None]:
     """Begins to touch this process's memory for a state, in the background; returns at once."""
-    done: Future[None] = Future()
 
     def run() -> None:
         # Suppressed: the first save is slower then, and tells what is wrong.
         with suppress(MemoryError, OSError):
             _memory.warm(num_bytes)
-        done.set_result(None)
 
-    threading.Thread(target=run, name="warm", daemon=True).start()
-    return done
+    return begin(run, "warm")
 
 
 class InProcessBackend:
