@@ -7,9 +7,8 @@ hang for ever runs in a thread of its own, so that the event loop never blocks.
 `Membership` keeps the living ranks where a restarted coordinator finds them. *Why*: when a machine
 with the coordinator and some ranks is lost, the next coordinator must know which ranks are missing;
 those ranks will never call it. `SharedReadDispatch` holds the `SharedReads` of each load that is in
-progress. `Rendezvous` and `RendezvousWaiters` let ranks that only know a name
-agree on a session, without any group. `coordinator_of` returns the handle of a session's
-coordinator, and creates it if there is none.
+progress. `Rendezvous` lets ranks that only know a name agree on a session, without any group.
+`coordinator_of` returns the handle of a session's coordinator, and creates it if there is none.
 """
 
 from __future__ import annotations
@@ -187,7 +186,7 @@ class SharedReadDispatch:
 
 
 class Rendezvous:
-    """Ranks that enter under one name, and get a generation once all have; pure.
+    """Ranks that enter under one name, and get a generation once all have.
 
     Each rank enters with a token of its own that it never used before. A rank that enters with
     another token is a new process: the ranks that entered before belong to an earlier session, and
@@ -196,6 +195,9 @@ class Rendezvous:
 
     Args:
         new_generation: Makes a token that no rendezvous had before.
+
+    Attributes:
+        num_waiting: How many ranks wait in `join`.
 
     Examples:
         >>> rendezvous = Rendezvous(lambda: "g1")
@@ -213,6 +215,8 @@ class Rendezvous:
         self._generation: str | None = None
         self._disagreement: RankDisagreementError | None = None
         self._notified: set[int] = set()
+        self._complete: asyncio.Future[RankDisagreementError | None] | None = None
+        self.num_waiting = 0
 
     @property
     def missing(self) -> list[int]:
@@ -269,57 +273,47 @@ class Rendezvous:
         """Returns the generation of the rendezvous that this process entered, if it is complete."""
         return self._generation if self._tokens.get(rank) == token else None
 
-
-class RendezvousWaiters:
-    """Who waits in a `Rendezvous`. Used in one event loop's thread.
-
-    Args:
-        rendezvous: What decides.
-
-    Attributes:
-        num_waiting: How many ranks wait.
-    """
-
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        self._rendezvous = rendezvous
-        self._loop = asyncio.get_running_loop()
-        self._complete: asyncio.Future[RankDisagreementError | None] = self._loop.create_future()
-        self.num_waiting = 0
-
-    async def enter(
+    async def join(
         self, rank: int, world_size: int, token: str, timeout_s: float
     ) -> str | list[int]:
         """Returns the generation on which all ranks agree; see `Coordinator.enter`.
 
+        In one event loop's thread.
+
         Raises:
             RankDisagreementError: The ranks differ about their number; all get this error.
         """
+        loop = asyncio.get_running_loop()
+        complete = self._complete = self._complete or loop.create_future()
         self.num_waiting += 1
         try:
-            complete = self._complete
             try:
-                generation = self._rendezvous.enter(rank, world_size, token)
+                generation = self.enter(rank, world_size, token)
             except RankDisagreementError as error:
-                self._end(error)
-                self._loop.call_later(timeout_s, self._rendezvous.forget_disagreement)
+                self._end(complete, error)
+                loop.call_later(timeout_s, self.forget_disagreement)
                 raise
             if generation is not None:
-                self._end(None)
+                self._end(complete, None)
                 return generation
             try:
                 disagreement = await asyncio.wait_for(asyncio.shield(complete), timeout_s)
             except asyncio.TimeoutError:
-                return self._rendezvous.missing
+                return self.missing
             if disagreement is not None:
                 raise disagreement
-            return self._rendezvous.generation_for(rank, token) or self._rendezvous.missing
+            return self.generation_for(rank, token) or self.missing
         finally:
             self.num_waiting -= 1
 
-    def _end(self, disagreement: RankDisagreementError | None) -> None:
-        """Answers all that wait, and begins the next rendezvous."""
-        self._complete.set_result(disagreement)
-        self._complete = self._loop.create_future()
+    def _end(
+        self,
+        complete: asyncio.Future[RankDisagreementError | None],
+        disagreement: RankDisagreementError | None,
+    ) -> None:
+        """Answers all that wait; whoever comes next begins another rendezvous."""
+        complete.set_result(disagreement)
+        self._complete = None
 
 
 WATCH_S = 0.5
@@ -360,7 +354,7 @@ class Coordinator:
         )
         self._batches = Batches()
         self._shared_reads = SharedReadDispatch(lambda key: key not in self._coordination.active)
-        self._rendezvous = RendezvousWaiters(Rendezvous(lambda: secrets.token_hex(6)))
+        self._rendezvous = Rendezvous(lambda: secrets.token_hex(6))
         self._tracing = Tracing()
         self._waiting: dict[Waiting, list[asyncio.Future[Reply]]] = {}
         self._timers: dict[OpKey, asyncio.TimerHandle] = {}
@@ -413,7 +407,7 @@ class Coordinator:
             RankDisagreementError: The ranks differ about their number; all get this error.
         """
         try:
-            return await self._rendezvous.enter(rank, world_size, token, timeout_s)
+            return await self._rendezvous.join(rank, world_size, token, timeout_s)
         finally:
             self._last_call_s = self._loop.time()
 

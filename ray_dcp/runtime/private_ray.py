@@ -286,9 +286,9 @@ def _wait(directory: Path, process: subprocess.Popen[bytes], timeout_s: float) -
     )
 
 
-def _tail(path: Path, num_characters: int = 2000) -> str:
+def _tail(path: Path) -> str:
     try:
-        return path.read_text(errors="replace")[-num_characters:]
+        return path.read_text(errors="replace")[-2000:]
     except OSError:
         return ""
 

@@ -397,11 +397,11 @@ class WriteQueue:
         """Touches the memory of a slot, unless that has happened."""
         channel = self._channels["shared"]
         with self._lock:
-            if channel.allocator.is_warm(index) or channel.arena is None:
+            if index in channel.allocator.warm or channel.arena is None:
                 return
         channel.arena.touch(index)
         with self._lock:
-            channel.allocator.warmed(index)
+            channel.allocator.warm.add(index)
 
     def shrink(self, owners: Collection[str]) -> None:
         """Gives memory back to the machine that no rank has used but those that are gone.
