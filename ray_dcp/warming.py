@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ray_dcp.io.threads import begin
 from ray_dcp.operations import StateDict, session_for
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.inline import InlineSession
@@ -65,7 +65,7 @@ def warm_up(
     session: Any = session_for(process_group, no_dist)
     state = stateful_to_state_dict(dict(state_dict))
     if isinstance(session, InlineSession):
-        threading.Thread(target=_import_all, name="imports", daemon=True).start()
+        begin(_import_all, "imports")
         return warm_process(share_bytes(state, session.world_size))
     options = options or SaveOptions()
     return warm_staging(session, state, options, stager, _import_all)

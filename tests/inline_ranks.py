@@ -72,7 +72,7 @@ class Shell(inline.Shell):
             beating: Ranks that live: session, rank and what silence is allowed.
         """
         key = min(self._timers, key=lambda key: self._timers[key][0], default=None)
-        silence_s = self.coordination.next_silence_s if self._listens else None
+        silence_s = next_silence_s(self.coordination) if self._listens else None
         if silence_s is not None and (key is None or silence_s < self._timers[key][0]):
             self._time.now_s = silence_s
             for session, rank, timeout_s in beating:
@@ -92,6 +92,17 @@ class Shell(inline.Shell):
             elif isinstance(command, Answer):
                 command = replace(command, ranks=tuple(sorted(self.batches.answer(command))))
             super()._carry_out([command])
+
+
+def next_silence_s(coordination: Coordination) -> float | None:
+    """Returns when, by the clock, somebody could be found silent; None when nobody could."""
+    due = [
+        at_s
+        for key, machine in coordination._active.items()
+        for rank, at_s in coordination._liveness.due_s(key).items()
+        if machine.needs(rank)
+    ]
+    return min(due, default=None)
 
 
 T = TypeVar("T")

@@ -33,7 +33,7 @@ from ray_dcp.protocol.messages import (
     TakeOver,
 )
 from tests.protocol_play import BUILT, KEY, NOTHING, join_of, planned, receipt_file
-from tests.unit.test_protocol_staged import file_plan
+from tests.unit.test_protocol_staged import file_plan, reassign
 
 RESULTS = {
     "ReadRecords": NOTHING,
@@ -201,7 +201,7 @@ class StagedWorld:
 
     def lag(self, number: int) -> None:
         """The coordinator sees that a rank's stager is slow."""
-        self._take(self.coordination.reassign(KEY, number, "it is slow"))
+        self._take(reassign(self.coordination, KEY, number))
 
     # Ranks
 

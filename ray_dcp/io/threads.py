@@ -151,6 +151,29 @@ def at_once(*calls: Callable[[], Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def begin(work: Callable[[], T], name: str) -> Future[T]:
+    """Begins work that may hang for ever, in a daemon thread of its own; returns its future.
+
+    Args:
+        work: What to do.
+        name: Of the thread.
+
+    Examples:
+        >>> begin(lambda: 6 * 7, "sums").result()
+        42
+    """
+    ended = Future[T]()
+
+    def run() -> None:
+        try:
+            ended.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            ended.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return ended
+
+
 def run_within(
     work: Callable[[], T],
     within_s: float,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -202,6 +203,8 @@ class Batch:
     key: OpKey
     step: str
     waiting: set[int]
+    future: Any = None
+    """What whoever sent it waits for; the executor's."""
     replies: list[tuple[tuple[int, ...], Reply]] = field(default_factory=list)
 
     def put(self, ranks: Iterable[int], reply: Reply) -> None:

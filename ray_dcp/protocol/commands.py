@@ -50,18 +50,11 @@ class ReadCheckpoint:
 
 @dataclass(frozen=True)
 class ShareReads:
-    """Decide which rank reads what several need. Pure, but long. Result: `ReadsShared`."""
+    """Decide which rank reads what several need. Pure, but long. Result: `ReadShares`."""
 
     needs: Mapping[int, ReadNeeds]
     """Of the ranks that take part."""
     world_size: int
-
-
-@dataclass(frozen=True, eq=False)
-class ReadsShared:
-    """Who reads what for whom."""
-
-    shares: ReadShares
 
 
 @dataclass(frozen=True)
@@ -343,7 +336,7 @@ class Failed:
     error: CheckpointError
 
 
-Seen = RecordsRead | RecordCreated | SlotTaken | SlotFree | LoadGo | ReadsShared
+Seen = RecordsRead | RecordCreated | SlotTaken | SlotFree | LoadGo | ReadShares
 Result = Seen | OutcomeRead | Planned | RowsMissing | CommitBuilt | Published | Finished | Failed
 
 

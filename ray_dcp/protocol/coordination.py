@@ -310,17 +310,6 @@ class Coordination:
         ]
         return f"for {'; '.join(others)} (SaveOptions.max_pending={machine.options.max_pending})"
 
-    @property
-    def next_silence_s(self) -> float | None:
-        """When, by the clock, `listen` could find somebody silent; None when it could not."""
-        due = [
-            at_s
-            for key, machine in self._active.items()
-            for rank, at_s in self._liveness.due_s(key).items()
-            if machine.needs(rank)
-        ]
-        return min(due, default=None)
-
     def performed(self, key: OpKey, task: Task, result: Result) -> Commands:
         """Accepts the result of a task.
 
@@ -605,14 +594,3 @@ class Coordination:
             if save is not None:
                 commands += self._after(save, save.take_progress(by_rank, now_s))
         return commands
-
-    def reassign(self, key: OpKey, rank: int, reason: str) -> Commands:
-        """Reassigns the files of a rank whose stager is much slower than the others.
-
-        Args:
-            key: Which save.
-            rank: Whose bytes it writes.
-            reason: What was seen, for the report.
-        """
-        save = self._save_of(key)
-        return () if save is None else self._after(save, save.reassign(rank, reason))

@@ -5,7 +5,7 @@
 | joining | `LoadJoin` of every rank | find the checkpoint |
 | opening | `LoadGo`, from the storage | `LoadGo` to every rank |
 | planning | `LoadReady` of every rank: its reads are planned, nothing was touched | share reads |
-| sharing | `ReadsShared`; skipped when no two ranks would share any | `LoadProceed` |
+| sharing | `ReadShares`; skipped when no two ranks would share any | `LoadProceed` |
 | reading | `LoadDone` of every rank | `LoadOutcome`: done |
 
 An error in any phase is reported to every rank. Up to `planning` no target has changed by then.
@@ -27,7 +27,6 @@ from ray_dcp.planning.reads import ReadNeeds, ReadShares, may_pay
 from ray_dcp.protocol.commands import (
     Failed,
     ReadCheckpoint,
-    ReadsShared,
     Result,
     ShareReads,
 )
@@ -99,8 +98,8 @@ class LoadMachine(Operation):
                 return (self._arm(self._options.plan_timeout_s), *self._reply_alike(go))
             case "opening", Failed():
                 return self._fail(located(result.error, self._target.url))
-            case "sharing", ReadsShared(shares):
-                return self._proceed(shares if len(shares) else None)
+            case "sharing", ReadShares():
+                return self._proceed(result if len(result) else None)
             case "sharing", Failed():
                 # Why go on: it was only to spare the storage.
                 return self._proceed(None)

@@ -101,46 +101,31 @@ class SendItems:
 
 
 @dataclass(frozen=True)
-class SaveGo:
-    """Coordinator → rank: write this, under this attempt."""
-
-    attempt: str
-    epoch: int
-    plan: RankPlan
-    warnings: tuple[str, ...] = ()
-    digest: bytes = b""
-    """Of the global plan, by which this part may be used again; empty when it may not."""
-    groups: tuple[Int32Array, ...] = ()
-    """`ray_dcp.planning.merge.groups_of` this rank."""
-    origin: PlanOrigin = "cold"
-    create_if_absent: bool = True
-    """A record has one winner, as the coordinator saw: without it a rank must not abort the attempt
-    by itself."""
-
-
-@dataclass(frozen=True)
 class SaveAgain:
     """Coordinator → rank: the plan is unchanged: write your known part, under this attempt."""
 
     attempt: str
     epoch: int
-    digest: bytes
-    """`SaveJoin.known`."""
+    digest: bytes = b""
+    """Of the global plan, by which a part is used again: `SaveJoin.known`."""
     warnings: tuple[str, ...] = ()
     origin: PlanOrigin = "warm"
     create_if_absent: bool = True
-    """`SaveGo.create_if_absent`."""
+    """A record has one winner, as the coordinator saw: without it a rank must not abort the attempt
+    by itself."""
 
-    def with_plan(self, plan: RankPlan) -> SaveGo:
-        """Returns the whole of it, with the part that the rank knows."""
-        return SaveGo(
-            self.attempt,
-            self.epoch,
-            plan,
-            self.warnings,
-            origin=self.origin,
-            create_if_absent=self.create_if_absent,
-        )
+    def with_plan(self, plan: RankPlan, groups: tuple[Int32Array, ...] = ()) -> SaveGo:
+        """Returns the whole of it, with the part of a rank."""
+        return SaveGo(**vars(self), plan=plan, groups=groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveGo(SaveAgain):
+    """Coordinator → rank: write this, under this attempt."""
+
+    plan: RankPlan
+    groups: tuple[Int32Array, ...] = ()
+    """`ray_dcp.planning.merge.groups_of` this rank; empty where it knows them."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from ray_dcp.planning.regular import probes
 from ray_dcp.planning.sharing import node_numbers
 from ray_dcp.protocol.commands import MakePlan, Planned
 from ray_dcp.protocol.error_aggregation import name_ranks
-from ray_dcp.protocol.messages import PlanOrigin, SaveAgain, SaveGo, SaveJoin, SendItems
+from ray_dcp.protocol.messages import PlanOrigin, SaveAgain, SaveJoin, SendItems
 
 MOST_PLANS = 8
 """A job that saves two layouts in turn (weights and their averages) uses two."""
@@ -188,7 +188,7 @@ class Planning:
 
     def go(
         self, rank: int, planned: Planned, attempt: str, epoch: int, create_if_absent: bool
-    ) -> SaveGo | SaveAgain:
+    ) -> SaveAgain:
         """Returns a rank's part: only that its plan is unchanged, if it has it.
 
         Args:
@@ -196,22 +196,14 @@ class Planning:
             planned: By what `plan` gave or led to.
             attempt: Under which attempt.
             epoch: Of the coordinator.
-            create_if_absent: See `SaveGo.create_if_absent`.
+            create_if_absent: See `SaveAgain.create_if_absent`.
         """
-        plan, warnings = planned.plan, planned.warnings
+        plan = planned.plan
         origin: PlanOrigin = "cold" if self._pinned is None else "warm"
+        go = SaveAgain(attempt, epoch, plan.digest, planned.warnings, origin, create_if_absent)
         if self._joins[rank].known == plan.digest:
-            return SaveAgain(attempt, epoch, plan.digest, warnings, origin, create_if_absent)
-        return SaveGo(
-            attempt,
-            epoch,
-            planned.parts[rank],
-            warnings,
-            plan.digest,
-            groups_of(plan.groups, rank),
-            origin,
-            create_if_absent,
-        )
+            return go
+        return go.with_plan(planned.parts[rank], groups_of(plan.groups, rank))
 
     def clear(self) -> None:
         """Forgets what the ranks sent: the plan went out, or the save has failed."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import socket
 import threading
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import ray
@@ -25,17 +24,6 @@ LEAVE_S = 120.0
 
 PROBE_S = 10.0
 """How long a cluster's control store may take to accept a connection, in seconds."""
-
-
-@dataclass(frozen=True)
-class Invitation:
-    """Which Ray the ranks of a job attach to."""
-
-    address: str
-    """`host:port` of the cluster's control store."""
-    namespace: str = NAMESPACE
-    token_path: str | None = None
-    """File with the token of a private Ray; None for a cluster that was named."""
 
 
 def attached_address() -> str | None:
@@ -97,23 +85,27 @@ def leave_lost() -> None:
     own.remove()
 
 
-def attach(invitation: Invitation) -> None:
+def attach(address: str, token_path: str | None) -> None:
     """Connects to the Ray that the job's first rank invites to.
+
+    Args:
+        address: `host:port` of the cluster's control store.
+        token_path: File with the token of a private Ray; None for a cluster that was named.
 
     Raises:
         ParticipantError: This process is connected to another Ray, or can't reach this one.
     """
     leave_lost()
     connected = attached_address()
-    if connected == invitation.address:
+    if connected == address:
         return
     if connected is not None:
         raise ParticipantError(
             f"Expected all ranks in one Ray, but the group's first rank is in the one at "
-            f"{invitation.address} and this process in the one at {connected}. Connect every "
+            f"{address} and this process in the one at {connected}. Connect every "
             f"rank to the same cluster (ray.init(address=...)), or none"
         )
-    _init(invitation.address, invitation.token_path)
+    _init(address, token_path)
 
 
 def _init(address: str, token_path: str | None) -> None:

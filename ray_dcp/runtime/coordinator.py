@@ -7,9 +7,8 @@ hang for ever runs in a thread of its own, so that the event loop never blocks.
 `Membership` keeps the living ranks where a restarted coordinator finds them. *Why*: when a machine
 with the coordinator and some ranks is lost, the next coordinator must know which ranks are missing;
 those ranks will never call it. `SharedReadDispatch` holds the `SharedReads` of each load that is in
-progress. `Rendezvous` and `RendezvousWaiters` let ranks that only know a name
-agree on a session, without any group. `coordinator_of` returns the handle of a session's
-coordinator, and creates it if there is none.
+progress. `Rendezvous` lets ranks that only know a name agree on a session, without any group.
+`coordinator_of` returns the handle of a session's coordinator, and creates it if there is none.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ import json
 import logging
 import os
 import secrets
-import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import astuple, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 
@@ -34,7 +32,8 @@ from ray_dcp.errors import (
     InvalidRequestError,
     RankDisagreementError,
 )
-from ray_dcp.protocol.aggregation import Batch, BatchedReplies, Batches, MessageBatch
+from ray_dcp.io.threads import begin
+from ray_dcp.protocol.aggregation import BatchedReplies, Batches, MessageBatch
 from ray_dcp.protocol.commands import Answer, Arm, Command, Disarm, Perform, step_of
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.liveness import AwakeClock, Heartbeat, HeartbeatAck
@@ -188,7 +187,7 @@ class SharedReadDispatch:
 
 
 class Rendezvous:
-    """Ranks that enter under one name, and get a generation once all have; pure.
+    """Ranks that enter under one name, and get a generation once all have.
 
     Each rank enters with a token of its own that it never used before. A rank that enters with
     another token is a new process: the ranks that entered before belong to an earlier session, and
@@ -197,6 +196,9 @@ class Rendezvous:
 
     Args:
         new_generation: Makes a token that no rendezvous had before.
+
+    Attributes:
+        num_waiting: How many ranks wait in `join`.
 
     Examples:
         >>> rendezvous = Rendezvous(lambda: "g1")
@@ -214,6 +216,8 @@ class Rendezvous:
         self._generation: str | None = None
         self._disagreement: RankDisagreementError | None = None
         self._notified: set[int] = set()
+        self._complete: asyncio.Future[RankDisagreementError | None] | None = None
+        self.num_waiting = 0
 
     @property
     def missing(self) -> list[int]:
@@ -270,79 +274,47 @@ class Rendezvous:
         """Returns the generation of the rendezvous that this process entered, if it is complete."""
         return self._generation if self._tokens.get(rank) == token else None
 
-
-class RendezvousWaiters:
-    """Who waits in a `Rendezvous`. Used in one event loop's thread.
-
-    Args:
-        rendezvous: What decides.
-
-    Attributes:
-        num_waiting: How many ranks wait.
-    """
-
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        self._rendezvous = rendezvous
-        self._loop = asyncio.get_running_loop()
-        self._complete: asyncio.Future[RankDisagreementError | None] = self._loop.create_future()
-        self.num_waiting = 0
-
-    async def enter(
+    async def join(
         self, rank: int, world_size: int, token: str, timeout_s: float
     ) -> str | list[int]:
         """Returns the generation on which all ranks agree; see `Coordinator.enter`.
 
+        In one event loop's thread.
+
         Raises:
             RankDisagreementError: The ranks differ about their number; all get this error.
         """
+        loop = asyncio.get_running_loop()
+        complete = self._complete = self._complete or loop.create_future()
         self.num_waiting += 1
         try:
-            complete = self._complete
             try:
-                generation = self._rendezvous.enter(rank, world_size, token)
+                generation = self.enter(rank, world_size, token)
             except RankDisagreementError as error:
-                self._end(error)
-                self._loop.call_later(timeout_s, self._rendezvous.forget_disagreement)
+                self._end(complete, error)
+                loop.call_later(timeout_s, self.forget_disagreement)
                 raise
             if generation is not None:
-                self._end(None)
+                self._end(complete, None)
                 return generation
             try:
                 disagreement = await asyncio.wait_for(asyncio.shield(complete), timeout_s)
             except asyncio.TimeoutError:
-                return self._rendezvous.missing
+                return self.missing
             if disagreement is not None:
                 raise disagreement
-            return self._rendezvous.generation_for(rank, token) or self._rendezvous.missing
+            return self.generation_for(rank, token) or self.missing
         finally:
             self.num_waiting -= 1
 
-    def _end(self, disagreement: RankDisagreementError | None) -> None:
-        """Answers all that wait, and begins the next rendezvous."""
-        self._complete.set_result(disagreement)
-        self._complete = self._loop.create_future()
-
-
-T = TypeVar("T")
-
-
-async def in_own_thread(work: Callable[[], T]) -> T:
-    """Returns what work gives that may hang for ever: in a thread of its own.
-
-    Why not asyncio.to_thread: a few tasks that hang would fill its pool.
-
-    Args:
-        work: Never raises.
-    """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def run() -> None:
-        result = work()
-        loop.call_soon_threadsafe(future.set_result, result)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await future
+    def _end(
+        self,
+        complete: asyncio.Future[RankDisagreementError | None],
+        disagreement: RankDisagreementError | None,
+    ) -> None:
+        """Answers all that wait; whoever comes next begins another rendezvous."""
+        complete.set_result(disagreement)
+        self._complete = None
 
 
 WATCH_S = 0.5
@@ -382,9 +354,8 @@ class Coordinator:
             epoch=self.epoch, new_attempt=new_attempt, clock=self._awake
         )
         self._batches = Batches()
-        self._gatherers: dict[Batch, asyncio.Future[BatchedReplies]] = {}
         self._shared_reads = SharedReadDispatch(lambda key: key not in self._coordination.active)
-        self._rendezvous = RendezvousWaiters(Rendezvous(lambda: secrets.token_hex(6)))
+        self._rendezvous = Rendezvous(lambda: secrets.token_hex(6))
         self._tracing = Tracing()
         self._waiting: dict[Waiting, list[asyncio.Future[Reply]]] = {}
         self._timers: dict[OpKey, asyncio.TimerHandle] = {}
@@ -437,7 +408,7 @@ class Coordinator:
             RankDisagreementError: The ranks differ about their number; all get this error.
         """
         try:
-            return await self._rendezvous.enter(rank, world_size, token, timeout_s)
+            return await self._rendezvous.join(rank, world_size, token, timeout_s)
         finally:
             self._last_call_s = self._loop.time()
 
@@ -492,17 +463,16 @@ class Coordinator:
         await self._resumed.wait()
         self._note_holders(message.content if isinstance(message.content, tuple) else ())
         batch = self._batches.add(message)
-        future = self._gatherers[batch] = self._loop.create_future()
+        batch.future = self._loop.create_future()
         try:
             commands, refused = self._coordination.receive_batch(message, silence_s=silence_s)
             for rank, reply in refused.items():
                 batch.put((rank,), reply)
             self._carry_out(commands)
-            replies: BatchedReplies = await future
+            replies: BatchedReplies = await batch.future
             return replies
         finally:
-            if self._gatherers.pop(batch, None) is not None:
-                self._batches.remove(batch)
+            self._batches.remove(batch)
 
     async def register(self, session: str, rank: int, caller: Caller) -> None:
         """Registers a rank: from now on its death is detected, also before it calls.
@@ -626,9 +596,8 @@ class Coordinator:
     def _answer_gatherers(self) -> None:
         """Ends the calls of gatherers that have replies."""
         for batch in self._batches.ready():
-            future = self._gatherers.pop(batch, None)
-            if future is not None and not future.done():
-                future.set_result(BatchedReplies(tuple(batch.replies)))
+            if not batch.future.done():
+                batch.future.set_result(BatchedReplies(tuple(batch.replies)))
 
     def _disarm(self, key: OpKey) -> None:
         timer = self._timers.pop(key, None)
@@ -641,7 +610,9 @@ class Coordinator:
 
     async def _perform(self, command: Perform) -> None:
         try:
-            result = await in_own_thread(partial(self._tracing.perform, command, perform))
+            # Why not asyncio.to_thread: a few tasks that hang would fill its pool.
+            work = begin(partial(self._tracing.perform, command, perform), "ray_dcp task")
+            result = await asyncio.wrap_future(work)
             self._carry_out(self._coordination.performed(command.key, command.task, result))
         except Exception as error:  # noqa: BLE001 - nobody else would ever see it
             self._fail_operation(command.key, error)
@@ -724,7 +695,7 @@ class Coordinator:
             return
 
     def _is_idle(self) -> bool:
-        busy = self._performing or self._rendezvous.num_waiting or self._waiting or self._gatherers
+        busy = self._performing or self._rendezvous.num_waiting or self._waiting or self._batches
         return not (busy or self._coordination.active)
 
 

@@ -32,9 +32,9 @@ from ray_dcp.protocol.commands import RecordsRead
 from ray_dcp.protocol.garbage import owner_of
 from ray_dcp.protocol.messages import Target
 from ray_dcp.protocol.save import fenced_off, lost_race, undecided
-from ray_dcp.protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
+from ray_dcp.protocol.vote import Fenced, Lost, Open, Vote, Won
 from ray_dcp.runtime.records import publish, read_standing, standing_records, without_stock_files
-from ray_dcp.runtime.tasks import check_complete, new_attempt, perform, settle
+from ray_dcp.runtime.tasks import check_complete, decide, new_attempt, settle
 from ray_dcp.store.opening import Told, open_storage
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError, PartWriter, Storage
 
@@ -266,12 +266,10 @@ def _commit(
     opener: Callable[[Target], Storage],
 ) -> int:
     """Returns the slot in which the copy is committed."""
-    decision: VoteTask | Decision = vote.commit(record)
     # Careful: from here on the record may stand, and files may only go when it is sure not to.
     copying.may_stand = True
     try:
-        while not isinstance(decision, Won | Fenced | Lost | Open):
-            decision = vote.advance(perform(decision, opener))
+        decision = decide(vote, vote.commit(record), opener)
     except BaseException:
         ended = settle(target, vote.attempt, reason=STOPPED, rank=None, opener=opener)
         copying.may_stand = not isinstance(ended, Fenced)

@@ -37,7 +37,7 @@ from ray_dcp.protocol.error_aggregation import name_ranks
 from ray_dcp.protocol.liveness import LONG_WAIT_S
 from ray_dcp.runtime import private_ray, ray_private
 from ray_dcp.runtime.actor_names import group_name
-from ray_dcp.runtime.attach import Invitation, attach, attach_named, attached_address, leave_lost
+from ray_dcp.runtime.attach import attach, attach_named, attached_address, leave_lost
 from ray_dcp.runtime.private_ray import PrivateRay, start_private_ray
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ logger = logging.getLogger(__name__)
 class _Invite:
     """What the first rank broadcasts: which Ray, and the session's name."""
 
-    invitation: Invitation
+    address: str
+    token_path: str | None
     name: str
 
 
@@ -117,7 +118,7 @@ def _continued(group: Any, lost: Session, sessions: GroupSessions) -> Session:
             # Why first: the next one ends when nobody has come to it for the lease.
             leave_lost()
             own = _private_ray_of_the_job(lost.lease_s)
-            attach(Invitation(own.address, token_path=own.token_path))
+            attach(own.address, own.token_path)
             session = lost.continued(Path(own.directory).name)
         except CheckpointError:
             raise
@@ -175,9 +176,9 @@ def _invite(dist: Any, group: Any, lease_s: float) -> tuple[_Invite | None, Chec
         joined = private_ray.joined()
         if address is not None:
             token_path = None if joined is None else joined.token_path
-            return _Invite(Invitation(address, token_path=token_path), name), None
+            return _Invite(address, token_path, name), None
         own = _private_ray_of_the_job(lease_s)
-        return _Invite(Invitation(own.address, token_path=own.token_path), name), None
+        return _Invite(own.address, own.token_path, name), None
     except CheckpointError as error:
         return None, error
     except Exception as error:  # noqa: BLE001 - the other ranks wait in the broadcast
@@ -242,14 +243,8 @@ def _join_session(
     call: _Invite, make: type[Session], rank: int, world_size: int, lease_s: float
 ) -> tuple[Session | None, CheckpointError | None]:
     try:
-        attach(call.invitation)
-        session = make(
-            call.name,
-            rank,
-            world_size,
-            namespace=call.invitation.namespace,
-            lease_s=lease_s,
-        )
+        attach(call.address, call.token_path)
+        session = make(call.name, rank, world_size, lease_s=lease_s)
         session.register()
     except CheckpointError as error:
         return None, error

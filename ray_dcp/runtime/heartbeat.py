@@ -199,7 +199,9 @@ class HeartbeatSender:
             timeout_s = min(active.values())
             interval_s = beat_interval_s(timeout_s)
             now_s = self._clock.tick()
-            due = now_s >= self._next_s or self._has_new_phase(active)
+            # A phase that has begun since the last heartbeat should be known soon.
+            is_new = [progress.phase for progress in active] != self._phases
+            due = now_s >= self._next_s or is_new
             if due and len(self._sent) < MOST_UNANSWERED:
                 self._send(active, timeout_s, now_s)
                 self._next_s = now_s + interval_s
@@ -215,10 +217,6 @@ class HeartbeatSender:
         with ray_calls.inside():
             self._sent[actor.beat.remote(beat)] = now_s
         self._phases = [doing.phase for doing in doings]
-
-    def _has_new_phase(self, active: dict[RankProgress, float]) -> bool:
-        """Whether a phase has begun since the last heartbeat: the coordinator should know soon."""
-        return [progress.phase for progress in active] != self._phases
 
     def _watch(self, active: dict[RankProgress, float]) -> None:
         """Asks for the outcome of what this rank works for, once for each."""
@@ -245,7 +243,10 @@ class HeartbeatSender:
                 answer = ray_calls.get(ref)
             except (ActorDiedError, ActorUnavailableError) as error:
                 self._fresh = isinstance(error, ActorDiedError)
-                self._stop_if_gone()
+                # Why: a dead coordinator is not silent, and its plans are lost.
+                self._sent.clear()
+                if self._is_gone():
+                    self._abandon(self._died())
                 with self._changed:
                     self._changed.wait(wait_s)
                 continue
@@ -259,13 +260,6 @@ class HeartbeatSender:
             self._answered.add(stop)
             if isinstance(answer, Refused):
                 stop.because(answer.error)
-
-    def _stop_if_gone(self) -> None:
-        """Handles a failed call: a dead coordinator is not silent, and its plans are lost."""
-        self._sent.clear()
-        if not self._is_gone():
-            return
-        self._abandon(self._died())
 
     def _check_coordinator(self, timeout_s: float) -> None:
         now_s = self._clock()

@@ -67,7 +67,6 @@ from ray_dcp.protocol.messages import (
     SaveStaged,
     Target,
 )
-from ray_dcp.runtime import metrics
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 
@@ -313,7 +312,7 @@ class Account:
 
     def _on_reply(self, reply: Reply) -> None:
         match reply:
-            case SaveGo() | SaveAgain():
+            case SaveAgain():
                 self.attempt = reply.attempt
                 self.plan = reply.origin
                 self.done("plan")
@@ -343,7 +342,7 @@ class Account:
                 **more,  # type: ignore[arg-type]
             )
             events.emit(event)
-            metrics.count(event)
+            count(event)
         except Exception as failed:  # noqa: BLE001 - a user's log handler must not fail a save
             logger.debug("An event was not emitted: %s", failed)
 
@@ -421,7 +420,7 @@ class SaveRecorder:
 
     def record_answer(self, answer: Answer, now_s: float) -> None:
         """Notes an answer that has the parts of ranks."""
-        if isinstance(answer.reply, SaveGo | SaveAgain):
+        if isinstance(answer.reply, SaveAgain):
             self.attempt = answer.reply.attempt
             for rank in answer.ranks:
                 self._planned.setdefault(rank, now_s)
@@ -502,16 +501,14 @@ class Tracing:
     """The notes of one coordinator.
 
     Args:
-        clock: Seconds that never go back.
         opener: What opens the storage that takes the traces.
     """
 
     def __init__(
         self,
-        clock: Callable[[], float] = time.monotonic,
         opener: Callable[[Target], Storage] = open_storage,
     ) -> None:
-        self._clock = clock
+        self._clock = time.monotonic
         self._opener = opener
         self._saves: dict[OpKey, SaveRecorder] = {}
 

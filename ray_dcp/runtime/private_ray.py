@@ -34,7 +34,7 @@ from pathlib import Path
 import ray
 
 from ray_dcp.core.checks import check_above_0
-from ray_dcp.errors import DeadlineError, InvalidRequestError, ParticipantError
+from ray_dcp.errors import DeadlineError, ParticipantError
 from ray_dcp.runtime.actor_names import LEASE_S
 
 READY = "ready.json"
@@ -188,14 +188,12 @@ class SupervisorOrder:
 
     directory: str
     lease_s: float
-    num_cpus: int
     start_timeout_s: float
 
 
 def start_private_ray(
     *,
     lease_s: float = LEASE_S,
-    num_cpus: int = 1,
     start_timeout_s: float = 120.0,
 ) -> PrivateRay:
     """Starts a Ray on this machine's loopback interface and returns where it is.
@@ -205,7 +203,6 @@ def start_private_ray(
 
     Args:
         lease_s: How long it stays when it is unused, in seconds.
-        num_cpus: CPUs it offers to tasks; our actors need none.
         start_timeout_s: How long it may take to start, in seconds.
 
     Raises:
@@ -214,21 +211,17 @@ def start_private_ray(
         DeadlineError: It did not start in time.
     """
     check_above_0(lease_s, "lease_s")
-    if num_cpus < 0 or start_timeout_s <= 0:
-        raise InvalidRequestError(
-            f"Expected num_cpus of at least 0 and start_timeout_s above 0, but found "
-            f"{num_cpus!r} and {start_timeout_s!r}"
-        )
+    check_above_0(start_timeout_s, "start_timeout_s")
     end_s = time.monotonic() + start_timeout_s
     while True:
         try:
-            return _start(lease_s, num_cpus, end_s - time.monotonic())
+            return _start(lease_s, end_s - time.monotonic())
         except ParticipantError as error:
             if _SLOW not in error.message or time.monotonic() >= end_s:
                 raise
 
 
-def _start(lease_s: float, num_cpus: int, timeout_s: float) -> PrivateRay:
+def _start(lease_s: float, timeout_s: float) -> PrivateRay:
     # Why /tmp and short: the paths of Ray's sockets below it must stay under 107 bytes.
     try:
         directory = Path(tempfile.mkdtemp(prefix="rdcp", dir="/tmp"))
@@ -240,7 +233,7 @@ def _start(lease_s: float, num_cpus: int, timeout_s: float) -> PrivateRay:
         token = directory / TOKEN
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
-        order = SupervisorOrder(str(directory), lease_s, num_cpus, timeout_s)
+        order = SupervisorOrder(str(directory), lease_s, timeout_s)
         process = _start_supervisor(directory, token, order)
     except OSError as error:
         shutil.rmtree(directory, ignore_errors=True)
@@ -291,9 +284,9 @@ def _wait(directory: Path, process: subprocess.Popen[bytes], timeout_s: float) -
     )
 
 
-def _tail(path: Path, num_characters: int = 2000) -> str:
+def _tail(path: Path) -> str:
     try:
-        return path.read_text(errors="replace")[-num_characters:]
+        return path.read_text(errors="replace")[-2000:]
     except OSError:
         return ""
 

@@ -63,7 +63,7 @@ def keep(order: SupervisorOrder) -> None:
     attaching = os.open(directory / ATTACHING, os.O_RDONLY | os.O_CREAT, 0o600)
     process, address = None, None
     try:
-        process = _start(order, directory)
+        process = _start(directory)
         address = _address(process, directory, order.start_timeout_s)
         if address is not None:
             token, machine = str(directory / TOKEN), platform.node()
@@ -77,7 +77,7 @@ def keep(order: SupervisorOrder) -> None:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def _start(order: SupervisorOrder, directory: Path) -> subprocess.Popen[bytes]:
+def _start(directory: Path) -> subprocess.Popen[bytes]:
     options = {
         "port": 0,
         "node-manager-port": 0,
@@ -90,7 +90,7 @@ def _start(order: SupervisorOrder, directory: Path) -> subprocess.Popen[bytes]:
         "metrics-export-port": 0,
         "include-dashboard": "false",
         "include-log-monitor": "false",
-        "num-cpus": order.num_cpus,
+        "num-cpus": 1,  # for tasks of the user; our actors need none
         "num-gpus": 0,
         # Why not `directory`: Ray opens its temporary directory to every user.
         "temp-dir": directory / "r",

@@ -47,7 +47,7 @@ from ray_dcp.io.reader import (
 )
 from ray_dcp.io.shared_read import SharedReadStorage, Transport
 from ray_dcp.io.small_files import SmallFiles
-from ray_dcp.io.threads import run_within
+from ray_dcp.io.threads import begin, run_within
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import (
     RankShare,
@@ -111,17 +111,8 @@ class MemorySource:
         """
         if self._kept is None or attempt is None:
             return
-        ask = self._ask_again = partial(self._kept, storage, attempt)
-        answer = self._answer = Future[MemoryTierStorage | None]()
-
-        def run() -> None:
-            found = None
-            # Suppressed: it is asked again by who can raise it.
-            with suppress(Exception):
-                found = ask()
-            answer.set_result(found)
-
-        threading.Thread(target=run, daemon=True, name="ray_dcp asks memory").start()
+        self._ask_again = partial(self._kept, storage, attempt)
+        self._answer = begin(self._ask_again, "ray_dcp asks memory")
 
     def found(self) -> MemoryTierStorage | None:
         """Returns the storage with what is in memory, once that is known; None for nothing.
@@ -129,8 +120,12 @@ class MemorySource:
         Where nothing was found it is asked again: what has just been committed is kept a moment
         later.
         """
-        found = None if self._answer is None else self._answer.result()
-        return self._ask_again() if found is None else found
+        # Suppressed: it is asked again by who can raise it.
+        with suppress(Exception):
+            found = None if self._answer is None else self._answer.result()
+            if found is not None:
+                return found
+        return self._ask_again()
 
 
 MOST_RANGES = 1 << 16

@@ -23,7 +23,6 @@ from ray_dcp.store.storage import Entry, PartWriter, Storage, StorageWrapper
 
 if TYPE_CHECKING:
     from ray_dcp.runtime.inline import InlineSession
-    from ray_dcp.runtime.rank_save import PlanMemory
     from ray_dcp.runtime.session import Session
 
 
@@ -39,6 +38,7 @@ class RankProgress:
         stop: Asked to stop when going on is of no use: it failed elsewhere, or was cancelled.
         abandoned: Why its coordinator will never answer; None while it may.
         on_enter: Told every phase that begins.
+        phase: In which phase it is; see `liveness.Doing`.
 
     Examples:
         >>> progress = RankProgress(lambda: 0.0)
@@ -58,7 +58,7 @@ class RankProgress:
         self._lock = threading.Lock()
         self._first_seq: int | None = None
         self._last_seq = -1
-        self._phase = "beginning"
+        self.phase = "beginning"
         self._entered_s = self._moved_s = clock()
         self._done_bytes = self._total_bytes = 0
         self._at: dict[object, str] = {}
@@ -89,7 +89,7 @@ class RankProgress:
     def enter(self, phase: str, total_bytes: int = 0) -> None:
         """Notes that a phase begins; see `liveness.Doing`."""
         with self._lock:
-            self._phase = phase
+            self.phase = phase
             self._entered_s = self._moved_s = self._clock()
             self._done_bytes, self._total_bytes = 0, total_bytes
         self.on_enter(phase)
@@ -118,20 +118,15 @@ class RankProgress:
             raise SaveCancelledError(f"Given up, because of {self.stop.error!r}", key=key)
 
     @property
-    def phase(self) -> str:
-        """In which phase it is; see `liveness.Doing`."""
-        return self._phase
-
-    @property
     def is_working(self) -> bool:
         """Whether this rank moves bytes, and has to be notified of a failure elsewhere."""
         # Why not "opening": that is before it joins.
-        return self._phase in ("planning", "writing", "reading")
+        return self.phase in ("planning", "writing", "reading")
 
     @property
     def waits_for_others(self) -> bool:
         """Whether it may wait for another rank, and has to be notified of its failure."""
-        return self.is_working or self._phase == "staging"
+        return self.is_working or self.phase == "staging"
 
     @property
     def doing(self) -> Doing:
@@ -141,7 +136,7 @@ class RankProgress:
             return Doing(
                 first_seq=self._last_seq if self._first_seq is None else self._first_seq,
                 last_seq=self._last_seq,
-                phase=self._phase,
+                phase=self.phase,
                 phase_s=now_s - self._entered_s,
                 done_bytes=self._done_bytes,
                 total_bytes=self._total_bytes,
@@ -250,6 +245,10 @@ class Activity:
 
     Attributes:
         progress: How far it is.
+        rank: This rank.
+        world_size: Number of ranks of the session.
+        node: Names the node of this rank; empty for a process that is alone.
+        plans: Plans of this rank's earlier saves.
 
     Examples:
         >>> from ray_dcp.runtime.inline import InlineSession
@@ -265,30 +264,12 @@ class Activity:
         key: OpKey | None = None,
     ) -> None:
         self.progress = RankProgress()
+        self.rank, self.world_size = session.rank, session.world_size
+        self.node, self.plans = session.node, session.plans
         self._named, self._num_steps = key, 0
         self._seq: int | None = None
         self._session = session
         self._timeout_s = timeout_s
-
-    @property
-    def rank(self) -> int:
-        """Rank in the session."""
-        return self._session.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks of the session."""
-        return self._session.world_size
-
-    @property
-    def plans(self) -> PlanMemory:
-        """Plans of this rank's earlier saves."""
-        return self._session.plans
-
-    @property
-    def node(self) -> str:
-        """Names the node of this rank; empty for a process that is alone."""
-        return self._session.node
 
     def next_key(self) -> OpKey:
         """Returns the key of the next operation."""

@@ -303,17 +303,17 @@ class RankSave:
                 answer, error = result_or_error(again, "encoding the plan", rank)
                 join = answer or replace(join, error=error, asked=join.asked + 1)
                 reply = yield join
-            if isinstance(reply, SaveAgain) and known is not None and reply.digest == known.digest:
+            if isinstance(reply, SaveAgain) and not isinstance(reply, SaveGo):
+                if known is None or reply.digest != known.digest:
+                    raise InternalError(
+                        f"expected the coordinator to send rank {rank} its part of the plan, but "
+                        f"it named one that this rank does not have. Please report this",
+                        rank=rank,
+                    )
                 reply = reply.with_plan(known.plan)
-            elif isinstance(reply, SaveAgain):
-                raise InternalError(
-                    f"expected the coordinator to send rank {rank} its part of the plan, but it "
-                    f"named one that this rank does not have. Please report this",
-                    rank=rank,
-                )
             if not isinstance(reply, SaveGo) or captured is None:
                 raise reply_error(reply, rank)
-        if reply.digest:
+        if reply.groups:
             plans.put(join.fingerprint, Remembered(reply.digest, reply.plan, *reply.groups))
         return reply, captured
 

@@ -15,7 +15,7 @@ import json
 import logging
 import pickle
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +27,7 @@ from ray_dcp.protocol.commands import Command
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import OpKey, PartsHeld, PartsWritten, Request
 from ray_dcp.runtime import ray_calls, ray_private
-from ray_dcp.stage.values import StageKey, StageProgress, StageReport
+from ray_dcp.stage.values import StageProgress, StageReport
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,10 @@ class StagerWatch:
         if process != name:
             self._lose(name, "another stager has its place")
             return
-        self._carry_out(self._coordination.stager_progress(_by_operation(paces), now_s))
+        by_operation: dict[OpKey, dict[int, tuple[int, int]]] = {}
+        for key, pace in paces.items():
+            by_operation.setdefault(key.save[0], {})[key.rank] = pace
+        self._carry_out(self._coordination.stager_progress(by_operation, now_s))
 
     def _lose(self, name: str, why: str) -> None:
         self._seen.pop(name, None)
@@ -149,14 +152,6 @@ def parts_written(report: StageReport, stager: str = "") -> PartsWritten:
         files,
         report.error,
     )
-
-
-def _by_operation(paces: Mapping[StageKey, tuple[int, int]]) -> dict[Any, dict[int, Any]]:
-    found: dict[Any, dict[int, Any]] = {}
-    for key, pace in paces.items():
-        operation, _ = key.save
-        found.setdefault(operation, {})[key.rank] = pace
-    return found
 
 
 @dataclass

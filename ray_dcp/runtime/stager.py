@@ -120,10 +120,6 @@ class Stager:
         self._registered: set[str] = set()
         self._tasks = {self._loop.create_task(self._watch())}
 
-    async def ping(self) -> bool:
-        """Returns True: the stager lives."""
-        return self._touch()
-
     async def info(self) -> dict[str, Any]:
         """Returns `stager`, `node_id`, `pid`, `limit_bytes`, `used_bytes`, `ranks`, `active`."""
         self._touch()
@@ -298,9 +294,8 @@ class Stager:
             error,
         )
 
-    def _touch(self) -> bool:
+    def _touch(self) -> None:
         self._last_call_s = self._loop.time()
-        return True
 
     # Ranks that die, and the stager's own end
 
@@ -340,7 +335,7 @@ class Stager:
             with suppress(CheckpointError, RayError):
                 await self._register()
             idle_s = self._loop.time() - self._last_call_s
-            lease_s = max(self._lease_s, KEPT_S) if self._queue.num_kept() else self._lease_s
+            lease_s = max(self._lease_s, KEPT_S) if self._queue.kept_attempts() else self._lease_s
             if not self._ranks and not self._queue.num_active() and idle_s >= lease_s:
                 await self._register(())
                 ray_calls.kill(self._self, no_restart=True)

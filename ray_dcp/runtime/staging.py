@@ -29,7 +29,7 @@ from ray.exceptions import RayError
 
 from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError, InvalidRequestError, LimitError, ParticipantError
-from ray_dcp.io.threads import Stop
+from ray_dcp.io.threads import Stop, begin
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime import ray_calls, ray_private
@@ -167,7 +167,7 @@ class _Pulse:
         elif silent_s > self._silence_s / 4:
             # Suppressed: that the stager is gone is found by the call itself.
             with suppress(RayError), ray_calls.inside():
-                self._asked = self._link.handle.ping.remote()
+                self._asked = self._link.handle.place.remote()
         return None
 
 
@@ -242,7 +242,7 @@ def map_behind(link: ActorLink) -> None:
             for slot in slots:
                 arena.touch(slot)
 
-    threading.Thread(target=touch, name="map", daemon=True).start()
+    begin(touch, "map")
 
 
 MOST_STAGERS = 3
@@ -309,34 +309,28 @@ class RankStaging:
             ready: Called in the same thread, for whatever else is to be ready.
             pin: Of the device that the state is on.
         """
-        done: Future[None] = Future()
 
         def touch() -> None:
             step_behind(19, "idle")
-            try:
-                # Suppressed: a first save is slower then, and raises what is wrong.
-                with suppress(CheckpointError, StagerGone):
-                    ready()
-                    link = self.link()
-                    arena = link.arena
-                    asked = (self._owner, num_bytes, link.channel)
-                    slots = link.call("warm", *asked, timeout_s=WARM_S)
-                    if arena is None:
-                        # Why all at once: each is to get a place of its own in the store, as the
-                        # windows of a save do. To touch one costs ten times the copy.
-                        window = np.zeros(link.window_bytes, dtype=np.uint8)
-                        held = [link.put([window]) for _ in slots]
-                        held.clear()
-                        return
-                    for slot in slots:
-                        if pin is not None:
-                            arena.pin_with(pin)
-                        arena.touch(slot)
-            finally:
-                done.set_result(None)
+            # Suppressed: a first save is slower then, and raises what is wrong.
+            with suppress(CheckpointError, StagerGone, RayError):
+                ready()
+                link = self.link()
+                arena = link.arena
+                slots = link.call("warm", self._owner, num_bytes, link.channel, timeout_s=WARM_S)
+                if arena is None:
+                    # Why all at once: each is to get a place of its own in the store, as the
+                    # windows of a save do. To touch one costs ten times the copy.
+                    window = np.zeros(link.window_bytes, dtype=np.uint8)
+                    held = [link.put([window]) for _ in slots]
+                    held.clear()
+                    return
+                for slot in slots:
+                    if pin is not None:
+                        arena.pin_with(pin)
+                    arena.touch(slot)
 
-        threading.Thread(target=touch, name="warm", daemon=True).start()
-        return done
+        return begin(touch, "warm")
 
     def stage(
         self,

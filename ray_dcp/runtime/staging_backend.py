@@ -7,7 +7,6 @@ rank waits for the outcome, also if the rank died. A process that is alone holds
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
@@ -20,10 +19,9 @@ import numpy as np
 
 from ray_dcp.core.values import FilePlan
 from ray_dcp.errors import CheckpointError, LimitError
-from ray_dcp.io.threads import Stop
+from ray_dcp.io.threads import Stop, begin
 from ray_dcp.protocol.messages import (
     Ack,
-    OpKey,
     PartsHeld,
     Reply,
     Request,
@@ -107,16 +105,13 @@ _memory = PrivateMemory()
 
 def warm_process(num_bytes: int) -> Future[None]:
     """Begins to touch this process's memory for a state, in the background; returns at once."""
-    done: Future[None] = Future()
 
     def run() -> None:
         # Suppressed: the first save is slower then, and tells what is wrong.
         with suppress(MemoryError, OSError):
             _memory.warm(num_bytes)
-        done.set_result(None)
 
-    threading.Thread(target=run, name="warm", daemon=True).start()
-    return done
+    return begin(run, "warm")
 
 
 class InProcessBackend:
@@ -136,7 +131,6 @@ class InProcessBackend:
         self._lease: Lease | None = None
         self._ended = False
         self._rank_progress: RankProgress | None = None
-        self._total = 0
 
     def stage(
         self, save: RankSave, go: SaveGo, captured: Captured
@@ -163,9 +157,10 @@ class InProcessBackend:
     def progress(self) -> tuple[int, int]:
         """See `StagingBackend.progress`."""
         if self._ended or self._rank_progress is None:
-            return self._total, self._total
+            return self.num_bytes, self.num_bytes
         doing = self._rank_progress.doing
-        return (min(doing.done_bytes, self._total) if doing.phase == "writing" else 0), self._total
+        done = min(doing.done_bytes, self.num_bytes) if doing.phase == "writing" else 0
+        return done, self.num_bytes
 
     def release(self, *, committed: bool) -> None:
         """See `StagingBackend.release`."""
@@ -181,7 +176,7 @@ class InProcessBackend:
         filler = filler_of(captured.source)
         lengths = _planned_lengths(files) if rows else []
         ends = np.cumsum(lengths, dtype=np.int64)
-        self.num_bytes = self._total = int(ends[-1]) if rows else 0
+        self.num_bytes = int(ends[-1]) if rows else 0
         try:
             self._lease = _memory.lease(self.num_bytes)
         except MemoryError as exc:
@@ -228,7 +223,6 @@ class StagerBackend:
     def __init__(self, session: Session) -> None:
         self.num_bytes = 0
         self.takeovers = 0
-        self._incarnation = 0
         self._session = session
         self._staged: Staged | None = None
         self._last: tuple[int, int] = (0, 0)
@@ -246,9 +240,9 @@ class StagerBackend:
             held, error = result_or_error(hand_over, "staging", save.rank)
         # Why not `save.key`: the call may have another number by now.
         key = save.progress.key or save.key
-        ack = SaveStaged(key, save.rank, go.attempt, go.epoch, self._incarnation, error, held)
-        take_over = partial(self._hand_over, ack, save.progress.stop)
-        return error, save.outcome(go, ack, take_over)
+        incarnation = 0 if held is None else held.incarnation
+        ack = SaveStaged(key, save.rank, go.attempt, go.epoch, incarnation, error, held)
+        return error, save.outcome(go, ack, partial(self._hand_over, save.progress.stop))
 
     def progress(self) -> tuple[int, int]:
         """See `StagingBackend.progress`."""
@@ -282,16 +276,15 @@ class StagerBackend:
             self.kind = "object_store"
         self.num_bytes = staged.num_bytes
         self._last = (0, staged.num_bytes)
-        self._incarnation = staged.key.incarnation
-        return self._report(staged, key, go.attempt, go.epoch, self._incarnation)
+        return self._report(staged)
 
-    def _hand_over(self, ack: SaveStaged, stop: Stop, asked: TakeOver) -> PartsHeld:
+    def _hand_over(self, stop: Stop, asked: TakeOver) -> PartsHeld:
         if self._staged is None:
             raise CheckpointError("nothing is staged that could be handed over")
         helper = None if asked.lost else self._helper(asked.helpers)
         self._staged.hand_over(helper, files=asked.files, incarnation=asked.incarnation, stop=stop)
         self.takeovers += 1
-        return self._report(self._staged, ack.key, ack.attempt, ack.epoch, asked.incarnation)
+        return self._report(self._staged)
 
     def _helper(self, names: tuple[str, ...]) -> Any:
         """Returns the handle of one of the stagers that are done, another one for each rank."""
@@ -303,19 +296,12 @@ class StagerBackend:
                 return ray_calls.get_actor(name, namespace=self._session.namespace)
         raise CheckpointError("no stager that has ended its own part is there any more")
 
-    def _report(
-        self,
-        staged: Staged,
-        key: OpKey,
-        attempt_id: str,
-        epoch: int,
-        incarnation: int,
-    ) -> PartsHeld:
+    def _report(self, staged: Staged) -> PartsHeld:
         """Reports to the coordinator who holds the bytes; only then may the rank die."""
-        session = self._session
-        stager = staged.stager_name
-        held = PartsHeld(key, session.rank, attempt_id, epoch, stager, incarnation)
-        reply = session.call(held)
+        own = staged.key
+        key, epoch = own.save
+        held = PartsHeld(key, own.rank, own.attempt, epoch, staged.stager_name, own.incarnation)
+        reply = self._session.call(held)
         if not isinstance(reply, Ack):
-            raise reply_error(reply, session.rank)
+            raise reply_error(reply, own.rank)
         return held

@@ -58,7 +58,7 @@ from ray_dcp.planning.fingerprint import Fingerprints, alike, fingerprint
 from ray_dcp.planning.finish import checked_receipts, finish_table
 from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, encoded_table, make_plan, rank_plan
 from ray_dcp.planning.merge import with_contents
-from ray_dcp.planning.reads import Ranges, share_reads
+from ray_dcp.planning.reads import Ranges, ReadShares, share_reads
 from ray_dcp.planning.regular import Regular, infer
 from ray_dcp.protocol.commands import (
     BuildCommit,
@@ -77,7 +77,6 @@ from ray_dcp.protocol.commands import (
     ReadOutcome,
     ReadRecord,
     ReadRecords,
-    ReadsShared,
     RecordCreated,
     Result,
     RowsMissing,
@@ -430,16 +429,15 @@ def check_complete(
         ) from error
 
 
-def _share_reads(task: ShareReads) -> ReadsShared:
+def _share_reads(task: ShareReads) -> ReadShares:
     ranks, needs = range(task.world_size), task.needs
-    shares = share_reads(
+    return share_reads(
         {rank: Ranges.decode(each.ranges) for rank, each in needs.items()},
         world_size=task.world_size,
         nodes=[needs[rank].node if rank in needs else "" for rank in ranks],
         # Why one: all ranks read the same storage, with the same options.
         cost=needs[min(needs)].cost,
     )
-    return ReadsShared(shares)
 
 
 def _check_visible(storage: Storage, files: list[tuple[str, int]]) -> None:

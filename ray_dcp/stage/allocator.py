@@ -60,6 +60,9 @@ class SlotAllocator(Generic[J]):
         num_slots: How many there are.
         linger: Whether slots are free only when `gone` says so.
 
+    Attributes:
+        warm: Slots whose memory has been touched.
+
     Examples:
         >>> allocator = SlotAllocator(2)
         >>> allocator.begin("a", "rank 0", [{0}, {0}, {0}])
@@ -82,7 +85,7 @@ class SlotAllocator(Generic[J]):
         self._generation = [0] * num_slots
         self._last_owner: list[str | None] = [None] * num_slots
         self._users: list[set[str]] = [set() for _ in range(num_slots)]
-        self._warm: set[int] = set()
+        self.warm: set[int] = set()
 
     @property
     def num_used(self) -> int:
@@ -198,7 +201,7 @@ class SlotAllocator(Generic[J]):
         """Returns the slots to warm up for a rank: free or its own, at most `count`."""
         own = [index for index in range(self.num_slots) if self._last_owner[index] == owner]
         more = [index for index in self._free if self._last_owner[index] is None]
-        more.sort(key=lambda index: (index not in self._warm, index))
+        more.sort(key=lambda index: (index not in self.warm, index))
         chosen = [*own, *more][:count]
         for index in chosen:
             self._last_owner[index] = owner
@@ -214,26 +217,18 @@ class SlotAllocator(Generic[J]):
         Args:
             owners: Whose slots keep their memory.
         """
-        for index in self._free & self._warm:
+        for index in self._free & self.warm:
             if self._users[index].isdisjoint(owners):
                 self._users[index].clear()
                 self._last_owner[index] = None
-                self._warm.discard(index)
+                self.warm.discard(index)
                 return index
         return None
 
     def owned(self, owner: str) -> list[int]:
         """Returns the slots that a rank had last, which have memory."""
-        used = (i for i in range(self.num_slots) if i in self._warm or i not in self._free)
+        used = (i for i in range(self.num_slots) if i in self.warm or i not in self._free)
         return [i for i in used if self._last_owner[i] == owner]
-
-    def warmed(self, index: int) -> None:
-        """Takes that a slot's memory has been touched."""
-        self._warm.add(index)
-
-    def is_warm(self, index: int) -> bool:
-        """Returns whether a slot's memory has been touched."""
-        return index in self._warm
 
     def _take(self, owner: str) -> int | None:
         """Returns the best free slot; frees one that was read where none is."""
@@ -249,8 +244,8 @@ class SlotAllocator(Generic[J]):
 
     def _cost(self, index: int, owner: str) -> int:
         if self._last_owner[index] == owner:
-            return 0 if index in self._warm else 1
-        if index not in self._warm:
+            return 0 if index in self.warm else 1
+        if index not in self.warm:
             return 4
         return 2 if self._last_owner[index] is None else 3
 
@@ -274,7 +269,7 @@ class SlotAllocator(Generic[J]):
         grant, window.grant = window.grant, None
         if grant is None:
             return
-        self._warm.add(grant.slot.index)
+        self.warm.add(grant.slot.index)
         if self._linger:
             self._ended.append(grant)
             self._num_lingering += 1

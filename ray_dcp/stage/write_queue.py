@@ -355,11 +355,6 @@ class WriteQueue:
         found = np.zeros(sum(part.num_bytes for part in parts), dtype=np.uint8)
         return found if memory.read_into(parts, found.data) else None
 
-    def num_kept(self) -> int:
-        """Returns how many jobs are kept for loads."""
-        with self._lock:
-            return sum(job.is_kept for job in self._jobs.values())
-
     def in_flight(self, url: str) -> list[InFlight]:
         """Returns the saves to a place, or below it, that may still be committed.
 
@@ -402,11 +397,11 @@ class WriteQueue:
         """Touches the memory of a slot, unless that has happened."""
         channel = self._channels["shared"]
         with self._lock:
-            if channel.allocator.is_warm(index) or channel.arena is None:
+            if index in channel.allocator.warm or channel.arena is None:
                 return
         channel.arena.touch(index)
         with self._lock:
-            channel.allocator.warmed(index)
+            channel.allocator.warm.add(index)
 
     def shrink(self, owners: Collection[str]) -> None:
         """Gives memory back to the machine that no rank has used but those that are gone.

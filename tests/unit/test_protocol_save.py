@@ -48,6 +48,7 @@ from ray_dcp.protocol.messages import (
 )
 from ray_dcp.protocol.operation import GRACE_S, LOST_GRACE_S
 from ray_dcp.protocol.save import REPLACED_SINCE
+from tests.inline_ranks import next_silence_s
 from tests.protocol_play import BUILT, KEY, TARGET, Play, receipt_file
 
 # --- Saves ----------------------------------------------------------------------------------------
@@ -485,7 +486,7 @@ def test_a_rank_that_has_not_joined_or_promised_no_beats_is_not_judged_by_its_si
     silent = Play(world_size=2)
     silent.to_writing()
     silent._take(silent.coordination.check_silence())
-    assert silent.coordination.next_silence_s is None
+    assert next_silence_s(silent.coordination) is None
 
 
 def test_a_rank_that_speaks_again_is_told_the_outcome_and_not_taken_back():

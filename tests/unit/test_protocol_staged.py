@@ -92,7 +92,7 @@ class StagedPlay(Play):
         return self._take(self.coordination.stager_lost(stager, "it died"))
 
     def lag(self, rank, key=KEY):
-        commands = self.coordination.reassign(key, rank, "it is slow")
+        commands = reassign(self.coordination, key, rank)
         self._take(commands)
         return commands
 
@@ -142,6 +142,12 @@ class StagedPlay(Play):
             for file in (2 * rank, 2 * rank + 1):
                 noted = self.written(rank, file, key=key, incarnation=incarnation, attempt=attempt)
                 assert noted == Ack()
+
+
+def reassign(coordination, key, rank):
+    """Returns what follows when the stager of a rank is seen to be slow."""
+    save = coordination._save_of(key)
+    return () if save is None else coordination._after(save, save.reassign(rank, "it is slow"))
 
 
 def of_file(file, digest=bytes(16)):

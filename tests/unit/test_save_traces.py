@@ -54,7 +54,9 @@ def join(rank: int, *, staged: bool = False, url: str = "memory://x"):
 
 
 def go(rank: int, attempt: str = ATTEMPT) -> Answer:
-    return Answer(KEY, (rank,), "SaveJoin", SaveGo(attempt, 1, RankPlan(rank, "torch_save", ())))
+    return Answer(
+        KEY, (rank,), "SaveJoin", SaveGo(attempt, 1, plan=RankPlan(rank, "torch_save", ()))
+    )
 
 
 def receipt(file: int, num_bytes: int) -> FileReceipt:

@@ -101,7 +101,7 @@ class Actor(Coordinator):
             record_request=nothing, record_batch=nothing, record_answer=nothing
         )
         self._shared_reads = SimpleNamespace(tidy=lambda: None)
-        self._batches, self._gatherers = Batches(), {}
+        self._batches = Batches()
         self._coordination = play.coordination
         self._plans = StagedPlans("actor", play.coordination, self._carry_out, "namespace")
 
