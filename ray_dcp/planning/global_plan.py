@@ -36,8 +36,6 @@ from ray_dcp.planning.layout import LARGE_BYTES, Layout, lay_out
 from ray_dcp.planning.merge import Held, check_held, distinct_boxes, group_values, merge
 from ray_dcp.planning.sharing import Pieces, share_out
 
-_CONTAINERS = ("torch_save", "safetensors")
-
 MIN_PIECE_BYTES = LARGE_BYTES
 """Replicated boxes are not cut into smaller pieces than this. Why: a piece costs about 1 KiB on
 storage and a row in every table, and one that starts on a page should be worth it."""
@@ -66,10 +64,10 @@ def make_plan(
     plan, also in another process.
 
     Args:
-        columns: What each rank holds; the index is the rank.
+        columns: What each rank holds; the index is the rank. At least one.
         container: `"torch_save"` or `"safetensors"`.
-        part_bytes: Aimed length of a file.
-        min_piece_bytes: Replicated boxes are not cut into smaller pieces than this.
+        part_bytes: Aimed length of a file, from 1.
+        min_piece_bytes: Replicated boxes are not cut into smaller pieces than this, from 1.
         min_writer_bytes: A rank to which bytes are given that others hold as well writes at least
             about this much in all, as far as there is so much.
         to_lowest_rank: What several ranks hold is written whole by the lowest of them.
@@ -81,8 +79,7 @@ def make_plan(
         The plan. A rank with nothing to write has no file.
 
     Raises:
-        InvalidRequestError: There are no ranks, or an argument or a rank's columns are not
-            possible.
+        InvalidRequestError: A rank's columns are not possible.
         PlanConflictError: Ranks say different things about an FQN, or boxes overlap or reach out
             of their tensor. All conflicts are reported at once.
         CoverageError: Elements of a tensor are held by no rank, and nothing else is wrong.
@@ -92,7 +89,8 @@ def make_plan(
         A few sorts of as many numbers as there are rows: 1.4 us a row for 1000 ranks that hold
         1000 shards each (2 shared cores).
     """
-    _check_request(columns, container, part_bytes, min_piece_bytes, checked)
+    if not checked:
+        _check(columns)
     held = merge(columns)
     boxes = distinct_boxes(held)
     check_held(held, boxes)
@@ -115,25 +113,7 @@ def make_plan(
     return _plan_of_layout(held, pieces, layout, groups, len(columns), container)
 
 
-def _check_request(
-    columns: Sequence[Columns],
-    container: str,
-    part_bytes: int,
-    min_piece_bytes: int,
-    checked: bool,
-) -> None:
-    if len(columns) == 0:
-        raise InvalidRequestError("expected the items of at least one rank, found none")
-    if container not in _CONTAINERS:
-        raise InvalidRequestError(
-            f"expected container {' or '.join(map(repr, _CONTAINERS))}, found {container!r}",
-            key="container",
-        )
-    for name, value in (("part_bytes", part_bytes), ("min_piece_bytes", min_piece_bytes)):
-        if value < 1:
-            raise InvalidRequestError(f"expected {name} of at least 1, found {value}", key=name)
-    if checked:
-        return
+def _check(columns: Sequence[Columns]) -> None:
     wrong = [f"rank {rank}: {line}" for rank, own in enumerate(columns) for line in check(own)]
     if wrong:
         raise InvalidRequestError("the items can't be planned:\n  " + "\n  ".join(wrong))
@@ -260,16 +240,9 @@ def rank_plan(plan: GlobalPlan, rank: int) -> RankPlan:
         plan: The plan of all ranks.
         rank: One of them.
 
-    Raises:
-        InvalidRequestError: The plan has no such rank.
-
     Complexity:
         O(chunks of the rank).
     """
-    if not 0 <= rank < plan.world_size:
-        raise InvalidRequestError(
-            f"expected a rank from 0 to {plan.world_size - 1}, found {rank}", rank=rank
-        )
     # Invariant: files are in the order of their ranks.
     start, stop = run_of(plan.file_rank, rank)
     files = tuple(_file_plan(plan, file) for file in range(start, stop))
