@@ -140,7 +140,7 @@ def _plan_of_layout(
         ndim=held.ndim[held.first],
         shape=held.shape[held.first],
         requires_grad=held.requires_grad[held.first],
-        tensor=held.tensor[row].astype(np.int32),
+        tensor=held.name[row].astype(np.int32),
         offset=pieces.offset[layout.piece],
         size=pieces.size[layout.piece],
         file=layout.file,

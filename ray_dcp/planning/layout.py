@@ -157,7 +157,7 @@ def _one_per_name(
 ) -> tuple[Int64Array, Int64Array]:
     """Moves further pieces of an FQN in a safetensors file to files of their own."""
     rank = held.rank[pieces.held[order]].astype(np.int64)
-    tensor = np.where(packed[order], held.tensor[pieces.held[order]], -1)
+    tensor = np.where(packed[order], held.name[pieces.held[order]], -1)
     _, group = group_rows([rank, part, tensor])
     by_group = np.argsort(group, kind="stable")
     starts = offsets_of(np.bincount(group))
@@ -183,7 +183,7 @@ def _headers(
 def _header(held: Held, pieces: Pieces, own: Int64Array) -> bytes:
     tensors, offsets = [], {}
     for piece, row in zip(own.tolist(), pieces.held[own].tolist(), strict=True):
-        name, ndim = held.names[held.tensor[row]], int(held.ndim[row])
+        name, ndim = held.names[held.name[row]], int(held.ndim[row])
         dtype = held.dtypes[held.dtype[row]]
         tensors.append((name, dtype, pieces.size[piece, :ndim].tolist()))
         offsets[name] = pieces.offset[piece, :ndim].tolist()
