@@ -56,21 +56,6 @@ def failure_of(error: BaseException) -> Failure:
     return (error if _survives_pickling(error) else _stand_in(error)), stack
 
 
-def as_checkpoint_error(error: BaseException, doing: str, *, rank: int) -> CheckpointError:
-    """Returns an error of user code as a `CheckpointError` with `.failures`.
-
-    Args:
-        error: What was raised; a `CheckpointError` of ray_dcp itself is returned as it is.
-        doing: What ran, for the message, such as `"MyPlanner.create_local_plan"`.
-        rank: This rank.
-    """
-    if isinstance(error, CheckpointError):
-        return error
-    wrapped = _class_for(error)(f"{doing} raised {_line(error)}", rank=rank)
-    wrapped.__cause__ = error
-    return wrapped.with_failures({rank: failure_of(error)})
-
-
 def call_user_code(doing: str, code: Callable[[], T], *, rank: int) -> T:
     """Returns what `code` returns; what it raises comes as a `CheckpointError`.
 
@@ -84,9 +69,11 @@ def call_user_code(doing: str, code: Callable[[], T], *, rank: int) -> T:
     """
     try:
         return code()
-    except (Exception, CheckpointException) as error:  # noqa: BLE001 - that is the point
-        wrapped = as_checkpoint_error(error, doing, rank=rank)
-        raise wrapped from wrapped.__cause__
+    except CheckpointError:
+        raise
+    except (Exception, CheckpointException) as error:
+        wrapped = _class_for(error)(f"{doing} raised {_line(error)}", rank=rank)
+        raise wrapped.with_failures({rank: failure_of(error)}) from error
 
 
 def combined_error(
