@@ -18,23 +18,20 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from ray_dcp.core.checksums import block_bytes_for_many
 from ray_dcp.core.columns import check
 from ray_dcp.core.grouping import run_of
 from ray_dcp.core.values import (
     NO_GROUPS,
-    ChunkTable,
     Columns,
     FilePlan,
     GlobalPlan,
     RankPlan,
-    ValueGroups,
 )
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.format.table import decode_table, encode_table
-from ray_dcp.planning.layout import LARGE_BYTES, Layout, lay_out
-from ray_dcp.planning.merge import Held, check_held, distinct_boxes, group_values, merge
-from ray_dcp.planning.sharing import Pieces, share_out
+from ray_dcp.planning.layout import LARGE_BYTES, lay_out
+from ray_dcp.planning.merge import check_held, distinct_boxes, group_values, merge
+from ray_dcp.planning.sharing import share_out
 
 MIN_PIECE_BYTES = LARGE_BYTES
 """Replicated boxes are not cut into smaller pieces than this. Why: a piece costs about 1 KiB on
@@ -103,71 +100,29 @@ def make_plan(
         to_lowest_rank=to_lowest_rank,
         nodes=nodes,
     )
-    layout = lay_out(
-        held,
-        pieces,
+    layout = lay_out(held, pieces, container=container, part_bytes=part_bytes)
+    row = pieces.held[layout.piece]
+    plan = GlobalPlan(
+        world_size=len(columns),
         container=container,
-        part_bytes=part_bytes,
+        table=layout.table,
+        source_rank=held.rank[row],
+        source_row=held.row[row],
+        source_start=pieces.start[layout.piece],
+        file_rank=layout.file_rank,
+        file_bytes=layout.file_bytes,
+        file_headers=layout.file_headers,
+        disagreements=pieces.disagreements,
+        digest=b"",
+        groups=group_values(held, boxes, pieces.differing),
     )
-    groups = group_values(held, boxes, pieces.differing)
-    return _plan_of_layout(held, pieces, layout, groups, len(columns), container)
+    return replace(plan, digest=_digest_of(plan))
 
 
 def _check(columns: Sequence[Columns]) -> None:
     wrong = [f"rank {rank}: {line}" for rank, own in enumerate(columns) for line in check(own)]
     if wrong:
         raise InvalidRequestError("the items can't be planned:\n  " + "\n  ".join(wrong))
-
-
-def _plan_of_layout(
-    held: Held,
-    pieces: Pieces,
-    layout: Layout,
-    groups: ValueGroups,
-    world_size: int,
-    container: str,
-) -> GlobalPlan:
-    row = pieces.held[layout.piece]
-    fixed = layout.payload_bytes >= 0
-    blocks = block_bytes_for_many(np.maximum(layout.payload_bytes, 0))
-    table = ChunkTable(
-        names=held.names,
-        paths=held.paths,
-        dtypes=held.dtypes,
-        files=layout.files,
-        kind=held.kind[held.first],
-        dtype=held.dtype[held.first],
-        ndim=held.ndim[held.first],
-        shape=held.shape[held.first],
-        requires_grad=held.requires_grad[held.first],
-        tensor=held.name[row].astype(np.int32),
-        offset=pieces.offset[layout.piece],
-        size=pieces.size[layout.piece],
-        file=layout.file,
-        item_offset=layout.item_offset,
-        item_bytes=layout.item_bytes,
-        payload_offset=layout.payload_offset,
-        payload_bytes=layout.payload_bytes,
-        block_bytes=np.where(fixed, blocks, 0),
-        check_start=np.zeros(len(row) + 1, dtype=np.int64),
-        checks=np.zeros(0, dtype=np.uint64),
-    )
-    source = (held.rank[row], held.row[row], pieces.start[layout.piece])
-    plan = GlobalPlan(
-        world_size=world_size,
-        container=container,
-        table=table,
-        source_rank=source[0],
-        source_row=source[1],
-        source_start=source[2],
-        file_rank=layout.file_rank,
-        file_bytes=layout.file_bytes,
-        file_headers=layout.file_headers,
-        disagreements=pieces.disagreements,
-        digest=b"",
-        groups=groups,
-    )
-    return replace(plan, digest=_digest_of(plan))
 
 
 def _digest_of(plan: GlobalPlan) -> bytes:

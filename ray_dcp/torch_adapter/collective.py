@@ -93,8 +93,6 @@ def combined_error(
     Raises:
         InternalError: `failures` is empty.
     """
-    if not failures:
-        raise InternalError(f"{doing} was reported as failed, but no rank failed")
     ranks = sorted(failures)
     classes = {_class_for(failures[rank][0]) for rank in ranks}
     made = classes.pop() if len(classes) == 1 else CheckpointError
@@ -360,7 +358,7 @@ def _follow(group: Group, step: str, result: _Result, lost: Lost | None) -> Step
         inbox = yield from _send(group, f"{step}/scatter", {})
     except ParticipantError as error:
         raise (error if lost is None else lost(error)) from None
-    answer = _from(inbox, group.coordinator_rank)
+    answer = bytes(inbox[group.coordinator_rank])
     if answer[:1] == _OK:
         return lambda: pickle.loads(answer[1:])
     raise _told_here(_load_error(group, step, answer[1:]), result)
@@ -376,7 +374,7 @@ def _coordinate(
     results = {group.rank: result}
     if group.world_size > 1:
         inbox = yield from _send(group, f"{step}/gather", {})
-        results |= {rank: _load_result(_from(inbox, rank), rank) for rank in group.others}
+        results |= {rank: _load_result(bytes(inbox[rank]), rank) for rank in group.others}
     failures = {rank: r.failure for rank, r in results.items() if r.failure is not None}
     if not failures:
         values = [r.value for _, r in sorted(results.items())]
@@ -498,9 +496,3 @@ def _send(group: Group, tag: str, outbox: Mapping[int, bytes]) -> Steps[Mapping[
             raise InternalError(
                 f"expected Exchanged for {tag}, got {type(reply).__name__}", rank=group.rank
             )
-
-
-def _from(inbox: Mapping[int, bytes], rank: int) -> bytes:
-    if rank not in inbox:
-        raise InternalError(f"nothing came from rank {rank}, only from {sorted(inbox)}")
-    return bytes(inbox[rank])
