@@ -72,12 +72,12 @@ CONFLICTS = {
     "dtype": Conflict(
         lambda rank: {"dtype": torch.zeros(2, dtype=torch.int32 if rank == 2 else torch.int64)},
         PlanConflictError,
-        ("'dtype': (2,) of int64 on ranks 0-1; (2,) of int32 on rank 2",),
+        ("'dtype': (2,) of int64 on ranks 0, 1; (2,) of int32 on rank 2",),
     ),
     "kind": Conflict(
         lambda rank: {"kind": torch.zeros(2) if rank else "zeros"},
         PlanConflictError,
-        ("'kind': an object on rank 0; (2,) of float32 on ranks 1-2",),
+        ("'kind': an object on rank 0; (2,) of float32 on ranks 1, 2",),
     ),
     "overlap": Conflict(
         lambda rank: {"overlap": Boxes([(0, 3), (3, 6), (5, 8)][rank])},

@@ -218,10 +218,8 @@ def saved_offsets(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]] | N
     Raises:
         DamagedCheckpointError: It is no sharding info.
     """
-    info = _sharding_info(metadata)
-    if info is None:
-        return None
-    return {name: _lengths(name, _field(value, "saved_offsets")) for name, value in info.items()}
+    text = metadata.get("DCP_SHARDING_INFO")
+    return None if text is None else _shapes(text, "saved_offsets")
 
 
 def global_shapes(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
@@ -230,20 +228,17 @@ def global_shapes(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     Raises:
         DamagedCheckpointError: It is no sharding info.
     """
-    shapes = {
-        name: _field(value, "global_shape")
-        for name, value in (_sharding_info(metadata) or {}).items()
-    }
-    return {name: _lengths(name, shape) for name, shape in shapes.items() if shape is not None}
+    return _shapes(metadata.get("DCP_SHARDING_INFO", "{}"), "global_shape", may_lack=True)
 
 
-def _field(value: Any, name: str) -> Any:
-    return value.get(name) if isinstance(value, dict) else None
-
-
-def _sharding_info(metadata: Mapping[str, str]) -> dict[str, Any] | None:
-    text = metadata.get("DCP_SHARDING_INFO")
-    return None if text is None else _object(text, "an object in DCP_SHARDING_INFO")
+def _shapes(text: str, field: str, *, may_lack: bool = False) -> dict[str, tuple[int, ...]]:
+    """Returns a field of each tensor in the sharding info."""
+    found = {}
+    for name, value in _object(text, "an object in DCP_SHARDING_INFO").items():
+        lengths = value.get(field) if isinstance(value, dict) else None
+        if lengths is not None or not may_lack:
+            found[name] = _lengths(name, lengths)
+    return found
 
 
 def _object(text: str | bytes, what: str) -> dict[str, Any]:

@@ -48,7 +48,13 @@ from ray_dcp.format.table_places import with_places
 from ray_dcp.io.plain_files import plain_files, plain_table
 from ray_dcp.io.reader import Transforms
 from ray_dcp.io.records import Deciding, read_slots, used_slots
-from ray_dcp.io.table_parts import CheckFile, TableParts, check_against, table_parts, verified_table
+from ray_dcp.io.table_parts import (
+    CheckFile,
+    TableParts,
+    table_parts,
+    verified_table,
+    whole_table,
+)
 from ray_dcp.io.threads import at_once
 from ray_dcp.planning.reads import Wanted
 from ray_dcp.store.storage import KeyMissingError, Storage
@@ -474,10 +480,10 @@ def checkpoint_from(
                 manifest = decode_record(record, key=record_key(slot))
                 if not isinstance(manifest, Manifest):
                     raise InternalError(f"expected a manifest in slot {slot}, found an abort")
-                committed = Committed(slot, record, manifest)
-                if checks_later:
-                    return _opened_in_part(storage, name, committed, table)
-                return _opened(storage, name, _native(storage, committed))
+                if not checks_later:
+                    table = verified_table(storage, manifest)
+                found = Found(kind, slot, record, manifest, table)
+                return _opened(storage, name, found, checks_later, in_part=checks_later)
             case "stock" | "safetensors":
                 return _opened(storage, name, Found(kind, slot, record))
             case _:
@@ -509,7 +515,8 @@ def _newest_native(storage: Storage, committed: Committed, metadata: bytes | Non
     while True:
         stale = is_stale(committed.slot, committed.manifest, metadata)
         try:
-            found = _native(storage, committed, metadata_is_stale=stale)
+            table = verified_table(storage, committed.manifest)
+            found = Found("native", *committed, table, stale)
             if stale and metadata is not None:
                 is_its = projects(metadata, committed.manifest.attempt, found.decoded())
                 return found._replace(metadata_is_stale=not is_its)
@@ -550,31 +557,28 @@ def _metadata_after_delete(storage: Storage, record: Manifest | DeleteRecord) ->
     return None if is_ours(data) else data
 
 
-def _native(storage: Storage, committed: Committed, *, metadata_is_stale: bool = False) -> Found:
-    slot, data, manifest = committed
-    table = verified_table(storage, manifest)
-    return Found("native", slot, data, manifest, table, metadata_is_stale)
-
-
-def _opened(storage: Storage, name: str, found: Found, checks_later: bool = False) -> Checkpoint:
-    """Decodes what was found."""
+def _opened(
+    storage: Storage, name: str, found: Found, checks_later: bool = False, *, in_part: bool = False
+) -> Checkpoint:
+    """Decodes what was found; of a large table of ours only the end, if `in_part`."""
     manifest, foreign, check_file = found.manifest, None, None
+    chunks: ChunkTable | TableParts
     if manifest is not None:
-        with collector_paused():
-            check_file = CheckFile(storage, manifest, decode_table(found.table))
-        table = check_file.table
-        check_against(manifest, table.num_tensors, table.num_chunks, table.files)
+        read = table_parts if in_part else whole_table
+        parts = read(storage, manifest, found.table)
+        check_file = None if isinstance(parts, TableParts) else parts
+        chunks = parts if isinstance(parts, TableParts) else parts.table
     elif found.kind == "stock":
         foreign = decode_foreign(found.record)
-        table = foreign.table
+        chunks = foreign.table
     else:
-        table = plain_table(storage)
+        chunks = plain_table(storage)
     checkpoint = Checkpoint(
         kind=found.kind,
         checkpoint_id=name,
         slot=found.slot,
         record=found.record,
-        chunks=table,
+        chunks=chunks,
         attempt=None if manifest is None else manifest.attempt,
         manifest=manifest,
         foreign=foreign,
@@ -584,18 +588,3 @@ def _opened(storage: Storage, name: str, found: Found, checks_later: bool = Fals
     if not checks_later:
         checkpoint.know_checks()
     return checkpoint
-
-
-def _opened_in_part(storage: Storage, name: str, committed: Committed, table: bytes) -> Checkpoint:
-    slot, data, manifest = committed
-    found = table_parts(storage, manifest, table)
-    return Checkpoint(
-        kind="native",
-        checkpoint_id=name,
-        slot=slot,
-        record=data,
-        chunks=found if isinstance(found, TableParts) else found.table,
-        attempt=manifest.attempt,
-        manifest=manifest,
-        check_file=None if isinstance(found, TableParts) else found,
-    )

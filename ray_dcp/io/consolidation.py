@@ -14,10 +14,11 @@ from itertools import chain
 import numpy as np
 
 from ray_dcp.core.dtypes import ITEMSIZE
-from ray_dcp.core.values import ChunkTable, volume
+from ray_dcp.core.values import ChunkTable
 from ray_dcp.errors import CoverageError, InvalidRequestError
 from ray_dcp.format.safetensors import ALL_CODES, Entry, header, packed
 from ray_dcp.io.plain_files import INDEX_NAME, plain_files, plain_table
+from ray_dcp.planning.coverage import lacks_parts
 from ray_dcp.store.local import LocalWriter
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
@@ -154,9 +155,8 @@ def remove_replaced(place: AnyPlace, written: Collection[str]) -> None:
 
 
 def _check_complete(table: ChunkTable, numbers: list[int]) -> None:
-    have = np.zeros(table.num_tensors, np.int64)
-    np.add.at(have, table.tensor, volume(table.size))
-    short = [table.names[n] for n in numbers if have[n] < volume(table.shape[n : n + 1])[0]]
+    lacking = lacks_parts(table)
+    short = [table.names[number] for number in numbers if lacking[number]]
     if short:
         raise CoverageError(
             f"the sharded files lack parts of {', '.join(map(repr, short[:8]))}: is the file of a "

@@ -21,13 +21,11 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from ray_dcp.core.checksums import block_check, first_bad_block, num_blocks, num_blocks_many
-from ray_dcp.core.dtypes import ITEMSIZE
+from ray_dcp.core.checksums import block_check, first_bad_block, num_blocks
 from ray_dcp.core.values import BoolArray, ChunkTable, Int32Array, Int64Array, Kind, strides, volume
 from ray_dcp.errors import (
     CheckpointError,
     DamagedCheckpointError,
-    InvalidRequestError,
     StorageError,
 )
 from ray_dcp.format.stream_transforms import MAX_OBJECT_BYTES, unpacked_item
@@ -377,7 +375,6 @@ class Filler:
         Raises:
             DamagedCheckpointError: A block does not match, or a file is gone or too short.
             StorageError: A file can't be read.
-            InvalidRequestError: A target does not fit its row.
         """
         if isinstance(job, Span):
             num_bytes, blocks = self._do_span(job)
@@ -417,7 +414,7 @@ class Filler:
             if numbers.straight[pair]:
                 begin = numbers.chunk_start[pair] - job.low
                 into, count = numbers.target_low[pair], numbers.num_bytes[pair]
-                target = self._target(self._row[pair])
+                target = self._sink.buffer(self._row[pair])
                 target[into : into + count] = view[begin : begin + count]
             else:
                 plan = self._geo.plan
@@ -453,7 +450,7 @@ class Filler:
         many, left = self._many, range(len(rows))
         for index in left if many is None else many.put_many(rows, view, starts, counts):
             start = starts[index]
-            self._target(rows[index])[:] = view[start : start + counts[index]]
+            self._sink.buffer(rows[index])[:] = view[start : start + counts[index]]
             self._sink.done(rows[index])
         return blocks
 
@@ -477,7 +474,7 @@ class Filler:
         numbers, pair = self._pairs, job.pair
         block = numbers.block_bytes[pair]
         shift = numbers.target_low[pair] - numbers.chunk_low[pair]
-        target = self._target(self._row[pair])[job.low + shift : job.high + shift]
+        target = self._sink.buffer(self._row[pair])[job.low + shift : job.high + shift]
         if block == 0:
             self._load(numbers.file[pair], numbers.place[pair] + job.low, target)
             self._part_done(self._row[pair])
@@ -539,7 +536,7 @@ class Filler:
         row = self._row[pair]
         if numbers.whole[pair] and item.is_contiguous:
             begin = item.payload_offset
-            self._target(row)[:] = data[begin : begin + item.payload_bytes]
+            self._sink.buffer(row)[:] = data[begin : begin + item.payload_bytes]
             self._part_done(row)
             return
         width = geo.plan.offset.shape[1]
@@ -587,24 +584,9 @@ class Filler:
         box: npt.NDArray[np.generic] = np.ndarray(
             tuple(geo.target_size[pair].tolist()),
             ELEMENT_TYPES[int(geo.itemsize[pair])],
-            buffer=self._target(self._row[pair]),
+            buffer=self._sink.buffer(self._row[pair]),
         )
         return box[_slices(offset - geo.target_offset[pair], size)]
-
-    # What all jobs need.
-
-    def _target(self, row: int) -> memoryview:
-        target = self._sink.buffer(row)
-        if len(target) != self._lengths[row] or target.readonly or target.itemsize != 1:
-            raise self._misfit(row, target)
-        return target
-
-    def _misfit(self, row: int, target: memoryview) -> InvalidRequestError:
-        return InvalidRequestError(
-            f"the target of row {row} must be {self._lengths[row]} writable bytes, but is "
-            f"{target.nbytes} {'read-only' if target.readonly else 'writable'} bytes in items "
-            f"of {target.itemsize}"
-        )
 
     def _part_done(self, row: int) -> None:
         if not self._single[row]:
@@ -691,8 +673,6 @@ def read_chunks(
             short; names the tensor, the file and the bytes.
         UnsafeCheckpointError: A stock item asks for code to run.
         StorageError: A file can't be read.
-        InvalidRequestError: A target is not writable or has another length than its box, or
-            `wanted` has another element size than the table.
 
     Complexity:
         O(bytes); a small tensor costs about 3 us. Memory: per thread the greatest of 8 MiB,
@@ -742,7 +722,6 @@ def prepare_reads(
     Raises:
         CheckpointError: As `read_chunks`, for what the table or the head of an item shows.
     """
-    _check_request(table, read_plan, wanted)
     place, opaque = _locate(storage, table, read_plan.chunk, options.num_threads)
     usable = ~np.isin(read_plan.chunk, np.array(sorted(opaque), np.int32))
     geo = geometry(table, wanted, _rows_of(read_plan, usable), place, options.verify)
@@ -839,8 +818,6 @@ def read_item(
     view = memoryview(data)
     read_stored(storage, table.files[table.file[chunk]], int(table.item_offset[chunk]), view)
     if table.block_bytes[chunk] > 0:
-        chosen = np.array([chunk], np.int32)
-        _check_blocks_fit(table, chosen, table.payload_bytes[chosen])
         low = int(table.payload_offset[chunk] - table.item_offset[chunk])
         payload = view[low : low + int(table.payload_bytes[chunk])]
         BlockVerifier(table, verify, storage.url).check(chunk, 0, payload)
@@ -924,38 +901,3 @@ def _rows_of(plan: ReadPlan, chosen: BoolArray) -> ReadPlan:
         uncovered=plan.uncovered,
         bytes_needed=plan.bytes_needed,
     )
-
-
-def _check_request(table: ChunkTable, plan: ReadPlan, wanted: Wanted) -> None:
-    """Checks what a damaged table or a careless caller could get wrong, before anything is read."""
-    sizes = np.array([ITEMSIZE.get(name, -1) for name in table.dtypes] + [-1], np.int64)
-    known = sizes[table.dtype[wanted.tensor]]
-    wrong = np.flatnonzero((known >= 0) & (known != wanted.itemsize))
-    if len(wrong):
-        row = int(wrong[0])
-        raise InvalidRequestError(
-            f"wanted row {row} has elements of {wanted.itemsize[row]} bytes, but "
-            f"{table.names[wanted.tensor[row]]!r} is stored with {known[row]}"
-        )
-    chunks, first = np.unique(plan.chunk, return_index=True)
-    with_place = (table.payload_offset[chunks] >= 0) & (
-        table.kind[table.tensor[chunks]] == Kind.TENSOR
-    )
-    chunks, first = chunks[with_place], first[with_place]
-    lengths = volume(table.size[chunks]) * wanted.itemsize[plan.wanted[first]]
-    _check_blocks_fit(table, chunks, lengths)
-
-
-def _check_blocks_fit(table: ChunkTable, chunks: Int32Array, lengths: Int64Array) -> None:
-    counts = table.check_start[chunks + 1] - table.check_start[chunks]
-    expected = num_blocks_many(lengths, table.block_bytes[chunks])
-    wrong = np.flatnonzero((table.payload_bytes[chunks] != lengths) | (counts != expected))
-    if len(wrong):
-        chunk = int(chunks[wrong[0]])
-        raise DamagedCheckpointError(
-            f"the chunk table contradicts itself: {table.names[table.tensor[chunk]]!r} in "
-            f"{table.files[table.file[chunk]]} should have {lengths[wrong[0]]} bytes and "
-            f"{expected[wrong[0]]} checksums, but has {table.payload_bytes[chunk]} and "
-            f"{counts[wrong[0]]}; load an earlier step",
-            key=table.files[table.file[chunk]],
-        )

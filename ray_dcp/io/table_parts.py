@@ -32,22 +32,19 @@ from ray_dcp.planning.reads import Wanted
 from ray_dcp.store.storage import KeyMissingError, Storage
 
 
-def verified(storage: Storage, entry: FileEntry) -> bytes:
+def verified(storage: Storage, entry: FileEntry, data: bytes = b"") -> bytes:
     """Returns a file that a manifest names.
+
+    Args:
+        storage: Where it is.
+        entry: What the manifest says of it.
+        data: The file, if it was read already.
 
     Raises:
         DamagedCheckpointError: It is missing, or another one.
         StorageError: It can't be read.
     """
-    return same_as(entry, _read(storage, entry.key, 0, min(entry.num_bytes, MAX_TABLE_BYTES) + 1))
-
-
-def same_as(entry: FileEntry, data: bytes) -> bytes:
-    """Returns the bytes of a file that a manifest names.
-
-    Raises:
-        DamagedCheckpointError: They are other ones.
-    """
+    data = data or _read(storage, entry.key, 0, min(entry.num_bytes, MAX_TABLE_BYTES) + 1)
     _check(data, entry.num_bytes, entry.digest, entry.key, "")
     return data
 
@@ -342,7 +339,20 @@ def table_parts(storage: Storage, manifest: Manifest, table: bytes = b"") -> Tab
     """
     if manifest.table_end is not None:
         return TableParts(storage, manifest, table)
-    data = same_as(manifest.table, table) if table else verified(storage, manifest.table)
+    return whole_table(storage, manifest, verified(storage, manifest.table, table))
+
+
+def whole_table(storage: Storage, manifest: Manifest, data: bytes) -> CheckFile:
+    """Returns all chunks of a checkpoint.
+
+    Args:
+        storage: Where it is.
+        manifest: Its manifest.
+        data: The chunk table as on storage, verified.
+
+    Raises:
+        DamagedCheckpointError: The table contradicts itself or the manifest.
+    """
     with collector_paused():
         rows = decode_table(data)
     found = CheckFile(storage, manifest, rows)

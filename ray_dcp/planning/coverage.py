@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from ray_dcp.core.grouping import running_max
-from ray_dcp.core.values import BoolArray, Int64Array, contains, volume
+from ray_dcp.core.values import BoolArray, ChunkTable, Int64Array, contains, volume
 
 _PAIRS_TOLD = 8
 
@@ -77,6 +78,12 @@ def check_coverage(
             gaps.append((int(index), missing, *min(found, key=lambda hole: hole[0].tolist())))
     outside = tuple(np.flatnonzero(~inside).tolist())
     return Coverage(outside, tuple(overlaps), tuple(gaps))
+
+
+def lacks_parts(table: ChunkTable) -> BoolArray:
+    """Tells which tensors have more elements than all their chunks together: bool[t]."""
+    have = _segment_sum(table.tensor, volume(table.size), table.num_tensors)
+    return np.asarray(have < volume(table.shape))
 
 
 def missing_volumes(
@@ -154,7 +161,7 @@ def _with(corner: Int64Array, dim: int, value: int) -> Int64Array:
     return result
 
 
-def _segment_sum(group: Int64Array, values: Int64Array, count: int) -> Int64Array:
+def _segment_sum(group: npt.NDArray[np.integer], values: Int64Array, count: int) -> Int64Array:
     """Returns exact sums by group (`np.bincount` would add as floats)."""
     result = np.zeros(count, dtype=np.int64)
     np.add.at(result, group, values)

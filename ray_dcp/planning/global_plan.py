@@ -18,25 +18,20 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from ray_dcp.core.checksums import block_bytes_for_many
 from ray_dcp.core.columns import check
 from ray_dcp.core.grouping import run_of
 from ray_dcp.core.values import (
     NO_GROUPS,
-    ChunkTable,
     Columns,
     FilePlan,
     GlobalPlan,
     RankPlan,
-    ValueGroups,
 )
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.format.table import decode_table, encode_table
-from ray_dcp.planning.layout import LARGE_BYTES, Layout, lay_out
-from ray_dcp.planning.merge import Held, check_held, distinct_boxes, group_values, merge
-from ray_dcp.planning.sharing import Pieces, share_out
-
-_CONTAINERS = ("torch_save", "safetensors")
+from ray_dcp.planning.layout import LARGE_BYTES, lay_out
+from ray_dcp.planning.merge import check_held, distinct_boxes, group_values, merge
+from ray_dcp.planning.sharing import share_out
 
 MIN_PIECE_BYTES = LARGE_BYTES
 """Replicated boxes are not cut into smaller pieces than this. Why: a piece costs about 1 KiB on
@@ -66,10 +61,10 @@ def make_plan(
     plan, also in another process.
 
     Args:
-        columns: What each rank holds; the index is the rank.
+        columns: What each rank holds; the index is the rank. At least one.
         container: `"torch_save"` or `"safetensors"`.
-        part_bytes: Aimed length of a file.
-        min_piece_bytes: Replicated boxes are not cut into smaller pieces than this.
+        part_bytes: Aimed length of a file, from 1.
+        min_piece_bytes: Replicated boxes are not cut into smaller pieces than this, from 1.
         min_writer_bytes: A rank to which bytes are given that others hold as well writes at least
             about this much in all, as far as there is so much.
         to_lowest_rank: What several ranks hold is written whole by the lowest of them.
@@ -81,8 +76,7 @@ def make_plan(
         The plan. A rank with nothing to write has no file.
 
     Raises:
-        InvalidRequestError: There are no ranks, or an argument or a rank's columns are not
-            possible.
+        InvalidRequestError: A rank's columns are not possible.
         PlanConflictError: Ranks say different things about an FQN, or boxes overlap or reach out
             of their tensor. All conflicts are reported at once.
         CoverageError: Elements of a tensor are held by no rank, and nothing else is wrong.
@@ -92,7 +86,8 @@ def make_plan(
         A few sorts of as many numbers as there are rows: 1.4 us a row for 1000 ranks that hold
         1000 shards each (2 shared cores).
     """
-    _check_request(columns, container, part_bytes, min_piece_bytes, checked)
+    if not checked:
+        _check(columns)
     held = merge(columns)
     boxes = distinct_boxes(held)
     check_held(held, boxes)
@@ -105,89 +100,29 @@ def make_plan(
         to_lowest_rank=to_lowest_rank,
         nodes=nodes,
     )
-    layout = lay_out(
-        held,
-        pieces,
-        container=container,
-        part_bytes=part_bytes,
-    )
-    groups = group_values(held, boxes, pieces.differing)
-    return _plan_of_layout(held, pieces, layout, groups, len(columns), container)
-
-
-def _check_request(
-    columns: Sequence[Columns],
-    container: str,
-    part_bytes: int,
-    min_piece_bytes: int,
-    checked: bool,
-) -> None:
-    if len(columns) == 0:
-        raise InvalidRequestError("expected the items of at least one rank, found none")
-    if container not in _CONTAINERS:
-        raise InvalidRequestError(
-            f"expected container {' or '.join(map(repr, _CONTAINERS))}, found {container!r}",
-            key="container",
-        )
-    for name, value in (("part_bytes", part_bytes), ("min_piece_bytes", min_piece_bytes)):
-        if value < 1:
-            raise InvalidRequestError(f"expected {name} of at least 1, found {value}", key=name)
-    if checked:
-        return
-    wrong = [f"rank {rank}: {line}" for rank, own in enumerate(columns) for line in check(own)]
-    if wrong:
-        raise InvalidRequestError("the items can't be planned:\n  " + "\n  ".join(wrong))
-
-
-def _plan_of_layout(
-    held: Held,
-    pieces: Pieces,
-    layout: Layout,
-    groups: ValueGroups,
-    world_size: int,
-    container: str,
-) -> GlobalPlan:
+    layout = lay_out(held, pieces, container=container, part_bytes=part_bytes)
     row = pieces.held[layout.piece]
-    fixed = layout.payload_bytes >= 0
-    blocks = block_bytes_for_many(np.maximum(layout.payload_bytes, 0))
-    table = ChunkTable(
-        names=held.names,
-        paths=held.paths,
-        dtypes=held.dtypes,
-        files=layout.files,
-        kind=held.kind[held.first],
-        dtype=held.dtype[held.first],
-        ndim=held.ndim[held.first],
-        shape=held.shape[held.first],
-        requires_grad=held.requires_grad[held.first],
-        tensor=held.tensor[row].astype(np.int32),
-        offset=pieces.offset[layout.piece],
-        size=pieces.size[layout.piece],
-        file=layout.file,
-        item_offset=layout.item_offset,
-        item_bytes=layout.item_bytes,
-        payload_offset=layout.payload_offset,
-        payload_bytes=layout.payload_bytes,
-        block_bytes=np.where(fixed, blocks, 0),
-        check_start=np.zeros(len(row) + 1, dtype=np.int64),
-        checks=np.zeros(0, dtype=np.uint64),
-    )
-    source = (held.rank[row], held.row[row], pieces.start[layout.piece])
     plan = GlobalPlan(
-        world_size=world_size,
+        world_size=len(columns),
         container=container,
-        table=table,
-        source_rank=source[0],
-        source_row=source[1],
-        source_start=source[2],
+        table=layout.table,
+        source_rank=held.rank[row],
+        source_row=held.row[row],
+        source_start=pieces.start[layout.piece],
         file_rank=layout.file_rank,
         file_bytes=layout.file_bytes,
         file_headers=layout.file_headers,
         disagreements=pieces.disagreements,
         digest=b"",
-        groups=groups,
+        groups=group_values(held, boxes, pieces.differing),
     )
     return replace(plan, digest=_digest_of(plan))
+
+
+def _check(columns: Sequence[Columns]) -> None:
+    wrong = [f"rank {rank}: {line}" for rank, own in enumerate(columns) for line in check(own)]
+    if wrong:
+        raise InvalidRequestError("the items can't be planned:\n  " + "\n  ".join(wrong))
 
 
 def _digest_of(plan: GlobalPlan) -> bytes:
@@ -260,16 +195,9 @@ def rank_plan(plan: GlobalPlan, rank: int) -> RankPlan:
         plan: The plan of all ranks.
         rank: One of them.
 
-    Raises:
-        InvalidRequestError: The plan has no such rank.
-
     Complexity:
         O(chunks of the rank).
     """
-    if not 0 <= rank < plan.world_size:
-        raise InvalidRequestError(
-            f"expected a rank from 0 to {plan.world_size - 1}, found {rank}", rank=rank
-        )
     # Invariant: files are in the order of their ranks.
     start, stop = run_of(plan.file_rank, rank)
     files = tuple(_file_plan(plan, file) for file in range(start, stop))

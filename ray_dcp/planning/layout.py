@@ -5,13 +5,14 @@ Who writes a piece was decided in `sharing`; nothing here opens a file.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from ray_dcp.core.checksums import block_bytes_for_many
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.core.grouping import group_rows, offsets_of
-from ray_dcp.core.values import BoolArray, Int32Array, Int64Array, Kind
+from ray_dcp.core.values import BoolArray, ChunkTable, Int32Array, Int64Array, Kind
 from ray_dcp.format.safetensors import DTYPE_CODE, header, sharding_metadata
 from ray_dcp.format.safetensors import packed as packed_entries
 from ray_dcp.format.torch_items import frame_bytes_many
@@ -25,30 +26,19 @@ SMALL_ALIGNMENT = 64
 """What `torch.save` aligns to."""
 
 
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """The place of every piece, in the order of the planned chunk table.
+class Layout(NamedTuple):
+    """The place of every piece.
 
     Attributes:
+        table: The planned chunk table; keys of files with `{attempt}` where the attempt id goes.
         piece: int64[c], row of `Pieces`; by (file, place), a file's deferred pieces last.
-        file: int32[c].
-        item_offset: int64[c], -1 for deferred pieces, as in the following.
-        item_bytes: int64[c].
-        payload_offset: int64[c].
-        payload_bytes: int64[c].
-        files: Keys, with `{attempt}` where the attempt id goes.
         file_rank: int32[f].
         file_bytes: int64[f], where the last fixed item ends.
         file_headers: Bytes at the start of each file.
     """
 
+    table: ChunkTable
     piece: Int64Array
-    file: Int32Array
-    item_offset: Int64Array
-    item_bytes: Int64Array
-    payload_offset: Int64Array
-    payload_bytes: Int64Array
-    files: tuple[str, ...]
     file_rank: Int32Array
     file_bytes: Int64Array
     file_headers: tuple[bytes, ...]
@@ -94,19 +84,31 @@ def lay_out(
         )
     )
     payload, head, foot, end = _places(held, pieces, order, file, packed, headers)
-    length = np.where(payload < 0, -1, pieces.num_bytes[order])
-    return Layout(
-        piece=order,
+    late, row = payload < 0, pieces.held[order]
+    length = np.where(late, -1, pieces.num_bytes[order])
+    table = ChunkTable(
+        names=held.names,
+        paths=held.paths,
+        dtypes=held.dtypes,
+        files=keys,
+        kind=held.kind[held.first],
+        dtype=held.dtype[held.first],
+        ndim=held.ndim[held.first],
+        shape=held.shape[held.first],
+        requires_grad=held.requires_grad[held.first],
+        tensor=held.name[row],
+        offset=pieces.offset[order],
+        size=pieces.size[order],
         file=file.astype(np.int32),
-        item_offset=np.where(payload < 0, -1, payload - head),
-        item_bytes=np.where(payload < 0, -1, head + length + foot),
+        item_offset=np.where(late, -1, payload - head),
+        item_bytes=np.where(late, -1, head + length + foot),
         payload_offset=payload,
         payload_bytes=length,
-        files=keys,
-        file_rank=file_rank,
-        file_bytes=end,
-        file_headers=headers,
+        block_bytes=np.where(late, 0, block_bytes_for_many(np.maximum(length, 0))),
+        check_start=np.zeros(len(row) + 1, dtype=np.int64),
+        checks=np.zeros(0, dtype=np.uint64),
     )
+    return Layout(table, order, file_rank, end, headers)
 
 
 def _in_file_order(held: Held, pieces: Pieces, packed: BoolArray) -> Int64Array:
@@ -157,7 +159,7 @@ def _one_per_name(
 ) -> tuple[Int64Array, Int64Array]:
     """Moves further pieces of an FQN in a safetensors file to files of their own."""
     rank = held.rank[pieces.held[order]].astype(np.int64)
-    tensor = np.where(packed[order], held.tensor[pieces.held[order]], -1)
+    tensor = np.where(packed[order], held.name[pieces.held[order]], -1)
     _, group = group_rows([rank, part, tensor])
     by_group = np.argsort(group, kind="stable")
     starts = offsets_of(np.bincount(group))
@@ -183,7 +185,7 @@ def _headers(
 def _header(held: Held, pieces: Pieces, own: Int64Array) -> bytes:
     tensors, offsets = [], {}
     for piece, row in zip(own.tolist(), pieces.held[own].tolist(), strict=True):
-        name, ndim = held.names[held.tensor[row]], int(held.ndim[row])
+        name, ndim = held.names[held.name[row]], int(held.ndim[row])
         dtype = held.dtypes[held.dtype[row]]
         tensors.append((name, dtype, pieces.size[piece, :ndim].tolist()))
         offsets[name] = pieces.offset[piece, :ndim].tolist()

@@ -14,7 +14,7 @@ items do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import pairwise
@@ -25,62 +25,37 @@ from ray_dcp.core.grouping import first_rows, group_rows, offsets_of, run_of
 from ray_dcp.core.values import (
     BoolArray,
     Columns,
-    Int8Array,
     Int32Array,
     Int64Array,
     Kind,
     NamePath,
-    UInt64Array,
     ValueGroups,
     box_text,
     pad,
 )
 from ray_dcp.errors import CoverageError, InternalError, PlanConflictError
 from ray_dcp.planning.coverage import check_coverage
+from ray_dcp.protocol.error_aggregation import name_ranks
 
 _TOLD = 1000
 """Longest list of conflicts in one message; the rest is counted."""
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
-    """What all ranks hold, one row an item, ranks ascending; fields as in `Columns`.
+class Held(Columns):
+    """What all ranks hold, one row an item, ranks ascending; names in order of first appearance.
+
+    Boxes have a dimension at least.
 
     Attributes:
-        names: FQNs in order of first appearance.
-        paths: Aligned with `names`.
-        dtypes: Vocabulary of dtype names.
         first: int64[t], the first row of each tensor or object.
         rank: int32[n].
         row: int32[n], row of the rank's `Columns`.
-        tensor: int64[n], index into `names`.
-        kind: int8[n].
-        dtype: int8[n].
-        ndim: int8[n].
-        shape: int64[n, D], D at least 1.
-        offset: int64[n, D].
-        size: int64[n, D].
-        requires_grad: bool[n].
-        splittable: bool[n].
-        value: uint64[n].
     """
 
-    names: tuple[str, ...]
-    paths: tuple[NamePath | None, ...]
-    dtypes: tuple[str, ...]
     first: Int64Array
     rank: Int32Array
     row: Int32Array
-    tensor: Int64Array
-    kind: Int8Array
-    dtype: Int8Array
-    ndim: Int8Array
-    shape: Int64Array
-    offset: Int64Array
-    size: Int64Array
-    requires_grad: BoolArray
-    splittable: BoolArray
-    value: UInt64Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +108,10 @@ def merge(columns: Sequence[Columns]) -> Held:
     known = list(names)
     width = max(1, *(own.shape.shape[1] for own in columns))
     counts = [len(own) for own in columns]
+    same = {
+        key: np.concatenate([getattr(own, key) for own in columns])
+        for key in ("kind", "ndim", "requires_grad", "splittable", "value")
+    }
     return Held(
         names=tuple(map(known.__getitem__, order)),
         paths=tuple(map(paths.__getitem__, order)),
@@ -140,16 +119,12 @@ def merge(columns: Sequence[Columns]) -> Held:
         first=first_rows(tensors, len(order)),
         rank=np.repeat(np.arange(len(columns), dtype=np.int32), counts),
         row=np.concatenate([np.arange(count, dtype=np.int32) for count in counts]),
-        tensor=tensors,
-        kind=np.concatenate([own.kind for own in columns]),
+        name=tensors.astype(np.int32),
         dtype=np.concatenate(dtype),
-        ndim=np.concatenate([own.ndim for own in columns]),
         shape=np.concatenate([pad(own.shape, width, 1) for own in columns]),
         offset=np.concatenate([pad(own.offset, width, 0) for own in columns]),
         size=np.concatenate([pad(own.size, width, 1) for own in columns]),
-        requires_grad=np.concatenate([own.requires_grad for own in columns]),
-        splittable=np.concatenate([own.splittable for own in columns]),
-        value=np.concatenate([own.value for own in columns]),
+        **same,
     )
 
 
@@ -170,7 +145,7 @@ def distinct_boxes(held: Held) -> Boxes:
     elements starts at the same place: DCP's index of stored items knows an item by just those.
     """
     rows = np.arange(len(held.rank))
-    keys = [held.tensor, *held.offset.T, *held.size.T]
+    keys = [held.name, *held.offset.T, *held.size.T]
     empty = (held.size == 0).any(axis=1)
     if empty.any():
         rows = _without_shadowed(held, empty)
@@ -188,7 +163,7 @@ def distinct_boxes(held: Held) -> Boxes:
 
 def _without_shadowed(held: Held, empty: BoolArray) -> Int64Array:
     """Returns the rows without those boxes of volume 0 that share their place with another."""
-    _, place = group_rows([held.tensor, *held.offset.T])
+    _, place = group_rows([held.name, *held.offset.T])
     taken = np.zeros(int(place.max()) + 1, dtype=bool)
     taken[place[~empty]] = True
     keep = ~empty
@@ -209,12 +184,13 @@ def check_held(held: Held, boxes: Boxes) -> None:
     """
     differs = differing(held)
     wrong = [_definitions_text(held, index) for index in np.flatnonzero(differs)]
-    usable = ~differs[held.tensor[boxes.row]] & (held.kind[boxes.row] != Kind.OBJECT)
+    usable = ~differs[held.name[boxes.row]] & (held.kind[boxes.row] != Kind.OBJECT)
     rows = boxes.row[usable]
     places = np.flatnonzero(usable)
     shape = np.where((differs | (held.kind[held.first] == Kind.OBJECT))[:, None], 0, 1)
     shape = held.shape[held.first] * shape
-    found = check_coverage(held.tensor[rows], held.offset[rows], held.size[rows], shape)
+    region = held.name[rows].astype(np.int64)
+    found = check_coverage(region, held.offset[rows], held.size[rows], shape)
 
     def text(box: int) -> str:
         row = rows[box]
@@ -223,10 +199,10 @@ def check_held(held: Held, boxes: Boxes) -> None:
     def ranks(box: int) -> str:
         place = places[box]
         holders = boxes.holder[boxes.start[place] : boxes.start[place + 1]]
-        return ranks_text(held.rank[holders].tolist())
+        return name_ranks(held.rank[holders].tolist())
 
     def name(box: int) -> str:
-        return repr(held.names[held.tensor[rows[box]]])
+        return repr(held.names[held.name[rows[box]]])
 
     wrong += [
         f"{name(box)}: {text(box)} on {ranks(box)} reaches out of the shape "
@@ -241,7 +217,7 @@ def check_held(held: Held, boxes: Boxes) -> None:
     gaps = [
         f"{held.names[index]!r}: no rank holds {missing} of {int(np.prod(shape[index]))} elements, "
         f"first {box_text(offset, size, int(held.ndim[held.first[index]]))}; the rest is on "
-        + ranks_text(held.rank[held.tensor == index].tolist())
+        + name_ranks(held.rank[held.name == index].tolist())
         for index, missing, offset, size in found.gaps
     ]
     if wrong or gaps:
@@ -254,17 +230,17 @@ def check_held(held: Held, boxes: Boxes) -> None:
 
 def differing(held: Held) -> BoolArray:
     """Tells which FQNs are not the same kind, dtype and shape in all their rows: bool[t]."""
-    reference = held.first[held.tensor]
+    reference = held.first[held.name]
     same = held.kind == held.kind[reference]
     for column in (held.dtype, held.ndim, *held.shape.T):
         same &= column == column[reference]
     result = np.zeros(len(held.names), dtype=bool)
-    result[held.tensor[~same]] = True
+    result[held.name[~same]] = True
     return result
 
 
 def _definitions_text(held: Held, index: np.int64) -> str:
-    rows = np.flatnonzero(held.tensor == index)
+    rows = np.flatnonzero(held.name == index)
     seen: dict[str, list[int]] = {}
     for row in rows.tolist():
         kind = Kind(held.kind[row])
@@ -274,7 +250,7 @@ def _definitions_text(held: Held, index: np.int64) -> str:
         if kind == Kind.OPAQUE:
             what += ", of a tensor subclass or transformed"
         seen.setdefault(what, []).append(int(held.rank[row]))
-    told = "; ".join(f"{what} on {ranks_text(ranks)}" for what, ranks in seen.items())
+    told = "; ".join(f"{what} on {name_ranks(ranks)}" for what, ranks in seen.items())
     return f"{held.names[index]!r}: {told}"
 
 
@@ -285,33 +261,15 @@ def _repeated_texts(held: Held, boxes: Boxes) -> list[str]:
         box = box_text(held.offset[row], held.size[row], int(held.ndim[row]))
         bare = "the object" if held.kind[row] == Kind.OBJECT else "the scalar"
         what = box if held.ndim[row] else bare
-        found.setdefault((int(held.tensor[row]), what), []).append(int(held.rank[row]))
+        found.setdefault((int(held.name[row]), what), []).append(int(held.rank[row]))
     return [
-        f"{held.names[name]!r}: {what} is listed more than once by {ranks_text(ranks)}"
+        f"{held.names[name]!r}: {what} is listed more than once by {name_ranks(ranks)}"
         for (name, what), ranks in found.items()
     ]
 
 
 def _shape_text(held: Held, row: int) -> str:
     return str(tuple(held.shape[row, : held.ndim[row]].tolist()))
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Returns ranks as they are written in messages.
-
-    Examples:
-        >>> ranks_text([0, 1, 2, 5]), ranks_text([3])
-        ('ranks 0-2, 5', 'rank 3')
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    parts = [str(low) if low == high else f"{low}-{high}" for low, high in runs]
-    single = len(runs) == 1 and runs[0][0] == runs[0][1]
-    return f"{'rank' if single else 'ranks'} {', '.join(parts)}"
 
 
 def _listed(wrong: list[str]) -> str:
@@ -348,7 +306,7 @@ def group_values(held: Held, boxes: Boxes, differing: BoolArray) -> ValueGroups:
         code = classes.setdefault((alone, held.rank[holder[start:stop]].tobytes()), len(classes))
         group[start:stop] = code
         if alone >= 0:
-            told[code] = held.names[held.tensor[boxes.row[own]]]
+            told[code] = held.names[held.name[boxes.row[own]]]
     rank = held.rank[holder]
     order = np.lexsort((box, group, rank))
     before = offsets_of((held.value > 0).astype(np.int64))

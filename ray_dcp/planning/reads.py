@@ -33,7 +33,6 @@ from ray_dcp.core.values import (
     volume,
     widen,
 )
-from ray_dcp.errors import InvalidRequestError
 from ray_dcp.planning.coverage import missing_volumes
 
 
@@ -134,19 +133,11 @@ def slabs(
         offset: int64[D], the intersection, in global coordinates; within the box, not empty.
         size: int64[D].
         itemsize: Bytes of an element.
-        limit_bytes: Longest extent (`high - low`) of a slab.
-
-    Raises:
-        InvalidRequestError: The limit is below one element.
+        limit_bytes: Longest extent (`high - low`) of a slab; an element at least.
 
     Complexity:
         O(number of slabs x D), never more than about twice the necessary slabs.
     """
-    if limit_bytes < itemsize:
-        raise InvalidRequestError(
-            f"a slab needs room for one element of {itemsize} bytes, but the limit is "
-            f"{limit_bytes} bytes: raise it"
-        )
     step = strides(box_size[None])[0] * itemsize
     found: list[Slab] = []
     _split(offset, size, 0, (offset - box_offset) @ step, step, itemsize, limit_bytes, found)
@@ -408,15 +399,10 @@ def plan_reads(table: ChunkTable, wanted: Wanted) -> ReadPlan:
         table: What is stored.
         wanted: What is asked for. A box that reaches out of its tensor is uncovered there.
 
-    Raises:
-        InvalidRequestError: A wanted row names no tensor of the table, or has a negative offset
-            or length.
-
     Complexity:
         O(chunks) plus O(pairs of a wanted box and a chunk of its tensor), in numpy; memory for
         two million pairs at a time.
     """
-    _check(table, wanted)
     width = max(1, table.offset.shape[1], wanted.offset.shape[1])
     box = widen(wanted.offset, wanted.size, width)
     chunk_box = widen(table.offset, table.size, width)
@@ -436,22 +422,6 @@ def plan_reads(table: ChunkTable, wanted: Wanted) -> ReadPlan:
         uncovered=tuple(uncovered),
         bytes_needed=int((elements * wanted.itemsize).sum()),
     )
-
-
-def _check(table: ChunkTable, wanted: Wanted) -> None:
-    bad = np.flatnonzero(
-        (wanted.tensor < 0)
-        | (wanted.tensor >= table.num_tensors)
-        | (wanted.offset < 0).any(axis=1)
-        | (wanted.size < 0).any(axis=1)
-    )
-    if len(bad):
-        row = bad[0]
-        raise InvalidRequestError(
-            f"expected boxes of the checkpoint's {table.num_tensors} tensors, but {len(bad)} "
-            f"wanted rows are none; the first, row {row}, asks for tensor {wanted.tensor[row]}, "
-            f"offset {tuple(wanted.offset[row].tolist())}, size {tuple(wanted.size[row].tolist())}"
-        )
 
 
 def meetings(

@@ -17,7 +17,8 @@ from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.core.grouping import group_rows, offsets_of, within
 from ray_dcp.core.values import BoolArray, Int32Array, Int64Array, Kind, volume
 from ray_dcp.errors import UnsupportedValueError
-from ray_dcp.planning.merge import Boxes, Held, ranks_text
+from ray_dcp.planning.merge import Boxes, Held
+from ray_dcp.protocol.error_aggregation import name_ranks
 
 Ranks = npt.NDArray[np.integer]
 
@@ -346,12 +347,12 @@ def _itemsizes(held: Held, boxes: Boxes) -> Int64Array:
     bad = boxes.row[(kind == Kind.TENSOR) & (itemsize == 0)]
     if len(bad):
         told = sorted(
-            {f"{held.names[held.tensor[row]]!r} of {held.dtypes[held.dtype[row]]}" for row in bad}
+            {f"{held.names[held.name[row]]!r} of {held.dtypes[held.dtype[row]]}" for row in bad}
         )
         raise UnsupportedValueError(
             "expected tensors of a dtype whose raw bytes can be stored, but found "
             + ", ".join(told)
-            + f" on {ranks_text(held.rank[bad].tolist())}: dequantise or convert them"
+            + f" on {name_ranks(held.rank[bad].tolist())}: dequantise or convert them"
         )
     itemsize[(kind == Kind.OPAQUE) & (itemsize == 0)] = 1
     return itemsize
@@ -373,7 +374,7 @@ def _disagreements(
         rows = rows[held.value[rows] > 0]
         other = rows[held.value[rows] != held.value[rows[0]]]
         ranks = tuple(sorted(held.rank[other].tolist()))
-        told.append((held.names[held.tensor[boxes.row[box]]], ranks))
+        told.append((held.names[held.name[boxes.row[box]]], ranks))
     return differing, tuple(told)
 
 

@@ -47,12 +47,6 @@ def creates_if_absent_in(store: str, create: Create, read: Read, delete: Delete)
         return _KNOWN[store]
 
 
-def forget_probes() -> None:
-    """Has every store probed again; for tests that exchange the server behind a URL."""
-    with _LOCK:
-        _KNOWN.clear()
-
-
 def _tried(create: Create, read: Read, delete: Delete) -> bool:
     token = secrets.token_hex(6)
     first, race = f"{TEMP_PREFIX}{token}-probe", f"{TEMP_PREFIX}{token}-race"

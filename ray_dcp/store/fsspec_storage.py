@@ -51,19 +51,6 @@ class FsspecStorage(StorageAdapter):
         return (FsspecStorage, (self.filesystem, self._root))
 
     @classmethod
-    def at(cls, url: str, options: dict[str, object]) -> Storage:
-        """Returns the storage of a URL.
-
-        Args:
-            url: Of any protocol that fsspec serves; protocols may be chained.
-            options: Arguments of the filesystem.
-
-        Raises:
-            InvalidRequestError: Nothing serves the protocol, or the options are not understood.
-        """
-        return cls.within(*filesystem_of(url, options))
-
-    @classmethod
     def within(cls, filesystem: AbstractFileSystem, url: str) -> Storage:
         """Returns the storage of a path or URL in a ready filesystem."""
         filesystem, path = _unwrapped(filesystem, url)
@@ -76,7 +63,7 @@ def filesystem_of(url: str, options: dict[str, object]) -> tuple[AbstractFileSys
     """Returns the filesystem that fsspec makes for a URL or local path, and the path in it.
 
     Raises:
-        InvalidRequestError: As `FsspecStorage.at`.
+        InvalidRequestError: Nothing serves the protocol, or the options are not understood.
     """
     scheme = split_url(url)[0]
     try:

@@ -153,12 +153,6 @@ def open_temp(path: str, key: str, *, sync: bool, direct: bool = False) -> tuple
         raise error from exc
 
 
-def write_all(fd: int, data: memoryview) -> None:
-    """Writes all bytes at the descriptor's position."""
-    while len(data):
-        data = data[os.write(fd, data) :]
-
-
 def publish(temp: str, path: str, *, create: bool, sync: bool) -> None:
     """Gives a finished temporary file its name, atomically, and removes the temporary name.
 
@@ -190,13 +184,7 @@ def publish(temp: str, path: str, *, create: bool, sync: bool) -> None:
 
 def _link(temp: str, path: str) -> None:
     """Gives a file its name if that is free: by a hard link, or a rename where there are none."""
-    for give in (os.link, _rename_noreplace):
-        try:
-            give(temp, path)
-        except OSError as exc:
-            if exc.errno not in _NO_LINKS | _NO_FLAGS:
-                raise
-            continue
+    if _linked(temp, path):
         # Suppressed: the file has its name, and what a link leaves is no more than a second one.
         with suppress(OSError):
             os.unlink(temp)
@@ -205,6 +193,19 @@ def _link(temp: str, path: str) -> None:
     if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
     os.rename(temp, path)
+
+
+def _linked(temp: str, path: str) -> bool:
+    """Gives a file its name in one step; tells whether the filesystem can do that."""
+    for give in (os.link, _rename_noreplace):
+        try:
+            give(temp, path)
+        except OSError as exc:
+            if exc.errno not in _NO_LINKS | _NO_FLAGS:
+                raise
+            continue
+        return True
+    return False
 
 
 def creates_once(first: str, second: str, name: str) -> bool:
@@ -218,20 +219,14 @@ def creates_once(first: str, second: str, name: str) -> bool:
     Raises:
         OSError: It could not be tried.
     """
-    for give in (os.link, _rename_noreplace):
-        try:
-            # Why it has to succeed first: the kernel refuses a taken name before it asks the
-            # filesystem whether it can do this at all.
-            give(first, name)
-        except OSError as exc:
-            if exc.errno not in _NO_LINKS | _NO_FLAGS:
-                raise
-            continue
-        try:
-            give(second, name)
-        except FileExistsError:
-            return True
+    # Why it has to succeed first: the kernel refuses a taken name before it asks the filesystem
+    # whether it can do this at all.
+    if not _linked(first, name):
         return False
+    try:
+        _linked(second, name)
+    except FileExistsError:
+        return True
     return False
 
 
@@ -709,19 +704,12 @@ class LocalStorage:
         """See `Storage.write`."""
         path = self._path(key)
         view = as_bytes_view(data)
-        fd, temp, _ = open_temp(path, key, sync=self._durable)
+        writer = LocalWriter(path, key, sync=self._durable, direct=False)
         try:
-            try:
-                write_all(fd, view)
-                if self._durable:
-                    os.fsync(fd)
-            finally:
-                os.close(fd)
-            publish(temp, path, create=create, sync=self._durable)
-        except OSError as exc:
-            with suppress(OSError):
-                os.unlink(temp)
-            raise os_failure(exc, "create" if create else "write", key, path) from exc
+            writer.write(view)
+            writer.commit(create=create)
+        finally:
+            writer.abort()
 
     def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
         """See `Storage.open_writer`."""

@@ -96,9 +96,9 @@ def open_storage(target: AnyPlace) -> Storage:
 
         return ObjectStorage.at(scheme, rest.rstrip("/"), options)
     if scheme not in ("", "file", "local", "memory"):
-        from ray_dcp.store.fsspec_storage import FsspecStorage
+        from ray_dcp.store.fsspec_storage import FsspecStorage, filesystem_of
 
-        return FsspecStorage.at(place.url, options)
+        return FsspecStorage.within(*filesystem_of(place.url, options))
     if options:
         raise InvalidRequestError(
             f"{scheme or 'file'} storage takes no storage_options, but got "

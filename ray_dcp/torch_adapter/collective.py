@@ -56,21 +56,6 @@ def failure_of(error: BaseException) -> Failure:
     return (error if _survives_pickling(error) else _stand_in(error)), stack
 
 
-def as_checkpoint_error(error: BaseException, doing: str, *, rank: int) -> CheckpointError:
-    """Returns an error of user code as a `CheckpointError` with `.failures`.
-
-    Args:
-        error: What was raised; a `CheckpointError` of ray_dcp itself is returned as it is.
-        doing: What ran, for the message, such as `"MyPlanner.create_local_plan"`.
-        rank: This rank.
-    """
-    if isinstance(error, CheckpointError):
-        return error
-    wrapped = _class_for(error)(f"{doing} raised {_line(error)}", rank=rank)
-    wrapped.__cause__ = error
-    return wrapped.with_failures({rank: failure_of(error)})
-
-
 def call_user_code(doing: str, code: Callable[[], T], *, rank: int) -> T:
     """Returns what `code` returns; what it raises comes as a `CheckpointError`.
 
@@ -84,9 +69,11 @@ def call_user_code(doing: str, code: Callable[[], T], *, rank: int) -> T:
     """
     try:
         return code()
-    except (Exception, CheckpointException) as error:  # noqa: BLE001 - that is the point
-        wrapped = as_checkpoint_error(error, doing, rank=rank)
-        raise wrapped from wrapped.__cause__
+    except CheckpointError:
+        raise
+    except (Exception, CheckpointException) as error:
+        wrapped = _class_for(error)(f"{doing} raised {_line(error)}", rank=rank)
+        raise wrapped.with_failures({rank: failure_of(error)}) from error
 
 
 def combined_error(
@@ -106,8 +93,6 @@ def combined_error(
     Raises:
         InternalError: `failures` is empty.
     """
-    if not failures:
-        raise InternalError(f"{doing} was reported as failed, but no rank failed")
     ranks = sorted(failures)
     classes = {_class_for(failures[rank][0]) for rank in ranks}
     made = classes.pop() if len(classes) == 1 else CheckpointError
@@ -373,7 +358,7 @@ def _follow(group: Group, step: str, result: _Result, lost: Lost | None) -> Step
         inbox = yield from _send(group, f"{step}/scatter", {})
     except ParticipantError as error:
         raise (error if lost is None else lost(error)) from None
-    answer = _from(inbox, group.coordinator_rank)
+    answer = bytes(inbox[group.coordinator_rank])
     if answer[:1] == _OK:
         return lambda: pickle.loads(answer[1:])
     raise _told_here(_load_error(group, step, answer[1:]), result)
@@ -389,7 +374,7 @@ def _coordinate(
     results = {group.rank: result}
     if group.world_size > 1:
         inbox = yield from _send(group, f"{step}/gather", {})
-        results |= {rank: _load_result(_from(inbox, rank), rank) for rank in group.others}
+        results |= {rank: _load_result(bytes(inbox[rank]), rank) for rank in group.others}
     failures = {rank: r.failure for rank, r in results.items() if r.failure is not None}
     if not failures:
         values = [r.value for _, r in sorted(results.items())]
@@ -511,9 +496,3 @@ def _send(group: Group, tag: str, outbox: Mapping[int, bytes]) -> Steps[Mapping[
             raise InternalError(
                 f"expected Exchanged for {tag}, got {type(reply).__name__}", rank=group.rank
             )
-
-
-def _from(inbox: Mapping[int, bytes], rank: int) -> bytes:
-    if rank not in inbox:
-        raise InternalError(f"nothing came from rank {rank}, only from {sorted(inbox)}")
-    return bytes(inbox[rank])

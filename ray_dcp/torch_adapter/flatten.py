@@ -25,6 +25,7 @@ import torch
 
 from ray_dcp.core.values import IntKey, NamePath
 from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError, StateDictError
+from ray_dcp.format.names import is_unicode
 from ray_dcp.options import KeyMap
 
 MAX_DEPTH = 200
@@ -114,13 +115,9 @@ def flatten_top(state_dict: Mapping[Any, Any]) -> Flat:
     Raises:
         StateDictError: Two keys are the same as text.
     """
-    flat = Flat()
-    for key, value in state_dict.items():
-        flat.names.append(str(key))
-        flat.paths.append((key if type(key) is str else _text(key),))
-        flat.values.append(value)
-        flat.parents.append(state_dict)
-        flat.keys.append(key)
+    keys, values = list(state_dict), list(state_dict.values())
+    paths: list[NamePath] = [(key if type(key) is str else _text(key),) for key in keys]
+    flat = Flat(list(map(str, keys)), paths, values, [state_dict] * len(keys), keys)
     check_names(flat.names)
     return flat
 
@@ -256,16 +253,14 @@ def check_names(names: list[str]) -> None:
     Raises:
         StateDictError: Two are equal, or one has no UTF-8: half of a surrogate pair.
     """
-    try:
-        "".join(names).encode()
-    except UnicodeEncodeError as error:
-        wrong = next(name for name in names if not _has_utf8(name))
+    if not is_unicode("".join(names)):
+        wrong = next(name for name in names if not is_unicode(name))
         raise StateDictError(
-            f"expected keys that are Unicode text, but {wrong!a} has half of a surrogate pair "
-            f"({error.reason}), which no file can hold; rename it, or repair it with "
+            f"expected keys that are Unicode text, but {wrong!a} has half of a surrogate pair, "
+            f"which no file can hold; rename it, or repair it with "
             "key.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')",
             key=ascii(wrong),
-        ) from error
+        )
     if len(set(names)) == len(names):
         return
     twice = [name for name, times in Counter(names).items() if times > 1]
@@ -275,14 +270,6 @@ def check_names(names: list[str]) -> None:
         "rename one of the nested keys that join to the same dotted name",
         key=twice[0],
     )
-
-
-def _has_utf8(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _check_step(here: Any, key: str | int, path: NamePath) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import logging
 import pickle
-import threading
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
@@ -30,6 +29,7 @@ from ray_dcp.errors import (
     InvalidRequestError,
     ParticipantError,
 )
+from ray_dcp.io.threads import Stop, run_within
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.torch_adapter.collective import (
     Group,
@@ -64,8 +64,7 @@ def await_future(future: Any, timeout_s: float, *, doing: str, rank: int) -> Any
         InvalidRequestError: It is no future.
         BaseException: Whatever the future failed with.
 
-    Careful: a future that has neither `add_done_callback` nor `result` is waited for in a
-    daemon thread, which stays behind when the deadline passes.
+    Careful: it is waited for in a daemon thread, which stays behind when the deadline passes.
     """
     if not hasattr(future, "wait") and not hasattr(future, "result"):
         raise InvalidRequestError(
@@ -74,50 +73,21 @@ def await_future(future: Any, timeout_s: float, *, doing: str, rank: int) -> Any
             f"already done",
             rank=rank,
         )
-    completed = threading.Event()
-    if hasattr(future, "add_done_callback"):
-        future.add_done_callback(lambda _: completed.set())
-        get = _getter(future)
-    else:
-        get = _in_thread(_getter(future), completed)
-    if not completed.wait(timeout_s):
-        raise DeadlineError(
-            f"{doing} returned a future that did not complete within {timeout_s:g} s on rank "
-            f"{rank}; raise the timeout, or find what the storage waits for",
-            rank=rank,
-        )
-    return get()
 
-
-def _getter(future: Any) -> Callable[[], Any]:
     def get() -> Any:
         if not hasattr(future, "wait"):
             return future.result()
         waited = future.wait()
         return future.value() if hasattr(future, "value") else waited
 
-    return get
+    def overdue() -> DeadlineError:
+        return DeadlineError(
+            f"{doing} returned a future that did not complete within {timeout_s:g} s on rank "
+            f"{rank}; raise the timeout, or find what the storage waits for",
+            rank=rank,
+        )
 
-
-def _in_thread(get: Callable[[], Any], completed: threading.Event) -> Callable[[], Any]:
-    values: list[Any] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            values.append(get())
-        except BaseException as error:  # noqa: BLE001 - handed to the waiting thread
-            errors.append(error)
-        completed.set()
-
-    threading.Thread(target=run, name="ray_dcp-await", daemon=True).start()
-
-    def outcome() -> Any:
-        if errors:
-            raise errors[0]
-        return values[0]
-
-    return outcome
+    return run_within(get, timeout_s, Stop(), overdue, unwind_s=0.0)
 
 
 CheckpointId = AnyPlace

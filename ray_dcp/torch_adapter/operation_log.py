@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import c10d_logger
 from torch.distributed.checkpoint import logger as _stock
 
@@ -53,10 +52,11 @@ class OperationLog:
         planner: Any = None,
     ) -> None:
         self.operation = operation
-        self._id = str(uuid.uuid4().int)
         given = checkpoint_id or getattr(storage_writer or storage_reader, "checkpoint_id", None)
-        self._checkpoint_id = None if given is None else str(given)
-        self._fields: dict[str, Any] = {"checkpoint_id": self._checkpoint_id, "uuid": self._id}
+        self._fields: dict[str, Any] = {
+            "checkpoint_id": None if given is None else str(given),
+            "uuid": str(uuid.uuid4().int),
+        }
         named = {
             "storage_writer": storage_writer,
             "storage_reader": storage_reader,
@@ -67,10 +67,9 @@ class OperationLog:
                 self._fields[name] = type(value).__name__
         self._begun_s: dict[str, float] = {}
         self._phase: str | None = None
-        self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     def __enter__(self) -> OperationLog:
-        self._tell(self.operation, "begun")
+        self._tell(self.operation, "start")
         return self
 
     def __exit__(
@@ -79,9 +78,8 @@ class OperationLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        what = "done" if error is None else "failed"
         self._end_phase(error)
-        self._tell(self.operation, what, error)
+        self._end(self.operation, error)
 
     def enter(self, phase: str) -> None:
         """Notes that a rank begins with something else; see `RankProgress.enter`."""
@@ -92,7 +90,7 @@ class OperationLog:
             return
         self._end_phase(None)
         self._phase = name
-        self._tell(name, "begun")
+        self._tell(name, "start")
 
     def uploading(self, handle: Any) -> None:
         """Tells of what goes on in the background, to its end.
@@ -100,11 +98,11 @@ class OperationLog:
         Args:
             handle: A future.
         """
-        self._tell("upload", "begun")
+        self._tell("upload", "start")
 
         def ended(future: Any) -> None:
             error = None if future.cancelled() else Future.exception(future)
-            self._tell("upload", "done" if error is None else "failed", error)
+            self._end("upload", error)
 
         # Why the base's methods: a handle notes who looks at it, and to log is not to look.
         Future.add_done_callback(handle, ended)
@@ -112,30 +110,23 @@ class OperationLog:
     def _end_phase(self, error: BaseException | None) -> None:
         phase, self._phase = self._phase, None
         if phase is not None:
-            self._tell(phase, "done" if error is None else "failed", error)
+            self._end(phase, error)
 
-    def _tell(self, phase: str, what: Any, error: BaseException | None = None) -> None:
+    def _end(self, phase: str, error: BaseException | None) -> None:
+        self._tell(phase, "end" if error is None else "exception", error)
+
+    def _tell(self, phase: str, event: str, error: BaseException | None = None) -> None:
+        """Logs the dict that DCP's decorator would log."""
         now_s = time.monotonic()
-        seconds = None
-        if what == "begun":
+        if event == "start":
             self._begun_s[phase] = now_s
-        else:
-            seconds = now_s - self._begun_s.get(phase, now_s)
-        level = logging.ERROR if what == "failed" else logging.DEBUG
-        if DCP_LOGGER.isEnabledFor(level):
-            DCP_LOGGER.log(level, self._message(phase, what, seconds, error))
-
-    def _message(
-        self, phase: str, what: str, seconds: float | None, error: BaseException | None
-    ) -> dict[str, Any]:
-        """Returns the dict that DCP's decorator would log."""
-        message = dict(self._fields)
-        message.update(c10d_logger._get_msg_dict(phase))
-        message["event"] = {"begun": "start", "done": "end", "failed": "exception"}[what]
-        message["time"] = time.time_ns()
-        message["log_exceptions"] = True
-        if seconds is not None and error is None:
-            message["times_spent"] = int(seconds * 1e9)
+        level = logging.DEBUG if error is None else logging.ERROR
+        if not DCP_LOGGER.isEnabledFor(level):
+            return
+        message = {**self._fields, **c10d_logger._get_msg_dict(phase)}
+        message |= {"event": event, "time": time.time_ns(), "log_exceptions": True}
+        if event == "end":
+            message["times_spent"] = int((now_s - self._begun_s[phase]) * 1e9)
         if error is not None:
             message["error"] = f"{error}"
-        return message
+        DCP_LOGGER.log(level, message)

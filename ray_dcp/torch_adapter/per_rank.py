@@ -9,7 +9,6 @@ from typing import Any
 
 from ray_dcp.errors import (
     DamagedCheckpointError,
-    InternalError,
     InvalidRequestError,
     StateDictError,
 )
@@ -219,11 +218,8 @@ class OwnValues:
 
         Raises:
             CheckpointError: A user's function raised.
-            InternalError: A value was never read.
         """
         for own in self._own:
-            if any(number not in self._values for number in own.numbers):
-                raise InternalError(f"{own.fqn!r} was planned but not read", key=own.fqn)
             values = [self._values[number] for number in own.numbers]
             own.target.value = values[0] if own.merge is None else self._merged(own, values)
 

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from ray_dcp.core.values import ChunkTable, Kind, volume
+from ray_dcp.core.values import ChunkTable, Kind
 from ray_dcp.errors import (
     CoverageError,
     ShapeMismatchError,
@@ -25,6 +24,7 @@ from ray_dcp.errors import (
     UnsafeCheckpointError,
 )
 from ray_dcp.options import LoadOptions
+from ray_dcp.planning.coverage import lacks_parts
 from ray_dcp.torch_adapter.collective import Group, Steps, call_user_code, reduce_scatter
 from ray_dcp.torch_adapter.objects import dump_object, load_object
 from ray_dcp.torch_adapter.sink import Boxes, TensorSink
@@ -249,9 +249,7 @@ class PlannedReads:
         DCP's planning leaves out what no chunk holds, and its load leaves it as it was.
         """
         wanted = self._stored.union(self._index[n] for n in self._asked() if n in self._index)
-        have = np.zeros(self._table.num_tensors, dtype=np.int64)
-        np.add.at(have, self._table.tensor, volume(self._table.size))
-        short = have < volume(self._table.shape)
+        short = lacks_parts(self._table)
         lacking = [self._table.names[tensor] for tensor in sorted(wanted) if short[tensor]]
         if lacking:
             raise CoverageError(

@@ -9,7 +9,7 @@ else the planner's metadata says. Loads are in `planner_load`.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -163,7 +163,19 @@ def capture_with_planner(
         refuse_per_rank(state, f"the planner {type(planner).__name__}")
         set_up_save_planner(planner, state, storage_meta, is_coordinator=group.is_coordinator)
 
-    return hooks.steps(set_up)
+    if not plans_globally(planner):
+        hooks.guard("set_up_planner", set_up)
+        plan = hooks.guard("create_local_plan", hooks.whole_local_plan)
+        return hooks.capture(plan.items, hooks.paths_of(plan.planner_data), is_shared=True)
+
+    def local_plan() -> SavePlan:
+        set_up()
+        return planner.create_local_plan()
+
+    part = yield from reduce_scatter(group, "plan", local_plan, hooks.global_plan)
+    new_plan, paths = part()
+    plan = hooks.guard("finish_plan", lambda: planner.finish_plan(new_plan))
+    return hooks.capture(plan.items, paths, is_shared=False)
 
 
 def plans_globally(planner: SavePlanner) -> bool:
@@ -206,24 +218,6 @@ class _Hooks:
         """Returns what `code` returns; errors of the planner come as `CheckpointError`."""
         return call_user_code(f"{self.name}.{hook}", code, rank=self.group.rank)
 
-    def steps(self, set_up: Callable[[], None]) -> Steps[Capture]:
-        if plans_globally(self.planner):
-            return (yield from self.steps_of_all(set_up))
-        self.guard("set_up_planner", set_up)
-        plan = self.guard("create_local_plan", self.whole_local_plan)
-        return self.capture(plan.items, self.paths_of(plan.planner_data), is_shared=True)
-
-    def steps_of_all(self, set_up: Callable[[], None]) -> Steps[Capture]:
-        """As `steps`, for a planner that decides between ranks."""
-
-        def local_plan() -> SavePlan:
-            set_up()
-            return self.planner.create_local_plan()
-
-        part = yield from reduce_scatter(self.group, "plan", local_plan, self.global_plan)
-        plan, paths = self.guard("finish_plan", lambda: self.finished(part()))
-        return self.capture(plan.items, paths, is_shared=False)
-
     def whole_local_plan(self) -> SavePlan:
         """Returns the local plan, never "as last time": that only spares DCP its gather."""
         planner: Any = self.planner
@@ -248,12 +242,6 @@ class _Hooks:
             (new, {i.index.fqn: paths[i.index.fqn] for i in full.items if i.index.fqn in paths})
             for new, full in zip(new_plans, whole, strict=True)
         ]
-
-    def finished(
-        self, part: tuple[SavePlan, dict[str, NamePath]]
-    ) -> tuple[SavePlan, dict[str, NamePath]]:
-        plan, paths = part
-        return self.planner.finish_plan(plan), paths
 
     def paths_of(self, planner_data: Any, *, is_final: bool = False) -> dict[str, NamePath]:
         """Returns the flattening that a plan or metadata tells."""

@@ -27,7 +27,6 @@ from ray_dcp.core.values import ChunkTable, Int64Array, Kind
 from ray_dcp.errors import (
     CoverageError,
     DamagedCheckpointError,
-    InternalError,
     InvalidRequestError,
     MissingKeyError,
     ShapeMismatchError,
@@ -295,14 +294,7 @@ class Placing:
         return [fqn for number, fqn in wanted if self._first_chunk[number] < 0]
 
     def finish(self) -> None:
-        """Puts new tensors and the objects into their containers.
-
-        Raises:
-            InternalError: The bytes of an object were never handed over.
-        """
-        unread = [fqn for i, (_, fqn, _) in enumerate(self.objects) if i not in self._placed]
-        if unread:
-            raise InternalError(f"objects were planned but not read: {', '.join(unread)}")
+        """Puts new tensors and the objects into their containers."""
         for (parent, key), fresh in self._fresh:
             parent[key] = fresh.value
         for number, (_, _, (parent, key)) in enumerate(self.objects):

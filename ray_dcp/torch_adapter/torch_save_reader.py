@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ray_dcp.errors import (
@@ -28,7 +28,7 @@ class TensorsOnlyError(UnsupportedValueError, RuntimeError):
     """The state dict has values that are no tensors; DCP raises a `RuntimeError` then."""
 
 
-class TorchSaveReader(StorageReader):
+class TorchSaveReader(BroadcastingTorchSaveReader):
     """Reads a file of `torch.save` into what torch's `DynamicMetaLoadPlanner` plans.
 
     The file is mapped. Where ranks with a process group load together, one rank sends one whole
@@ -45,35 +45,15 @@ class TorchSaveReader(StorageReader):
     """
 
     def __init__(self, path: str | os.PathLike[str], coordinator_rank: int) -> None:
+        super().__init__(path, coordinator_rank)
         self.weights_only = True
         self.num_ranks = 1
         self._path = os.fspath(path)
-        self._coordinator_rank = coordinator_rank
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Does nothing: the file was decided."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Takes files."""
-        return os.path.isfile(checkpoint_id)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Returns none: the planner makes it of what is wanted."""
-        return Metadata({})
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Does nothing."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Returns the plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Returns the plans as they are."""
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads what is planned.
@@ -96,14 +76,14 @@ class TorchSaveReader(StorageReader):
         sends = self.num_ranks > 1 and dist.is_available() and dist.is_initialized()
         names = sorted(_sizes(planner)) if sends else list(wanted)
         held, failed = None, None
-        if not sends or dist.get_rank() == self._coordinator_rank:
+        if not sends or dist.get_rank() == self.coordinator_rank:
             try:
                 held = self._held(planner, names)
             except Exception as error:  # noqa: BLE001 - raised below, on every rank
                 failed = error
         told: list[Any] = [failed or {n: (t.shape, t.dtype) for n, t in (held or {}).items()}]
         if sends:
-            dist.broadcast_object_list(told, src=self._coordinator_rank)
+            dist.broadcast_object_list(told, src=self.coordinator_rank)
         if isinstance(told[0], Exception):
             raise told[0]
         for name in names:
@@ -113,7 +93,7 @@ class TorchSaveReader(StorageReader):
                 tensor = tensor.to(default_device()).contiguous()
                 if held is None:
                     tensor = torch.empty(shape, dtype=dtype, device=default_device())
-                dist.broadcast(tensor, src=self._coordinator_rank)
+                dist.broadcast(tensor, src=self.coordinator_rank)
             for item in wanted.get(name, []):
                 _place(tensor, item, planner)
         future: Future[None] = Future()

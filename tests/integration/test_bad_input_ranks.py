@@ -173,7 +173,7 @@ def test_a_tensor_on_a_mesh_of_more_ranks_than_save_is_a_gap_told_with_the_rest(
     attempts = ranks.run(save, str(place))[:2]
     one_error(
         attempts, PlanConflictError, str(place), "'w': no rank holds 3 of 9 elements",
-        "the rest is on ranks 0-1", "'b': (2,) of float32 on rank 0; (3,) of float32 on rank 1",
+        "the rest is on ranks 0, 1", "'b': (2,) of float32 on rank 0; (3,) of float32 on rank 1",
     )  # fmt: skip
 
 

@@ -284,40 +284,6 @@ def test_reading_leaks_no_descriptors_even_when_it_fails(tmp_path):
     assert open_below(tmp_path) == []
 
 
-@pytest.mark.parametrize("target", [bytes(1024), bytearray(1023), bytearray(1025)])
-def test_a_target_that_does_not_fit_is_refused(storage, target):
-    arrays = [random_array(16, 16)]
-    table = written(storage, arrays)
-
-    class Wrong(Sink):
-        def buffer(self, row):
-            return memoryview(target)
-
-    with pytest.raises(errors.InvalidRequestError, match="1024 writable bytes"):
-        read(storage, table, whole(arrays), Wrong([1024]))
-
-
-def test_a_wrong_element_size_is_refused(storage):
-    table = written(storage, [random_array(16, 16)])
-    wanted = replace(whole([random_array(16, 16)]), itemsize=np.array([8]))
-    with pytest.raises(errors.InvalidRequestError, match="stored with 4"):
-        read(storage, table, wanted, Sink([2048]))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"payload_bytes": np.array([1020])},
-        {"check_start": np.array([0, 0])},
-        {"block_bytes": np.array([256])},
-    ],
-)
-def test_a_table_that_contradicts_itself_is_damage(storage, change):
-    table = replace(written(storage, [random_array(16, 16)]), **change)
-    with pytest.raises(errors.DamagedCheckpointError, match="contradicts itself"):
-        read(storage, table, whole([random_array(16, 16)]))
-
-
 @pytest.mark.parametrize("whole_item_bytes", [1, 1 << 20])
 def test_a_row_that_needs_an_opaque_chunk_is_never_done(storage, monkeypatch, whole_item_bytes):
     monkeypatch.setattr(reader, "_WHOLE_ITEM_BYTES", whole_item_bytes)
