@@ -9,8 +9,6 @@ import math
 import pytest
 
 from tests.bench import async_saves
-from tests.bench.async_peers import Lap
-from tests.bench.async_rows import ROWS
 
 MEASURED = ("stall", "first", "durable", "cpu", "memory")
 """Without the rows that need peers, ranks and nodes of their own, which take minutes."""
@@ -34,19 +32,3 @@ def test_the_bench_measures_every_row_of_one_process_and_leaves_nothing(tmp_path
     assert facts["CPU"] / 0.004 == pytest.approx(rows["cpu"]["value"], rel=0.2)
     assert list(written.iterdir()) == []
     assert {"note": "left in /dev/shm: nothing"} in told
-
-
-def test_time_is_lost_against_as_many_steps_without_a_save():
-    alone = Lap(wall_s=2.0, steps=10)
-    assert Lap(wall_s=2.5, steps=10).lost_s(alone) == pytest.approx(0.5)
-    # It went on training until the checkpoint stood.
-    assert Lap(wall_s=5.0, steps=20).lost_s(alone) == pytest.approx(1.0)
-
-
-def test_a_row_is_missed_on_the_side_of_its_limit_that_is_worse():
-    (stall,) = [row for row in ROWS if row.key == "stall"]
-    (durable,) = [row for row in ROWS if row.key == "durable"]
-    assert stall.missed(stall.ship + 0.01)
-    assert not stall.missed(stall.ship)
-    assert durable.missed(durable.ship - 0.01)
-    assert not durable.missed(durable.ship)
