@@ -23,10 +23,9 @@ from torch.distributed.checkpoint import (
 
 import ray_dcp
 from ray_dcp.errors import MissingKeyError
-from ray_dcp.runtime.worker_group import WorkerGroup
 from tests.attempts import sound_state
 
-pytestmark = pytest.mark.usefixtures("ray_session")
+NUM_RANKS = 2
 
 
 class MySavePlanner(DefaultSavePlanner):
@@ -43,12 +42,6 @@ class MyWriter(FileSystemWriter):
 
 class MyReader(FileSystemReader):
     """The same."""
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with WorkerGroup(2, run_timeout_s=400) as group:
-        yield group
 
 
 def uses(call: Callable[[], Any]) -> int:

@@ -18,11 +18,7 @@ from tests.polling import eventually, lives
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
-
-@pytest.fixture(scope="module")
-def ranks():
-    with WorkerGroup(3, release_s=60) as group:
-        yield group
+NUM_RANKS = 3
 
 
 def sum_of_ranks() -> tuple[int, int, float]:
