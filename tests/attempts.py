@@ -105,11 +105,16 @@ def step_that_loads(path: str) -> int:
     found = sound_state(0, fill=False)
     ray_dcp.load(found, checkpoint_id=path)
     step: int = found["step"]
+    check_sound(found, step)
+    return step
+
+
+def check_sound(found: dict[str, Any], step: int) -> None:
+    """Checks that what was loaded is the whole `sound_state` of a step."""
     expected = sound_state(step)
     assert torch.equal(found["sharded"].to_local(), expected["sharded"].to_local())
     assert torch.equal(found["plain"], expected["plain"])
-    assert found["note"] == expected["note"]
-    return step
+    assert (found["step"], found["note"]) == (step, expected["note"])
 
 
 def names_at(path: Path) -> set[str]:

@@ -6,7 +6,6 @@ import pickle
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ray_dcp.errors import CheckpointError
 from ray_dcp.protocol.aggregation import (
     Batch,
     BatchedReplies,
@@ -14,10 +13,11 @@ from ray_dcp.protocol.aggregation import (
     MessageBatch,
     is_gathered,
 )
+from ray_dcp.protocol.commands import step_of
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import Request
 from ray_dcp.runtime.tasks import new_attempt, perform
-from tests.inline_ranks import RankResult, Shell, Time
+from tests.inline_ranks import HEARTBEAT_S, Shell, Time, World
 
 
 @dataclass
@@ -30,93 +30,62 @@ class _Group:
     asked: dict[int, Request] = field(default_factory=dict)
 
 
-class Gathered:
+class Gathered(World):
     """Rank generators, gatherers and one coordination.
 
+    Args:
+        groups: The ranks of each gatherer.
+        coordination: To go on with one that has a past.
+        kill: From a gatherer to whether it dies; asked before each of its events.
+
     Attributes:
-        messages: How many the coordinator heard, by step; of gatherers, and of ranks.
-        together: Which messages it was told in one go.
+        messages: How many the coordinator heard of gatherers, by step.
+        direct: How many it heard of ranks, by type.
+        batches: Which messages it was told in one go.
     """
 
-    def __init__(self, groups, coordination=None, performer=perform):
-        self.time = Time()
+    def __init__(self, groups, coordination=None, kill=lambda group: False):
+        self.time, self._kill = Time(), kill
         self.coordination = coordination or Coordination(
             epoch=1, new_attempt=new_attempt, clock=self.time
         )
-        self.shell = Shell(self.coordination, performer, self.time)
+        super().__init__(Shell(self.coordination, perform, self.time))
         self.groups = [_Group(ranks, BatchWindow(ranks, self.time)) for ranks in groups]
         self.messages, self.direct, self.batches = Counter(), Counter(), []
 
-    def run(self, ranks, choose=lambda count: 0, kill=lambda group: False):
-        """Runs generators to their ends; `kill` is asked before each event of a gatherer."""
-        self.results = [RankResult(ended=False) for _ in ranks]
-        self.generators, self.waiting = ranks, {}
-        self.ready = [(rank, None) for rank in range(len(ranks))]
-        while True:
-            events = self._events()
-            if not events:
-                if not self.waiting:
-                    return self.results
-                self._pass_time()
-                continue
-            event = events[choose(len(events))]
-            if isinstance(event[1], _Group) and not event[1].is_dead and kill(event[1]):
-                self._kill(event[1])
-            else:
-                event[0](*event[1:])
-            self._hand_out()
-
     def _events(self):
-        return [
-            *((self._advance, at) for at in range(len(self.ready))),
-            *((self._send, group) for group in self.groups if group.outbox),
-            *((self.shell.perform, at) for at in range(len(self.shell.tasks))),
-        ]
+        return [*super()._events(), *((self._pass_on, g) for g in self.groups if g.outbox)]
 
-    def _pass_time(self):
-        due = [g.gathering.next_s for g in self.groups if not g.is_dead]
-        due = [at_s for at_s in due if at_s is not None]
-        if due:
-            self.time.now_s = max(self.time.now_s, min(due))
-            for group in self.groups:
-                group.outbox += [] if group.is_dead else group.gathering.due()
-            return
-        beating = [("s", rank, 60.0) for rank in self.waiting]
-        assert self.shell.expire(beating), f"nothing will ever happen for {self.waiting}"
-        self._hand_out()
+    def _let_time_pass(self):
+        living = [group for group in self.groups if not group.is_dead]
+        due = [at_s for group in living if (at_s := group.gathering.next_s) is not None]
+        if not due:
+            return super()._let_time_pass()
+        self.time.now_s = max(self.time.now_s, min(due))
+        for group in living:
+            group.outbox += group.gathering.due()
+        return True
 
-    def _advance(self, at):
-        rank, reply = self.ready.pop(at)
-        try:
-            steps = self.generators[rank]
-            request = next(steps) if reply is None else steps.send(reply)
-        except StopIteration as end:
-            self.results[rank] = RankResult(value=end.value)
-            return
-        except CheckpointError as error:
-            self.results[rank] = RankResult(error=error)
-            return
-        self.waiting[rank] = request
-        group = next((g for g in self.groups if rank in g.ranks), None)
+    def _send(self, which, request):
+        group = next((g for g in self.groups if request.rank in g.ranks), None)
         if group is None or group.is_dead or not is_gathered(request):
-            self._call(rank, request)
-        else:
-            group.asked[rank] = request
-            group.outbox += group.gathering.take(pickle.loads(pickle.dumps(request)))
+            self.direct[type(request).__name__] += 1
+            super()._send(which, request)
+            return
+        self._waiting[request.key, request.rank, step_of(request)] = which
+        group.asked[request.rank] = request
+        group.outbox += group.gathering.take(pickle.loads(pickle.dumps(request)))
 
-    def _call(self, rank, request):
-        self.direct[type(request).__name__] += 1
-        refused = self.shell.receive(request, 60.0)
-        if refused is not None and self.waiting.pop(rank, None):
-            self.ready.append((rank, refused))
-
-    def _send(self, group):
+    def _pass_on(self, group):
+        if self._kill(group):
+            self._die(group)
+            return
         message = pickle.loads(pickle.dumps(group.outbox.pop(0)))
         self.messages[message.step] += 1
         self.batches.append(message)
-        group.asking.append((message, self.shell.receive_batch(message, 60.0)))
+        group.asking.append((message, self.shell.receive_batch(message, HEARTBEAT_S)))
 
-    def _kill(self, group):
+    def _die(self, group):
         """What it holds is lost; its ranks notice, and say the same to the coordinator."""
         group.is_dead = True
         group.outbox.clear()
@@ -126,30 +95,22 @@ class Gathered:
         list(self.shell.batches.ready())
         group.asking.clear()
         asked, group.asked = group.asked, {}
-        for rank, request in asked.items():
-            if rank in self.waiting:
-                self._call(rank, request)
+        for request in asked.values():
+            which = self._waiting.pop((request.key, request.rank, step_of(request)), None)
+            if which is not None:
+                self._send(which, request)
 
     def _hand_out(self):
-        answers, self.shell.answers = self.shell.answers, []
-        for answer in answers:
-            (rank,) = answer.ranks
-            if self.waiting.pop(rank, None):
-                self.ready.append((rank, answer.reply))
+        super()._hand_out()
         list(self.shell.batches.ready())
         for group in self.groups:
-            for message, batch in [*group.asking]:
-                if batch.replies:
-                    group.asking.remove((message, batch))
-                    self._told(group, message, BatchedReplies(tuple(batch.replies)), batch.waiting)
-
-    def _told(self, group, message, told, left):
-        told = pickle.loads(pickle.dumps(told))
-        group.gathering.replied(message, told)
-        for ranks, reply in told.replies:
-            for rank in ranks:
-                group.asked.pop(rank, None)
-                if self.waiting.pop(rank, None):
-                    self.ready.append((rank, reply))
-        if left:  # others wait still: the same is said again, for them
-            group.outbox.append(message.only(left))
+            for message, batch in [one for one in group.asking if one[1].replies]:
+                group.asking.remove((message, batch))
+                told = pickle.loads(pickle.dumps(BatchedReplies(tuple(batch.replies))))
+                group.gathering.replied(message, told)
+                for ranks, reply in told.replies:
+                    for rank in ranks:
+                        group.asked.pop(rank, None)
+                        self._told(message.key, rank, message.step, reply)
+                if batch.waiting:  # others wait still: the same is said again, for them
+                    group.outbox.append(message.only(batch.waiting))

@@ -122,7 +122,7 @@ class RankResult(Generic[T]):
     """How a rank ended: with a value, with an error, or not at all."""
 
     value: T | None = None
-    error: CheckpointError | None = None
+    error: BaseException | None = None
     ended: bool = True
 
     def get(self) -> T:
@@ -147,6 +147,7 @@ def run_ranks(
     fate: Callable[[Request], Fate] | None = None,
     performer: Performer = perform,
     coordination: Coordination | None = None,
+    catches: type[BaseException] = CheckpointError,
 ) -> list[RankResult[T]]:
     """Runs rank generators against one coordination, in this thread, to their ends.
 
@@ -163,6 +164,7 @@ def run_ranks(
             twice already.
         performer: What carries out tasks.
         coordination: To go on with one that has a past.
+        catches: What a rank may end with; anything else is raised.
 
     Returns:
         How each of `ranks` ended, in their order.
@@ -174,57 +176,70 @@ def run_ranks(
     if coordination is None:
         time = Time()
         coordination = Coordination(epoch=1, new_attempt=new_attempt, clock=time)
-    world = _World(ranks, Shell(coordination, performer, time), fate or (lambda _: "live"))
-    world.run(choose or (lambda _: 0), crash_at)
-    return world.results
+    world = World(Shell(coordination, performer, time), fate, catches)
+    return world.run(ranks, choose, crash_at)
 
 
-class _World:
+class World:
+    """Rank generators, the coordination that they speak to, and what may happen next.
+
+    Args:
+        shell: Of the coordination.
+        fate: As for `run_ranks`.
+        catches: What a rank may end with.
+    """
+
     def __init__(
-        self, ranks: Sequence[Generator[Request, Reply, Any]], shell: Shell, fate: Any
+        self,
+        shell: Shell,
+        fate: Callable[[Request], Fate] | None = None,
+        catches: type[BaseException] = CheckpointError,
     ) -> None:
+        self.shell = shell
+        self._fate = fate or (lambda _: "live")
+        self._catches = catches
+
+    def run(
+        self,
+        ranks: Sequence[Generator[Request, Reply, Any]],
+        choose: Callable[[int], int] | None = None,
+        crash_at: int | None = None,
+    ) -> list[RankResult[Any]]:
+        """Runs ranks to their ends; see `run_ranks`."""
+        choose = choose or (lambda _: 0)
         self.results: list[RankResult[Any]] = [RankResult(ended=False) for _ in ranks]
         self._ranks = ranks
-        self._shell = shell
-        self._fate = fate
         self._ready: list[tuple[int, Reply | None]] = [(index, None) for index in range(len(ranks))]
         self._mail: list[tuple[int | None, Request]] = []
         self._waiting: dict[Waiting, int] = {}
         self._beats_s: dict[tuple[str, int], float] = {}
-
-    def run(self, choose: Callable[[int], int], crash_at: int | None) -> None:
         touched = 0
         while True:
             events = self._events()
-            if not events:
-                if not self._waiting:
-                    return
-                if not self._shell.expire([(*who, s) for who, s in self._beats_s.items()]):
-                    raise InternalError(
-                        f"Nothing will ever happen, but there wait {sorted(self._waiting, key=str)}"
-                    )
-                self._hand_out()
-                continue
-            what, index = events[choose(len(events))]
-            if what != "deliver":
-                if touched == crash_at:
-                    return
-                touched += 1
-            match what:
-                case "advance":
-                    self._advance(index)
-                case "deliver":
-                    self._deliver(index)
-                case "perform":
-                    self._shell.perform(index)
+            if events:
+                event, *about = events[choose(len(events))]
+                if event != self._deliver:
+                    if touched == crash_at:
+                        return self.results
+                    touched += 1
+                event(*about)
+            elif not self._waiting:
+                return self.results
+            elif not self._let_time_pass():
+                raise InternalError(
+                    f"Nothing will ever happen, but there wait {sorted(self._waiting, key=str)}"
+                )
             self._hand_out()
 
-    def _events(self) -> list[tuple[str, int]]:
+    def _events(self) -> list[tuple[Any, ...]]:
         return [
-            *(("advance", index) for index in range(len(self._ready))),
-            *(("deliver", index) for index in range(len(self._mail))),
-            *(("perform", index) for index in range(len(self._shell.tasks))),
+            *((self._advance, index) for index in range(len(self._ready))),
+            *((self._deliver, index) for index in range(len(self._mail))),
+            *((self.shell.perform, index) for index in range(len(self.shell.tasks))),
         ]
+
+    def _let_time_pass(self) -> bool:
+        return self.shell.expire([(*who, s) for who, s in self._beats_s.items()])
 
     def _advance(self, index: int) -> None:
         which, reply = self._ready.pop(index)
@@ -233,21 +248,25 @@ class _World:
             request = next(generator) if reply is None else generator.send(reply)
         except StopIteration as end:
             self.results[which] = RankResult(value=end.value)
-        except CheckpointError as error:
+        except self._catches as error:
             self.results[which] = RankResult(error=error)
         else:
-            self._mail.append((which, request))
+            if isinstance(request, SaveJoin | LoadJoin):
+                silence_s = request.options.heartbeat_timeout_s
+                self._beats_s[request.key.session, request.rank] = silence_s
+            self._send(which, request)
+
+    def _send(self, which: int, request: Request) -> None:
+        self._mail.append((which, request))
 
     def _deliver(self, index: int) -> None:
         which, request = self._mail.pop(index)
         at = (request.key, request.rank, step_of(request))
         who = (request.key.session, request.rank)
-        if isinstance(request, SaveJoin | LoadJoin):
-            self._beats_s[who] = request.options.heartbeat_timeout_s
         if which is not None:
             fate = self._fate(request)
             if fate == "die":
-                self._shell.lose(request)
+                self.shell.lose(request)
             if fate in ("die", "freeze"):
                 self._beats_s.pop(who, None)
             if fate in ("die", "freeze", "slow"):
@@ -255,15 +274,18 @@ class _World:
             self._waiting[at] = which
             if fate == "twice":
                 self._mail.append((None, request))
-        refused = self._shell.receive(request, self._beats_s.get(who, HEARTBEAT_S))
+        refused = self.shell.receive(request, self._beats_s.get(who, HEARTBEAT_S))
         if refused is not None and which is not None:
             del self._waiting[at]
             self._ready.append((which, refused))
 
     def _hand_out(self) -> None:
-        answers, self._shell.answers = self._shell.answers, []
+        answers, self.shell.answers = self.shell.answers, []
         for answer in answers:
-            (rank,) = answer.ranks
-            which = self._waiting.pop((answer.key, rank, answer.step), None)
-            if which is not None:
-                self._ready.append((which, answer.reply))
+            for rank in answer.ranks:
+                self._told(answer.key, rank, answer.step, answer.reply)
+
+    def _told(self, key: OpKey, rank: int, step: str, reply: Reply) -> None:
+        which = self._waiting.pop((key, rank, step), None)
+        if which is not None:
+            self._ready.append((which, reply))

@@ -1,7 +1,4 @@
-"""Looks for what a run leaves behind: processes and shared memory.
-
-Every detector takes what it looks at as an argument, so that a test can show it something bad.
-"""
+"""Looks for what a run leaves behind: processes and shared memory."""
 
 from __future__ import annotations
 
@@ -16,12 +13,6 @@ from tests.bench.processes import all_pids, born
 from tests.polling import lives
 
 SHARED_MEMORY = Path("/dev/shm")
-
-
-# Files
-
-
-# Processes
 
 
 def marked(mark: str) -> dict[int, str]:
@@ -79,9 +70,6 @@ def is_marked(pid: int, mark: str) -> bool:
         return False
 
 
-# Shared memory
-
-
 def shared_memory(directory: Path = SHARED_MEMORY) -> set[str]:
     """Returns the names of the shared-memory files that there are."""
     return {entry.name for entry in os.scandir(directory) if entry.is_file(follow_symlinks=False)}
@@ -109,6 +97,3 @@ def _held(directory: Path) -> set[str]:
                         target = Path(os.readlink(folder / name))
                         held |= {target.name} if target.parent == directory else set()
     return held
-
-
-# Memory

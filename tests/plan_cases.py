@@ -1,4 +1,4 @@
-"""What planning tests share: random states over ranks, their true bytes, a simulated writer."""
+"""What planning tests share: random states over ranks, their true bytes, and their files."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import strategies as st
 
-from ray_dcp.core.checksums import block_bytes_for, block_checks, digest, end_checks
 from ray_dcp.core.columns import ColumnsBuilder
 from ray_dcp.core.dtypes import ITEMSIZE
-from ray_dcp.core.values import Columns, FilePlan, GlobalPlan, Kind
-from ray_dcp.format.torch_items import torch_save_frame
+from ray_dcp.core.values import Columns, GlobalPlan, Kind
+from ray_dcp.io.writer import write_part
+from ray_dcp.options import SaveOptions
 from ray_dcp.planning.global_plan import rank_plan
-from ray_dcp.protocol.messages import DeferredPlace, FileReceipt
+from ray_dcp.protocol.messages import FileReceipt
+from ray_dcp.store.memory import MemoryStorage
 
 DTYPES = ("float32", "bfloat16", "uint8", "complex64", "float8_e4m3fn")
 
@@ -130,62 +131,24 @@ def cases(draw: st.DrawFn) -> Case:
 
 def write(
     case: Case, columns: list[Columns], plan: GlobalPlan, attempt: str
-) -> tuple[dict[str, bytearray], dict[int, FileReceipt]]:
-    """Does what the ranks' writers do, in memory: `(files by key, receipts)`."""
+) -> tuple[dict[str, bytes], dict[int, FileReceipt]]:
+    """Writes the parts of all ranks in memory: `(files by key, receipts)`."""
     known = {tensor.fqn: tensor for tensor in case.tensors}
-    files: dict[str, bytearray] = {}
+    storage = MemoryStorage("plan-cases")
+    storage.delete([entry.key for entry in storage.list()])
     receipts: dict[int, FileReceipt] = {}
-    for rank in range(plan.world_size):
-        for one in rank_plan(plan, rank).files:
-            file, key = one.file, one.key.replace("{attempt}", attempt)
-            assert file not in receipts
-            assert key not in files
-            data = files[key] = bytearray(one.header)
-            fixed = _write_fixed(known, columns[rank], one, key, data)
-            assert len(data) == plan.file_bytes[file]
-            places, deferred = _write_deferred(columns[rank], one, data)
-            joined = np.concatenate([fixed, deferred])
-            told = joined
-            if one.checks_at_end:
-                data += end_checks(len(data), joined)
-                told = joined[:0]
-            receipts[file] = FileReceipt(file, key, len(data), digest(joined), told, tuple(places))
+    for rank, own in enumerate(columns):
+        names = [own.names[name] for name in own.name.tolist()]
+        written = write_part(
+            storage, rank_plan(plan, rank), attempt,
+            source=lambda row, own=own: memoryview(item_bytes(known, own, row)),
+            deferred=lambda row, names=names: f"deferred {names[row]}".encode() * 3,
+            options=SaveOptions(num_threads=1),
+        )  # fmt: skip
+        receipts |= {receipt.file: receipt for receipt in written}
+    files = {entry.key: storage.read(entry.key) for entry in storage.list()}
+    assert len(files) == len(receipts)
     return files, receipts
-
-
-def _write_fixed(
-    known: dict[str, Tensor], columns: Columns, plan: FilePlan, key: str, data: bytearray
-) -> np.ndarray:
-    checks: list[np.ndarray] = [np.zeros(0, np.uint64)]
-    for index, row in enumerate(plan.row.tolist()):
-        payload = item_bytes(known, columns, row)[plan.source_start[index] :]
-        payload = payload[: plan.payload_bytes[index]]
-        header = footer = b""
-        if key.endswith(".distcp"):
-            size = tuple(plan.size[index, : plan.ndim[index]].tolist())
-            frame = torch_save_frame(plan.dtypes[plan.dtype[index]], size)
-            header, footer = frame.header, frame.footer
-        assert len(data) <= plan.item_offset[index], "items overlap, or are not in file order"
-        data.extend(bytes(plan.item_offset[index] - len(data)))
-        data += header
-        assert len(data) == plan.payload_offset[index]
-        data += payload.tobytes() + footer
-        assert len(data) == plan.item_offset[index] + plan.item_bytes[index]
-        checks.append(block_checks(payload.data, int(plan.block_bytes[index])))
-    assert len(data) == plan.num_bytes
-    return np.concatenate(checks)
-
-
-def _write_deferred(
-    columns: Columns, plan: FilePlan, data: bytearray
-) -> tuple[list[DeferredPlace], np.ndarray]:
-    checks, places = [np.zeros(0, np.uint64)], []
-    for row in plan.deferred.tolist():
-        item = f"deferred {columns.names[columns.name[row]]}".encode() * 3
-        places.append(DeferredPlace(row, len(data), len(item), block_bytes_for(len(item))))
-        checks.append(block_checks(item, places[-1].block_bytes))
-        data += item
-    return places, np.concatenate(checks)
 
 
 def item_bytes(known: dict[str, Tensor], columns: Columns, row: int) -> np.ndarray:

@@ -17,14 +17,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import ray_dcp
+from ray_dcp.errors import MissingKeyError, ShapeMismatchError
+from ray_dcp.xla import CheckpointManager, SPMDLoadPlanner, SPMDSavePlanner, prime_optimizer
+from tests.xla_env import DEFAULT_PLACE, build
+
 INSIDE = "RAY_DCP_XLA_CHECK"
 REPOSITORY = Path(__file__).parents[1]
 
 
 def state(step: int = 0, *, fill: bool = True):
     """Returns tensors in every sharding that a 2x2 mesh of 4 devices has, and other values."""
-    import numpy as np
-    import torch
     import torch_xla.distributed.spmd as xs
 
     line = xs.Mesh(np.arange(4), (4,), ("x",))
@@ -75,9 +83,6 @@ def sharding_of(tensor) -> str:
 
 def check_round_trip(root: Path) -> None:
     """Every sharding comes back, with its sharding, also where torch_xla loses it."""
-    import ray_dcp
-    from ray_dcp.xla import SPMDLoadPlanner, SPMDSavePlanner
-
     given = state(1)
     metadata = ray_dcp.save(given, checkpoint_id=root, planner=SPMDSavePlanner())
     tensors = {n: m for n, m in metadata.state_dict_metadata.items() if hasattr(m, "chunks")}
@@ -94,9 +99,6 @@ def check_round_trip(root: Path) -> None:
 
 def check_async(root: Path) -> None:
     """What changes after `async_save` returned is not saved."""
-    import ray_dcp
-    from ray_dcp.xla import SPMDLoadPlanner, SPMDSavePlanner
-
     given = state(2)
     handle = ray_dcp.async_save(given, checkpoint_id=root, planner=SPMDSavePlanner())
     given["plain"].add_(1000)
@@ -112,11 +114,7 @@ LOST = ("partial", "partial_y")
 
 def check_theirs_to_ours(root: Path) -> None:
     """What torch_xla's planner saved through stock DCP loads with ours."""
-    import torch.distributed.checkpoint as dcp
     import torch_xla.experimental.distributed_checkpoint as theirs
-
-    import ray_dcp
-    from ray_dcp.xla import SPMDLoadPlanner
 
     given = {name: value for name, value in state(3).items() if name not in LOST}
     dcp.save(given, checkpoint_id=root, planner=theirs.SPMDSavePlanner())
@@ -130,12 +128,7 @@ def check_ours_to_theirs(root: Path) -> None:
 
     So it does with the default planner, into plain tensors.
     """
-    import torch
-    import torch.distributed.checkpoint as dcp
     import torch_xla.experimental.distributed_checkpoint as theirs
-
-    import ray_dcp
-    from ray_dcp.xla import SPMDLoadPlanner, SPMDSavePlanner
 
     ray_dcp.save(state(4), checkpoint_id=root / "ours", planner=SPMDSavePlanner())
     dcp.save(state(4), checkpoint_id=root / "stock", planner=SPMDSavePlanner())
@@ -154,11 +147,7 @@ def check_ours_to_theirs(root: Path) -> None:
 
 def check_cpu_shards(root: Path) -> None:
     """What torch_xla brought to the CPU to save it is saved as tensors, and loaded into."""
-    import torch
     from torch_xla.experimental.distributed_checkpoint._helpers import _sharded_cpu_state_dict
-
-    import ray_dcp
-    from ray_dcp.xla import SPMDLoadPlanner, SPMDSavePlanner
 
     given = _sharded_cpu_state_dict({**state(6), "deep": {"list": [state(6)["partial"]]}})
     metadata = ray_dcp.save(given, checkpoint_id=root, planner=SPMDSavePlanner())
@@ -180,12 +169,7 @@ def check_cpu_shards(root: Path) -> None:
 
 def check_resharding(root: Path) -> None:
     """A tensor loads into another sharding."""
-    import numpy as np
-    import torch
     import torch_xla.distributed.spmd as xs
-
-    import ray_dcp
-    from ray_dcp.xla import SPMDLoadPlanner, SPMDSavePlanner
 
     ray_dcp.save(state(5), checkpoint_id=root, planner=SPMDSavePlanner())
     mesh = xs.Mesh(np.arange(4), (4,), ("x",))
@@ -199,13 +183,7 @@ def check_resharding(root: Path) -> None:
 
 def check_refusals(root: Path) -> None:
     """Another shape and a missing key are errors, and nothing is touched."""
-    import numpy as np
-    import torch
     import torch_xla.distributed.spmd as xs
-
-    import ray_dcp
-    from ray_dcp.errors import MissingKeyError, ShapeMismatchError
-    from ray_dcp.xla import SPMDLoadPlanner, SPMDSavePlanner
 
     ray_dcp.save({"w": state(1)["rows"]}, checkpoint_id=root, planner=SPMDSavePlanner())
     mesh = xs.Mesh(np.arange(4), (4,), ("x",))
@@ -230,8 +208,6 @@ def check_refusals(root: Path) -> None:
 
 def check_manager(root: Path) -> None:
     """torch_xla's manager calls, with its meaning; SIGTERM also where there is no TPU."""
-    from ray_dcp.xla import CheckpointManager
-
     manager = CheckpointManager(str(root), 10, max_to_keep=2)
     saved = [manager.save(step, state(step)) for step in (0, 5, 10)]
     assert saved == [True, False, True]
@@ -255,8 +231,6 @@ def check_their_manager(root: Path) -> None:
     """Steps of torch_xla's manager are read, and stay when ours saves after them."""
     import torch_xla.experimental.distributed_checkpoint as theirs
 
-    from ray_dcp.xla import CheckpointManager
-
     old = theirs.CheckpointManager(str(root), 10, chkpt_on_preemption=False)
     given = {name: value for name, value in state(10).items() if name not in LOST}
     assert old.save(10, given)
@@ -274,12 +248,8 @@ def check_their_manager(root: Path) -> None:
 
 def check_prime(root: Path) -> None:
     """Priming changes no parameter and no step count; the state is sharded, and is loaded into."""
-    import numpy as np
-    import torch
     import torch_xla
     import torch_xla.distributed.spmd as xs
-
-    from ray_dcp.xla import CheckpointManager, prime_optimizer
 
     mesh = xs.Mesh(np.arange(4), (4,), ("x",))
 
@@ -326,8 +296,6 @@ CHECKS = (
 
 def inside(names: Sequence[str] = ()) -> int:
     """Runs checks in this interpreter, all by default; returns how many failed."""
-    import torch
-    import torch.distributed as dist
     import torch_xla
     import torch_xla.runtime as xr
 
@@ -359,8 +327,6 @@ def inside(names: Sequence[str] = ()) -> int:
 
 def main() -> int:
     """Starts this file in the environment of torch_xla."""
-    from tests.xla_env import DEFAULT_PLACE, build
-
     python = build(Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT_PLACE)
     return start(python).returncode
 

@@ -61,20 +61,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def sound_group(request: pytest.FixtureRequest) -> None:
-    """Hands a test the group that its module calls `ranks` or `workers` with ranks that live."""
-    # Why here: the process that hands out the tests reads this file too, and needs no Ray.
-    from ray_dcp.runtime.worker_group import WorkerGroup
-
-    for name in {"ranks", "workers"} & {*request.fixturenames}:
-        group = request.getfixturevalue(name)
-        if isinstance(group, WorkerGroup):
-            mend(group)
+    """Hands a test `ranks` that live."""
+    if "ranks" in request.fixturenames:
+        mend(request.getfixturevalue("ranks"))
 
 
-def mend(group: WorkerGroup, within_s: float = 60.0) -> None:
+def mend(group: WorkerGroup) -> None:
     """Replaces the ranks of a group if one of them died, or does not answer in time."""
     options = group.options
-    group.options = replace(options, run_timeout_s=within_s, release_s=within_s)
+    group.options = replace(options, run_timeout_s=60.0, release_s=60.0)
     try:
         group.run(os.getpid)
     except CheckpointError:
@@ -197,6 +192,16 @@ def ray_session(ray_daemons: Daemons) -> Iterator[str]:
     Its Ray is shared by the modules of this process: to start one takes longer than most of them.
     """
     yield from driven(ray_daemons)
+
+
+@pytest.fixture(scope="module")
+def ranks(request: pytest.FixtureRequest, ray_session: str) -> Iterator[WorkerGroup]:
+    """As many ranks as the `NUM_RANKS` of the module."""
+    # Why here: the process that hands out the tests reads this file too, and needs no Ray.
+    from ray_dcp.runtime.worker_group import WorkerGroup
+
+    with WorkerGroup(request.module.NUM_RANKS, run_timeout_s=400, release_s=60) as group:
+        yield group
 
 
 @pytest.fixture(scope="module")

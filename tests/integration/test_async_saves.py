@@ -12,23 +12,12 @@ import torch.distributed.checkpoint as stock
 
 import ray_dcp
 from ray_dcp.errors import NonFiniteError, ParticipantError, SaveCancelledError
-from ray_dcp.runtime.worker_group import WorkerGroup
 from tests import async_programs as programs
 from tests.attempts import one_error
 from tests.polling import eventually, lives
 from tests.s3_server import shared_memory
 
-
-@pytest.fixture(scope="module")
-def ranks(ray_session):
-    with WorkerGroup(2, run_timeout_s=400, release_s=60) as group:
-        yield group
-
-
-@pytest.fixture(autouse=True)
-def whole_group(ranks):
-    if ranks.world_size != 2:
-        ranks.resize(2)
+NUM_RANKS = 2
 
 
 def committed(path: Path, attempt: str) -> bool:

@@ -1,4 +1,4 @@
-"""The entry script of `cluster_configs/` on a cluster of two nodes, as the cluster files run it."""
+"""Two nodes: the entry script of `cluster_configs/`, saves to S3, and a node that is drained."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch.utils.data import DataLoader
 
 import ray_dcp
-from ray_dcp.data import RowsSeen
+from ray_dcp.runtime.worker_group import WorkerGroup
+from tests import programs
+from tests.s3_server import fresh_place
 
 # Ray Train makes Ray Data's settings, which sets options that Ray Data itself has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -37,15 +38,15 @@ def cluster():
     """Two nodes on this machine: the second one has what workers need."""
     directory = Path(tempfile.mkdtemp(prefix="rc", dir="/tmp"))
     (directory / "ray").mkdir()
-    node = {"object_store_memory": 128 << 20, "include_dashboard": False}
+    node = {
+        "object_store_memory": 128 << 20, "include_dashboard": False, "resources": {"seat": 1},
+    }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.3")
         # Why: Ray writes the address of the newest cluster there, and everybody reads it.
         patch.setenv("RAY_TMPDIR", str(directory))
-        made = Cluster(
-            initialize_head=True,
-            head_node_args={**node, "num_cpus": 1, "temp_dir": str(directory / "ray")},
-        )
+        head = {**node, "num_cpus": 1, "temp_dir": str(directory / "ray")}
+        made = Cluster(initialize_head=True, head_node_args=head)
         ray.init(made.address, log_to_driver=False, configure_logging=False)
         made.add_node(**node, num_cpus=2)
         yield made
@@ -115,28 +116,29 @@ def test_the_entry_script_resumes_by_sample_on_another_number_of_workers(cluster
     assert ray_dcp.open(checkpoint).world_size == int(story[1])
 
 
-@ray.remote(num_cpus=0)
-def consume(shard, num_batches):
-    """Plays a worker: goes over its part; returns ids and what would be saved."""
-    rows = RowsSeen("id")
-    batches = rows.follow(shard.iter_batches(batch_size=5, batch_format="numpy"))
-    ids = [int(row) for batch in islice(batches, num_batches) for row in batch["id"]]
-    return ids, rows.state_dict()
-
-
-def test_rows_of_ray_data_come_once_across_a_resize(cluster):
-    dataset = ray.data.range(60, override_num_blocks=4)
-    seen, driver = [], RowsSeen("id")
-    for world_size, num_batches in ((2, 3), (1, 99)):
-        shards = driver.left(dataset).streaming_split(world_size, equal=True)
-        told = ray.get([consume.remote(shard, num_batches) for shard in shards])
-        seen += [row for ids, _ in told for row in ids]
-        own = [state["seen"] for _, state in told]
-        # As a load by one rank of what several have saved.
-        own[0].value = own[0].resized([each.value for each in own], 0, 1)
-        driver.load_state_dict({"epoch": 0, "seen": own[0]})
-    assert len(seen) == 60
-    assert sorted(seen) == list(range(60))
+def test_a_save_to_s3_from_two_nodes_is_loaded_at_other_sizes(server, cluster):
+    """Blocking and in the background; and no credential is in what the nodes write."""
+    place = fresh_place(server)
+    with WorkerGroup(2, resources={"seat": 1}) as ranks:
+        nodes = ranks.run(lambda: ray.get_runtime_context().get_node_id())
+        assert len(set(nodes)) == 2
+        ranks.run(programs.save_uneven, place / "step-1")
+        ranks.run(programs.save_uneven_in_the_background, place / "step-2")
+        for size in (2, 1):
+            ranks.resize(size)
+            for step in ("step-1", "step-2"):
+                for wrong, needed, read in ranks.run(programs.check_uneven, place / step):
+                    assert wrong == []
+                    assert read <= 1.25 * needed
+    secret = server.secret_access_key.encode()
+    written = [
+        path
+        for path in Path(cluster.head_node.get_temp_dir_path()).rglob("*")
+        if path.is_file() and "logs" in path.parts
+    ]
+    assert written
+    assert [path for path in written if secret in path.read_bytes()] == []
+    assert secret.decode() not in os.environ.values()
 
 
 @ray.remote(num_cpus=1)

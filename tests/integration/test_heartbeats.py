@@ -20,16 +20,16 @@ from ray_dcp.errors import (
     ParticipantError,
     SaveCancelledError,
 )
-from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import SaveOutcome, Target
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.session import Session
 from ray_dcp.runtime.tasks import outcome
 from ray_dcp.store.opening import open_storage
 from tests.gated_storage import Gate
-from tests.numpy_ranks import NumpyCapture, NumpyWork, load_and_check, state_of
+from tests.numpy_ranks import NumpyCapture, load_and_check, state_of
 from tests.polling import eventually
-from tests.rank_saves import load_rank, save_rank
+from tests.rank_saves import save_rank
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -58,27 +58,6 @@ def try_save(session, path, opener=open_storage, heartbeat_s=60.0, **options):
     except CheckpointError as error:
         came = error
     return came, time.monotonic() - begin_s
-
-
-def try_load(session, path, opener=open_storage, heartbeat_s=60.0):
-    """Loads on one rank; returns what came of it."""
-    rank, world_size = session.rank, session.world_size
-    try:
-        with session.activity(heartbeat_s) as activity:
-            return drive(
-                load_rank(
-                    activity.next_key(), rank=rank, world_size=world_size, target=Target(path),
-                    # Why unverified: a gate is to hold the reading of tensors, and checksums are
-                    # read before, while a rank still plans.
-                    options=LoadOptions(heartbeat_timeout_s=heartbeat_s, verify="never"),
-                    opener=opener,
-                    plan=lambda c: NumpyWork(c, state_of(1), rank, world_size),
-                    progress=activity.progress,
-                ),
-                activity.call,
-            )  # fmt: skip
-    except CheckpointError as error:
-        return error
 
 
 @ray.remote(num_cpus=0)
@@ -244,44 +223,6 @@ def test_a_killed_coordinator_ends_a_save_in_seconds_for_ranks_that_write(thread
     assert all(str(tmp_path) in str(error) for error in told)
     assert ended_s < SECONDS
     print(f"told {ended_s:.2f} s after the kill")
-
-
-def test_a_killed_rank_ends_a_save_in_seconds_for_ranks_that_write(threads, tmp_path):
-    gate = Gate()
-    with ranks(2, world_size=3) as sessions:
-        other = Other.remote()
-        pid = ray.get(other.ready.remote(sessions[0].name, 2, 3))
-        ended = other.save.remote(str(tmp_path), signal.SIGKILL, 60.0)
-        saves = [threads.submit(try_save, each, str(tmp_path), gate.opener) for each in sessions]
-        with pytest.raises(ray.exceptions.RayActorError):
-            ray.get(ended, timeout=400)
-        killed_s = time.monotonic()
-        told = [save.result(180)[0] for save in saves]
-        ended_s = time.monotonic() - killed_s
-        gate.open()
-    assert all(type(error) is ParticipantError and error.rank == 2 for error in told), told
-    assert f"pid {pid}" in told[0].message
-    assert ended_s < SECONDS
-    assert no_parts(tmp_path)
-    print(f"told {ended_s:.2f} s after the kill")
-
-
-def test_a_load_whose_coordinator_is_killed_ends_in_seconds(threads, tmp_path):
-    gate = Gate()
-    with ranks(2) as sessions:
-        saves = [threads.submit(try_save, each, str(tmp_path)) for each in sessions]
-        assert all(isinstance(save.result(180)[0], SaveOutcome) for save in saves)
-        pid = sessions[0].coordinator_info()["pid"]
-        loads = [threads.submit(try_load, each, str(tmp_path), gate.opener) for each in sessions]
-        assert gate.reached.wait(180)
-        assert eventually(lambda: all(each._heartbeats._ack for each in sessions))
-        os.kill(pid, signal.SIGKILL)
-        killed_s = time.monotonic()
-        told = [load.result(180) for load in loads]
-        assert time.monotonic() - killed_s < SECONDS
-        gate.open()
-    assert all(isinstance(error, ParticipantError) for error in told), told
-    load_and_check(state_of(1), 2, str(tmp_path))
 
 
 def test_a_save_is_cancelled_on_all_ranks_from_any_of_them_until_it_is_committed(threads, tmp_path):

@@ -1,4 +1,4 @@
-"""A manager on two real ranks: both decide the same, whatever each of them sees by itself."""
+"""A manager, and `load_newest`, on two real ranks: both decide the same, whatever each one sees."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ray_dcp
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    DamagedCheckpointError,
     InvalidRequestError,
     RankDisagreementError,
 )
 from ray_dcp.manager import BestN, CheckpointManager, EveryMinutes, EveryOptimal, Item, LatestN
-from ray_dcp.runtime.worker_group import WorkerGroup
-from tests.attempts import Attempt, attempt, one_error, sound_state
+from tests.attempts import (
+    Attempt,
+    attempt,
+    check_sound,
+    files_at,
+    one_error,
+    save_sound,
+    sound_state,
+)
 from tests.checkpoints import flip
 
-pytestmark = pytest.mark.usefixtures("ray_session")
+NUM_RANKS = 2
 
 _made: dict[str, CheckpointManager] = {}
 """Managers of a rank, by root."""
-
-
-@pytest.fixture(scope="module")
-def workers(ray_session):
-    with WorkerGroup(2) as group:
-        yield group
 
 
 def manager_at(root: str, **given: Any) -> CheckpointManager:
@@ -46,9 +49,7 @@ def restore(root: str, step: Any) -> Attempt:
     def call() -> Any:
         state = sound_state(0, fill=False)
         report = manager_at(root).restore(step, state)
-        expected = sound_state(report.step)
-        assert torch.equal(state["sharded"].to_local(), expected["sharded"].to_local())
-        assert (state["step"], state["note"]) == (expected["step"], expected["note"])
+        check_sound(state, report.step)
         return report.step, [number for number, _ in report.skipped]
 
     return attempt(call)
@@ -61,7 +62,7 @@ def values(attempts: list[Attempt]) -> list[Any]:
     return [one.value for one in attempts]
 
 
-def test_steps_are_saved_kept_and_restored_alike_on_both_ranks(workers, tmp_path):
+def test_steps_are_saved_kept_and_restored_alike_on_both_ranks(ranks, tmp_path):
     root = str(tmp_path)
 
     def train(root: str) -> Any:
@@ -74,23 +75,23 @@ def test_steps_are_saved_kept_and_restored_alike_on_both_ranks(workers, tmp_path
         manager.join()
         return None
 
-    workers.run(train, root)
+    ranks.run(train, root)
 
     def look(root: str) -> Any:
         manager = manager_at(root)
         return manager.all_steps(), manager.best_step(), manager.step_info(20).metrics
 
-    assert workers.run(look, root) == [([20, 50], 20, {"loss": 1.0})] * 2
-    assert values(workers.run(restore, root, "latest")) == [(50, [])] * 2
-    assert values(workers.run(restore, root, "best")) == [(20, [])] * 2
-    assert values(workers.run(restore, root, 20)) == [(20, [])] * 2
-    one_error(workers.run(restore, root, 30), CheckpointNotFoundError, "found steps 20, 50")
+    assert ranks.run(look, root) == [([20, 50], 20, {"loss": 1.0})] * 2
+    assert values(ranks.run(restore, root, "latest")) == [(50, [])] * 2
+    assert values(ranks.run(restore, root, "best")) == [(20, [])] * 2
+    assert values(ranks.run(restore, root, 20)) == [(20, [])] * 2
+    one_error(ranks.run(restore, root, 30), CheckpointNotFoundError, "found steps 20, 50")
 
     # What only rank 1 reads is damaged: both fall back, and both may save that step again.
     (mine,) = (tmp_path / "step-00000050").glob("__1_*.distcp")
     for offset in range(0, mine.stat().st_size, 512):
         flip(mine, offset)
-    attempts = workers.run(restore, root, "auto")
+    attempts = ranks.run(restore, root, "auto")
     assert values(attempts) == [(20, [50])] * 2
     assert [len(one.warnings) for one in attempts] == [1, 0]
 
@@ -100,10 +101,10 @@ def test_steps_are_saved_kept_and_restored_alike_on_both_ranks(workers, tmp_path
         manager.close()
         return saved
 
-    assert workers.run(again, root) == [True, True]
+    assert ranks.run(again, root) == [True, True]
 
 
-def test_one_rank_that_is_preempted_makes_the_step_due_on_all(workers, tmp_path):
+def test_one_rank_that_is_preempted_makes_the_step_due_on_all(ranks, tmp_path):
     def train(root: str) -> Any:
         manager = manager_at(root, chkpt_on_preemption=True)
         said = [manager.should_save(3), manager.reached_preemption(3)]
@@ -115,11 +116,11 @@ def test_one_rank_that_is_preempted_makes_the_step_due_on_all(workers, tmp_path)
         return said, manager.all_steps()
 
     expected = ([False, False, True, True, False, True], [4])
-    assert workers.run(train, str(tmp_path)) == [expected, expected]
+    assert ranks.run(train, str(tmp_path)) == [expected, expected]
 
 
 @pytest.mark.parametrize("policy", [EveryMinutes(5), EveryOptimal(least_s=300)], ids=repr)
-def test_times_are_those_of_rank_0(workers, tmp_path, policy):
+def test_times_are_those_of_rank_0(ranks, tmp_path, policy):
     def train(root: str) -> Any:
         manager = manager_at(root, save_policy=policy, chkpt_on_preemption=False)
         # Rank 1's clock runs far ahead; rank 0's is the one that counts.
@@ -131,7 +132,7 @@ def test_times_are_those_of_rank_0(workers, tmp_path, policy):
         manager.close()
         return said
 
-    assert workers.run(train, str(tmp_path)) == [[False, True, False]] * 2
+    assert ranks.run(train, str(tmp_path)) == [[False, True, False]] * 2
 
 
 def try_save(root: str, step: int, how: str, **telling: Any) -> Attempt:
@@ -147,22 +148,22 @@ def try_save(root: str, step: int, how: str, **telling: Any) -> Attempt:
     return attempt(call)
 
 
-def test_what_one_rank_can_not_do_fails_alike_on_both_and_leaves_the_step_before(workers, tmp_path):
+def test_what_one_rank_can_not_do_fails_alike_on_both_and_leaves_the_step_before(ranks, tmp_path):
     root = str(tmp_path)
 
     def make(root: str) -> None:
         manager_at(root, max_to_keep=1, chkpt_on_preemption=False)
 
-    workers.run(make, root)
-    assert values(workers.run(try_save, root, 10, "well")) == [True, True]
-    one_error(workers.run(try_save, root, 20, "no dict on rank 1"), InvalidRequestError, "rank 1")
-    one_error(workers.run(try_save, root, 20, "other steps"), RankDisagreementError)
-    failed = workers.run(try_save, root, 20, "meta on rank 1")
+    ranks.run(make, root)
+    assert values(ranks.run(try_save, root, 10, "well")) == [True, True]
+    one_error(ranks.run(try_save, root, 20, "no dict on rank 1"), InvalidRequestError, "rank 1")
+    one_error(ranks.run(try_save, root, 20, "other steps"), RankDisagreementError)
+    failed = ranks.run(try_save, root, 20, "meta on rank 1")
     assert all(isinstance(one.error, CheckpointError) for one in failed)
-    one_error(workers.run(try_save, root, 10, "well"), InvalidRequestError, "committed already")
-    one_error(workers.run(try_save, root, 0, "well"), InvalidRequestError, "older than the newest")
-    assert values(workers.run(restore, root, "latest")) == [(10, [])] * 2
-    assert values(workers.run(try_save, root, 20, "well")) == [True, True]
+    one_error(ranks.run(try_save, root, 10, "well"), InvalidRequestError, "committed already")
+    one_error(ranks.run(try_save, root, 0, "well"), InvalidRequestError, "older than the newest")
+    assert values(ranks.run(restore, root, "latest")) == [(10, [])] * 2
+    assert values(ranks.run(try_save, root, 20, "well")) == [True, True]
 
     def rest(root: str) -> Any:
         manager = manager_at(root)
@@ -172,11 +173,11 @@ def test_what_one_rank_can_not_do_fails_alike_on_both_and_leaves_the_step_before
         manager.close()
         return gone, manager.all_steps(), manager.step_info(20).tags
 
-    assert workers.run(rest, root) == [([30], [20], {"kept"})] * 2
+    assert ranks.run(rest, root) == [([30], [20], {"kept"})] * 2
     assert {p.parent.name for p in Path(root).glob("step-*/*.distcp")} == {"step-00000020"}
 
 
-def test_items_become_a_step_on_both_ranks_at_once(workers, tmp_path):
+def test_items_become_a_step_on_both_ranks_at_once(ranks, tmp_path):
     def train(root: str) -> Any:
         manager = manager_at(
             root, items={"model": Item(), "data": Item()}, chkpt_on_preemption=False,
@@ -191,4 +192,63 @@ def test_items_become_a_step_on_both_ranks_at_once(workers, tmp_path):
         manager.close()
         return manager.all_steps(), step, found["data"]["at"], found["model"]["step"]
 
-    assert workers.run(train, str(tmp_path)) == [([10, 20, 30], 30, 30, 30)] * 2
+    assert ranks.run(train, str(tmp_path)) == [([10, 20, 30], 30, 30, 30)] * 2
+
+
+# `load_newest`, without a manager
+
+
+def try_newest(run: str, **how: Any) -> Attempt:
+    """Returns on a rank the report, and what the state holds then."""
+
+    def load() -> Any:
+        state = sound_state(0, fill=False)
+        report = ray_dcp.load_newest(state, run, **how)
+        check_sound(state, report.step)
+        return report
+
+    return attempt(load)
+
+
+def test_both_ranks_fall_back_to_the_same_step(ranks, tmp_path):
+    for step in (9, 10, 11):
+        ranks.run(save_sound, f"{tmp_path}/step-{step}", step)
+    uncommitted = tmp_path / "step-12"
+    uncommitted.mkdir()
+    (uncommitted / "__0_0.0123456789abcdef.distcp").write_bytes(b"x" * 100)
+
+    found = values(ranks.run(try_newest, str(tmp_path)))
+    assert {report.step for report in found} == {11}
+    assert {Path(path).name for report in found for path, _ in report.skipped} == {"step-12"}
+
+    # Rank 1's part alone: rank 0 has read its own of the newer step by then.
+    (mine,) = (tmp_path / "step-11").glob("__1_*.distcp")
+    for offset in range(0, mine.stat().st_size, 512):
+        flip(mine, offset)
+    attempts = ranks.run(try_newest, str(tmp_path))
+    found = values(attempts)
+    assert {report.step for report in found} == {10}
+    assert {report.checkpoint_id for report in found} == {f"{tmp_path}/step-10"}
+    for report in found:
+        assert [Path(path).name for path, _ in report.skipped] == ["step-12", "step-11"]
+        ((path, error),) = report.damaged
+        assert path == f"{tmp_path}/step-11"
+        assert isinstance(error, DamagedCheckpointError)
+        assert mine.name in str(error)
+    assert len(attempts[0].warnings) == 1
+    assert mine.name in attempts[0].warnings[0]
+    assert attempts[1].warnings == ()
+
+    # A file that is gone, and then nothing that is sound.
+    next((tmp_path / "step-10").glob("__0_*.distcp")).unlink()
+    assert {report.step for report in values(ranks.run(try_newest, str(tmp_path)))} == {9}
+    before = files_at(tmp_path)
+    error = one_error(
+        ranks.run(try_newest, str(tmp_path), newer_than=9), DamagedCheckpointError,
+        f"{tmp_path}/step-11", f"{tmp_path}/step-10",
+    )  # fmt: skip
+    assert "may hold parts" in str(error)
+    assert files_at(tmp_path) == before
+    # The session goes on.
+    ranks.run(save_sound, f"{tmp_path}/step-13", 13)
+    assert {report.step for report in values(ranks.run(try_newest, str(tmp_path)))} == {13}

@@ -11,21 +11,10 @@ import torch
 import ray_dcp
 from ray_dcp.errors import DamagedCheckpointError, ParticipantError
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime.worker_group import WorkerGroup
 from tests import async_programs as programs
 from tests.polling import eventually
 
-
-@pytest.fixture(scope="module")
-def ranks(ray_session):
-    with WorkerGroup(2, run_timeout_s=400, release_s=60) as group:
-        yield group
-
-
-@pytest.fixture(autouse=True)
-def whole_group(ranks):
-    if ranks.world_size != 2:
-        ranks.resize(2)
+NUM_RANKS = 2
 
 
 def spoil(folder) -> None:
@@ -116,3 +105,13 @@ def test_a_staged_step_is_waited_for_after_the_death_of_all_ranks(ranks, tmp_pat
         return read == from_memory > 40 << 20
 
     assert eventually(is_in_memory)
+
+
+def test_what_the_object_store_keeps_is_loaded_from_there(ranks, tmp_path):
+    ranks.resize(1)
+    ranks.resize(2)  # another session, which has not chosen yet
+    assert ranks.run(programs.choose_memory, "object_store") == ["object_store"] * 2
+    ranks.run(programs.save_kept, str(tmp_path), 8)
+    spoil(tmp_path / "step-8")
+    read, from_memory = loads(ranks, tmp_path / "step-8", 8)
+    assert read == from_memory > 40 << 20

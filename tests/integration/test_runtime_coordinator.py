@@ -10,7 +10,7 @@ import time
 import pytest
 import ray
 
-from ray_dcp.errors import DeadlineError, InvalidRequestError, RankDisagreementError
+from ray_dcp.errors import DeadlineError, InvalidRequestError
 from ray_dcp.protocol.messages import Exchange, Exchanged, Refused
 from ray_dcp.runtime import ray_private
 from ray_dcp.runtime.actor_names import NAMESPACE, coordinator_name
@@ -40,16 +40,6 @@ def coordinator_lives(session: Session) -> bool:
     except ValueError:
         return False
     return True
-
-
-def test_four_ranks_exchange_again_and_again(threads):
-    sessions = fresh_sessions(4)
-    for _ in range(3):
-        replies = [threads.submit(exchange, each, each.next_key()) for each in sessions]
-        for reply in replies:
-            assert reply.result(180) == Exchanged({rank: bytes([rank]) for rank in range(4)})
-    for each in sessions:
-        each.close()
 
 
 def test_a_closed_session_ends_its_coordinator_long_before_the_lease(threads):
@@ -186,17 +176,6 @@ def test_a_rank_that_never_connects_is_named():
     place = Session(f"job-{secrets.token_hex(4)}", 1, 3)
     with pytest.raises(DeadlineError, match=r"ranks \[0, 2\] did not come"):
         place.enter("a", 0.5)
-
-
-def test_ranks_that_disagree_about_their_number_are_told(threads):
-    name = f"job-{secrets.token_hex(4)}"
-    first, second = Session(name, 0, 2), Session(name, 1, 3)
-    waiting = threads.submit(first.enter, "a", 60.0)
-    assert eventually(first.coordinator_info)
-    with pytest.raises(RankDisagreementError):
-        second.enter("b", 60.0)
-    with pytest.raises(RankDisagreementError):
-        waiting.result(180)
 
 
 def test_connect_makes_the_session_that_save_uses_until_it_is_closed(ray_session):

@@ -24,7 +24,6 @@ from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime import staging as staging_link
 from ray_dcp.runtime.stager import SHARE_OF_MEMORY, stager_of
 from ray_dcp.runtime.staging import RankStaging
-from ray_dcp.runtime.worker_group import WorkerGroup
 from ray_dcp.stage.memory import free_memory_bytes
 from ray_dcp.stage.values import StageKey, StagerOptions
 from tests import async_programs as programs
@@ -33,6 +32,8 @@ from tests.s3_server import shared_memory
 from tests.staged import MIB, Share, same_files, scribbled, share
 
 pytestmark = pytest.mark.usefixtures("ray_session")
+
+NUM_RANKS = 2
 
 SMALL = StagerOptions(limit_bytes=64 * MIB)
 BUDGET_BYTES = 105_000_000
@@ -132,38 +133,6 @@ def test_a_node_has_one_stager_whose_budget_is_half_of_what_is_free(namespace):
     one.close()
 
 
-def test_the_state_may_change_as_soon_as_it_is_staged(namespace, book, places):
-    what = share([9 * MIB, 100, 0, 300_000] * 3, [b"pickled on the rank"], part_bytes=12 * MIB)
-    expected = what.written(places[1])
-    staging = opened(namespace)
-    handle = staged(staging, what, places[0], book)
-    scribbled(what)()
-    reports = told(book, len(expected))
-    digests = {report.file: report.receipt.digest for report in reports}
-    assert digests == {receipt.file: receipt.digest for receipt in expected}
-    assert same_files(*places)
-    assert handle.num_bytes == what.num_bytes
-    assert handle.progress().written_bytes == what.num_bytes
-    assert eventually(lambda: staging.info()["used_bytes"] == 0)
-    handle.release()
-    assert eventually(lambda: handle.progress() is None)
-    staging.close()
-
-
-def test_a_state_of_300_mb_goes_through_a_budget_of_64_mb(namespace, places):
-    what = share([30 * MIB] * 9 + [3 * MIB] * 8, part_bytes=1 << 30)
-    staging = opened(namespace, StagerOptions(limit_bytes=64_000_000))
-    info = staging.info()
-    handle = staged(staging, what, places[0])
-    assert info["limit_bytes"] == 64_000_000
-    address = staging.link().arena.address
-    assert address.num_slots * address.slot_bytes <= 64_000_000
-    assert handle.progress().is_sealed
-    what.written(places[1])
-    assert eventually(lambda: same_files(*places))
-    staging.close()
-
-
 @pytest.fixture
 def not_shared(monkeypatch):
     """This process sees another kernel than the stager, as in another container."""
@@ -248,12 +217,6 @@ def test_warming_touches_the_places_in_the_object_store(namespace, book, places)
     assert num_faults < 40 * MIB / resource.getpagesize() / 4
 
 
-@pytest.fixture(scope="module")
-def ranks(ray_session):
-    with WorkerGroup(2, run_timeout_s=400, release_s=60) as group:
-        yield group
-
-
 def test_a_rank_killed_after_staging_in_the_object_store_is_not_missed(ranks, tmp_path):
     assert ranks.run(programs.choose_memory, "object_store") == ["object_store"] * 2
     came = ranks.run(programs.save_and_change, str(tmp_path / "a"), 1)
@@ -278,19 +241,6 @@ def test_a_stager_killed_with_objects_is_replaced(ranks, tmp_path):
     assert [one.error for one in came] == [None, None]
     assert [(one.value.takeovers, one.value.staging) for one in came] == [(1, "object_store")] * 2
     assert programs.large_is(path, 6, 2)
-
-
-def test_a_load_takes_from_the_object_store_what_is_kept_there(ranks, tmp_path):
-    ranks.run(programs.choose_memory, "object_store")
-    ranks.run(programs.save_kept, str(tmp_path), 1)
-    for file in (tmp_path / "step-1").glob("*.distcp"):
-        data = bytearray(file.read_bytes())
-        data[5000:-8192:4096] = bytes(byte ^ 255 for byte in data[5000:-8192:4096])
-        file.write_bytes(data)
-    ranks.resize(2)
-    came = ranks.run(programs.kept_is, str(tmp_path / "step-1"), 1)
-    assert [one.error for one in came] == [None, None]
-    assert came[0].value[0] == came[0].value[1] > 40 << 20
 
 
 @ray.remote(num_cpus=0)
@@ -329,20 +279,6 @@ class Victim:
         staged(self.staging, what, target, book)
 
 
-def test_a_rank_killed_after_staging_is_not_missed(namespace, book, places):
-    sizes = [8 * MIB] * 5
-    victim = Victim.remote(namespace)
-    ray.get(victim.stage.remote(sizes, places[0], book), timeout=400)
-    os.kill(ray.get(victim.pid.remote()), signal.SIGKILL)
-    share(sizes, part_bytes=9 * MIB).written(places[1])
-    reports = told(book, 5)
-    assert all(report.receipt for report in reports)
-    assert same_files(*places)
-    stager = opened(namespace)
-    assert eventually(lambda: stager.info()["ranks"] == ["rank 0"])
-    stager.close()
-
-
 def test_a_rank_killed_while_it_stages_leaves_nothing(namespace, book, places):
     victim = Victim.remote(namespace)
     watcher = opened(namespace, name="watcher")
@@ -353,37 +289,6 @@ def test_a_rank_killed_while_it_stages_leaves_nothing(namespace, book, places):
     assert eventually(lambda: watcher.info()["ranks"] == ["watcher"])
     assert not list(Path(places[0].url).rglob("*"))
     watcher.close()
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_bytes_of_a_dead_or_frozen_stager_are_handed_to_a_new_one(
-    how, namespace, stuck_book, places
-):
-    what = share([8 * MIB] * 3 + [70, 0], [b"note"], part_bytes=9 * MIB)
-    what.written(places[1])
-    staging = opened(namespace)
-    handle = staged(staging, what, places[0], stuck_book)
-    told(stuck_book, 1)
-    scribbled(what)()
-    name, pid = handle.stager_name, staging.info()["pid"]
-    os.kill(pid, how)
-    for file in Path(places[0].url).glob("*"):
-        file.unlink()  # as if it had never got so far
-    ray.get(stuck_book.answer.remote())
-    handle.hand_over()
-    assert not lives(pid)
-    assert handle.stager_name != name
-    assert handle.key.incarnation == 1
-    assert eventually(lambda: same_files(*places))
-    assert eventually(lambda: handle.progress().written_bytes == what.num_bytes)
-    assert all(report.receipt for report in handle.progress().reports)
-    again = share([5 * MIB], seed=1)
-    staged(staging, again, Target(places[0].url + "-next"), save="next")
-    again.written(Target(places[1].url + "-next"))
-    assert eventually(
-        lambda: same_files(Target(places[0].url + "-next"), Target(places[1].url + "-next"))
-    )
-    staging.close()
 
 
 def test_only_files_without_a_receipt_are_handed_over(namespace, stuck_book, places):
@@ -472,17 +377,6 @@ def test_a_capture_that_fails_gives_everything_back(namespace, places):
         staged(staging, what, places[0])
     assert eventually(lambda: staging.info()["used_bytes"] == 0)
     assert not list(Path(places[0].url).rglob("*"))
-    staging.close()
-
-
-def test_warming_touches_the_memory_that_the_rank_gets(namespace, places):
-    staging = opened(namespace)
-    staging.warm(40 * MIB).result(180)
-    fields = Path(f"/proc/{staging.info()['pid']}/status").read_text()
-    shared_kb = int(fields.split("RssShmem:")[1].split()[0])
-    assert shared_kb >= 40 * 1024
-    handle = staged(staging, share([10 * MIB]), places[0])
-    assert eventually(lambda: handle.progress().reports)
     staging.close()
 
 

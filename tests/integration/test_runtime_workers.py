@@ -12,19 +12,13 @@ import ray
 
 from ray_dcp.errors import InvalidRequestError, ParticipantError
 from ray_dcp.protocol.messages import Exchange
-from ray_dcp.runtime import worker_group
 from ray_dcp.runtime.session import current_session
 from ray_dcp.runtime.worker_group import WorkerGroup, this_rank
-from tests.integration.conftest import mend
 from tests.polling import eventually, lives
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
-
-@pytest.fixture(scope="module")
-def ranks():
-    with WorkerGroup(3, release_s=60) as group:
-        yield group
+NUM_RANKS = 3
 
 
 def sum_of_ranks() -> tuple[int, int, float]:
@@ -153,19 +147,6 @@ def test_a_rank_that_is_killed_between_runs_is_named_too(ranks):
         ranks.run(lambda: 1)
     ranks.resize(2)
     assert ranks.run(lambda: 1) == [1, 1]
-
-
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_next_test_gets_a_whole_group_after_one_that_left_a_dead_or_frozen_rank(
-    ranks, blow, monkeypatch
-):
-    ranks.resize(2)
-    pids = ranks.pids
-    os.kill(pids[1], blow)
-    monkeypatch.setattr(worker_group, "_PART_S", 2.0)
-    mend(ranks, within_s=2.0)
-    assert ranks.run(sum_of_ranks) == [(0, 2, 1.0), (1, 2, 1.0)]
-    assert eventually(lambda: not lives(pids[1]))
 
 
 @pytest.mark.parametrize(("world_size", "kept"), [(3, [0, 2]), (2, [0])])

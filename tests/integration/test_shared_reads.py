@@ -6,21 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from ray_dcp.runtime.worker_group import WorkerGroup
 from tests import layouts
 from tests.polling import eventually
 from tests.s3_server import fresh_place
 
-pytestmark = pytest.mark.usefixtures("ray_session")
+# Why four first: it only ever gets smaller, and starts each process once.
+NUM_RANKS = 4
 
 UNIQUE = sum(4 * rows * columns for rows, columns in layouts.SHAPES)
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    # Why four first: it only ever gets smaller, and starts each process once.
-    with WorkerGroup(4) as group:
-        yield group
 
 
 def test_four_ranks_take_columns_from_a_two_dimensional_layout(ranks, tmp_path: Path):

@@ -5,27 +5,19 @@ from __future__ import annotations
 import os
 import signal
 
-import pytest
 import torch
 
 import ray_dcp
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Reply, Request, SaveAgain, SaveGo, SaveJoin, SendItems
 from ray_dcp.runtime.session import current_session
-from ray_dcp.runtime.worker_group import WorkerGroup
 from tests.polling import eventually
 
-pytestmark = pytest.mark.usefixtures("ray_session")
+NUM_RANKS = 2
 
 OPTIONS = SaveOptions()
 
 Said = tuple[int, int, list[str]]
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with WorkerGroup(2, release_s=60) as group:
-        yield group
 
 
 def state_of(step: int, more: int = 0) -> dict[str, object]:

@@ -19,7 +19,7 @@ import torch
 
 import ray_dcp
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
-from tests import damage, numpy_ranks
+from tests import damage
 from tests.damage import Damage
 
 FLIPS = {"ours": 20, "safetensors": 25, "stock": 80, "zstd": 60, "hub": 25}
@@ -263,60 +263,3 @@ def test_a_manifest_that_was_cut_off_does_not_bring_the_older_checkpoint_back(tw
     into = {"w": torch.full((9,), 7.0)}
     ray_dcp.load(into, checkpoint_id=path, no_dist=True)
     assert into["w"].tolist() == [0.0] * 9, "what the error says to do helps"
-
-
-# Reads of parts, and of samples
-
-
-@pytest.fixture
-def part(tmp_path: Path) -> tuple[Path, Path, int, int]:
-    """A checkpoint of one tensor of 64 blocks; its file, first byte and length of a block."""
-    values = torch.arange(16 << 10, dtype=torch.float32).reshape(128, 128)
-    ray_dcp.save({"w": values}, checkpoint_id=tmp_path, no_dist=True)
-    table = ray_dcp.open(tmp_path).table
-    assert int(table.payload_bytes[0]) == 64 * int(table.block_bytes[0])
-    file = tmp_path / table.files[0]
-    return tmp_path, file, int(table.payload_offset[0]), int(table.block_bytes[0])
-
-
-def spoil(file: Path, offset: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[offset] ^= 16
-    file.write_bytes(data)
-
-
-def test_a_reader_of_a_part_finds_what_is_wrong_in_its_own_blocks_and_in_no_others(part):
-    path, file, start, block = part
-    rows_a_block = block // 512
-    for number in (0, 1, 31, 63):
-        offset = start + number * block + 7
-        spoil(file, offset)
-        for first in range(0, 128, 32):
-            mine = first // rows_a_block <= number < (first + 32) // rows_a_block
-            if mine:
-                with pytest.raises(DamagedCheckpointError, match=file.name):
-                    _ = ray_dcp.open(path)["w"][first : first + 32]
-            else:
-                assert ray_dcp.open(path)["w"][first : first + 32].shape == (32, 128)
-        spoil(file, offset)
-
-
-@pytest.mark.parametrize("world_size", [1, 3, 8])
-def test_a_rank_of_another_world_size_finds_a_flip_in_what_it_reads(world_size):
-    url = f"memory://flips-{world_size}"
-    state = numpy_ranks.state_of()
-    numpy_ranks.save(state, 2, url)
-    storage = ray_dcp.open(url).storage
-    table = ray_dcp.open(url).table
-    for row in range(table.num_chunks):
-        if not table.payload_bytes[row]:
-            continue
-        key = table.files[table.file[row]]
-        kept = storage.read(key)
-        wrong = bytearray(kept)
-        wrong[int(table.payload_offset[row]) + int(table.payload_bytes[row]) // 2] ^= 1
-        storage.write(key, bytes(wrong))
-        with pytest.raises(DamagedCheckpointError, match=key):
-            numpy_ranks.load_and_check(state, world_size, url)
-        storage.write(key, kept)
-    numpy_ranks.load_and_check(state, world_size, url)

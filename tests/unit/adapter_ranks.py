@@ -8,10 +8,9 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray_dcp.protocol.commands import Answer
-from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.messages import Exchange, OpKey, Refused
+from ray_dcp.protocol.messages import Exchange, OpKey
 from ray_dcp.torch_adapter.collective import Group
+from tests.inline_ranks import Fate, RankResult, run_ranks
 
 
 def keys(session: str = "test") -> Callable[[], OpKey]:
@@ -37,59 +36,31 @@ def group(
     return Group(OneOf(rank, world_size), timeout_s, "test", None, coordinator_rank)
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a rank ended."""
-
-    value: Any = None
-    error: BaseException | None = None
-
-    def get(self) -> Any:
-        if self.error is not None:
-            raise self.error
-        return self.value
-
-
 def run(
     ranks: Sequence[Generator[Any, Any, Any]],
     *,
     dies: Callable[[Exchange], bool] = lambda _: False,
     seen: list[Exchange] | None = None,
-) -> list[Ended]:
+) -> list[RankResult[Any]]:
     """Runs every rank to its end; a rank that `dies` at a request never goes on.
 
     Messages are pickled on the way, as between processes.
     """
-    coordination = Coordination(epoch=1, new_attempt=lambda: "attempt-1")
-    ends = [Ended(error=AssertionError("never ended")) for _ in ranks]
-    waiting: dict[tuple[OpKey, int], int] = {}
-    ready: list[tuple[int, Any]] = [(index, None) for index in range(len(ranks))]
-    while ready or waiting:
-        if not ready:
-            key = min((key for key, _ in waiting), key=lambda key: (key.seq, key.step))
-            commands = coordination.expired(key, "joining")
-            assert commands, f"nothing will happen, and {waiting} wait"
-        else:
-            index, reply = ready.pop(0)
-            try:
-                request = ranks[index].send(reply)
-            except StopIteration as end:
-                ends[index] = Ended(value=end.value)
-                continue
-            except BaseException as error:
-                ends[index] = Ended(error=error)
-                continue
-            assert isinstance(request, Exchange)
-            if seen is not None:
-                seen.append(request)
-            if dies(request):
-                continue
-            waiting[request.key, request.rank] = index
-            commands = coordination.receive(pickle.loads(pickle.dumps(request)))
-        for command in commands:
-            if isinstance(command, Answer):
-                for rank in command.ranks:
-                    reply = pickle.loads(pickle.dumps(command.reply))
-                    assert not isinstance(reply, Refused) or reply.error is not command.reply.error
-                    ready.append((waiting.pop((command.key, rank)), reply))
-    return ends
+
+    def fate(request: Any) -> Fate:
+        assert isinstance(request, Exchange)
+        if seen is not None:
+            seen.append(request)
+        return "slow" if dies(request) else "live"
+
+    return run_ranks(list(map(_pickled, ranks)), fate=fate, catches=BaseException)
+
+
+def _pickled(steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    try:
+        request = next(steps)
+        while True:
+            reply = pickle.loads(pickle.dumps((yield pickle.loads(pickle.dumps(request)))))
+            request = steps.send(reply)
+    except StopIteration as end:
+        return end.value

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from ray_dcp.io.checkpoint import read_checkpoint
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.messages import OpKey, Target
 from ray_dcp.store.opening import open_storage
-from ray_dcp.torch_adapter.capture import Capture
+from ray_dcp.torch_adapter.capture import Capture, capture
 from ray_dcp.torch_adapter.targets import Targets, plan_targets
 from tests.inline_ranks import run_ranks
 from tests.rank_saves import load_rank, save_rank
@@ -31,17 +32,56 @@ def box(columns, row):
 
 def stored(*captures: Capture) -> Target:
     """Saves what each rank captured, and returns where."""
-    target, world_size = Target(f"memory://adapter-{next(_numbers)}/c"), len(captures)
+    target = Target(f"memory://adapter-{next(_numbers)}/c")
+    _save(target, [lambda one=one: one for one in captures], SaveOptions())
+    return target
+
+
+def save_on_ranks(
+    states: Sequence[dict[str, Any]], path: object, options: SaveOptions | None = None
+) -> None:
+    """Saves one state for each rank."""
+    how = {"world_size": len(states), "options": options or SaveOptions()}
+    made = [partial(capture, state, rank=rank, **how) for rank, state in enumerate(states)]
+    _save(Target(str(path)), made, how["options"])
+
+
+def _save(target: Target, made: Sequence[Callable[[], Capture]], options: SaveOptions) -> None:
     ranks = [
         save_rank(
-            OpKey("save", 0), rank=rank, world_size=world_size, target=target,
-            options=SaveOptions(), capture=lambda captured=captured: captured,
+            OpKey("save", 0), rank=rank, world_size=len(made), target=target, options=options,
+            capture=one,
         )
-        for rank, captured in enumerate(captures)
+        for rank, one in enumerate(made)
     ]  # fmt: skip
     for result in run_ranks(ranks):
         result.get()
-    return target
+
+
+def load_on_ranks(
+    states: Sequence[dict[str, Any]], path: object, options: LoadOptions | None = None
+) -> list[Targets]:
+    """Loads into one state for each rank; returns what each loaded."""
+    options, world_size = options or LoadOptions(), len(states)
+    works: list[Any] = [None] * world_size
+
+    def plan(checkpoint: Any, rank: int) -> Targets:
+        works[rank] = plan_targets(
+            states[rank], checkpoint.tensors, narrow=checkpoint.narrow, options=options, rank=rank,
+            world_size=world_size,
+        )  # fmt: skip
+        return works[rank]
+
+    ranks = [
+        load_rank(
+            OpKey("load", 0), rank=rank, world_size=world_size, target=Target(str(path)),
+            options=options.without_choices(), plan=partial(plan, rank=rank),
+        )
+        for rank in range(world_size)
+    ]  # fmt: skip
+    for result in run_ranks(ranks):
+        result.get()
+    return works
 
 
 def table_of(target: Target) -> ChunkTable:
@@ -98,14 +138,14 @@ def on_ranks(world_size: int, work: Callable[[int], Any]) -> list[Any]:
     return results
 
 
-def frozen(capture: Capture) -> Capture:
+def frozen(captured: Capture) -> Capture:
     """A capture that is independent of the process group it was made in."""
-    columns = capture.columns
+    columns = captured.columns
     tensors = {
-        row: bytes(capture.source(row))
+        row: bytes(captured.source(row))
         for row in range(len(columns))
         if columns.kind[row] == Kind.TENSOR
     }
     return Capture(
-        columns, lambda row: memoryview(tensors[row]), capture.deferred, capture.warnings
+        columns, lambda row: memoryview(tensors[row]), captured.deferred, captured.warnings
     )

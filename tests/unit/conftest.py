@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests import checkpoints
+from tests import checkpoints, disks
 
 
 @pytest.fixture(scope="session")
@@ -22,17 +21,9 @@ def stock_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def small_disk(tmp_path):
+def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of its own; skips where this user may not mount one."""
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    mount = shutil.which("mount")
-    if (
-        mount is None
-        or subprocess.run(
-            [mount, "-t", "tmpfs", "tmpfs", str(directory)], capture_output=True, check=False
-        ).returncode
-    ):
-        pytest.skip("mounting is not permitted here")
-    yield directory
-    subprocess.run(["umount", str(directory)], check=True)
+    with disks.small_disk(tmp_path / "disk") as disk:
+        if not isinstance(disk, disks.Tmpfs):
+            pytest.skip("mounting is not permitted here")
+        yield disk.path

@@ -49,15 +49,15 @@ GROUPS = (range(2), range(2, 4), range(4, 6))
 class Job:
     """Ranks that save again and again."""
 
-    def __init__(self, name, groups=GROUPS):
+    def __init__(self, name):
         self.url = f"memory://{name}-{random.getrandbits(60):x}"
         self.memories = [PlanMemory() for _ in range(WORLD)]
-        self.world = Gathered(groups)
+        self.world = Gathered(GROUPS)
         self.seq = 0
 
-    def save(self, state, *, groups=GROUPS, options=None, urls=None, capture=ArrayCapture, **how):
+    def save(self, state, *, choose=None, options=None, urls=None, capture=ArrayCapture, **how):
         self.seq += 1
-        world = Gathered(groups, self.world.coordination)
+        world = Gathered(GROUPS, self.world.coordination, **how)
         ranks = [
             save_rank(
                 OpKey("s", self.seq), rank=rank, world_size=WORLD,
@@ -67,7 +67,7 @@ class Job:
             )
             for rank in range(WORLD)
         ]  # fmt: skip
-        return world, world.run(ranks, **how)
+        return world, world.run(ranks, choose)
 
     @property
     def storage(self):

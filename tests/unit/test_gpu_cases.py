@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.gpu.__main__ import run
-from tests.gpu.cases import CASES, NotHere, no_leaks
-from tests.gpu.machine import Gpu, Machine, PlayedGpu
+from tests.gpu.cases import CASES, no_leaks
+from tests.gpu.machine import Gpu, PlayedGpu
 from tests.gpu.rates import RATES
 
 QUICK = {**CASES, "no leaks": partial(no_leaks, num_saves=8)}
@@ -28,16 +28,3 @@ def test_with_a_played_driver(name, tmp_path):
 def test_on_a_gpu(name, tmp_path):
     rows = run(name, {**QUICK, **RATES}[name], Gpu(1 << 30), str(tmp_path))
     assert not [row for row in rows if row[3] == "FAILED"]
-
-
-def test_a_case_that_fails_and_one_that_can_not_be_run_are_told_apart(tmp_path):
-    def fails(on: Machine, room: object) -> str:
-        raise RuntimeError("an illegal memory access")
-
-    def needs_more(on: Machine, room: object) -> str:
-        raise NotHere("ray is not installed here")
-
-    (failed,) = run("one", fails, PlayedGpu(), str(tmp_path))
-    (left,) = run("other", needs_more, PlayedGpu(), str(tmp_path))
-    assert failed[3:] == ("FAILED", "RuntimeError: an illegal memory access")
-    assert left[3:] == ("not run", "ray is not installed here")

@@ -5,99 +5,38 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import ray_dcp
-from ray_dcp.core.columns import ColumnsBuilder, encode
+from ray_dcp.core.columns import ColumnsBuilder
 from ray_dcp.planning.fingerprint import Fingerprints, fingerprint
-from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, make_plan
-from ray_dcp.planning.merge import contents_of, without_contents
 from ray_dcp.planning.regular import infer, probes
 from ray_dcp.protocol import planning
-from ray_dcp.protocol.commands import MakePlan, Planned, RowsMissing
+from ray_dcp.protocol.commands import Planned, RowsMissing
 from ray_dcp.protocol.messages import SaveAgain, SendItems, Target
 from ray_dcp.runtime import rank_save
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.opening import open_storage
 from tests.crash.array_states import ArrayCapture, same_state
 from tests.crash.ranks import load_state
+from tests.property.test_stages import NAMED, Stage, Tensor, held, task_of
 from tests.warm_ranks import Warm, committed
 
-NAMED = {"container": "torch_save", "part_bytes": 1 << 20}
 
-
-def held_by(rank, mesh, tensors, objects=False):
-    """What `DTensor`s with these placements hold. `tensors`: shape and, for each dimension of the
-    mesh, the dimension that is sharded, or None."""
-    at = np.unravel_index(rank, mesh)
-    builder = ColumnsBuilder()
-    for index, (shape, placements) in enumerate(tensors):
-        offset, size = [0] * len(shape), list(shape)
-        for place, length, axis in zip(at, mesh, placements, strict=True):
-            if axis is not None:
-                step = -(-size[axis] // length)
-                begin = min(int(place) * step, size[axis])
-                offset[axis] += begin
-                size[axis] = min(step, size[axis] - begin)
-        splittable = None in placements
-        builder.tensor(
-            f"t{index}", "float32", shape, offset=offset, size=size, splittable=splittable
-        )
-    if objects:
-        builder.object("step", value=7)
-    return builder.build()
-
-
-def task_of(columns, sent):
-    names = tuple(fingerprint(own, world_size=len(columns), **NAMED) for own in columns)
-    rows = tuple(
-        encode(without_contents(own)) if rank in sent else b"" for rank, own in enumerate(columns)
-    )
-    contents = tuple(map(contents_of, columns))
-    return MakePlan(rows, "torch_save", 1 << 20, False, contents, names)
-
-
-meshes = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
-
-
-@st.composite
-def layouts(draw):
-    mesh = draw(meshes)
-    tensors = []
-    for _ in range(draw(st.integers(1, 4))):
-        ndim = draw(st.integers(1, 3))
-        placements = [draw(st.sampled_from([None, *range(ndim)])) for _ in mesh]
-        shape = [draw(st.integers(1, 4)) for _ in range(ndim)]
-        for length, axis in zip(mesh, placements, strict=True):
-            if axis is not None:
-                shape[axis] *= length
-        tensors.append((tuple(shape), placements))
-    return mesh, tensors
-
-
-@settings(max_examples=60, deadline=None)
-@given(layouts(), st.booleans())
-def test_even_layouts_need_the_rows_of_a_few_ranks_alone(layout, objects):
-    mesh, tensors = layout
-    world_size = int(np.prod(mesh))
-    columns = [held_by(rank, mesh, tensors, objects) for rank in range(world_size)]
-    sent = set(probes(world_size))
-    planned = perform(task_of(columns, sent))
-    assert isinstance(planned, Planned)
-    by_rows = make_plan(columns, part_bytes=1 << 20, min_writer_bytes=MIN_WRITER_BYTES)
-    assert planned.plan.digest == by_rows.digest
+def slabs(world_size, *tensors):
+    """What ranks hold of tensors that are cut along a line: (shape, dimension that is cut)."""
+    mesh = [Tensor(f"t{n}", shape, [dim]) for n, (shape, dim) in enumerate(tensors)]
+    return held([Stage(range(world_size), (world_size,), mesh)])
 
 
 def test_an_uneven_last_rank_follows_too():
-    columns = [held_by(rank, (6,), [((16, 3), [0])]) for rank in range(6)]
+    columns = slabs(6, ((16, 3), 0))
     assert [own.size[0, 0] for own in columns] == [3, 3, 3, 3, 3, 1]
     assert isinstance(perform(task_of(columns, {0, 1, 2, 3})), Planned)
 
 
 @pytest.mark.parametrize("change", ["dtype", "shape", "offset", "name", "more"])
 def test_who_holds_something_else_is_asked(change):
-    columns = [held_by(rank, (12,), [((24, 3), [0]), ((24,), [0])]) for rank in range(12)]
+    columns = slabs(12, ((24, 3), 0), ((24,), 0))
     builder = ColumnsBuilder()
     shape = (24, 3) if change != "shape" else (24, 4)
     builder.tensor(
@@ -133,7 +72,7 @@ def test_probes_are_where_a_dimension_may_begin():
 
 
 def test_infer_without_what_it_needs():
-    columns = {rank: held_by(rank, (4,), [((8,), [0])]) for rank in range(4)}
+    columns = dict(enumerate(slabs(4, ((8,), 0))))
     assert infer({}, 4) is None
     assert infer({0: columns[0], 1: columns[1]}, 4) is None
     assert infer({**columns, 2: replace(columns[2], names=("other",))}, 4) is None
@@ -146,7 +85,7 @@ def test_infer_without_what_it_needs():
 
 
 def test_fingerprints_of_many_are_those_of_each():
-    columns = [held_by(rank, (2, 3), [((4, 9), [0, 1])]) for rank in range(6)]
+    columns = held([Stage(range(6), (2, 3), [Tensor("t", (4, 9), [0, 1])])])
     names = Fingerprints(columns[0], world_size=6, **NAMED)
     found = [names.of_boxes(own, rank) for rank, own in enumerate(columns)]
     assert found == [fingerprint(own, world_size=6, **NAMED) for own in columns]

@@ -40,8 +40,6 @@ from ray_dcp.protocol.messages import (
 )
 from ray_dcp.runtime.metrics import SaveRecorder, Tracing
 from ray_dcp.store.memory import MemoryStorage
-from ray_dcp.store.opening import open_storage
-from tests import numpy_ranks
 
 ATTEMPT = "0123456789abcdef"
 KEY = OpKey("s", 0)
@@ -370,20 +368,3 @@ def test_the_trace_of_another_attempt_is_refused(tmp_path: Path):
     (tmp_path / "a" / one).write_bytes((tmp_path / "b" / other).read_bytes())
     with pytest.raises(DamagedCheckpointError, match="expected the trace of attempt"):
         _ = ray_dcp.open(tmp_path / "a").trace
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_stock_dcp_and_a_load_do_not_mind(tmp_path: Path):
-    import torch.distributed.checkpoint as stock
-
-    ray_dcp.save({"w": torch.arange(9.0)}, checkpoint_id=tmp_path / "c")
-    found = {"w": torch.zeros(9)}
-    stock.load(found, checkpoint_id=tmp_path / "c", no_dist=True)
-    assert found["w"].tolist() == list(range(9))
-
-
-def test_ranks_that_are_played_leave_no_trace():
-    # The executor of property tests has virtual time: a trace of it would say nothing.
-    numpy_ranks.save(numpy_ranks.state_of(), 2, "memory://trace-played")
-    names = [entry.key for entry in open_storage("memory://trace-played").list()]
-    assert not [name for name in names if name.startswith("trace.")]
