@@ -250,7 +250,7 @@ class Round:
             self.model.took_lease(writer)
         for step in range(first, last + 1):
             if order.random() < 0.15 and self.model.saved:
-                writer.steps.damaged.add(max(self.model.saved))  # one read of it had failed
+                writer.damaged.add(max(self.model.saved))  # one read of it had failed
                 self.model.seen["damaged"] += 1
             self._save(actor, writer, step, replace=False)
             if order.random() < 0.25:

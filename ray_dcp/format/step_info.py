@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -49,14 +49,16 @@ class CatalogueRow:
     """What is known of a step folder, as long as its highest slot stays what it is."""
 
     name: str
-    last_slot: int
+    last_slot: int = 0
     """Highest slot in use."""
-    slot: int
-    """Slot of the manifest that stands; 0 when none does."""
-    attempt: str
+    slot: int = 0
+    """Slot of the manifest that stands; 0 where none does, or that is not known."""
+    attempt: str = ""
     """Of that manifest; "" when there is none."""
-    created_s: float
-    info: StepInfo | None
+    created_s: float = 0.0
+    """Seconds since 1970 by the clock of the rank that saved it; 0 for stock checkpoints."""
+    info: StepInfo | None = None
+    """What a manager was given about it."""
 
 
 def info_key(slot: int) -> str:
@@ -133,7 +135,7 @@ def decode_info(data: bytes, *, key: str | None = None) -> StepInfo:
         raise
 
 
-def encode_catalogue(rows: list[CatalogueRow]) -> bytes:
+def encode_catalogue(rows: Sequence[CatalogueRow]) -> bytes:
     """Returns the bytes of a catalogue."""
     infos = [None if row.info is None else asdict(row.info) for row in rows]
     told = [

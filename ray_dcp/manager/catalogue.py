@@ -21,7 +21,6 @@ from ray_dcp.format.manifest import MAX_RECORD_BYTES, DeleteRecord, Manifest, sl
 from ray_dcp.format.names import CATALOGUE, READING, SHARED_FOLDER, StepNames, tag_of
 from ray_dcp.format.step_info import (
     CatalogueRow,
-    StepInfo,
     decode_catalogue,
     encode_catalogue,
     info_slot,
@@ -88,22 +87,10 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class StepFound:
-    """A step that is committed."""
+class StepFound(CatalogueRow):
+    """A step that is committed, with what its folder holds."""
 
-    step: int
-    name: str
-    """Of its folder."""
-    last_slot: int = 0
-    """Highest slot in use there."""
-    slot: int = 0
-    """Slot of the current manifest; 0 where that is not known."""
-    attempt: str = ""
-    """Of that manifest."""
-    created_s: float = 0.0
-    """Seconds since 1970 by the clock of the rank that saved it; 0 for stock checkpoints."""
-    info: StepInfo | None = None
-    """What a manager was given about it."""
+    step: int = field(kw_only=True)
     is_ours: bool = True
     """A save of ray_dcp; False: stock DCP's, which is read and never deleted."""
     is_readable: bool = True
@@ -199,11 +186,7 @@ def publish(root: Root, catalogue: Catalogue) -> None:
     Raises:
         StorageError: It could not be written.
     """
-    rows = [
-        CatalogueRow(one.name, one.last_slot, one.slot, one.attempt, one.created_s, one.info)
-        for one in catalogue.steps.values()
-        if one.is_ours and one.is_readable
-    ]
+    rows = [one for one in catalogue.steps.values() if one.is_ours and one.is_readable]
     root.shared.write(CATALOGUE, encode_catalogue(rows))
 
 
@@ -216,12 +199,14 @@ def _published(root: Root, names: StepNames) -> dict[str, StepFound]:
         logger.info("The catalogue of %s is not used: %s", root.url, error)
         return {}
     return {
-        row.name: StepFound(step, **vars(row))
+        row.name: StepFound(**vars(row), step=step)
         for row in rows
         if (step := names.step_of(row.name)) is not None
     }
 
 
+# Why: all that a long run makes here stays, and to look for garbage in it takes half the time.
+@collector_paused()
 def look_at_folders(
     root: Root, step_of: Callable[[str], int | None], known: Mapping[str, StepFound]
 ) -> Catalogue:
@@ -238,14 +223,6 @@ def look_at_folders(
     Raises:
         StorageError: The storage can't be listed or read.
     """
-    # Why: all that a long run makes here stays, and to look for garbage in it takes half the time.
-    with collector_paused():
-        return _look(root, step_of, known)
-
-
-def _look(
-    root: Root, step_of: Callable[[str], int | None], known: Mapping[str, StepFound]
-) -> Catalogue:
     storage = root.storage
     folders: dict[str, list[str]] = {}
     for entry in storage.list():
@@ -325,7 +302,7 @@ def _look_into(
     if last and (is_ours or is_stock or infos or tables):
         return _Folder(step, name, last, infos)
     if is_stock and not is_ours:
-        return StepFound(step, name, is_ours=False)
+        return StepFound(name, step=step, is_ours=False)
     return _Folder(step, name) if is_ours or infos else None
 
 
@@ -353,7 +330,7 @@ def _read(folder: _Folder, root: Root, storage: Storage) -> StepFound | _Folder:
         raise
     except CheckpointError as error:
         logger.warning("What is committed in %s/%s is not known: %s", root.url, name, error)
-        return StepFound(step, name, last, is_readable=False)
+        return StepFound(name, last, step=step, is_readable=False)
     if not isinstance(record, Manifest):
         return folder
     info = None
@@ -362,7 +339,7 @@ def _read(folder: _Folder, root: Root, storage: Storage) -> StepFound | _Folder:
     except DamagedCheckpointError as error:
         logger.warning("Metrics and metadata in %s/%s can't be read: %s", root.url, name, error)
     created_s = record.created_s if info is None else info.created_s
-    return StepFound(step, name, last, slot, record.attempt, created_s, info)
+    return StepFound(name, last, slot, record.attempt, created_s, info, step=step)
 
 
 def _preferred(known: StepFound | None, other: StepFound, names: StepNames) -> StepFound:

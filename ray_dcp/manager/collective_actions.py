@@ -147,7 +147,7 @@ logger = logging.getLogger(__name__)
 
 
 class Finisher:
-    """Waits for asynchronous saves, one after the other.
+    """Waits for asynchronous saves, one after the other, in a thread while there are any.
 
     Args:
         on_failure: Called with step and error of each save that fails, in the thread.
@@ -159,7 +159,6 @@ class Finisher:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._failed: list[tuple[int, CheckpointError]] = []
-        self._closed = False
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -181,7 +180,6 @@ class Finisher:
                     target=self._run, name="ray_dcp manager", daemon=True
                 )
                 self._thread.start()
-            self._changed.notify_all()
 
     def wait(self) -> None:
         """Waits until nothing is under way."""
@@ -194,17 +192,11 @@ class Finisher:
             failed, self._failed = self._failed, []
             return failed
 
-    def close(self) -> None:
-        """Ends the thread when nothing is under way any more."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
                 if not self._waiting:
+                    self._thread = None
                     return
                 step, finish = self._waiting[0]
             error = self._finish(step, finish)

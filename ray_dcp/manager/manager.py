@@ -327,7 +327,7 @@ class CheckpointManager:
             ...         policy.describe(manager.save_facts())
             'no save was measured yet'
         """
-        return self._writer.facts(self._writer.steps.newest or 0)
+        return self._writer.facts(self._writer.newest or 0)
 
     def save(
         self,
@@ -527,7 +527,6 @@ class CheckpointManager:
         finally:
             self._closed = True
             _open.discard(self)
-            self._actions.finisher.close()
             self._preemption.stop()
             try:
                 within(CLOSE_S, f"closing {self!r}", self._writer.close)

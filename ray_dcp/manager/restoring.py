@@ -348,7 +348,7 @@ def _tell(
     if not skipped or actions.session().rank != 0:
         return
     with actions.writer.lock:
-        actions.writer.steps.damaged.update(number for number, _ in skipped)
+        actions.writer.damaged.update(number for number, _ in skipped)
     for number, error in skipped:
         warnings.warn(
             f"Restored step {step} of {actions.root.url} instead of the newer step {number}, "

@@ -1,6 +1,6 @@
-"""What the writer of a root does to its steps, one after the other: prepare, record, remove.
+"""The steps of a root: where they are saved, and how they are deleted.
 
-Runs on one rank, without torch and without threads; it knows no session. `manager` decides when;
+Runs on one rank, without torch and without threads; it knows no session. `writer` decides when;
 the writer lease (`leases`) prevents that other processes do it at the same time.
 
 Order of a save: info, then the commit of the checkpoint, which lies in the step's folder. Order of
@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ray_dcp.errors import (
@@ -25,12 +25,11 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.format.manifest import MAX_RECORD_BYTES, DeleteRecord, Manifest, record_key
-from ray_dcp.format.names import TAGS, StepNames, check_tag, note_key, tag_key, tag_of
-from ray_dcp.format.step_info import StepInfo, decode_info, encode_info, info_key, info_slot
+from ray_dcp.format.names import note_key
+from ray_dcp.format.step_info import StepInfo, decode_info, info_key, info_slot
 from ray_dcp.io.records import Announced, read_slots, used_slots
-from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look
+from ray_dcp.manager.catalogue import Catalogue, Root, StepFound
 from ray_dcp.manager.leases import Readers
-from ray_dcp.manager.retention import RetentionPolicy, superfluous
 from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.runtime.tasks import new_attempt
 from ray_dcp.store.storage import KeyMissingError, Storage
@@ -71,252 +70,6 @@ class Going:
     """That is committed there; "" where crashes left files, None where that is not known."""
 
 
-class Steps:
-    """The steps of a root, as its writer sees them.
-
-    Args:
-        root: Where.
-        names: Of step folders.
-        order: Whether a step may be older than the newest.
-
-    Attributes:
-        catalogue: What was committed when it was last looked: it answers, and decides nothing.
-        pending: Steps of which a save is under way.
-        damaged: Steps that could not be loaded: they don't count, don't go, and may be saved again.
-        leaving: Folders of which the removal is being decided.
-        saved_last: The step that this process committed last: it stays.
-    """
-
-    def __init__(self, root: Root, names: StepNames, order: Order = "increasing") -> None:
-        self.root = root
-        self.names = names
-        self.order = order
-        self.catalogue = Catalogue()
-        self.pending: set[int] = set()
-        self.damaged: set[int] = set()
-        self.leaving: frozenset[str] = frozenset()
-        self.saved_last: int | None = None
-
-    def look(self) -> Catalogue:
-        """Returns what is committed, by a look at the storage. Changes nothing here.
-
-        Raises:
-            StorageError: It can't be read.
-        """
-        before = self.catalogue if self.catalogue.steps else None
-        return look(self.root, self.names, before)
-
-    @property
-    def newest(self) -> int | None:
-        """The newest step that is good or under way; None for none."""
-        good = self.catalogue.steps.keys() - self.damaged
-        return max({*good, *self.pending}, default=None)
-
-    def check_step(self, step: int, *, replace: bool) -> None:
-        """Checks that a step may be saved now.
-
-        Args:
-            step: Which.
-            replace: It may take the place of one that is committed.
-
-        Raises:
-            InvalidRequestError: It is committed or under way already, or older than the newest.
-        """
-        if step in self.pending:
-            raise InvalidRequestError(
-                f"step {step} is being saved already; wait for it with join() before it is saved "
-                f"again",
-                step=step,
-            )
-        if step in self.damaged:
-            return
-        if step in self.catalogue.steps:
-            if replace or self.order == "any":
-                return
-            name = self.names.name_of(step)
-            raise InvalidRequestError(
-                f"step {step} is committed already in {self.root.url}/{name}. Save the next step; "
-                f"or give replace=True to save over it, atomically; or delete({step}) first",
-                step=step,
-            )
-        newest = self.newest
-        if self.order == "increasing" and newest is not None and step < newest:
-            raise InvalidRequestError(
-                f"step {step} is older than the newest one in {self.root.url}, {newest}; steps go "
-                f"up. To go on from an earlier step, rewind({max(step - 1, 0)}) deletes those "
-                f"after it; another run takes another root",
-                step=step,
-            )
-
-    def place(self, step: int) -> StepTarget:
-        """Returns where a step is saved.
-
-        Raises:
-            StorageError: The storage can't be listed.
-        """
-        name = self.names.name_of(step)
-        storage = self.root.open(name)
-        last = max(used_slots(storage), default=0)
-        return StepTarget(step, name, last, _free_number(storage, last))
-
-    def prepare(
-        self, place: StepTarget, info: StepInfo, tags: Collection[str] = ()
-    ) -> frozenset[str]:
-        """Writes the info of a step, for the next commit in its folder.
-
-        Tags that the step has stay, also when the commit replaces what had them: whoever gave them
-        takes them away.
-
-        Args:
-            place: Of the step.
-            info: Metrics, metadata and items.
-            tags: That it gets.
-
-        Returns:
-            The tags that it did not have: they are taken away where there is no commit.
-
-        Raises:
-            StorageError: It could not be written.
-        """
-        self.root.open(place.name).write(info_key(place.last_slot), encode_info(info))
-        had = self.tags_of(place.step) if place.last_slot else frozenset()
-        for tag in sorted({*tags} - had):
-            self.tag(place.step, tag)
-        return frozenset(tags) - had
-
-    def rewrite_info(self, found: StepFound, info: StepInfo) -> StepFound:
-        """Writes the info of a committed step once more; returns the step with it.
-
-        Raises:
-            StorageError: It could not be written.
-        """
-        key = info_key(found.slot - 1)
-        self.root.open(found.name).write(key, encode_info(info))
-        return replace(found, created_s=info.created_s, info=info)
-
-    def tags_of(self, step: int) -> frozenset[str]:
-        """Returns the tags of a step, by a look at the storage.
-
-        Raises:
-            StorageError: It can't be listed.
-        """
-        keys = (entry.key for entry in self.root.shared.list(f"{TAGS}{step}."))
-        return frozenset(tagged[1] for key in keys if (tagged := tag_of(key)) is not None)
-
-    def note(self, found: StepFound) -> None:
-        """Takes a step that was committed into the catalogue."""
-        self.catalogue.add(found)
-        self.damaged.discard(found.step)
-        self.saved_last = found.step
-
-    def tag(self, step: int, tag: str) -> None:
-        """Gives a tag to a step.
-
-        Raises:
-            StorageError: It could not be written.
-        """
-        self.root.shared.write(tag_key(step, check_tag(tag)), b"")
-
-    def untag(self, step: int, tag: str) -> None:
-        """Takes a tag from a step; does nothing when it has none.
-
-        Raises:
-            StorageError: It could not be removed.
-        """
-        self.root.shared.delete([tag_key(step, check_tag(tag))])
-
-    def superfluous(
-        self, catalogue: Catalogue, policy: RetentionPolicy | None
-    ) -> tuple[Going, ...]:
-        """Returns the folders that may go: steps by the policy, and what was left by crashes.
-
-        Only folders of steps older than the newest good one are named. Steps that could not be
-        loaded neither count nor go: a read that failed is no proof of damage.
-
-        Args:
-            catalogue: What is committed.
-            policy: What to keep; None for all steps.
-
-        Raises:
-            InvalidRequestError: The policy gives no usable answer.
-        """
-        if policy is None and not catalogue.leftovers:
-            return ()
-        facts = [one for one in catalogue.facts() if one.step not in self.damaged]
-        if not facts:
-            return ()
-        newest = max(one.step for one in facts)
-        protected = {*self.pending, newest if self.saved_last is None else self.saved_last}
-        steps = (catalogue.steps[s] for s in superfluous(facts, policy, protected=protected))
-        left = (
-            Going(step, name, "")
-            for name, step in catalogue.leftovers.items()
-            if step < newest and step not in self.pending and step not in catalogue.steps
-        )
-        return (*map(going, steps), *left)
-
-    def newer_than(self, step: int) -> list[Going]:
-        """Returns the later steps, newest first.
-
-        Raises:
-            InvalidRequestError: One was not written by ray_dcp.
-        """
-        later = [found for number, found in self.catalogue.steps.items() if number > step]
-        for found in later:
-            self.check_deletable(found.step)
-        return [going(found) for found in reversed(later)]
-
-    def check_deletable(self, step: int) -> Going:
-        """Returns a step after checking that it can be deleted.
-
-        Raises:
-            CheckpointNotFoundError: It is not committed.
-            InvalidRequestError: It is being saved, or was not written by ray_dcp.
-        """
-        if step in self.pending:
-            raise InvalidRequestError(
-                f"step {step} is being saved; join() first, then delete it", step=step
-            )
-        found = self.catalogue.steps.get(step)
-        if found is None:
-            raise CheckpointNotFoundError(
-                f"expected step {step} in {self.root.url}, found "
-                f"{', '.join(map(str, list(self.catalogue.steps)[-8:])) or 'no step'}",
-                step=step,
-            )
-        if not found.is_ours:
-            raise InvalidRequestError(
-                f"step {step} was written by another program into {found.name}; ray_dcp does not "
-                f"delete it. Remove the directory yourself to delete it",
-                step=step,
-            )
-        return going(found)
-
-    def forget(self, going: Going) -> None:
-        """Takes a step that was deleted out of the catalogue, unless it was saved again."""
-        self.catalogue.leftovers.pop(going.name, None)
-        known = self.catalogue.steps.get(going.step)
-        if known is not None and (known.name, known.attempt) == (going.name, going.attempt):
-            del self.catalogue.steps[going.step]
-            self.damaged.discard(going.step)
-
-    def remove_replaced_items(self, place: StepTarget) -> None:
-        """Deletes the items of a step that its commit does not refer to any more.
-
-        Raises:
-            StorageError: Something is left.
-        """
-        found = self.catalogue.steps.get(place.step)
-        if found is None or found.info is None:
-            return
-        storage = self.root.open(place.name)
-        keys = [entry.key for entry in storage.list()]
-        for item in sorted(_items_in(storage, keys) - {*found.info.items.values()}):
-            # Why older ones alone: a later one belongs to a save that came after this one.
-            if _begun_at(item) < place.number:
-                remove_folder(self.root, f"{place.name}/{item}")
-
-
 class Deletions:
     """Deletes steps of a root: each is announced, then deleted unless something protects it.
 
@@ -332,7 +85,7 @@ class Deletions:
         root: Root,
         readers: Readers,
         check: Callable[[], object],
-        removed: Callable[[Going], object] = lambda _: None,
+        removed: Callable[[Going], object],
     ) -> None:
         self._root = root
         self._readers = readers
@@ -359,38 +112,28 @@ class Deletions:
             StorageError: The storage failed.
         """
         left: dict[str, CheckpointError | None] = {}
+        shared = self._root.shared
         self._check()
-        announced = [(one, self.announce(one)) for one in chosen]
-        # Careful: all that protects a step is read here, by one listing, and none of it is known.
+        announced = [(one, Announced(one.step, new_attempt(), one.name)) for one in chosen]
+        for _, mark in announced:
+            shared.write(mark.key, b"")
+        # Careful: all that protects a step is read here, and none of it is known.
         still, found = look()
         for one, mark in announced:
             try:
-                is_read = self.is_read(found.read_by.get(one.step, ()))
-                if one not in still or is_read:
-                    self.withdraw(mark)
+                leases = found.read_by.get(one.step, ())
+                is_read = any(self._readers.is_live(shared, key) for key in leases)
+                if one in still and not is_read:
+                    self._remove(one, mark)
                 else:
-                    self.remove(one, mark)
+                    shared.delete([mark.key])
                 if is_read:
                     left[one.name] = None
             except CheckpointError as error:
                 left[one.name] = error
         return left
 
-    def announce(self, going: Going) -> Announced:
-        """Announces a deletion."""
-        mark = Announced(going.step, new_attempt(), going.name)
-        self._root.shared.write(mark.key, b"")
-        return mark
-
-    def withdraw(self, mark: Announced) -> None:
-        """Takes an announcement back."""
-        self._root.shared.delete([mark.key])
-
-    def is_read(self, leases: Collection[str]) -> bool:
-        """Tells whether one of these leases is held."""
-        return any(self._readers.is_live(self._root.shared, key) for key in leases)
-
-    def remove(self, going: Going, mark: Announced) -> None:
+    def _remove(self, going: Going, mark: Announced) -> None:
         """Removes a step whose deletion is announced.
 
         Raises:
@@ -400,7 +143,7 @@ class Deletions:
         try:
             remove_step(self._root, going, mark.attempt, self._check)
         except CheckpointExistsError:
-            self.withdraw(mark)
+            self._root.shared.delete([mark.key])
             raise
         except CheckpointError:
             # Why: a delete record that is on its way may still arrive. Where that can't be ended
@@ -440,6 +183,25 @@ def remove_step(root: Root, going: Going, attempt: str, check: Callable[[], obje
     for item, seen in items.items():
         remove_folder(root, f"{going.name}/{item}", seen)
     storage.delete([key for key in keys if info_slot(key) is not None])
+
+
+def remove_replaced_items(root: Root, place: StepTarget, info: StepInfo) -> None:
+    """Deletes the items of a step that its commit does not refer to any more.
+
+    Args:
+        root: What the step lies in.
+        place: Where it was saved.
+        info: Of what is committed there.
+
+    Raises:
+        StorageError: Something is left.
+    """
+    storage = root.open(place.name)
+    keys = [entry.key for entry in storage.list()]
+    for item in sorted(_items_in(storage, keys) - {*info.items.values()}):
+        # Why older ones alone: a later one belongs to a save that came after this one.
+        if _begun_at(item) < place.number:
+            remove_folder(root, f"{place.name}/{item}")
 
 
 def remove_folder(root: Root, name: str, expected: str | None = None) -> None:
@@ -493,7 +255,7 @@ def _standing_attempt(storage: Storage) -> str:
     return decides.record.attempt if decides is not None and is_commit else ""
 
 
-def _free_number(storage: Storage, last_slot: int) -> int:
+def free_number(storage: Storage, last_slot: int) -> int:
     """Returns a number for the folders of the next items: the first from `last_slot` on.
 
     Those of a committed step have a lower one, unless the step was copied: its items keep the

@@ -10,26 +10,36 @@ what is left when the process ends.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
+    CheckpointNotFoundError,
     InvalidRequestError,
     StorageError,
 )
-from ray_dcp.format.names import READING, check_tag
-from ray_dcp.format.step_info import StepInfo, check_metadata
-from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look_at_step, publish
+from ray_dcp.format.names import READING, TAGS, check_tag, tag_key, tag_of
+from ray_dcp.format.step_info import StepInfo, check_metadata, encode_info, info_key
+from ray_dcp.io.records import used_slots
+from ray_dcp.manager.catalogue import Catalogue, Root, look, look_at_step, publish
 from ray_dcp.manager.leases import LeaseHolder, Readers, WriterLease
-from ray_dcp.manager.retention import check_metrics
+from ray_dcp.manager.retention import check_metrics, superfluous
 from ray_dcp.manager.save_policy import SaveCosts, SaveFacts, asks_only_the_step
 from ray_dcp.manager.settings import Settings
-from ray_dcp.manager.steps import Deletions, Going, Steps, StepTarget
+from ray_dcp.manager.steps import (
+    Deletions,
+    Going,
+    StepTarget,
+    free_number,
+    going,
+    remove_replaced_items,
+)
 
 FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 60.0
@@ -176,9 +186,11 @@ class Writer:
         holder: Who writes; this process by default.
 
     Attributes:
-        steps: What is committed.
+        catalogue: What was committed when it was last looked: it answers, and decides nothing.
+        pending: Steps of which a save is under way.
+        damaged: Steps that could not be loaded: they don't count, don't go, and may be saved again.
         remover: Removes what may go.
-        lock: Guards `steps`; nobody asks the storage anything while holding it.
+        lock: Guards these; nobody asks the storage anything while holding it.
     """
 
     def __init__(
@@ -193,7 +205,13 @@ class Writer:
     ) -> None:
         self.root = root
         self.lock = threading.RLock()
-        self.steps = Steps(root, settings.names, settings.order)
+        self.catalogue = Catalogue()
+        self.pending: set[int] = set()
+        self.damaged: set[int] = set()
+        self._leaving: frozenset[str] = frozenset()
+        """Folders of which the removal is being decided."""
+        self._saved_last: int | None = None
+        """The step that this process committed last: it stays."""
         self._settings = settings
         self._clock = clock
         self._now = now
@@ -216,18 +234,22 @@ class Writer:
         Raises:
             StorageError: It can't be read.
         """
-        before = self.steps.catalogue.steps
-        return self._take_in(self.steps.look(), before)
-
-    def _take_in(self, found: Catalogue, before: Mapping[int, StepFound]) -> Catalogue:
-        """Makes a look the catalogue, with what this process saved since that began."""
+        known = self.catalogue
+        before = known.steps
+        found = look(self.root, self._settings.names, known if before else None)
         with self.lock:
-            for step, one in self.steps.catalogue.steps.items():
+            # Why: what this process saved since the look began, that need not show.
+            for step, one in self.catalogue.steps.items():
                 if before.get(step) != one:
                     found.add(one)
-            self.steps.catalogue = found
+            self.catalogue = found
             self._is_known = True
             return found
+
+    @property
+    def newest(self) -> int | None:
+        """The newest step that is good or under way; None for none."""
+        return max({*(self.catalogue.steps.keys() - self.damaged), *self.pending}, default=None)
 
     def due(self, step: int, preempted: bool, *, force: bool = False) -> bool:
         """Tells whether a step is to be saved.
@@ -246,7 +268,7 @@ class Writer:
         if not self._is_known and not asks_only_the_step(policy):
             self.look()
         with self.lock:
-            self._costs.asked(step, self._clock(), saving=bool(self.steps.pending))
+            self._costs.asked(step, self._clock(), saving=bool(self.pending))
             return bool(policy.due(self.facts(step, preempted)))
 
     def facts(self, step: int, preempted: bool = False) -> SaveFacts:
@@ -255,10 +277,10 @@ class Writer:
             now_s = self._clock()
             return SaveFacts(
                 step=step,
-                last_step=self.steps.newest,
+                last_step=self.newest,
                 since_save_s=now_s - self._last_begun_s,
                 preempted=preempted and not self._preemption_saved,
-                saving=bool(self.steps.pending) or self._costs.is_measuring,
+                saving=bool(self.pending) or self._costs.is_measuring,
                 cost_s=self._costs.cost_s,
                 durable_s=self._durable_s,
                 failures=self._lease.failures,
@@ -297,18 +319,21 @@ class Writer:
         metadata = check_metadata(metadata)
         tags = frozenset(check_tag(tag) for tag in tags)
         with self.lock:
-            self.steps.check_step(step, replace=replace)
+            self._check_step(step, replace=replace)
             if not wanted():
                 raise StorageError(
                     f"the storage of {self.root.url} answered too late to save step {step}",
                     step=step,
                 )
-            self.steps.pending.add(step)
-            is_leaving = self._settings.names.name_of(step) in self.steps.leaving
+            self.pending.add(step)
+            is_leaving = self._settings.names.name_of(step) in self._leaving
         try:
             if is_leaving:
                 self.root.fence(f"step {step} is saved again", step)
-            place = self.steps.place(step)
+            name = self._settings.names.name_of(step)
+            storage = self.root.open(name)
+            last = max(used_slots(storage), default=0)
+            place = StepTarget(step, name, last, free_number(storage, last))
             info = StepInfo(
                 step=step,
                 created_s=float(self._now()),
@@ -316,7 +341,12 @@ class Writer:
                 metadata=metadata,
                 items={name: place.folder_of(name) for name in self._settings.named},
             )
-            added = self.steps.prepare(place, info, tags)
+            storage.write(info_key(last), encode_info(info))
+            # Why only these: tags that the step has stay, also when the commit replaces what had
+            # them. Whoever gave them takes them away.
+            added = tags - self._tags_of(step) if last else tags
+            for tag in sorted(added):
+                self.root.shared.write(tag_key(step, tag), b"")
         except BaseException:
             self.give_up(step)
             raise
@@ -330,7 +360,7 @@ class Writer:
     def give_up(self, step: int) -> None:
         """Notes that no save of a step is under way."""
         with self.lock:
-            self.steps.pending.discard(step)
+            self.pending.discard(step)
 
     def finish(self, place: StepTarget, committed: bool | None) -> None:
         """Takes in how a save has ended, and lets go what is superfluous now.
@@ -351,24 +381,26 @@ class Writer:
                 if added:
                     # Why: whoever took the lease may have saved the step, and tagged it, since.
                     self._lease.check()
-                for tag in sorted(added):
-                    self.steps.untag(place.step, tag)
+                self._untag(place.step, added)
                 return
             found = look_at_step(self.root, place.name, place.step)
             if found is None:
                 return
             if found.slot and found.info is None and info is not None:
                 # Why: who takes over a run removes the info of a step before its commit.
-                found = self.steps.rewrite_info(found, info)
+                key = info_key(found.slot - 1)
+                self.root.open(found.name).write(key, encode_info(info))
+                found = dataclasses.replace(found, created_s=info.created_s, info=info)
             with self.lock:
-                self.steps.note(found)
+                self.catalogue.add(found)
+                self.damaged.discard(found.step)
+                self._saved_last = found.step
                 self._unpublished += 1
-                policy = self._settings.kept
-                is_full = bool(self.steps.superfluous(self.steps.catalogue, policy))
+                is_full = bool(self._superfluous(self.catalogue))
             if is_full:
                 self.remover.wake()
-            if place.last_slot and self._settings.named:
-                self.steps.remove_replaced_items(place)
+            if place.last_slot and found.info is not None and self._settings.named:
+                remove_replaced_items(self.root, place, found.info)
             if self._unpublished >= PUBLISH_EVERY:
                 self._publish()
         except CheckpointError as error:
@@ -395,27 +427,54 @@ class Writer:
                 left |= self._deletions.remove_all(chosen, self._look_again)
         finally:
             with self.lock:
-                self.steps.leaving = frozenset()
+                self._leaving = frozenset()
         return left
 
     def _choose(self, tried: Collection[Going]) -> list[Going]:
         """Returns what may go as far as is known."""
         with self.lock:
-            found = self.steps.superfluous(self.steps.catalogue, self._settings.kept)
-            chosen = [one for one in found if one not in tried]
-            self.steps.leaving = frozenset(one.name for one in chosen)
+            chosen = [one for one in self._superfluous(self.catalogue) if one not in tried]
+            self._leaving = frozenset(one.name for one in chosen)
             return chosen
 
-    def _look_again(self) -> tuple[set[Going], Catalogue]:
-        before = self.steps.catalogue.steps
-        found = self.steps.look()
+    def _look_again(self) -> tuple[Collection[Going], Catalogue]:
+        found = self.look()
         with self.lock:
-            still = {*self.steps.superfluous(found, self._settings.kept)}
-        return still, self._take_in(found, before)
+            return self._superfluous(found), found
+
+    def _superfluous(self, catalogue: Catalogue) -> tuple[Going, ...]:
+        """Returns the folders that may go: steps by the policy, and what was left by crashes.
+
+        Only folders of steps older than the newest good one are named. Steps that could not be
+        loaded neither count nor go: a read that failed is no proof of damage.
+
+        Raises:
+            InvalidRequestError: The policy gives no usable answer.
+        """
+        policy = self._settings.kept
+        if policy is None and not catalogue.leftovers:
+            return ()
+        facts = [one for one in catalogue.facts() if one.step not in self.damaged]
+        if not facts:
+            return ()
+        newest = max(one.step for one in facts)
+        protected = {*self.pending, newest if self._saved_last is None else self._saved_last}
+        steps = (catalogue.steps[s] for s in superfluous(facts, policy, protected=protected))
+        left = (
+            Going(step, name, "")
+            for name, step in catalogue.leftovers.items()
+            if step < newest and step not in self.pending and step not in catalogue.steps
+        )
+        return (*map(going, steps), *left)
 
     def _removed(self, going: Going) -> None:
+        """Takes a step that was deleted out of the catalogue, unless it was saved again."""
         with self.lock:
-            self.steps.forget(going)
+            self.catalogue.leftovers.pop(going.name, None)
+            known = self.catalogue.steps.get(going.step)
+            if known is not None and (known.name, known.attempt) == (going.name, going.attempt):
+                del self.catalogue.steps[going.step]
+                self.damaged.discard(going.step)
 
     def delete(self, step: int) -> None:
         """Deletes a step now; its folder keeps the delete record.
@@ -429,7 +488,7 @@ class Writer:
         """
         self._take_lease()
         self.look()
-        self._delete_now(self.steps.check_deletable(step))
+        self._delete_now(self._check_deletable(step))
 
     def rewind(self, step: int) -> tuple[int, ...]:
         """Deletes all steps after one, newest first; returns them.
@@ -439,11 +498,10 @@ class Writer:
         """
         self._take_lease()
         self.look()
-        gone = []
-        for later in self.steps.newer_than(step):
-            self._delete_now(later)
-            gone.append(later.step)
-        return tuple(gone)
+        later = [self._check_deletable(one) for one in self.catalogue.steps if one > step]
+        for one in reversed(later):
+            self._delete_now(one)
+        return tuple(one.step for one in reversed(later))
 
     def tag(self, step: int, tag: str, *, remove: bool = False) -> None:
         """Gives a tag to a step, or takes it away.
@@ -456,17 +514,17 @@ class Writer:
         check_tag(tag)
         self._take_lease()
         self.look()
-        self.steps.check_deletable(step)
+        self._check_deletable(step)
         if remove:
-            self.steps.untag(step, tag)
+            self._untag(step, [tag])
             return
-        self.steps.tag(step, tag)
+        self.root.shared.write(tag_key(step, tag), b"")
         self.root.fence(f"step {step} was given the tag {tag!r}", step)
         self.look()
         try:
-            self.steps.check_deletable(step)
+            self._check_deletable(step)
         except CheckpointError:
-            self.steps.untag(step, tag)  # it was deleted meanwhile
+            self._untag(step, [tag])  # it was deleted meanwhile
             raise
 
     def close(self) -> None:
@@ -485,7 +543,7 @@ class Writer:
         self._lease.take(
             even_if_held=self._settings.takeover,
             now_s=self._now(),
-            last_s=max((one.created_s for one in self.steps.catalogue.steps.values()), default=0.0),
+            last_s=max((one.created_s for one in self.catalogue.steps.values()), default=0.0),
         )
         if not had_it:
             self.root.fence("another process writes to the run", None)
@@ -495,24 +553,98 @@ class Writer:
     def _publish(self) -> None:
         self._unpublished = 0
         try:
-            publish(self.root, self.steps.catalogue)
+            publish(self.root, self.catalogue)
         except StorageError as error:
             logger.info("The catalogue of %s was not written: %s", self.root.url, error)
 
-    def _delete_now(self, going: Going) -> None:
-        mark = self._deletions.announce(going)
-        leases = [entry.key for entry in self.root.shared.list(f"{READING}{going.step}.")]
-        if self._deletions.is_read(leases):
-            self._deletions.withdraw(mark)
-            raise CheckpointError(
-                f"step {going.step} of {self.root.url} is being read by another process; delete "
-                f"it when that is over",
-                step=going.step,
+    def _check_step(self, step: int, *, replace: bool) -> None:
+        """Checks that a step may be saved now.
+
+        Args:
+            step: Which.
+            replace: It may take the place of one that is committed.
+
+        Raises:
+            InvalidRequestError: It is committed or under way already, or older than the newest.
+        """
+        if step in self.pending:
+            raise InvalidRequestError(
+                f"step {step} is being saved already; wait for it with join() before it is saved "
+                f"again",
+                step=step,
             )
-        tags = self.steps.tags_of(going.step)
-        self._deletions.remove(going, mark)
+        order = self._settings.order
+        if step in self.damaged:
+            return
+        if step in self.catalogue.steps:
+            if replace or order == "any":
+                return
+            name = self._settings.names.name_of(step)
+            raise InvalidRequestError(
+                f"step {step} is committed already in {self.root.url}/{name}. Save the next step; "
+                f"or give replace=True to save over it, atomically; or delete({step}) first",
+                step=step,
+            )
+        newest = self.newest
+        if order == "increasing" and newest is not None and step < newest:
+            raise InvalidRequestError(
+                f"step {step} is older than the newest one in {self.root.url}, {newest}; steps go "
+                f"up. To go on from an earlier step, rewind({max(step - 1, 0)}) deletes those "
+                f"after it; another run takes another root",
+                step=step,
+            )
+
+    def _check_deletable(self, step: int) -> Going:
+        """Returns a step after checking that it can be deleted.
+
+        Raises:
+            CheckpointNotFoundError: It is not committed.
+            InvalidRequestError: It is being saved, or was not written by ray_dcp.
+        """
+        if step in self.pending:
+            raise InvalidRequestError(
+                f"step {step} is being saved; join() first, then delete it", step=step
+            )
+        found = self.catalogue.steps.get(step)
+        if found is None:
+            raise CheckpointNotFoundError(
+                f"expected step {step} in {self.root.url}, found "
+                f"{', '.join(map(str, list(self.catalogue.steps)[-8:])) or 'no step'}",
+                step=step,
+            )
+        if not found.is_ours:
+            raise InvalidRequestError(
+                f"step {step} was written by another program into {found.name}; ray_dcp does not "
+                f"delete it. Remove the directory yourself to delete it",
+                step=step,
+            )
+        return going(found)
+
+    def _tags_of(self, step: int) -> frozenset[str]:
+        """Returns the tags of a step, by a look at the storage."""
+        keys = (entry.key for entry in self.root.shared.list(f"{TAGS}{step}."))
+        return frozenset(tagged[1] for key in keys if (tagged := tag_of(key)) is not None)
+
+    def _untag(self, step: int, tags: Iterable[str]) -> None:
+        self.root.shared.delete([tag_key(step, tag) for tag in sorted(tags)])
+
+    def _delete_now(self, going: Going) -> None:
+        step, tags = going.step, frozenset[str]()
+
+        def look_at_marks() -> tuple[Collection[Going], Catalogue]:
+            nonlocal tags
+            leases = self.root.shared.list(f"{READING}{step}.")
+            tags = self._tags_of(step)
+            return [going], Catalogue(read_by={step: tuple(entry.key for entry in leases)})
+
+        left = self._deletions.remove_all([going], look_at_marks)
+        if going.name in left:
+            raise left[going.name] or CheckpointError(
+                f"step {step} of {self.root.url} is being read by another process; delete it when "
+                f"that is over",
+                step=step,
+            )
         self._lease.check()
-        for tag in sorted(tags):
-            self.steps.untag(going.step, tag)
+        self._untag(step, tags)
         # Why: a removal may have been decided because this step was committed.
-        self.root.fence(f"step {going.step} was deleted", None)
+        self.root.fence(f"step {step} was deleted", None)
