@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import pickle
+import threading
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
@@ -64,7 +65,8 @@ def await_future(future: Any, timeout_s: float, *, doing: str, rank: int) -> Any
         InvalidRequestError: It is no future.
         BaseException: Whatever the future failed with.
 
-    Careful: it is waited for in a daemon thread, which stays behind when the deadline passes.
+    Careful: a future without `add_done_callback` is waited for in a daemon thread, which stays
+    behind when the deadline passes.
     """
     if not hasattr(future, "wait") and not hasattr(future, "result"):
         raise InvalidRequestError(
@@ -87,7 +89,13 @@ def await_future(future: Any, timeout_s: float, *, doing: str, rank: int) -> Any
             rank=rank,
         )
 
-    return run_within(get, timeout_s, Stop(), overdue, unwind_s=0.0)
+    if not hasattr(future, "add_done_callback"):
+        return run_within(get, timeout_s, Stop(), overdue, unwind_s=0.0)
+    completed = threading.Event()
+    future.add_done_callback(lambda _: completed.set())
+    if not completed.wait(timeout_s):
+        raise overdue()
+    return get()
 
 
 CheckpointId = AnyPlace

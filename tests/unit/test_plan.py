@@ -326,7 +326,7 @@ def test_safetensors_files_are_read_by_the_library_and_the_rest_goes_to_a_compan
     plan = make_plan(columns, container="safetensors")
     files, receipts = write(case, columns, plan, "a1")
     names = ["a1/rank-00000-part-00000.safetensors", "a1/rank-00000-part-00001.safetensors"]
-    assert list(files) == [*names, "__0_0.a1.distcp"]
+    assert list(files) == ["__0_0.a1.distcp", *names]
     first, second = (load_safetensors(bytes(files[name])) for name in names)
     known = {tensor.fqn: truth(tensor) for tensor in case.tensors if tensor.dtype}
     assert sorted(first) == ["a", "b", "c", "e"]
