@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from ray_dcp.core.checks import check_whole
 from ray_dcp.errors import InvalidRequestError
 
 __all__ = ["Container", "DtypePolicy", "KeyMap", "LoadOptions", "SaveOptions", "Verify", "WhenFull"]
@@ -112,13 +113,7 @@ class SaveOptions:
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        keep = self.keep_in_memory
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
-            raise InvalidRequestError(
-                f"SaveOptions.keep_in_memory must be a number of checkpoints, 0 or more, but is "
-                f"{keep!r}",
-                key="keep_in_memory",
-            )
+        check_whole(self.keep_in_memory, "SaveOptions.keep_in_memory")
 
 
 @dataclass(frozen=True, kw_only=True)

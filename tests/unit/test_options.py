@@ -100,6 +100,6 @@ def test_prefixes_are_names(other: Any):
 
 @pytest.mark.parametrize("other", [-1, 0.5, True, None, "3"])
 def test_how_many_stay_in_memory_is_a_number_and_may_be_none(other: Any):
-    with pytest.raises(InvalidRequestError, match="keep_in_memory must be a number of checkpoints"):
+    with pytest.raises(InvalidRequestError, match="keep_in_memory must be a whole number from 0"):
         SaveOptions(keep_in_memory=other)
     assert SaveOptions(keep_in_memory=2).keep_in_memory == 2
