@@ -291,9 +291,6 @@ class SaveHandle(Future[Metadata], AsyncSaveResponse):
 
     # For `asynchronous`, which carries it out.
 
-    def _run_by(self, source: _Save) -> None:
-        self._source = source
-
     def _is_staged(self, error: BaseException | None = None) -> None:
         if self.staging_completion.done():
             return
@@ -373,29 +370,28 @@ def run_async_save(
     options = decision.apply(options or SaveOptions())
     name = decision.target.url if decision.target is not None else str(checkpoint_id)
     handle = SaveHandle(name)
-    own_stager = None
+    own = None
     if stager is None and decision.path == FOREIGN:
-        given = decision.storage
-        if isinstance(given, AsyncStager):
-            stager = given
+        if isinstance(decision.storage, AsyncStager):
+            stager = decision.storage
         else:
-            stager = own_stager = DefaultStager(StagingOptions(False, False, False, False))
+            stager = own = DefaultStager(StagingOptions(False, False, False, False))
     if stager is None:
-        native = _NativeSave(handle, decision, session, options)
-        native.begin(state_dict)
-        return handle
-    staged = _StagedByUser(handle, decision, session, options, stager)
-    staged.begin(
-        state_dict,
-        checkpoint_id,
-        use_collectives=use_collectives,
-        close=own_stager.close if own_stager is not None else lambda: None,
-    )
+        _NativeSave(handle, decision, session, options).begin(state_dict)
+    else:
+        _StagedByUser(handle, decision, session, options).begin(
+            stager, state_dict, checkpoint_id, use_collectives=use_collectives, own=own
+        )
     return handle
 
 
 class _Save:
     """One save on this rank: what its handle asks, and its thread."""
+
+    _backend: StagingBackend | None = None
+    """Stages the bytes, where ray_dcp does that itself."""
+    _key: OpKey | None = None
+    _in_background = False
 
     def __init__(
         self, handle: SaveHandle, decision: Route, session: RankSession, options: SaveOptions
@@ -406,21 +402,24 @@ class _Save:
         self._options = options
         self._account = account_of("async_save", session, handle.checkpoint_id, decision.path)
         self._staging = ""
-        handle._run_by(self)
+        handle._source = self
 
     def cancel(self) -> bool:
         """Asks the coordinator to fail the save."""
-        return False
+        if self._key is None:
+            return False
+        return self._session.cancel(self._key, "SaveHandle.cancel was called")
 
     def progress(self) -> tuple[int, int]:
         """Returns bytes written and bytes in all, of this rank."""
-        return 0, 0
+        return (0, 0) if self._backend is None else self._backend.progress()
 
     def report(self) -> SaveReport:
         """Returns what was done so far."""
         return SaveReport(
             path=self._decision.path,
-            staging=self._staging,
+            # Why each time: how bytes got to the stager is known when they are there.
+            staging=self._staging if self._backend is None else self._backend.kind,
             rank=self._session.rank,
             attempt=self._account.attempt,
             plan=self._account.plan,
@@ -431,13 +430,11 @@ class _Save:
             waited_s=self._waited_s(),
         )
 
-    _in_background = False
-
     def _waited_s(self) -> float | None:
         return self._handle._waited_s if self._in_background else None
 
     def _takeovers(self) -> int:
-        return 0
+        return 0 if self._backend is None else self._backend.takeovers
 
     def _end(self, metadata: Metadata | None, error: BaseException | None) -> None:
         """Ends the handle; what is counted is counted before anybody hears of it."""
@@ -483,28 +480,6 @@ class _Save:
 class _NativeSave(_Save):
     """A save whose bytes ray_dcp stages itself."""
 
-    _backend: StagingBackend | None = None
-    _key: OpKey | None = None
-
-    def cancel(self) -> bool:
-        """See `_Save.cancel`."""
-        if self._key is None:
-            return False
-        return self._session.cancel(self._key, "SaveHandle.cancel was called")
-
-    def progress(self) -> tuple[int, int]:
-        """See `_Save.progress`."""
-        return (0, 0) if self._backend is None else self._backend.progress()
-
-    def report(self) -> SaveReport:
-        """See `_Save.report`."""
-        # Why each time: how bytes got to the stager is known when they are there.
-        self._staging = self._backend.kind if self._backend is not None else ""
-        return super().report()
-
-    def _takeovers(self) -> int:
-        return 0 if self._backend is None else self._backend.takeovers
-
     def begin(self, state_dict: Mapping[str, Any]) -> None:
         """Plans the save, and stages the state, in the caller's thread."""
         options = self._options
@@ -540,7 +515,8 @@ class _NativeSave(_Save):
         account, call = self._account, self._account.watching(session.call)
         take: Callable[[], Captured] = capture_of(self._decision, session, state_dict, options)
         if options.check_unchanged:
-            take = partial(_noted, take, session.rank)
+            taken = take
+            take = lambda: Unchanged(taken(), session.rank)  # noqa: E731
         backend = self._backend = staging_backend_of(self._session)
         self._key = session.next_key()
         save = RankSave(
@@ -592,51 +568,39 @@ class _NativeSave(_Save):
         return stage
 
 
-def _noted(take: Callable[[], Captured], rank: int) -> Captured:
-    return Unchanged(take(), rank)
-
-
 class _StagedByUser(_Save):
     """A save of what an `AsyncStager` of DCP's protocol gives, through any path."""
 
-    def __init__(
-        self,
-        handle: SaveHandle,
-        decision: Route,
-        session: RankSession,
-        options: SaveOptions,
-        stager: AsyncStager,
-    ) -> None:
-        super().__init__(handle, decision, session, options)
-        self._stager = stager
-        self._staging = type(stager).__name__
-
     def begin(
         self,
+        stager: AsyncStager,
         state_dict: Mapping[str, Any],
         checkpoint_id: CheckpointId | None,
         *,
         use_collectives: bool,
-        close: Callable[[], object],
+        own: DefaultStager | None,
     ) -> None:
         """Stages the state as DCP does, in the caller's thread or the stager's.
 
         Args:
+            stager: Of the user, or DCP's.
             state_dict: What to save.
             checkpoint_id: As given to `async_save`.
             use_collectives: As given there.
-            close: Called when the stager is not needed any more.
+            own: The stager, where it is closed when it is not needed any more.
         """
+        self._staging = type(stager).__name__
         # Why now: the call is named in the order of the users' calls.
         key = self._session.next_key()
         try:
-            staged = self._stager.stage(stateful_to_state_dict(state_dict))
+            staged = stager.stage(stateful_to_state_dict(state_dict))
         except BaseException as error:
             self._account.end(error)
-            close()
+            if own is not None:
+                own.close()
             raise
         if isinstance(staged, Future):
-            staged.add_done_callback(self._staged)
+            staged.add_done_callback(lambda done: self._handle._is_staged(done.exception()))
         else:
             self._account.done("stage")
 
@@ -659,16 +623,14 @@ class _StagedByUser(_Save):
                     key=key,
                 )
             finally:
-                close()
+                if own is not None:
+                    own.close()
 
         self._go_on(finish)
         if not isinstance(staged, Future):
-            if self._stager.should_synchronize_after_execute:
-                self._stager.synchronize_staging()
+            if stager.should_synchronize_after_execute:
+                stager.synchronize_staging()
             self._handle._is_staged()
-
-    def _staged(self, staged: Future[Any]) -> None:
-        self._handle._is_staged(staged.exception())
 
 
 # --- the end of the process ---------------------------------------------------------------------

@@ -356,7 +356,10 @@ def read_state_dict(
         {'s': {0: tensor([1.]), 'e': {}}}
     """
     stored = chosen(stored_in(checkpoint_id, storage_reader)[0], include, key_map, dtype)
-    flat: dict[str, Any] = {each.name: _empty(each) for each in stored}
+    flat: dict[str, Any] = {
+        each.name: None if each.dtype is None else torch.empty(each.shape, dtype=each.dtype)
+        for each in stored
+    }
     read_into(flat, checkpoint_id, storage_reader, options)
     return nested({each.path: flat[each.name] for each in stored})
 
@@ -523,10 +526,6 @@ def torch_save_to_dcp(
         no_dist=True,
         options=options,
     )
-
-
-def _empty(stored: Stored) -> torch.Tensor | None:
-    return None if stored.dtype is None else torch.empty(stored.shape, dtype=stored.dtype)
 
 
 def _subset(state: Mapping[Any, Any], include: Sequence[str], key_map: KeyMap | None) -> Any:

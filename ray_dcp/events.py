@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from ray_dcp.errors import CommitUnknownError, SaveCancelledError, SaveSkippedError
 
@@ -83,8 +83,7 @@ class Event:
 
     def as_dict(self) -> dict[str, object]:
         """Returns what is known, as JSON takes it."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     def __str__(self) -> str:
         text = f"{self.name} {self.checkpoint_id} on rank {self.rank}: {self.seconds:.3f} s"

@@ -29,7 +29,7 @@ from ray_dcp.options import KeyMap, SaveOptions
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.copying import check_free, copy_checkpoint, plan_copy
 from ray_dcp.runtime.garbage_collection import delete
-from ray_dcp.runtime.records import target_of
+from ray_dcp.runtime.records import target_of, write_metadata
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace, checked_url
 from ray_dcp.store.opening import Told, open_storage, place_below, watched
@@ -170,7 +170,8 @@ def export(
     elif format == "dcp":
         if _is_copy(view, include, dtype, strip_prefix):
             copy(view, path, told=told)
-            _with_metadata(path)
+            if not (path / ".metadata").exists():
+                write_metadata(path)
         else:
             _rewrite(place, path, options, told=told)
     else:
@@ -361,13 +362,6 @@ def _is_copy(
     manifest = view.checkpoint.manifest
     ours = manifest is not None and manifest.container == "torch_save"
     return (ours or view.kind == "stock") and not (include or dtype or strip_prefix)
-
-
-def _with_metadata(path: Path) -> None:
-    if not (path / ".metadata").exists():
-        from ray_dcp.runtime.records import write_metadata
-
-        write_metadata(path)
 
 
 def _rewrite(

@@ -176,9 +176,9 @@ def _load_steps(
     *,
     peers: Peers,
     memory: NodeMemory,
+    overwritten: set[str],
     coordinator_rank: int = 0,
     stateful: bool = True,
-    overwritten: set[str] | None = None,
 ) -> LoadSteps:
     """Returns the part of this rank in one load.
 
@@ -195,7 +195,6 @@ def _load_steps(
         overwritten: FQNs that loads which failed before may have changed; this one must load
             them all. Its own are added when it fails.
     """
-    overwritten = set() if overwritten is None else overwritten
     rank, world_size = session.rank, session.world_size
     if decision.path != NATIVE:
         _check_simple(decision, state_dict, options)

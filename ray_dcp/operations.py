@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping
+from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol
@@ -190,25 +191,14 @@ def capture_of(
             stateful=stateful,
             storage_meta=StorageMeta(checkpoint_id=url),
         )
-        take = _now(partial(drive, steps, session.call))
+        captured: Future[Capture] = Future()
+        try:
+            captured.set_result(drive(steps, session.call))
+        except CheckpointError as error:
+            # Why later: this rank must join the save to report that its planner failed.
+            captured.set_exception(error)
+        take = captured.result
     return measured(take, options, session.rank)
-
-
-def _now(take: Callable[[], Capture]) -> Callable[[], Capture]:
-    """Captures now; returns what gives the capture, or raises its error.
-
-    Why later: this rank must join the save to report that its planner failed.
-    """
-    try:
-        captured = take()
-    except CheckpointError as failed:
-        error = failed
-
-        def fail() -> Capture:
-            raise error
-
-        return fail
-    return lambda: captured
 
 
 def session_for(process_group: dist.ProcessGroup | None, no_dist: bool) -> RankSession:

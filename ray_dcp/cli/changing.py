@@ -224,15 +224,13 @@ def gc(root: str, abort_unfinished: bool, quiet: bool, yes: bool, dry_run: bool)
 
 def _without_known(name: str, report: CollectReport, folders: Collection[str]) -> CollectReport:
     """Leaves out what a step's manager takes away itself: its notes, and the step's items."""
-    kept = tuple(one for one in report.kept if not _is_known(name, one.key, folders))
-    return replace(report, kept=kept)
 
+    def is_known(key: str) -> bool:
+        path = key if name == "." else f"{name}/{key}"
+        above = (one for one in folders_above(path) if one in folders)
+        return info_slot(key) is not None or any(one != name for one in above)
 
-def _is_known(name: str, key: str, folders: Collection[str]) -> bool:
-    """Whether a file in a checkpoint's folder is a manager's note, or in another checkpoint."""
-    path = key if name == "." else f"{name}/{key}"
-    above = (one for one in folders_above(path) if one in folders)
-    return info_slot(key) is not None or any(one != name for one in above)
+    return replace(report, kept=tuple(one for one in report.kept if not is_known(one.key)))
 
 
 def _collect(

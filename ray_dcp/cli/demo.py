@@ -124,16 +124,10 @@ def _load(ranks: WorkerGroup, path: Path) -> dict[str, Any]:
 
 
 def _row(
-    what: str,
-    ranks: WorkerGroup,
-    seconds: float,
-    num_bytes: int,
-    *,
-    files: int | None = None,
-    read_per_needed: float | None = None,
+    what: str, ranks: WorkerGroup, seconds: float, num_bytes: int, **more: Any
 ) -> dict[str, Any]:
     numbers = {"ranks": ranks.world_size, "seconds": seconds, "num_bytes": num_bytes}
-    return {"what": what, **numbers, "files": files, "read_per_needed": read_per_needed}
+    return {"what": what, **numbers, "files": None, "read_per_needed": None, **more}
 
 
 def _stock_digests(path: Path) -> dict[str, str]:

@@ -176,7 +176,7 @@ def verify(path: str) -> None:
             lines.append(f"{name}: could not be verified: {error.message}")
             results.append({"path": name, "ok": False, "error": error.message})
             continue
-        results.append(_verified(name, report))
+        results.append({"path": name, "ok": report.ok, **asdict(report)})
         lines += _problems(name, report)
     # Why the one alone: that is what it was before runs could be verified.
     told(results[0] if len(places) == 1 else {"path": path, "steps": results}, *lines)
@@ -191,9 +191,3 @@ def _problems(name: str, report: VerifyReport) -> list[str]:
     lines += [f"note: {note}" for note in report.notes]
     result = "ok" if report.ok else count_text(len(report.problems), "problem")
     return [*lines, f"{name}: {result}, {size_text(report.checked_bytes)} checked"]
-
-
-def _verified(name: str, report: VerifyReport) -> dict[str, Any]:
-    problems = [asdict(problem) for problem in report.problems]
-    numbers = {"ok": report.ok, "checked_bytes": report.checked_bytes}
-    return {"path": name, **numbers, "problems": problems, "notes": list(report.notes)}

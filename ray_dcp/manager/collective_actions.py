@@ -53,9 +53,6 @@ from ray_dcp.torch_adapter.dispatch import decide_save
 
 T = TypeVar("T")
 
-Facts = Any
-Decide = Callable[[Sequence[Facts]], Any]
-
 
 def within(timeout_s: float, what: str, work: Callable[[], T]) -> T:
     """Returns what work gives that may hang in the storage: it is left to itself then.
@@ -88,8 +85,8 @@ def within(timeout_s: float, what: str, work: Callable[[], T]) -> T:
 def agree(
     session: RankSession,
     what: str,
-    facts: Facts,
-    decide: Decide,
+    facts: Any,
+    decide: Callable[[Sequence[Any]], Any],
     *,
     timeout_s: float,
     heartbeat_s: float,

@@ -35,6 +35,7 @@ from ray_dcp.manager.restoring import (
     SavedStep,
     Wanted,
     best_step_of,
+    candidates,
     restore,
     saved_step,
 )
@@ -235,13 +236,7 @@ class CheckpointManager:
             CheckpointNotFoundError: It is not committed.
         """
         catalogue = self._writer.look()
-        found = catalogue.steps.get(step)
-        if found is None:
-            known = list(catalogue.steps)[-8:]
-            raise CheckpointNotFoundError(
-                f"expected step {step} in {self.path}, found {known or 'no committed step'}",
-                step=step,
-            )
+        (found,) = candidates(step, catalogue, self._settings.kept, self.path)
         return saved_step(found, self.path, catalogue.tags.get(step, frozenset()))
 
     @contextmanager

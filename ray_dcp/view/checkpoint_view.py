@@ -1,8 +1,7 @@
 """`CheckpointView`: what is in one checkpoint, without torch and without Ray, in notebooks too.
 
 How tensors are cut into chunks (`grids`), and over which files, is read off the chunk table. A mesh
-is not stored: a grid describes the boxes that the mesh led to. `read_stats` reads the numbers that
-a save left about its tensors (`format.tensor_stats`).
+is not stored: a grid describes the boxes that the mesh led to.
 
 `listing` lists many checkpoints, `verify` checks stored bytes.
 """
@@ -50,24 +49,6 @@ from ray_dcp.view.tensor_handle import TensorHandle, TensorInfo
 from ray_dcp.view.trace import Trace, read_trace
 from ray_dcp.view.verify import VerifyReport, verify_opened
 from ray_dcp.view.wording import count_text, size_text
-
-
-def read_stats(storage: Storage, attempt: str | None) -> dict[str, TensorStats]:
-    """Returns the numbers of an attempt by FQN; none when its save left none.
-
-    Args:
-        storage: Of the checkpoint.
-        attempt: That is committed there; None for a checkpoint that is not ours.
-
-    Raises:
-        DamagedCheckpointError: They can't be read; the checkpoint does not need them.
-        StorageError: The storage refused.
-    """
-    if attempt is None:
-        return {}
-    key = stats_key(attempt)
-    data = read_if_there(storage, key, MAX_STATS_BYTES + 1)
-    return {} if data is None else decode_stats(data, key=key)
 
 
 class _PlainMachine(PickleMachine):
@@ -329,7 +310,11 @@ class CheckpointView:
             DamagedCheckpointError: They are there and can't be read; the checkpoint needs them not.
             StorageError: The storage refused.
         """
-        return MappingProxyType(read_stats(self.storage, self.attempt))
+        if self.attempt is None:
+            return MappingProxyType({})
+        key = stats_key(self.attempt)
+        data = read_if_there(self.storage, key, MAX_STATS_BYTES + 1)
+        return MappingProxyType({} if data is None else decode_stats(data, key=key))
 
     @cached_property
     def files(self) -> tuple[FileInfo, ...]:

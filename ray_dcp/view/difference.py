@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import partial
 from math import sqrt
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -53,16 +52,12 @@ class TableDiff:
     Attributes:
         names: FQN of everything in either, those of the first in its order, then what was added.
         change: int8[n], a `Change`.
-        first: int32[n], row in the first table; -1 for what was added.
-        second: int32[n], row in the second table; -1 for what was removed.
         num_bytes: int64[n], stored bytes in the second checkpoint, or in the first if removed.
         changed_bytes: int64[n], of these, bytes in blocks that differ, as far as hashes decide.
     """
 
     names: tuple[str, ...]
     change: np.ndarray[tuple[int], np.dtype[np.int8]]
-    first: np.ndarray[tuple[int], np.dtype[np.int32]]
-    second: np.ndarray[tuple[int], np.dtype[np.int32]]
     num_bytes: Int64Array
     changed_bytes: Int64Array
 
@@ -102,10 +97,6 @@ def diff_tables(first: ChunkTable, second: ChunkTable) -> TableDiff:
     return TableDiff(
         names=(*first.names, *(second.names[row] for row in added.tolist())),
         change=np.concatenate([change, np.full(len(added), Change.ADDED, np.int8)]),
-        first=np.concatenate(
-            [np.arange(first.num_tensors, dtype=np.int32), np.full(len(added), -1, np.int32)]
-        ),
-        second=np.concatenate([pair, added.astype(np.int32)]),
         num_bytes=np.concatenate([num_bytes, second_bytes[added]]),
         changed_bytes=np.concatenate([changed_bytes, second_bytes[added]]),
     )
@@ -386,17 +377,17 @@ def diff_checkpoints(
 ) -> CheckpointDiff:
     """Returns what changed from one checkpoint to another; see `CheckpointView.diff`."""
     found = diff_tables(first.table, second.table)
-    columns = found.change, found.first, found.second, found.num_bytes, found.changed_bytes
+    columns = found.change, found.num_bytes, found.changed_bytes
     tensors = [
         TensorDiff(
             name,
             Change(change).name.lower(),  # type: ignore[arg-type]
             num_bytes,
             changed_bytes,
-            _told(first, name) if row >= 0 else "",
-            _told(second, name) if other >= 0 else "",
+            _told(first, name),
+            _told(second, name),
         )
-        for name, change, row, other, num_bytes, changed_bytes in zip(
+        for name, change, num_bytes, changed_bytes in zip(
             found.names, *(column.tolist() for column in columns), strict=True
         )
     ]
@@ -432,7 +423,9 @@ def _why(first: CheckpointView, second: CheckpointView) -> str:
 
 def _told(view: CheckpointView, name: str) -> str:
     info = view.tensors.get(name)
-    return "object" if info is None else f"{info.dtype}{list(info.shape)}"
+    if info is None:
+        return "object" if name in view else ""
+    return f"{info.dtype}{list(info.shape)}"
 
 
 def _same_bytes(first: CheckpointView, second: CheckpointView, name: str) -> bool:
@@ -456,39 +449,24 @@ def _slabs(
         yield first.raw(part), second.raw(part)
 
 
-@dataclass
-class _Sums:
-    """What is added up over the slabs of a tensor."""
-
-    difference: float = 0.0
-    before: float = 0.0
-    max_abs: float = 0.0
-    changed: int = 0
-    elements: int = 0
-    nonfinite: int = 0
-
-    def add(self, left: npt.NDArray[Any], right: npt.NDArray[Any]) -> None:
-        both = np.isfinite(left) & np.isfinite(right)
-        # Why over finite ones alone: one NaN would hide by how much all others changed.
-        delta = np.abs((right - left)[both])
-        self.difference += float(np.dot(delta, delta))
-        finite = np.abs(left[np.isfinite(left)])
-        self.before += float(np.dot(finite, finite))
-        self.max_abs = max(self.max_abs, float(delta.max(initial=0.0)))
-        equal = (left == right) | (np.isnan(left) & np.isnan(right))
-        self.changed += int(left.size - np.count_nonzero(equal))
-        self.elements += left.size
-        self.nonfinite += int(right.size - np.count_nonzero(np.isfinite(right)))
-
-
 def _value_diff(first: TensorHandle, second: TensorHandle) -> ValueDiff:
-    sums = _Sums()
-    left, right = partial(as_numbers, dtype=first.dtype), partial(as_numbers, dtype=second.dtype)
+    difference = squares = max_abs = 0.0
+    changed = elements = nonfinite = 0
     with np.errstate(invalid="ignore", over="ignore"):
         for one, other in _slabs(first, second):
-            sums.add(left(one).reshape(-1), right(other).reshape(-1))
-    norm, before = sqrt(sums.difference), sqrt(sums.before)
+            left = as_numbers(one, first.dtype).reshape(-1)
+            right = as_numbers(other, second.dtype).reshape(-1)
+            both = np.isfinite(left) & np.isfinite(right)
+            # Why over finite ones alone: one NaN would hide by how much all others changed.
+            delta = np.abs((right - left)[both])
+            difference += float(np.dot(delta, delta))
+            finite = np.abs(left[np.isfinite(left)])
+            squares += float(np.dot(finite, finite))
+            max_abs = max(max_abs, float(delta.max(initial=0.0)))
+            equal = (left == right) | (np.isnan(left) & np.isnan(right))
+            changed += int(left.size - np.count_nonzero(equal))
+            elements += left.size
+            nonfinite += int(right.size - np.count_nonzero(np.isfinite(right)))
+    norm, before = sqrt(difference), sqrt(squares)
     relative = norm / before if before else (float("inf") if norm else 0.0)
-    return ValueDiff(
-        second.name, norm, sums.max_abs, relative, sums.changed, sums.elements, sums.nonfinite
-    )
+    return ValueDiff(second.name, norm, max_abs, relative, changed, elements, nonfinite)

@@ -6,16 +6,11 @@ Without torch and without Ray. What a trace holds is in `ray_dcp.format.save_tra
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
-from ray_dcp.format.save_trace import (
-    MAX_TRACE_BYTES,
-    SaveTrace,
-    decode_trace,
-    trace_key,
-)
+from ray_dcp.format.save_trace import MAX_TRACE_BYTES, SaveTrace, decode_trace, trace_key
 from ray_dcp.store.storage import Storage, read_if_there
 
 
@@ -51,7 +46,7 @@ def read_trace(storage: Storage, attempt: str | None) -> Trace | None:
         raise DamagedCheckpointError(
             f"expected the trace of attempt {attempt}, found that of {found.attempt}", key=key
         )
-    return Trace(**{field.name: getattr(found, field.name) for field in fields(found)})
+    return Trace(**vars(found))
 
 
 def trace_notes(storage: Storage, attempt: str) -> list[str]:

@@ -285,7 +285,7 @@ class Asking:
 @pytest.mark.parametrize("last_steps", [(4, 4), (3, 5), (-1, -1), (7, 2, 5)])
 def test_ranks_at_different_steps_save_the_same_one(last_steps: tuple[int, ...]):
     ranks = Asking(*last_steps)
-    assert ask_all(ranks, "a", "resize") is None
+    assert ask_all(ranks.call, "a", "resize") is None
     saved = ranks.saved([last + 1 for last in last_steps], 20)
     assert saved == [[max(last_steps) + 1]] * len(last_steps)
 
@@ -313,9 +313,9 @@ def test_a_rank_that_is_held_decides_nothing_until_it_is_told_or_its_asker_is_go
 def test_a_save_is_only_asked_for_when_it_fits_into_the_time_left():
     ranks = Asking(4, 4)
     ranks.ranks[1].took(stage_s=3.0, commit_s=10.0)
-    assert "no save fits in 2.0 s" in ask_all(ranks, "a", "preemption", left_s=2.0)
+    assert "no save fits in 2.0 s" in ask_all(ranks.call, "a", "preemption", left_s=2.0)
     assert ranks.ranks[0].at(5, 1) is None
-    assert ask_all(ranks, "b", "preemption", left_s=5.0) is None
+    assert ask_all(ranks.call, "b", "preemption", left_s=5.0) is None
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_ranks_linger_when_no_further_save_would_fit(
 ):
     ranks = Asking(4)
     ranks.ranks[0].took(stage_s=0.1, commit_s=4.0)
-    assert ask_all(ranks, "a", "", linger_s=99.0, left_s=left_s, took_s=took_s) is None
+    assert ask_all(ranks.call, "a", "", linger_s=99.0, left_s=left_s, took_s=took_s) is None
     asked = ranks.ranks[0].at(5, 1)
     assert asked is not None
     assert asked.linger_s == linger_s
@@ -388,7 +388,7 @@ class State:
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Group:
-    monkeypatch.setattr(callback, "_Workers", lambda group: group)
+    monkeypatch.setattr(callback, "_caller", lambda group: group.call)
     return Group()
 
 

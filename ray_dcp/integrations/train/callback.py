@@ -18,7 +18,7 @@ from ray.train.v2._internal.execution.callback import ControllerCallback, Worker
 
 from ray_dcp.core.checks import check_above_0
 from ray_dcp.integrations.train import save_requests
-from ray_dcp.integrations.train.save_requests import next_round_s
+from ray_dcp.integrations.train.save_requests import Call, next_round_s
 from ray_dcp.runtime import ray_calls
 
 ANSWER_S = 20.0
@@ -81,7 +81,7 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
             return  # The first start, or one after a failure: there is nobody to ask.
         self._guarded(
             f"the resize to {getattr(resize_decision, 'num_workers', '?')} workers",
-            lambda: self._save_before_the_end(_Workers(group)),
+            lambda: self._save_before_the_end(_caller(group)),
         )
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
@@ -101,8 +101,8 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
 
     # What it does then
 
-    def _save_before_the_end(self, workers: _Workers) -> None:
-        how, took_s = self._save(workers, "resize", linger_s=self._limit_s + END_S)
+    def _save_before_the_end(self, call: Call) -> None:
+        how, took_s = self._save(call, "resize", linger_s=self._limit_s + END_S)
         if how == "committed":
             logger.info("Saved before the resize, in %.1f s", took_s)
         elif took_s is not None:
@@ -116,20 +116,20 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
             )
 
     def _save(
-        self, workers: _Workers, reason: str, *, left_s: float | None = None, **more: Any
+        self, call: Call, reason: str, *, left_s: float | None = None, **more: Any
     ) -> tuple[str, float | None]:
         """Asks for a save and waits for it; returns how it ended and after how many seconds."""
         seq, begun_s = secrets.token_hex(8), time.monotonic()
-        why_not = save_requests.ask_all(workers, seq, reason, left_s=left_s, **more)
+        why_not = save_requests.ask_all(call, seq, reason, left_s=left_s, **more)
         if why_not is not None:
             logger.warning("No save before a %s: %s", reason, why_not)
             return why_not, None
-        how = save_requests.follow(workers, seq, self._limit_s if left_s is None else left_s)
+        how = save_requests.follow(call, seq, self._limit_s if left_s is None else left_s)
         return how, time.monotonic() - begun_s
 
     def _save_in_time(self, group: Any, info: Any) -> None:
         """Saves at once, and as late as possible once more."""
-        workers = _Workers(group)
+        call = _caller(group)
         deadline_s = None if info.deadline_ms is None else info.deadline_ms / 1000
         took_s: float | None = None
         while True:
@@ -137,20 +137,20 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
             with self._asking:
                 if self._group is not group or self._known != info:
                     return
-                took_s = self._save_once(workers, info, deadline_s, took_s)
+                took_s = self._save_once(call, info, deadline_s, took_s)
             wait_s = next_round_s(time.time(), deadline_s, took_s)
             if wait_s is None:
                 return
             threading.Event().wait(wait_s)
 
     def _save_once(
-        self, workers: _Workers, info: Any, deadline_s: float | None, took_s: float | None
+        self, call: Call, info: Any, deadline_s: float | None, took_s: float | None
     ) -> float | None:
         """Returns how long the save took that was asked for; None when none was."""
         left_s = None if deadline_s is None else deadline_s - time.time()
         linger_s = 0.0 if left_s is None else max(0.0, left_s) + END_S
         how, took_s = self._save(
-            workers, "preemption", left_s=left_s, took_s=took_s, linger_s=linger_s
+            call, "preemption", left_s=left_s, took_s=took_s, linger_s=linger_s
         )
         if took_s is not None:
             logger.warning(
@@ -174,18 +174,12 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
             )
 
 
-class _Workers:
-    """The workers of a group, on their actors' main threads.
+def _caller(group: Any) -> Call:
+    """Returns what calls the workers of a group of Ray Train's, on their actors' main threads."""
 
-    Args:
-        group: Ray Train's worker group.
-    """
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def call(self, method: str, *arguments: Any) -> list[Any]:
-        """See `save_requests.Ranks`."""
-        refs = self._group.execute_async(save_requests.of_this_worker, method, *arguments)
+    def call(method: str, *arguments: Any) -> list[Any]:
+        refs = group.execute_async(save_requests.of_this_worker, method, *arguments)
         found: list[Any] = ray_calls.get(refs, timeout=ANSWER_S)
         return found
+
+    return call

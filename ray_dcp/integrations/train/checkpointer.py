@@ -372,7 +372,8 @@ class Checkpointer:
         self._take(self._under_way.ended(all_of_them=True))
         registered = reports.registered()
         try:
-            self._group.check_has_steps()
+            if not self._group.has_steps:
+                raise CheckpointNotFoundError("nothing was ever saved here", checkpoint_id=self.url)
             report = run_load_newest(
                 self._group.session,
                 state,

@@ -25,6 +25,7 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any, Literal
 from urllib.parse import parse_qsl
 
@@ -34,7 +35,6 @@ from ray_dcp.core.checks import check_whole
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
-    CheckpointNotFoundError,
     InternalError,
     InvalidRequestError,
     ParticipantError,
@@ -49,7 +49,7 @@ from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.memory_tier import NodeMemory
 from ray_dcp.runtime.ray_private import TESTED
 from ray_dcp.runtime.session import Session
-from ray_dcp.store.location import split_url
+from ray_dcp.store.location import Location, split_url
 from ray_dcp.store.opening import absolute_target, as_target
 from ray_dcp.view.listing import list_run
 
@@ -344,7 +344,7 @@ def target_of_run(
         InvalidRequestError: There is no URL that the options would be for.
     """
     path = facts.storage.build_checkpoint_path_from_name(folder)
-    target = as_target_of(facts.storage.storage_filesystem, path)
+    target = as_target(Location(path, filesystem=facts.storage.storage_filesystem))
     if target.filesystem is None:
         if storage_options:
             raise InvalidRequestError(
@@ -355,7 +355,7 @@ def target_of_run(
         return target
     scheme, rest = split_url(facts.storage_path)
     is_known = scheme in ("s3", "gs", "az") and not facts.storage.custom_fs_provided
-    if storage_options is None and (not is_known or not _has_client()):
+    if storage_options is None and (not is_known or not find_spec("obstore")):
         return target
     if not is_known:
         raise InvalidRequestError(
@@ -365,13 +365,6 @@ def target_of_run(
         )
     options = dict(storage_options) if storage_options else _options_in(rest.partition("?")[2])
     return absolute_target(Target(f"{scheme}://{path}", options))
-
-
-def as_target_of(filesystem: Any, path: str) -> Target:
-    """Returns the target of a path in one of Ray Train's filesystems."""
-    from ray_dcp.store.location import Location
-
-    return as_target(Location(path, filesystem=filesystem))
 
 
 def _options_in(query: str) -> dict[str, object]:
@@ -384,12 +377,6 @@ def _options_in(query: str) -> dict[str, object]:
     if endpoint and "://" not in endpoint:
         options["endpoint"] = f"{given.get('scheme', 'https')}://{endpoint}"
     return options
-
-
-def _has_client() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("obstore") is not None
 
 
 def _other_ray(error: Exception) -> InternalError:
@@ -427,13 +414,6 @@ class Group:
     def folder_of(self, step: int) -> StepFolder:
         """Returns the folder of a step that this group saves."""
         return StepFolder(step, self.number, self.word)
-
-    def check_has_steps(self) -> None:
-        """Raises `CheckpointNotFoundError` when no group before this one has begun a save."""
-        if not self.has_steps:
-            raise CheckpointNotFoundError(
-                "nothing was ever saved here", checkpoint_id=self.root.url
-            )
 
     def leave(self) -> None:
         """Gives up what this rank holds."""

@@ -7,8 +7,8 @@ it has decided, and decides no further one until it learns from which step on to
 which nobody asks, ranks exchange nothing.
 
 `ask_all` is the controller's side: it asks all ranks of a worker group for one save, and waits for
-it. It reaches the ranks through `Ranks`, without Ray. `next_round_s` and its neighbours decide when
-a run whose node is preempted is saved once more: as late as a save still fits. They are pure.
+it. It reaches the ranks through a `Call`, without Ray. `next_round_s` and its neighbours decide
+when a run whose node is preempted is saved once more: as late as a save still fits. They are pure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 State = Literal["unknown", "waiting", "saving", "committed", "failed"]
 
@@ -248,16 +248,9 @@ LOOK_S = 0.05
 """How often ranks are asked how far they are, in seconds."""
 
 
-class Ranks(Protocol):
-    """The workers of a group."""
-
-    def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Returns what a method of the `SaveRequests` of each worker gives, by rank.
-
-        Raises:
-            Exception: A worker does not answer.
-        """
-        ...
+Call = Callable[..., list[Any]]
+"""Calls a method of the `SaveRequests` of each worker of a group: gets its name and arguments,
+returns what each gave, by rank, and raises where one does not answer."""
 
 
 def save_fits(left_s: float | None, stage_s: float | None) -> bool:
@@ -278,7 +271,7 @@ def save_fits(left_s: float | None, stage_s: float | None) -> bool:
 
 
 def ask_all(
-    ranks: Ranks,
+    call: Call,
     seq: str,
     reason: str,
     *,
@@ -289,7 +282,7 @@ def ask_all(
     """Asks all ranks to save at the same step, the next that none of them has decided.
 
     Args:
-        ranks: Who.
+        call: Reaches them.
         seq: Of the request; never used before.
         reason: For the log.
         linger_s: See `Asked.linger_s`; where `left_s` is given, only if no further save would fit.
@@ -303,30 +296,30 @@ def ask_all(
         Exception: A worker does not answer.
     """
     try:
-        held: Sequence[Held | None] = ranks.call("hold", seq)
+        held: Sequence[Held | None] = call("hold", seq)
         answers = [one for one in held if one is not None]
         if not held or len(answers) < len(held):
-            ranks.call("drop", seq)
+            call("drop", seq)
             missing = [rank for rank, one in enumerate(held) if one is None]
             return f"rank(s) {missing} have no open checkpointer, or are asked"
         if not save_fits(left_s, _longest(one.stage_s for one in answers)):
-            ranks.call("drop", seq)
+            call("drop", seq)
             return f"no save fits in {left_s or 0:.1f} s: earlier ones took longer"
         commit_s = _longest(one.commit_s for one in answers)
         after = max(one.last_step for one in answers)
         ends = left_s is None or is_last_round(left_s, _longest((commit_s, took_s)))
-        told = ranks.call("ask", Asked(seq, reason, after, linger_s if ends else 0.0))
+        told = call("ask", Asked(seq, reason, after, linger_s if ends else 0.0))
     except Exception:
-        ranks.call("drop", seq)
+        call("drop", seq)
         raise
     if not all(told):
-        ranks.call("drop", seq)
+        call("drop", seq)
         return "a rank had waited for the word for too long"
     return None
 
 
 def follow(
-    ranks: Ranks,
+    call: Call,
     seq: str,
     limit_s: float,
     *,
@@ -336,7 +329,7 @@ def follow(
     """Returns how the save of a request ended; how far it is when the limit has passed.
 
     Args:
-        ranks: Who were asked.
+        call: Reaches who were asked.
         seq: As there.
         limit_s: How long to wait, in seconds.
         clock: Seconds that only go forward.
@@ -347,7 +340,7 @@ def follow(
     """
     end_s = clock() + limit_s
     while True:
-        states: list[State] = ranks.call("state", seq)
+        states: list[State] = call("state", seq)
         for worst in ("failed", "unknown"):
             if worst in states:
                 return "failed"
