@@ -83,21 +83,11 @@ def with_places(
         raise damaged(f"{told} deferred items, as its manifest says,", f"{total}")
     runs = np.array(manifest.deferred, dtype=np.int64).reshape(-1, 4)
     found = runs[np.searchsorted(np.cumsum(runs[:, 3]), rows, side="right"), :3]
-    item_offset, item_bytes, block_bytes, payload_offset, payload_bytes = (
-        column.copy()
-        for column in (
-            table.item_offset,
-            table.item_bytes,
-            table.block_bytes,
-            table.payload_offset,
-            table.payload_bytes,
-        )
-    )
-    item_offset[late], item_bytes[late], block_bytes[late] = found.T
-    payload_offset[late], payload_bytes[late] = found[:, 0], found[:, 1]
-    if (item_offset < 0).any() or (payload_bytes < 0).any() or (block_bytes < 0).any():
+    whole = placed(table, manifest.attempt, found)
+    lengths = (whole.item_offset, whole.payload_bytes, whole.block_bytes)
+    if any((column < 0).any() for column in lengths):
         raise damaged("a place for each chunk", "none")
-    counts = num_blocks_many(payload_bytes, block_bytes)
+    counts = num_blocks_many(whole.payload_bytes, whole.block_bytes)
     if int(counts.max(initial=0)) > MOST_CHECKS or int(counts.sum()) > MOST_CHECKS:
         raise damaged(f"at most {MOST_CHECKS} checksums", "more")
     check_start, checks = offsets_of(counts), table.checks
@@ -108,19 +98,35 @@ def with_places(
         checks = np.zeros(int(check_start[-1]), np.uint64)
     elif not np.array_equal(table.check_start, check_start):
         raise damaged(f"{check_start[-1]} checksums, block by block", f"{len(checks)}")
-    whole = replace(
-        table,
-        files=tuple(key.replace("{attempt}", manifest.attempt) for key in table.files),
-        item_offset=item_offset,
-        item_bytes=item_bytes,
-        block_bytes=block_bytes,
-        payload_offset=payload_offset,
-        payload_bytes=payload_bytes,
-        check_start=check_start,
-        checks=checks,
-    )
+    whole = replace(whole, check_start=check_start, checks=checks)
     check_table(whole)
     return whole
+
+
+def placed(table: ChunkTable, attempt: str, places: Int64Array) -> ChunkTable:
+    """Returns a planned chunk table with the names of one attempt's files and all places.
+
+    Args:
+        table: What all saves of the plan share.
+        attempt: Takes the place of `{attempt}` in names.
+        places: int64[k, 3], item offset, item bytes and block bytes of each deferred chunk.
+    """
+    late = np.flatnonzero(table.payload_offset < 0)
+    columns = {name: getattr(table, name).copy() for name in _PLACES}
+    for name, which in _PLACES.items():
+        columns[name][late] = places[:, which]
+    files = tuple(key.replace("{attempt}", attempt) for key in table.files)
+    return replace(table, files=files, **columns)
+
+
+_PLACES = {
+    "item_offset": 0,
+    "item_bytes": 1,
+    "block_bytes": 2,
+    "payload_offset": 0,
+    "payload_bytes": 1,
+}
+"""Columns of a chunk table, and what of a deferred chunk's place they have."""
 
 
 def starts_of_files(table: ChunkTable) -> Int64Array:

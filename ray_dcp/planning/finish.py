@@ -12,6 +12,7 @@ from ray_dcp.core.checksums import length_with_checks, num_blocks_many
 from ray_dcp.core.grouping import offsets_of
 from ray_dcp.core.values import BoolArray, ChunkTable, GlobalPlan, Int64Array
 from ray_dcp.errors import InternalError
+from ray_dcp.format.table_places import placed
 from ray_dcp.protocol.messages import FileReceipts
 
 
@@ -31,26 +32,11 @@ def finish_table(plan: GlobalPlan, attempt: str, receipts: FileReceipts) -> Chun
             key or length, another number of checksums, or deferred items other than planned. All
             such files are named.
     """
-    table = plan.table
-    found = checked_receipts(plan, attempt, receipts)
-    deferred = np.flatnonzero(table.payload_offset < 0)
-    places = np.stack([table.item_offset, table.item_bytes, table.block_bytes])
-    places[:, deferred] = found.T
-    payload_offset, payload_bytes = table.payload_offset.copy(), table.payload_bytes.copy()
-    payload_offset[deferred], payload_bytes[deferred] = places[:2, deferred]
+    table = placed(plan.table, attempt, checked_receipts(plan, attempt, receipts))
     # Careful: a plan whose files have the checksums leads to a table without any.
-    blocks = num_blocks_many(payload_bytes, 0 * places[2] if plan.checks_at_end else places[2])
-    return replace(
-        table,
-        files=tuple(key.replace("{attempt}", attempt) for key in table.files),
-        item_offset=places[0],
-        item_bytes=places[1],
-        payload_offset=payload_offset,
-        payload_bytes=payload_bytes,
-        block_bytes=places[2],
-        check_start=offsets_of(blocks),
-        checks=receipts.checks,
-    )
+    block_bytes = 0 * table.block_bytes if plan.checks_at_end else table.block_bytes
+    check_start = offsets_of(num_blocks_many(table.payload_bytes, block_bytes))
+    return replace(table, check_start=check_start, checks=receipts.checks)
 
 
 def checked_receipts(plan: GlobalPlan, attempt: str, receipts: FileReceipts) -> Int64Array:
