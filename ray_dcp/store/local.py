@@ -437,11 +437,6 @@ class OpenFiles:
         with self._lock:
             self._files.pop(path, None)
 
-    def close(self) -> None:
-        """Closes everything that is not in use; the cache stays usable."""
-        with self._lock:
-            self._files.clear()
-
     def _acquire(self, path: str) -> _OpenFile:
         with self._lock:
             file = self._files.get(path)
@@ -652,10 +647,6 @@ class LocalStorage:
         except OSError as exc:
             raise os_failure(exc, "create a file in", "", self._root) from exc
         return StorageTraits(create_if_absent=creates, durable=self._durable, shared=True)
-
-    def close(self) -> None:
-        """Closes the descriptors kept for reading; the storage stays usable."""
-        self._files.close()
 
     def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
         """See `Storage.read`."""

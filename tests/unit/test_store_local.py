@@ -169,9 +169,6 @@ def test_reading_leaves_few_descriptors_and_closing_none(tmp_path):
         storage.read_into(f"{number}", 0, memoryview(bytearray(1)))
         storage.read(f"{number}")
     assert open_descriptors(tmp_path) <= before + 16
-    storage.close()
-    assert open_descriptors(tmp_path) == before
-    storage.read_into("1", 0, memoryview(bytearray(1)))
     del storage
     assert open_descriptors(tmp_path) == before
 
