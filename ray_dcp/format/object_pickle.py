@@ -507,14 +507,10 @@ def _deque(machine: ObjectMachine, args: tuple[Any, ...]) -> Any:
     return made
 
 
-def _is_encoding(value: Any) -> bool:
-    # Careful: anything else need not be hashable.
-    return isinstance(value, str) and value in _ENCODINGS
-
-
 def _encoded(_: ObjectMachine, args: tuple[Any, ...]) -> bytes:
     text, encoding = args
-    need(type(text) is str and _is_encoding(encoding))
+    # Careful: an encoding that is no text need not be hashable.
+    need(type(text) is str and isinstance(encoding, str) and encoding in _ENCODINGS)
     return bytes(text, encoding)
 
 

@@ -202,12 +202,12 @@ class DeviceFiller:
             self._host.fill(row, start, target)
             return
         _check(row, start, len(target), tensor.nbytes)
-        low, step = 0, len(target) if _is_direct(tensor) else _STRIDED_BYTES
+        low, step = 0, len(target) if is_direct(tensor) else _STRIDED_BYTES
         while low < len(target):
             part = target[low : low + step]
             read = partial(device_part, tensor, start + low, len(part))
             try:
-                self._copy(tensor.device, part, read, 0 if _is_direct(tensor) else len(part))
+                self._copy(tensor.device, part, read, 0 if is_direct(tensor) else len(part))
             except torch.OutOfMemoryError:
                 if len(part) <= _LEAST_BYTES:
                     raise
@@ -327,7 +327,7 @@ def device_part(tensor: torch.Tensor, start: int, num_bytes: int) -> torch.Tenso
         >>> device_part(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8).T, 1, 2).tolist()
         [3, 2]
     """
-    while tensor.dim() and num_bytes and not _is_direct(tensor):
+    while tensor.dim() and num_bytes and not is_direct(tensor):
         row_bytes = tensor.nbytes // len(tensor)
         first, last = start // row_bytes, -(-(start + num_bytes) // row_bytes)
         start -= first * row_bytes
@@ -338,7 +338,7 @@ def device_part(tensor: torch.Tensor, start: int, num_bytes: int) -> torch.Tenso
     return device_bytes(tensor)[start : start + num_bytes]
 
 
-def _is_direct(tensor: torch.Tensor) -> bool:
+def is_direct(tensor: torch.Tensor) -> bool:
     """Whether the memory of a tensor holds its elements in C order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 

@@ -225,25 +225,10 @@ def copy_into(target: torch.Tensor, source: torch.Tensor, *, wait: bool = True) 
         target.detach().copy_(source, non_blocking=not wait)
 
 
-def is_direct(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a plain tensor holds its elements in C order, for the CPU to write."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-
-
 def _in_place(tensor: torch.Tensor, stored: torch.dtype) -> bool:
-    return tensor.dtype == stored and is_plain(tensor) and is_direct(tensor)
-
-
-def fresh_like(value: torch.Tensor, device_type: str | None = None) -> torch.Tensor:
-    """Returns an uninitialised tensor like a meta tensor.
-
-    Args:
-        value: On the meta device.
-        device_type: Where; by default what the process group works on, or torch's default device.
-
-    Source: `torch/distributed/checkpoint/planner_helpers.py`, `_init_state_dict`.
-    """
-    return torch.empty_like(value, device=_current_device(device_type or _default_type()))
+    if tensor.dtype != stored or not is_plain(tensor):
+        return False
+    return tensor.is_cpu and device_copy.is_direct(tensor)
 
 
 def default_device() -> torch.device:
@@ -315,7 +300,8 @@ def _fresh(tensor: torch.Tensor, dtype: torch.dtype, device_type: str | None) ->
         return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
     if dtype != tensor.dtype:
         tensor = torch.empty_like(tensor, dtype=dtype)
-    return fresh_like(tensor, device_type)
+    device = default_device() if device_type is None else _current_device(device_type)
+    return torch.empty_like(tensor, device=device)
 
 
 class Boxes:

@@ -219,17 +219,8 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         tensor = tensor.resolve_conj().resolve_neg()
         # Why: torch 2.9 can't copy every dtype (float4), but what has the same width.
-        return as_carried(tensor).to("cpu").contiguous().view(tensor.dtype)
-
-
-def as_carried(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the same elements under a dtype of the same width that every torch can copy.
-
-    Args:
-        tensor: Plain, and no conjugate or negative view.
-    """
-    carrier = _CARRIERS.get(tensor.dtype)
-    return tensor if carrier is None else tensor.detach().view(carrier)
+        carried = tensor.view(_CARRIERS.get(tensor.dtype, tensor.dtype))
+        return carried.to("cpu").contiguous().view(tensor.dtype)
 
 
 @lru_cache(maxsize=1024)
