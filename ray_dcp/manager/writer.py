@@ -27,7 +27,7 @@ from ray_dcp.errors import (
 from ray_dcp.format.names import READING, TAGS, check_tag, tag_key, tag_of
 from ray_dcp.format.step_info import StepInfo, check_metadata, encode_info, info_key
 from ray_dcp.io.records import used_slots
-from ray_dcp.manager.catalogue import Catalogue, Root, look, look_at_step, publish
+from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look, look_at_step, publish
 from ray_dcp.manager.leases import LeaseHolder, Readers, WriterLease
 from ray_dcp.manager.retention import check_metrics, superfluous
 from ray_dcp.manager.save_policy import SaveCosts, SaveFacts, asks_only_the_step
@@ -234,11 +234,17 @@ class Writer:
         Raises:
             StorageError: It can't be read.
         """
+        before = self.catalogue.steps
+        return self._take_in(self._looked(), before)
+
+    def _looked(self) -> Catalogue:
+        """Returns what is committed, by a look at the storage. Changes nothing here."""
         known = self.catalogue
-        before = known.steps
-        found = look(self.root, self._settings.names, known if before else None)
+        return look(self.root, self._settings.names, known if known.steps else None)
+
+    def _take_in(self, found: Catalogue, before: Mapping[int, StepFound]) -> Catalogue:
+        """Makes a look the catalogue, with what this process saved since that began."""
         with self.lock:
-            # Why: what this process saved since the look began, that need not show.
             for step, one in self.catalogue.steps.items():
                 if before.get(step) != one:
                     found.add(one)
@@ -438,9 +444,12 @@ class Writer:
             return chosen
 
     def _look_again(self) -> tuple[Collection[Going], Catalogue]:
-        found = self.look()
+        before = self.catalogue.steps
+        found = self._looked()
         with self.lock:
-            return self._superfluous(found), found
+            # Careful: by what the look found alone, before anything remembered is added to it.
+            still = self._superfluous(found)
+        return still, self._take_in(found, before)
 
     def _superfluous(self, catalogue: Catalogue) -> tuple[Going, ...]:
         """Returns the folders that may go: steps by the policy, and what was left by crashes.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
-from ray_dcp.format.names import SHARED_FOLDER, check_note, check_tag, note_key, tag_key
+from ray_dcp.format.names import SHARED_FOLDER, TAGS, check_note, check_tag, note_key, tag_key
 from ray_dcp.format.save_trace import SaveTrace
 from ray_dcp.format.step_info import info_slot
 from ray_dcp.io.records import fence
@@ -225,7 +225,9 @@ class RunView:
         )
         run, name = self.refresh(), self.step(key).name
         found = next((one for one in run if one.name == name), None)
-        if found is None or found.state == "deleted":
+        # Why listed: the step may have been deleted, with its tags, and saved again meanwhile.
+        there = {entry.key for entry in shared.list(f"{TAGS}{number}.")}
+        if found is None or found.state == "deleted" or not there.issuperset(keys):
             shared.delete(keys)
             raise CheckpointNotFoundError(
                 f"expected step {number} in {self.url}, but it was deleted before it had the tag"
