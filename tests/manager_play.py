@@ -31,6 +31,7 @@ from ray_dcp.manager.leases import Lease, this_process
 from ray_dcp.manager.writer import Writer
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.local import LocalStorage
+from tests.crash.interruptions import one_call_at_a_time
 from tests.interleaving import SteppedStorage, World
 from tests.manager_places import settings
 from tests.numpy_ranks import loads_whole, save
@@ -278,8 +279,7 @@ class Round:
         self.model.seen["saved"] += 1
         if self.model.stands(place.name) is not None:  # else it was deleted right after its commit
             self.model.saved.add(step)
-        if tags:
-            self.model.pinned.add(step)
+            self.model.pinned.update([step] if tags else [])
         writer.finish(place, True)
         writer.remover.drain()
 
@@ -372,7 +372,8 @@ def main(rounds: int, first: int = 0) -> None:
     """Plays rounds; prints every wrong one, and what was reached in all."""
     seen, wrong = Counter[str](), 0
     for seed in range(first, first + rounds):
-        model = play(seed)
+        with one_call_at_a_time():
+            model = play(seed)
         seen += model.seen
         wrong += bool(model.wrong)
         for told in model.wrong:
