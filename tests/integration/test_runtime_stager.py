@@ -210,11 +210,9 @@ def test_ranks_wait_for_the_budget_of_the_object_store_and_nothing_is_spilled(
     watcher.close()
 
 
-def test_warming_touches_the_places_in_the_object_store(namespace, book, places):
-    rank = Victim.remote(namespace, OBJECTS)
-    ray.get(rank.warm.remote(40 * MIB))
-    num_faults = ray.get(rank.stage.remote([10 * MIB] * 4, places[0], book))
-    assert num_faults < 40 * MIB / resource.getpagesize() / 4
+def test_warming_touches_as_much_of_the_object_store_as_the_state_takes(namespace):
+    num_faults = ray.get(Victim.remote(namespace, OBJECTS).warm.remote(40 * MIB))
+    assert num_faults >= 40 * MIB / resource.getpagesize()
 
 
 def test_a_rank_killed_after_staging_in_the_object_store_is_not_missed(ranks, tmp_path):
@@ -255,15 +253,14 @@ class Victim:
     def pid(self) -> int:
         return os.getpid()
 
-    def warm(self, num_bytes: int) -> None:
-        self.staging.warm(num_bytes).result(180)
-
-    def stage(self, sizes, target, book) -> int:
+    def warm(self, num_bytes: int) -> int:
         """Returns how many pages were touched for the first time."""
-        what = share(sizes, part_bytes=9 * MIB)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        staged(self.staging, what, target, book, save=target.url)
+        self.staging.warm(num_bytes).result(180)
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    def stage(self, sizes, target, book) -> None:
+        staged(self.staging, share(sizes, part_bytes=9 * MIB), target, book, save=target.url)
 
     def stage_and_die(self, sizes, target, book) -> None:
         what = share(sizes)
