@@ -493,7 +493,13 @@ def _found(
         raise
     except CheckpointError as error:
         return 0, StateFound("damaged", error.message)
-    return (slots.decides.slot if slots.decides else 0), state_of(files, slots)
+    found = state_of(files, slots)
+    if found.state in FOREIGN:
+        # Why again: of what was deleted during the listing, it may have `.metadata` alone, which
+        # looks like another program's. That goes first, so that this listing has it no more.
+        now = {one.key: one.num_bytes for one in below.list() if "/" not in one.key}
+        found = state_of(now, slots)
+    return (slots.decides.slot if slots.decides else 0), found
 
 
 def highest_record(storage: Storage, directory: str, last: int) -> Record | None:

@@ -16,8 +16,11 @@ from ray_dcp.errors import (
     UncommittedCheckpointError,
 )
 from ray_dcp.format.manifest import AbortRecord, encode_record, record_key
+from ray_dcp.store.storage import Entry, Storage
+from ray_dcp.view import listing
 from ray_dcp.view.listing import ListedCheckpoint
 from ray_dcp.view.naming import best_of_run, choose, split_address
+from ray_dcp.view.run_view import RunView
 from tests import checkpoints
 
 
@@ -164,6 +167,41 @@ def test_tags_and_notes_are_put_on_steps_and_taken_away(run: Path):
         assert manager.step_info(30).tags == {"b"}
         manager.delete(10)
     assert not (run / ".manager" / "notes" / "10.txt").exists()
+
+
+def test_a_step_that_is_deleted_while_the_run_is_listed_is_not_taken_for_a_stock_one(
+    run: Path, monkeypatch
+):
+    real = listing.readable_entries
+
+    def entries(storage: Storage) -> tuple[list[Entry], dict[str, str]]:
+        before, refused = real(storage)
+        ray_dcp.delete(run / "step-00000010")
+        now, _ = real(storage)
+        # What a folder is read slowly enough for: of the step, what goes first and what comes.
+        early = [one for one in before if one.key == "step-00000010/.metadata"]
+        return sorted([*early, *now], key=lambda one: one.key), refused
+
+    monkeypatch.setattr(listing, "readable_entries", entries)
+    assert ray_dcp.open(run).step(10).state == "deleted"
+
+
+def test_a_tag_is_not_told_where_its_step_was_deleted_and_saved_anew(run: Path, monkeypatch):
+    view = ray_dcp.open(run)
+    real = type(view).refresh
+
+    def refresh(self: RunView) -> RunView:
+        monkeypatch.undo()
+        with ray_dcp.CheckpointManager(run, 1, order="any") as manager:
+            manager.delete(10)  # with its tags
+            manager.save(10, {"w": torch.ones(3)})
+        return real(self)
+
+    monkeypatch.setattr(RunView, "refresh", refresh)
+    with pytest.raises(CheckpointNotFoundError, match="deleted before it had the tag"):
+        view.tag(10, "best")
+    assert view.refresh().step(10).tags == ()
+    assert view.refresh().tag(10, "best").step(10).tags == ("best",)
 
 
 def test_what_can_be_no_tag_and_no_note_is_refused_and_nothing_is_written(run: Path):
