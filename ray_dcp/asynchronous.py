@@ -513,10 +513,11 @@ class _NativeSave(_Save):
         """Returns what stages the state as it is now, and returns what ends the save."""
         target, options, progress = target_of(self._decision), self._options, session.progress
         account, call = self._account, self._account.watching(session.call)
-        take: Callable[[], Captured] = capture_of(self._decision, session, state_dict, options)
-        if options.check_unchanged:
-            taken = take
-            take = lambda: Unchanged(taken(), session.rank)  # noqa: E731
+        capture = capture_of(self._decision, session, state_dict, options)
+
+        def take() -> Captured:
+            return Unchanged(capture(), session.rank) if options.check_unchanged else capture()
+
         backend = self._backend = staging_backend_of(self._session)
         self._key = session.next_key()
         save = RankSave(

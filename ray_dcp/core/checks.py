@@ -34,22 +34,25 @@ def check_whole(value: object, name: str, least: int = 0) -> int:
     return value
 
 
-def check_above_0(value: object, name: str) -> float:
+def check_above_0(value: object, name: str, *, or_0: bool = False) -> float:
     """Returns a number after checking that it is finite and above 0.
 
     Args:
         value: As given.
         name: As for `check_whole`. One that ends with `_s` is of seconds, ten years at most:
             Python's waits raise OverflowError beyond some hundreds of years.
+        or_0: It may be 0 as well.
 
     Raises:
         InvalidRequestError: It is not.
     """
+    if or_0 and _is_number(value) and value == 0:
+        return 0.0
     most = LONGEST_S if name.endswith("_s") else math.inf
     if not _is_number(value) or not 0 < value <= most or value == math.inf:
         bound = f" and at most {LONGEST_S}, ten years" if name.endswith("_s") else ""
         raise InvalidRequestError(
-            f"{name} must be a number above 0{bound}, but is {value!r}",
+            f"{name} must be {'0 or ' if or_0 else ''}a number above 0{bound}, but is {value!r}",
             key=name.rpartition(".")[2],
         )
     return float(value)

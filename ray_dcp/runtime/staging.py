@@ -322,8 +322,7 @@ class RankStaging:
                     # Why all at once: each is to get a place of its own in the store, as the
                     # windows of a save do. To touch one costs ten times the copy.
                     window = np.zeros(link.window_bytes, dtype=np.uint8)
-                    held = [link.put([window]) for _ in slots]
-                    held.clear()
+                    _held = [link.put([window]) for _ in slots]
                     return
                 for slot in slots:
                     if pin is not None:

@@ -165,8 +165,7 @@ class WorkerOptions:
 
     def __post_init__(self) -> None:
         for name in ("num_cpus", "num_gpus"):
-            if getattr(self, name) != 0:
-                check_above_0(getattr(self, name), f"WorkerGroup.{name}")
+            check_above_0(getattr(self, name), f"WorkerGroup.{name}", or_0=True)
         for name in ("start_timeout_s", "collective_timeout_s", "release_s"):
             check_above_0(getattr(self, name), f"WorkerGroup.{name}")
         if self.run_timeout_s is not None:

@@ -381,11 +381,11 @@ class WriteQueue:
         with self._lock:
             return sum(not (job.is_over and job.rank_is_done) for job in self._jobs.values())
 
-    def expect(self, owner: str, num_bytes: int, name: str = "shared") -> list[int]:
-        """Returns the slots of a channel that a rank will get first for so many bytes."""
+    def expect(self, owner: str, num_bytes: int, channel: str) -> list[int]:
+        """Returns the slots that a rank will get first for so many bytes that go by a channel."""
         with self._lock:
-            channel = self._channels[name]
-            return channel.allocator.expect(owner, -(-num_bytes // channel.slot_bytes))
+            own = self._channels[channel]
+            return own.allocator.expect(owner, -(-num_bytes // own.slot_bytes))
 
     def owned(self, owner: str) -> tuple[int, ...]:
         """Returns the slots that a rank had last; one of its name may need them next."""

@@ -89,9 +89,6 @@ def combined_error(
         failures: At least one, by rank.
         world_size: Number of ranks.
         checkpoint_id: For the message.
-
-    Raises:
-        InternalError: `failures` is empty.
     """
     ranks = sorted(failures)
     classes = {_class_for(failures[rank][0]) for rank in ranks}

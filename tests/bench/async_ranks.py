@@ -18,7 +18,6 @@ from tests.bench.async_rows import Table
 RANKS = 2
 WRITERS = 4
 TIMES_SLOWER = 10
-WINDOW_BYTES = 64 << 20
 ROUNDS_OF_LIMIT = 6
 
 HELD: dict[str, Any] = {}
@@ -212,9 +211,11 @@ class MemoryRank:
         import numpy as np
         import ray
 
+        from ray_dcp.stage.values import StagerOptions
         from tests.polling import eventually
 
-        windows = [np.ones(WINDOW_BYTES, np.uint8)] * max(1, self._num_bytes // WINDOW_BYTES)
+        length = StagerOptions().window_bytes
+        windows = [np.ones(length, np.uint8)] * max(1, self._num_bytes // length)
         ratios, held = [], []
         for _ in range(ROUNDS_OF_LIMIT):
             held.clear()

@@ -200,6 +200,7 @@ def test_more_than_the_cluster_has_is_refused_with_what_it_has():
         {"world_size": True},
         {"world_size": 2.0},
         {"world_size": 1, "num_cpus": -1},
+        {"world_size": 1, "num_cpus": False},
         {"world_size": 1, "release_s": 0},
         {"world_size": 1, "run_timeout_s": "1"},
         {"world_size": 1, "env_vars": 3},

@@ -186,7 +186,10 @@ def test_of_a_stock_metadata_only_names_that_nobody_needs_change_unseen(verdicts
         return
     mine = [v for v in found if v.damage.file == ".metadata"]
     assert [str(v) for v in mine if v.loaded is False] == []
-    assert sum(v.loaded is True for v in mine) < len(mine) / 4
+    # Behind it lie the path, random ids and a version, as long as the path is: no load reads them.
+    end = kind.files[".metadata"].index(b"StorageMeta")
+    needed = [v for v in mine if v.damage.start < end]
+    assert sum(v.loaded is True for v in needed) < len(needed) / 6
 
 
 def test_of_a_hub_folder_only_what_tensors_hold_changes_unseen(verdicts):

@@ -200,6 +200,8 @@ def test_a_reshard_tells_who_takes_how_much_from_whom():
     assert number(bars[0], "width") == pytest.approx(3 * number(bars[1], "width"), rel=0.01)
     assert len(titled(root, "^wanted by rank")) == 3
     assert "160 B of 2 ranks" in texts(root)
+    with pytest.raises(InvalidRequestError, match="two layouts of one tensor"):
+        reshard(even_boxes((4,), (2,)), even_boxes((5,), (2,)))
     with pytest.raises(InvalidRequestError, match="numbers of parts"):
         even_boxes((4,), (2, 2))
 

@@ -220,10 +220,18 @@ def reshard(before: Boxes, after: Boxes, name: str = "", *, itemsize: int = 1) -
 
     Args:
         before: As stored, without overlaps.
-        after: As the ranks of a load want it; of the same shape.
+        after: As the ranks of a load want it.
         name: FQN.
         itemsize: Bytes of an element.
+
+    Raises:
+        InvalidRequestError: The shapes differ.
     """
+    if before.shape != after.shape:
+        raise InvalidRequestError(
+            f"expected two layouts of one tensor, found shapes {before.shape} and {after.shape}",
+            key="after",
+        )
     pairs = ((getattr(before, one), getattr(after, one)) for one in ("rank", "offset", "size"))
     both = flatten(Boxes(before.shape, *(np.concatenate(pair) for pair in pairs)))
     old, new = flatten(before, both.dims), flatten(after, both.dims)
