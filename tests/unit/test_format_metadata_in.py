@@ -145,7 +145,7 @@ def test_metadata_of_a_python_that_saves_members_by_name_is_read(protocol):
 
 
 @pytest.mark.parametrize(
-    "args", [(), (WriteItemType, 1), (md.Metadata, "version"), (WriteItemType, "mro")]
+    "args", [(), (WriteItemType, 1), (md.Metadata, "VERSION"), (WriteItemType, "mro")]
 )
 def test_an_attribute_of_anything_else_is_unsafe(args):
     with pytest.raises(UnsafeCheckpointError, match="asks for something else"):
