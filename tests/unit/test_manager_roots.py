@@ -19,6 +19,7 @@ from pyarrow import fs as arrow
 
 import ray_dcp
 from ray_dcp import errors
+from ray_dcp.format.manifest import DeleteRecord, decode_record
 from ray_dcp.format.names import CATALOGUE
 from ray_dcp.format.step_info import StepInfo, decode_info, encode_info
 from ray_dcp.io.records import Announced
@@ -33,6 +34,7 @@ from ray_dcp.store.location import Location
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.storage import KeyMissingError
 from tests.crash.registry import NEW, NEXT, OLD, Place
+from tests.crash.unconditional_storage import UnconditionalStorage
 from tests.manager_places import (
     HERE,
     folders_of,
@@ -441,6 +443,68 @@ def test_a_deletion_takes_only_what_was_decided_about(storage):
     assert list(writer.look().steps) == [1]
     delete(folder, opener=writer.root.opener, expected=again)
     assert list(writer.look().steps) == []
+
+
+@pytest.mark.parametrize("event", ["another writer", "tag", "deletion"])
+def test_what_was_announced_before_is_deleted_no_more_after(storage, event):
+    writer = writer_of(storage)
+    root = root_of(storage)
+    attempt = save_step(writer, storage, 1, OLD)
+    save_step(writer, storage, 2, NEW)
+    mark = announce(storage)  # nothing protected it, and its record is on its way
+    match event:
+        case "another writer":
+            writer_of(storage).begin(3)
+        case "tag":
+            writer.tag(1, "best")
+        case "deletion":
+            writer.delete(2)
+    with pytest.raises(errors.CheckpointExistsError, match="somebody who keeps it"):
+        delete(root.below(mark.name), opener=root.opener, attempt=mark.attempt, expected=attempt)
+    assert 1 in look(root, settings().names).steps
+
+
+def test_the_record_of_a_deletion_that_failed_deletes_nothing_when_it_arrives(storage, monkeypatch):
+    writer = writer_of(storage)
+    root = root_of(storage)
+    attempt = save_step(writer, storage, 1, OLD)
+    late = []
+    writes = MemoryStorage.write
+
+    def write(self, key, data, **how):
+        if "/manifest-" in key and isinstance(decode_record(data), DeleteRecord):
+            late.append(decode_record(data))
+            raise errors.StorageError("the network is gone")
+        return writes(self, key, data, **how)
+
+    monkeypatch.setattr(MemoryStorage, "write", write)
+    with pytest.raises(errors.StorageError):
+        writer.delete(1)
+    monkeypatch.undo()
+    folder = root.below("step-00000001")
+    with pytest.raises(errors.CheckpointExistsError, match="somebody who keeps it"):
+        delete(folder, opener=root.opener, attempt=late[0].attempt, expected=attempt)
+    assert list(look(root, settings().names).steps) == [1]
+
+
+def test_who_loses_the_right_between_look_and_record_deletes_nothing(storage, monkeypatch):
+    """Also where an announced deletion can't be ended, as nothing is created only if absent."""
+    unsafe = UnconditionalStorage(storage)
+    writer = writer_of(unsafe)
+    save_step(writer, unsafe, 1, OLD)
+    lists, taken = MemoryStorage.list, []
+
+    def list_(self, prefix=""):
+        found = lists(self, prefix)
+        if prefix.endswith("reading/1.") and not taken:
+            taken.append(right(unsafe, replace(HERE, nonce="other")).take())
+        return found
+
+    monkeypatch.setattr(MemoryStorage, "list", list_)
+    with pytest.raises(errors.CheckpointExistsError, match="since this manager opened it"):
+        writer.delete(1)
+    assert taken
+    assert list(look(root_of(unsafe), settings().names).steps) == [1]
 
 
 # --- the catalogue ------------------------------------------------------------------------------
