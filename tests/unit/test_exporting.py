@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,7 @@ from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.copying import copy_checkpoint, plan_copy
 from ray_dcp.store import opening
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.store.storage import PartWriter
+from ray_dcp.store.storage import Entry, PartWriter, Storage, StorageWrapper
 from tests import checkpoints
 
 
@@ -411,6 +413,61 @@ def test_of_two_copies_of_what_others_wrote_one_wins(tmp_path: Path, kind: str):
         copy_checkpoint(view.storage, plan, target, told=told)
     assert ray_dcp.verify(tmp_path / "copy").ok
     assert len(ray_dcp.open(tmp_path / "copy")) == len(view)
+
+
+class Visited(StorageWrapper):
+    """Lets somebody do something right before one of its calls."""
+
+    def __init__(self, inner: Storage, number: int, visit: Callable[[], object]) -> None:
+        super().__init__(inner)
+        self.calls, self._number, self._visit = 0, number, visit
+
+    def _called(self) -> None:
+        self.calls += 1
+        if self.calls == self._number:
+            self._visit()
+
+    def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+        self._called()
+        return super().read(key, start, num_bytes)
+
+    def write(self, key: str, data: bytes, *, create: bool = False) -> None:
+        self._called()
+        super().write(key, data, create=create)
+
+    def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
+        self._called()
+        return super().open_writer(key, sync=sync)
+
+    def list(self, prefix: str = "") -> list[Entry]:
+        self._called()
+        return super().list(prefix)
+
+
+@pytest.mark.parametrize("kind", ["ours", "stock"])
+def test_a_checkpoint_that_is_saved_there_at_any_moment_of_a_copy_stands(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("ray_dcp.runtime.copying._NUM_THREADS", 1)
+    saves = checkpoints.save if kind == "ours" else checkpoints.save_stock
+    view = ray_dcp.open(saves(tmp_path / "source"))
+    plan = plan_copy(view.storage, view.checkpoint)
+    number, refused, is_over = 0, 0, False
+    while not is_over:
+        number += 1
+        place = tmp_path / str(number)
+        theirs = partial(ray_dcp.save, {"theirs": torch.ones(3)}, checkpoint_id=place, no_dist=True)
+        visited = Visited(LocalStorage(place), number, theirs)
+        try:
+            copy_checkpoint(view.storage, plan, Target(str(place)), opener=lambda _, v=visited: v)
+        except CheckpointExistsError:
+            refused += 1
+        is_over = visited.calls < number
+        if not is_over:
+            found = ray_dcp.open(place)
+            assert (*found.tensors,) == ("theirs",), number
+            assert found.verify().ok, number
+    assert refused > number / 2
 
 
 class Losing(LocalStorage):
