@@ -172,7 +172,7 @@ def _end_s(timeout: float | None) -> float:
     return float("inf") if timeout is None else time.monotonic() + timeout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Carried:
     """Stands for a reference to a value, and has the value in it."""
 

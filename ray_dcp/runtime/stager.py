@@ -206,18 +206,30 @@ class Stager:
         self._touch()
         return await asyncio.wrap_future(self._queue.more(key, have))
 
-    async def deliver(self, key: StageKey, window: int, refs: list[Any] | None = None) -> None:
-        """Takes that a window is full. See `WriteQueue.deliver`.
+    async def deliver(
+        self, key: StageKey, window: int, refs: dict[int, list[Any]] | None = None
+    ) -> None:
+        """Takes that windows are full. See `WriteQueue.deliver`.
 
         Args:
             key: Whose.
-            window: Which.
-            refs: None when its bytes are in its slot; else the object that has them (a list of
-                uint8 arrays), or nothing for a window of which nothing is needed.
+            window: The last of them.
+            refs: None when the bytes are in the slots; else, by window, the object that has them (a
+                list of uint8 arrays), or nothing for one of which nothing is needed.
         """
         self._touch()
-        # Careful: no local name of the arrays may outlive this, or the object counts for ever.
-        self._queue.deliver(key, window, await refs[0] if refs else refs)
+        if refs is None:
+            self._queue.deliver(key, window)
+            return
+        try:
+            # Careful: no local name of the arrays may outlive this, or the objects count for ever.
+            came = await asyncio.gather(*(ref for found in refs.values() for ref in found))
+        except Exception as error:  # noqa: BLE001 - the rank would wait for ever, as nobody hears it
+            told, _, _ = str(error).partition("\n")
+            self._queue.lost(key, f"{type(error).__name__}: {told}")
+            return
+        for number, found in refs.items():
+            self._queue.deliver(key, number, came.pop(0) if found else [])
 
     async def freed(self, key: StageKey, dropped: tuple[int, ...]) -> tuple[int, ...] | None:
         """Returns windows that the rank need not refer to. See `WriteQueue.freed`."""

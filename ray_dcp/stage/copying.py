@@ -92,8 +92,9 @@ _SMALL_BYTES = 64 << 10
 _MOST_JOINED = 4096
 """Small items that are asked for at once."""
 _MOST_BEGUN_BYTES = 64 << 20
-_LEAST_VIEW_BYTES = 1 << 20
-"""Ray copies longer buffers of an object on several threads; each costs some microseconds."""
+_VIEW_BYTES = 1 << 20
+"""Large items are cut to buffers of this length, a multiple of every checksum block. Ray copies
+longer ones on threads that it starts for each: that takes twice as long, and as much CPU."""
 
 
 Pin = Callable[[np.ndarray], Callable[[], None] | None]
@@ -258,7 +259,7 @@ class _Views:
         self.finish = host.finish
 
     def fill(self, row: int, start: int, target: np.ndarray) -> None:
-        if len(target) < _LEAST_VIEW_BYTES:
+        if len(target) < _VIEW_BYTES:
             self._host.fill(row, start, target)
         else:
             self.views.append(self._host.view(row, start, len(target)))
@@ -288,10 +289,11 @@ def window_parts(
     views = _Views(filler)
     fill_window(layout, window, scratch, views, deferred)
     own = slice(*layout.window_first[window : window + 2].tolist())
-    is_view = (layout.num_bytes[own] >= _LEAST_VIEW_BYTES) & ~layout.is_deferred[own]
+    is_view = (layout.num_bytes[own] >= _VIEW_BYTES) & ~layout.is_deferred[own]
     parts, done = [], 0
     for offset, view in zip(layout.offset[own][is_view].tolist(), views.views, strict=True):
-        parts += [scratch[done:offset], view]
+        cut = (view[low : low + _VIEW_BYTES] for low in range(0, len(view), _VIEW_BYTES))
+        parts += [scratch[done:offset], *cut]
         done = offset + len(view)
     return [part for part in (*parts, scratch[done:]) if len(part)]
 

@@ -17,7 +17,7 @@ import os
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
 
@@ -231,11 +231,14 @@ class WindowBytes:
         self._ends = list(accumulate(map(len, runs)))
         self._arrays = [weakref.ref(run) for run in runs if isinstance(run, np.ndarray)]
 
-    def view(self, offset: int, num_bytes: int) -> memoryview:
-        """Returns some of them, which lie in one run."""
+    def views(self, offset: int, num_bytes: int) -> Iterator[memoryview]:
+        """Yields some of them: the part in each run, one behind the other."""
         index = bisect_right(self._ends, offset)
-        start = offset - self._ends[index] + len(self._runs[index])
-        return self._runs[index][start : start + num_bytes]
+        while num_bytes > 0:
+            start = offset - self._ends[index] + len(self._runs[index])
+            found = self._runs[index][start : start + num_bytes]
+            yield found
+            offset, num_bytes, index = offset + len(found), num_bytes - len(found), index + 1
 
     def release(self) -> None:
         """Lets go of the runs."""
@@ -271,7 +274,10 @@ class ObjectSlots:
     def _read(self, slot: Slot, offset: int, target: memoryview) -> bool:
         # Suppressed: it was let go, also in the middle of this.
         with suppress(KeyError, IndexError):
-            target[:] = self._windows[slot].view(offset, len(target))
+            done = 0
+            for part in self._windows[slot].views(offset, len(target)):
+                target[done : done + len(part)] = part
+                done += len(part)
             return True
         return False
 

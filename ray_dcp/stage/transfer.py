@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -207,10 +207,9 @@ def _fill_windows(
         if arena is not None:
             link.post("deliver", order.key, unreported[-1])
         else:
-            for window in unreported:
-                # Nothing where nothing is needed of a window.
-                refs = [windows.refs[window]] if window in windows.refs else []
-                link.post("deliver", order.key, window, refs)
+            # Nothing where nothing is needed of a window.
+            refs = {n: [windows.refs[n]] if n in windows.refs else [] for n in unreported}
+            link.post("deliver", order.key, unreported[-1], refs)
         unreported.clear()
 
     for window in range(layout.num_windows):
@@ -286,8 +285,11 @@ class StagedFiller:
             low, high = max(start, first), min(start + len(target), first + length)
             if low < high:
                 offset = int(layout.offset[segment]) + low - first
-                found = self._view(int(layout.window[segment]), offset, high - low)
-                np.copyto(target[low - start : high - start], np.frombuffer(found, dtype=np.uint8))
+                done = low - start
+                for part in self._views(int(layout.window[segment]), offset, high - low):
+                    into = target[done : done + len(part)]
+                    np.copyto(into, np.frombuffer(part, dtype=np.uint8))
+                    done += len(part)
 
     def fill_many(
         self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int], target: np.ndarray
@@ -314,15 +316,15 @@ class StagedFiller:
         if arena is not None and not all(arena.holds(slots[window]) for window in self._used):
             raise lost_memory(self._rank)
 
-    def _view(self, window: int, offset: int, num_bytes: int) -> memoryview:
+    def _views(self, window: int, offset: int, num_bytes: int) -> Iterable[memoryview]:
         windows = self._windows
         if windows.arena is not None:
             self._used.add(window)
             index = windows.slots[window].index
-            return windows.arena.slot(index)[offset : offset + num_bytes]
+            return (windows.arena.slot(index)[offset : offset + num_bytes],)
         if self._object[0] != window:
             ref = windows.refs.get(window)
             if ref is None:
                 raise lost_memory(self._rank)
             self._object = (window, WindowBytes(self._get(ref)))
-        return self._object[1].view(offset, num_bytes)
+        return self._object[1].views(offset, num_bytes)

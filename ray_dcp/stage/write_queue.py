@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -201,6 +202,13 @@ class WriteQueue:
             job.changed.notify_all()
             self._pump(job.channel)
             self._settle(job)
+
+    def lost(self, key: StageKey, why: str) -> None:
+        """Takes that the bytes of a window can't be had: the job fails, and the rank is told."""
+        with self._lock:
+            job = self._jobs.get(key)
+            if job is not None:
+                self._fail(job, not_given(key.rank, why))
 
     def seal(self, key: StageKey) -> Future[bool | Unknown]:
         """Tells when the rank may go on: all windows are here, and none would be missed later.
@@ -787,11 +795,11 @@ class StagedPieces:
         segments = self._segments
         for piece in range(first, stop):
             found = segments.get(piece)
-            yield self._view(found[0]) if found else _EMPTY
+            yield next(self._views(found[0]), _EMPTY) if found else _EMPTY
 
     def parts(self, piece: int) -> Iterator[memoryview]:
         """See `PieceSource.parts`."""
-        return map(self._view, self._segments.get(piece, ()))
+        return chain.from_iterable(map(self._views, self._segments.get(piece, ())))
 
     def num_bytes(self, piece: int) -> int:
         """See `PieceSource.num_bytes`."""
@@ -811,11 +819,11 @@ class StagedPieces:
         if num_bytes:
             self._passed(None, num_bytes)
 
-    def _view(self, segment: int) -> memoryview:
+    def _views(self, segment: int) -> Iterator[memoryview]:
         window = self._window[segment]
         if window != self._current[0]:
             self._current = (window, self._wait_for(window))
-        return self._current[1].view(self._offset[segment], self._length[segment])
+        return self._current[1].views(self._offset[segment], self._length[segment])
 
     def _wait_for(self, window: int) -> WindowBytes:
         job = self._job
@@ -895,6 +903,15 @@ def died(rank: int) -> ParticipantError:
     """Returns the error for a rank that ended in the middle of handing over."""
     return ParticipantError(
         f"rank {rank} died before the stager had all its bytes; restart it and save again",
+        rank=rank,
+    )
+
+
+def not_given(rank: int, why: str) -> ParticipantError:
+    """Returns the error for bytes that Ray's object store does not give."""
+    return ParticipantError(
+        f"expected the bytes that rank {rank} put into Ray's object store, but Ray does not give "
+        f"them to the stager: {why}. Save again",
         rank=rank,
     )
 

@@ -161,6 +161,22 @@ def test_where_memory_cannot_be_shared_bytes_go_through_the_store_with_one_warni
     assert "no such process here" in warned.getMessage()
 
 
+@ray.remote(num_cpus=0)
+def lost_object():
+    raise OSError("it is gone")
+
+
+def test_bytes_that_the_object_store_does_not_give_fail_the_save(
+    namespace, places, not_shared, monkeypatch
+):
+    monkeypatch.setattr(staging_link.ActorLink, "put", lambda *_: lost_object.remote())
+    staging = opened(namespace)
+    with pytest.raises(ParticipantError, match="does not give them to the stager: RayTaskError"):
+        staged(staging, share([2 * MIB]), places[0])
+    assert eventually(lambda: staging.info()["used_bytes"] == 0)
+    staging.close()
+
+
 def test_shared_memory_that_is_asked_for_is_an_error_where_it_can_not_be(namespace, not_shared):
     with pytest.raises(LimitError, match=r"no such process here.*use memory=\"auto\""):
         opened(namespace, StagerOptions(memory="shared"))
