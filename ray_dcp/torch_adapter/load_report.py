@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
 
 
-@dataclass(frozen=True, kw_only=True)
+_NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class LoadReport:
     """What `ray_dcp.load` or `ray_dcp.load_newest` did on this rank.
 
@@ -16,6 +19,8 @@ class LoadReport:
         >>> report = LoadReport(loaded=("w",), missing=(), unexpected=("b",), cast=())
         >>> report.unexpected_keys
         ['b']
+        >>> report
+        LoadReport(None, native, 1 loaded, 1 unexpected (b), 0 bytes read in 0.00 s)
     """
 
     loaded: tuple[str, ...]
@@ -58,6 +63,18 @@ class LoadReport:
     """How long each phase took on this rank: `plan` (what is stored and who reads what, until all
     ranks were ready), `read`, and `finish` (until all ranks had read). Over all tries of
     `load_newest` together."""
+
+    def __repr__(self) -> str:
+        told = [f"{len(self.loaded)} loaded"]
+        for what in ("missing", "unexpected", "cast", "resized", "skipped"):
+            found = getattr(self, what)
+            names = [one if isinstance(one, str) else one[0] for one in found[:_NAMES_SHOWN]]
+            if found:
+                more = ", …" if len(found) > _NAMES_SHOWN else ""
+                told.append(f"{len(found)} {what} ({', '.join(names)}{more})")
+        memory = f" ({self.bytes_from_memory} from memory)" if self.bytes_from_memory else ""
+        told.append(f"{self.bytes_read} bytes read{memory} in {sum(self.seconds.values()):.2f} s")
+        return f"LoadReport({self.checkpoint_id!r}, {self.path}, {', '.join(told)})"
 
     @property
     def damaged(self) -> tuple[tuple[str, CheckpointError], ...]:

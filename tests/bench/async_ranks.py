@@ -18,7 +18,7 @@ from tests.bench.async_rows import Table
 RANKS = 2
 WRITERS = 4
 TIMES_SLOWER = 10
-ROUNDS_OF_LIMIT = 6
+ROUNDS_OF_LIMIT = 8
 
 HELD: dict[str, Any] = {}
 
@@ -156,9 +156,8 @@ def objects(rounds: int, num_bytes: int, root: Path, table: Table) -> None:
                 found.setdefault(f"{what}, {memory}", []).append(value)
     for name, values in found.items():
         table.fact(name, values, "" if "/" in name else "s")
-    table.fact(
-        "limit: ray.put of as much / memcpy", ray.get(ranks["object_store"].limit.remote()), ""
-    )
+    limit = ray.get(ranks["object_store"].limit.remote())
+    table.note(f"limit: ray.put of as much / memcpy: {limit:.2f}")
     table.row("objects", found["stall / memcpy, object_store"])
     ray.get([rank.leave.remote() for rank in ranks.values()])
 
@@ -206,8 +205,11 @@ class MemoryRank:
             "stall / memcpy": stall_s / copy_s,
         }
 
-    def limit(self) -> list[float]:
-        """Returns how long `ray.put` takes for windows of the state, in copies in memory."""
+    def limit(self) -> float:
+        """Returns how long `ray.put` takes for windows of the state, in copies in memory.
+
+        The best of some rounds: where the store has never been touched it takes ten times as long.
+        """
         import numpy as np
         import ray
 
@@ -225,7 +227,7 @@ class MemoryRank:
             began = time.perf_counter()
             held.extend(ray.put([window]) for window in windows)
             ratios.append((time.perf_counter() - began) / copy_s)
-        return ratios[2:]
+        return min(ratios)
 
     def leave(self) -> None:
         self._session.close()

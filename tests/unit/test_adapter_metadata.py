@@ -108,3 +108,10 @@ def test_the_report_has_the_names_of_load_state_dict_too() -> None:
     assert (report.missing_keys, report.unexpected_keys) == (["a"], ["b"])
     with pytest.raises(dataclasses.FrozenInstanceError):
         report.loaded = ()  # type: ignore[misc]
+
+
+def test_the_report_of_a_large_model_is_one_line() -> None:
+    names = tuple(f"model.layers.{number}.weight" for number in range(500))
+    told = repr(LoadReport(loaded=names, missing=("a",), unexpected=names, cast=(), step=7))
+    assert "500 loaded, 1 missing (a), 500 unexpected (model.layers.0.weight, " in told
+    assert len(told) < 200
