@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
 
-
 _NAMES_SHOWN = 3
 
 
