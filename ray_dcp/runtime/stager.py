@@ -206,16 +206,14 @@ class Stager:
         self._touch()
         return await asyncio.wrap_future(self._queue.more(key, have))
 
-    async def deliver(
-        self, key: StageKey, window: int, refs: dict[int, list[Any]] | None = None
-    ) -> None:
-        """Takes that windows are full. See `WriteQueue.deliver`.
+    async def deliver(self, key: StageKey, window: int, refs: dict[int, Any] | None = None) -> None:
+        """Accepts full windows. See `WriteQueue.deliver`.
 
         Args:
             key: Whose.
             window: The last of them.
             refs: None when the bytes are in the slots; else, by window, the object that has them (a
-                list of uint8 arrays), or nothing for one of which nothing is needed.
+                list of uint8 arrays), or None for one of which nothing is needed.
         """
         self._touch()
         if refs is None:
@@ -223,13 +221,13 @@ class Stager:
             return
         try:
             # Careful: no local name of the arrays may outlive this, or the objects count for ever.
-            came = await asyncio.gather(*(ref for found in refs.values() for ref in found))
-        except Exception as error:  # noqa: BLE001 - the rank would wait for ever, as nobody hears it
-            told, _, _ = str(error).partition("\n")
-            self._queue.lost(key, f"{type(error).__name__}: {told}")
+            objects = await asyncio.gather(*(ref for ref in refs.values() if ref is not None))
+        except Exception as error:  # noqa: BLE001 - no rank reads the answer; it waits in `seal`
+            first_line, _, _ = str(error).partition("\n")
+            self._queue.fail_unreadable(key, f"{type(error).__name__}: {first_line}")
             return
-        for number, found in refs.items():
-            self._queue.deliver(key, number, came.pop(0) if found else [])
+        for number, ref in refs.items():
+            self._queue.deliver(key, number, [] if ref is None else objects.pop(0))
 
     async def freed(self, key: StageKey, dropped: tuple[int, ...]) -> tuple[int, ...] | None:
         """Returns windows that the rank need not refer to. See `WriteQueue.freed`."""

@@ -240,6 +240,13 @@ class WindowBytes:
             yield found
             offset, num_bytes, index = offset + len(found), num_bytes - len(found), index + 1
 
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fills `target` with their bytes from `offset` on."""
+        for part in self.views(offset, len(target)):
+            # Why numpy: unlike an assignment to a memoryview it lets other threads run.
+            np.copyto(np.frombuffer(target[: len(part)], np.uint8), np.frombuffer(part, np.uint8))
+            target = target[len(part) :]
+
     def release(self) -> None:
         """Lets go of the runs."""
         self._runs.clear()
@@ -274,10 +281,7 @@ class ObjectSlots:
     def _read(self, slot: Slot, offset: int, target: memoryview) -> bool:
         # Suppressed: it was let go, also in the middle of this.
         with suppress(KeyError, IndexError):
-            done = 0
-            for part in self._windows[slot].views(offset, len(target)):
-                target[done : done + len(part)] = part
-                done += len(part)
+            self._windows[slot].read_into(offset, target)
             return True
         return False
 

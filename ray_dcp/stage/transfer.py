@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -207,8 +207,8 @@ def _fill_windows(
         if arena is not None:
             link.post("deliver", order.key, unreported[-1])
         else:
-            # Nothing where nothing is needed of a window.
-            refs = {n: [windows.refs[n]] if n in windows.refs else [] for n in unreported}
+            # None where nothing is needed of a window.
+            refs = {number: windows.refs.get(number) for number in unreported}
             link.post("deliver", order.key, unreported[-1], refs)
         unreported.clear()
 
@@ -285,11 +285,8 @@ class StagedFiller:
             low, high = max(start, first), min(start + len(target), first + length)
             if low < high:
                 offset = int(layout.offset[segment]) + low - first
-                done = low - start
-                for part in self._views(int(layout.window[segment]), offset, high - low):
-                    into = target[done : done + len(part)]
-                    np.copyto(into, np.frombuffer(part, dtype=np.uint8))
-                    done += len(part)
+                into = target[low - start : high - start]
+                self._bytes_of(int(layout.window[segment])).read_into(offset, into.data)
 
     def fill_many(
         self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int], target: np.ndarray
@@ -316,15 +313,14 @@ class StagedFiller:
         if arena is not None and not all(arena.holds(slots[window]) for window in self._used):
             raise lost_memory(self._rank)
 
-    def _views(self, window: int, offset: int, num_bytes: int) -> Iterable[memoryview]:
+    def _bytes_of(self, window: int) -> WindowBytes:
         windows = self._windows
         if windows.arena is not None:
             self._used.add(window)
-            index = windows.slots[window].index
-            return (windows.arena.slot(index)[offset : offset + num_bytes],)
+            return WindowBytes([windows.arena.slot(windows.slots[window].index)])
         if self._object[0] != window:
             ref = windows.refs.get(window)
             if ref is None:
                 raise lost_memory(self._rank)
             self._object = (window, WindowBytes(self._get(ref)))
-        return self._object[1].views(offset, num_bytes)
+        return self._object[1]

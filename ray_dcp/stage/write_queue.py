@@ -203,12 +203,12 @@ class WriteQueue:
             self._pump(job.channel)
             self._settle(job)
 
-    def lost(self, key: StageKey, why: str) -> None:
-        """Takes that the bytes of a window can't be had: the job fails, and the rank is told."""
+    def fail_unreadable(self, key: StageKey, reason: str) -> None:
+        """Fails a job whose objects Ray's store does not return; `seal` and `more` raise that."""
         with self._lock:
             job = self._jobs.get(key)
             if job is not None:
-                self._fail(job, not_given(key.rank, why))
+                self._fail(job, unreadable(key.rank, reason))
 
     def seal(self, key: StageKey) -> Future[bool | Unknown]:
         """Tells when the rank may go on: all windows are here, and none would be missed later.
@@ -907,11 +907,11 @@ def died(rank: int) -> ParticipantError:
     )
 
 
-def not_given(rank: int, why: str) -> ParticipantError:
-    """Returns the error for bytes that Ray's object store does not give."""
+def unreadable(rank: int, reason: str) -> ParticipantError:
+    """Returns the error for objects that Ray's store does not return."""
     return ParticipantError(
-        f"expected the bytes that rank {rank} put into Ray's object store, but Ray does not give "
-        f"them to the stager: {why}. Save again",
+        f"expected the bytes that rank {rank} put into Ray's object store, but Ray did not return "
+        f"them to the stager: {reason}; save again",
         rank=rank,
     )
 

@@ -157,7 +157,7 @@ def objects(rounds: int, num_bytes: int, root: Path, table: Table) -> None:
     for name, values in found.items():
         table.fact(name, values, "" if "/" in name else "s")
     limit = ray.get(ranks["object_store"].limit.remote())
-    table.note(f"limit: ray.put of as much / memcpy: {limit:.2f}")
+    table.fact("limit: ray.put of as much / memcpy, best round", [limit], "")
     table.row("objects", found["stall / memcpy, object_store"])
     ray.get([rank.leave.remote() for rank in ranks.values()])
 

@@ -166,12 +166,12 @@ def lost_object():
     raise OSError("it is gone")
 
 
-def test_bytes_that_the_object_store_does_not_give_fail_the_save(
+def test_bytes_that_the_object_store_does_not_return_fail_the_save(
     namespace, places, not_shared, monkeypatch
 ):
     monkeypatch.setattr(staging_link.ActorLink, "put", lambda *_: lost_object.remote())
     staging = opened(namespace)
-    with pytest.raises(ParticipantError, match="does not give them to the stager: RayTaskError"):
+    with pytest.raises(ParticipantError, match="did not return them to the stager: RayTaskError"):
         staged(staging, share([2 * MIB]), places[0])
     assert eventually(lambda: staging.info()["used_bytes"] == 0)
     staging.close()

@@ -29,8 +29,9 @@ from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.copying import copy_checkpoint, plan_copy
 from ray_dcp.store import opening
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.store.storage import Entry, PartWriter, Storage, StorageWrapper
+from ray_dcp.store.storage import Entry, PartWriter
 from tests import checkpoints
+from tests.gated_storage import Gate, GatedStorage
 
 
 @pytest.fixture(params=["torch_save", "safetensors", "stock"])
@@ -415,32 +416,24 @@ def test_of_two_copies_of_what_others_wrote_one_wins(tmp_path: Path, kind: str):
     assert len(ray_dcp.open(tmp_path / "copy")) == len(view)
 
 
-class Visited(StorageWrapper):
-    """Lets somebody do something right before one of its calls."""
+class Visit(Gate):
+    """Lets somebody act right before the call of a number."""
 
-    def __init__(self, inner: Storage, number: int, visit: Callable[[], object]) -> None:
-        super().__init__(inner)
-        self.calls, self._number, self._visit = 0, number, visit
+    def __init__(self, number: int, act: Callable[[], object]) -> None:
+        super().__init__()
+        self.calls, self._number, self._act = 0, number, act
 
-    def _called(self) -> None:
+    def wait(self, key: str) -> None:
         self.calls += 1
         if self.calls == self._number:
-            self._visit()
+            self._act()
 
-    def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
-        self._called()
-        return super().read(key, start, num_bytes)
 
-    def write(self, key: str, data: bytes, *, create: bool = False) -> None:
-        self._called()
-        super().write(key, data, create=create)
-
-    def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
-        self._called()
-        return super().open_writer(key, sync=sync)
+class Visited(GatedStorage):
+    """Has a gate before its listings, too."""
 
     def list(self, prefix: str = "") -> list[Entry]:
-        self._called()
+        self._gate.wait(prefix)
         return super().list(prefix)
 
 
@@ -459,12 +452,13 @@ def test_a_checkpoint_that_is_saved_there_at_any_moment_of_a_copy_stands(
         number += 1
         place = tmp_path / str(number)
         theirs = partial(ray_dcp.save, {"theirs": torch.ones(3)}, checkpoint_id=place, no_dist=True)
-        visited = Visited(LocalStorage(place), number, theirs)
+        visit = Visit(number, theirs)
+        storage = Visited(LocalStorage(place), visit)
         try:
-            copy_checkpoint(view.storage, plan, Target(str(place)), opener=lambda _, v=visited: v)
+            copy_checkpoint(view.storage, plan, Target(str(place)), opener=lambda _, s=storage: s)
         except CheckpointExistsError:
             refused += 1
-        is_over = visited.calls < number
+        is_over = visit.calls < number
         if not is_over:
             found = ray_dcp.open(place)
             assert (*found.tensors,) == ("theirs",), number

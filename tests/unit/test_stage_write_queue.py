@@ -213,8 +213,8 @@ class Link:
         if refs is None:
             self._queue.deliver(key, window)
             return
-        for number, found in refs.items():
-            self._queue.deliver(key, number, [part for ref in found for part in self.get(ref)])
+        for number, ref in refs.items():
+            self._queue.deliver(key, number, [] if ref is None else self.get(ref))
 
     def put(self, parts):
         # An array that has a copy, as one of the store; who has a view of it keeps it alive.
@@ -391,7 +391,7 @@ def test_a_rank_that_is_dead_refers_to_nothing(places):
     for window, used in enumerate(layout.used_bytes.tolist()):
         into = np.zeros(used, np.uint8)
         parts = window_parts(layout, window, into, HostFiller(what.items.source), bytes)
-        link.post("deliver", KEY, window, {window: [link.put(parts)]})
+        link.post("deliver", KEY, window, {window: link.put(parts)})
     assert len(slots) == layout.num_windows
     assert node.queue.seal(KEY).result(180) is True
     node.queue.process_died("p0")
