@@ -34,7 +34,13 @@ from ray_dcp.protocol.messages import Target
 from ray_dcp.protocol.save import fenced_off, lost_race, undecided
 from ray_dcp.protocol.vote import Fenced, Lost, Open, Vote, Won
 from ray_dcp.runtime.records import publish, read_standing, standing_records, without_stock_files
-from ray_dcp.runtime.tasks import check_complete, decide, new_attempt, settle
+from ray_dcp.runtime.tasks import (
+    check_complete,
+    decide,
+    explaining_removal,
+    new_attempt,
+    settle,
+)
 from ray_dcp.store.opening import Told, open_storage
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError, PartWriter, Storage
 
@@ -202,7 +208,8 @@ def _copy_ours(
     """Copies what ray_dcp wrote, and takes part in the vote on what the target holds."""
     storage, own = copying.target, new_attempt()
     copying.renamed = manifest.attempt, own
-    copying.files()
+    with explaining_removal(storage, own, standing.last_slot, target.url):
+        copying.files()
     written = [(copying.name_of(key), num_bytes) for key, num_bytes in plan.files]
     check_complete(storage, written, own, standing.last_slot, target.url)
     record, metadata = _records(copying, manifest, standing, target.url)

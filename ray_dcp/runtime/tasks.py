@@ -16,7 +16,7 @@ import secrets
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -413,8 +413,24 @@ def check_complete(
         CheckpointExistsError: Another save or a delete came since this one was planned.
         StorageError: Some are missing or have another length.
     """
-    try:
+    with explaining_removal(storage, attempt, previous_slot, url):
         _check_visible(storage, files)
+
+
+@contextmanager
+def explaining_removal(
+    storage: Storage, attempt: str, previous_slot: int, url: str
+) -> Iterator[None]:
+    """Raises a `CheckpointExistsError` if a storage fails because another commit removed files.
+
+    Args:
+        storage: Of the target.
+        attempt: Whose files they are.
+        previous_slot: Highest slot in use when it was planned.
+        url: Of the target.
+    """
+    try:
+        yield
     except StorageError as error:
         standing = standing_records(storage)
         if standing.record is None or standing.slot <= previous_slot:
