@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from itertools import groupby, pairwise
-from typing import Protocol, runtime_checkable
+from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -28,6 +28,8 @@ _SLICE_BYTES = 4 << 20
 _MOST_THREADS = 4
 
 Pair = tuple[np.ndarray, np.ndarray]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _helpers = ThreadPoolExecutor(_MOST_THREADS - 1, thread_name_prefix="ray_dcp copies")
 """Starts no thread before it is used."""
@@ -72,7 +74,7 @@ def copy_all(pairs: Iterable[Pair], num_threads: int | None = None) -> None:
     helpers: list[Future[None]] = []
     # Suppressed: the interpreter ends, and starts no threads any more.
     with suppress(RuntimeError):
-        for _ in range(min(num_threads or _processors(), _MOST_THREADS, len(left)) - 1):
+        for _ in range(min(num_threads or copying_threads(), len(left)) - 1):
             helpers.append(_helpers.submit(work))
     try:
         work()
@@ -83,9 +85,20 @@ def copy_all(pairs: Iterable[Pair], num_threads: int | None = None) -> None:
         one.result()
 
 
-def _processors() -> int:
+def copying_threads() -> int:
+    """Returns how many threads copy at a time: as many as have a processor, up to four."""
     asked = getattr(os, "sched_getaffinity", None)
-    return len(asked(0)) if asked is not None else os.cpu_count() or 1
+    return min(_MOST_THREADS, len(asked(0)) if asked is not None else os.cpu_count() or 1)
+
+
+def begin_copy(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    """Begins a call in one of the threads that copy; in this one once the interpreter ends."""
+    try:
+        return _helpers.submit(call, *args, **kwargs)
+    except RuntimeError:
+        done: Future[T] = Future()
+        done.set_result(call(*args, **kwargs))
+        return done
 
 
 _SMALL_BYTES = 64 << 10

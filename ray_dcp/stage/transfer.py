@@ -9,17 +9,27 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 
 from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError, DeadlineError
 from ray_dcp.io.threads import Stop
-from ray_dcp.stage.copying import Filler, Pin, drain, fill_window, window_parts
+from ray_dcp.stage.copying import (
+    Filler,
+    Pin,
+    begin_copy,
+    copying_threads,
+    drain,
+    fill_window,
+    window_parts,
+)
 from ray_dcp.stage.memory import StagingMemory, WindowBytes, lost_memory
 from ray_dcp.stage.values import Slot, StageKey, StageOrder, Unknown
 from ray_dcp.stage.windows import StagingLayout, lay_out_windows
@@ -197,8 +207,6 @@ def _fill_windows(
 ) -> None:
     layout, slots, arena = windows.layout, windows.slots, windows.arena
     wanted = set(range(len(plan.files)) if order.files is None else order.files)
-    # Its pages take memory only where bytes are copied to.
-    scratch = np.empty(0 if arena is not None else order.window_bytes, dtype=np.uint8)
     unreported: list[int] = []
     reported_s = time.monotonic()
 
@@ -207,34 +215,90 @@ def _fill_windows(
         if arena is not None:
             link.post("deliver", order.key, unreported[-1])
         else:
+            objects.finish()
             # None where nothing is needed of a window.
             refs = {number: windows.refs.get(number) for number in unreported}
             link.post("deliver", order.key, unreported[-1], refs)
         unreported.clear()
 
-    for window in range(layout.num_windows):
-        while window >= len(slots):
-            if unreported:
-                # Nothing is written, and so no room made, before the stager knows of it.
+    with _WindowObjects(link, order.window_bytes, windows.refs) as objects:
+        for window in range(layout.num_windows):
+            while window >= len(slots):
+                if unreported:
+                    # Nothing is written, and so no room made, before the stager knows of it.
+                    report()
+                slots.extend(call("more", order.key, len(slots)).slots)
+            used_bytes = int(layout.used_bytes[window])
+            if not layout.files_of(window) & wanted:
+                windows.refs.pop(window, None)
+            elif arena is not None:
+                into = arena.slot_array(slots[window].index)[:used_bytes]
+                fill_window(layout, window, into, filler, deferred, wait=False)
+            elif window not in windows.refs:
+                scratch = objects.scratch()
+                parts = window_parts(layout, window, scratch[:used_bytes], filler, deferred)
+                objects.put(window, parts, scratch)
+            unreported.append(window)
+            if time.monotonic() - reported_s > REPORT_S and window < layout.num_windows - 1:
                 report()
-            slots.extend(call("more", order.key, len(slots)).slots)
-        into = scratch if arena is None else arena.slot_array(slots[window].index)
-        into = into[: layout.used_bytes[window]]
-        if not layout.files_of(window) & wanted:
-            windows.refs.pop(window, None)
-        elif arena is not None:
-            fill_window(layout, window, into, filler, deferred, wait=False)
-        elif window not in windows.refs:
-            parts = window_parts(layout, window, into, filler, deferred)
-            windows.refs[window] = link.put(parts)
-        unreported.append(window)
-        if time.monotonic() - reported_s > REPORT_S and window < layout.num_windows - 1:
+                reported_s = time.monotonic()
+        filler.finish()
+        if arena is None and unreported:
             report()
-            reported_s = time.monotonic()
-    filler.finish()
-    if arena is None and unreported:
-        report()
-    # Else the last ones are reported by `seal`.
+        # Else the last ones are reported by `seal`.
+
+
+class _WindowObjects:
+    """Puts windows into the object store, as many at a time as threads copy.
+
+    Nothing is under way any more when the context ends.
+
+    Args:
+        link: Puts them.
+        window_bytes: Length of the longest.
+        refs: Takes the references, by window.
+    """
+
+    def __init__(self, link: Link, window_bytes: int, refs: dict[int, Any]) -> None:
+        self._link = link
+        self._window_bytes = window_bytes
+        self._refs = refs
+        self._free: list[np.ndarray] = []
+        self._begun: deque[tuple[int, Future[Any], np.ndarray]] = deque()
+
+    def scratch(self) -> np.ndarray:
+        """Returns memory for the next window (uint8[window_bytes]); waits until one may begin."""
+        if len(self._begun) >= copying_threads():
+            self._finish_first()
+        # Its pages take memory only where bytes are copied to.
+        return self._free.pop() if self._free else np.empty(self._window_bytes, np.uint8)
+
+    def put(self, window: int, parts: list[np.ndarray], scratch: np.ndarray) -> None:
+        """Begins to put a window.
+
+        Args:
+            window: Its number.
+            parts: Its bytes.
+            scratch: Where some of them are; free for the next window when they are copied.
+        """
+        self._begun.append((window, begin_copy(self._link.put, parts), scratch))
+
+    def finish(self) -> None:
+        """Returns when the references of all that was begun are there."""
+        while self._begun:
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        window, future, scratch = self._begun[0]
+        self._refs[window] = future.result()
+        self._begun.popleft()
+        self._free.append(scratch)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        wait([future for _, future, _ in self._begun])
 
 
 class StagedFiller:

@@ -197,6 +197,7 @@ class Link:
         self.alive: weakref.WeakSet = weakref.WeakSet()
         self.most_bytes = 0
         self._queue = node.queue
+        self._lock = threading.Lock()
 
     def call(self, method, *arguments, timeout_s=180.0, **_):
         arguments = arguments[1:] if method == "begin" else arguments
@@ -219,8 +220,9 @@ class Link:
     def put(self, parts):
         # An array that has a copy, as one of the store; who has a view of it keeps it alive.
         made = [Kept(part) for part in parts]
-        self.alive.update(made)
-        self.most_bytes = max(self.most_bytes, sum(one.nbytes for one in self.alive))
+        with self._lock:
+            self.alive.update(made)
+            self.most_bytes = max(self.most_bytes, sum(one.nbytes for one in self.alive))
         return made
 
     def get(self, reference):
@@ -347,6 +349,56 @@ def test_a_transfer_that_fails_leaves_no_object_and_no_thread(places, monkeypatc
     assert eventually(lambda: not put_by[0].alive and not freeing())
     assert node.idle()
     assert caught.value.__traceback__  # as the handle of a save keeps it
+
+
+def test_two_windows_are_put_at_a_time_each_from_memory_of_its_own(places, monkeypatch):
+    """Small items are copied twice; those of the second window leave the first one's alone."""
+    together = threading.Barrier(2)
+
+    def put(self, parts):
+        together.wait(180)
+        return real(self, parts)
+
+    real = Link.put
+    monkeypatch.setattr(Link, "put", put)
+    monkeypatch.setattr("ray_dcp.stage.transfer.copying_threads", lambda: 2)
+    what = share([3 * MIB, 5000] * 4)
+    what.written(places[1])
+    node = object_node(8)
+    _, windows = staged(node, what, places[0])
+    assert windows.layout.num_windows == 4
+    assert node.idle()
+    assert same_files(*places)
+
+
+def test_no_window_is_under_way_any_more_when_a_transfer_gives_up(places, monkeypatch):
+    """What it is copied from may be somebody else's by then."""
+    second_began, failed, under_way = threading.Event(), threading.Event(), []
+
+    def put(self, parts):
+        under_way.append(self)
+        if len(under_way) == 1:
+            second_began.wait(180)
+            failed.set()
+            raise StorageError("no room")
+        second_began.set()
+        failed.wait(180)
+        for _ in range(20):
+            real(self, parts)
+        under_way.clear()
+        return real(self, parts)
+
+    def post(self, method, *arguments):
+        posted.append((method, list(under_way)))
+        return real_post(self, method, *arguments)
+
+    real, real_post, posted = Link.put, Link.post, []
+    monkeypatch.setattr(Link, "put", put)
+    monkeypatch.setattr(Link, "post", post)
+    monkeypatch.setattr("ray_dcp.stage.transfer.copying_threads", lambda: 2)
+    with pytest.raises(StorageError, match="no room"):
+        staged(object_node(8), share([3 * MIB] * 4), places[0])
+    assert posted == [("cancel", [])]
 
 
 def test_a_stager_that_is_slow_to_report_what_is_free_is_asked_again(places, monkeypatch):
