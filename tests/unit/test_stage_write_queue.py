@@ -356,13 +356,13 @@ def test_two_windows_are_put_at_a_time_each_from_memory_of_its_own(places, monke
     together = threading.Barrier(2)
 
     def put(self, parts):
-        together.wait(180)
+        together.wait(30)
         return real(self, parts)
 
     real = Link.put
     monkeypatch.setattr(Link, "put", put)
     monkeypatch.setattr("ray_dcp.stage.transfer.copying_threads", lambda: 2)
-    what = share([3 * MIB, 5000] * 4)
+    what = share([5000] * 1600)
     what.written(places[1])
     node = object_node(8)
     _, windows = staged(node, what, places[0])
