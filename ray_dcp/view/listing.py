@@ -257,7 +257,7 @@ def _nothing(files: Mapping[str, int], pending: tuple[str, ...], *, aborted: boo
     return StateFound("aborted", "it has records of saves, but none of a commit")
 
 
-_REMOTE_THREADS = 16
+_REMOTE_THREADS = 32
 """Folders of an object store that are looked into at a time: each takes a round trip or two."""
 
 
@@ -328,7 +328,7 @@ def list_checkpoints(root: AnyPlace, *, told: Told | None = None) -> tuple[Liste
         StorageError: The storage refused to list.
 
     Complexity:
-        One listing, and one or two small reads for each checkpoint; on object stores 16 at a time.
+        One listing, and one or two small reads for each checkpoint; on object stores 32 at a time.
     """
     storage = open_storage(root)
     with collector_paused():
