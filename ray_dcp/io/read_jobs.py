@@ -29,7 +29,7 @@ from ray_dcp.planning.reads import (
 )
 
 SPAN_BYTES = 2 << 20
-"""Small pairs are read together up to this length; see `SLICE_BYTES`."""
+"""Small pairs are read together up to this length, and taken apart while it is in the cache."""
 FREE_GAP_BYTES = 2 << 10
 """A gap up to this length (a frame between two tensors) is always read through."""
 MOST_GAP_BYTES = 8 << 20
@@ -38,11 +38,13 @@ GAP_SHARE = 0.05
 """Most bytes to read in vain in other gaps, as a share of the bytes that are needed."""
 DIRECT_BYTES = 256 << 10
 """Contiguous pairs from this length on are read straight into the target."""
-SLICE_BYTES = 2 << 20
-"""A direct read is cut into slices of about this length, for several threads. Why not shorter: what
-Python does for a slice takes as long as to copy 256 KiB. Why not longer: a slice is verified while
-it is in the cache, which the slices of all threads share. What a disk gives does not depend on it,
-as `READ_AHEAD_BYTES` are begun before they are asked for."""
+SLICE_BYTES = 8 << 20
+"""A direct read is cut into slices of about this length, for several threads. Why not shorter: with
+each slice a thread waits for Python's global lock, which another one holds while it hashes blocks
+of up to 64 KiB: from 2 to 8 MiB a load from memory falls by a quarter, and one from the page cache
+by an eighth. Why not longer: it gains nothing more, and a state has too few slices for all threads.
+What a disk gives does not depend on it, as `READ_AHEAD_BYTES` are begun before they are asked
+for."""
 READ_AHEAD_BYTES = 64 << 20
 """How far ahead of its threads a reader has the storage read."""
 AHEAD_BYTES = 8 << 20

@@ -117,13 +117,13 @@ class Far:
         self.inner.read_into(key, start, target)
 
 
-def test_a_long_tensor_is_read_in_order_by_short_slices_or_by_long_ones_from_afar(storage):
-    array = random_array(5120, 1024)
+def test_a_long_tensor_is_read_in_order_by_slices_and_by_longer_ones_from_afar(storage):
+    array = random_array(10240, 1024)
     table = written(storage, [array])
     for traits, shortest, longest in (
-        ({"read_traits": LOCAL_DISK}, 2 << 20, 3 << 20),
-        ({}, 8 << 20, 12 << 20),
-        ({"request_bytes": 5 << 20}, 5 << 20, 8 << 20),
+        ({"read_traits": LOCAL_DISK}, 8 << 20, 11 << 20),
+        ({}, 8 << 20, 11 << 20),
+        ({"request_bytes": 12 << 20}, 12 << 20, 16 << 20),
     ):
         far = Far(storage, **traits)
         sink, _ = read(far, table, whole([array]), num_threads=1)
