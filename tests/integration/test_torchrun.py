@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,9 @@ def saved(tmp_path_factory):
     assert [facts["rank"] for facts in ranks] == [0, 1], finished.stdout
     yield folder, ranks, finished.stdout
     # One of the examples has a session of its own, whose lease can't be named.
-    os.kill(ranks[0]["supervisor_pid"], signal.SIGTERM)
+    # Suppressed: on a slow machine that lease is over before the tests are.
+    with suppress(ProcessLookupError):
+        os.kill(ranks[0]["supervisor_pid"], signal.SIGTERM)
     nothing_is_left(ranks[0])
 
 
