@@ -31,7 +31,7 @@ from ray_dcp.protocol.messages import Target
 from ray_dcp.store.location import url_below
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage, read_if_there
-from ray_dcp.view.listing import PART_NAME, highest_record, info_below
+from ray_dcp.view.listing import PART_NAME, REMOTE_THREADS, highest_record, info_below
 
 FOLDER = SHARED_FOLDER
 Opener = Callable[[Target], Storage]
@@ -81,7 +81,6 @@ class Root:
 
 _OURS = re.compile(r"__\d+_\d+\..+\.distcp")
 _LEASE = re.compile(rf"{READING}(\d{{1,18}})\..+")
-_READ_THREADS = 32
 
 logger = logging.getLogger(__name__)
 
@@ -318,7 +317,7 @@ def _read_all(
     if not hasattr(storage, "request_bytes"):
         yield from map(read, looked)
         return
-    with ThreadPoolExecutor(_READ_THREADS) as threads:
+    with ThreadPoolExecutor(REMOTE_THREADS) as threads:
         yield from threads.map(read, looked)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from itertools import groupby, pairwise
-from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -28,8 +28,6 @@ _SLICE_BYTES = 4 << 20
 _MOST_THREADS = 4
 
 Pair = tuple[np.ndarray, np.ndarray]
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _helpers = ThreadPoolExecutor(_MOST_THREADS - 1, thread_name_prefix="ray_dcp copies")
 """Starts no thread before it is used."""
@@ -89,16 +87,6 @@ def copying_threads() -> int:
     """Returns how many threads copy at a time: as many as have a processor, up to four."""
     asked = getattr(os, "sched_getaffinity", None)
     return min(_MOST_THREADS, len(asked(0)) if asked is not None else os.cpu_count() or 1)
-
-
-def begin_copy(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-    """Begins a call in one of the threads that copy; in this one once the interpreter ends."""
-    try:
-        return _helpers.submit(call, *args, **kwargs)
-    except RuntimeError:
-        done: Future[T] = Future()
-        done.set_result(call(*args, **kwargs))
-        return done
 
 
 _SMALL_BYTES = 64 << 10

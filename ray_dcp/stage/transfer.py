@@ -14,17 +14,17 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, Self
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError, DeadlineError
-from ray_dcp.io.threads import Stop
+from ray_dcp.io.threads import Stop, begin
 from ray_dcp.stage.copying import (
     Filler,
     Pin,
-    begin_copy,
     copying_threads,
     drain,
     fill_window,
@@ -281,7 +281,7 @@ class _WindowObjects:
             parts: Its bytes.
             scratch: Where some of them are; free for the next window when they are copied.
         """
-        self._begun.append((window, begin_copy(self._link.put, parts), scratch))
+        self._begun.append((window, begin(partial(self._link.put, parts), "put window"), scratch))
 
     def finish(self) -> None:
         """Returns when the references of all that was begun are there."""
@@ -294,7 +294,7 @@ class _WindowObjects:
         self._begun.popleft()
         self._free.append(scratch)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> _WindowObjects:
         return self
 
     def __exit__(self, *_: object) -> None:

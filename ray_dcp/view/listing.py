@@ -257,7 +257,7 @@ def _nothing(files: Mapping[str, int], pending: tuple[str, ...], *, aborted: boo
     return StateFound("aborted", "it has records of saves, but none of a commit")
 
 
-_REMOTE_THREADS = 32
+REMOTE_THREADS = 32
 """Folders of an object store that are looked into at a time: each takes a round trip or two."""
 
 
@@ -357,7 +357,7 @@ def list_checkpoints(root: AnyPlace, *, told: Told | None = None) -> tuple[Liste
             for item in todo:
                 look(item)
         else:
-            run_tasks(todo, look, min(_REMOTE_THREADS, len(todo)))
+            run_tasks(todo, look, min(REMOTE_THREADS, len(todo)))
         found.sort(key=lambda item: (item.step is None, item.step or 0, item.name))
     return tuple(found)
 

@@ -356,7 +356,7 @@ def test_two_windows_are_put_at_a_time_each_from_memory_of_its_own(places, monke
     together = threading.Barrier(2)
 
     def put(self, parts):
-        together.wait(30)
+        together.wait(180)
         return real(self, parts)
 
     real = Link.put
