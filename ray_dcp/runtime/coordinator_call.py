@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -19,16 +20,28 @@ from ray.exceptions import (
 )
 
 from ray_dcp.errors import CheckpointError, DeadlineError, InternalError, ParticipantError
+from ray_dcp.protocol.liveness import LONG_WAIT_S
 from ray_dcp.runtime import private_ray, ray_calls, ray_private
 from ray_dcp.runtime.private_ray import PrivateRay
 
-MOST_REPEATS = 20
-"""How often a call is repeated when the actor can't be reached or has to be made again."""
+logger = logging.getLogger(__name__)
+
+OUT_OF_REACH_S = 300.0
+"""How long an actor may be out of reach before a call gives up, in seconds: Ray may take a minute
+to see that a node is lost, and more to start a process on one that is busy. *Why* so long: a rank
+that gives up while another gets through leaves that one waiting for it."""
+
+MOST_MADE = 20
+"""How often an actor that died for good is made anew for one call."""
+
+REACHED_S = 10.0
+"""An actor that is out of reach fails a call sooner than this, in seconds."""
 
 LOOK_S = 0.5
 """How often a call that waits looks whether that is still of use, in seconds."""
 
 _PAUSE_S = (0.05, 2.0)
+"""The first pause before a call is repeated, and the longest, in seconds."""
 
 SEEN_S = 5.0
 """How long it takes at most until a private Ray that died is known to be lost, in seconds."""
@@ -67,11 +80,13 @@ def call_actor(
     end_s = time.monotonic() + timeout_s
     # Why kept: this process may be in the next one when this is lost.
     own = private_ray.joined()
-    failed = fresh = False
-    last: Exception = TimeoutError()
-    for attempt in range(MOST_REPEATS):
+    failed = fresh = is_logged = False
+    num_made, pause_s = 0, _PAUSE_S[0]
+    lost_s: float | None = None
+    while True:
         if own is not None:
             own.check(rank)
+        begin_s = time.monotonic()
         try:
             actor = handle(fresh)
             check_ray(who, rank)
@@ -89,11 +104,25 @@ def call_actor(
         except (ActorUnavailableError, ActorDiedError) as error:
             # A dead actor is made again; one that restarts keeps its handle.
             fresh = isinstance(error, ActorDiedError)
-            failed, last = True, error
+            failed, num_made = True, num_made + fresh
+            now_s = time.monotonic()
+            if lost_s is None or now_s - begin_s > REACHED_S:
+                lost_s, pause_s = now_s, _PAUSE_S[0]
+            if num_made >= MOST_MADE or now_s >= min(lost_s + OUT_OF_REACH_S, end_s):
+                raise _out_of_reach(error, who, rank, own) from error
+            if now_s - lost_s > LONG_WAIT_S and not is_logged:
+                is_logged = True
+                logger.warning(
+                    "No call has reached %s for %.0f s (Ray says: %s); it is given up after %g s",
+                    who,
+                    now_s - lost_s,
+                    error,
+                    OUT_OF_REACH_S,
+                )
         except (RaySystemError, RayActorError, RayError, ConnectionError) as error:
             raise _out_of_reach(error, who, rank, own) from error
-        _pause(attempt, end_s)
-    raise _out_of_reach(last, who, rank, own) from last
+        threading.Event().wait(min(pause_s, max(0.0, end_s - time.monotonic())))
+        pause_s = min(2 * pause_s, _PAUSE_S[1])
 
 
 def check_ray(who: str, rank: int | None = None) -> None:
@@ -149,12 +178,6 @@ def _await(
         done, _ = ray_calls.wait([answer], timeout=max(0.0, min(left_s, LOOK_S)))
         if done or left_s <= 0:
             return
-
-
-def _pause(attempt: int, end_s: float) -> None:
-    shortest, longest = _PAUSE_S
-    left_s = max(0.0, end_s - time.monotonic())
-    threading.Event().wait(min(longest, shortest * 2**attempt, left_s))
 
 
 def _raised_by(error: RayTaskError, who: str, rank: int | None) -> CheckpointError:

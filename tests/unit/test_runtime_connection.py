@@ -16,12 +16,13 @@ import sys
 import tempfile
 import threading
 from contextlib import ExitStack
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
-from ray.exceptions import RaySystemError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RaySystemError
 
 from ray_dcp.errors import CommitUnknownError, DeadlineError, ParticipantError
 from ray_dcp.runtime import attach, coordinator_call, private_ray, ray_calls, ray_private
@@ -241,6 +242,72 @@ def test_an_error_of_the_call_itself(monkeypatch, error, expected):
     monkeypatch.setattr(coordinator_call.ray, "is_initialized", lambda: True)
     with pytest.raises(expected, match=str(error)):
         call_actor("the coordinator", lambda fresh: object(), failing(error), timeout_s=5.0)
+
+
+@pytest.fixture
+def answering(monkeypatch):
+    """Calls of an actor fail as they are told to, one after the other; then there is an answer."""
+
+    def send(errors):
+        left = iter(errors)
+
+        def one(actor):
+            for error in left:
+                raise error
+            return actor
+
+        return one
+
+    monkeypatch.setattr(coordinator_call.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(coordinator_call, "_PAUSE_S", (0.0, 0.0))
+    monkeypatch.setattr(ray_calls, "wait", lambda refs, **_: (refs, []))
+    monkeypatch.setattr(ray_calls, "get", lambda ref, **_: ref)
+    return send
+
+
+UNAVAILABLE = ActorUnavailableError("it is restarting", b"\0" * 16)
+
+
+def test_an_actor_is_called_again_for_as_long_as_ray_may_take_to_start_it_anew(answering, caplog):
+    send = answering([UNAVAILABLE] * 200)
+    assert call_actor("the coordinator", lambda fresh: "actor", send, timeout_s=60.0) == "actor"
+    assert not caplog.messages
+
+
+def test_an_actor_that_stays_out_of_reach_is_given_up_and_it_is_said_before(
+    answering, caplog, monkeypatch
+):
+    monkeypatch.setattr(coordinator_call, "OUT_OF_REACH_S", 0.2)
+    monkeypatch.setattr(coordinator_call, "LONG_WAIT_S", 0.05)
+    with pytest.raises(ParticipantError, match=r"reachable.*it is restarting"):
+        call_actor(
+            "the coordinator", lambda fresh: "actor", answering(repeat(UNAVAILABLE)), timeout_s=60.0
+        )
+    (told,) = caplog.messages
+    assert told.startswith("No call has reached the coordinator for")
+    with pytest.raises(ParticipantError, match="it is restarting"):
+        call_actor(
+            "the coordinator", lambda fresh: "actor", answering(repeat(UNAVAILABLE)), timeout_s=0.1
+        )
+
+
+def test_an_actor_that_lived_meanwhile_may_be_out_of_reach_as_long_again(answering, monkeypatch):
+    monkeypatch.setattr(coordinator_call, "OUT_OF_REACH_S", 0.2)
+    monkeypatch.setattr(coordinator_call, "REACHED_S", 0.1)
+    send = answering([UNAVAILABLE] * 6)
+
+    def slowly(actor):
+        threading.Event().wait(0.15)
+        return send(actor)
+
+    assert call_actor("the coordinator", lambda fresh: "actor", slowly, timeout_s=60.0) == "actor"
+
+
+def test_an_actor_that_dies_for_good_is_made_anew_so_often_and_no_more(answering):
+    made = []
+    with pytest.raises(ParticipantError, match="ActorDiedError"):
+        call_actor("x", made.append, answering(repeat(ActorDiedError())), timeout_s=60.0)
+    assert made == [False] + [True] * (coordinator_call.MOST_MADE - 1)
 
 
 @pytest.fixture
