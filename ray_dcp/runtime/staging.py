@@ -31,6 +31,7 @@ from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError, InvalidRequestError, LimitError, ParticipantError
 from ray_dcp.io.threads import Stop, begin
 from ray_dcp.options import SaveOptions
+from ray_dcp.protocol.liveness import LONG_WAIT_S
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE
@@ -48,8 +49,12 @@ logger = logging.getLogger(__name__)
 
 Memory = Literal["auto", "shared", "object_store"]
 
+START_S = 300.0
+"""How long a stager may take to start and to answer a first call, in seconds: its process imports
+torch, on a node that is busy training."""
+
 ENTER_S = 60.0
-"""How long a stager may take to start and to answer a first call, in seconds."""
+"""How long one that has started may take to answer, in seconds."""
 
 
 class ActorLink:
@@ -431,7 +436,7 @@ class RankStaging:
                 map_behind(self._link)
             return self._link
 
-    def replace(self, dead: ActorLink, timeout_s: float = ENTER_S) -> ActorLink:
+    def replace(self, dead: ActorLink) -> ActorLink:
         """Returns the way to another stager than one that is dead, or is to be.
 
         Raises:
@@ -439,21 +444,21 @@ class RankStaging:
         """
         with self._lock:
             if self._link is dead or self._link is None:
-                dead.end_stager(timeout_s)
+                dead.end_stager(ENTER_S)
                 dead.close()
-                self._link = self._connect(self._stager, self._memory, dead.stager, timeout_s)
+                self._link = self._connect(self._stager, self._memory, dead.stager)
             return self._link
 
-    def link_elsewhere(self, stager: Any, timeout_s: float) -> ActorLink:
+    def link_elsewhere(self, stager: Any) -> ActorLink:
         """Returns the way to the stager of another node."""
-        return self._connect(lambda: stager, "object_store", timeout_s=timeout_s)
+        return self._connect(lambda: stager, "object_store", timeout_s=ENTER_S)
 
     def _connect(
         self,
         stager: Callable[[], Any],
         memory: Memory,
         not_this: str | None = None,
-        timeout_s: float = ENTER_S,
+        timeout_s: float = START_S,
     ) -> ActorLink:
         """Returns the way to a stager, which knows from then on that this rank is there.
 
@@ -467,7 +472,22 @@ class RankStaging:
             LimitError: Its memory is to be shared and can't be.
             ParticipantError: It does not come or answer.
         """
-        end_s = time.monotonic() + timeout_s
+        begin_s, is_logged = time.monotonic(), False
+        end_s = begin_s + timeout_s
+
+        def tell(_: bool) -> None:
+            nonlocal is_logged
+            waited_s = time.monotonic() - begin_s
+            if waited_s > LONG_WAIT_S and not is_logged:
+                is_logged = True
+                logger.warning(
+                    "%s has waited %.0f s for the stager of its node to start; it gives up after "
+                    "%g s. Look whether the node has CPU and memory for one more process",
+                    self.name,
+                    waited_s,
+                    timeout_s,
+                )
+
         while True:
             handle = stager()
             try:
@@ -476,6 +496,7 @@ class RankStaging:
                     lambda fresh: stager() if fresh else handle,  # noqa: B023 - called at once
                     lambda actor: actor.place.remote(),
                     timeout_s=max(end_s - time.monotonic(), 1.0),
+                    given_up=tell,
                 )
                 if place.stager != not_this:
                     break
@@ -547,7 +568,6 @@ class Staged:
         *,
         files: Collection[int] | None = None,
         incarnation: int | None = None,
-        timeout_s: float = ENTER_S,
         stop: Stop | None = None,
     ) -> None:
         """Hands the bytes to another stager, without the state.
@@ -557,7 +577,6 @@ class Staged:
                 it is made sure first that the old one is dead.
             files: `FilePlan.file` of those that nobody has a receipt for; all by default.
             incarnation: Of the new holder; one more than before by default.
-            timeout_s: For ending the old one and starting the new one, in seconds.
             stop: Ends it early, with its error.
 
         Raises:
@@ -572,9 +591,9 @@ class Staged:
         order = replace(self._order, key=key, files=wanted)
         for _ in range(MOST_STAGERS):
             if stager is None:
-                link = self._staging.replace(dead, timeout_s)
+                link = self._staging.replace(dead)
             else:
-                link = self._staging.link_elsewhere(stager, timeout_s)
+                link = self._staging.link_elsewhere(stager)
             try:
                 self._transfer(link, order, stop)
             except StagerGone:
