@@ -78,13 +78,13 @@ def unpack(
         raise ValueError(f"{len(data)} bytes can't hold {len(dtypes)} columns of such runs")
     order = _by_place(runs)
     raw = unpack_bytes(data, 8 * len(dtypes) * len(order))
-    numbers = np.frombuffer(raw, "<i8").reshape(len(dtypes), len(order)).cumsum(axis=1)
-    rows = np.empty_like(numbers)
-    rows[:, order] = numbers
     found = []
-    for dtype, row in zip(dtypes, rows, strict=True):
-        column = row.astype(dtype)
-        if (column.astype(np.int64) != row).any():
+    rows = np.frombuffer(raw, "<i8").reshape(len(dtypes), len(order))
+    for dtype, steps in zip(dtypes, rows, strict=True):
+        numbers = np.cumsum(steps)
+        column = np.empty(len(order), dtype=dtype)
+        column[order] = numbers.astype(dtype)
+        if not np.array_equal(column[order].astype(np.int64), numbers):
             raise ValueError(f"numbers that {column.dtype} does not have")
         found.append(column)
     return found
