@@ -13,20 +13,23 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.core.checks import check_above_0
 from ray_dcp.errors import CheckpointError, LimitError
 from ray_dcp.runtime import metrics, ray_calls, ray_private
 from ray_dcp.runtime.actor_names import NAMESPACE, stager_name
+from ray_dcp.runtime.coordinator_call import OUT_OF_REACH_S
 from ray_dcp.runtime.ray_private import Caller, store_bytes
 from ray_dcp.stage.memory import free_memory_bytes
 from ray_dcp.stage.memory_tier import Part, TierEntry, registered_name
@@ -59,7 +62,8 @@ class StagingAddress:
 
 
 REPORT_TRIES = 8
-"""How often a report is sent that nobody answers: over about half a minute."""
+"""How often a report is sent to a coordinator that is dead: over about half a minute, as another
+one may take its place."""
 
 logger = logging.getLogger(__name__)
 
@@ -282,27 +286,19 @@ class Stager:
             asyncio.run_coroutine_threadsafe(self._deliver(reporter, report), self._loop).result()
 
     async def _deliver(self, reporter: Any, report: StageReport) -> None:
-        error: Exception | None = None
-        for attempt in range(REPORT_TRIES):
-            try:
-                if await reporter.take_report.remote(report) is False:
-                    unknown = "because nobody knows of the save any more"
-                    self._queue.cancel(report.key, unknown)
-                return
-            except RayTaskError as exc:
-                error = exc
-                if attempt >= 1:
-                    break
-            except (RayError, OSError) as exc:
-                error = exc
-            await asyncio.sleep(min(0.1 * 2**attempt, 10.0))
-        logger.warning(
-            "Nobody took what became of file %d of %s (%s: %s). It is kept until it is released",
-            report.file,
-            report.key,
-            type(error).__name__,
-            error,
-        )
+        try:
+            awaited = partial(self._queue.awaits, report.key)
+            if await deliver(reporter.take_report.remote, report, awaited) is False:
+                self._queue.cancel(report.key, "because nobody knows of the save any more")
+        except (RayError, OSError) as error:
+            logger.warning(
+                "Nobody took what became of file %d of %s (%s: %s). It is kept until it is "
+                "released",
+                report.file,
+                report.key,
+                type(error).__name__,
+                error,
+            )
 
     def _touch(self) -> None:
         self._last_call_s = self._loop.time()
@@ -358,6 +354,40 @@ class Stager:
             name = registered_name(attempt, self._node_id)
             await asyncio.to_thread(ray_private.remember, name, text)
         self._registered = now
+
+
+async def deliver(
+    take: Callable[[StageReport], Awaitable[bool | None]],
+    report: StageReport,
+    is_awaited: Callable[[], bool],
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> bool | None:
+    """Returns what a coordinator answers to a report, which it is told again while out of reach.
+
+    Args:
+        take: Tells it.
+        report: May come twice.
+        is_awaited: Whether anybody could want it still; if not, None is returned.
+        sleep: Waits for seconds.
+
+    Raises:
+        RayError: It refused the report twice, is dead, or out of reach for `OUT_OF_REACH_S`.
+    """
+    waited_s, num_refused = 0.0, 0
+    for tries in count(1):
+        try:
+            return await take(report)
+        except (RayError, OSError) as error:
+            num_refused += isinstance(error, RayTaskError)
+            is_dead = isinstance(error, ActorDiedError) and tries >= REPORT_TRIES
+            if num_refused > 1 or is_dead or waited_s >= OUT_OF_REACH_S:
+                raise
+        if not is_awaited():
+            break
+        pause_s = min(0.1 * 2 ** min(tries, 7), 10.0)
+        await sleep(pause_s)
+        waited_s += pause_s
+    return None
 
 
 @ray_calls.unless_lost

@@ -314,6 +314,12 @@ class WriteQueue:
             job = self._jobs.get(key)
             return None if job is None else job.progress()
 
+    def awaits(self, key: StageKey) -> bool:
+        """Returns whether anybody could want the reports of a job: its outcome is not known yet."""
+        with self._lock:
+            job = self._jobs.get(key)
+            return job is not None and not (job.is_released or job.is_dropped)
+
     def shares(self, attempt: str) -> list[StageProgress]:
         """Returns how far each share of an attempt is, the later incarnation last."""
         with self._lock:

@@ -139,7 +139,9 @@ def test_a_cancelled_save_frees_its_slots_only_when_the_rank_has_stopped_filling
     node = Node(8)
     rank = node.rank(share([5 * MIB]), places[0]).begin()
     rank.fill()
+    assert node.queue.awaits(rank.order.key)
     node.queue.cancel(rank.order.key)
+    assert not node.queue.awaits(rank.order.key)
     with pytest.raises(SaveCancelledError):
         node.queue.more(rank.order.key, 9).result(180)
     with pytest.raises(SaveCancelledError):
@@ -562,7 +564,9 @@ def test_the_next_committed_one_takes_its_place_and_not_one_that_failed(tmp_path
         rank.stage()
         assert eventually(lambda: kept(node, rank) is not None)  # noqa: B023
         assert node.queue.in_flight(str(tmp_path))[-1].is_written
+        assert node.queue.awaits(rank.order.key)
         node.queue.release(rank.order.key, committed=committed)
+        assert not node.queue.awaits(rank.order.key)
         assert not node.queue.in_flight(str(tmp_path))
         ranks.append(rank)
         if number == 1:
