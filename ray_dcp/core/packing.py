@@ -81,11 +81,12 @@ def unpack(
     found = []
     rows = np.frombuffer(raw, "<i8").reshape(len(dtypes), len(order))
     for dtype, steps in zip(dtypes, rows, strict=True):
-        numbers = np.cumsum(steps)
-        column = np.empty(len(order), dtype=dtype)
-        column[order] = numbers.astype(dtype)
-        if not np.array_equal(column[order].astype(np.int64), numbers):
-            raise ValueError(f"numbers that {column.dtype} does not have")
+        numbers = steps.cumsum()
+        there = numbers.astype(dtype)
+        if (there.astype(np.int64) != numbers).any():
+            raise ValueError(f"numbers that {there.dtype} does not have")
+        column = np.empty_like(there)
+        column[order] = there
         found.append(column)
     return found
 
