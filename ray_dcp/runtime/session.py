@@ -24,7 +24,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ray_dcp.core.checks import check_above_0
@@ -35,6 +34,7 @@ from ray_dcp.errors import (
     InvalidRequestError,
     ParticipantError,
 )
+from ray_dcp.io.threads import begin
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.error_aggregation import Opening, name_ranks
 from ray_dcp.protocol.liveness import LONG_WAIT_S
@@ -250,7 +250,7 @@ class Session:
                 timeout_s,
                 lambda failed: self._heartbeats.failure(failed, outlives_restart, is_held),
             )
-        except ParticipantError:
+        except (ParticipantError, DeadlineError):
             self.report_lost(request.key)
             raise
         return reply
@@ -319,14 +319,12 @@ class Session:
         """Reports to the next coordinator that this rank began an operation with the one before.
 
         *Why*: ranks that had no answer yet begin it there again, and would wait for this one.
-        Waits for nothing and never raises.
+        Never raises, and waits for nothing: a thread says it as soon as that one can be reached.
         """
-        from ray_dcp.runtime import ray_calls, ray_private
-
-        with suppress(Exception), ray_private.starting_no_ray():
-            coordinator = self._reach(False)
-            with ray_calls.inside():
-                coordinator.watch.remote(key, self.rank)
+        begin(
+            lambda: self._ask(lambda actor: actor.watch.remote(key, self.rank), MARGIN_S),
+            "ray_dcp lost",
+        )
 
     def withdraw(self, key: OpKey, reason: str) -> None:
         """Reports that this rank leaves an operation before its end.

@@ -183,6 +183,24 @@ def test_ranks_give_a_frozen_coordinator_up_and_settle(threads, tmp_path, when, 
         assert eventually(lambda: sessions[0].coordinator_info()["epoch"] > epoch)
 
 
+def test_who_begins_a_save_anew_does_not_wait_for_a_rank_that_gave_the_coordinator_up(
+    threads, tmp_path
+):
+    path = str(tmp_path)
+    with ranks(2, world_size=3) as sessions:
+        pid = sessions[0].coordinator_info()["pid"]
+        quick = threads.submit(try_save, sessions[0], path, heartbeat_s=QUICK)
+        patient = threads.submit(try_save, sessions[1], path)
+        assert eventually(lambda: sessions[1].coordinator_info()["active"])
+        os.kill(pid, signal.SIGSTOP)
+        gave_up, _ = quick.result(180)
+        told, _ = patient.result(180)
+    assert type(gave_up) is DeadlineError
+    assert "frozen" in gave_up.message
+    assert type(told) is ParticipantError
+    assert "rank 0 had begun it before, and will not join again" in told.message
+
+
 def test_a_save_that_a_rank_missed_breaks_no_later_one(threads, tmp_path):
     with ranks(2) as sessions:
         error, _ = try_save(sessions[0], str(tmp_path / "step-1"), plan_timeout_s=2.0)
