@@ -306,8 +306,8 @@ def _check_codes(columns: Columns) -> list[str]:
         ("ndim of an object", columns.ndim[is_object], 0, 0),
     )
     for what, codes, low, high in bounds:
-        if len(codes) and not low <= codes.min() <= codes.max() <= high:
-            bad = codes[(codes < low) | (codes > high)]
+        bad = codes[(codes < low) | (codes > high)]
+        if len(bad):
             wrong.append(f"expected {what} from {low} to {high}, found {int(bad[0])}")
     return wrong
 

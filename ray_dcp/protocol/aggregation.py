@@ -239,9 +239,8 @@ class Batches:
         """Adds an answer of the coordination; returns the ranks that wait in no message."""
         left = set(answer.ranks)
         for batch in self._waiting.get((answer.key, answer.step), ()):
-            if not batch.waiting.isdisjoint(answer.ranks):
-                left -= batch.waiting
-                batch.put(answer.ranks, answer.reply)
+            left -= batch.waiting
+            batch.put(answer.ranks, answer.reply)
         return left
 
     def refuse(self, key: OpKey, reply: Reply) -> None:

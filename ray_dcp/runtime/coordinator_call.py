@@ -27,9 +27,9 @@ from ray_dcp.runtime.private_ray import PrivateRay
 logger = logging.getLogger(__name__)
 
 OUT_OF_REACH_S = 300.0
-"""How long an actor may be out of reach before a call gives up, in seconds: Ray may take a minute
-to see that a node is lost, and more to start a process on one that is busy. *Why* so long: a rank
-that gives up while another gets through leaves that one waiting for it."""
+"""How long an actor may be out of reach before a call fails, in seconds: Ray may take a minute to
+see that a node is lost, and more to start a process on one that is busy. *Why* so long: where the
+call of one rank fails and that of another succeeds, the second waits for the first."""
 
 MOST_MADE = 20
 """How often an actor that died for good is made anew for one call."""
@@ -113,7 +113,7 @@ def call_actor(
             if now_s - lost_s > LONG_WAIT_S and not is_logged:
                 is_logged = True
                 logger.warning(
-                    "No call has reached %s for %.0f s (Ray says: %s); it is given up after %g s",
+                    "No call has reached %s for %.0f s (Ray reports: %s); it fails after %g s",
                     who,
                     now_s - lost_s,
                     error,

@@ -62,9 +62,9 @@ class HeartbeatSender:
         self._first_send_s = 0.0
         self._ack: HeartbeatAck | None = None
         self._frozen: CheckpointError | None = None
-        self._life: int | None = None
-        """Which incarnation was seen last, as Ray counts them."""
-        self._killed_s, self._killed_life = float("-inf"), 0
+        self._num_restarts: int | None = None
+        """Of the coordinator, when it was seen last."""
+        self._killed_s, self._killed_restarts = float("-inf"), 0
         self._begin()
 
     def _begin(self) -> None:
@@ -177,7 +177,7 @@ class HeartbeatSender:
         with suppress(CheckpointError, RayError, ValueError):
             if not self._is_gone():
                 ray_calls.kill(self._reach(False), no_restart=False)
-                self._killed_s, self._killed_life = time.monotonic(), num_restarts
+                self._killed_s, self._killed_restarts = time.monotonic(), num_restarts
 
     @property
     def _is_being_replaced(self) -> bool:
@@ -253,7 +253,8 @@ class HeartbeatSender:
                     self._changed.wait(wait_s)
                 continue
             if stop is None:
-                self._ack, self._frozen, self._life = answer, None, answer.num_restarts
+                self._ack, self._frozen = answer, None
+                self._num_restarts = answer.num_restarts
                 # Why all: whoever answers one lives, and the others may have been lost.
                 self._sent.clear()
                 for wait in answer.waits:
@@ -269,10 +270,10 @@ class HeartbeatSender:
         if silent_s <= timeout_s:
             return
         heard, life = self._ack, ray_private.life_of(self._actor_id)
-        before, self._life = self._life, life.num_restarts
+        before, self._num_restarts = self._num_restarts, life.num_restarts
         ends = heard is not None and heard.num_restarts == life.num_restarts
-        is_killed = self._is_being_replaced and life.num_restarts == self._killed_life
-        # Why the second: what is not answered was sent to the one before.
+        is_killed = self._is_being_replaced and life.num_restarts == self._killed_restarts
+        # Why the second: the heartbeats without an answer were sent to the one before.
         late = (is_killed and heard is None) or before not in (None, life.num_restarts)
         if late or not (life.is_running or ends):
             # Why: one that is being started, or started anew, is late and not frozen. One that

@@ -319,10 +319,13 @@ class Session:
         """Reports to the next coordinator that this rank began an operation with the one before.
 
         *Why*: ranks that had no answer yet begin it there again, and would wait for this one.
-        Never raises, and waits for nothing: a thread says it as soon as that one can be reached.
+        Never raises, and does not wait: a thread reports it as soon as that one can be reached.
         """
+        from ray_dcp.runtime.coordinator_call import OUT_OF_REACH_S
+
+        # Why so long: the other ranks call it for as long.
         begin(
-            lambda: self._ask(lambda actor: actor.watch.remote(key, self.rank), MARGIN_S),
+            lambda: self._ask(lambda actor: actor.watch.remote(key, self.rank), OUT_OF_REACH_S),
             "ray_dcp lost",
         )
 

@@ -362,12 +362,12 @@ async def deliver(
     is_awaited: Callable[[], bool],
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> bool | None:
-    """Returns what a coordinator answers to a report, which it is told again while out of reach.
+    """Returns the coordinator's answer to a report, which is repeated while it is out of reach.
 
     Args:
-        take: Tells it.
+        take: Sends it.
         report: May come twice.
-        is_awaited: Whether anybody could want it still; if not, None is returned.
+        is_awaited: Whether the save may still need it; if not, None is returned.
         sleep: Waits for seconds.
 
     Raises:

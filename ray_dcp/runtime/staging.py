@@ -475,14 +475,14 @@ class RankStaging:
         begin_s, is_logged = time.monotonic(), False
         end_s = begin_s + timeout_s
 
-        def tell(_: bool) -> None:
+        def log_slow_start(_: bool) -> None:
             nonlocal is_logged
             waited_s = time.monotonic() - begin_s
             if waited_s > LONG_WAIT_S and not is_logged:
                 is_logged = True
                 logger.warning(
-                    "%s has waited %.0f s for the stager of its node to start; it gives up after "
-                    "%g s. Look whether the node has CPU and memory for one more process",
+                    "Rank %s has waited %.0f s for a stager to start and answer; it fails after %g "
+                    "s. Look whether that node has CPU and memory for one more process",
                     self.name,
                     waited_s,
                     timeout_s,
@@ -496,7 +496,7 @@ class RankStaging:
                     lambda fresh: stager() if fresh else handle,  # noqa: B023 - called at once
                     lambda actor: actor.place.remote(),
                     timeout_s=max(end_s - time.monotonic(), 1.0),
-                    given_up=tell,
+                    given_up=log_slow_start,
                 )
                 if place.stager != not_this:
                     break

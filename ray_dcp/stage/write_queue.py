@@ -315,7 +315,7 @@ class WriteQueue:
             return None if job is None else job.progress()
 
     def awaits(self, key: StageKey) -> bool:
-        """Returns whether anybody could want the reports of a job: its outcome is not known yet."""
+        """Returns whether the save may still need the reports of a job."""
         with self._lock:
             job = self._jobs.get(key)
             return job is not None and not (job.is_released or job.is_dropped)

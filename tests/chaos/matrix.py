@@ -17,9 +17,6 @@ NODE_S = 20.0
 """How soon that of a node must be told: Ray itself needs up to 12 s to see it die."""
 FREEZE_S = scenes.FROZEN_S + 2.0
 """How soon a frozen process must be told, with the heartbeat timeout of these cells."""
-REPLACED_S = FREEZE_S + 10.0
-"""How soon where only the coordinator that takes its place can tell: Ray takes 5 s to end one that
-is frozen."""
 
 CAPTURE = Trap("rank", "ray_dcp.operations:capture")
 WRITE = Trap("rank", "ray_dcp.store.local:_pwrite", call=2)
@@ -59,8 +56,6 @@ CI = {
 def add(blow: str, who: str, phase: str, trap: Trap | None, variant: str = "", **more: Any) -> None:
     scene = {"driver": scenes.driver, "node": scenes.node}.get(who, scenes.ranks)
     ceiling_s = FREEZE_S if blow == "SIGSTOP" else NODE_S if who == "node" else KILLED_S
-    if (blow, who, phase) == ("SIGSTOP", "coordinator", "staging"):
-        ceiling_s = REPLACED_S
     group = "nodes" if who == "node" else "objects" if "memory" in more else "head"
     CELLS.append(Cell(blow, who, phase, scene, ceiling_s, trap, variant, group, more))
 

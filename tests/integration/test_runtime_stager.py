@@ -133,13 +133,13 @@ def test_a_node_has_one_stager_whose_budget_is_half_of_what_is_free(namespace):
     one.close()
 
 
-def test_a_stager_that_is_slow_to_start_is_waited_for_and_the_rank_says_so(
+def test_a_stager_that_is_slow_to_start_is_awaited_and_the_rank_logs_it(
     namespace, monkeypatch, caplog
 ):
     monkeypatch.setattr(staging_link, "LONG_WAIT_S", 0.0)
     opened(namespace, StagerOptions(), "early").close()
     (said,) = caplog.messages
-    assert said.startswith("early has waited 0 s for the stager of its node to start")
+    assert said.startswith("Rank early has waited 0 s for a stager to start and answer")
 
 
 @pytest.fixture

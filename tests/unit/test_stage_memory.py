@@ -144,6 +144,11 @@ sys.stdin.read()
 """
 
 
+def named() -> set[str]:
+    """Returns what has a name in shared memory, but for what other test processes put there."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("ray_dcp-test-")}
+
+
 def test_it_survives_the_one_who_made_it_and_not_the_last_one():
     from ray_dcp.stage.values import MemoryAddress
 
@@ -152,6 +157,7 @@ def test_it_survives_the_one_who_made_it_and_not_the_last_one():
     )
     pid, fd, device, inode = map(int, child.stdout.readline().split())
     assert os.stat(f"/proc/{pid}/fd/{fd}").st_nlink == 0  # it has a name nowhere
+    before = named()
     memory = StagingMemory.open(MemoryAddress(pid, fd, (device, inode), 2, 1 << 20))
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
@@ -160,6 +166,7 @@ def test_it_survives_the_one_who_made_it_and_not_the_last_one():
     assert bytes(memory.slot(1)[:5]) == b"hello"
     again = StagingMemory.open(memory.address)
     assert bytes(again.slot(1)[:5]) == b"hello"
+    assert named() <= before
     memory.close()
     again.close()
     gc.collect()
