@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
+from ray_dcp.commit_protocol.messages import OpKey, SaveOutcome
 from ray_dcp.core.checks import check_wait
 from ray_dcp.errors import (
     CheckpointError,
@@ -44,7 +45,6 @@ from ray_dcp.operations import (
     target_of,
 )
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.messages import OpKey, SaveOutcome
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_progress import Activity
 from ray_dcp.runtime.rank_save import Captured, RankSave, Unchanged

@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.errors import (
     CheckpointError,
@@ -26,7 +27,6 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.options import KeyMap, SaveOptions
-from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.copying import check_free, copy_checkpoint, plan_copy
 from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.runtime.records import target_of, write_metadata

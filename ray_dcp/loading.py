@@ -12,6 +12,7 @@ from typing import Any
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner
 
+from ray_dcp.commit_protocol.messages import Reply, Request, Target
 from ray_dcp.errors import CheckpointError, InvalidRequestError, MissingKeyError
 from ray_dcp.io.checkpoint import Checkpoint
 from ray_dcp.operations import (
@@ -23,7 +24,6 @@ from ray_dcp.operations import (
     text_of,
 )
 from ray_dcp.options import LoadOptions
-from ray_dcp.protocol.messages import Reply, Request, Target
 from ray_dcp.runtime.memory_tier import NodeMemory, memory_of
 from ray_dcp.runtime.rank_load import (
     LoadResult,

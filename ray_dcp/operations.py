@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from ray_dcp.commit_protocol.messages import OpKey, Target
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.messages import OpKey, Target
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.metrics import Account
 from ray_dcp.runtime.rank_load import drive

@@ -6,16 +6,16 @@ import pickle
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ray_dcp.protocol.aggregation import (
+from ray_dcp.commit_protocol.aggregation import (
     Batch,
     BatchedReplies,
     BatchWindow,
     MessageBatch,
     is_gathered,
 )
-from ray_dcp.protocol.commands import step_of
-from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.messages import Request
+from ray_dcp.commit_protocol.commands import step_of
+from ray_dcp.commit_protocol.coordination import Coordination
+from ray_dcp.commit_protocol.messages import Request
 from ray_dcp.runtime.tasks import new_attempt, perform
 from tests.inline_ranks import HEARTBEAT_S, Shell, Time, World
 

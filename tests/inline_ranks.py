@@ -9,12 +9,12 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
+from ray_dcp.commit_protocol.aggregation import Batch, Batches, MessageBatch
+from ray_dcp.commit_protocol.commands import Answer, Arm, Command, step_of
+from ray_dcp.commit_protocol.coordination import Coordination
+from ray_dcp.commit_protocol.liveness import Heartbeat
+from ray_dcp.commit_protocol.messages import LoadJoin, OpKey, Reply, Request, SaveJoin
 from ray_dcp.errors import CheckpointError, InternalError
-from ray_dcp.protocol.aggregation import Batch, Batches, MessageBatch
-from ray_dcp.protocol.commands import Answer, Arm, Command, step_of
-from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.liveness import Heartbeat
-from ray_dcp.protocol.messages import LoadJoin, OpKey, Reply, Request, SaveJoin
 from ray_dcp.runtime import inline
 from ray_dcp.runtime.inline import Performer
 from ray_dcp.runtime.tasks import new_attempt, perform

@@ -23,13 +23,13 @@ from click import ClickException
 
 import ray_dcp
 from ray_dcp.cli.main import main as command_line
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import CheckpointError
 from ray_dcp.format.manifest import DeleteRecord, Manifest, decode_record, slot_of
 from ray_dcp.io.records import read_slots
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.leases import Lease, this_process
 from ray_dcp.manager.writer import Writer
-from ray_dcp.protocol.messages import Target
 from ray_dcp.store.local import LocalStorage
 from tests.crash.interruptions import one_call_at_a_time
 from tests.interleaving import SteppedStorage, World

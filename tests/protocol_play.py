@@ -8,10 +8,7 @@ from itertools import count
 
 import numpy as np
 
-from ray_dcp.core.values import ChunkTable, GlobalPlan, RankPlan
-from ray_dcp.errors import CheckpointError
-from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.protocol.commands import (
+from ray_dcp.commit_protocol.commands import (
     Answer,
     Arm,
     CommitBuilt,
@@ -24,8 +21,8 @@ from ray_dcp.protocol.commands import (
     RecordCreated,
     RecordsRead,
 )
-from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.messages import (
+from ray_dcp.commit_protocol.coordination import Coordination
+from ray_dcp.commit_protocol.messages import (
     FileReceipt,
     LoadJoin,
     OpKey,
@@ -34,6 +31,9 @@ from ray_dcp.protocol.messages import (
     SaveReceipt,
     Target,
 )
+from ray_dcp.core.values import ChunkTable, GlobalPlan, RankPlan
+from ray_dcp.errors import CheckpointError
+from ray_dcp.options import LoadOptions, SaveOptions
 
 KEY = OpKey("run", 0)
 TARGET = Target("memory://ckpt")

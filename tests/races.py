@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from ray_dcp.commit_protocol.commands import CreateRecord, RecordCreated, SlotTaken
 from ray_dcp.format.manifest import AbortRecord, encode_record
-from ray_dcp.protocol.commands import CreateRecord, RecordCreated, SlotTaken
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.opening import as_target, open_storage
 from ray_dcp.store.storage import Storage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
-from ray_dcp.protocol.messages import OpKey, Reply, Request, SaveGo, SaveOutcome
+from ray_dcp.commit_protocol.messages import OpKey, Reply, Request, SaveGo, SaveOutcome
 from ray_dcp.runtime.rank_load import LoadResult, RankLoad
 from ray_dcp.runtime.rank_save import Captured, RankSave
 

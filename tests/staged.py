@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from ray_dcp.commit_protocol.messages import FileReceipt, Target
 from ray_dcp.core.columns import ColumnsBuilder
 from ray_dcp.core.values import Columns, RankPlan
 from ray_dcp.io.writer import write_part
 from ray_dcp.options import SaveOptions
 from ray_dcp.planning.global_plan import make_plan, rank_plan
-from ray_dcp.protocol.messages import FileReceipt, Target
 from ray_dcp.stage.copying import HostFiller, fill_window
 from ray_dcp.stage.values import StageKey, StageOrder
 from ray_dcp.stage.windows import plan_digest

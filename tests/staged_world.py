@@ -11,9 +11,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ray_dcp.core.values import RankPlan
-from ray_dcp.errors import CheckpointError
-from ray_dcp.protocol.commands import (
+from ray_dcp.commit_protocol.commands import (
     Answer,
     Finished,
     OutcomeRead,
@@ -22,8 +20,8 @@ from ray_dcp.protocol.commands import (
     RecordCreated,
     step_of,
 )
-from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.messages import (
+from ray_dcp.commit_protocol.coordination import Coordination
+from ray_dcp.commit_protocol.messages import (
     Ack,
     PartsHeld,
     PartsWritten,
@@ -32,6 +30,8 @@ from ray_dcp.protocol.messages import (
     SaveStaged,
     TakeOver,
 )
+from ray_dcp.core.values import RankPlan
+from ray_dcp.errors import CheckpointError
 from tests.protocol_play import BUILT, KEY, NOTHING, join_of, planned, receipt_file
 from tests.unit.test_protocol_staged import file_plan, reassign
 

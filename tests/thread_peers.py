@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from ray_dcp.commit_protocol.load import Decline, Enter, Leave, Offer, SharedReads, Use
+from ray_dcp.commit_protocol.messages import OpKey
 from ray_dcp.planning.reads import RankShare
-from ray_dcp.protocol.load import Decline, Enter, Leave, Offer, SharedReads, Use
-from ray_dcp.protocol.messages import OpKey
 
 KEY = OpKey("threads", 0)
 

@@ -9,9 +9,9 @@ from itertools import count
 import pytest
 
 from ray_dcp import operations
-from ray_dcp.protocol.commands import step_of
-from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.messages import OpKey
+from ray_dcp.commit_protocol.commands import step_of
+from ray_dcp.commit_protocol.coordination import Coordination
+from ray_dcp.commit_protocol.messages import OpKey
 from ray_dcp.runtime.rank_progress import Activity
 from ray_dcp.runtime.rank_save import PlanMemory
 from ray_dcp.runtime.tasks import new_attempt, perform

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from itertools import count
 from typing import Any
 
+from ray_dcp.commit_protocol.commands import MakePlan
+from ray_dcp.commit_protocol.coordination import Coordination
+from ray_dcp.commit_protocol.messages import SaveAgain, SaveJoin, SendItems
 from ray_dcp.errors import CheckpointError
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.commands import MakePlan
-from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.messages import SaveAgain, SaveJoin, SendItems
 from ray_dcp.runtime.rank_save import PlanMemory
 from ray_dcp.runtime.tasks import new_attempt, perform
 from tests.crash.array_states import ArrayCapture

@@ -11,11 +11,11 @@ import click
 
 from ray_dcp.cli.output import dry_run, progress, told
 from ray_dcp.cli.places import checkpoint_at, checkpoints_of, place_of
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError, UnsafeCheckpointError
 from ray_dcp.exporting import ExportFormat, check_source, import_checkpoint, plan_export
 from ray_dcp.exporting import copy as copy_checkpoint
 from ray_dcp.exporting import export as export_checkpoint
-from ray_dcp.protocol.messages import Target
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
 from ray_dcp.view.checkpoint_view import CheckpointView

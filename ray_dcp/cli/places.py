@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from functools import cache
 
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
-from ray_dcp.protocol.messages import Target
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.object_stores import PROVIDERS

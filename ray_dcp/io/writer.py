@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from ray_dcp.commit_protocol.messages import DeferredPlace, FileReceipt
 from ray_dcp.core.checksums import (
     block_bytes_for,
     block_check,
@@ -38,7 +39,6 @@ from ray_dcp.errors import CheckpointError, CheckpointExistsError, InternalError
 from ray_dcp.format.torch_items import Frame, torch_save_frame
 from ray_dcp.io.threads import Stop, run_tasks
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.messages import DeferredPlace, FileReceipt
 from ray_dcp.store.storage import KeyExistsError, PartWriter, Storage
 
 _NO_FRAME = Frame(b"", b"")

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core.collector import collector_paused
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
 from ray_dcp.format.manifest import MAX_RECORD_BYTES, DeleteRecord, Manifest, slot_of
@@ -27,7 +28,6 @@ from ray_dcp.format.step_info import (
 )
 from ray_dcp.io.records import fence, read_slots
 from ray_dcp.manager.retention import StepFacts
-from ray_dcp.protocol.messages import Target
 from ray_dcp.store.location import url_below
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage, read_if_there

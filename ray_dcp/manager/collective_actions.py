@@ -25,6 +25,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ray_dcp.asynchronous import SaveHandle
+from ray_dcp.commit_protocol.commands import Failed, ReadRecords, RecordsRead, Result, Task
+from ray_dcp.commit_protocol.messages import Exchange, Exchanged, OpKey, Reply, Request
+from ray_dcp.commit_protocol.vote import Decision, Fenced, Lost, Open, Won
 from ray_dcp.entrypoints import async_save, save
 from ray_dcp.errors import (
     CheckpointError,
@@ -41,9 +44,6 @@ from ray_dcp.manager.steps import StepTarget
 from ray_dcp.manager.writer import Writer
 from ray_dcp.operations import RankSession, run_save, session_for
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.commands import Failed, ReadRecords, RecordsRead, Result, Task
-from ray_dcp.protocol.messages import Exchange, Exchanged, OpKey, Reply, Request
-from ray_dcp.protocol.vote import Decision, Fenced, Lost, Open, Won
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_save import reply_error, result_or_error

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ray_dcp.commit_protocol.messages import Reply, Request, Target
 from ray_dcp.entrypoints import load
 from ray_dcp.errors import (
     CheckpointError,
@@ -28,7 +29,6 @@ from ray_dcp.manager.leases import Lease
 from ray_dcp.manager.retention import Mode, RetentionPolicy, best_of, rankings
 from ray_dcp.manager.settings import Item
 from ray_dcp.options import LoadOptions
-from ray_dcp.protocol.messages import Reply, Request, Target
 from ray_dcp.runtime.rank_load import drive, first_that_loads, with_time_to_join
 from ray_dcp.store.opening import place_below
 from ray_dcp.torch_adapter.load_report import LoadReport

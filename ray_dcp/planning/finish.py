@@ -8,12 +8,12 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from ray_dcp.commit_protocol.messages import FileReceipts
 from ray_dcp.core.checksums import length_with_checks, num_blocks_many
 from ray_dcp.core.grouping import offsets_of
 from ray_dcp.core.values import BoolArray, ChunkTable, GlobalPlan, Int64Array
 from ray_dcp.errors import InternalError
 from ray_dcp.format.table_places import placed
-from ray_dcp.protocol.messages import FileReceipts
 
 
 def finish_table(plan: GlobalPlan, attempt: str, receipts: FileReceipts) -> ChunkTable:

@@ -21,6 +21,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from ray_dcp.commit_protocol.error_aggregation import name_ranks
 from ray_dcp.core.grouping import first_rows, group_rows, offsets_of, run_of
 from ray_dcp.core.values import (
     BoolArray,
@@ -35,7 +36,6 @@ from ray_dcp.core.values import (
 )
 from ray_dcp.errors import CoverageError, InternalError, PlanConflictError
 from ray_dcp.planning.coverage import check_coverage
-from ray_dcp.protocol.error_aggregation import name_ranks
 
 _TOLD = 1000
 """Longest list of conflicts in one message; the rest is counted."""

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ray_dcp.commit_protocol.error_aggregation import name_ranks
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.core.grouping import group_rows, offsets_of, within
 from ray_dcp.core.values import BoolArray, Int32Array, Int64Array, Kind, volume
 from ray_dcp.errors import UnsupportedValueError
 from ray_dcp.planning.merge import Boxes, Held
-from ray_dcp.protocol.error_aggregation import name_ranks
 
 Ranks = npt.NDArray[np.integer]
 

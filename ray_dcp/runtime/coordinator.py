@@ -1,8 +1,8 @@
 """The coordinator: an async actor that carries out what `Coordination` commands, and no more.
 
 One per session, detached. Ray restarts it when it dies, and it exits by itself when nobody needs
-it. It decides nothing: `ray_dcp.protocol` decides, and `tasks` reaches the storage. Work that may
-hang for ever runs in a thread of its own, so that the event loop never blocks.
+it. It decides nothing: `ray_dcp.commit_protocol` decides, and `tasks` reaches the storage. Work
+that may hang for ever runs in a thread of its own, so that the event loop never blocks.
 
 `Membership` keeps the living ranks where a restarted coordinator finds them. *Why*: when a machine
 with the coordinator and some ranks is lost, the next coordinator must know which ranks are missing;
@@ -25,20 +25,12 @@ from typing import Any
 
 import ray
 
-from ray_dcp.core.checks import check_above_0
-from ray_dcp.errors import (
-    CheckpointError,
-    InternalError,
-    InvalidRequestError,
-    RankDisagreementError,
-)
-from ray_dcp.io.threads import begin
-from ray_dcp.protocol.aggregation import BatchedReplies, Batches, MessageBatch
-from ray_dcp.protocol.commands import Answer, Arm, Command, Disarm, Perform, step_of
-from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.liveness import AwakeClock, Heartbeat, HeartbeatAck
-from ray_dcp.protocol.load import Listen, ReadMessage, SharedReads, UnitUpdate
-from ray_dcp.protocol.messages import (
+from ray_dcp.commit_protocol.aggregation import BatchedReplies, Batches, MessageBatch
+from ray_dcp.commit_protocol.commands import Answer, Arm, Command, Disarm, Perform, step_of
+from ray_dcp.commit_protocol.coordination import Coordination
+from ray_dcp.commit_protocol.liveness import AwakeClock, Heartbeat, HeartbeatAck
+from ray_dcp.commit_protocol.load import Listen, ReadMessage, SharedReads, UnitUpdate
+from ray_dcp.commit_protocol.messages import (
     Ack,
     OpKey,
     PartsHeld,
@@ -48,6 +40,14 @@ from ray_dcp.protocol.messages import (
     SaveStaged,
     TakeOver,
 )
+from ray_dcp.core.checks import check_above_0
+from ray_dcp.errors import (
+    CheckpointError,
+    InternalError,
+    InvalidRequestError,
+    RankDisagreementError,
+)
+from ray_dcp.io.threads import begin
 from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.actor_names import MOST_CALLS, NAMESPACE, coordinator_name
 from ray_dcp.runtime.metrics import Tracing

@@ -19,8 +19,8 @@ from ray.exceptions import (
     RayTaskError,
 )
 
+from ray_dcp.commit_protocol.liveness import LONG_WAIT_S
 from ray_dcp.errors import CheckpointError, DeadlineError, InternalError, ParticipantError
-from ray_dcp.protocol.liveness import LONG_WAIT_S
 from ray_dcp.runtime import private_ray, ray_calls, ray_private
 from ray_dcp.runtime.private_ray import PrivateRay
 

@@ -15,6 +15,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from ray_dcp.commit_protocol.commands import RecordsRead
+from ray_dcp.commit_protocol.garbage import owner_of
+from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.commit_protocol.save import fenced_off, lost_race, undecided
+from ray_dcp.commit_protocol.vote import Fenced, Lost, Open, Vote, Won
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.core.collector import collector_paused
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, DamagedCheckpointError
@@ -28,11 +33,6 @@ from ray_dcp.format.tensor_stats import stats_key
 from ray_dcp.io.checkpoint import METADATA_KEY, Checkpoint
 from ray_dcp.io.table_parts import verified_table
 from ray_dcp.io.threads import Stop, run_tasks
-from ray_dcp.protocol.commands import RecordsRead
-from ray_dcp.protocol.garbage import owner_of
-from ray_dcp.protocol.messages import Target
-from ray_dcp.protocol.save import fenced_off, lost_race, undecided
-from ray_dcp.protocol.vote import Fenced, Lost, Open, Vote, Won
 from ray_dcp.runtime.records import publish, read_standing, standing_records, without_stock_files
 from ray_dcp.runtime.tasks import (
     check_complete,

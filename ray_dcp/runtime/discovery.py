@@ -27,14 +27,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ray_dcp.commit_protocol.error_aggregation import name_ranks
+from ray_dcp.commit_protocol.liveness import LONG_WAIT_S
 from ray_dcp.errors import (
     CheckpointError,
     InvalidRequestError,
     ParticipantError,
     RankDisagreementError,
 )
-from ray_dcp.protocol.error_aggregation import name_ranks
-from ray_dcp.protocol.liveness import LONG_WAIT_S
 from ray_dcp.runtime import private_ray, ray_private
 from ray_dcp.runtime.actor_names import group_name
 from ray_dcp.runtime.attach import attach, attach_named, attached_address, leave_lost

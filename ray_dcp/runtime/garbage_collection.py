@@ -13,12 +13,12 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from ray_dcp.commit_protocol.garbage import GarbagePlan, attempts_of, sweep, verdicts
+from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.commit_protocol.vote import Decision, Fenced, Open, Vote, Won
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
 from ray_dcp.format.manifest import DeleteRecord, Manifest, encode_record
 from ray_dcp.io.checkpoint import METADATA_KEY
-from ray_dcp.protocol.garbage import GarbagePlan, attempts_of, sweep, verdicts
-from ray_dcp.protocol.messages import Target
-from ray_dcp.protocol.vote import Decision, Fenced, Open, Vote, Won
 from ray_dcp.runtime.records import (
     CollectReport,
     Listing,

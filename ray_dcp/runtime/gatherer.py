@@ -20,13 +20,13 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_dcp.commit_protocol import aggregation
+from ray_dcp.commit_protocol.aggregation import BatchWindow, MessageBatch
+from ray_dcp.commit_protocol.commands import step_of
+from ray_dcp.commit_protocol.error_aggregation import Opening
+from ray_dcp.commit_protocol.messages import OpKey, Reply, Request
 from ray_dcp.core.checks import check_above_0
 from ray_dcp.errors import CheckpointError
-from ray_dcp.protocol import aggregation
-from ray_dcp.protocol.aggregation import BatchWindow, MessageBatch
-from ray_dcp.protocol.commands import step_of
-from ray_dcp.protocol.error_aggregation import Opening
-from ray_dcp.protocol.messages import OpKey, Reply, Request
 from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.actor_names import MOST_CALLS, gatherer_name
 from ray_dcp.runtime.coordinator import coordinator_of

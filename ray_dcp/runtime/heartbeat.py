@@ -17,10 +17,10 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
+from ray_dcp.commit_protocol.liveness import AwakeClock, Heartbeat, HeartbeatAck, beat_interval_s
+from ray_dcp.commit_protocol.messages import Refused
 from ray_dcp.errors import CheckpointError, DeadlineError, ParticipantError
 from ray_dcp.io.threads import Stop
-from ray_dcp.protocol.liveness import AwakeClock, Heartbeat, HeartbeatAck, beat_interval_s
-from ray_dcp.protocol.messages import Refused
 from ray_dcp.runtime import private_ray, ray_calls, ray_private
 from ray_dcp.runtime.rank_progress import RankProgress
 

@@ -14,8 +14,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 
-from ray_dcp.errors import CheckpointError, InternalError, SaveCancelledError
-from ray_dcp.protocol.commands import (
+from ray_dcp.commit_protocol.commands import (
     Answer,
     Arm,
     Command,
@@ -24,8 +23,9 @@ from ray_dcp.protocol.commands import (
     Result,
     step_of,
 )
-from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.messages import OpKey, Refused, Reply, Request
+from ray_dcp.commit_protocol.coordination import Coordination
+from ray_dcp.commit_protocol.messages import OpKey, Refused, Reply, Request
+from ray_dcp.errors import CheckpointError, InternalError, SaveCancelledError
 from ray_dcp.runtime.metrics import Performer, Tracing
 from ray_dcp.runtime.rank_progress import LEAVING_S, Activity, RankProgress
 from ray_dcp.runtime.rank_save import PlanMemory

@@ -25,18 +25,8 @@ from functools import cache
 from typing import Any
 
 from ray_dcp import events
-from ray_dcp.events import Event, outcome_of
-from ray_dcp.format.save_trace import (
-    PHASES,
-    RankTimes,
-    SaveTrace,
-    Span,
-    encode_trace,
-    make_trace,
-    trace_key,
-)
-from ray_dcp.protocol.aggregation import MessageBatch
-from ray_dcp.protocol.commands import (
+from ray_dcp.commit_protocol.aggregation import MessageBatch
+from ray_dcp.commit_protocol.commands import (
     Answer,
     BuildCommit,
     CreateRecord,
@@ -48,7 +38,7 @@ from ray_dcp.protocol.commands import (
     Task,
     WriteTable,
 )
-from ray_dcp.protocol.messages import (
+from ray_dcp.commit_protocol.messages import (
     LoadDone,
     LoadOutcome,
     LoadProceed,
@@ -66,6 +56,16 @@ from ray_dcp.protocol.messages import (
     SaveReceipt,
     SaveStaged,
     Target,
+)
+from ray_dcp.events import Event, outcome_of
+from ray_dcp.format.save_trace import (
+    PHASES,
+    RankTimes,
+    SaveTrace,
+    Span,
+    encode_trace,
+    make_trace,
+    trace_key,
 )
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage

@@ -24,6 +24,22 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
+from ray_dcp.commit_protocol.error_aggregation import located
+from ray_dcp.commit_protocol.messages import (
+    Exchange,
+    Exchanged,
+    LoadDone,
+    LoadGo,
+    LoadJoin,
+    LoadOutcome,
+    LoadProceed,
+    LoadReady,
+    OpKey,
+    ReadCounts,
+    Reply,
+    Request,
+    Target,
+)
 from ray_dcp.core.values import ChunkTable
 from ray_dcp.errors import (
     CheckpointError,
@@ -57,22 +73,6 @@ from ray_dcp.planning.reads import (
     Wanted,
     merged,
     plan_reads,
-)
-from ray_dcp.protocol.error_aggregation import located
-from ray_dcp.protocol.messages import (
-    Exchange,
-    Exchanged,
-    LoadDone,
-    LoadGo,
-    LoadJoin,
-    LoadOutcome,
-    LoadProceed,
-    LoadReady,
-    OpKey,
-    ReadCounts,
-    Reply,
-    Request,
-    Target,
 )
 from ray_dcp.runtime.memory_tier import MemoryTierStorage
 from ray_dcp.runtime.rank_progress import RankProgress, WatchedStorage

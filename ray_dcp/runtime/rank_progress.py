@@ -15,10 +15,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ray_dcp.commit_protocol.liveness import Doing
+from ray_dcp.commit_protocol.messages import OpKey, Renumbered, Reply, Request
 from ray_dcp.errors import CheckpointError, DeadlineError, SaveCancelledError
 from ray_dcp.io.threads import Stop
-from ray_dcp.protocol.liveness import Doing
-from ray_dcp.protocol.messages import OpKey, Renumbered, Reply, Request
 from ray_dcp.store.storage import Entry, PartWriter, Storage, StorageWrapper
 
 if TYPE_CHECKING:

@@ -23,24 +23,8 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
-from ray_dcp.core.checksums import block_check
-from ray_dcp.core.columns import encode
-from ray_dcp.core.values import Columns, Int32Array, Kind, RankPlan
-from ray_dcp.errors import (
-    CheckpointError,
-    CommitUnknownError,
-    InternalError,
-    InvalidRequestError,
-    ParticipantError,
-    RankDisagreementError,
-)
-from ray_dcp.io.threads import Stop, run_within
-from ray_dcp.io.writer import Deferred, Source, write_part
-from ray_dcp.options import SaveOptions
-from ray_dcp.planning.fingerprint import fingerprint
-from ray_dcp.planning.merge import contents_of, digests_of, without_contents
-from ray_dcp.protocol.error_aggregation import located
-from ray_dcp.protocol.messages import (
+from ray_dcp.commit_protocol.error_aggregation import located
+from ray_dcp.commit_protocol.messages import (
     FileReceipt,
     OpKey,
     PartsHeld,
@@ -57,9 +41,25 @@ from ray_dcp.protocol.messages import (
     TakeOver,
     Target,
 )
-from ray_dcp.protocol.planning import PlanCache
-from ray_dcp.protocol.save import replaced_since
-from ray_dcp.protocol.vote import Fenced, Lost, Won
+from ray_dcp.commit_protocol.planning import PlanCache
+from ray_dcp.commit_protocol.save import replaced_since
+from ray_dcp.commit_protocol.vote import Fenced, Lost, Won
+from ray_dcp.core.checksums import block_check
+from ray_dcp.core.columns import encode
+from ray_dcp.core.values import Columns, Int32Array, Kind, RankPlan
+from ray_dcp.errors import (
+    CheckpointError,
+    CommitUnknownError,
+    InternalError,
+    InvalidRequestError,
+    ParticipantError,
+    RankDisagreementError,
+)
+from ray_dcp.io.threads import Stop, run_within
+from ray_dcp.io.writer import Deferred, Source, write_part
+from ray_dcp.options import SaveOptions
+from ray_dcp.planning.fingerprint import fingerprint
+from ray_dcp.planning.merge import contents_of, digests_of, without_contents
 from ray_dcp.runtime.rank_progress import RankProgress, WatchedStorage
 from ray_dcp.runtime.records import republish
 from ray_dcp.runtime.tasks import settle

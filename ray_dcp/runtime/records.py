@@ -3,7 +3,8 @@
 `standing_records` and the functions beside it only read, except `confirm_record`. `publish` and its
 like bring `.metadata`, which stock DCP reads, up to the checkpoint that the records decide;
 `write_metadata` creates the one that a save left out, without torch or ray. `Listing` and `remove`
-list a place and remove files for `delete` and `collect`; `ray_dcp.protocol.garbage` decides which.
+list a place and remove files for `delete` and `collect`; `ray_dcp.commit_protocol.garbage` decides
+which.
 """
 
 from __future__ import annotations
@@ -15,6 +16,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
+from ray_dcp.commit_protocol.commands import Overtaken, Published, RecordsRead
+from ray_dcp.commit_protocol.garbage import (
+    GarbagePlan,
+    KeptFile,
+    attempts_of,
+    left_by_others,
+    owner_of,
+    verdicts,
+    was_committed,
+)
+from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.commit_protocol.vote import Fenced, Lost, Won
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.core.collector import collector_paused
 from ray_dcp.errors import (
@@ -34,18 +47,6 @@ from ray_dcp.format.manifest import (
 from ray_dcp.format.metadata import decode_metadata, encode_metadata
 from ray_dcp.io.checkpoint import METADATA_KEY, Found, find_checkpoint, is_ours, not_found
 from ray_dcp.io.records import Slots, read_slots, slots_in, used_slots
-from ray_dcp.protocol.commands import Overtaken, Published, RecordsRead
-from ray_dcp.protocol.garbage import (
-    GarbagePlan,
-    KeptFile,
-    attempts_of,
-    left_by_others,
-    owner_of,
-    verdicts,
-    was_committed,
-)
-from ray_dcp.protocol.messages import Target
-from ray_dcp.protocol.vote import Fenced, Lost, Won
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import as_target, open_storage
 from ray_dcp.store.storage import (

@@ -22,10 +22,10 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayError
 
+from ray_dcp.commit_protocol.commands import Command
+from ray_dcp.commit_protocol.coordination import Coordination
+from ray_dcp.commit_protocol.messages import OpKey, PartsHeld, PartsWritten, Request
 from ray_dcp.errors import CheckpointError
-from ray_dcp.protocol.commands import Command
-from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.messages import OpKey, PartsHeld, PartsWritten, Request
 from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.stage.values import StageProgress, StageReport
 

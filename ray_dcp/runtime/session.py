@@ -26,19 +26,9 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ray_dcp.core.checks import check_above_0
-from ray_dcp.errors import (
-    CheckpointError,
-    CommitUnknownError,
-    DeadlineError,
-    InvalidRequestError,
-    ParticipantError,
-)
-from ray_dcp.io.threads import begin
-from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.protocol.error_aggregation import Opening, name_ranks
-from ray_dcp.protocol.liveness import LONG_WAIT_S
-from ray_dcp.protocol.messages import (
+from ray_dcp.commit_protocol.error_aggregation import Opening, name_ranks
+from ray_dcp.commit_protocol.liveness import LONG_WAIT_S
+from ray_dcp.commit_protocol.messages import (
     Exchange,
     LoadDone,
     LoadJoin,
@@ -49,6 +39,16 @@ from ray_dcp.protocol.messages import (
     Request,
     SaveStaged,
 )
+from ray_dcp.core.checks import check_above_0
+from ray_dcp.errors import (
+    CheckpointError,
+    CommitUnknownError,
+    DeadlineError,
+    InvalidRequestError,
+    ParticipantError,
+)
+from ray_dcp.io.threads import begin
+from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE, memory_owner
 from ray_dcp.runtime.rank_progress import LEAVING_S, Activity, RankProgress
 from ray_dcp.runtime.rank_save import PlanMemory
@@ -113,7 +113,7 @@ class CallTimeouts:
     """Knows the options of the operations that one rank has begun.
 
     Examples:
-        >>> from ray_dcp.protocol.messages import Target
+        >>> from ray_dcp.commit_protocol.messages import Target
         >>> key = OpKey("run", 0)
         >>> CallTimeouts().of(LoadJoin(key, 0, 1, Target("memory://x"), LoadOptions()))
         1920.0

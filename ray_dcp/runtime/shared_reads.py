@@ -17,11 +17,20 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
+from ray_dcp.commit_protocol.load import (
+    Decline,
+    Enter,
+    Leave,
+    Listen,
+    Offer,
+    ReadMessage,
+    UnitUpdate,
+    Use,
+)
+from ray_dcp.commit_protocol.messages import OpKey
 from ray_dcp.errors import CheckpointError
 from ray_dcp.io.shared_read import SHARE_TIMEOUT_S, Transport
 from ray_dcp.planning.reads import RankShare
-from ray_dcp.protocol.load import Decline, Enter, Leave, Listen, Offer, ReadMessage, UnitUpdate, Use
-from ray_dcp.protocol.messages import OpKey
 from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.rank_load import Peers
 

@@ -27,12 +27,12 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
+from ray_dcp.commit_protocol.liveness import LONG_WAIT_S
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError, InvalidRequestError, LimitError, ParticipantError
 from ray_dcp.io.threads import Stop, begin
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.liveness import LONG_WAIT_S
-from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE
 from ray_dcp.runtime.coordinator_call import call_actor, check_ray

@@ -17,10 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ray_dcp.core.values import FilePlan
-from ray_dcp.errors import CheckpointError, LimitError
-from ray_dcp.io.threads import Stop, begin
-from ray_dcp.protocol.messages import (
+from ray_dcp.commit_protocol.messages import (
     Ack,
     PartsHeld,
     Reply,
@@ -31,6 +28,9 @@ from ray_dcp.protocol.messages import (
     SaveStaged,
     TakeOver,
 )
+from ray_dcp.core.values import FilePlan
+from ray_dcp.errors import CheckpointError, LimitError
+from ray_dcp.io.threads import Stop, begin
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_progress import RankProgress
 from ray_dcp.runtime.rank_save import (

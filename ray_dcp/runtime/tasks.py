@@ -24,6 +24,41 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from ray_dcp.commit_protocol.commands import (
+    BuildCommit,
+    CollectReplaced,
+    CommitBuilt,
+    CreateAbort,
+    CreateRecord,
+    Failed,
+    Finished,
+    MakeMetadata,
+    MakePlan,
+    OutcomeRead,
+    Planned,
+    PublishMetadata,
+    ReadCheckpoint,
+    ReadOutcome,
+    ReadRecord,
+    ReadRecords,
+    RecordCreated,
+    Result,
+    RowsMissing,
+    ShareReads,
+    SlotFree,
+    SlotTaken,
+    Task,
+    WriteTable,
+)
+from ray_dcp.commit_protocol.messages import (
+    FileReceipt,
+    FileReceipts,
+    LoadGo,
+    Target,
+    join_receipts,
+)
+from ray_dcp.commit_protocol.planning import differences
+from ray_dcp.commit_protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.core.collector import collector_paused
 from ray_dcp.core.columns import decode
@@ -60,35 +95,6 @@ from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, encoded_table, make_p
 from ray_dcp.planning.merge import with_contents
 from ray_dcp.planning.reads import Ranges, ReadShares, share_reads
 from ray_dcp.planning.regular import Regular, infer
-from ray_dcp.protocol.commands import (
-    BuildCommit,
-    CollectReplaced,
-    CommitBuilt,
-    CreateAbort,
-    CreateRecord,
-    Failed,
-    Finished,
-    MakeMetadata,
-    MakePlan,
-    OutcomeRead,
-    Planned,
-    PublishMetadata,
-    ReadCheckpoint,
-    ReadOutcome,
-    ReadRecord,
-    ReadRecords,
-    RecordCreated,
-    Result,
-    RowsMissing,
-    ShareReads,
-    SlotFree,
-    SlotTaken,
-    Task,
-    WriteTable,
-)
-from ray_dcp.protocol.messages import FileReceipt, FileReceipts, LoadGo, Target, join_receipts
-from ray_dcp.protocol.planning import differences
-from ray_dcp.protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
 from ray_dcp.runtime.records import (
     confirm_record,
     decision_of,

@@ -22,9 +22,9 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from ray_dcp.commit_protocol.error_aggregation import name_ranks
 from ray_dcp.core.checks import check_above_0
 from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError, ParticipantError
-from ray_dcp.protocol.error_aggregation import name_ranks
 from ray_dcp.runtime import private_ray, ray_calls, ray_private
 from ray_dcp.runtime.attach import attach_named
 from ray_dcp.runtime.session import sessions

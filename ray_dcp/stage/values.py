@@ -9,10 +9,10 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ray_dcp.commit_protocol.messages import FileReceipt, Target
 from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.messages import FileReceipt, Target
 
 MIB = 1 << 20
 

@@ -26,11 +26,11 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError, LimitError, ParticipantError, SaveCancelledError
 from ray_dcp.io.threads import run_tasks
 from ray_dcp.io.writer import part_key, write_pieces
-from ray_dcp.protocol.messages import Target
 from ray_dcp.stage.allocator import SlotAllocator
 from ray_dcp.stage.memory import ObjectSlots, StagingMemory, WindowBytes
 from ray_dcp.stage.memory_tier import Part, TierEntry, TierFile, kept_file, too_many

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.protocol.messages import Target
 
 # "::" chains protocols in fsspec, such as "simplecache::s3://".
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*(?:::[A-Za-z0-9+.-]+)*)://(.*)", re.DOTALL)

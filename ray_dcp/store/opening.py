@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.protocol.messages import Target
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import (
     AnyPlace,

@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ray_dcp.commit_protocol.messages import Exchange, Exchanged, OpKey, Refused, Reply
 from ray_dcp.errors import (
     CheckpointError,
     InternalError,
@@ -29,7 +30,6 @@ from ray_dcp.errors import (
     ShapeMismatchError,
     StorageError,
 )
-from ray_dcp.protocol.messages import Exchange, Exchanged, OpKey, Refused, Reply
 
 T = TypeVar("T")
 

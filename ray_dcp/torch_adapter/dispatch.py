@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.protocol.messages import Target
 from ray_dcp.store.location import AnyPlace, Location, is_place, split_url
 from ray_dcp.store.opening import absolute_target, as_target, place_by_fsspec
 from ray_dcp.torch_adapter.hugging_face import HuggingFaceFiles

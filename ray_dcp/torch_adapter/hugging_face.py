@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError, UnsupportedValueError
 from ray_dcp.format.safetensors import ALL_CODES, header, packed, sharding_metadata
 from ray_dcp.io.consolidation import (
@@ -30,7 +31,6 @@ from ray_dcp.io.consolidation import (
     write_index,
 )
 from ray_dcp.io.plain_files import INDEX_NAME
-from ray_dcp.protocol.messages import Target
 from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.torch_adapter.tensors import dtype_name, host_bytes
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from ray_dcp.commit_protocol.garbage import attempts_of
 from ray_dcp.core.collector import collector_paused
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
 from ray_dcp.format.manifest import (
@@ -39,7 +40,6 @@ from ray_dcp.format.step_info import (
 )
 from ray_dcp.io.records import Slots, read_slots
 from ray_dcp.io.threads import run_tasks
-from ray_dcp.protocol.garbage import attempts_of
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import Told, open_storage, place_below

@@ -14,13 +14,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+from ray_dcp.commit_protocol.garbage import owner_of
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.format.names import SHARED_FOLDER, TAGS, check_note, check_tag, note_key, tag_key
 from ray_dcp.format.save_trace import SaveTrace
 from ray_dcp.format.step_info import info_slot
 from ray_dcp.io.records import fence
-from ray_dcp.protocol.garbage import owner_of
-from ray_dcp.protocol.messages import Target
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, as_target, open_storage, place_below
 from ray_dcp.view.checkpoint_view import CheckpointView, layout_text

@@ -24,12 +24,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from ray_dcp.core.checksums import digest, length_with_checks, num_blocks_many
-from ray_dcp.core.values import Columns, FilePlan, Kind, RankPlan
-from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.aggregation import Batch, BatchedReplies, BatchWindow, MessageBatch, group_of
-from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.messages import (
+from ray_dcp.commit_protocol.aggregation import (
+    Batch,
+    BatchedReplies,
+    BatchWindow,
+    MessageBatch,
+    group_of,
+)
+from ray_dcp.commit_protocol.coordination import Coordination
+from ray_dcp.commit_protocol.messages import (
     DeferredPlace,
     FileReceipt,
     OpKey,
@@ -37,6 +40,9 @@ from ray_dcp.protocol.messages import (
     SaveReceipt,
     Target,
 )
+from ray_dcp.core.checksums import digest, length_with_checks, num_blocks_many
+from ray_dcp.core.values import Columns, FilePlan, Kind, RankPlan
+from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.rank_save import PlanMemory
 from ray_dcp.runtime.tasks import new_attempt, perform
 from ray_dcp.store.memory import MemoryStorage

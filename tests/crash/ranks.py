@@ -13,10 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ray_dcp.errors import CheckpointError, CommitUnknownError
-from ray_dcp.io.checkpoint import Checkpoint
-from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.protocol.messages import (
+from ray_dcp.commit_protocol.messages import (
     OpKey,
     PartsHeld,
     PartsWritten,
@@ -26,6 +23,9 @@ from ray_dcp.protocol.messages import (
     SaveStaged,
     Target,
 )
+from ray_dcp.errors import CheckpointError, CommitUnknownError
+from ray_dcp.io.checkpoint import Checkpoint
+from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.rank_load import LoadResult
 from ray_dcp.runtime.rank_save import (
     Captured,

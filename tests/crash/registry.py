@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ray_dcp.protocol.messages import Target
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import Storage
 from tests.crash.array_states import State, sample_state

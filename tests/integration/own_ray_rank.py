@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ray_dcp.protocol.messages import Exchange
+from ray_dcp.commit_protocol.messages import Exchange
 from ray_dcp.runtime.attach import attached_address
 from ray_dcp.runtime.session import Session, current_session
 

@@ -11,9 +11,9 @@ import pytest
 import ray
 
 import ray_dcp
+from ray_dcp.commit_protocol import aggregation
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol import aggregation
-from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime import gatherer
 from ray_dcp.runtime.actor_names import NAMESPACE, gatherer_name
 from ray_dcp.runtime.rank_load import drive

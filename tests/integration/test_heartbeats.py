@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 import pytest
 import ray
 
+from ray_dcp.commit_protocol.messages import SaveOutcome, Target
 from ray_dcp.errors import (
     CheckpointError,
     DeadlineError,
@@ -21,7 +22,6 @@ from ray_dcp.errors import (
     SaveCancelledError,
 )
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.messages import SaveOutcome, Target
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.session import Session
 from ray_dcp.runtime.tasks import outcome

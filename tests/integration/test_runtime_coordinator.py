@@ -10,8 +10,8 @@ import time
 import pytest
 import ray
 
+from ray_dcp.commit_protocol.messages import Exchange, Exchanged, Refused
 from ray_dcp.errors import DeadlineError, InvalidRequestError
-from ray_dcp.protocol.messages import Exchange, Exchanged, Refused
 from ray_dcp.runtime import ray_private
 from ray_dcp.runtime.actor_names import NAMESPACE, coordinator_name
 from ray_dcp.runtime.session import Session, connect, current_session

@@ -18,9 +18,9 @@ import pytest
 import ray
 
 import ray_dcp
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError, LimitError, ParticipantError
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime import staging as staging_link
 from ray_dcp.runtime.stager import SHARE_OF_MEMORY, stager_of
 from ray_dcp.runtime.staging import RankStaging

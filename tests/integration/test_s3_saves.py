@@ -14,9 +14,9 @@ import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 import ray_dcp
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import CheckpointError, StorageError
 from ray_dcp.manager import CheckpointManager
-from ray_dcp.protocol.messages import Target
 from ray_dcp.store.location import Location
 from ray_dcp.store.opening import as_target, open_storage
 from tests.crash.crashes import check_crashes

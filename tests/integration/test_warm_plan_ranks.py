@@ -8,8 +8,8 @@ import signal
 import torch
 
 import ray_dcp
+from ray_dcp.commit_protocol.messages import Reply, Request, SaveAgain, SaveGo, SaveJoin, SendItems
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.messages import Reply, Request, SaveAgain, SaveGo, SaveJoin, SendItems
 from ray_dcp.runtime.session import current_session
 from tests.polling import eventually
 

@@ -24,6 +24,9 @@ import torch
 import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ray_dcp.commit_protocol.commands import Perform, step_of
+from ray_dcp.commit_protocol.coordination import Coordination
+from ray_dcp.commit_protocol.messages import OpKey, Request, SaveGo, SaveOutcome
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -35,9 +38,6 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.io.checkpoint import METADATA_KEY
-from ray_dcp.protocol.commands import Perform, step_of
-from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.messages import OpKey, Request, SaveGo, SaveOutcome
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.local import LocalStorage

@@ -12,6 +12,7 @@ from unittest import mock
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -21,7 +22,6 @@ from ray_dcp.errors import (
 from ray_dcp.io.checkpoint import read_checkpoint
 from ray_dcp.io.records import read_slots
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime import copying
 from ray_dcp.runtime.copying import copy_checkpoint, plan_copy
 from ray_dcp.runtime.garbage_collection import collect, delete

@@ -16,6 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ray_dcp.commit_protocol.commands import MakePlan, Planned
+from ray_dcp.commit_protocol.messages import OpKey, Target
+from ray_dcp.commit_protocol.planning import PlanCache, Planning
 from ray_dcp.core.columns import ColumnsBuilder, encode
 from ray_dcp.core.values import Columns
 from ray_dcp.options import SaveOptions
@@ -28,9 +31,6 @@ from ray_dcp.planning.merge import (
     groups_of,
     without_contents,
 )
-from ray_dcp.protocol.commands import MakePlan, Planned
-from ray_dcp.protocol.messages import OpKey, Target
-from ray_dcp.protocol.planning import PlanCache, Planning
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.torch_adapter.capture import capture
 from tests.crash.array_states import ArrayCapture, sample_state

@@ -6,12 +6,12 @@ import numpy as np
 from hypothesis import event, given, settings, target
 from hypothesis import strategies as st
 
+from ray_dcp.commit_protocol.messages import pack_receipts
 from ray_dcp.core.checksums import block_checks
 from ray_dcp.core.values import Kind
 from ray_dcp.planning.coverage import check_coverage, holes, missing_volumes
 from ray_dcp.planning.finish import finish_table
 from ray_dcp.planning.global_plan import make_plan, pack_for_commit, unpack_for_commit
-from ray_dcp.protocol.messages import pack_receipts
 from tests.format_cases import difference
 from tests.plan_cases import Case, box_bytes, cases, truth, write
 

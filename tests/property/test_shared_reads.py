@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from ray_dcp.commit_protocol.messages import pack_receipts
 from ray_dcp.core.checksums import block_checks
 from ray_dcp.core.values import Kind
 from ray_dcp.io.reader import prepare_reads, read_prepared
@@ -18,7 +19,6 @@ from ray_dcp.options import LoadOptions
 from ray_dcp.planning.finish import finish_table
 from ray_dcp.planning.global_plan import make_plan
 from ray_dcp.planning.reads import Ranges, ShareCost, Wanted, merged, plan_reads, share_reads
-from ray_dcp.protocol.messages import pack_receipts
 from ray_dcp.store.memory import MemoryStorage
 from tests.plan_cases import Case, Piece, Tensor, box_bytes, truth, write
 from tests.thread_peers import Board, ThreadExchange

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from ray_dcp.commit_protocol.commands import Failed, MakePlan, Planned, RowsMissing
 from ray_dcp.core.columns import ColumnsBuilder, encode
 from ray_dcp.errors import CheckpointError
 from ray_dcp.planning.fingerprint import alike, fingerprint
@@ -17,7 +18,6 @@ from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, make_plan
 from ray_dcp.planning.merge import contents_of, without_contents
 from ray_dcp.planning.regular import probes
 from ray_dcp.planning.sharing import node_numbers
-from ray_dcp.protocol.commands import Failed, MakePlan, Planned, RowsMissing
 from ray_dcp.runtime import tasks
 from ray_dcp.runtime.tasks import perform
 

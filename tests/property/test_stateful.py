@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 import ray_dcp
+from ray_dcp.commit_protocol.messages import OpKey
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -27,7 +28,6 @@ from ray_dcp.errors import (
 from ray_dcp.format.manifest import Manifest, deciding, decode_record, slot_of
 from ray_dcp.io.checkpoint import METADATA_KEY, newest_record
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.protocol.messages import OpKey
 from ray_dcp.runtime.tasks import outcome
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray_dcp.protocol.messages import Exchange, OpKey
+from ray_dcp.commit_protocol.messages import Exchange, OpKey
 from ray_dcp.torch_adapter.collective import Group
 from tests.inline_ranks import Fate, RankResult, run_ranks
 

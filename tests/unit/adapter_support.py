@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ray_dcp.commit_protocol.messages import OpKey, Target
 from ray_dcp.core.values import ChunkTable, Kind
 from ray_dcp.io.checkpoint import read_checkpoint
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.protocol.messages import OpKey, Target
 from ray_dcp.store.opening import open_storage
 from ray_dcp.torch_adapter.capture import Capture, capture
 from ray_dcp.torch_adapter.targets import Targets, plan_targets

@@ -17,8 +17,8 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ray_dcp import errors
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.planning.reads import plan_reads
-from ray_dcp.protocol.messages import Target
 from ray_dcp.torch_adapter.capture import Capture, capture
 from ray_dcp.torch_adapter.objects import dump_object
 from ray_dcp.torch_adapter.sink import TensorSink

@@ -10,11 +10,7 @@ import pytest
 import torch
 
 from ray_dcp import errors
-from ray_dcp.format.manifest import DeleteRecord, decode_record, record_key, slot_of
-from ray_dcp.io.checkpoint import find_checkpoint, newest_record
-from ray_dcp.io.records import read_slots
-from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.commands import (
+from ray_dcp.commit_protocol.commands import (
     BuildCommit,
     CollectReplaced,
     CreateAbort,
@@ -25,8 +21,12 @@ from ray_dcp.protocol.commands import (
     PublishMetadata,
     RecordCreated,
 )
-from ray_dcp.protocol.messages import Target
-from ray_dcp.protocol.vote import Fenced, Lost
+from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.commit_protocol.vote import Fenced, Lost
+from ray_dcp.format.manifest import DeleteRecord, decode_record, record_key, slot_of
+from ray_dcp.io.checkpoint import find_checkpoint, newest_record
+from ray_dcp.io.records import read_slots
+from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.garbage_collection import collect, delete
 from ray_dcp.runtime.tasks import outcome, perform, settle
 from ray_dcp.store.fault_injection import Fault, FaultyStorage

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as stock
 
 import ray_dcp
 from ray_dcp import conversion
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -25,7 +26,6 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.format.manifest import AbortRecord, decode_record
-from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.copying import copy_checkpoint, plan_copy
 from ray_dcp.store import opening
 from ray_dcp.store.local import LocalStorage

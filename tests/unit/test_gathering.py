@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from ray_dcp import errors
-from ray_dcp.core.checksums import digest
-from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.protocol.aggregation import (
+from ray_dcp.commit_protocol.aggregation import (
     BatchedJoins,
     BatchedReceipts,
     BatchedReplies,
@@ -20,8 +18,8 @@ from ray_dcp.protocol.aggregation import (
     group_of,
     is_gathered,
 )
-from ray_dcp.protocol.commands import Answer
-from ray_dcp.protocol.messages import (
+from ray_dcp.commit_protocol.commands import Answer
+from ray_dcp.commit_protocol.messages import (
     Exchange,
     FileReceipt,
     LoadJoin,
@@ -35,6 +33,8 @@ from ray_dcp.protocol.messages import (
     join_receipts,
     pack_receipts,
 )
+from ray_dcp.core.checksums import digest
+from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.rank_save import PlanMemory
 from ray_dcp.store.memory import MemoryStorage
 from tests.crash.array_states import ArrayCapture, same_state, sample_state

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from ray_dcp.commit_protocol.liveness import HeartbeatAck
 from ray_dcp.errors import DeadlineError
-from ray_dcp.protocol.liveness import HeartbeatAck
 from ray_dcp.runtime import heartbeat, ray_calls, ray_private
 from ray_dcp.runtime.heartbeat import HeartbeatSender
 from ray_dcp.runtime.rank_progress import RankProgress

@@ -7,6 +7,18 @@ import numpy as np
 import pytest
 import torch
 
+from ray_dcp.commit_protocol.commands import (
+    CreateAbort,
+    CreateRecord,
+    Failed,
+    Published,
+    PublishMetadata,
+    ReadRecord,
+    RecordCreated,
+    SlotFree,
+    SlotTaken,
+)
+from ray_dcp.commit_protocol.messages import OpKey, SaveReceipt, Target
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.errors import (
     CheckpointError,
@@ -22,18 +34,6 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.manifest import AbortRecord, decode_record, encode_record, record_key
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.protocol.commands import (
-    CreateAbort,
-    CreateRecord,
-    Failed,
-    Published,
-    PublishMetadata,
-    ReadRecord,
-    RecordCreated,
-    SlotFree,
-    SlotTaken,
-)
-from ray_dcp.protocol.messages import OpKey, SaveReceipt, Target
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.records import standing_records

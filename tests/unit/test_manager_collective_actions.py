@@ -7,11 +7,11 @@ import threading
 import pytest
 import torch
 
+from ray_dcp.commit_protocol.messages import Exchange
 from ray_dcp.errors import ParticipantError, SaveCancelledError, StorageError
 from ray_dcp.manager import CheckpointManager, Item
 from ray_dcp.manager.collective_actions import agree
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.messages import Exchange
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.tasks import settle
 from ray_dcp.store.local import LocalStorage
@@ -66,8 +66,8 @@ def test_a_step_that_is_told_as_failed_never_appears(tmp_path):
 
 
 def test_an_attempt_that_was_ended_before_its_save_began_is_not_committed(tmp_path, monkeypatch):
+    from ray_dcp.commit_protocol.messages import Target
     from ray_dcp.operations import run_save
-    from ray_dcp.protocol.messages import Target
     from ray_dcp.torch_adapter.dispatch import decide_save
 
     target, attempt = Target(str(tmp_path)), "0123456789abcdef"

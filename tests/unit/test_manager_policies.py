@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ray_dcp
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.manager import (
     AnyOf,
@@ -37,7 +38,6 @@ from ray_dcp.manager.retention import best_of, check_metrics, check_retention, s
 from ray_dcp.manager.save_policy import check_save_policy
 from ray_dcp.manager.settings import Settings
 from ray_dcp.manager.writer import Writer
-from ray_dcp.protocol.messages import Target
 from ray_dcp.store.opening import open_storage
 from tests.manager_places import root_of
 

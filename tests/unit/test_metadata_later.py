@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 import ray_dcp
 from ray_dcp.cli.main import main
+from ray_dcp.commit_protocol.commands import Failed, MakeMetadata
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError, StorageError
-from ray_dcp.protocol.commands import Failed, MakeMetadata
 from ray_dcp.runtime.tasks import perform
 from tests.crash.array_states import sample_state
 from tests.crash.ranks import save_ranks

@@ -4,10 +4,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from ray_dcp.commit_protocol.messages import SaveOutcome, Target
 from ray_dcp.errors import CheckpointError, DeadlineError, RankDisagreementError
 from ray_dcp.manager.collective_actions import agree
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.messages import SaveOutcome, Target
 from ray_dcp.runtime.rank_load import drive
 from tests.numpy_ranks import NumpyCapture, load_and_check, state_of
 from tests.rank_saves import save_rank

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import ray_dcp
 from ray_dcp import loading
+from ray_dcp.commit_protocol.messages import LoadDone, OpKey, Target
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -32,7 +33,6 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.manifest import AbortRecord, encode_record, record_key
 from ray_dcp.options import LoadOptions
-from ray_dcp.protocol.messages import LoadDone, OpKey, Target
 from ray_dcp.runtime import rank_load
 from ray_dcp.runtime.rank_load import StepRange, falls_back, load_newest_rank
 from ray_dcp.store.fault_injection import Fault, FaultyStorage

@@ -8,9 +8,9 @@ from functools import partial
 
 import pytest
 
+from ray_dcp.commit_protocol.messages import LoadDone, OpKey, SaveJoin, SaveReceipt, Target
 from ray_dcp.errors import CommitUnknownError, DeadlineError, ParticipantError, SaveCancelledError
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.protocol.messages import LoadDone, OpKey, SaveJoin, SaveReceipt, Target
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_progress import RankProgress, WatchedStorage

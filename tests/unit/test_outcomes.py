@@ -10,6 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from ray_dcp.commit_protocol.commands import CollectReplaced, Failed, Published, PublishMetadata
+from ray_dcp.commit_protocol.messages import (
+    LoadDone,
+    LoadJoin,
+    OpKey,
+    Refused,
+    SaveJoin,
+    SaveReceipt,
+    Target,
+)
 from ray_dcp.errors import (
     CheckpointNotFoundError,
     CommitUnknownError,
@@ -22,16 +32,6 @@ from ray_dcp.errors import (
 from ray_dcp.format.manifest import decode_record, encode_record
 from ray_dcp.io.checkpoint import find_checkpoint
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.protocol.commands import CollectReplaced, Failed, Published, PublishMetadata
-from ray_dcp.protocol.messages import (
-    LoadDone,
-    LoadJoin,
-    OpKey,
-    Refused,
-    SaveJoin,
-    SaveReceipt,
-    Target,
-)
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.session import CallTimeouts

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ray_dcp
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError, MissingKeyError
 from ray_dcp.format.save_trace import RankTimes, SaveTrace, Span, make_trace
-from ray_dcp.protocol.messages import Target
 from ray_dcp.view.difference import TensorDiff
 from ray_dcp.view.listing import ListedCheckpoint
 from ray_dcp.view.pictures import (

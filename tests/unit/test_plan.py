@@ -13,6 +13,7 @@ import pyarrow
 import pytest
 from safetensors.numpy import load as load_safetensors
 
+from ray_dcp.commit_protocol.messages import FileReceipt, FileReceipts, join_receipts
 from ray_dcp.core.checksums import digest
 from ray_dcp.core.columns import ColumnsBuilder, check, decode, encode
 from ray_dcp.core.grouping import group_rows
@@ -30,7 +31,6 @@ from ray_dcp.planning.coverage import Coverage, check_coverage
 from ray_dcp.planning.finish import finish_table
 from ray_dcp.planning.global_plan import make_plan, rank_plan
 from ray_dcp.planning.reads import Wanted, block_ranges, plan_reads, slabs
-from ray_dcp.protocol.messages import FileReceipt, FileReceipts, join_receipts
 from ray_dcp.torch_adapter.capture import capture
 from tests.conflicts import ALL, CONFLICTS, Boxes
 from tests.crash.ranks import save_ranks

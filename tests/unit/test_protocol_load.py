@@ -2,19 +2,8 @@
 
 import pytest
 
-from ray_dcp.errors import (
-    CheckpointNotFoundError,
-    DeadlineError,
-    InternalError,
-    InvalidRequestError,
-    MissingKeyError,
-    ParticipantError,
-    RankDisagreementError,
-    StorageError,
-)
-from ray_dcp.options import LoadOptions
-from ray_dcp.protocol.commands import ReadCheckpoint
-from ray_dcp.protocol.messages import (
+from ray_dcp.commit_protocol.commands import ReadCheckpoint
+from ray_dcp.commit_protocol.messages import (
     Exchange,
     Exchanged,
     LoadDone,
@@ -28,7 +17,18 @@ from ray_dcp.protocol.messages import (
     Refused,
     Target,
 )
-from ray_dcp.protocol.operation import GRACE_S
+from ray_dcp.commit_protocol.operation import GRACE_S
+from ray_dcp.errors import (
+    CheckpointNotFoundError,
+    DeadlineError,
+    InternalError,
+    InvalidRequestError,
+    MissingKeyError,
+    ParticipantError,
+    RankDisagreementError,
+    StorageError,
+)
+from ray_dcp.options import LoadOptions
 from tests.protocol_play import KEY, TARGET, Play
 
 FOUND = LoadGo("native", 3, b"manifest")

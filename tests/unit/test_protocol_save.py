@@ -4,19 +4,7 @@ import dataclasses
 
 import pytest
 
-from ray_dcp.errors import (
-    CheckpointExistsError,
-    CommitUnknownError,
-    DeadlineError,
-    InternalError,
-    ParticipantError,
-    RankDisagreementError,
-    SaveCancelledError,
-    StorageError,
-)
-from ray_dcp.format.manifest import Verdict
-from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.commands import (
+from ray_dcp.commit_protocol.commands import (
     BuildCommit,
     CollectReplaced,
     CreateAbort,
@@ -35,8 +23,8 @@ from ray_dcp.protocol.commands import (
     SlotTaken,
     WriteTable,
 )
-from ray_dcp.protocol.liveness import AwakeClock, Doing, Heartbeat
-from ray_dcp.protocol.messages import (
+from ray_dcp.commit_protocol.liveness import AwakeClock, Doing, Heartbeat
+from ray_dcp.commit_protocol.messages import (
     Exchange,
     LoadReady,
     OpKey,
@@ -46,8 +34,20 @@ from ray_dcp.protocol.messages import (
     SaveReceipt,
     Target,
 )
-from ray_dcp.protocol.operation import GRACE_S, LOST_GRACE_S
-from ray_dcp.protocol.save import REPLACED_SINCE
+from ray_dcp.commit_protocol.operation import GRACE_S, LOST_GRACE_S
+from ray_dcp.commit_protocol.save import REPLACED_SINCE
+from ray_dcp.errors import (
+    CheckpointExistsError,
+    CommitUnknownError,
+    DeadlineError,
+    InternalError,
+    ParticipantError,
+    RankDisagreementError,
+    SaveCancelledError,
+    StorageError,
+)
+from ray_dcp.format.manifest import Verdict
+from ray_dcp.options import SaveOptions
 from tests.inline_ranks import next_silence_s
 from tests.protocol_play import BUILT, KEY, TARGET, Play, receipt_file
 

@@ -8,6 +8,32 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ray_dcp.commit_protocol.commands import (
+    Answer,
+    BuildCommit,
+    Failed,
+    Finished,
+    OutcomeRead,
+    Published,
+    ReadOutcome,
+    ReadRecords,
+    RecordCreated,
+)
+from ray_dcp.commit_protocol.coordination import Coordination
+from ray_dcp.commit_protocol.liveness import Heartbeat
+from ray_dcp.commit_protocol.messages import (
+    Ack,
+    FileReceipt,
+    OpKey,
+    PartsHeld,
+    PartsWritten,
+    Refused,
+    SaveGo,
+    SaveOutcome,
+    SaveStaged,
+    TakeOver,
+    Target,
+)
 from ray_dcp.core.values import FilePlan, RankPlan
 from ray_dcp.errors import (
     CheckpointError,
@@ -21,32 +47,6 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.commands import (
-    Answer,
-    BuildCommit,
-    Failed,
-    Finished,
-    OutcomeRead,
-    Published,
-    ReadOutcome,
-    ReadRecords,
-    RecordCreated,
-)
-from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.liveness import Heartbeat
-from ray_dcp.protocol.messages import (
-    Ack,
-    FileReceipt,
-    OpKey,
-    PartsHeld,
-    PartsWritten,
-    Refused,
-    SaveGo,
-    SaveOutcome,
-    SaveStaged,
-    TakeOver,
-    Target,
-)
 from tests.protocol_play import BUILT, KEY, NOTHING, TARGET, Play, planned, receipt_file
 
 FILES_OF_A_RANK = 2

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import ray_dcp
+from ray_dcp.commit_protocol.aggregation import batch_of
+from ray_dcp.commit_protocol.messages import OpKey, SaveJoin, Target
 from ray_dcp.core.dtypes import raw_dtype
 from ray_dcp.errors import (
     DamagedCheckpointError,
@@ -22,8 +24,6 @@ from ray_dcp.errors import (
 from ray_dcp.format.tensor_stats import PartStats, combine, encode_stats, stats_key
 from ray_dcp.options import SaveOptions
 from ray_dcp.planning.fingerprint import FINGERPRINT_BYTES
-from ray_dcp.protocol.aggregation import batch_of
-from ray_dcp.protocol.messages import OpKey, SaveJoin, Target
 from ray_dcp.torch_adapter import device_copy
 from ray_dcp.torch_adapter.capture import capture, measured, part_stats, part_stats_on_device
 from ray_dcp.torch_adapter.tensors import host_bytes

@@ -13,6 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ray_dcp
+from ray_dcp.commit_protocol.commands import Answer, MakePlan, Perform, PublishMetadata
+from ray_dcp.commit_protocol.messages import (
+    FileReceipt,
+    OpKey,
+    PartsHeld,
+    PartsWritten,
+    Refused,
+    SaveGo,
+    SaveJoin,
+    SaveReceipt,
+    Target,
+)
 from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import DamagedCheckpointError
 from ray_dcp.format.save_trace import (
@@ -26,18 +38,6 @@ from ray_dcp.format.save_trace import (
     trace_key,
 )
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.commands import Answer, MakePlan, Perform, PublishMetadata
-from ray_dcp.protocol.messages import (
-    FileReceipt,
-    OpKey,
-    PartsHeld,
-    PartsWritten,
-    Refused,
-    SaveGo,
-    SaveJoin,
-    SaveReceipt,
-    Target,
-)
 from ray_dcp.runtime.metrics import SaveRecorder, Tracing
 from ray_dcp.store.memory import MemoryStorage
 

@@ -9,13 +9,9 @@ import threading
 import numpy as np
 import pytest
 
-from ray_dcp.errors import ParticipantError, SaveCancelledError, StorageError
-from ray_dcp.io import shared_read
-from ray_dcp.io.shared_read import SharedReadStorage
-from ray_dcp.planning.reads import Ranges, RankShare, ReadNeeds, ShareCost, merged, share_reads
-from ray_dcp.protocol.commands import ShareReads
-from ray_dcp.protocol.load import Decline, Enter, Leave, Listen, Offer, SharedReads, Use
-from ray_dcp.protocol.messages import (
+from ray_dcp.commit_protocol.commands import ShareReads
+from ray_dcp.commit_protocol.load import Decline, Enter, Leave, Listen, Offer, SharedReads, Use
+from ray_dcp.commit_protocol.messages import (
     LoadDone,
     LoadOutcome,
     LoadProceed,
@@ -23,6 +19,10 @@ from ray_dcp.protocol.messages import (
     OpKey,
     ReadCounts,
 )
+from ray_dcp.errors import ParticipantError, SaveCancelledError, StorageError
+from ray_dcp.io import shared_read
+from ray_dcp.io.shared_read import SharedReadStorage
+from ray_dcp.planning.reads import Ranges, RankShare, ReadNeeds, ShareCost, merged, share_reads
 from ray_dcp.runtime.coordinator import SharedReadDispatch
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.memory import MemoryStorage

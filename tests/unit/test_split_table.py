@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 import ray_dcp
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.format.metadata import encode_metadata
 from ray_dcp.format.table import encode_table
 from ray_dcp.io.checkpoint import newest_record, read_checkpoint
 from ray_dcp.options import SaveOptions
 from ray_dcp.planning import global_plan
-from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime import tasks
 from ray_dcp.store.opening import open_storage
 from tests.crash.array_states import same_state, sample_state

@@ -28,11 +28,11 @@ from hypothesis.stateful import (
     rule,
 )
 
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError, LimitError
 from ray_dcp.io.writer import write_part
 from ray_dcp.options import SaveOptions
 from ray_dcp.planning.global_plan import make_plan, rank_plan
-from ray_dcp.protocol.messages import Target
 from ray_dcp.stage import copying
 from ray_dcp.stage.allocator import SlotAllocator
 from ray_dcp.stage.copying import copy_all, fill_window

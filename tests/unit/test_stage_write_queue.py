@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import (
     DeadlineError,
     LimitError,
@@ -20,7 +21,6 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.rank_load import MemorySource
 from ray_dcp.stage.allocator import SlotAllocator
 from ray_dcp.stage.copying import HostFiller, window_parts

@@ -16,10 +16,10 @@ from types import SimpleNamespace
 import pytest
 
 import ray_dcp
+from ray_dcp.commit_protocol.aggregation import Batches, MessageBatch
+from ray_dcp.commit_protocol.coordination import Coordination
+from ray_dcp.commit_protocol.messages import Ack, PartsHeld, SaveStaged, Target
 from ray_dcp.errors import InternalError
-from ray_dcp.protocol.aggregation import Batches, MessageBatch
-from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.messages import Ack, PartsHeld, SaveStaged, Target
 from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.coordinator import Coordinator
 from ray_dcp.runtime.recovery import StagedPlans, StagerWatch

@@ -13,8 +13,8 @@ from fsspec.implementations.dirfs import DirFileSystem
 from pyarrow import fs as arrow
 
 import ray_dcp
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.protocol.messages import Target
 from ray_dcp.store.arrow_storage import ArrowStorage
 from ray_dcp.store.fsspec_storage import FsspecStorage
 from ray_dcp.store.local import LocalStorage

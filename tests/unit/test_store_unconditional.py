@@ -11,11 +11,17 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 import ray_dcp
+from ray_dcp.commit_protocol.commands import (
+    CreateAbort,
+    CreateRecord,
+    ReadRecord,
+    RecordsRead,
+    SlotFree,
+)
+from ray_dcp.commit_protocol.coordination import Coordination
+from ray_dcp.commit_protocol.messages import SaveReceipt
 from ray_dcp.errors import CheckpointExistsError, CommitUnknownError, StorageError
 from ray_dcp.format.manifest import record_key
-from ray_dcp.protocol.commands import CreateAbort, CreateRecord, ReadRecord, RecordsRead, SlotFree
-from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.messages import SaveReceipt
 from ray_dcp.runtime.tasks import new_attempt, outcome, perform
 from ray_dcp.store.location import Location
 from ray_dcp.store.memory import MemoryStorage

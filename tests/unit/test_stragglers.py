@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ray_dcp.protocol.liveness import HELP_COSTS_S, LEAST_WAIT_S, WriteProgress
+from ray_dcp.commit_protocol.liveness import HELP_COSTS_S, LEAST_WAIT_S, WriteProgress
 
 
 def stragglers(

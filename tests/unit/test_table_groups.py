@@ -272,7 +272,7 @@ def test_an_index_that_lies_is_seen_by_who_reads_all(name):
 
 def test_reading_chunks_has_a_deadline(saved, monkeypatch):
     """All but the end of the table is behind a gate that nobody opens in time."""
-    monkeypatch.setattr("ray_dcp.protocol.load.MOST_SENT_BYTES", 0)
+    monkeypatch.setattr("ray_dcp.commit_protocol.load.MOST_SENT_BYTES", 0)
     entry = newest_record(saved).manifest
     end, gate = entry.table.num_bytes - entry.table_end.num_bytes, threading.Event()
     held = []

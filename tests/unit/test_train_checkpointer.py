@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ray_dcp
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.integrations.train import reports as telling
 from ray_dcp.integrations.train.checkpointer import Checkpointer, Settings
@@ -20,7 +21,6 @@ from ray_dcp.integrations.train.joining import Group, Retention, RunFacts, parse
 from ray_dcp.integrations.train.save_requests import REQUESTS, Asked
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.view.listing import list_run
 from tests.polling import eventually

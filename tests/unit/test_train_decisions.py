@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ray_dcp
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -37,7 +38,6 @@ from ray_dcp.integrations.train.joining import (
 from ray_dcp.integrations.train.save_requests import Asked, SaveRequests, ask_all
 from ray_dcp.manager.catalogue import Catalogue, Root
 from ray_dcp.manager.leases import Lease, LeaseHolder
-from ray_dcp.protocol.messages import Target
 from ray_dcp.view.listing import list_run
 from tests.polling import eventually
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ray_dcp.protocol.messages import Target
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.stage import transfer as stage_transfer
 from ray_dcp.stage.copying import HostFiller, fill_window, window_parts
 from ray_dcp.stage.memory import StagingMemory

@@ -6,12 +6,12 @@ from functools import partial
 import numpy as np
 import pytest
 
+from ray_dcp.commit_protocol import planning
+from ray_dcp.commit_protocol.commands import Failed, MakePlan
+from ray_dcp.commit_protocol.messages import Refused, SaveAgain, SaveJoin, SendItems, Target
 from ray_dcp.core.columns import ColumnsBuilder, encode
 from ray_dcp.errors import InvalidRequestError, PlanConflictError, RankDisagreementError
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol import planning
-from ray_dcp.protocol.commands import Failed, MakePlan
-from ray_dcp.protocol.messages import Refused, SaveAgain, SaveJoin, SendItems, Target
 from ray_dcp.runtime import rank_save
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.opening import open_storage

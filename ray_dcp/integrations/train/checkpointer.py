@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from ray_dcp.asynchronous import SaveHandle, run_async_save
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core.checks import check_whole
 from ray_dcp.errors import (
     CheckpointError,
@@ -50,7 +51,6 @@ from ray_dcp.integrations.train.joining import (
 from ray_dcp.integrations.train.save_requests import REQUESTS, Asked
 from ray_dcp.loading import run_load_newest
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.rank_load import StepRange
 from ray_dcp.runtime.tasks import outcome
 from ray_dcp.torch_adapter.dispatch import decide_save

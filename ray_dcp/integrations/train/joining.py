@@ -31,6 +31,7 @@ from urllib.parse import parse_qsl
 
 import ray
 
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core.checks import check_whole
 from ray_dcp.errors import (
     CheckpointError,
@@ -44,7 +45,6 @@ from ray_dcp.manager.catalogue import Catalogue, Root, look_at_folders
 from ray_dcp.manager.leases import LEASE_S, Readers, WriterLease, this_process
 from ray_dcp.manager.steps import Deletions, Going, going, remove_records
 from ray_dcp.operations import session_for
-from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.memory_tier import NodeMemory
 from ray_dcp.runtime.ray_private import TESTED

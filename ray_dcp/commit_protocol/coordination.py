@@ -14,16 +14,9 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from ray_dcp.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    InternalError,
-    ParticipantError,
-    SaveSkippedError,
-)
-from ray_dcp.protocol.aggregation import BatchedJoins, BatchedReceipts, MessageBatch
-from ray_dcp.protocol.commands import Answer, Result, Task, step_of
-from ray_dcp.protocol.error_aggregation import (
+from ray_dcp.commit_protocol.aggregation import BatchedJoins, BatchedReceipts, MessageBatch
+from ray_dcp.commit_protocol.commands import Answer, Result, Task, step_of
+from ray_dcp.commit_protocol.error_aggregation import (
     Opening,
     call_of,
     check_world,
@@ -32,9 +25,9 @@ from ray_dcp.protocol.error_aggregation import (
     unknown_operation,
     went_ahead,
 )
-from ray_dcp.protocol.liveness import LONG_WAIT_S, SESSIONS, Heartbeat, Liveness
-from ray_dcp.protocol.load import LoadMachine
-from ray_dcp.protocol.messages import (
+from ray_dcp.commit_protocol.liveness import LONG_WAIT_S, SESSIONS, Heartbeat, Liveness
+from ray_dcp.commit_protocol.load import LoadMachine
+from ray_dcp.commit_protocol.messages import (
     Exchange,
     LoadJoin,
     OpKey,
@@ -46,9 +39,16 @@ from ray_dcp.protocol.messages import (
     Request,
     SaveJoin,
 )
-from ray_dcp.protocol.operation import Commands, ExchangeMachine
-from ray_dcp.protocol.planning import PlanCache, planned_chunks
-from ray_dcp.protocol.save import SaveMachine, StagedPlan
+from ray_dcp.commit_protocol.operation import Commands, ExchangeMachine
+from ray_dcp.commit_protocol.planning import PlanCache, planned_chunks
+from ray_dcp.commit_protocol.save import SaveMachine, StagedPlan
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    InternalError,
+    ParticipantError,
+    SaveSkippedError,
+)
 
 Machine = SaveMachine | LoadMachine | ExchangeMachine
 
@@ -122,7 +122,7 @@ class Coordination:
     """What a coordinator knows and decides, as a pure state machine.
 
     Every method takes one event and returns the commands that it leads to, to be carried out in
-    order (see `ray_dcp.protocol.commands`). A method that raises has changed nothing.
+    order (see `ray_dcp.commit_protocol.commands`). A method that raises has changed nothing.
 
     Args:
         epoch: Number of this coordinator's life: higher after each restart.
@@ -133,7 +133,7 @@ class Coordination:
 
     Examples:
         >>> from ray_dcp.options import LoadOptions
-        >>> from ray_dcp.protocol.messages import Target
+        >>> from ray_dcp.commit_protocol.messages import Target
         >>> coordination = Coordination(epoch=1, new_attempt=lambda: "a1")
         >>> join = LoadJoin(OpKey("run", 0), 0, 1, Target("memory://x"), LoadOptions())
         >>> [type(command).__name__ for command in coordination.receive(join)]

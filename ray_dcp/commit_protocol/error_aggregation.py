@@ -12,6 +12,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from itertools import groupby
 
+from ray_dcp.commit_protocol.messages import (
+    Exchange,
+    Fenceable,
+    LoadJoin,
+    OpKey,
+    Request,
+    SaveJoin,
+)
 from ray_dcp.errors import (
     CheckpointError,
     CommitUnknownError,
@@ -21,14 +29,6 @@ from ray_dcp.errors import (
     RankDisagreementError,
 )
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.protocol.messages import (
-    Exchange,
-    Fenceable,
-    LoadJoin,
-    OpKey,
-    Request,
-    SaveJoin,
-)
 
 MOST_DESCRIBED = 16
 """Missing ranks that an error describes; the others are only named."""

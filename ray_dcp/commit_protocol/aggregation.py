@@ -21,10 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from ray_dcp.errors import InvalidRequestError
-from ray_dcp.planning.fingerprint import FINGERPRINT_BYTES
-from ray_dcp.protocol.commands import Answer, step_of
-from ray_dcp.protocol.messages import (
+from ray_dcp.commit_protocol.commands import Answer, step_of
+from ray_dcp.commit_protocol.messages import (
     FileReceipts,
     LoadDone,
     LoadJoin,
@@ -38,6 +36,8 @@ from ray_dcp.protocol.messages import (
     SendItems,
     pack_receipts,
 )
+from ray_dcp.errors import InvalidRequestError
+from ray_dcp.planning.fingerprint import FINGERPRINT_BYTES
 
 
 @dataclass(frozen=True)
@@ -328,7 +328,7 @@ class BatchWindow:
 
     Examples:
         >>> from ray_dcp.options import LoadOptions
-        >>> from ray_dcp.protocol.messages import Target
+        >>> from ray_dcp.commit_protocol.messages import Target
         >>> def join(rank):
         ...     return LoadJoin(OpKey("run", 0), rank, 128, Target("memory://x"), LoadOptions())
         >>> window = BatchWindow(range(2, 4), lambda: 0.0)

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ray_dcp.errors import CheckpointError, InternalError, StorageRefusedError
-from ray_dcp.protocol.commands import (
+from ray_dcp.commit_protocol.commands import (
     CreateAbort,
     CreateRecord,
     Failed,
@@ -28,7 +27,8 @@ from ray_dcp.protocol.commands import (
     SlotFree,
     SlotTaken,
 )
-from ray_dcp.protocol.messages import Target
+from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.errors import CheckpointError, InternalError, StorageRefusedError
 
 TRIES = 1
 """How often a record is tried after failures whose fate is unknown. Storages retry by themselves

@@ -22,16 +22,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Literal
 
-from ray_dcp.errors import DeadlineError
-from ray_dcp.planning.reads import ReadNeeds, ReadShares, may_pay
-from ray_dcp.protocol.commands import (
+from ray_dcp.commit_protocol.commands import (
     Failed,
     ReadCheckpoint,
     Result,
     ShareReads,
 )
-from ray_dcp.protocol.error_aggregation import located
-from ray_dcp.protocol.messages import (
+from ray_dcp.commit_protocol.error_aggregation import located
+from ray_dcp.commit_protocol.messages import (
     LoadDone,
     LoadGo,
     LoadJoin,
@@ -42,7 +40,9 @@ from ray_dcp.protocol.messages import (
     ReadCounts,
     Request,
 )
-from ray_dcp.protocol.operation import Commands, Operation
+from ray_dcp.commit_protocol.operation import Commands, Operation
+from ray_dcp.errors import DeadlineError
+from ray_dcp.planning.reads import ReadNeeds, ReadShares, may_pay
 
 MOST_SENT_BYTES = 64 << 20
 """Most bytes of a chunk table that are sent, to all ranks together. Why: a rank that reads it pays

@@ -15,14 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from ray_dcp.errors import (
-    CheckpointError,
-    InternalError,
-    InvalidRequestError,
-    ParticipantError,
-    RankDisagreementError,
-)
-from ray_dcp.protocol.commands import (
+from ray_dcp.commit_protocol.commands import (
     Answer,
     Arm,
     Command,
@@ -32,7 +25,7 @@ from ray_dcp.protocol.commands import (
     Task,
     step_of,
 )
-from ray_dcp.protocol.error_aggregation import (
+from ray_dcp.commit_protocol.error_aggregation import (
     Opening,
     combine,
     deadline,
@@ -42,7 +35,14 @@ from ray_dcp.protocol.error_aggregation import (
     name_known,
     name_ranks,
 )
-from ray_dcp.protocol.messages import Exchange, Exchanged, Refused, Reply, Request, SaveJoin
+from ray_dcp.commit_protocol.messages import Exchange, Exchanged, Refused, Reply, Request, SaveJoin
+from ray_dcp.errors import (
+    CheckpointError,
+    InternalError,
+    InvalidRequestError,
+    ParticipantError,
+    RankDisagreementError,
+)
 
 
 class Barrier:

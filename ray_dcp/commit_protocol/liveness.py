@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from math import inf
 from statistics import median
 
+from ray_dcp.commit_protocol.error_aggregation import Call, describe_call
+from ray_dcp.commit_protocol.messages import OpKey
 from ray_dcp.errors import DeadlineError
-from ray_dcp.protocol.error_aggregation import Call, describe_call
-from ray_dcp.protocol.messages import OpKey
 
 LONG_WAIT_S = 30.0
 """A wait for other ranks that lasts longer is logged, once, in seconds."""

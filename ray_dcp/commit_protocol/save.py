@@ -50,19 +50,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ray_dcp.core.values import GlobalPlan
-from ray_dcp.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    CommitUnknownError,
-    DeadlineError,
-    InternalError,
-    ParticipantError,
-    PlanConflictError,
-    SaveCancelledError,
-)
-from ray_dcp.planning.global_plan import pack_for_commit, unpack_for_commit
-from ray_dcp.protocol.commands import (
+from ray_dcp.commit_protocol.commands import (
     Answer,
     BuildCommit,
     CollectReplaced,
@@ -87,9 +75,9 @@ from ray_dcp.protocol.commands import (
     WriteTable,
     step_of,
 )
-from ray_dcp.protocol.error_aggregation import identity, located, name_ranks, went_ahead
-from ray_dcp.protocol.liveness import WriteProgress
-from ray_dcp.protocol.messages import (
+from ray_dcp.commit_protocol.error_aggregation import identity, located, name_ranks, went_ahead
+from ray_dcp.commit_protocol.liveness import WriteProgress
+from ray_dcp.commit_protocol.messages import (
     Ack,
     Fenceable,
     FileReceipt,
@@ -105,9 +93,21 @@ from ray_dcp.protocol.messages import (
     SaveStaged,
     TakeOver,
 )
-from ray_dcp.protocol.operation import Commands, Operation
-from ray_dcp.protocol.planning import PlanCache, Planning
-from ray_dcp.protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
+from ray_dcp.commit_protocol.operation import Commands, Operation
+from ray_dcp.commit_protocol.planning import PlanCache, Planning
+from ray_dcp.commit_protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
+from ray_dcp.core.values import GlobalPlan
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CommitUnknownError,
+    DeadlineError,
+    InternalError,
+    ParticipantError,
+    PlanConflictError,
+    SaveCancelledError,
+)
+from ray_dcp.planning.global_plan import pack_for_commit, unpack_for_commit
 
 REPLACED_SINCE = (
     "The checkpoint was committed, but it does not stand any more: another save of the same "

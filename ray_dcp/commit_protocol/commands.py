@@ -19,11 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ray_dcp.core.values import GlobalPlan, RankPlan
-from ray_dcp.errors import CheckpointError
-from ray_dcp.format.manifest import Verdict
-from ray_dcp.planning.reads import ReadNeeds, ReadShares
-from ray_dcp.protocol.messages import (
+from ray_dcp.commit_protocol.messages import (
     FileReceipt,
     FileReceipts,
     LoadGo,
@@ -36,6 +32,10 @@ from ray_dcp.protocol.messages import (
     SaveStaged,
     Target,
 )
+from ray_dcp.core.values import GlobalPlan, RankPlan
+from ray_dcp.errors import CheckpointError
+from ray_dcp.format.manifest import Verdict
+from ray_dcp.planning.reads import ReadNeeds, ReadShares
 
 
 @dataclass(frozen=True)
