@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from ray_dcp.commit_protocol.commands import Command
 from ray_dcp.commit_protocol.coordination import Coordination
@@ -86,7 +86,7 @@ class StagerWatch:
                 task = asyncio.ensure_future(self._ask(name, seen))
                 seen.asking.add(task)
                 task.add_done_callback(seen.asking.discard)
-            elif now_s - seen.heard_s > timeout_s:
+            if now_s - seen.heard_s > timeout_s:
                 why = (
                     f"it was not heard of for {now_s - seen.heard_s:.0f} s, though Ray does not "
                     f"say that it died: frozen, or its machine is out of reach"
@@ -101,11 +101,11 @@ class StagerWatch:
                     ray_calls.get_actor, actor, namespace=self._namespace
                 )
             process, paces = await seen.handle.pulse.remote()
-        except (RayActorError, ValueError) as error:
+        except (ActorDiedError, ValueError) as error:
             self._lose(name, f"Ray says {type(error).__name__}")
             return
         except RayError:
-            return
+            return  # a connection broke: only silence beyond the bound is a loss
         now_s = seen.heard_s = asyncio.get_running_loop().time()
         if process != name:
             self._lose(name, "another stager has its place")
@@ -338,10 +338,10 @@ class StagedPlans:
             handle = await asyncio.to_thread(ray_calls.get_actor, actor, namespace=self._namespace)
             # Why its name: another process may have taken the place of the one that is meant.
             who, found = await asyncio.wait_for(handle.shares.remote(attempt), saved.silent_s)
-        except asyncio.TimeoutError:
-            return  # asked again by the next `keep`, unless it is lost by then
-        except (RayError, ValueError):
+        except (ActorDiedError, ValueError):
             pass  # it is dead: the coordinator's watch sees it, if it matters
+        except (RayError, asyncio.TimeoutError):
+            return  # asked again by the next `keep`, unless it is lost by then
         else:
             self._receive(_reported(key, epoch, attempt, who, found))
         saved.unasked = [one for one in saved.unasked if one != stager]

@@ -163,13 +163,15 @@ class _Pulse:
             return error if isinstance(error, CheckpointError) else CheckpointError(str(error))
         now_s = time.monotonic()
         silent_s = now_s - self._heard_s
-        if self._asked is not None:
-            answered, _ = ray_calls.wait([self._asked], timeout=0)
-            if answered:
-                self._asked, self._heard_s = None, now_s
-            elif silent_s > self._silence_s:
-                raise StagerGone(f"{self._link.stager} has not answered for {silent_s:.0f} s")
-        elif silent_s > self._silence_s / 4:
+        if self._asked is not None and ray_calls.wait([self._asked], timeout=0)[0]:
+            asked, self._asked = self._asked, None
+            # Suppressed: a connection broke, which is silence and no death.
+            with suppress(RayError):
+                ray_calls.get(asked)
+                self._heard_s, silent_s = now_s, 0.0
+        if silent_s > self._silence_s:
+            raise StagerGone(f"{self._link.stager} has not answered for {silent_s:.0f} s")
+        if self._asked is None and silent_s > self._silence_s / 4:
             # Suppressed: that the stager is gone is found by the call itself.
             with suppress(RayError), ray_calls.inside():
                 self._asked = self._link.handle.place.remote()

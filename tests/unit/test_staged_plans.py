@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 import ray_dcp
 from ray_dcp.commit_protocol.aggregation import Batches, MessageBatch
@@ -324,6 +325,106 @@ def test_a_stager_that_is_lost_is_one_warning_with_its_ranks(cluster, caplog):
     assert sorted(message[:14] for message in told) == ["Lost stager s0", "Lost stager s1"]
     assert all("ranks [" in message and "operation 0" in message for message in told)
     assert {"s0", "s1"} == set(lost)
+
+
+class Pulses:
+    """A stager whose connection breaks: each ping fails with the error that is given."""
+
+    def __init__(self, name, error):
+        self.name, self.error = name, error
+        self.pulse = SimpleNamespace(remote=self._pulse)
+        self.shares = SimpleNamespace(remote=self._pulse)
+
+    async def _pulse(self, *_):
+        if self.error is not None:
+            raise self.error
+        return self.name, {}
+
+
+def test_a_broken_connection_to_a_stager_is_no_loss_and_its_death_is(cluster, monkeypatch):
+    play = StagedPlay(world_size=2)
+    play.to_staged()
+    cluster.stagers["s0"] = Pulses("s0", ActorUnavailableError("connection reset", b"0" * 16))
+    cluster.stagers["s1"] = Pulses("s1", ActorDiedError())
+    lost = []
+
+    async def story():
+        loop = asyncio.get_running_loop()
+        now_s = [loop.time()]
+        monkeypatch.setattr(loop, "time", lambda: now_s[0])
+        watch = StagerWatch(play.coordination, lambda commands: None, "namespace", lost.append)
+        for _ in range(5):
+            await watch.look()
+            await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+        before = [*lost]
+        now_s[0] += 3600.0  # beyond any bound
+        await watch.look()
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+        return before
+
+    assert set(asyncio.run(story())) == {"s1"}
+    assert set(lost) == {"s0", "s1"}
+
+
+def test_a_stager_out_of_reach_for_a_moment_is_asked_again_what_it_holds(cluster):
+    play = planned(1)
+
+    async def story():
+        actor = Actor(play)
+        cluster.add(0)
+        await actor.call(held(0))
+        return dict(cluster.store)
+
+    cluster.store = asyncio.run(story())
+    cluster.stagers["s0"] = Pulses("s0", ActorUnavailableError("connection reset", b"0" * 16))
+
+    async def go_on():
+        coordination = Coordination(epoch=2, new_attempt=lambda: "a2")
+        plans = StagedPlans("actor", coordination, lambda commands: None, "namespace")
+        await plans.resume()
+        cluster.add(0).sealed = [0]
+        await plans.keep()
+        return coordination
+
+    assert asyncio.run(go_on()).held_by("s0#0") == {KEY: [0]}
+
+
+@pytest.mark.parametrize("how", ["cancel", "withdraw"])
+def test_who_cancels_while_the_next_coordinator_takes_the_save_up_cancels_it(cluster, how):
+    play = planned(1)
+
+    async def story():
+        actor = Actor(play)
+        cluster.add(0)
+        await actor.call(held(0))
+        return dict(cluster.store)
+
+    cluster.store = asyncio.run(story())
+
+    async def go_on():
+        after = StagedPlay(epoch=2)
+        actor = Actor(after)
+        actor._resumed.clear()
+        rank = () if how == "cancel" else (0,)
+        call = asyncio.ensure_future(getattr(actor, how)(KEY, *rank, "the user"))
+        await actor.settled()
+        assert not call.done()
+        await actor._plans.resume()
+        actor._resumed.set()
+        return await call, after.coordination
+
+    answer, coordination = asyncio.run(go_on())
+    assert answer is (True if how == "cancel" else None)
+    assert coordination.is_cancelled(KEY)
+
+
+def test_a_save_that_was_cancelled_before_it_is_taken_up_is_cancelled_then(cluster):
+    before = planned(1)
+    coordination = Coordination(epoch=2, new_attempt=lambda: "a2")
+    coordination.cancel(KEY, "the user")
+    coordination.resume(before.coordination.staged_plan(KEY))
+    assert coordination.is_cancelled(KEY)
+    assert KEY in coordination.active  # until the abort record is there
 
 
 def test_who_hands_over_and_why_is_one_warning(caplog):
