@@ -196,11 +196,7 @@ class Coordination:
         machine.describe_rank = partial(self._liveness.describe, machine.key)
         commands = machine.receive(request)
         self._active[request.key] = machine
-        gone, cancelled = self._early.take(request.key)
-        if cancelled is not None and isinstance(machine, SaveMachine):
-            commands += machine.cancel(cancelled)
-        commands += machine.lost({**lost, **gone})
-        return self._after(machine, commands)
+        return self._after(machine, commands + self._early_events(machine, lost))
 
     def receive_batch(
         self, message: MessageBatch, *, silence_s: float | None = None
@@ -253,7 +249,16 @@ class Coordination:
         machine = self._save(planned.first)
         machine.describe_rank = partial(self._liveness.describe, machine.key)
         self._active[machine.key] = machine
-        return self._after(machine, machine.resume(planned))
+        commands = machine.resume(planned)
+        return self._after(machine, commands + self._early_events(machine, {}))
+
+    def _early_events(self, machine: Machine, lost: Mapping[int, CheckpointError]) -> Commands:
+        """Applies what came before a machine was there: a cancel, and ranks that will not join."""
+        gone, cancelled = self._early.take(machine.key)
+        commands: Commands = ()
+        if cancelled is not None and isinstance(machine, SaveMachine):
+            commands = machine.cancel(cancelled)
+        return commands + machine.lost({**lost, **gone})
 
     def heartbeat(self, beat: Heartbeat) -> tuple[str, ...]:
         """Accepts a heartbeat: its rank is alive, and this is its progress.

@@ -521,12 +521,14 @@ class Coordinator:
     async def cancel(self, key: OpKey, reason: str) -> bool:
         """Cancels a save; returns whether that was still possible, also when asked again."""
         self._called.set()
+        await self._resumed.wait()
         self._carry_out(self._coordination.cancel(key, reason))
         return self._coordination.is_cancelled(key)
 
     async def withdraw(self, key: OpKey, rank: int, reason: str) -> None:
         """Removes a rank from an operation before its end."""
         self._called.set()
+        await self._resumed.wait()
         self._carry_out(self._coordination.withdraw(key, rank, reason))
 
     async def leave(self, session: str, rank: int) -> None:
@@ -536,6 +538,7 @@ class Coordinator:
         """
         self._members.remove(session, rank)
         self._called.set()
+        await self._resumed.wait()
         self._carry_out(self._coordination.lost(session, [rank], "it has closed its session"))
 
     def _note_holders(self, requests: Sequence[Request]) -> None:
