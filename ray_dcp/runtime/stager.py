@@ -75,6 +75,9 @@ SHARE_OF_STORE = 0.35
 """Part of a node's object store that staged bytes may take. Ray begins to spill at 80 %, and gives
 memory back up to half a second late."""
 
+STUCK_S = 30.0
+"""A writer that is in the storage for so long without a byte counts as stuck, in seconds."""
+
 KEPT_S = 900.0
 """It stays at least so long after its last rank while it keeps a checkpoint, in seconds: for
 ranks that are started anew."""
@@ -340,11 +343,33 @@ class Stager:
             # Suppressed: loads on this node find what is kept all the same.
             with suppress(CheckpointError, RayError):
                 await self._register()
+            if await self._retires():
+                return
             idle_s = self._loop.time() - self._last_call_s
             lease_s = max(self._lease_s, KEPT_S) if self._queue.kept_attempts() else self._lease_s
             if not self._ranks and not self._queue.num_active() and idle_s >= lease_s:
                 await self._register(())
                 ray_calls.kill(self._self, no_restart=True)
+
+    async def _retires(self) -> bool:
+        """Ends this actor, whose memory hangs in a storage, once no job depends on it.
+
+        A rank that is handing over has its bytes still, and hands them to the next stager.
+        """
+        stuck = self._queue.stuck(STUCK_S)
+        if not stuck or self._queue.is_needed():
+            return False
+        logger.warning(
+            "The stager of node %s ends, and the next save starts another: %d writers have hung in "
+            "the storage since their saves failed, the first at %s. Look whether that storage "
+            "answers",
+            self._node_id,
+            len(stuck),
+            stuck[0],
+        )
+        await self._register(())
+        ray_calls.kill(self._self, no_restart=True)
+        return True
 
     async def _register(self, kept: Collection[str] | None = None) -> None:
         """Lets the other nodes find what is kept here."""

@@ -122,6 +122,9 @@ class ActorLink:
         Why it must be certain: one that was only frozen would go on and use its memory for
         something else, while another one writes from it.
 
+        Args:
+            timeout_s: How long to wait, in seconds; not at all if 0.
+
         Raises:
             ParticipantError: It can't be ended.
         """
@@ -133,7 +136,7 @@ class ActorLink:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
-        if not poll.poll(timeout_s * 1000):
+        if timeout_s and not poll.poll(timeout_s * 1000):
             raise ParticipantError(
                 f"expected the stager {self.stager} to end within {timeout_s:g} s after SIGKILL, "
                 f"but it did not; its node hangs"
@@ -402,7 +405,8 @@ class RankStaging:
                     stop=stop,
                 )
             except StagerGone:
-                self.replace(link)
+                # Why not certain: this rank has the state still, and the files are the same.
+                self.replace(link, is_certain=False)
                 continue
             stall_s = time.perf_counter() - started_s
             return Staged(self, link, order, plan, reporter, windows, stall_s)
@@ -438,15 +442,20 @@ class RankStaging:
                 map_behind(self._link)
             return self._link
 
-    def replace(self, dead: ActorLink) -> ActorLink:
+    def replace(self, dead: ActorLink, *, is_certain: bool = True) -> ActorLink:
         """Returns the way to another stager than one that is dead, or is to be.
+
+        Args:
+            dead: The way to that one.
+            is_certain: Whether to wait until its process has ended, which one that hangs in a
+                storage may never do.
 
         Raises:
             ParticipantError: That one can't be ended, or no other one starts.
         """
         with self._lock:
             if self._link is dead or self._link is None:
-                dead.end_stager(ENTER_S)
+                dead.end_stager(ENTER_S if is_certain else 0.0)
                 dead.close()
                 self._link = self._connect(self._stager, self._memory, dead.stager)
             return self._link

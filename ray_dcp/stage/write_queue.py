@@ -16,6 +16,7 @@ import ctypes
 import os
 import platform
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Future
@@ -254,6 +255,39 @@ class WriteQueue:
             self._let_go(job)
             self._pump(job.channel)
         return future
+
+    def stuck(self, after_s: float) -> list[str]:
+        """Returns the keys at which writers of jobs that have failed hang in the storage.
+
+        A writer that moves no byte gives its turn back, so that other saves do not wait for it. One
+        whose save may take no longer is cancelled: where all its ranks are dead nobody else does.
+
+        Args:
+            after_s: Without a byte, or since the job failed, in seconds.
+        """
+        now_s = time.monotonic()
+        found = []
+        with self._lock:
+            for job in list(self._jobs.values()):
+                missing = set(job.files) - job.reports.keys() if job.is_working else ()
+                for turn in job.turns:
+                    if now_s - turn.moved_s > after_s:
+                        turn.give_back()
+                write_timeout_s = job.order.options.write_timeout_s
+                if missing and now_s - job.moved_s > write_timeout_s + after_s:
+                    self.cancel(job.order.key, f"as nothing was written for {write_timeout_s:g} s")
+                if missing and job.error is not None and now_s - job.failed_s > after_s:
+                    attempt = job.order.key.attempt
+                    found += [part_key(job.plan.files[file], attempt) for file in sorted(missing)]
+        return found
+
+    def is_needed(self) -> bool:
+        """Returns whether a job has bytes that its rank may not have any more."""
+        with self._lock:
+            return any(
+                job.error is None and job.rank_is_done and not job.is_over
+                for job in self._jobs.values()
+            )
 
     def cancel(self, key: StageKey, reason: str = "", *, by_rank: bool = False) -> None:
         """Gives a job up. Nobody is told of its files any more; what was written stays.
@@ -519,9 +553,11 @@ class WriteQueue:
 
     def _fail(self, job: Job, error: CheckpointError) -> None:
         if job.error is None and not job.is_over:
-            job.error = error
+            job.error, job.failed_s = error, time.monotonic()
             if job.tells_error:
                 self._start(job)
+        for turn in job.turns:
+            turn.give_back()
         if not job.is_working:
             job.is_over = True
         job.changed.notify_all()
@@ -611,15 +647,24 @@ class WriteQueue:
 
     def _write(self, job: Job, file: int) -> None:
         step_behind(self._options.nice, self._options.io_priority)
-        with self._turn:
-            passed = self._passed(job, file)
-            report = write_staged(job, file, self._turn, passed, self._opener)
+        turn = _Turn(self._turn)
+        with self._lock:
+            job.turns.add(turn)
+        try:
+            turn.acquire()
+            passed = self._passed(job, file, turn)
+            report = write_staged(job, file, turn, passed, self._opener)
+        finally:
+            turn.release()
+            with self._lock:
+                job.turns.discard(turn)
         self._tell(job, file, report)
 
-    def _passed(self, job: Job, file: int) -> Callable[[int | None, int], None]:
+    def _passed(self, job: Job, file: int, turn: _Turn) -> Callable[[int | None, int], None]:
         def passed(window: int | None, num_bytes: int) -> None:
             with self._lock:
                 job.written_bytes += num_bytes
+                job.moved_s = turn.moved_s = time.monotonic()
                 if window is not None:
                     job.channel.allocator.read(job.order.key, window, file)
                     self._pump(job.channel)
@@ -636,6 +681,50 @@ class WriteQueue:
             job.channel.allocator.finished(job.order.key, file)
             self._pump(job.channel)
             self._settle(job)
+
+
+class _Turn:
+    """The turn of one writer among those that may write at a time.
+
+    Its writer may hang in a storage that never answers, and the saves of others must not wait for
+    that: the turn is given back when the job fails, or when nothing moves.
+
+    Args:
+        turns: Of all writers.
+
+    Attributes:
+        moved_s: When its writer began, or last wrote a byte; by the monotonic clock.
+    """
+
+    def __init__(self, turns: threading.Semaphore) -> None:
+        self.moved_s = float("inf")
+        self._turns = turns
+        self._lock = threading.Lock()
+        self._is_held = self._is_given_back = False
+
+    def acquire(self) -> None:
+        """Waits for the turn; not after it was given back."""
+        if self._is_given_back:
+            return
+        self._turns.acquire()
+        self.moved_s = time.monotonic()
+        with self._lock:
+            self._is_held = True
+        if self._is_given_back:
+            self.release()
+
+    def release(self) -> None:
+        """Lets another writer write."""
+        with self._lock:
+            was_held, self._is_held = self._is_held, False
+        self.moved_s = float("inf")
+        if was_held:
+            self._turns.release()
+
+    def give_back(self) -> None:
+        """Lets another writer write from now on, whatever this one waits for."""
+        self._is_given_back = True
+        self.release()
 
 
 LINGER_S = 1.5
@@ -695,8 +784,14 @@ class Job:
     reports: dict[int, StageReport] = field(default_factory=dict)
     """By position in `plan.files`."""
     written_bytes: int = 0
+    moved_s: float = field(default_factory=time.monotonic)
+    """When bytes last reached the storage, or the job began; by the monotonic clock."""
+    turns: set[_Turn] = field(default_factory=set)
+    """Of its writers."""
     error: CheckpointError | None = None
     """Why it ends early."""
+    failed_s: float = 0.0
+    """When that happened; by the monotonic clock."""
     tells_error: bool = True
     """Whether that is reported, for every file that is not written."""
     is_sealed: bool = False
@@ -776,7 +871,7 @@ class StagedPieces:
         self,
         job: Job,
         file: int,
-        turn: threading.Semaphore,
+        turn: _Turn,
         passed: Callable[[int | None, int], None],
     ) -> None:
         self.before_wait: Callable[[], None] = lambda: None
@@ -855,7 +950,7 @@ class StagedPieces:
 def write_staged(
     job: Job,
     file: int,
-    turn: threading.Semaphore,
+    turn: _Turn,
     passed: Callable[[int | None, int], None],
     opener: Callable[[Target], Storage],
 ) -> StageReport:

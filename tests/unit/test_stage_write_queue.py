@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from concurrent.futures import Future
 from dataclasses import replace
@@ -22,6 +23,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.rank_load import MemorySource
+from ray_dcp.stage import write_queue
 from ray_dcp.stage.allocator import SlotAllocator
 from ray_dcp.stage.copying import HostFiller, window_parts
 from ray_dcp.stage.memory import StagingMemory
@@ -31,6 +33,8 @@ from ray_dcp.stage.values import StageKey, StagerOptions
 from ray_dcp.stage.windows import lay_out_windows
 from ray_dcp.stage.write_queue import Channel, WriteQueue
 from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.opening import open_storage
+from tests.gated_storage import Gate
 from tests.polling import eventually
 from tests.staged import MIB, Rank, Share, same_files, scribbled, share
 
@@ -483,6 +487,40 @@ def test_a_rank_is_told_at_once_that_nobody_can_write_its_bytes(places, monkeypa
     node.rank(what, places[0], "again").stage()
     assert node.idle()
     assert same_files(*places)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "without a byte", "for longer than it may"])
+def test_writers_that_hang_in_a_storage_hold_no_other_save_up(places, monkeypatch, how):
+    what = share([2 * MIB] * 8, part_bytes=2 * MIB)
+    gate = Gate()
+    hanging, other = Target(str(places[0].url) + "-hangs"), places[0]
+    node = Node(40, lambda t: gate.opener(t) if t == hanging else open_storage(t))
+    real, ahead_s = time.monotonic, [0.0]
+    monkeypatch.setattr(write_queue.time, "monotonic", lambda: real() + ahead_s[0])
+    node.rank(what, hanging, "hangs").stage()
+    assert gate.reached.wait(60)
+    second = node.rank(what, other, "goes on")
+    try:
+        if how == "cancelled":
+            node.queue.cancel(StageKey("hangs", 0, "a1"), by_rank=True)
+        else:
+            ahead_s[0] += 31.0 if how == "without a byte" else 2 * SaveOptions().write_timeout_s
+        second.stage()
+        if how != "cancelled":
+            node.queue.stuck(30.0)
+        assert eventually(lambda: len(node.reports) >= 8, 60)
+        what.written(places[1])
+        assert same_files(*places)
+        # Its memory hangs: whoever has no other use for the stager is to replace it.
+        ahead_s[0] += 31.0
+        assert not node.queue.is_needed() or how == "without a byte"
+        assert bool(node.queue.stuck(30.0)) == (how != "without a byte")
+    finally:
+        gate.open()
+    node.queue.release(StageKey("hangs", 0, "a1"))
+    node.queue.release(StageKey("goes on", 0, "a1"))
+    assert node.idle()
+    assert not node.queue.stuck(0.0)
 
 
 def memory(arena):
