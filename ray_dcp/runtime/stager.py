@@ -226,6 +226,8 @@ class Stager:
         if refs is None:
             self._queue.deliver(key, window)
             return
+        lacking = self._queue.lacking(key, refs)
+        refs = {number: refs[number] for number in lacking}
         try:
             # Careful: no local name of the arrays may outlive this, or the objects count for ever.
             objects = await asyncio.gather(*(ref for ref in refs.values() if ref is not None))
@@ -243,9 +245,16 @@ class Stager:
         await asyncio.wait([freed], timeout=FREED_S / 2)
         return freed.result() if freed.done() else ()
 
-    async def seal(self, key: StageKey) -> bool | Unknown:
-        """Returns when the rank may go on. See `WriteQueue.seal`."""
+    async def seal(self, key: StageKey, refs: dict[int, Any] | None = None) -> bool | Unknown:
+        """Returns when the rank may go on. See `WriteQueue.seal`.
+
+        Args:
+            key: Whose.
+            refs: See `deliver`: of all windows, as a message that had some may have been lost.
+        """
         self._touch()
+        if refs:
+            await self.deliver(key, max(refs), refs)
         return await asyncio.wrap_future(self._queue.seal(key))
 
     async def progress(self, key: StageKey) -> StageProgress | None:

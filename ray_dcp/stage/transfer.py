@@ -108,6 +108,18 @@ class StagedWindows:
     refs: dict[int, Any] = field(default_factory=dict)
     """References of the objects. The rank keeps each as long as the bytes may have to be handed to
     another stager: they outlive this one."""
+    num_reported: int = 0
+    """Windows that were reported to the stager as full."""
+
+    @property
+    def reported(self) -> dict[int, Any] | None:
+        """The objects of the windows that were reported; None for windows in shared memory.
+
+        None for a window of which the stager needs nothing, or nothing any more.
+        """
+        if self.arena is not None:
+            return None
+        return {window: self.refs.get(window) for window in range(self.num_reported)}
 
     def drop(self) -> None:
         """Lets go of the memory: nobody will need the bytes again."""
@@ -171,22 +183,23 @@ def transfer(
     arena = link.arena if order.channel == "shared" else None
     layout = lay_out_windows(plan, order.deferred_bytes, order.window_bytes)
     windows = StagedWindows(layout, arena, refs=dict(refs or {}))
-    for given in (None, plan) if order.plan_id in link.known_plans else (plan,):
-        sent = (link.stager, replace(order, plan=given), reporter)
-        grant = link.call("begin", *sent, timeout_s=timeout_s, silence_s=silence_s)
-        if grant != Unknown("plan"):
-            break
-    if isinstance(grant, Unknown):
-        raise StagerGone(f"{link.stager} does not know the {grant.what}")
-    link.known_plans.add(order.plan_id)
-    windows.slots.extend(grant.slots)
-    if arena is None:
-        threading.Thread(
-            target=windows.drop_freed, args=(link, order.key), name="freed windows", daemon=True
-        ).start()
     try:
+        for given in (None, plan) if order.plan_id in link.known_plans else (plan,):
+            sent = (link.stager, replace(order, plan=given), reporter)
+            grant = link.call("begin", *sent, timeout_s=timeout_s, silence_s=silence_s)
+            if grant != Unknown("plan"):
+                break
+        if isinstance(grant, Unknown):
+            raise StagerGone(f"{link.stager} does not know the {grant.what}")
+        link.known_plans.add(order.plan_id)
+        windows.slots.extend(grant.slots)
+        if arena is None:
+            threading.Thread(
+                target=windows.drop_freed, args=(link, order.key), name="freed windows", daemon=True
+            ).start()
         _fill_windows(link, order, plan, windows, filler, deferred, call)
-        call("seal", order.key)
+        # Why with all: a message that reported some of them may have been lost.
+        call("seal", order.key, windows.reported)
     except BaseException:
         drain(filler)
         # Why: until the rank says so, its memory is given to nobody else.
@@ -207,26 +220,20 @@ def _fill_windows(
 ) -> None:
     layout, slots, arena = windows.layout, windows.slots, windows.arena
     wanted = set(range(len(plan.files)) if order.files is None else order.files)
-    unreported: list[int] = []
     reported_s = time.monotonic()
 
-    def report() -> None:
+    def report(deliver: Callable[..., Any], window: int) -> None:
         filler.finish()
-        if arena is not None:
-            link.post("deliver", order.key, unreported[-1])
-        else:
-            objects.finish()
-            # None where nothing is needed of a window.
-            refs = {number: windows.refs.get(number) for number in unreported}
-            link.post("deliver", order.key, unreported[-1], refs)
-        unreported.clear()
+        objects.finish()
+        windows.num_reported = window
+        if window:
+            deliver("deliver", order.key, window - 1, windows.reported)
 
     with _WindowObjects(link, order.window_bytes, windows.refs) as objects:
         for window in range(layout.num_windows):
             while window >= len(slots):
-                if unreported:
-                    # Nothing is written, and so no room made, before the stager knows of it.
-                    report()
+                # Nothing is written, and so no room made, before the stager knows of it.
+                report(call, window)
                 slots.extend(call("more", order.key, len(slots)).slots)
             used_bytes = int(layout.used_bytes[window])
             if not layout.files_of(window) & wanted:
@@ -238,14 +245,13 @@ def _fill_windows(
                 scratch = objects.scratch()
                 parts = window_parts(layout, window, scratch[:used_bytes], filler, deferred)
                 objects.put(window, parts, scratch)
-            unreported.append(window)
             if time.monotonic() - reported_s > REPORT_S and window < layout.num_windows - 1:
-                report()
+                report(link.post, window + 1)
                 reported_s = time.monotonic()
         filler.finish()
-        if arena is None and unreported:
-            report()
-        # Else the last ones are reported by `seal`.
+        objects.finish()
+        windows.num_reported = layout.num_windows
+        # `seal` reports the last ones.
 
 
 class _WindowObjects:

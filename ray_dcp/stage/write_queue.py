@@ -18,7 +18,7 @@ import platform
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -203,6 +203,17 @@ class WriteQueue:
             job.changed.notify_all()
             self._pump(job.channel)
             self._settle(job)
+
+    def lacking(self, key: StageKey, windows: Iterable[int]) -> list[int]:
+        """Returns the windows of a job that are not here yet.
+
+        Args:
+            key: Whose; nothing is lacking of a job that is not known.
+            windows: Of which.
+        """
+        with self._lock:
+            job = self._jobs.get(key)
+            return [] if job is None else [one for one in windows if one not in job.windows]
 
     def fail_unreadable(self, key: StageKey, reason: str) -> None:
         """Fails a job whose objects Ray's store does not return; `seal` and `more` raise that."""

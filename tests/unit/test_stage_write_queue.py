@@ -23,6 +23,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.rank_load import MemorySource
+from ray_dcp.stage import transfer as stage_transfer
 from ray_dcp.stage import write_queue
 from ray_dcp.stage.allocator import SlotAllocator
 from ray_dcp.stage.copying import HostFiller, window_parts
@@ -206,6 +207,13 @@ class Link:
         self._lock = threading.Lock()
 
     def call(self, method, *arguments, timeout_s=180.0, **_):
+        if method == "deliver":
+            return self.take(*arguments)
+        if method == "seal":
+            key, refs = arguments
+            if refs:
+                self.take(key, max(refs), refs)
+            arguments = (key,)
         arguments = arguments[1:] if method == "begin" else arguments
         answer = getattr(self._queue, method)(*arguments)
         if method == "freed":
@@ -216,11 +224,14 @@ class Link:
         if method == "cancel":
             self._queue.cancel(arguments[0], by_rank=True)
             return
-        key, window, refs = (*arguments, None)[:3]
+        self.take(*arguments)
+
+    def take(self, key, window, refs=None):
         if refs is None:
             self._queue.deliver(key, window)
             return
-        for number, ref in refs.items():
+        for number in self._queue.lacking(key, refs):
+            ref = refs[number]
             self._queue.deliver(key, number, [] if ref is None else self.get(ref))
 
     def put(self, parts):
@@ -422,6 +433,34 @@ def test_a_stager_that_is_slow_to_report_what_is_free_is_asked_again(places, mon
     staged(node, share([3 * MIB] * 4), places[0])
     assert node.idle()
     assert not late
+
+
+@pytest.mark.parametrize("num_slots", [2, 40])
+def test_a_lost_message_that_windows_are_full_is_made_up_for(num_slots, places, monkeypatch):
+    monkeypatch.setattr(stage_transfer, "REPORT_S", 0.0)
+    monkeypatch.setattr(Link, "post", lambda *_: None)
+    what = share([3 * MIB] * 4)
+    node = object_node(num_slots)
+    staged(node, what, places[0])
+    assert node.idle()
+    what.written(places[1])
+    assert same_files(*places)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), DeadlineError("no answer")])
+def test_a_transfer_that_is_left_while_its_job_begins_leaves_no_job(places, monkeypatch, error):
+    def call(self, method, *arguments, **more):
+        answer = real(self, method, *arguments, **more)
+        if method == "begin":
+            raise error
+        return answer
+
+    real = Link.call
+    monkeypatch.setattr(Link, "call", call)
+    node = object_node(8)
+    with pytest.raises(type(error)):
+        staged(node, share([3 * MIB] * 2), places[0])
+    assert node.idle()
 
 
 def test_who_was_taken_over_is_not_asked_for_ever(places):
