@@ -593,6 +593,8 @@ class _StagedByUser(_Save):
         self._staging = type(stager).__name__
         # Why now: the call is named in the order of the users' calls.
         key = self._session.next_key()
+        # Why not of another storage: nothing there could stop it.
+        self._key = None if self._decision.path == FOREIGN else key
         try:
             staged = stager.stage(stateful_to_state_dict(state_dict))
         except BaseException as error:

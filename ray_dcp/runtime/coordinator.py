@@ -384,9 +384,8 @@ class Coordinator:
                 self.epoch,
             )
         self._start(self._resume())
-        self._start(self._watch())
-        self._start(self._check_silence())
-        self._start(self._stagers.watch())
+        for watch in (self._watch(), self._check_silence(), self._stagers.watch()):
+            self._tasks.add(ray_calls.run_for_ever(watch, self._self, no_restart=False))
 
     async def info(self) -> dict[str, Any]:
         """Returns what this incarnation is: `epoch`, `pid`, `node_id`, `active` operations."""

@@ -63,7 +63,7 @@ class Gatherer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._self = ray.get_runtime_context().current_actor
-        self._start(self._watch())
+        self._tasks.add(ray_calls.run_for_ever(self._watch(), self._self, no_restart=True))
 
     async def call(self, request: Request, caller: Caller, silence_s: float | None) -> Reply | None:
         """Returns the coordinator's reply to a request of a rank of the group.

@@ -14,13 +14,15 @@ this package is (`ray_private.survive_shutdown`), and none stays longer than `SL
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
 import inspect
+import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,6 +44,8 @@ LOOK_S = 0.5
 
 MOST_S = 60.0
 """How long the control store of a private Ray may take to answer, in seconds."""
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -207,6 +211,36 @@ def kill(actor: Any, *, no_restart: bool = True) -> None:
     """Does what `ray.kill` does."""
     with inside():
         _kill(actor, no_restart=no_restart)
+
+
+def run_for_ever(
+    work: Coroutine[Any, Any, None], actor: Any, *, no_restart: bool
+) -> asyncio.Task[None]:
+    """Runs an endless task of an actor, which ends with it.
+
+    *Why*: an actor that goes on without its watch looks healthy, and misses whatever that would
+    have seen. Its users notice its death at once.
+
+    Args:
+        work: Does not return. Its event loop is the one that runs.
+        actor: Handle of the actor itself.
+        no_restart: Whether it stays dead.
+
+    Returns:
+        The task; whoever starts it keeps it, as the event loop does not.
+    """
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            logger.critical(
+                "A watch of this actor ended early, and so the actor ends. Please report this",
+                exc_info=task.exception(),
+            )
+            kill(actor, no_restart=no_restart)
+
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(ended)
+    return task
 
 
 @unless_lost

@@ -125,7 +125,7 @@ class Stager:
             objects.slot_bytes,
         )
         self._registered: set[str] = set()
-        self._tasks = {self._loop.create_task(self._watch())}
+        self._watching = ray_calls.run_for_ever(self._watch(), self._self, no_restart=True)
 
     async def info(self) -> dict[str, Any]:
         """Returns `stager`, `node_id`, `pid`, `limit_bytes`, `used_bytes`, `ranks`, `active`."""
@@ -352,22 +352,21 @@ class Stager:
             # Suppressed: loads on this node find what is kept all the same.
             with suppress(CheckpointError, RayError):
                 await self._register()
-            if await self._retires():
-                return
+            await self._retire_if_stuck()
             idle_s = self._loop.time() - self._last_call_s
             lease_s = max(self._lease_s, KEPT_S) if self._queue.kept_attempts() else self._lease_s
             if not self._ranks and not self._queue.num_active() and idle_s >= lease_s:
                 await self._register(())
                 ray_calls.kill(self._self, no_restart=True)
 
-    async def _retires(self) -> bool:
+    async def _retire_if_stuck(self) -> None:
         """Ends this actor, whose memory hangs in a storage, once no job depends on it.
 
         A rank that is handing over has its bytes still, and hands them to the next stager.
         """
         stuck = self._queue.stuck(STUCK_S)
         if not stuck or self._queue.is_needed():
-            return False
+            return
         logger.warning(
             "The stager of node %s ends, and the next save starts another: %d writers have hung in "
             "the storage since their saves failed, the first at %s. Look whether that storage "
@@ -378,7 +377,6 @@ class Stager:
         )
         await self._register(())
         ray_calls.kill(self._self, no_restart=True)
-        return True
 
     async def _register(self, kept: Collection[str] | None = None) -> None:
         """Lets the other nodes find what is kept here."""

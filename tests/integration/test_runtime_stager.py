@@ -8,6 +8,7 @@ import os
 import resource
 import secrets
 import signal
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -131,6 +132,59 @@ def test_a_node_has_one_stager_whose_budget_is_half_of_what_is_free(namespace):
     other.close()
     assert eventually(lambda: one.info()["ranks"] == ["a"])
     one.close()
+
+
+def _hang(_stager: Any) -> None:
+    """Has writes below a folder named "hangs" never end."""
+    from ray_dcp.runtime import stager as module
+    from ray_dcp.store import local
+
+    def hung(fd: int, *arguments: Any) -> int:
+        if "/hangs/" in os.readlink(f"/proc/self/fd/{fd}"):
+            threading.Event().wait()
+        return real(fd, *arguments)
+
+    real, local._pwrite, module.STUCK_S = local._pwrite, hung, 1.0
+
+
+def test_a_stager_whose_writers_hang_writes_for_others_and_is_replaced(namespace, book, places):
+    one, other = opened(namespace), opened(namespace, name="rank 1")
+    pid = one.info()["pid"]
+    ray.get(one.link().handle.__ray_call__.remote(_hang))
+    hanging = Target(f"{places[0].url}/hangs")
+    held = staged(one, share([2 * MIB] * 6, part_bytes=2 * MIB), hanging, book, "hangs")
+    what = share([3 * MIB] * 2)
+    what.written(places[1])
+    held.cancel()  # as its rank does when the save has failed
+    assert staged(other, what, places[0], book, "t").num_bytes
+    assert eventually(lambda: same_files(*places))
+    assert eventually(lambda: not lives(pid))
+    # Neither rank was told; the next save of each finds another stager.
+    for number, staging in enumerate((one, other)):
+        again = Target(f"{places[0].url}-{number}")
+        staged(staging, what, again, book, f"u{number}")
+        assert eventually(lambda again=again: same_files(again, places[1]))
+        assert staging.info()["pid"] != pid
+        staging.close()
+
+
+def _break_watch(stager: Any) -> None:
+    def broken(_: float) -> list[str]:
+        raise ZeroDivisionError
+
+    stager._queue.stuck = broken
+
+
+def test_a_stager_whose_watch_breaks_ends_and_is_replaced(namespace, book, places):
+    staging = opened(namespace)
+    pid = staging.info()["pid"]
+    ray.get(staging.link().handle.__ray_call__.remote(_break_watch))
+    assert eventually(lambda: not lives(pid))
+    what = share([3 * MIB])
+    what.written(places[1])
+    staged(staging, what, places[0], book)
+    assert eventually(lambda: same_files(*places))
+    staging.close()
 
 
 def test_a_stager_that_is_slow_to_start_is_awaited_and_the_rank_logs_it(

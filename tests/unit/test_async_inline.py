@@ -178,6 +178,23 @@ def test_a_cancelled_save_ends_so_and_leaves_what_stood(gate, tmp_path):
     assert_is(loaded(tmp_path / "c"), 1)
 
 
+def test_a_save_that_the_users_stager_stages_is_cancelled_too(tmp_path):
+    class Stager(BlockingAsyncStager):
+        def stage(self, state_dict):
+            self.state, self.staged = state_dict, Future()
+            return self.staged
+
+    stager = Stager()
+    ray_dcp.save(state_of(1), checkpoint_id=tmp_path / "c")
+    handle = ray_dcp.async_save(state_of(2), checkpoint_id=tmp_path / "c", async_stager=stager)
+    assert handle.cancel()
+    stager.staged.set_result(stager.state)
+    with pytest.raises(errors.SaveCancelledError):
+        handle.committed(180)
+    assert handle.cancelled()
+    assert_is(loaded(tmp_path / "c"), 1)
+
+
 def test_an_unseen_failure_is_logged(tmp_path, caplog):
     handle = ray_dcp.async_save({"x": torch.empty(3, device="meta")}, checkpoint_id=tmp_path / "c")
     with caplog.at_level(logging.ERROR, logger="ray_dcp"):
