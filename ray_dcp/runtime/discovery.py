@@ -97,12 +97,17 @@ def session_of(
     known, session = sessions.of(group)
     if session is not None and session.connection.is_lost:
         return _continued(group, session, sessions)
-    if not known:
-        if process_group is None:
-            ranks = dist.get_process_group_ranks(group)
-            await_group(ray_private.job_store(), ranks, dist.get_rank())
-        session = _make(dist, group, make, lease_s)
-        sessions.set(group, session)
+    if known:
+        return session
+    # Why: a second thread's broadcast would get in between, and each take the other's answer.
+    with sessions.making(group):
+        known, session = sessions.of(group)
+        if not known:
+            if process_group is None:
+                ranks = dist.get_process_group_ranks(group)
+                await_group(ray_private.job_store(), ranks, dist.get_rank())
+            session = _make(dist, group, make, lease_s)
+            sessions.set(group, session)
     return session
 
 
@@ -279,15 +284,16 @@ def _train_session(make: type[Session], sessions: GroupSessions, lease_s: float)
     ranks = ray_private.train_ranks()
     if ranks is None or ranks[1] == 1:
         return None
-    known, session = sessions.of(_TrainGroup)
-    if not known:
-        from ray.train.collective import broadcast_from_rank_zero
+    with sessions.making(_TrainGroup):
+        known, session = sessions.of(_TrainGroup)
+        if not known:
+            from ray.train.collective import broadcast_from_rank_zero
 
-        rank, world_size, experiment = ranks
-        word = broadcast_from_rank_zero(secrets.token_hex(8))
-        session = make(f"train-{experiment}-{word}", rank, world_size, lease_s=lease_s)
-        session.register()
-        sessions.set(_TrainGroup, session)
+            rank, world_size, experiment = ranks
+            word = broadcast_from_rank_zero(secrets.token_hex(8))
+            session = make(f"train-{experiment}-{word}", rank, world_size, lease_s=lease_s)
+            session.register()
+            sessions.set(_TrainGroup, session)
     return session
 
 

@@ -23,6 +23,7 @@ import secrets
 import sys
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -566,6 +567,12 @@ class GroupSessions:
         self.explicit: Session | None = None
         self._lock = threading.Lock()
         self._groups: dict[int, tuple[weakref.ref[Any], Session | None]] = {}
+        self._making: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+
+    def making(self, group: Any) -> threading.Lock:
+        """Returns the lock under which the first session of a group is made."""
+        with self._lock:
+            return self._making[id(group)]
 
     def of(self, group: Any) -> tuple[bool, Session | None]:
         """Returns whether this very group object has been here, and its session.

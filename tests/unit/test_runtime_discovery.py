@@ -5,11 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+import torch
 from torch.distributed import HashStore, TCPStore
 
 from ray_dcp.errors import RankDisagreementError
 from ray_dcp.runtime import discovery, ray_private
 from ray_dcp.runtime.discovery import announce_connect, await_group, connect_announced
+from ray_dcp.runtime.session import GroupSessions, Session
 from tests.polling import eventually
 
 QUICK_S = 0.05
@@ -100,3 +102,37 @@ def test_a_rank_that_waits_for_long_names_who_is_missing(store, caplog, monkeypa
         assert [wait.result(180) for wait in waits] == [None] * 3
     (told,) = [one for one in caplog.messages if one.startswith("Rank 1 ")]
     assert "ranks 0, 2 of the process group called neither save nor load" in told
+
+
+def test_two_threads_make_the_first_session_of_a_group_once(monkeypatch):
+    """Each would broadcast, and take the other's answer."""
+    both, made, came = threading.Barrier(2), [], set()
+
+    def make(*_):
+        made.append(threading.current_thread())
+        assert not eventually(lambda: len(made) > 1, 0.5)
+
+    sessions = GroupSessions()
+    look = sessions.of
+
+    def of(group):
+        found = look(group)
+        if threading.get_ident() not in came:
+            came.add(threading.get_ident())
+            both.wait(60)
+        return found
+
+    monkeypatch.setattr(sessions, "of", of)
+    monkeypatch.setattr(discovery, "_make", make)
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        group = torch.distributed.group.WORLD
+        with ThreadPoolExecutor(2) as pool:
+            for one in [
+                pool.submit(discovery.session_of, group, Session, sessions, lease_s=1.0)
+                for _ in range(2)
+            ]:
+                assert one.result(60) is None
+    finally:
+        torch.distributed.destroy_process_group()
+    assert len(made) == 1
