@@ -492,6 +492,7 @@ class _NativeSave(_Save):
                 if not self._in_background:
                     finish = stages.pop()()
             except CheckpointError as error:
+                activity.leave(error)
                 self._end(None, error)
                 return
             except BaseException as error:

@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, TypeVar
 from ray_dcp.commit_protocol.aggregation import Batch, Batches, MessageBatch
 from ray_dcp.commit_protocol.commands import Answer, Arm, Command, step_of
 from ray_dcp.commit_protocol.coordination import Coordination
-from ray_dcp.commit_protocol.liveness import Heartbeat
+from ray_dcp.commit_protocol.liveness import Doing, Heartbeat
 from ray_dcp.commit_protocol.messages import LoadJoin, OpKey, Reply, Request, SaveJoin
 from ray_dcp.errors import CheckpointError, InternalError
 from ray_dcp.runtime import inline
@@ -75,8 +75,9 @@ class Shell(inline.Shell):
         silence_s = next_silence_s(self.coordination) if self._listens else None
         if silence_s is not None and (key is None or silence_s < self._timers[key][0]):
             self._time.now_s = silence_s
+            doings = (Doing(0, 1 << 60, "waiting"),)
             for session, rank, timeout_s in beating:
-                self.coordination.heartbeat(Heartbeat(session, rank, timeout_s))
+                self.coordination.heartbeat(Heartbeat(session, rank, timeout_s, doings))
             self._carry_out(self.coordination.check_silence())
             return True
         if key is None:

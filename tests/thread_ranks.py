@@ -51,7 +51,7 @@ class RankThread:
     def begin_call(self, progress, timeout_s):
         """Nobody listens."""
 
-    end_call = report_lost = withdraw = lambda self, *_: None
+    end_call = leave = lambda self, *_: None
 
     def cancel(self, key, reason):
         return False

@@ -20,15 +20,23 @@ from ray_dcp.commit_protocol.error_aggregation import (
     Opening,
     call_of,
     check_world,
+    left_early,
     lost_rank,
     unknown,
     unknown_operation,
     went_ahead,
 )
-from ray_dcp.commit_protocol.liveness import LONG_WAIT_S, SESSIONS, Heartbeat, Liveness
+from ray_dcp.commit_protocol.liveness import (
+    LONG_WAIT_S,
+    SESSIONS,
+    Heartbeat,
+    HeartbeatAck,
+    Liveness,
+)
 from ray_dcp.commit_protocol.load import LoadMachine
 from ray_dcp.commit_protocol.messages import (
     Exchange,
+    Left,
     LoadJoin,
     OpKey,
     PartsHeld,
@@ -261,7 +269,7 @@ class Coordination:
         return commands + machine.lost({**lost, **gone})
 
     def heartbeat(self, beat: Heartbeat) -> tuple[str, ...]:
-        """Accepts a heartbeat: its rank is alive, and this is its progress.
+        """Accepts a heartbeat: its rank is alive, and this is its progress. See also `present`.
 
         Returns:
             For whom operations have waited for `LONG_WAIT_S`, in words: each wait once, to the
@@ -270,6 +278,47 @@ class Coordination:
         self._liveness.heartbeat(beat)
         at = (beat.session, beat.rank)
         return tuple(self._long_waits.pop(at)) if at in self._long_waits else ()
+
+    def present(self, beat: Heartbeat) -> Commands:
+        """Applies what a heartbeat says of operations. To be called after all were resumed.
+
+        An operation that the rank awaits, and never joined here, it joined at a coordinator that
+        is gone: it fails for all.
+        """
+        commands: Commands = ()
+        for left in beat.left:
+            commands += self.withdraw(beat.rank, left)
+        for key in beat.awaits:
+            machine = self._active.get(key)
+            if machine is None and not self._is_over(key):
+                self._early.lose(key, beat.rank, went_ahead(key, beat.rank))
+            elif machine is not None and machine.awaits(beat.rank):
+                lost = machine.lost({beat.rank: went_ahead(key, beat.rank)})
+                commands += self._after(machine, lost)
+        return commands
+
+    def ack(self, beat: Heartbeat, ack: HeartbeatAck) -> HeartbeatAck:
+        """Returns the answer to a heartbeat: what has become of the operations of its rank.
+
+        Args:
+            beat: To be answered.
+            ack: Who answers.
+        """
+        outcomes = {key: self.outcome(key) for key in beat.awaits}
+        queued = tuple(
+            machine.key.seq
+            for machine in self._staged_saves(beat.session)
+            if machine.is_queued and any(doing.covers(machine.key) for doing in beat.doings)
+        )
+        return replace(
+            ack,
+            outcomes={
+                key: outcome if isinstance(outcome, Refused) else None
+                for key, outcome in outcomes.items()
+                if outcome is not None
+            },
+            queued=queued,
+        )
 
     def place(self, session: str, rank: int, place: str) -> None:
         """Registers where a rank is, for messages: `"pid 12 on node-3"`."""
@@ -386,40 +435,27 @@ class Coordination:
             return self._early.is_cancelled(key)
         return isinstance(machine, SaveMachine) and machine.is_cancelled
 
-    def withdraw(self, key: OpKey, rank: int, reason: str) -> Commands:
+    def withdraw(self, rank: int, left: Left) -> Commands:
         """Removes a rank from an operation before its end: it sends nothing more.
 
-        A save is cancelled, as nothing is lost by that; of another operation, only what needs
-        this rank fails.
+        A save fails, as nothing is lost by that; of another operation, only what needs this rank.
 
         Args:
-            key: Which operation.
             rank: Who.
-            reason: Why, for the error.
+            left: Which operation, and why.
         """
-        commands = self.cancel(key, f"rank {rank} left it: {reason}")
+        key, error = left.key, left_early(rank, left)
+        cancelled: Commands = ()
+        if left.is_interrupt:
+            cancelled = self.cancel(key, f"rank {rank} left it: {left.reason}")
         machine = self._active.get(key)
         if machine is None and not self._is_over(key):
-            self._early.lose(key, rank, lost_rank(rank, reason))
-        if machine is None or isinstance(machine, SaveMachine):
-            return commands
-        return self._after(machine, machine.lost({rank: lost_rank(rank, reason)}))
-
-    def works(self, key: OpKey, rank: int) -> Commands:
-        """Accepts that a rank works for an operation, as it asks for the outcome.
-
-        One that never joined it here did so at a coordinator that is gone: it fails for all.
-
-        Args:
-            key: Which operation.
-            rank: Who.
-        """
-        machine = self._active.get(key)
-        if machine is None and not self._is_over(key):
-            self._early.lose(key, rank, went_ahead(key, rank))
-        if machine is None or not machine.awaits(rank):
-            return ()
-        return self._after(machine, machine.lost({rank: went_ahead(key, rank)}))
+            self._early.lose(key, rank, error)
+        if machine is None or (left.is_interrupt and isinstance(machine, SaveMachine)):
+            return cancelled
+        if isinstance(machine, SaveMachine):
+            return self._after(machine, machine.give_up(error))
+        return self._after(machine, machine.lost({rank: error}))
 
     def outcome(self, key: OpKey) -> Reply | None:
         """Returns the final reply to every rank, once that is known; None before.

@@ -15,6 +15,7 @@ from itertools import groupby
 from ray_dcp.commit_protocol.messages import (
     Exchange,
     Fenceable,
+    Left,
     LoadJoin,
     OpKey,
     Request,
@@ -176,6 +177,21 @@ def lost_rank(rank: int, reason: str) -> ParticipantError:
     return ParticipantError(
         f"Expected rank {rank} to take part, but it was lost: {reason}. "
         f"Restart rank {rank} and call again",
+        rank=rank,
+    )
+
+
+def left_early(rank: int, left: Left) -> ParticipantError:
+    """Returns the error of an operation that a rank has left before its end.
+
+    Args:
+        rank: Who.
+        left: Which operation, and why.
+    """
+    return ParticipantError(
+        f"Expected rank {rank} to take part in operation {left.key.seq} of session "
+        f"{left.key.session!r} until its end, but it left the call: {left.reason}. Look at its "
+        f"log, and call again on every rank",
         rank=rank,
     )
 

@@ -19,7 +19,7 @@ from math import inf
 from statistics import median
 
 from ray_dcp.commit_protocol.error_aggregation import Call, describe_call
-from ray_dcp.commit_protocol.messages import OpKey
+from ray_dcp.commit_protocol.messages import Left, OpKey, Refused
 from ray_dcp.errors import DeadlineError
 
 LONG_WAIT_S = 30.0
@@ -67,6 +67,10 @@ class Doing:
     key: str | None = None
     """Storage key at which it is now; the one that takes longest."""
 
+    def covers(self, key: OpKey) -> bool:
+        """Returns whether an operation is of this call."""
+        return self.first_seq <= key.seq <= self.last_seq
+
 
 @dataclass(frozen=True)
 class Heartbeat:
@@ -77,12 +81,19 @@ class Heartbeat:
     timeout_s: float
     """Silence of this rank, from now on and while it does this, means that it is frozen."""
     doings: tuple[Doing, ...] = ()
-    """One for each call of the user that is under way."""
+    """One for each call of the user that is under way: the operations that the rank is present
+    for."""
+    awaits: tuple[OpKey, ...] = ()
+    """Operations that it has joined, and whose outcome it wants to know at once."""
+    left: tuple[Left, ...] = ()
+    """Operations that it has left before their end."""
+    hold_s: float = 0.0
+    """How long the answer may be held back until there is an outcome, in seconds."""
 
 
 @dataclass(frozen=True)
 class HeartbeatAck:
-    """Coordinator → rank: I live as well, and this is who I am."""
+    """Coordinator → rank: I live as well, this is who I am, and what you wait for is so far."""
 
     actor_id: str
     num_restarts: int
@@ -91,6 +102,13 @@ class HeartbeatAck:
     """Where it is, for messages: `"pid 12 on node-3"`."""
     waits: tuple[str, ...] = ()
     """For whom operations have waited for long, in words, to be logged by this rank."""
+    outcomes: Mapping[OpKey, Refused | None] = field(default_factory=dict)
+    """Of `Heartbeat.awaits` those that have ended: why they failed; None where they did not."""
+    queued: tuple[int, ...] = ()
+    """Numbers of the calls of this rank whose saves wait in the queue."""
+    is_up_to_date: bool = True
+    """Whether this incarnation has taken up what the one before had planned; before that it says
+    nothing about operations, and what the rank has left is to be sent again."""
 
 
 class AwakeClock:
@@ -147,8 +165,9 @@ class _Known:
     place: str = ""
     doings: tuple[Doing, ...] = ()
     last: tuple[OpKey, Call] | None = None
-    promised: set[OpKey] = field(default_factory=set)
-    """Operations during which it promised to send heartbeats."""
+    promised: dict[OpKey, float] = field(default_factory=dict)
+    """Operations during which it promised to send heartbeats, and when it was last present for
+    each."""
 
 
 class Liveness:
@@ -196,15 +215,18 @@ class Liveness:
             known.heard_s = now_s
             if timeout_s is not None:
                 known.timeout_s = timeout_s
-                known.promised.add(key)
+                known.promised[key] = now_s
             known.last = last or known.last
 
     def heartbeat(self, beat: Heartbeat) -> None:
-        """Accepts a heartbeat."""
+        """Accepts a heartbeat: its rank is present for the operations that it names, no others."""
         known = self._of(beat.session, beat.rank)
-        known.heard_s = self._clock()
+        known.heard_s = now_s = self._clock()
         known.timeout_s = beat.timeout_s
         known.doings = beat.doings
+        for key in known.promised:
+            if any(doing.covers(key) for doing in beat.doings):
+                known.promised[key] = now_s
 
     def place(self, session: str, rank: int, place: str) -> None:
         """Registers where a rank is: `"pid 12 on node-3"`."""
@@ -216,26 +238,26 @@ class Liveness:
         while len(self._ended) > ENDED:
             self._ended.popitem(last=False)
         for known in self._sessions.get(key.session, {}).values():
-            known.promised.discard(key)
+            known.promised.pop(key, None)
 
     # What follows
 
     def silent(self, key: OpKey) -> dict[int, DeadlineError]:
-        """Returns the ranks that take part in an operation and are frozen, each with its error."""
-        ranks = self._sessions.get(key.session, {})
-        now_s = self._clock()
+        """Returns the ranks that are not present for an operation any more, each with its error."""
+        ranks, now_s = self._sessions.get(key.session, {}), self._clock()
         late = [rank for rank, at_s in self.due_s(key).items() if at_s <= now_s]
-        return {rank: self._frozen(rank, ranks[rank]) for rank in late}
+        return {rank: self._absent(key, rank, ranks[rank]) for rank in late}
 
     def due_s(self, key: OpKey) -> dict[int, float]:
-        """Returns when each rank that takes part in an operation will be silent for too long."""
-        return {
-            rank: known.heard_s + known.timeout_s
-            for rank, known in self._sessions.get(key.session, {}).items()
-            if known.heard_s is not None
-            and known.timeout_s is not None
-            and (key in known.promised or any(_covers(doing, key) for doing in known.doings))
-        }
+        """Returns until when each rank that takes part in an operation counts as present."""
+        found = {}
+        for rank, known in self._sessions.get(key.session, {}).items():
+            present_s = known.promised.get(key)
+            if present_s is None and any(doing.covers(key) for doing in known.doings):
+                present_s = known.heard_s
+            if present_s is not None and known.timeout_s is not None:
+                found[rank] = present_s + known.timeout_s
+        return found
 
     def describe(self, key: OpKey, rank: int) -> str:
         """Returns what is known of a rank that is awaited, in words; empty when nothing is.
@@ -251,7 +273,7 @@ class Liveness:
             since_s = now_s - self._began_s
             return f"{who} was never heard by this coordinator, which began {_age(since_s)}"
         silent_s = now_s - known.heard_s
-        doing = next((doing for doing in known.doings if _covers(doing, key)), None)
+        doing = next((doing for doing in known.doings if doing.covers(key)), None)
         if doing is not None and silent_s <= 2 * beat_interval_s(known.timeout_s or 0.0):
             return f"{who} {_progress(doing, silent_s)}"
         if known.last is None or known.last[0] == key or doing is not None:
@@ -268,9 +290,16 @@ class Liveness:
             known = ranks[rank] = _Known()
         return known
 
-    def _frozen(self, rank: int, known: _Known) -> DeadlineError:
+    def _absent(self, key: OpKey, rank: int, known: _Known) -> DeadlineError:
         silent_s = self._clock() - (known.heard_s or 0.0)
         where = f" ({known.place})" if known.place else ""
+        if silent_s < (known.timeout_s or 0.0):
+            return DeadlineError(
+                f"Expected rank {rank}{where} to take part in operation {key.seq} of session "
+                f"{key.session!r} until its end, but it lives and does not wait for it any more: "
+                f"it left the call. Look at its log, and call again on every rank",
+                rank=rank,
+            )
         return DeadlineError(
             f"Expected rank {rank}{where} to be heard every {known.timeout_s:g} s while it takes "
             f"part, but its last sign of life came {_age(silent_s)}: its process is frozen "
@@ -284,10 +313,6 @@ class Liveness:
         ended_s = self._ended.get(key)
         end = "has not ended" if ended_s is None else f"ended {_age(self._clock() - ended_s)}"
         return f"its last operation was #{key.seq} ({call}), which {end}"
-
-
-def _covers(doing: Doing, key: OpKey) -> bool:
-    return doing.first_seq <= key.seq <= doing.last_seq
 
 
 def _progress(doing: Doing, silent_s: float) -> str:

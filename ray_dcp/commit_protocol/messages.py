@@ -360,6 +360,17 @@ class Exchanged:
 
 
 @dataclass(frozen=True)
+class Left:
+    """An operation that a rank has left before its end."""
+
+    key: OpKey
+    reason: str
+    """Why, in words."""
+    is_interrupt: bool = False
+    """Whether its user wanted that, as by Ctrl-C."""
+
+
+@dataclass(frozen=True)
 class Refused:
     """Coordinator → rank: the operation failed, with this error, the same for every rank."""
 

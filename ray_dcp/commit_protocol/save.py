@@ -339,12 +339,27 @@ class SaveMachine(Operation):
         Returns:
             What to do now; nothing when it is too late.
         """
-        if self.over or self._error is not None or self._vote.at_stake:
-            return ()
-        self.is_cancelled = True
-        return self._fail(
-            SaveCancelledError(f"The save was cancelled: {reason}", checkpoint_id=self._target.url)
+        error = SaveCancelledError(
+            f"The save was cancelled: {reason}", checkpoint_id=self._target.url
         )
+        self.is_cancelled |= self._may_fail
+        return self.give_up(error)
+
+    def give_up(self, error: CheckpointError) -> Commands:
+        """Fails the save, unless its commit has begun.
+
+        Args:
+            error: Why, for all ranks.
+
+        Returns:
+            What to do now; nothing when it is too late.
+        """
+        return self._fail(error) if self._may_fail else ()
+
+    @property
+    def _may_fail(self) -> bool:
+        """Whether nothing has decided it yet, and its commit has not begun."""
+        return not self.over and self._error is None and not self._vote.at_stake
 
     def _on_request(self, request: Request) -> Commands:
         match self.phase, request:

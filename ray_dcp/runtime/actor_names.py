@@ -12,7 +12,7 @@ import secrets
 NAMESPACE = "ray_dcp"
 """The Ray namespace of all our actors, unless the caller names another."""
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Rises with every change of the messages between ranks, coordinators and stagers."""
 
 LEASE_S = 120.0
@@ -24,14 +24,19 @@ An actor that left is made again by the next call.
 
 
 MOST_CALLS = 1_000_000
-"""Calls that may wait at once: each rank waits in two. Ray lets 1000 in by default, and with
-more ranks than that the last one to join would never be admitted."""
+"""Calls that may wait at once: each rank waits in two or three. Ray lets 1000 in by default, and
+with more ranks than that the last one to join would never be admitted."""
 _SUFFIX = re.compile(r"(?<=[0-9])-[0-9a-f]{16}$")
 
 
 def coordinator_name(session: str) -> str:
     """Returns the actor name of a session's coordinator."""
     return f"ray_dcp:{PROTOCOL_VERSION}:coordinator:{session}"
+
+
+def pulse_name(coordinator: str) -> str:
+    """Returns under which name a coordinator writes to Ray's control store that it lives."""
+    return f"pulse:{coordinator}"
 
 
 def gatherer_name(coordinator: str, ranks: range) -> str:

@@ -19,11 +19,14 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import astuple, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from ray_dcp.commit_protocol.aggregation import BatchedReplies, Batches, MessageBatch
 from ray_dcp.commit_protocol.commands import Answer, Arm, Command, Disarm, Perform, step_of
@@ -49,7 +52,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.io.threads import begin
 from ray_dcp.runtime import ray_calls, ray_private
-from ray_dcp.runtime.actor_names import MOST_CALLS, NAMESPACE, coordinator_name
+from ray_dcp.runtime.actor_names import MOST_CALLS, NAMESPACE, coordinator_name, pulse_name
 from ray_dcp.runtime.metrics import Tracing
 from ray_dcp.runtime.ray_private import Caller
 from ray_dcp.runtime.recovery import StagedPlans, StagerWatch, parts_written
@@ -320,6 +323,9 @@ class Rendezvous:
 WATCH_S = 0.5
 """How often to ask Ray whether the ranks of a running operation live, in seconds."""
 
+PULSE_S = 0.5
+"""How often the coordinator writes that it lives while operations run, in seconds."""
+
 SILENCE_LOOK_S = 1.0
 """How often to look who has been silent for too long, in seconds."""
 
@@ -360,6 +366,7 @@ class Coordinator:
         self._waiting: dict[Waiting, list[asyncio.Future[Reply]]] = {}
         self._timers: dict[OpKey, asyncio.TimerHandle] = {}
         self._members = Membership(name)
+        self._has_pulse = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._called = asyncio.Event()
         self._performing = 0
@@ -368,7 +375,9 @@ class Coordinator:
             self._coordination, self._carry_out, namespace, self._plans.lost
         )
         self._resumed = asyncio.Event()
-        self._watching: dict[OpKey, asyncio.Future[Reply]] = {}
+        self._watching: dict[OpKey, asyncio.Future[None]] = {}
+        self._beats: dict[Member, asyncio.Future[None]] = {}
+        """By session and rank the heartbeat whose answer is held back."""
         self._last_call_s = self._loop.time()
         self._self = ray.get_runtime_context().current_actor
         actor_id = ray.get_runtime_context().get_actor_id() or ""
@@ -384,7 +393,8 @@ class Coordinator:
                 self.epoch,
             )
         self._start(self._resume())
-        for watch in (self._watch(), self._check_silence(), self._stagers.watch()):
+        watches = (self._watch(), self._check_silence(), self._stagers.watch(), self._pulse())
+        for watch in watches:
             self._tasks.add(ray_calls.run_for_ever(watch, self._self, no_restart=False))
 
     async def info(self) -> dict[str, Any]:
@@ -485,25 +495,38 @@ class Coordinator:
         self._register(session, rank, caller)
 
     async def beat(self, beat: Heartbeat) -> HeartbeatAck:
-        """Accepts a heartbeat; answers at once."""
-        return replace(self._ack, waits=self._coordination.heartbeat(beat))
+        """Accepts a heartbeat; answers when an operation that the rank awaits has its outcome.
 
-    async def watch(self, key: OpKey, rank: int) -> Reply:
-        """Returns the outcome of an operation as soon as it is known.
-
-        For a rank that moves bytes and would ask for it only when it is done.
-
-        Args:
-            key: Which operation. One that is not known was begun with an earlier coordinator.
-            rank: Who does its share.
+        Before that when the rank sends the next one, or `beat.hold_s` is over.
         """
-        await self._resumed.wait()
-        self._carry_out(self._coordination.works(key, rank))
-        outcome = self._coordination.outcome(key)
-        if outcome is not None:
-            return outcome
-        future = self._watching.setdefault(key, self._loop.create_future())
-        return await asyncio.shield(future)
+        waits = self._coordination.heartbeat(beat)
+        end_s = self._loop.time() + beat.hold_s
+        at, answered = (beat.session, beat.rank), self._loop.create_future()
+        _set(self._beats.get(at))
+        self._beats[at] = answered
+        try:
+            if not self._resumed.is_set():
+                # Suppressed: the answer says so.
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._resumed.wait(), beat.hold_s)
+            if not self._resumed.is_set():
+                return replace(self._ack, waits=waits, is_up_to_date=False)
+            self._carry_out(self._coordination.present(beat))
+            outcomes = [
+                self._watching.setdefault(key, self._loop.create_future())
+                for key in beat.awaits
+                if self._coordination.outcome(key) is None
+            ]
+            if outcomes and len(outcomes) == len(beat.awaits) and not beat.left:
+                await asyncio.wait(
+                    [answered, *outcomes],
+                    timeout=max(0.0, end_s - self._loop.time()),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+            return self._coordination.ack(beat, replace(self._ack, waits=waits))
+        finally:
+            if self._beats.get(at) is answered:
+                del self._beats[at]
 
     async def take_report(self, report: StageReport) -> bool:
         """Accepts a stager's report of a file; returns whether the save still needs it.
@@ -523,12 +546,6 @@ class Coordinator:
         await self._resumed.wait()
         self._carry_out(self._coordination.cancel(key, reason))
         return self._coordination.is_cancelled(key)
-
-    async def withdraw(self, key: OpKey, rank: int, reason: str) -> None:
-        """Removes a rank from an operation before its end."""
-        self._called.set()
-        await self._resumed.wait()
-        self._carry_out(self._coordination.withdraw(key, rank, reason))
 
     async def leave(self, session: str, rank: int) -> None:
         """Removes a rank that has closed its session and will not call again.
@@ -585,9 +602,8 @@ class Coordinator:
                     self._disarm(command.key)
         self._answer_gatherers()
         for key in [*self._watching]:
-            outcome = self._coordination.outcome(key)
-            if outcome is not None:
-                self._watching.pop(key).set_result(outcome)
+            if self._coordination.outcome(key) is not None:
+                self._watching.pop(key).set_result(None)
         self._shared_reads.tidy()
 
     def _resolve(self, at: Waiting, reply: Reply) -> None:
@@ -656,6 +672,19 @@ class Coordinator:
             except CheckpointError as error:
                 logger.warning("Ranks that freeze are only seen at deadlines: %s", error)
 
+    async def _pulse(self) -> None:
+        """Writes to the control store that this process lives, for ranks that can't reach it."""
+        name = pulse_name(self._name)
+        for number in count():
+            await asyncio.sleep(PULSE_S)
+            active = bool(self._coordination.active)
+            if active or self._has_pulse:
+                # Suppressed: a rank that can't read it either goes by what it can reach.
+                with suppress(CheckpointError, RayError):
+                    text = f"{self.epoch}:{number}" if active else ""
+                    await asyncio.to_thread(ray_private.remember, name, text)
+                    self._has_pulse = active
+
     async def _resume(self) -> None:
         try:
             if self.epoch > 1:
@@ -699,6 +728,11 @@ class Coordinator:
     def _is_idle(self) -> bool:
         busy = self._performing or self._rendezvous.num_waiting or self._waiting or self._batches
         return not (busy or self._coordination.active)
+
+
+def _set(future: asyncio.Future[None] | None) -> None:
+    if future is not None and not future.done():
+        future.set_result(None)
 
 
 def _warn_of_takeovers(commands: Sequence[Command]) -> None:

@@ -58,6 +58,7 @@ def call_actor(
     timeout_s: float,
     rank: int | None = None,
     given_up: Callable[[bool], CheckpointError | None] = lambda _: None,
+    uncounted_s: Callable[[], float] = lambda: 0.0,
 ) -> Any:
     """Returns what an actor answers; repeats the call when the actor died or was out of reach.
 
@@ -71,13 +72,18 @@ def call_actor(
         rank: The calling rank, for errors.
         given_up: Asked about every second, and when the actor was out of reach: why it is of no
             use to wait any longer. Its argument: whether it was ever out of reach.
+        uncounted_s: Returns how much of the time so far does not count, in seconds.
 
     Raises:
         DeadlineError: No answer in time.
         ParticipantError: The actor died and can't be made again, or the cluster is gone.
         CheckpointError: What the actor raised, or `given_up` returned.
     """
-    end_s = time.monotonic() + timeout_s
+    begun_s = time.monotonic()
+
+    def left_s() -> float:
+        return begun_s + timeout_s + uncounted_s() - time.monotonic()
+
     # Why kept: this process may be in the next one when this is lost.
     own = private_ray.joined()
     failed = fresh = is_logged = False
@@ -91,8 +97,8 @@ def call_actor(
             actor = handle(fresh)
             check_ray(who, rank)
             answer = _sent(send, actor, who, rank)
-            _await(answer, end_s, lambda: given_up(failed), who, rank, own)  # noqa: B023
-            return ray_calls.get(answer, timeout=max(0.0, end_s - time.monotonic()))
+            _await(answer, left_s, lambda: given_up(failed), who, rank, own)  # noqa: B023
+            return ray_calls.get(answer, timeout=max(0.0, left_s()))
         except GetTimeoutError:
             raise DeadlineError(
                 f"Expected {who} to answer within {timeout_s:g} s, but it did not. Look whether "
@@ -108,7 +114,8 @@ def call_actor(
             now_s = time.monotonic()
             if lost_s is None or now_s - begin_s > REACHED_S:
                 lost_s, pause_s = now_s, _PAUSE_S[0]
-            if num_made >= MOST_MADE or now_s >= min(lost_s + OUT_OF_REACH_S, end_s):
+            is_over = now_s >= lost_s + OUT_OF_REACH_S or left_s() <= 0
+            if num_made >= MOST_MADE or is_over:
                 raise _out_of_reach(error, who, rank, own) from error
             if now_s - lost_s > LONG_WAIT_S and not is_logged:
                 is_logged = True
@@ -121,7 +128,7 @@ def call_actor(
                 )
         except (RaySystemError, RayActorError, RayError, ConnectionError) as error:
             raise _out_of_reach(error, who, rank, own) from error
-        threading.Event().wait(min(pause_s, max(0.0, end_s - time.monotonic())))
+        threading.Event().wait(min(pause_s, max(0.0, left_s())))
         pause_s = min(2 * pause_s, _PAUSE_S[1])
 
 
@@ -155,7 +162,7 @@ def _sent(send: Callable[[Any], Any], actor: Any, who: str, rank: int | None) ->
 
 def _await(
     answer: Any,
-    end_s: float,
+    left_s: Callable[[], float],
     given_up: Callable[[], CheckpointError | None],
     who: str,
     rank: int | None,
@@ -174,9 +181,9 @@ def _await(
         reason = given_up()
         if reason is not None:
             raise reason
-        left_s = end_s - time.monotonic()
-        done, _ = ray_calls.wait([answer], timeout=max(0.0, min(left_s, LOOK_S)))
-        if done or left_s <= 0:
+        wait_s = left_s()
+        done, _ = ray_calls.wait([answer], timeout=max(0.0, min(wait_s, LOOK_S)))
+        if done or wait_s <= 0:
             return
 
 

@@ -1,8 +1,9 @@
 """`HeartbeatSender`: sends heartbeats to the coordinator while this rank saves or loads.
 
-It reports what the coordinator can't see: that this process lives, and its progress. It also
-detects what the thread that writes can't see: that the coordinator is frozen or gone, or that the
-save has failed elsewhere.
+A heartbeat says what the coordinator can't see: that this process lives, which operations it is
+present for, how far it is, and what it has left. The coordinator holds the answer back until there
+is an outcome or the next heartbeat is due, so that a rank that moves bytes learns at once that the
+save has failed elsewhere. A coordinator that does not answer is frozen or gone.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from ray_dcp.commit_protocol.liveness import AwakeClock, Heartbeat, HeartbeatAck, beat_interval_s
-from ray_dcp.commit_protocol.messages import Refused
+from ray_dcp.commit_protocol.messages import Left, OpKey
 from ray_dcp.errors import CheckpointError, DeadlineError, ParticipantError
-from ray_dcp.io.threads import Stop
 from ray_dcp.runtime import private_ray, ray_calls, ray_private
+from ray_dcp.runtime.actor_names import coordinator_name, pulse_name
+from ray_dcp.runtime.coordinator_call import OUT_OF_REACH_S
 from ray_dcp.runtime.rank_progress import RankProgress
 
 FIRST_HEARTBEAT_S = 1.0
@@ -37,6 +39,9 @@ asks it first, and one that is stopped does not answer."""
 MOST_UNANSWERED = 3
 """Heartbeats that are sent without an answer; a coordinator that is frozen gets no more."""
 
+LEFT_TIMEOUT_S = 60.0
+"""Silence of the coordinator that means a frozen one while only what was left is reported."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -48,16 +53,24 @@ class HeartbeatSender:
         session: Name of the session.
         rank: This rank.
         who: The coordinator in words, for errors.
+        actor: What the coordinator is called after.
     """
 
-    def __init__(self, reach: Callable[[bool], Any], session: str, rank: int, who: str) -> None:
+    def __init__(
+        self, reach: Callable[[bool], Any], session: str, rank: int, who: str, actor: str = ""
+    ) -> None:
         self._reach = reach
         self._session = session
         self._rank = rank
         self._who = who
+        self._pulse_name = pulse_name(coordinator_name(actor))
         self._own = private_ray.joined()
         self._changed = threading.Condition()
         self._active: dict[RankProgress, float] = {}
+        self._left: dict[Left, float] = {}
+        """Operations that are reported as left, and until when."""
+        self._queued_s: dict[int, float] = {}
+        """By number of a call: how long its save was in the queue, as far as is known."""
         self._thread: threading.Thread | None = None
         self._first_send_s = 0.0
         self._ack: HeartbeatAck | None = None
@@ -70,13 +83,12 @@ class HeartbeatSender:
     def _begin(self) -> None:
         """Forgets what an earlier thread had sent."""
         self._clock = AwakeClock(time.monotonic, TICK_S)
-        self._sent: dict[Any, float] = {}
-        self._watches: dict[Any, Stop] = {}
-        self._answered: set[Stop] = set()
-        self._phases: list[str] = []
-        self._next_s = 0.0
+        self._sent: dict[Any, tuple[float, Heartbeat]] = {}
+        self._named: object = None
+        self._next_s = self._acked_s = 0.0
         self._fresh = False
         self._actor_id = ""
+        self._pulse: str | None = None
 
     def add(self, progress: RankProgress, timeout_s: float) -> None:
         """Begins to send heartbeats for a call of the user.
@@ -90,16 +102,38 @@ class HeartbeatSender:
                 first_s = min(FIRST_HEARTBEAT_S, beat_interval_s(timeout_s))
                 self._first_send_s = time.monotonic() + first_s
                 self._frozen = self._ack = None
+                self._queued_s.clear()
             self._active[progress] = timeout_s
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="ray_dcp beats", daemon=True)
-                self._thread.start()
+            self._run_thread()
 
     def remove(self, progress: RankProgress) -> None:
         """Ends that; with the last one the thread ends, within `TICK_S`."""
         with self._changed:
             self._active.pop(progress, None)
             self._changed.notify_all()
+
+    def leave(self, left: Left, wait_s: float) -> None:
+        """Reports that this rank leaves an operation before its end.
+
+        Never raises. The thread reports it until a coordinator knows, for as long as other ranks
+        call theirs: those that had no answer yet begin the operation at the next one.
+
+        Args:
+            left: Which operation, and why. One that is over is fine.
+            wait_s: How long to wait until a coordinator knows, in seconds.
+        """
+        with self._changed:
+            self._left[left] = time.monotonic() + OUT_OF_REACH_S
+            self._first_send_s = 0.0
+            # Suppressed: without a thread the others see that this rank is not present any more.
+            with suppress(RuntimeError):
+                self._run_thread()
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: left not in self._left, wait_s)
+
+    def queued_s(self, key: OpKey) -> float:
+        """Returns how long the save of a call has waited in the queue, in seconds."""
+        return self._queued_s.get(key.seq, 0.0)
 
     def failure(
         self, out_of_reach: bool, outlives_restart: bool, goes_on: bool = False
@@ -118,6 +152,15 @@ class HeartbeatSender:
             return self._died()
         return None
 
+    def _run_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ray_dcp beats", daemon=True)
+            try:
+                self._thread.start()
+            except BaseException:
+                self._thread = None
+                raise
+
     # In the thread
 
     def _run(self) -> None:
@@ -128,12 +171,112 @@ class HeartbeatSender:
             except SystemExit:  # Ray was shut down under this thread
                 return
             except Exception as error:  # noqa: BLE001 - a rank without beats would be blamed
-                logger.warning("Beating to %s failed, and is tried again: %r", self._who, error)
+                with self._changed:
+                    is_told = not self._active
+                    if is_told and isinstance(error, CheckpointError):
+                        self._left.clear()  # this process is not connected to that Ray any more
+                if not is_told:
+                    logger.warning("Beating to %s failed, and is tried again: %r", self._who, error)
             with self._changed:
-                if not self._active:
+                if not ray.is_initialized():
+                    self._left.clear()
+                self._changed.notify_all()
+                if not self._active and not self._left:
                     self._thread = None
                     return
                 self._changed.wait(TICK_S)
+
+    @ray_private.starting_no_ray()
+    def _send_all(self) -> None:
+        while True:
+            with self._changed:
+                now_s = time.monotonic()
+                self._left = {left: end_s for left, end_s in self._left.items() if end_s > now_s}
+                if not (self._active or self._left) or not ray.is_initialized():
+                    return
+                active = dict(self._active)
+                wait_s = self._first_send_s - now_s
+                if wait_s > 0:
+                    self._changed.wait(min(wait_s, TICK_S))
+                    self._clock.tick()
+                    continue
+            if self._own is not None and self._own.is_lost:
+                self._abandon(self._own.lost(self._rank))
+                return
+            timeout_s = min(active.values(), default=LEFT_TIMEOUT_S)
+            interval_s = beat_interval_s(timeout_s)
+            now_s = self._clock.tick()
+            beat = self._beat(active, timeout_s, interval_s)
+            # A phase that has begun, or ended, since the last heartbeat should be known soon.
+            named = ([doing.phase for doing in beat.doings], beat.awaits, beat.left)
+            if (now_s >= self._next_s or named != self._named) and (
+                len(self._sent) < MOST_UNANSWERED
+            ):
+                actor = self._reach(self._fresh)
+                self._fresh, self._actor_id = False, ray_private.id_of(actor)
+                with ray_calls.inside():
+                    self._sent[actor.beat.remote(beat)] = (now_s, beat)
+                self._named, self._next_s = named, now_s + interval_s
+            self._listen(min(interval_s, TICK_S))
+            self._check_coordinator(timeout_s)
+
+    def _beat(
+        self, active: dict[RankProgress, float], timeout_s: float, hold_s: float
+    ) -> Heartbeat:
+        awaits = [
+            progress.key
+            for progress in active
+            if progress.key is not None and progress.waits_for_others and not progress.stop.asked
+        ]
+        left = tuple(self._left)
+        doings = tuple(progress.doing for progress in active)
+        return Heartbeat(self._session, self._rank, timeout_s, doings, tuple(awaits), left, hold_s)
+
+    def _listen(self, wait_s: float) -> None:
+        if not self._sent:
+            with self._changed:
+                self._changed.wait(wait_s)
+            return
+        done, _ = ray_calls.wait([*self._sent], num_returns=1, timeout=wait_s)
+        for ref in done:
+            before = [*self._sent]
+            _, beat = self._sent[ref]
+            # Why those before: whoever answers one lives, and the others may have been lost.
+            for one in before[: before.index(ref) + 1]:
+                del self._sent[one]
+            try:
+                self._take(beat, ray_calls.get(ref))
+            except RayError as error:
+                self._fresh = isinstance(error, ActorDiedError)
+                # Why: a dead coordinator is not silent, and its plans are lost.
+                self._sent.clear()
+                if self._is_gone():
+                    self._abandon(self._died())
+                with self._changed:
+                    self._changed.wait(wait_s)
+
+    def _take(self, beat: Heartbeat, ack: HeartbeatAck) -> None:
+        self._ack, self._frozen, self._pulse = ack, None, None
+        self._num_restarts = ack.num_restarts
+        for wait in ack.waits:
+            logger.warning("%s", wait)
+        now_s = self._clock()
+        for seq in ack.queued:
+            self._queued_s[seq] = self._queued_s.get(seq, 0.0) + (now_s - self._acked_s)
+        self._acked_s = now_s
+        if not ack.is_up_to_date:
+            return
+        with self._changed:
+            for left in beat.left:
+                self._left.pop(left, None)
+            self._changed.notify_all()
+            working = [(progress.key, progress.stop) for progress in self._active]
+        for key, stop in working:
+            refused = None if key is None else ack.outcomes.get(key)
+            if refused is not None:
+                stop.because(refused.error)
+
+    # The coordinator's end
 
     def _is_gone(self) -> bool:
         """Whether the incarnation that answered last has ended, by Ray's tables."""
@@ -159,14 +302,29 @@ class HeartbeatSender:
             rank=self._rank,
         )
 
-    def _is_silent(self, silent_s: float) -> DeadlineError:
+    def _silent(self, silent_s: float, lives: bool) -> DeadlineError:
         where = f" ({self._ack.place})" if self._ack else ""
+        if lives:
+            why = (
+                f"it lives, as Ray's control store says: rank {self._rank} can't reach it. Look at "
+                f"the network between the two nodes, and call again"
+            )
+        else:
+            why = (
+                "its process is frozen (stopped, swapped out, or a thread holds the GIL). Another "
+                "takes its place: call again; raise heartbeat_timeout_s if such pauses are normal"
+            )
         return DeadlineError(
-            f"Expected {self._who}{where} to answer beats, but it has not for {silent_s:.0f} s: "
-            f"its process is frozen (stopped, swapped out, or a thread holds the GIL). Another "
-            f"takes its place: call again; raise heartbeat_timeout_s if such pauses are normal",
+            f"Expected {self._who}{where} to answer heartbeats, but it has not for "
+            f"{silent_s:.0f} s: {why}",
             rank=self._rank,
         )
+
+    def _last_pulse(self) -> str | None:
+        """Returns what the coordinator last wrote to the control store; None where unknown."""
+        with suppress(CheckpointError, RayError):
+            return ray_private.recall(self._pulse_name) or None
+        return None
 
     def _replace(self, num_restarts: int) -> None:
         """Has Ray end the incarnation that is frozen, and start the next.
@@ -183,90 +341,11 @@ class HeartbeatSender:
     def _is_being_replaced(self) -> bool:
         return time.monotonic() < self._killed_s + KILL_S
 
-    @ray_private.starting_no_ray()
-    def _send_all(self) -> None:
-        while True:
-            with self._changed:
-                if not self._active or not ray.is_initialized():
-                    return
-                active = dict(self._active)
-                wait_s = max(self._first_send_s - time.monotonic(), 0.0)
-                if wait_s > 0:
-                    self._changed.wait(min(wait_s, TICK_S))
-                    self._clock.tick()
-                    continue
-            if self._own is not None and self._own.is_lost:
-                self._abandon(self._own.lost(self._rank))
-                return
-            timeout_s = min(active.values())
-            interval_s = beat_interval_s(timeout_s)
-            now_s = self._clock.tick()
-            # A phase that has begun since the last heartbeat should be known soon.
-            is_new = [progress.phase for progress in active] != self._phases
-            due = now_s >= self._next_s or is_new
-            if due and len(self._sent) < MOST_UNANSWERED:
-                self._send(active, timeout_s, now_s)
-                self._next_s = now_s + interval_s
-            self._watch(active)
-            self._listen(min(interval_s, TICK_S))
-            self._check_coordinator(timeout_s)
-
-    def _send(self, active: dict[RankProgress, float], timeout_s: float, now_s: float) -> None:
-        actor = self._reach(self._fresh)
-        self._fresh, self._actor_id = False, ray_private.id_of(actor)
-        doings = tuple(progress.doing for progress in active)
-        beat = Heartbeat(self._session, self._rank, timeout_s, doings)
-        with ray_calls.inside():
-            self._sent[actor.beat.remote(beat)] = now_s
-        self._phases = [doing.phase for doing in doings]
-
-    def _watch(self, active: dict[RankProgress, float]) -> None:
-        """Asks for the outcome of what this rank works for, once for each."""
-        watched = {*self._watches.values(), *self._answered}
-        for progress in active:
-            key = progress.key if progress.waits_for_others else None
-            if key is not None and progress.stop not in watched:
-                actor = self._reach(False)
-                with ray_calls.inside():
-                    ref = actor.watch.remote(key, self._rank)
-                self._watches[ref] = progress.stop
-
-    def _listen(self, wait_s: float) -> None:
-        refs = [*self._sent, *self._watches]
-        if not refs:
-            with self._changed:
-                self._changed.wait(wait_s)
-            return
-        done, _ = ray_calls.wait(refs, num_returns=1, timeout=wait_s)
-        for ref in done:
-            stop = self._watches.pop(ref, None)
-            self._sent.pop(ref, None)
-            try:
-                answer = ray_calls.get(ref)
-            except (ActorDiedError, ActorUnavailableError) as error:
-                self._fresh = isinstance(error, ActorDiedError)
-                # Why: a dead coordinator is not silent, and its plans are lost.
-                self._sent.clear()
-                if self._is_gone():
-                    self._abandon(self._died())
-                with self._changed:
-                    self._changed.wait(wait_s)
-                continue
-            if stop is None:
-                self._ack, self._frozen = answer, None
-                self._num_restarts = answer.num_restarts
-                # Why all: whoever answers one lives, and the others may have been lost.
-                self._sent.clear()
-                for wait in answer.waits:
-                    logger.warning("%s", wait)
-                continue
-            self._answered.add(stop)
-            if isinstance(answer, Refused):
-                stop.because(answer.error)
-
     def _check_coordinator(self, timeout_s: float) -> None:
         now_s = self._clock()
-        silent_s = now_s - min(self._sent.values(), default=now_s)
+        silent_s = now_s - min((sent_s for sent_s, _ in self._sent.values()), default=now_s)
+        if self._pulse is None and silent_s > timeout_s / 2:
+            self._pulse = self._last_pulse()
         if silent_s <= timeout_s:
             return
         heard, life = self._ack, ray_private.life_of(self._actor_id)
@@ -278,9 +357,11 @@ class HeartbeatSender:
         if late or not (life.is_running or ends):
             # Why: one that is being started, or started anew, is late and not frozen. One that
             # has answered and is just being ended, as another rank found it frozen, is.
-            self._sent = dict.fromkeys(self._sent, now_s)
+            self._sent = {ref: (now_s, beat) for ref, (_, beat) in self._sent.items()}
             return
-        if self._frozen is None:
+        # Why: one that this rank alone can't reach works for all others.
+        lives = self._pulse is not None and self._last_pulse() not in (None, self._pulse)
+        if self._frozen is None and not lives:
             self._replace(life.num_restarts)
-        self._frozen = self._is_silent(silent_s)
+        self._frozen = self._silent(silent_s, lives)
         self._abandon(self._frozen)

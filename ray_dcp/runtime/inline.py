@@ -24,10 +24,10 @@ from ray_dcp.commit_protocol.commands import (
     step_of,
 )
 from ray_dcp.commit_protocol.coordination import Coordination
-from ray_dcp.commit_protocol.messages import OpKey, Refused, Reply, Request
+from ray_dcp.commit_protocol.messages import Left, OpKey, Refused, Reply, Request
 from ray_dcp.errors import CheckpointError, InternalError, SaveCancelledError
 from ray_dcp.runtime.metrics import Performer, Tracing
-from ray_dcp.runtime.rank_progress import LEAVING_S, Activity, RankProgress
+from ray_dcp.runtime.rank_progress import Activity, RankProgress
 from ray_dcp.runtime.rank_save import PlanMemory
 from ray_dcp.runtime.tasks import new_attempt, perform
 
@@ -59,9 +59,9 @@ class Shell:
         self._carry_out(self.coordination.cancel(key, reason))
         return self.coordination.is_cancelled(key)
 
-    def withdraw(self, key: OpKey, rank: int, reason: str) -> None:
-        """Tells that a rank leaves an operation."""
-        self._carry_out(self.coordination.withdraw(key, rank, reason))
+    def withdraw(self, rank: int, left: Left) -> None:
+        """Removes a rank from an operation before its end."""
+        self._carry_out(self.coordination.withdraw(rank, left))
 
     def performed(self, todo: Perform, result: Result) -> None:
         """Takes the result of a task."""
@@ -160,15 +160,17 @@ class InlineSession:
         with self._lock:
             self._calls.discard(progress)
 
-    def report_lost(self, key: OpKey) -> None:
-        """Does nothing: there never is another coordinator."""
+    def leave(self, left: Left, wait_s: float = 0.0) -> None:
+        """Ends an operation that its caller has left.
 
-    def withdraw(self, key: OpKey, reason: str) -> None:
-        """Ends an operation that its caller has left, and waits a moment until that is done."""
+        Args:
+            left: Which operation, and why. One that is over is fine.
+            wait_s: How long to wait until what is under way is done, in seconds.
+        """
         with self._lock:
-            self._shell.withdraw(key, self.rank, reason)
+            self._shell.withdraw(self.rank, left)
             self._work_off()
-            self._quiet.wait_for(lambda: not self._under_way, LEAVING_S)
+            self._quiet.wait_for(lambda: not self._under_way, wait_s)
 
     def call(self, request: Request, *, silence_s: float | None = None) -> Reply:
         """Returns the reply to a request, when all that it leads to is done.

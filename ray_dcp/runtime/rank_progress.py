@@ -2,8 +2,8 @@
 
 `RankProgress` is filled by the thread that saves or loads and by the storage that it uses; the
 heartbeat sender reads it. `Activity` is the call from begin to end. While it lasts the rank sends
-heartbeats. A rank that leaves it by anything but an error of ray_dcp (Ctrl-C above all) fails the
-call on every rank instead of letting the others wait.
+heartbeats. A rank that leaves it by an error before the end (Ctrl-C, a coordinator out of reach)
+fails the call on every rank instead of letting the others wait.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ray_dcp.commit_protocol.liveness import Doing
-from ray_dcp.commit_protocol.messages import OpKey, Renumbered, Reply, Request
+from ray_dcp.commit_protocol.messages import Left, OpKey, Renumbered, Reply, Request
 from ray_dcp.errors import CheckpointError, DeadlineError, SaveCancelledError
 from ray_dcp.io.threads import Stop
 from ray_dcp.store.storage import Entry, PartWriter, Storage, StorageWrapper
@@ -309,12 +309,21 @@ class Activity:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            key = self.progress.key
-            left_early = error is not None and not isinstance(error, CheckpointError)
-            if left_early and key is not None and not self.progress.over:
-                with suppress(CheckpointError):
-                    self._session.withdraw(key, f"{type(error).__name__} on rank {self.rank}")
-            elif key is not None and self.progress.abandoned is not None:
-                self._session.report_lost(key)
+            if error is not None:
+                self.leave(error)
         finally:
             self._session.end_call(self.progress)
+
+    def leave(self, error: BaseException) -> None:
+        """Reports that this rank leaves the call by an error, unless it has its outcome."""
+        if self.progress.over:
+            return
+        is_ours = isinstance(error, CheckpointError)
+        reason = f"{type(error).__name__} on rank {self.rank}{f': {error}' if is_ours else ''}"
+        # Suppressed: the session was closed meanwhile.
+        with suppress(CheckpointError):
+            # Why the first otherwise: a call that fails before it begins one leaves that.
+            key = self.progress.key or replace(self.next_key(), step=0)
+            # Why only then: the process may be about to end. Who fails otherwise lives on.
+            wait_s = 0.0 if is_ours else LEAVING_S
+            self._session.leave(Left(key, reason, is_interrupt=not is_ours), wait_s)

@@ -31,6 +31,7 @@ from ray_dcp.commit_protocol.error_aggregation import Opening, name_ranks
 from ray_dcp.commit_protocol.liveness import LONG_WAIT_S
 from ray_dcp.commit_protocol.messages import (
     Exchange,
+    Left,
     LoadDone,
     LoadJoin,
     LoadReady,
@@ -48,10 +49,9 @@ from ray_dcp.errors import (
     InvalidRequestError,
     ParticipantError,
 )
-from ray_dcp.io.threads import begin
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE, memory_owner
-from ray_dcp.runtime.rank_progress import LEAVING_S, Activity, RankProgress
+from ray_dcp.runtime.rank_progress import Activity, RankProgress
 from ray_dcp.runtime.rank_save import PlanMemory
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class Session:
 
         self.connection = Connection(repr(self), rank)
         self._timeouts = CallTimeouts()
-        self._heartbeats = HeartbeatSender(self._reach, self.name, rank, self._who)
+        self._heartbeats = HeartbeatSender(self._reach, self.name, rank, self._who, self._actor)
         self._gathered = GatheredCalls(rank, world_size, self._actor, namespace, lease_s)
 
     def __repr__(self) -> str:
@@ -250,9 +250,10 @@ class Session:
                 lambda actor: actor.call.remote(request, self._caller, silence_s),
                 timeout_s,
                 lambda failed: self._heartbeats.failure(failed, outlives_restart, is_held),
+                lambda: self._heartbeats.queued_s(request.key),
             )
-        except (ParticipantError, DeadlineError):
-            self.report_lost(request.key)
+        except (ParticipantError, DeadlineError) as error:
+            self.leave(Left(request.key, f"{type(error).__name__}: {error.message}"))
             raise
         return reply
 
@@ -316,27 +317,14 @@ class Session:
         """Ends that."""
         self._heartbeats.remove(progress)
 
-    def report_lost(self, key: OpKey) -> None:
-        """Reports to the next coordinator that this rank began an operation with the one before.
+    def leave(self, left: Left, wait_s: float = 0.0) -> None:
+        """Reports that this rank leaves an operation before its end. See `HeartbeatSender.leave`.
 
-        *Why*: ranks that had no answer yet begin it there again, and would wait for this one.
-        Never raises, and does not wait: a thread reports it as soon as that one can be reached.
+        Args:
+            left: Which operation, and why.
+            wait_s: How long to wait until a coordinator knows, in seconds.
         """
-        from ray_dcp.runtime.coordinator_call import OUT_OF_REACH_S
-
-        # Why so long: the other ranks call it for as long.
-        begin(
-            lambda: self._ask(lambda actor: actor.watch.remote(key, self.rank), OUT_OF_REACH_S),
-            "ray_dcp lost",
-        )
-
-    def withdraw(self, key: OpKey, reason: str) -> None:
-        """Reports that this rank leaves an operation before its end.
-
-        Raises:
-            ParticipantError: The coordinator is out of reach; the others see a silent rank.
-        """
-        self._ask(lambda actor: actor.withdraw.remote(key, self.rank, reason), LEAVING_S)
+        self._heartbeats.leave(left, wait_s)
 
     def coordinator_info(self) -> dict[str, Any]:
         """Returns what the coordinator reports of itself: `epoch`, `pid`, `node_id`, `active`."""
@@ -436,6 +424,7 @@ class Session:
         send: Any,
         timeout_s: float,
         given_up: Callable[[bool], CheckpointError | None] = lambda _: None,
+        uncounted_s: Callable[[], float] = lambda: 0.0,
     ) -> Any:
         from ray_dcp.runtime.coordinator_call import call_actor
 
@@ -446,6 +435,7 @@ class Session:
             timeout_s=timeout_s,
             rank=self.rank,
             given_up=given_up,
+            uncounted_s=uncounted_s,
         )
 
     def _reach(self, fresh: bool) -> Any:

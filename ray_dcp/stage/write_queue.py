@@ -711,17 +711,18 @@ class _Turn:
         self.moved_s = float("inf")
         self._turns = turns
         self._lock = threading.Lock()
-        self._is_held = self._is_given_back = False
+        self._is_held = False
+        self._given_back = threading.Event()
 
     def acquire(self) -> None:
         """Waits for the turn; not after it was given back."""
-        if self._is_given_back:
+        if self._given_back.is_set():
             return
         self._turns.acquire()
         self.moved_s = time.monotonic()
         with self._lock:
             self._is_held = True
-        if self._is_given_back:
+        if self._given_back.is_set():
             self.release()
 
     def release(self) -> None:
@@ -734,7 +735,7 @@ class _Turn:
 
     def give_back(self) -> None:
         """Lets another writer write from now on, whatever this one waits for."""
-        self._is_given_back = True
+        self._given_back.set()
         self.release()
 
 

@@ -7,6 +7,7 @@ import secrets
 import shutil
 import signal
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,25 @@ def test_of_two_saves_of_one_id_the_second_is_refused_while_the_first_is_under_w
         (tmp_path / "gate").touch()
     first.committed(180)
     assert stands(tmp_path / "c", 7.0)
+
+
+def test_a_save_that_waits_in_the_queue_for_longer_than_its_ranks_wait_elsewhere_is_made(
+    session, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("ray_dcp.runtime.session.MARGIN_S", 1.0)
+    options = SaveOptions(plan_timeout_s=1.0, heartbeat_timeout_s=3.0)
+    hold_writes(session, tmp_path / "gate")
+    first = save_and_spoil(tmp_path / "a", 7.0)
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(
+            ray_dcp.async_save, state(8.0, 10), checkpoint_id=tmp_path / "b", options=options
+        )
+        # Its plan may take 5 s, and the answer to its join 1 s more.
+        assert not eventually(second.done, 10)
+        (tmp_path / "gate").touch()
+        first.committed(180)
+        second.result(180).committed(180)
+    assert stands(tmp_path / "a", 7.0)
 
 
 def test_a_thread_that_writes_while_the_stager_takes_the_bytes_is_found_when_asked_for(

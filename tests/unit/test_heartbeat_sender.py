@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
 
-from ray_dcp.commit_protocol.liveness import HeartbeatAck
-from ray_dcp.errors import DeadlineError
+from ray_dcp.commit_protocol.liveness import Heartbeat, HeartbeatAck
+from ray_dcp.commit_protocol.messages import Left, OpKey, Refused
+from ray_dcp.errors import DeadlineError, StorageError
 from ray_dcp.runtime import heartbeat, ray_calls, ray_private
 from ray_dcp.runtime.heartbeat import HeartbeatSender
 from ray_dcp.runtime.rank_progress import RankProgress
@@ -23,14 +26,26 @@ class Sent:
     """A heartbeat, and which incarnation it was sent to."""
 
     life: int
+    beat: Heartbeat
 
 
 class Incarnations:
     """A coordinator that Ray starts anew; `frozen` are the incarnations that answer nothing."""
 
     def __init__(self):
-        self.life, self.frozen, self.killed = 0, set(), []
-        self.beat = SimpleNamespace(remote=lambda beat: Sent(self.life))
+        self.life, self.frozen, self.killed, self.pulses = 0, set(), [], None
+        self.beats, self.answers = [], {}
+        self.beat = SimpleNamespace(remote=self._sent)
+
+    def _sent(self, beat):
+        self.beats.append(beat)
+        return Sent(self.life, beat)
+
+    def get(self, sent):
+        return HeartbeatAck("id", sent.life, "pid 1", **self.answers)
+
+    def recall(self, _):
+        return "" if self.pulses is None else str(next(self.pulses))
 
     def wait(self, refs, *, num_returns, timeout):
         time.sleep(0.01)
@@ -44,7 +59,8 @@ def coordinator(monkeypatch):
     monkeypatch.setattr(heartbeat.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(heartbeat, "KILL_S", 1000.0)
     monkeypatch.setattr(ray_calls, "wait", fake.wait)
-    monkeypatch.setattr(ray_calls, "get", lambda ref: HeartbeatAck("id", ref.life, "pid 1"))
+    monkeypatch.setattr(ray_calls, "get", fake.get)
+    monkeypatch.setattr(ray_private, "recall", fake.recall)
     monkeypatch.setattr(ray_calls, "kill", lambda actor, **_: fake.killed.append(fake.life))
     monkeypatch.setattr(ray_private, "id_of", lambda actor: "id")
     monkeypatch.setattr(ray_private, "life_of", lambda _: ray_private.Life(fake.life, True))
@@ -76,3 +92,58 @@ def test_one_that_answers_is_not_found_frozen(coordinator):
     assert not eventually(lambda: sender.failure(False, True) is not None, 3 * TIMEOUT_S)
     sender.remove(progress)
     assert coordinator.killed == []
+
+
+def test_one_that_lives_and_only_this_rank_can_not_reach_is_not_ended(coordinator):
+    sender = HeartbeatSender(lambda fresh: coordinator, "s", 0, "the coordinator")
+    coordinator.frozen.add(0)
+    coordinator.pulses = count()  # it goes on to write that it lives
+    progress = RankProgress()
+    sender.add(progress, TIMEOUT_S)
+    assert eventually(lambda: sender.failure(False, True) is not None, 20)
+    sender.remove(progress)
+    error = sender.failure(False, True)
+    assert type(error) is DeadlineError
+    assert "rank 0 can't reach it" in error.message
+    assert coordinator.killed == []
+
+
+def test_one_that_wrote_that_it_lives_and_then_froze_is_ended(coordinator):
+    sender = HeartbeatSender(lambda fresh: coordinator, "s", 0, "the coordinator")
+    coordinator.frozen.add(0)
+    coordinator.pulses = iter(lambda: 7, None)
+    progress = RankProgress()
+    sender.add(progress, TIMEOUT_S)
+    assert eventually(lambda: coordinator.killed == [0], 20)
+    sender.remove(progress)
+
+
+def test_what_a_rank_has_left_is_said_until_a_coordinator_knows(coordinator):
+    sender = HeartbeatSender(lambda fresh: coordinator, "s", 0, "the coordinator")
+    coordinator.answers = {"is_up_to_date": False}  # it takes saves up
+    left = Left(OpKey("s", 4), "Ctrl-C", is_interrupt=True)
+    with ThreadPoolExecutor(1) as pool:
+        said = pool.submit(sender.leave, left, 60.0)
+        assert eventually(lambda: len(coordinator.beats) > 1, 30)
+        assert not said.done()
+        coordinator.answers = {}
+        said.result(60)
+    assert all(beat.left == (left,) for beat in coordinator.beats)
+    num_said = len(coordinator.beats)
+    assert not eventually(lambda: len(coordinator.beats) > num_said, 0.3)
+
+
+def test_a_rank_that_moves_bytes_stops_when_the_save_has_failed_elsewhere(coordinator):
+    sender = HeartbeatSender(lambda fresh: coordinator, "s", 0, "the coordinator")
+    progress, key = RankProgress(), OpKey("s", 4)
+    progress.begin(key)
+    sender.add(progress, TIMEOUT_S)
+    assert eventually(lambda: coordinator.beats, 20)
+    assert coordinator.beats[-1].awaits == ()  # it has not joined yet
+    full = StorageError("full")
+    progress.enter("writing")
+    assert eventually(lambda: coordinator.beats[-1].awaits == (key,), 20)
+    coordinator.answers = {"outcomes": {key: Refused(full)}}
+    assert eventually(lambda: progress.stop.asked, 20)
+    assert progress.stop.error is full
+    sender.remove(progress)

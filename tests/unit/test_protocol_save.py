@@ -26,6 +26,7 @@ from ray_dcp.commit_protocol.commands import (
 from ray_dcp.commit_protocol.liveness import AwakeClock, Doing, Heartbeat
 from ray_dcp.commit_protocol.messages import (
     Exchange,
+    Left,
     LoadReady,
     OpKey,
     Refused,
@@ -424,6 +425,7 @@ class Beating(Play):
 
     def beat(self, rank, *doings):
         """Returns for whom the rank is told to log long waits."""
+        doings = doings or (writing(),)
         return self.coordination.heartbeat(Heartbeat(KEY.session, rank, TIMEOUT_S, doings))
 
     def check_silence(self, now_s):
@@ -632,7 +634,7 @@ def test_a_save_is_not_cancelled_nor_left_when_that_is_too_late(why):
         play.to_record()
     elif why == "it is over":
         play.to_end()
-        assert play.coordination.withdraw(KEY, 1, "late") == ()
+        assert play.coordination.withdraw(1, Left(KEY, "late", True)) == ()
         assert isinstance(play.join(1), SaveOutcome)
     else:
         play.join(0, error=StorageError("full"))
@@ -654,11 +656,12 @@ def test_a_save_that_is_cancelled_before_anybody_has_joined_fails_the_first_who_
 @pytest.mark.parametrize("first", [False, True])
 def test_ranks_that_join_again_after_a_restart_do_not_wait_for_one_that_went_on(first):
     play = Play(world_size=3)
+    at_work = Heartbeat(KEY.session, 2, TIMEOUT_S, (writing(),), (KEY,))
     if first:
-        assert play.coordination.works(KEY, 2) == ()
+        assert play.coordination.present(at_work) == ()
         assert isinstance(play.coordination.outcome(KEY), Refused)
     play.join(0)
-    play._take(play.coordination.works(KEY, 2))
+    play._take(play.coordination.present(at_work))
     play.join(1)
     error = play.errors("SaveJoin")[0]
     assert (type(error), error.rank) == (ParticipantError, 2)

@@ -20,10 +20,11 @@ from ray_dcp.commit_protocol.commands import (
     RecordCreated,
 )
 from ray_dcp.commit_protocol.coordination import Coordination
-from ray_dcp.commit_protocol.liveness import Heartbeat
+from ray_dcp.commit_protocol.liveness import Doing, Heartbeat
 from ray_dcp.commit_protocol.messages import (
     Ack,
     FileReceipt,
+    Left,
     OpKey,
     PartsHeld,
     PartsWritten,
@@ -47,7 +48,7 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.options import SaveOptions
-from tests.protocol_play import BUILT, KEY, NOTHING, TARGET, Play, planned, receipt_file
+from tests.protocol_play import BUILT, KEY, NOTHING, TARGET, Play, join_of, planned, receipt_file
 
 FILES_OF_A_RANK = 2
 
@@ -420,11 +421,41 @@ def test_a_save_that_is_queued_for_long_says_behind_which_one(play):
     join_second(play)
     told = []
     for now[0] in range(0, 50, 5):
-        told += play.coordination.heartbeat(Heartbeat("run", 0, 60.0))
+        told += play.coordination.heartbeat(Heartbeat("run", 0, 60.0, (Doing(0, 1, "waiting"),)))
         play.coordination.check_silence()
     (wait,) = told
     assert "Operation 1 of session 'run' (save to memory://other) has been queued for 30 s" in wait
     assert "it waits for operation 0 (save to memory://ckpt), which is writing" in wait
+
+
+@pytest.mark.parametrize("how", ["says so", "says nothing", "is heard no more"])
+def test_a_queued_save_that_a_rank_has_left_is_not_begun(play, how):
+    now = [0.0]
+    play.coordination = Coordination(epoch=1, new_attempt=lambda: "a1", clock=lambda: now[0])
+    play.to_staged()
+    for rank in range(play.world_size):
+        join = join_of(rank, key=SECOND, staged=True, target=ELSEWHERE)
+        play._take(play.coordination.receive(join, silence_s=60.0))
+    both, third = Doing(0, 1, "waiting"), Doing(2, 2, "waiting")
+    for now[0] in range(0, 100, 5):
+        play.coordination.heartbeat(Heartbeat("run", 1, 60.0, (both,)))
+        # Rank 0 has left the second save for a third one, for which it sends heartbeats.
+        left = (Left(SECOND, "it waited for long"),) if how == "says so" else ()
+        beat = Heartbeat("run", 0, 60.0, (third,), left=left)
+        if how != "is heard no more":
+            play.coordination.heartbeat(beat)
+        play._take(play.coordination.present(beat))
+        play._take(play.coordination.check_silence())
+        if how == "says so":
+            break
+    for rank in range(2):
+        error = play.reply(rank, "SaveJoin", key=SECOND).error
+        assert type(error) is (ParticipantError if how == "says so" else DeadlineError)
+        assert "rank 0" in error.message
+        assert ("it left the call" in error.message) == (how != "is heard no more")
+    play.write_all()
+    commit(play)
+    assert not play.todo  # the second one is not begun
 
 
 def test_two_saves_are_under_way_when_two_are_allowed(play):

@@ -11,6 +11,8 @@ import logging
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +21,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 import ray_dcp
 from ray_dcp.commit_protocol.aggregation import Batches, MessageBatch
 from ray_dcp.commit_protocol.coordination import Coordination
-from ray_dcp.commit_protocol.messages import Ack, PartsHeld, SaveStaged, Target
+from ray_dcp.commit_protocol.liveness import Heartbeat, HeartbeatAck
+from ray_dcp.commit_protocol.messages import Ack, Left, PartsHeld, SaveStaged, Target
 from ray_dcp.errors import InternalError
 from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.coordinator import Coordinator
@@ -96,6 +99,7 @@ class Actor(Coordinator):
         self._called, self._resumed = asyncio.Event(), asyncio.Event()
         self._resumed.set()
         self._waiting, self._watching, self._timers, self._tasks = {}, {}, {}, set()
+        self._beats, self._ack = {}, HeartbeatAck("id", 0, "pid 1")
         self._performing = 0
         nothing = lambda *_: None  # noqa: E731
         self._tracing = SimpleNamespace(
@@ -389,7 +393,7 @@ def test_a_stager_out_of_reach_for_a_moment_is_asked_again_what_it_holds(cluster
     assert asyncio.run(go_on()).held_by("s0#0") == {KEY: [0]}
 
 
-@pytest.mark.parametrize("how", ["cancel", "withdraw"])
+@pytest.mark.parametrize("how", ["cancel", "leave"])
 def test_who_cancels_while_the_next_coordinator_takes_the_save_up_cancels_it(cluster, how):
     play = planned(1)
 
@@ -405,8 +409,12 @@ def test_who_cancels_while_the_next_coordinator_takes_the_save_up_cancels_it(clu
         after = StagedPlay(epoch=2)
         actor = Actor(after)
         actor._resumed.clear()
-        rank = () if how == "cancel" else (0,)
-        call = asyncio.ensure_future(getattr(actor, how)(KEY, *rank, "the user"))
+        left = Heartbeat(KEY.session, 0, 60.0, left=(Left(KEY, "Ctrl-C", True),))
+        if how == "leave":
+            assert not (await actor.beat(left)).is_up_to_date  # and so it says it again
+        cancel = partial(actor.cancel, KEY, "the user")
+        beat = partial(actor.beat, replace(left, hold_s=60.0))
+        call = asyncio.ensure_future(cancel() if how == "cancel" else beat())
         await actor.settled()
         assert not call.done()
         await actor._plans.resume()
@@ -414,7 +422,7 @@ def test_who_cancels_while_the_next_coordinator_takes_the_save_up_cancels_it(clu
         return await call, after.coordination
 
     answer, coordination = asyncio.run(go_on())
-    assert answer is (True if how == "cancel" else None)
+    assert answer is True or answer.is_up_to_date
     assert coordination.is_cancelled(KEY)
 
 
