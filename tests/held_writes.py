@@ -1,7 +1,9 @@
-"""A stager that writes nothing before it may: saves that are staged and can not be committed."""
+"""Stagers that write nothing before they may, or never: saves that can not be committed."""
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -29,3 +31,24 @@ def _hold(_stager: Any, gate: str) -> None:
         return real(*arguments)
 
     local._pwrite = held
+
+
+def hang_writes(stager: Any, stuck_s: float = 1.0) -> None:
+    """Has a stager's writes below a folder named "hangs" never end; others go on.
+
+    Args:
+        stager: Its handle.
+        stuck_s: After how long without a byte a writer counts as stuck there, in seconds.
+    """
+    ray.get(stager.__ray_call__.remote(_hang, stuck_s))
+
+
+def _hang(_stager: Any, stuck_s: float) -> None:
+    from ray_dcp.runtime import stager as module
+
+    def hung(fd: int, *arguments: Any) -> int:
+        if "/hangs/" in os.readlink(f"/proc/self/fd/{fd}"):
+            threading.Event().wait()
+        return real(fd, *arguments)
+
+    real, local._pwrite, module.STUCK_S = local._pwrite, hung, stuck_s

@@ -275,8 +275,14 @@ class Operation(ABC):
             return self._on_expired()
         missing = self._barrier.missing
         if missing and not self._grace:  # else the wait was only for other ranks' errors
-            self._barrier.blame(deadline(self.key, missing, *awaited, self.describe_rank))
+            self._barrier.blame(self._overdue(missing, *awaited))
         return self._fail(combine(self._barrier.errors, self.url))
+
+    def _overdue(
+        self, missing: Sequence[int], what: str, after_s: float, way_out: str
+    ) -> Mapping[int, CheckpointError]:
+        """Returns the errors of the ranks that missed a deadline. See `_awaited`."""
+        return deadline(self.key, missing, what, after_s, way_out, self.describe_rank)
 
     def needs(self, rank: int) -> bool:
         """Returns whether it would make a difference that a rank is lost."""

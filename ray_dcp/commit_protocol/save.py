@@ -45,7 +45,7 @@ writer of it writes the same bytes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -462,6 +462,16 @@ class SaveMachine(Operation):
                 # Its stager has all its bytes, however slow it is.
                 self._unheld.pop(rank, None)
         return super()._on_lost(needed)
+
+    def _overdue(
+        self, missing: Sequence[int], what: str, after_s: float, way_out: str
+    ) -> Mapping[int, CheckpointError]:
+        # Why apart: these ranks have done their part, and wait for a stager and its storage.
+        held = {r: self._holders[r] for r in missing if r in self._holders and self._left[r]}
+        late = [rank for rank in missing if rank not in held]
+        found = dict(super()._overdue(late, what, after_s, way_out)) if late else {}
+        slow = stagers_late(self._target.url, held, self._left, after_s, way_out) if held else None
+        return {**found, **dict.fromkeys(held, slow)} if slow else found
 
     # Joining and planning
 
@@ -1030,6 +1040,36 @@ def other_attempt(receipt: Fenceable, attempt: str, epoch: int, url: str) -> Com
         attempt=receipt.attempt,
         checkpoint_id=url,
         rank=receipt.rank,
+    )
+
+
+def stagers_late(
+    url: str,
+    held: Mapping[int, PartsHeld],
+    left: Mapping[int, Sized],
+    after_s: float,
+    way_out: str,
+) -> DeadlineError:
+    """Returns the error of stagers that did not write in time what they hold.
+
+    Args:
+        url: Of the target.
+        held: Who holds the bytes of which rank; at least one.
+        left: Of each rank the files that are not written.
+        after_s: The deadline, in seconds.
+        way_out: Which option to raise.
+    """
+    told = "; ".join(
+        f"{stager} has not written {sum(len(left[rank]) for rank in ranks)} files of "
+        f"{name_ranks(ranks)}"
+        for stager in dict.fromkeys(one.stager for one in held.values())
+        for ranks in [[rank for rank, one in held.items() if one.stager == stager]]
+    )
+    return DeadlineError(
+        f"Expected the stagers of the nodes to write what they hold within {after_s:g} s, but "
+        f"{told}. Look whether the storage answers from there; {way_out} if it is merely slow",
+        checkpoint_id=url,
+        rank=min(held) if len(held) == 1 else None,
     )
 
 

@@ -9,6 +9,7 @@ import signal
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ import ray_dcp
 from ray_dcp.errors import (
     CheckpointExistsError,
     CommitUnknownError,
+    DeadlineError,
     InvalidRequestError,
     ParticipantError,
 )
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import staging
-from tests.held_writes import hold_writes
+from tests.held_writes import hang_writes, hold_writes
 from tests.leftovers import marked
 from tests.polling import eventually, lives
 
@@ -64,7 +66,9 @@ def namespace(ray_directory):
     if ray.is_initialized():
         for actor in ray.util.list_named_actors(all_namespaces=True):
             if actor["namespace"] == name:
-                ray.kill(ray.get_actor(actor["name"], name))
+                # Suppressed: it has just ended by itself.
+                with suppress(ValueError):
+                    ray.kill(ray.get_actor(actor["name"], name))
     # And with them their memory, which has no name.
     assert eventually(lambda: not any(map(lives, STAGERS)))
 
@@ -197,6 +201,28 @@ def test_a_save_that_waits_in_the_queue_for_longer_than_its_ranks_wait_elsewhere
         first.committed(180)
         second.result(180).committed(180)
     assert stands(tmp_path / "a", 7.0)
+
+
+def test_a_storage_that_hangs_fails_its_save_and_holds_up_neither_training_nor_other_saves(
+    session, tmp_path
+):
+    hang_writes(session.staging().link().handle)
+    options = SaveOptions(part_bytes=1 << 20, max_pending=2, write_timeout_s=8.0)
+    state_of = partial(state, length=2_000_000)
+    hanging = ray_dcp.async_save(state_of(1.0), checkpoint_id=tmp_path / "hangs/c", options=options)
+    for step in range(3):  # each copies and goes on, and is committed beside it
+        path = tmp_path / f"step-{step}"
+        handle = ray_dcp.async_save(state_of(2.0 + step), checkpoint_id=path, options=options)
+        assert not hanging.done() or step
+        handle.committed(180)
+        assert ray_dcp.open(path)["large"][0] == 2.0 + step
+    with pytest.raises(DeadlineError, match=r"Look whether the storage answers from there"):
+        hanging.committed(180)
+    # The writers that hang end with their process; the next save finds another one.
+    for step in (3, 4):
+        path = tmp_path / f"step-{step}"
+        ray_dcp.async_save(state_of(2.0 + step), checkpoint_id=path).committed(180)
+        assert stands(path, 2.0 + step, 2_000_000)
 
 
 def test_a_thread_that_writes_while_the_stager_takes_the_bytes_is_found_when_asked_for(

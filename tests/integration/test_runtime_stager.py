@@ -8,7 +8,6 @@ import os
 import resource
 import secrets
 import signal
-import threading
 import time
 import weakref
 from pathlib import Path
@@ -28,6 +27,7 @@ from ray_dcp.runtime.staging import RankStaging
 from ray_dcp.stage.memory import free_memory_bytes
 from ray_dcp.stage.values import StageKey, StagerOptions
 from tests import async_programs as programs
+from tests.held_writes import hang_writes
 from tests.polling import eventually, lives
 from tests.s3_server import shared_memory
 from tests.staged import MIB, Share, same_files, scribbled, share
@@ -134,23 +134,10 @@ def test_a_node_has_one_stager_whose_budget_is_half_of_what_is_free(namespace):
     one.close()
 
 
-def _hang(_stager: Any) -> None:
-    """Has writes below a folder named "hangs" never end."""
-    from ray_dcp.runtime import stager as module
-    from ray_dcp.store import local
-
-    def hung(fd: int, *arguments: Any) -> int:
-        if "/hangs/" in os.readlink(f"/proc/self/fd/{fd}"):
-            threading.Event().wait()
-        return real(fd, *arguments)
-
-    real, local._pwrite, module.STUCK_S = local._pwrite, hung, 1.0
-
-
 def test_a_stager_whose_writers_hang_writes_for_others_and_is_replaced(namespace, book, places):
     one, other = opened(namespace), opened(namespace, name="rank 1")
     pid = one.info()["pid"]
-    ray.get(one.link().handle.__ray_call__.remote(_hang))
+    hang_writes(one.link().handle)
     hanging = Target(f"{places[0].url}/hangs")
     held = staged(one, share([2 * MIB] * 6, part_bytes=2 * MIB), hanging, book, "hangs")
     what = share([3 * MIB] * 2)
