@@ -94,8 +94,6 @@ class SaveReport:
     """Bytes of this rank's part files, once they are known to be durable."""
     rank: int = 0
     """This rank."""
-    takeovers: int = 0
-    """How often another stager had to take this rank's bytes over."""
     waited_s: float | None = None
     """With `SaveOptions(staging="background")`: how long `SaveHandle.staged` and `before_step` held
     training up, in seconds. None where the call copied."""
@@ -426,19 +424,14 @@ class _Save:
             seconds=dict(self._account.seconds),
             bytes_staged=self._account.bytes.get("stage", 0),
             bytes_written=self._account.bytes_written,
-            takeovers=self._takeovers(),
             waited_s=self._waited_s(),
         )
 
     def _waited_s(self) -> float | None:
         return self._handle._waited_s if self._in_background else None
 
-    def _takeovers(self) -> int:
-        return 0 if self._backend is None else self._backend.takeovers
-
     def _end(self, metadata: Metadata | None, error: BaseException | None) -> None:
         """Ends the handle; what is counted is counted before anybody hears of it."""
-        self._account.takeovers = self._takeovers()
         self._account.waited_s = self._waited_s()
         self._account.end(error)
         self._handle._end(metadata, error)

@@ -64,8 +64,6 @@ class Event:
     """Bytes that this rank staged, wrote or read in this phase; of an end, wrote or read."""
     staged_bytes: int = 0
     """Of the end of a save: bytes that were copied for it."""
-    takeovers: int = 0
-    """Of the end of a save: how often another stager had to take this rank's bytes over."""
     memory_bytes: int = 0
     """Of the end of a load: those of `num_bytes` that came from the memory of the nodes."""
     error: str | None = None

@@ -28,12 +28,11 @@ from ray_dcp.commit_protocol.messages import (
     Reply,
     Request,
     SaveStaged,
-    TakeOver,
 )
 from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError
 from tests.protocol_play import BUILT, KEY, NOTHING, join_of, planned, receipt_file
-from tests.unit.test_protocol_staged import file_plan, reassign
+from tests.unit.test_protocol_staged import file_plan
 
 RESULTS = {
     "ReadRecords": NOTHING,
@@ -51,27 +50,23 @@ class Stager:
 
     name: str
     is_dead: bool = False
-    shares: dict[tuple[int, int], set[int]] = field(default_factory=dict)
-    """By rank and incarnation: the files that are to be written of it."""
+    shares: dict[int, set[int]] = field(default_factory=dict)
+    """By rank the files that are to be written of it."""
     written: dict[int, PartsWritten] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class Rank:
-    """A rank: it hands its bytes in, then waits for the outcome, and hands them over if asked."""
+    """A rank: it hands its bytes in, then waits for the outcome."""
 
     number: int
     node: int
-    holder: Stager | None = None
-    incarnation: int = 0
     said: Request | None = None
     """The call that it is in."""
     told: PartsHeld | None = None
     """What it said last of who holds its bytes."""
-    asked: TakeOver | None = None
     outcome: Reply | None = None
     is_dead: bool = False
-    takeovers: int = 0
 
 
 class StagedWorld:
@@ -86,7 +81,6 @@ class StagedWorld:
         self.files = [set(own) for own in files]
         self.ranks = [Rank(number, node) for number, node in enumerate(nodes)]
         self.stagers = [Stager(f"{node}#0") for node in range(max(nodes) + 1)]
-        self.others: list[Stager] = []
         self.epoch = 0
         self.record: OutcomeRead = OutcomeRead()
         """What the storage says of the attempt."""
@@ -139,12 +133,7 @@ class StagedWorld:
             said, rank.said = rank.said, None
             if isinstance(said, PartsHeld) and isinstance(reply, Ack):
                 self.keep()  # before it is told
-            if not isinstance(said, SaveStaged):
-                continue
-            if isinstance(reply, TakeOver):
-                rank.asked = reply
-                rank.takeovers += 1
-            else:
+            if isinstance(said, SaveStaged):
                 rank.outcome = reply
 
     def work(self) -> None:
@@ -188,8 +177,8 @@ class StagedWorld:
         if stager.is_dead:
             return
         # Of the epoch in which it was planned: that is in the names of shares.
-        for number, incarnation in stager.shares:
-            self.send(PartsHeld(KEY, number, "a1", 1, stager.name, incarnation))
+        for number in stager.shares:
+            self.send(PartsHeld(KEY, number, "a1", 1, stager.name))
         for report in stager.written.values():
             self.send(report)
 
@@ -199,63 +188,25 @@ class StagedWorld:
             if self.stager(name).is_dead:
                 self._take(self.coordination.stager_lost(name, "it died"))
 
-    def lag(self, number: int) -> None:
-        """The coordinator sees that a rank's stager is slow."""
-        self._take(reassign(self.coordination, KEY, number))
-
     # Ranks
 
-    def step(self, number: int, *, helps: bool = True) -> bool:
+    def step(self, number: int) -> bool:
         """A rank goes on by one call; returns False when it has to wait.
 
         Args:
             number: Which.
-            helps: Whether a stager that only helps takes its bytes.
         """
         rank = self.ranks[number]
         if rank.is_dead or rank.outcome is not None or rank.said is not None:
             return False
-        if rank.holder is None:
-            self._hand(rank, self._own_stager(rank), 0, self.files[number])
-        elif rank.asked is not None:
-            self._hand_over(rank, rank.asked, helps)
+        if rank.told is None:
+            stager = self.stagers[rank.node]
+            stager.shares[number] = set(self.files[number])
+            rank.told = PartsHeld(KEY, number, "a1", 1, stager.name)
+            self._call(rank, rank.told)
         else:
-            staged = SaveStaged(KEY, number, "a1", 1, rank.incarnation, held=rank.told)
-            self._call(rank, staged)
+            self._call(rank, SaveStaged(KEY, number, "a1", 1, held=rank.told))
         return True
-
-    def _own_stager(self, rank: Rank) -> Stager:
-        stager = self.stagers[rank.node]
-        return self._replaced(rank.node) if stager.is_dead else stager
-
-    def _replaced(self, node: int) -> Stager:
-        old = self.stagers[node]
-        old.is_dead = True
-        self.others.append(old)
-        count = int(old.name.partition("#")[2]) + 1
-        self.stagers[node] = Stager(f"{node}#{count}")
-        return self.stagers[node]
-
-    def _hand_over(self, rank: Rank, asked: TakeOver, helps: bool) -> None:
-        rank.asked, rank.incarnation = None, asked.incarnation
-        files = set(asked.files)
-        if asked.lost:
-            # Its own node's: who is said to be lost is ended first, a helper's place is not.
-            own = self.stagers[rank.node]
-            own = self._replaced(rank.node) if own is rank.holder else self._own_stager(rank)
-            self._hand(rank, own, asked.incarnation, files)
-            return
-        found = [self.stager(name) for name in asked.helpers]
-        found = [found[(rank.number + turn) % len(found)] for turn in range(len(found))]
-        if helps and found and not found[0].is_dead:
-            self._hand(rank, found[0], asked.incarnation, files)
-
-    def _hand(self, rank: Rank, stager: Stager, incarnation: int, files: set[int]) -> None:
-        assert (rank.number, incarnation) not in stager.shares, "handed over twice"
-        stager.shares[rank.number, incarnation] = set(files)
-        rank.holder = stager
-        rank.told = PartsHeld(KEY, rank.number, "a1", 1, stager.name, incarnation)
-        self._call(rank, rank.told)
 
     def _call(self, rank: Rank, request: Request) -> None:
         rank.said = request
@@ -272,7 +223,7 @@ class StagedWorld:
     # Stagers
 
     def stager(self, name: str) -> Stager:
-        return next(one for one in (*self.stagers, *self.others) if one.name == name)
+        return next(one for one in self.stagers if one.name == name)
 
     def kill_stager(self, node: int) -> None:
         self.stagers[node].is_dead = True
@@ -282,12 +233,10 @@ class StagedWorld:
         stager = self.stagers[node]
         if stager.is_dead:
             return False
-        for file in sorted({file for own in stager.shares.values() for file in own}):
+        for rank, file in sorted((r, file) for r, own in stager.shares.items() for file in own):
             if file in stager.written:
                 continue
-            rank, newest = max(name for name, own in stager.shares.items() if file in own)
-            receipt = receipt_file(file)
-            report = PartsWritten(KEY, rank, "a1", 1, stager.name, newest, (receipt,))
+            report = PartsWritten(KEY, rank, "a1", 1, stager.name, (receipt_file(file),))
             stager.written[file] = report
             try:
                 self.send(report)

@@ -115,7 +115,6 @@ def gantt(trace: SaveTrace, title: str, width: int = _WIDTH) -> list[str]:
             f"! rank {one.rank} ended {one.phase} after {seconds_text(one.seconds)}, half of the "
             f"ranks within {seconds_text(one.median_s)}{where}"
         )
-    lines += [f"! another stager took over from rank {r}'s" for r, _ in trace.takeovers]
     for who, looks in (("ranks", RANK), ("coordinator", COORDINATOR)):
         legend = "  ".join(f"{mark} {phase}" for phase, (mark, _) in looks.items())
         lines.append(styled(f"{who}: {legend}", "dim"))

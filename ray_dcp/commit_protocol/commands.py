@@ -24,12 +24,10 @@ from ray_dcp.commit_protocol.messages import (
     FileReceipts,
     LoadGo,
     OpKey,
-    PartsHeld,
     PartsWritten,
     Reply,
     Request,
     SaveJoin,
-    SaveStaged,
     Target,
 )
 from ray_dcp.core.values import GlobalPlan, RankPlan
@@ -385,9 +383,7 @@ def step_of(request: Request) -> str:
     match request:
         case PartsWritten():
             files = ",".join(str(receipt.file) for receipt in request.files)
-            return f"PartsWritten {request.incarnation}: {files or 'failed'}"
+            return f"PartsWritten {files or 'failed'}"
         case SaveJoin(asked=asked) if asked:
             return f"SaveJoin {asked}"
-        case PartsHeld() | SaveStaged():
-            return f"{type(request).__name__} {request.incarnation}"
     return type(request).__name__

@@ -609,7 +609,7 @@ class Coordination:
         return {save.key: ranks for save in self._saves if (ranks := save.held_by(stager))}
 
     def stager_lost(self, stager: str, reason: str) -> Commands:
-        """Marks a stager lost: others take over, or saves that need it fail.
+        """Marks a stager lost: saves that need it fail.
 
         Args:
             stager: `PartsHeld.stager`.
@@ -618,20 +618,4 @@ class Coordination:
         commands: Commands = ()
         for save in self._saves:
             commands += self._after(save, save.stager_lost(stager, reason))
-        return commands
-
-    def stager_progress(
-        self, paces: Mapping[OpKey, Mapping[int, tuple[int, int]]], now_s: float
-    ) -> Commands:
-        """Accepts the progress of a stager.
-
-        Args:
-            paces: For each save and rank bytes written and bytes in all.
-            now_s: Seconds that never go back, always of one clock.
-        """
-        commands: Commands = ()
-        for key, by_rank in paces.items():
-            save = self._save_of(key)
-            if save is not None:
-                commands += self._after(save, save.take_progress(by_rank, now_s))
         return commands

@@ -6,17 +6,14 @@ machine, and may be lost.
 
 `Liveness` knows of each rank when its last message arrived, what it does and what it called last.
 It decides which ranks are frozen and describes missing ranks in messages; the machines decide what
-follows from that. `WriteProgress` knows how far the stagers of a save are: which are stragglers.
-Pure, over a clock that is passed in.
+follows from that. Pure, over a clock that is passed in.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
-from statistics import median
 
 from ray_dcp.commit_protocol.error_aggregation import Call, describe_call
 from ray_dcp.commit_protocol.messages import Left, OpKey, Refused
@@ -336,71 +333,3 @@ def _amount(done: int, total: int) -> str:
 
 def _age(seconds: float) -> str:
     return f"{seconds:.1f} s ago" if seconds < 10 else f"{seconds:.0f} s ago"
-
-
-LEAST_WAIT_S = 0.5
-"""Nobody is helped before so many seconds of writing: a pace is not known earlier."""
-
-HELP_COSTS_S = 1.0
-"""Whoever would be done by itself in less than this is not helped: to hand a few hundred megabytes
-to another node takes about as long."""
-
-TIMES_SLOWER = 2.0
-"""Whoever would take more than so many times as long as the others took is helped."""
-
-
-class WriteProgress:
-    """How far the stagers of one save are, and which ranks' bytes another stager should write.
-
-    Only when at least half of the ranks are done is it known how long it should take.
-
-    Examples:
-        >>> writes = WriteProgress()
-        >>> paces = {rank: (0, 100) for rank in range(3)}
-        >>> writes.stragglers(paces, {0: {7}, 1: {8}, 2: {9}}, 0.0)
-        {}
-        >>> writes.stragglers({1: (5, 100)}, {0: (), 1: {8}, 2: ()}, 4.0)
-        {1: 'after 4.0 s 5 of 100 bytes were written, where others took 4.0 s for theirs'}
-        >>> writes.stragglers({1: (90, 100)}, {0: (), 1: {8}, 2: ()}, 5.0)
-        {}
-    """
-
-    def __init__(self) -> None:
-        self._began_s: float | None = None
-        self._paces: dict[int, tuple[int, int]] = {}
-        self._done_s: dict[int, float] = {}
-
-    def stragglers(
-        self, paces: Mapping[int, tuple[int, int]], left: Mapping[int, Sized], now_s: float
-    ) -> dict[int, str]:
-        """Notes how far stagers are; returns the ranks that need help, each with the reason.
-
-        Args:
-            paces: Bytes written and bytes in all, by rank.
-            left: Of each rank the files that are not written.
-            now_s: Seconds that never go back. Writing began when this was called first.
-        """
-        self._began_s = now_s if self._began_s is None else self._began_s
-        elapsed_s = now_s - self._began_s
-        self._paces.update(paces)
-        for rank, files in left.items():
-            if not files:
-                self._done_s.setdefault(rank, elapsed_s)
-        done_s = [self._done_s[rank] for rank in left if rank in self._done_s]
-        if not done_s or 2 * len(done_s) < len(left):
-            return {}
-        usual_s = median(done_s)
-        if elapsed_s < max(LEAST_WAIT_S, usual_s):
-            return {}
-        found: dict[int, str] = {}
-        for rank, (written, total) in self._paces.items():
-            if rank not in left or rank in self._done_s:
-                continue
-            # At this pace it would end after elapsed * total / written.
-            left_s = elapsed_s * (total / written - 1) if written else inf
-            if total and left_s > HELP_COSTS_S and elapsed_s + left_s > TIMES_SLOWER * usual_s:
-                found[rank] = (
-                    f"after {elapsed_s:.1f} s {written} of {total} bytes were written, where "
-                    f"others took {usual_s:.1f} s for theirs"
-                )
-        return found

@@ -184,15 +184,13 @@ class PartsHeld:
     epoch: int
     stager: str
     """Name of this stager, different for each process that ever was one."""
-    incarnation: int = 0
-    """How many stagers held these bytes before."""
 
 
 @dataclass(frozen=True)
 class PartsWritten:
     """Stager → coordinator: these part files of a rank are durable, or one failed.
 
-    Reply: `Ack`. Several stagers may report the same file, with equal bytes.
+    Reply: `Ack`.
     """
 
     key: OpKey
@@ -201,7 +199,6 @@ class PartsWritten:
     attempt: str
     epoch: int
     stager: str
-    incarnation: int
     files: tuple[FileReceipt, ...] = ()
     error: CheckpointError | None = None
 
@@ -210,15 +207,13 @@ class PartsWritten:
 class SaveStaged:
     """Rank → coordinator: my bytes are staged, or staging failed; how does it end?
 
-    Reply: `SaveOutcome`, or `TakeOver` when another stager has to hold the bytes.
+    Reply: `SaveOutcome`.
     """
 
     key: OpKey
     rank: int
     attempt: str
     epoch: int
-    incarnation: int = 0
-    """Of the stager that holds the bytes now, or was to hold them but could not."""
     error: CheckpointError | None = None
     held: PartsHeld | None = None
     """The last report of who holds the bytes: another coordinator may not have received it."""
@@ -227,22 +222,6 @@ class SaveStaged:
 @dataclass(frozen=True)
 class Ack:
     """Coordinator → stager: received. Nothing more has to be reported of this."""
-
-
-@dataclass(frozen=True)
-class TakeOver:
-    """Coordinator → rank: hand the bytes of these files to another stager, and report it."""
-
-    incarnation: int
-    """Of the stager that is to hold them."""
-    files: tuple[int, ...]
-    """Files of the plan without a receipt."""
-    reason: str
-    """What became of the one before, in words."""
-    lost: bool
-    """The one before is dead or frozen: it is not to be asked again. Else it only lags."""
-    helpers: tuple[str, ...] = ()
-    """Stagers that have nothing else to write of this save."""
 
 
 @dataclass(frozen=True)
@@ -388,7 +367,7 @@ Fenceable = SaveReceipt | SaveStaged | PartsHeld | PartsWritten
 """What names the attempt that it is about."""
 
 Request = SaveJoin | Fenceable | LoadJoin | LoadReady | LoadDone | Exchange
-SaveReply = SaveGo | SaveAgain | SendItems | SaveOutcome | TakeOver | Ack
+SaveReply = SaveGo | SaveAgain | SendItems | SaveOutcome | Ack
 Reply = SaveReply | LoadGo | LoadProceed | LoadOutcome | Exchanged | Refused | Renumbered
 
 

@@ -18,16 +18,16 @@ What follows is a list of tasks, one after another. After a commit: `publishing`
 `"later"`). After a failure: `collecting` what was written.
 
 *Who writes.* In a synchronous save each rank writes its own files and sends a `SaveReceipt`. In an
-asynchronous one the stager of the rank's node writes them, unless another one takes over, and a
-rank's part is done when each of its files has a receipt, whoever wrote it:
+asynchronous one the stager of the rank's node writes them, and a rank's part is done when each of
+its files has a receipt:
 
 | event while writing | then |
 |---|---|
 | `PartsHeld` | from now on the rank may die |
 | `PartsWritten` | receipts; the last one of the last rank ends the phase |
-| `SaveStaged` | the rank waits for the outcome, or to be asked for its bytes once more |
-| a rank is lost | nothing, if a living stager holds its bytes |
-| a stager is lost or a straggler | the rank hands its unwritten files to another: `TakeOver` |
+| `SaveStaged` | the rank waits for the outcome |
+| a rank is lost | nothing, if a stager holds its bytes |
+| a stager is lost | the save fails, if bytes that it holds are not written |
 
 A coordinator that is made after this one died resumes an asynchronous save from its `StagedPlan`,
 and accepts messages of the epoch in which it was planned. It reads the storage first: where a
@@ -37,9 +37,8 @@ After a crash between any two phases the place holds the previous checkpoint up 
 this one from there on. The ends are `done`, `failed` and `unknown`. The timer never stops a vote:
 when it expires the ranks get what is known, and the machine goes on to learn the rest.
 
-*Invariants*: only the coordinator that created an attempt, or resumed it, commits it, and it never
-tries to after it reported the save as failed. A file is what its first receipt reports; a second
-writer of it writes the same bytes.
+*Invariant*: only the coordinator that created an attempt, or resumed it, commits it, and it never
+tries to after it reported the save as failed.
 """
 
 from __future__ import annotations
@@ -76,7 +75,6 @@ from ray_dcp.commit_protocol.commands import (
     step_of,
 )
 from ray_dcp.commit_protocol.error_aggregation import identity, located, name_ranks, went_ahead
-from ray_dcp.commit_protocol.liveness import WriteProgress
 from ray_dcp.commit_protocol.messages import (
     Ack,
     Fenceable,
@@ -91,7 +89,6 @@ from ray_dcp.commit_protocol.messages import (
     SaveOutcome,
     SaveReceipt,
     SaveStaged,
-    TakeOver,
 )
 from ray_dcp.commit_protocol.operation import Commands, Operation
 from ray_dcp.commit_protocol.planning import PlanCache, Planning
@@ -102,7 +99,6 @@ from ray_dcp.errors import (
     CheckpointExistsError,
     CommitUnknownError,
     DeadlineError,
-    InternalError,
     ParticipantError,
     PlanConflictError,
     SaveCancelledError,
@@ -216,13 +212,8 @@ class SaveMachine(Operation):
         # Of an asynchronous save, whose bytes stagers write.
         self._files: tuple[frozenset[int], ...] = ()
         self._left: dict[int, set[int]] = {}
-        self._digests: dict[int, bytes] = {}
-        self._holders: dict[int, PartsHeld] = {}
-        self._unheld: dict[int, tuple[str, bool]] = {}
-        self._staged: dict[int, SaveStaged] = {}
-        self._dead: dict[int, CheckpointError] = {}
-        self._progress = WriteProgress()
-        self._helped: set[int] = set()
+        self._holders: dict[int, str] = {}
+        self._staged: set[int] = set()
 
     # What others ask
 
@@ -257,15 +248,11 @@ class SaveMachine(Operation):
         """The stagers that hold bytes which nobody has written yet."""
         if self.phase != "writing":
             return frozenset()
-        return frozenset(held.stager for rank, held in self._holders.items() if self._left[rank])
+        return frozenset(stager for rank, stager in self._holders.items() if self._left[rank])
 
     def held_by(self, stager: str) -> list[int]:
         """Returns the ranks of which a stager holds bytes that nobody has written yet."""
-        return [
-            rank
-            for rank, held in self._holders.items()
-            if held.stager == stager and self._left[rank]
-        ]
+        return [rank for rank, held in self._holders.items() if held == stager and self._left[rank]]
 
     def staged_plan(self) -> StagedPlan | None:
         """Returns what another coordinator needs to end this save.
@@ -376,7 +363,7 @@ class SaveMachine(Operation):
                 self._note(request, went_ahead(self.key, request.rank))
                 return self._check_barrier()
             case "writing", PartsHeld() if self.is_staged:
-                self._note_holder(request)
+                self._holders[request.rank] = request.stager
                 return (*self._acknowledge(request), *self._check_done(request.rank))
             case "writing", PartsWritten() if self.is_staged:
                 return self._take_written(request)
@@ -452,22 +439,14 @@ class SaveMachine(Operation):
             return super()._on_lost(errors)
         if self.phase != "writing":
             return ()
-        needed = {}
-        for rank, error in errors.items():
-            self._dead[rank] = error
-            lost = self._has_lost(rank) and self._left[rank]
-            if lost or rank not in self._holders:
-                needed[rank] = error
-            else:
-                # Its stager has all its bytes, however slow it is.
-                self._unheld.pop(rank, None)
-        return super()._on_lost(needed)
+        # Why not the others: their stagers have all their bytes, however slow they are.
+        return super()._on_lost({r: e for r, e in errors.items() if r not in self._holders})
 
     def _overdue(
         self, missing: Sequence[int], what: str, after_s: float, way_out: str
     ) -> Mapping[int, CheckpointError]:
         # Why apart: these ranks have done their part, and wait for a stager and its storage.
-        held = {r: self._holders[r] for r in missing if r in self._holders and self._left[r]}
+        held = {rank: self._holders[rank] for rank in missing if rank in self._holders}
         late = [rank for rank in missing if rank not in held]
         found = dict(super()._overdue(late, what, after_s, way_out)) if late else {}
         slow = stagers_late(self._target.url, held, self._left, after_s, way_out) if held else None
@@ -578,51 +557,27 @@ class SaveMachine(Operation):
         self._files = files
         self._left = {rank: set(own) for rank, own in enumerate(files)}
 
-    def _note_holder(self, held: PartsHeld) -> None:
-        known = self._holders.get(held.rank)
-        # Reports may come twice and late: the last stager that holds the bytes is to write them.
-        if known is None or known.incarnation < held.incarnation:
-            self._holders[held.rank] = held
-            self._unheld.pop(held.rank, None)
-
     def _take_written(self, written: PartsWritten) -> Commands:
         rank = written.rank
         if written.error is not None:
-            held = self._holders.get(rank)
-            if held is not None and held.incarnation > written.incarnation:
-                return self._acknowledge(written)  # another stager has taken over
             self._barrier.note(rank, written.error)
             return (*self._acknowledge(written), *self._check_barrier())
         for receipt in written.files:
             if receipt.file in self._left[rank]:
                 self._left[rank].discard(receipt.file)
-                self._digests[receipt.file] = receipt.digest
                 self._receipts.append(receipt)
-            elif self._digests.get(receipt.file) != receipt.digest:
-                error = InternalError(
-                    f"Expected stager {written.stager} to write a file of rank {rank}, with the "
-                    f"bytes that another stager wrote, but found other ones. Please report this",
-                    key=receipt.key,
-                    rank=rank,
-                )
-                self._barrier.note(rank, error)
         return (*self._acknowledge(written), *self._check_done(rank))
 
     def _take_staged(self, staged: SaveStaged) -> Commands:
         rank = staged.rank
         self._log(f"{step_of(staged)} of rank {rank}{' (failed)' if staged.error else ''}")
         self._waiting[rank, step_of(staged)] = None
-        self._dead.pop(rank, None)
-        self._staged[rank] = staged
+        self._staged.add(rank)
         if staged.held is not None:
-            self._note_holder(staged.held)
+            self._holders[rank] = staged.held.stager
         if staged.error is not None:
             self._barrier.note(rank, staged.error)
             return self._check_barrier()
-        if self._has_lost(rank) and self._left[rank]:
-            return self._ask_again(rank)
-        # Its bytes are written, or nobody could help a slow stager: that goes on alone.
-        self._unheld.pop(rank, None)
         return self._check_done(rank)
 
     def _check_done(self, rank: int) -> Commands:
@@ -635,84 +590,19 @@ class SaveMachine(Operation):
         return self._check_barrier() if done or self._barrier.errors else ()
 
     def stager_lost(self, stager: str, reason: str) -> Commands:
-        """Marks a stager lost that died or froze.
+        """Marks a stager lost that died or froze: what it had not written is gone.
 
         Args:
             stager: `PartsHeld.stager`.
             reason: How it is known, for the error.
-
-        Returns:
-            What to do now: ranks that live are asked to hand their bytes to another stager;
-            where the rank is dead as well, the save fails.
         """
-        if self.phase != "writing":
+        ranks = self.held_by(stager) if self.phase == "writing" else []
+        if not ranks:
             return ()
         self._log(f"lost stager {stager}")
-        gone: dict[int, CheckpointError] = {}
-        commands: Commands = ()
-        for rank in self.held_by(stager):
-            if rank in self._dead:
-                gone[rank] = both_gone(rank, len(self._left[rank]), reason)
-            else:
-                self._unheld[rank] = (reason, True)
-                commands += self._ask_again(rank)
-        return commands + (super()._on_lost(gone) if gone else ())
-
-    def take_progress(self, paces: Mapping[int, tuple[int, int]], now_s: float) -> Commands:
-        """Accepts the progress of stagers; reassigns files of those that are much slower.
-
-        Args:
-            paces: Bytes written and bytes in all, by rank.
-            now_s: Seconds that never go back, of the coordinator's clock.
-        """
-        commands: Commands = ()
-        if self.phase == "writing":
-            for rank, reason in self._progress.stragglers(paces, self._left, now_s).items():
-                helped = () if rank in self._helped else self.reassign(rank, reason)
-                self._helped |= {rank} if helped else set()
-                commands += helped
-        return commands
-
-    def reassign(self, rank: int, reason: str) -> Commands:
-        """Reassigns the files of a rank whose stager is much slower than the others.
-
-        Args:
-            rank: Whose bytes it holds.
-            reason: What was seen, for the report.
-
-        Returns:
-            What to do now; nothing when the rank is dead: its slow stager has the only copy.
-        """
-        is_bound = rank in self._dead or rank in self._unheld or not self._left.get(rank)
-        if self.phase != "writing" or is_bound or not self._is_waiting(rank):
-            return ()
-        self._unheld[rank] = (reason, False)
-        return self._ask_again(rank)
-
-    def _ask_again(self, rank: int) -> Commands:
-        """Answers the rank's call: it has to find another stager."""
-        if not self._is_waiting(rank):
-            return ()
-        staged = self._staged[rank]
-        reason, lost = self._unheld[rank]
-        files = tuple(sorted(self._left[rank]))
-        del self._waiting[rank, step_of(staged)]
-        stagers = dict.fromkeys(held.stager for held in self._holders.values())
-        busy = self.holders
-        helpers = () if lost else tuple(one for one in stagers if one not in busy)
-        # Why of both: a rank that found no helper sends the number that a helper was to have.
-        held = self._holders.get(rank)
-        number = max(-1 if held is None else held.incarnation, staged.incarnation) + 1
-        return self._reply(staged, TakeOver(number, files, reason, lost, helpers))
-
-    def _is_waiting(self, rank: int) -> bool:
-        """Returns whether a rank's call waits for what becomes of its bytes."""
-        staged = self._staged.get(rank)
-        return staged is not None and (rank, step_of(staged)) in self._waiting
-
-    def _has_lost(self, rank: int) -> bool:
-        """Returns whether a rank has to hand over as its stager is lost."""
-        return self._unheld.get(rank, ("", False))[1]
+        num_files = sum(len(self._left[rank]) for rank in ranks)
+        error = lost_stager(stager, ranks, num_files, reason)
+        return super()._on_lost(dict.fromkeys(ranks, error))
 
     def _acknowledge(self, request: Request) -> Commands:
         return self._reply(request, Ack())
@@ -896,9 +786,7 @@ class SaveMachine(Operation):
         self._receipts.clear()
         self._stats.clear()
         self._left.clear()
-        self._digests.clear()
         self._holders.clear()
-        self._unheld.clear()
         self._staged.clear()
         return super()._end(phase)
 
@@ -1045,7 +933,7 @@ def other_attempt(receipt: Fenceable, attempt: str, epoch: int, url: str) -> Com
 
 def stagers_late(
     url: str,
-    held: Mapping[int, PartsHeld],
+    held: Mapping[int, str],
     left: Mapping[int, Sized],
     after_s: float,
     way_out: str,
@@ -1062,8 +950,8 @@ def stagers_late(
     told = "; ".join(
         f"{stager} has not written {sum(len(left[rank]) for rank in ranks)} files of "
         f"{name_ranks(ranks)}"
-        for stager in dict.fromkeys(one.stager for one in held.values())
-        for ranks in [[rank for rank, one in held.items() if one.stager == stager]]
+        for stager in dict.fromkeys(held.values())
+        for ranks in [[rank for rank, one in held.items() if one == stager]]
     )
     return DeadlineError(
         f"Expected the stagers of the nodes to write what they hold within {after_s:g} s, but "
@@ -1073,17 +961,18 @@ def stagers_late(
     )
 
 
-def both_gone(rank: int, num_files: int, reason: str) -> ParticipantError:
-    """Returns the error for bytes whose stager and rank are lost.
+def lost_stager(stager: str, ranks: Sequence[int], num_files: int, reason: str) -> ParticipantError:
+    """Returns the error for bytes whose stager was lost before they were written.
 
     Args:
-        rank: Whose bytes.
-        num_files: Files of the rank without a receipt.
+        stager: Which.
+        ranks: Whose bytes it held.
+        num_files: Files of theirs without a receipt.
         reason: What became of the stager, in words.
     """
     return ParticipantError(
-        f"Expected a stager to write the bytes of rank {rank}, but it was lost with {num_files} "
-        f"files unwritten ({reason}), and so was the rank, which could have given them again. "
-        f"Save again",
-        rank=rank,
+        f"Expected the stager {stager} to write the bytes of {name_ranks(ranks)}, but it was lost "
+        f"with {num_files} files unwritten: {reason}. Look at its log and its node's memory, and "
+        f"save again: the next save starts another stager",
+        rank=ranks[0] if len(ranks) == 1 else None,
     )

@@ -114,8 +114,6 @@ class SaveTrace:
     phases: tuple[PhaseSummary, ...] = ()
     stragglers: tuple[Straggler, ...] = ()
     """The latest first; at most 24."""
-    takeovers: tuple[tuple[int, float], ...] = ()
-    """`(rank, when)`: another stager took the rank's bytes over."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -203,7 +201,6 @@ def make_trace(
     coordinator: Sequence[Span],
     times: Mapping[str, RankTimes],
     *,
-    takeovers: Sequence[tuple[int, float]] = (),
     where: Mapping[int, str] = MappingProxyType({}),
 ) -> SaveTrace:
     """Returns a trace of bounded size: of many ranks the late ones, a sample, and quantiles of all.
@@ -216,7 +213,6 @@ def make_trace(
         committed_s: See `SaveTrace`.
         coordinator: Its spans.
         times: By phase of `PHASES`, what is known of the ranks.
-        takeovers: See `SaveTrace`.
         where: Process and node of ranks.
 
     Complexity:
@@ -249,7 +245,6 @@ def make_trace(
         spans=tuple(spans),
         phases=tuple(_summary(phase, columns) for phase, columns in known.items()),
         stragglers=stragglers,
-        takeovers=tuple((rank, _tidy(at_s)) for rank, at_s in takeovers[:MOST_RANKS]),
     )
 
 
@@ -263,8 +258,8 @@ def encode_trace(trace: SaveTrace) -> bytes:
     told |= {f.name: getattr(trace, f.name) for f in fields(trace)}
     parts = []
     for name, value in told.items():
-        if name in ("spans", "phases", "stragglers", "takeovers"):
-            rows = [row if name == "takeovers" else list(asdict(row).values()) for row in value]
+        if name in ("spans", "phases", "stragglers"):
+            rows = [list(asdict(row).values()) for row in value]
             lines = ",\n  ".join(json.dumps(row) for row in rows)
             parts.append(f'"{name}": [\n  {lines}\n ]' if rows else f'"{name}": []')
         else:
@@ -295,15 +290,12 @@ def decode_trace(data: bytes, *, key: str = "") -> SaveTrace:
         rows: dict[str, Any] = {
             name: tuple(_row(kind, row) for row in found[name]) for name, kind in _ROWS.items()
         }
-        takeovers = tuple(
-            (_checked("int", rank), _checked("float", at_s)) for rank, at_s in found["takeovers"]
-        )
         about = {
             field.name: _checked(str(field.type), found[field.name])
             for field in fields(SaveTrace)
-            if field.name not in (*rows, "takeovers")
+            if field.name not in rows
         }
-        return SaveTrace(**about, **rows, takeovers=takeovers)
+        return SaveTrace(**about, **rows)
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise DamagedCheckpointError(
             f"expected the trace of a save, a JSON object of format {_FORMAT!r} and version "

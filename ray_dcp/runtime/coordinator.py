@@ -41,7 +41,6 @@ from ray_dcp.commit_protocol.messages import (
     Reply,
     Request,
     SaveStaged,
-    TakeOver,
 )
 from ray_dcp.core.checks import check_above_0
 from ray_dcp.errors import (
@@ -582,7 +581,6 @@ class Coordinator:
     # Commands
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
-        _warn_of_takeovers(commands)
         for command in commands:
             match command:
                 case Answer(key, ranks, step, reply):
@@ -733,22 +731,6 @@ class Coordinator:
 def _set(future: asyncio.Future[None] | None) -> None:
     if future is not None and not future.done():
         future.set_result(None)
-
-
-def _warn_of_takeovers(commands: Sequence[Command]) -> None:
-    asked: dict[tuple[OpKey, str], list[int]] = {}
-    for command in commands:
-        if isinstance(command, Answer) and isinstance(command.reply, TakeOver):
-            asked.setdefault((command.key, command.reply.reason), []).extend(command.ranks)
-    for (key, reason), ranks in asked.items():
-        logger.warning(
-            "Operation %d of session %s: ranks %s hand what is not written to another stager, as "
-            "theirs is slow or lost: %s",
-            key.seq,
-            key.session,
-            sorted(ranks),
-            reason,
-        )
 
 
 @ray_calls.unless_lost

@@ -81,7 +81,6 @@ METRICS = {
     "dcp_staged_bytes": ("Counter", "Bytes that ranks copied so that training went on", ()),
     "dcp_written_bytes": ("Counter", "Bytes of committed part files", ()),
     "dcp_read_bytes": ("Counter", "Bytes that loads read, by where they came from", ("source",)),
-    "dcp_takeovers": ("Counter", "Times that another stager took a rank's bytes over", ()),
     "dcp_save_stall_seconds": ("Histogram", "How long training waited for a save", ("mode",)),
     "dcp_save_durable_seconds": (
         "Histogram", "From the call to the commit of a save; from rank 0", ("mode",)
@@ -137,7 +136,6 @@ def _count(event: Event) -> None:
         _metric("dcp_save_stall_seconds").observe(event.stall_s, mode)
     _add("dcp_staged_bytes", event.staged_bytes)
     _add("dcp_written_bytes", event.num_bytes if committed else 0)
-    _add("dcp_takeovers", event.takeovers)
 
 
 def _add(name: str, value: int, tags: dict[str, str] | None = None) -> None:
@@ -205,7 +203,6 @@ class Account:
         self.bytes: dict[str, int] = {}
         self.attempt: str | None = None
         self.plan: str | None = None
-        self.takeovers = 0
         self.waited_s: float | None = None
         self._mode = mode
         self._kind = "load" if mode == "load" else "save"
@@ -288,7 +285,6 @@ class Account:
             error=None if error is None else f"{type(error).__name__}: {error}",
             stall_s=None if self._kind == "load" else self.stall_s,
             staged_bytes=self.bytes.get("stage", 0),
-            takeovers=self.takeovers,
             memory_bytes=self._memory_bytes,
         )
 
@@ -383,7 +379,6 @@ class SaveRecorder:
         self._written: dict[int, float] = {}
         self._bytes: dict[int, dict[int, int]] = {}
         self._where: dict[int, str] = {}
-        self._takeovers: list[tuple[int, float]] = []
         self._tasks: list[tuple[str, float, float]] = []
 
     def record_request(self, request: Request, now_s: float, where: str = "") -> None:
@@ -411,10 +406,8 @@ class SaveRecorder:
                 if request.staged_s and rank in self._planned:
                     self._staged_s.setdefault(rank, self._planned[rank] + request.staged_s)
                 self._wrote(request, now_s)
-            case PartsHeld(incarnation=0) | SaveStaged(incarnation=0):
+            case PartsHeld() | SaveStaged():
                 self._staged_s.setdefault(rank, now_s)
-            case PartsHeld():
-                self._takeovers.append((rank, now_s))
             case PartsWritten():
                 self._wrote(request, now_s)
 
@@ -460,7 +453,6 @@ class SaveRecorder:
                 for name, start, stop in list(self._tasks)
             ],
             {phase: self._times(phase, *steps[phase], zero_s) for phase in PHASES},
-            takeovers=[(rank, at_s - zero_s) for rank, at_s in list(self._takeovers)],
             where=self._where,
         )
 

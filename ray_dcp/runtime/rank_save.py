@@ -27,7 +27,6 @@ from ray_dcp.commit_protocol.error_aggregation import located
 from ray_dcp.commit_protocol.messages import (
     FileReceipt,
     OpKey,
-    PartsHeld,
     Refused,
     Reply,
     Request,
@@ -38,7 +37,6 @@ from ray_dcp.commit_protocol.messages import (
     SaveReceipt,
     SaveStaged,
     SendItems,
-    TakeOver,
     Target,
 )
 from ray_dcp.commit_protocol.planning import PlanCache
@@ -349,17 +347,13 @@ class RankSave:
         return SaveReceipt(self.key, rank, go.attempt, go.epoch, files or (), error, staged_s)
 
     def outcome(
-        self,
-        go: SaveGo,
-        request: SaveReceipt | SaveStaged,
-        hand_over: Callable[[TakeOver], PartsHeld | None] | None = None,
+        self, go: SaveGo, request: SaveReceipt | SaveStaged
     ) -> Generator[Request, Reply, SaveOutcome]:
         """Returns how this rank's save ended, from the coordinator or else from the storage.
 
         Args:
             go: What this rank was to write.
             request: The last request of this rank.
-            hand_over: Gives staged bytes to another stager; returns the report of that.
 
         Raises:
             CheckpointError: The save failed.
@@ -367,23 +361,10 @@ class RankSave:
         """
         rank, progress = self.rank, self.progress
         progress.enter("waiting")
-        held = request.held if isinstance(request, SaveStaged) else None
-        at = (request.key, rank, request.attempt, request.epoch)
         if progress.abandoned is not None:
             return self._settled(go, progress.abandoned)
         try:
             outcome = yield request
-            while isinstance(outcome, TakeOver) and hand_over is not None:
-                report, error = result_or_error(
-                    partial(hand_over, outcome), "handing over staged bytes", rank
-                )
-                held = report or held
-                if error is not None and not outcome.lost:
-                    # The slow stager still writes: nothing is lost, and the save needs no help.
-                    logger.warning("No other stager took over from a slow one: %s", error)
-                    error = None
-                number = outcome.incarnation
-                outcome = yield SaveStaged(*at, number, error, held)
         except CheckpointError as unanswered:
             outcome = self._settled(go, unanswered)
         # Why InternalError: a coordinator that contradicted itself may have committed, or still

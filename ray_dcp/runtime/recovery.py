@@ -1,11 +1,11 @@
-"""Recovery of asynchronous saves from lost coordinators, and from lost or lagging stagers.
+"""Recovery of asynchronous saves from lost coordinators; which stagers are lost.
 
 `StagedPlans`: Ray's control store keeps the plans of a coordinator's asynchronous saves, of many
 rows about a byte each, and the next coordinator goes on with them. A rank gets its `Ack`, and its
 handle is staged, only when the control store has the plan and names the rank's stager. Storage
 overrules a plan: the commit is the same vote as ever.
 
-`StagerWatch` asks the stagers that hold bytes of a save how far they are: which died, froze or lag.
+`StagerWatch` asks the stagers that hold bytes of a save whether they live: which died or froze.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from ray_dcp.stage.values import StageProgress, StageReport
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.2
-"""How often stagers are asked, in seconds. They answer in a millisecond, and the whole save waits
-for as long as nobody sees that one of them is slow."""
+LOOK_S = 0.5
+"""How often stagers are asked, in seconds."""
 
 
 @dataclass
@@ -44,10 +43,10 @@ class _Seen:
 
 
 class StagerWatch:
-    """Asks each stager of an active save how far it is. Used in the event loop's thread.
+    """Asks each stager of an active save whether it lives. Used in the event loop's thread.
 
     Args:
-        coordination: Gets the progress and the losses.
+        coordination: Gets the losses.
         carry_out: Does what it commands.
         namespace: Ray namespace of the stagers.
         lost: Called for each stager that is lost, before `coordination` is.
@@ -91,6 +90,10 @@ class StagerWatch:
                     f"it was not heard of for {now_s - seen.heard_s:.0f} s, though Ray does not "
                     f"say that it died: frozen, or its machine is out of reach"
                 )
+                # Why: the next save on its node would wait for it as long.
+                with suppress(CheckpointError, RayError):
+                    if seen.handle is not None:
+                        ray_calls.kill(seen.handle, no_restart=True)
                 self._lose(name, why)
 
     async def _ask(self, name: str, seen: _Seen) -> None:
@@ -100,28 +103,22 @@ class StagerWatch:
                 seen.handle = await asyncio.to_thread(
                     ray_calls.get_actor, actor, namespace=self._namespace
                 )
-            process, paces = await seen.handle.pulse.remote()
+            process = await seen.handle.name.remote()
         except (ActorDiedError, ValueError) as error:
             self._lose(name, f"Ray says {type(error).__name__}")
             return
         except RayError:
             return  # a connection broke: only silence beyond the bound is a loss
-        now_s = seen.heard_s = asyncio.get_running_loop().time()
+        seen.heard_s = asyncio.get_running_loop().time()
         if process != name:
             self._lose(name, "another stager has its place")
-            return
-        by_operation: dict[OpKey, dict[int, tuple[int, int]]] = {}
-        for key, pace in paces.items():
-            by_operation.setdefault(key.save[0], {})[key.rank] = pace
-        self._carry_out(self._coordination.stager_progress(by_operation, now_s))
 
     def _lose(self, name: str, why: str) -> None:
         self._seen.pop(name, None)
         if name not in self._lost:
             self._lost.add(name)
             logger.warning(
-                "Lost stager %s: %s. It had bytes of %s: ranks that live hand theirs to another "
-                "stager, and a save whose rank is dead as well fails",
+                "Lost stager %s: %s. Saves fail whose bytes it had not written: %s",
                 name,
                 why,
                 "; ".join(
@@ -148,7 +145,6 @@ def parts_written(report: StageReport, stager: str = "") -> PartsWritten:
         report.key.attempt,
         epoch,
         stager,
-        report.key.incarnation,
         files,
         report.error,
     )
@@ -369,6 +365,6 @@ def _reported(
     for share in shares:
         if share.is_sealed:
             name = share.key
-            found.append(PartsHeld(key, name.rank, attempt, epoch, stager, name.incarnation))
+            found.append(PartsHeld(key, name.rank, attempt, epoch, stager))
         found += [parts_written(report, stager) for report in share.reports]
     return found

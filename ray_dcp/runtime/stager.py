@@ -33,7 +33,6 @@ from ray_dcp.runtime.coordinator_call import OUT_OF_REACH_S
 from ray_dcp.runtime.ray_private import Caller, store_bytes
 from ray_dcp.stage.memory import free_memory_bytes
 from ray_dcp.stage.memory_tier import Part, TierEntry, registered_name
-from ray_dcp.stage.transfer import FREED_S
 from ray_dcp.stage.values import (
     Grant,
     InFlight,
@@ -189,10 +188,10 @@ class Stager:
             await self._loop.run_in_executor(self._warming, self._queue.warm, slot)
         return tuple(slots)
 
-    async def pulse(self) -> tuple[str, dict[StageKey, tuple[int, int]]]:
-        """Returns its name, and for each key bytes written and bytes in all."""
+    async def name(self) -> str:
+        """Returns the name of this process as a stager, at once: so it is known to live."""
         self._touch()
-        return self._place.stager, self._queue.paces()
+        return self._place.stager
 
     async def begin(self, stager: str, order: StageOrder, reporter: Any) -> Grant | Unknown:
         """Returns the first slots of what a rank will hand over. See `WriteQueue.begin`.
@@ -226,35 +225,21 @@ class Stager:
         if refs is None:
             self._queue.deliver(key, window)
             return
-        lacking = self._queue.lacking(key, refs)
-        refs = {number: refs[number] for number in lacking}
         try:
             # Careful: no local name of the arrays may outlive this, or the objects count for ever.
             objects = await asyncio.gather(*(ref for ref in refs.values() if ref is not None))
-        except Exception as error:  # noqa: BLE001 - no rank reads the answer; it waits in `seal`
+        except Exception as error:  # noqa: BLE001 - the rank reads no answer; it waits in `seal`
             first_line, _, _ = str(error).partition("\n")
             self._queue.fail_unreadable(key, f"{type(error).__name__}: {first_line}")
             return
         for number, ref in refs.items():
             self._queue.deliver(key, number, [] if ref is None else objects.pop(0))
 
-    async def freed(self, key: StageKey, dropped: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Returns windows that the rank need not refer to. See `WriteQueue.freed`."""
-        self._touch()
-        freed = asyncio.wrap_future(self._queue.freed(key, dropped))
-        await asyncio.wait([freed], timeout=FREED_S / 2)
-        return freed.result() if freed.done() else ()
-
-    async def seal(self, key: StageKey, refs: dict[int, Any] | None = None) -> bool | Unknown:
-        """Returns when the rank may go on. See `WriteQueue.seal`.
-
-        Args:
-            key: Whose.
-            refs: See `deliver`: of all windows, as a message that had some may have been lost.
-        """
-        self._touch()
-        if refs:
-            await self.deliver(key, max(refs), refs)
+    async def seal(
+        self, key: StageKey, window: int, refs: dict[int, Any] | None = None
+    ) -> bool | Unknown:
+        """Accepts the last full windows, as `deliver`; returns when all are here."""
+        await self.deliver(key, window, refs)
         return await asyncio.wrap_future(self._queue.seal(key))
 
     async def progress(self, key: StageKey) -> StageProgress | None:

@@ -13,14 +13,12 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -40,7 +38,7 @@ from ray_dcp.runtime.rank_save import Captured
 from ray_dcp.runtime.stager import StagingAddress, stager_of
 from ray_dcp.stage.copying import Pin, filler_of
 from ray_dcp.stage.memory import StagingMemory
-from ray_dcp.stage.transfer import StagedFiller, StagedWindows, StagerGone, transfer
+from ray_dcp.stage.transfer import StagerGone, transfer
 from ray_dcp.stage.values import StageKey, StageOrder, StageProgress, StagerOptions
 from ray_dcp.stage.windows import plan_digest
 from ray_dcp.stage.write_queue import step_behind
@@ -111,36 +109,16 @@ class ActorLink:
         """See `Link.put`."""
         return ray_calls.put(parts)
 
-    def get(self, reference: Any) -> list[np.ndarray]:
-        """See `Link.get`."""
-        found: list[np.ndarray] = ray_calls.get(reference)
-        return found
+    def end_stager(self) -> None:
+        """Asks for the end of the stager's process, and does not wait for it.
 
-    def end_stager(self, timeout_s: float) -> None:
-        """Returns when the stager's process has ended; ends it if need be.
-
-        Why it must be certain: one that was only frozen would go on and use its memory for
-        something else, while another one writes from it.
-
-        Args:
-            timeout_s: How long to wait, in seconds; not at all if 0.
-
-        Raises:
-            ParticipantError: It can't be ended.
+        *Why*: one that hangs in a storage may never end.
         """
         with suppress(RayError, ValueError):
             ray_calls.kill(self.handle, no_restart=True)
-        if self._pidfd < 0:
-            return
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        if timeout_s and not poll.poll(timeout_s * 1000):
-            raise ParticipantError(
-                f"expected the stager {self.stager} to end within {timeout_s:g} s after SIGKILL, "
-                f"but it did not; its node hangs"
-            )
+        if self._pidfd >= 0:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def close(self) -> None:
         """Lets go of its process and its memory, which stays while somebody reads from it."""
@@ -376,8 +354,7 @@ class RankStaging:
         deferred = {row: captured.deferred(row) for f in plan.files for row in f.deferred.tolist()}
         lengths = tuple(tuple(len(deferred[r]) for r in f.deferred.tolist()) for f in plan.files)
         plan_id = plan_digest(plan)
-        for number in range(MOST_STAGERS):
-            key = key if number == 0 else replace(key, incarnation=key.incarnation + 1)
+        for _ in range(MOST_STAGERS):
             link = self.link()
             if link.arena is not None and filler.pin is not None:
                 link.arena.pin_with(filler.pin)
@@ -394,7 +371,7 @@ class RankStaging:
                 link.window_bytes,
             )
             try:
-                windows = transfer(
+                num_bytes = transfer(
                     link,
                     order,
                     plan,
@@ -405,11 +382,10 @@ class RankStaging:
                     stop=stop,
                 )
             except StagerGone:
-                # Why not certain: this rank has the state still, and the files are the same.
-                self.replace(link, is_certain=False)
+                # This rank has the state still. What that one has written has the same bytes.
+                self.replace(link)
                 continue
-            stall_s = time.perf_counter() - started_s
-            return Staged(self, link, order, plan, reporter, windows, stall_s)
+            return Staged(link, order, num_bytes, time.perf_counter() - started_s)
         raise ParticipantError(
             f"expected a stager to stay alive on this node, but {MOST_STAGERS} died one after the "
             f"other while rank {key.rank} staged; look into their logs",
@@ -442,27 +418,18 @@ class RankStaging:
                 map_behind(self._link)
             return self._link
 
-    def replace(self, dead: ActorLink, *, is_certain: bool = True) -> ActorLink:
+    def replace(self, dead: ActorLink) -> ActorLink:
         """Returns the way to another stager than one that is dead, or is to be.
 
-        Args:
-            dead: The way to that one.
-            is_certain: Whether to wait until its process has ended, which one that hangs in a
-                storage may never do.
-
         Raises:
-            ParticipantError: That one can't be ended, or no other one starts.
+            ParticipantError: No other one starts.
         """
         with self._lock:
             if self._link is dead or self._link is None:
-                dead.end_stager(ENTER_S if is_certain else 0.0)
+                dead.end_stager()
                 dead.close()
                 self._link = self._connect(self._stager, self._memory, dead.stager)
             return self._link
-
-    def link_elsewhere(self, stager: Any) -> ActorLink:
-        """Returns the way to the stager of another node."""
-        return self._connect(lambda: stager, "object_store", timeout_s=ENTER_S)
 
     def _connect(
         self,
@@ -530,92 +497,23 @@ class RankStaging:
 
 
 class Staged:
-    """Bytes that a stager holds; this process can hand them over once more.
+    """Bytes that a stager holds.
 
     Attributes:
+        key: What the stager knows them by.
         num_bytes: How many.
         channel: `StageOrder.channel`: how they got there.
+        stager: Name of that stager, different for each process that ever was one.
         stall_s: How long `stage` took, in seconds.
     """
 
-    def __init__(
-        self,
-        staging: RankStaging,
-        link: ActorLink,
-        order: StageOrder,
-        plan: RankPlan,
-        reporter: Any,
-        windows: StagedWindows,
-        stall_s: float,
-    ) -> None:
-        self.num_bytes = windows.layout.total_bytes
+    def __init__(self, link: ActorLink, order: StageOrder, num_bytes: int, stall_s: float) -> None:
+        self.key = order.key
+        self.num_bytes = num_bytes
         self.channel = order.channel
+        self.stager = link.stager
         self.stall_s = stall_s
-        self._staging = staging
         self._link = link
-        self._order = order
-        self._plan = plan
-        self._reporter = reporter
-        self._windows = windows
-
-    @property
-    def key(self) -> StageKey:
-        """What the stager knows them by; its incarnation rises when they are handed over."""
-        return self._order.key
-
-    @property
-    def stager_name(self) -> str:
-        """The stager that holds them, different for each process that ever was one."""
-        return self._link.stager
-
-    @property
-    def stager(self) -> Any:
-        """Handle of that stager."""
-        return self._link.handle
-
-    def hand_over(
-        self,
-        stager: Any = None,
-        *,
-        files: Collection[int] | None = None,
-        incarnation: int | None = None,
-        stop: Stop | None = None,
-    ) -> None:
-        """Hands the bytes to another stager, without the state.
-
-        Args:
-            stager: Handle of the stager of another node. By default this node gets a new one, and
-                it is made sure first that the old one is dead.
-            files: `FilePlan.file` of those that nobody has a receipt for; all by default.
-            incarnation: Of the new holder; one more than before by default.
-            stop: Ends it early, with its error.
-
-        Raises:
-            ParticipantError: The bytes are gone, or no stager takes them.
-        """
-        dead = self._link
-        number = self.key.incarnation + 1 if incarnation is None else incarnation
-        wanted = tuple(
-            index for index, f in enumerate(self._plan.files) if files is None or f.file in files
-        )
-        key = replace(self.key, incarnation=number)
-        order = replace(self._order, key=key, files=wanted)
-        for _ in range(MOST_STAGERS):
-            if stager is None:
-                link = self._staging.replace(dead)
-            else:
-                link = self._staging.link_elsewhere(stager)
-            try:
-                self._transfer(link, order, stop)
-            except StagerGone:
-                dead = link
-                continue
-            return
-        raise ParticipantError(
-            f"expected a stager to take the bytes of rank {self.key.rank}, but each died; look "
-            f"into their logs",
-            rank=self.key.rank,
-        )
 
     def progress(self) -> StageProgress | None:
         """Returns how far the stager is; None when it is gone or knows of nothing."""
@@ -628,36 +526,11 @@ class Staged:
     def cancel(self) -> None:
         """Asks the stager to give up."""
         self._link.post("cancel", self.key, True)
-        self._windows.drop()
 
     def release(self, *, committed: bool = False) -> None:
-        """Says that the outcome is known: nobody will need the reports again, nor the bytes.
+        """Reports that the outcome is known: nobody needs the reports again, nor the bytes.
 
         Args:
             committed: The save was; what it is to keep in memory stays then.
         """
-        # Why: whoever keeps the handle of a save must not keep a dead stager's memory mapped.
-        self._windows.drop()
         self._link.post("release", self.key, committed)
-
-    def _transfer(self, link: ActorLink, order: StageOrder, stop: Stop | None) -> None:
-        """Stages the bytes once more, from where they are staged."""
-        before = self._windows
-        # Objects can be handed over as they are, but not to a node whose store takes shorter ones.
-        fits = link.channel == self._order.channel == "object_store"
-        fits = fits and order.window_bytes <= link.window_bytes
-        window_bytes = order.window_bytes if fits else link.window_bytes
-        order = replace(order, channel=link.channel, window_bytes=window_bytes)
-        filler = StagedFiller(before, self.key.rank, order.files or (), link.get)
-        windows = transfer(
-            link,
-            order,
-            self._plan,
-            self._reporter,
-            filler,
-            filler.deferred,
-            refs=before.refs if fits else None,
-            timeout_s=order.options.write_timeout_s,
-            stop=stop,
-        )
-        self._link, self._order, self._windows = link, order, windows

@@ -26,11 +26,10 @@ from ray_dcp.commit_protocol.messages import (
     SaveOutcome,
     SaveReceipt,
     SaveStaged,
-    TakeOver,
 )
 from ray_dcp.core.values import FilePlan
 from ray_dcp.errors import CheckpointError, LimitError
-from ray_dcp.io.threads import Stop, begin
+from ray_dcp.io.threads import begin
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_progress import RankProgress
 from ray_dcp.runtime.rank_save import (
@@ -62,8 +61,6 @@ class StagingBackend(Protocol):
     """The save goes on when this process dies."""
     num_bytes: int
     """Bytes that were copied."""
-    takeovers: int
-    """How often they were handed to another stager."""
 
     def stage(
         self, save: RankSave, go: SaveGo, captured: Captured
@@ -123,7 +120,6 @@ class InProcessBackend:
 
     kind = "process"
     survives = False
-    takeovers = 0
 
     def __init__(self, opener: Opener = open_storage) -> None:
         self.num_bytes = 0
@@ -222,7 +218,6 @@ class StagerBackend:
 
     def __init__(self, session: Session) -> None:
         self.num_bytes = 0
-        self.takeovers = 0
         self._session = session
         self._staged: Staged | None = None
         self._last: tuple[int, int] = (0, 0)
@@ -240,9 +235,8 @@ class StagerBackend:
             held, error = result_or_error(hand_over, "staging", save.rank)
         # Why not `save.key`: the call may have another number by now.
         key = save.progress.key or save.key
-        incarnation = 0 if held is None else held.incarnation
-        ack = SaveStaged(key, save.rank, go.attempt, go.epoch, incarnation, error, held)
-        return error, save.outcome(go, ack, partial(self._hand_over, save.progress.stop))
+        ack = SaveStaged(key, save.rank, go.attempt, go.epoch, error, held)
+        return error, save.outcome(go, ack)
 
     def progress(self) -> tuple[int, int]:
         """See `StagingBackend.progress`."""
@@ -278,29 +272,11 @@ class StagerBackend:
         self._last = (0, staged.num_bytes)
         return self._report(staged)
 
-    def _hand_over(self, stop: Stop, asked: TakeOver) -> PartsHeld:
-        if self._staged is None:
-            raise CheckpointError("nothing is staged that could be handed over")
-        helper = None if asked.lost else self._helper(asked.helpers)
-        self._staged.hand_over(helper, files=asked.files, incarnation=asked.incarnation, stop=stop)
-        self.takeovers += 1
-        return self._report(self._staged)
-
-    def _helper(self, names: tuple[str, ...]) -> Any:
-        """Returns the handle of one of the stagers that are done, another one for each rank."""
-        from ray_dcp.runtime import ray_calls
-
-        for turn in range(len(names)):
-            name, _, _ = names[(self._session.rank + turn) % len(names)].partition("#")
-            with suppress(ValueError):
-                return ray_calls.get_actor(name, namespace=self._session.namespace)
-        raise CheckpointError("no stager that has ended its own part is there any more")
-
     def _report(self, staged: Staged) -> PartsHeld:
         """Reports to the coordinator who holds the bytes; only then may the rank die."""
         own = staged.key
         key, epoch = own.save
-        held = PartsHeld(key, own.rank, own.attempt, epoch, staged.stager_name, own.incarnation)
+        held = PartsHeld(key, own.rank, own.attempt, epoch, staged.stager)
         reply = self._session.call(held)
         if not isinstance(reply, Ack):
             raise reply_error(reply, own.rank)

@@ -1,11 +1,8 @@
 """`SlotAllocator`: which window of which job has which slot of staging memory, and which jobs wait.
 
 Pure: events in, grants out. A *job* is one rank's share of one save; its windows are granted in
-order. A window holds its slot until every file with bytes in it is *finished*: written, and its
-receipt known where it counts. A job that is *kept* holds its slots longer: until it is dropped, or
-until other jobs wait and no slot is free. Only while others wait may a slot be reused earlier, and
-only of a job whose rank still holds the state. Files that lost bytes that way must be finished
-before that rank may go on (`may_seal`), as nobody could hand over their bytes again.
+order. A window holds its slot until it is full and its bytes of every file are written. A job that
+is *kept* holds its slots longer: until it is dropped, or until other jobs wait and no slot is free.
 
 Slots that *linger* stand for objects, whose memory is free some time after nobody needs them: their
 grants end (`ended`), and later the slots are free (`gone`).
@@ -15,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ray_dcp.errors import InternalError
@@ -35,9 +32,7 @@ class Granted(Generic[J]):
 
 @dataclass
 class _Window:
-    files: frozenset[int]
     unread: set[int]
-    unfinished: set[int]
     grant: Granted[Any] | None = None
     is_here: bool = False
 
@@ -47,10 +42,7 @@ class _Job:
     owner: str
     windows: list[_Window]
     num_granted: int = 0
-    is_sealed: bool = False
     is_kept: bool = False
-    lossy: set[int] = field(default_factory=set)
-    finished: set[int] = field(default_factory=set)
 
 
 class SlotAllocator(Generic[J]):
@@ -110,7 +102,7 @@ class SlotAllocator(Generic[J]):
         """
         if job in self._jobs:
             raise InternalError(f"expected a new job, found {job} again; please report this")
-        made = [_Window(frozenset(files), set(files), set(files)) for files in windows]
+        made = [_Window(set(files)) for files in windows]
         self._jobs[job] = _Job(owner, made, is_kept=keep)
         if made:
             self._waiting.append(job)
@@ -140,28 +132,26 @@ class SlotAllocator(Generic[J]):
         return given
 
     def delivered(self, job: J, window: int) -> None:
-        """Takes that a window is full: its rank does not touch the slot any more."""
-        found = self._jobs[job].windows[window]
-        found.is_here = True
-        if not found.unfinished and not self._jobs[job].is_kept:
-            self._give_back(found)
+        """Notes that a window is full: its rank does not touch the slot any more."""
+        found = self._jobs[job]
+        found.windows[window].is_here = True
+        self._let_go(found, found.windows[window])
 
     def read(self, job: J, window: int, file: int) -> None:
-        """Takes that a file's bytes of a window are written."""
-        self._jobs[job].windows[window].unread.discard(file)
+        """Notes that a file's bytes of a window are written."""
+        found = self._jobs[job]
+        found.windows[window].unread.discard(file)
+        self._let_go(found, found.windows[window])
 
     def finished(self, job: J, file: int) -> None:
-        """Takes that nobody will ask for a file's staged bytes again.
+        """Notes that nothing more of a file is read, also where it was not written.
 
         A window that its rank still fills keeps its slot until it is delivered.
         """
         found = self._jobs[job]
-        found.finished.add(file)
         for window in found.windows:
             window.unread.discard(file)
-            window.unfinished.discard(file)
-            if window.is_here and not window.unfinished and not found.is_kept:
-                self._give_back(window)
+            self._let_go(found, window)
 
     def is_whole(self, job: J) -> bool:
         """Returns whether every window of a job that is finished still has its slot."""
@@ -177,16 +167,6 @@ class SlotAllocator(Generic[J]):
         """Takes that the memory is free of a slot whose grant had ended."""
         self._free.add(slot.index)
         self._num_lingering -= 1
-
-    def may_seal(self, job: J) -> bool:
-        """Returns whether the rank may go on: all is here, and can be handed over once more."""
-        found = self._jobs[job]
-        is_here = all(window.is_here for window in found.windows)
-        return is_here and found.lossy <= found.finished
-
-    def seal(self, job: J) -> None:
-        """Takes that the rank goes on: from now on nothing of it is reused early."""
-        self._jobs[job].is_sealed = True
 
     def drop(self, job: J) -> None:
         """Forgets a job and frees its slots; neither its rank nor a writer may use them any more.
@@ -231,11 +211,10 @@ class SlotAllocator(Generic[J]):
         return [i for i in used if self._last_owner[i] == owner]
 
     def _take(self, owner: str) -> int | None:
-        """Returns the best free slot; frees one that was read where none is."""
-        for free in (self._free_kept, self._free_early):
-            # Why not more: those that linger are for the jobs that wait.
-            if not self._free and self._num_lingering < len(self._waiting):
-                free()
+        """Returns the best free slot; frees those of a job that is only kept where none is."""
+        # Why not more: those that linger are for the jobs that wait.
+        if not self._free and self._num_lingering < len(self._waiting):
+            self._free_kept()
         if not self._free:
             return None
         best = min(self._free, key=lambda index: (self._cost(index, owner), index))
@@ -257,13 +236,9 @@ class SlotAllocator(Generic[J]):
                     self._give_back(window)
                 return
 
-    def _free_early(self) -> None:
-        for job in self._jobs.values():
-            for window in () if job.is_sealed else job.windows:
-                if window.grant is not None and window.is_here and not window.unread:
-                    job.lossy |= window.unfinished
-                    self._give_back(window)
-                    return
+    def _let_go(self, job: _Job, window: _Window) -> None:
+        if window.is_here and not window.unread and not job.is_kept:
+            self._give_back(window)
 
     def _give_back(self, window: _Window) -> None:
         grant, window.grant = window.grant, None
@@ -279,4 +254,4 @@ class SlotAllocator(Generic[J]):
 
 def _is_idle(job: _Job) -> bool:
     """Returns whether nobody fills or writes a window of a job any more."""
-    return all(window.is_here and not window.unfinished for window in job.windows)
+    return all(window.is_here and not window.unread for window in job.windows)

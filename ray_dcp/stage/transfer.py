@@ -1,37 +1,32 @@
 """The rank's side of staging: hands a rank's bytes to a stager, window by window.
 
 Pure of Ray: a `Link` carries the calls. Windows lie in memory that both sides have mapped, or go as
-objects of a store. `StagedWindows` says where a stager has them; `StagedFiller` reads them again,
-for another stager.
+objects of a store.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from ray_dcp.core.values import RankPlan
-from ray_dcp.errors import CheckpointError, DeadlineError
 from ray_dcp.io.threads import Stop, begin
 from ray_dcp.stage.copying import (
     Filler,
-    Pin,
     copying_threads,
     drain,
     fill_window,
     window_parts,
 )
-from ray_dcp.stage.memory import StagingMemory, WindowBytes, lost_memory
-from ray_dcp.stage.values import Slot, StageKey, StageOrder, Unknown
+from ray_dcp.stage.memory import StagingMemory
+from ray_dcp.stage.values import Slot, StageOrder, Unknown
 from ray_dcp.stage.windows import StagingLayout, lay_out_windows
 
 REPORT_S = 0.2
@@ -39,12 +34,9 @@ REPORT_S = 0.2
 begin to write while the rank still copies, and both would wait for the same memory: a state that is
 copied in less than this has its processors for itself."""
 
-FREED_S = 60.0
-"""How long the answer to `freed` may take, in seconds; a stager answers within half of it."""
-
 
 class StagerGone(Exception):
-    """The stager of a link is dead; what it held may be handed to another one."""
+    """The stager of a link is dead; a rank that has its state still stages it at another one."""
 
 
 class Link(Protocol):
@@ -92,55 +84,6 @@ class Link(Protocol):
         """Returns a reference to an object that has a copy of these runs of bytes."""
         ...
 
-    def get(self, reference: Any) -> list[np.ndarray]:
-        """Returns the runs of bytes of an object."""
-        ...
-
-
-@dataclass
-class StagedWindows:
-    """Where a stager has a rank's windows."""
-
-    layout: StagingLayout
-    arena: StagingMemory | None
-    """Where `slots` are; None for windows that went as objects."""
-    slots: list[Slot] = field(default_factory=list)
-    refs: dict[int, Any] = field(default_factory=dict)
-    """References of the objects. The rank keeps each as long as the bytes may have to be handed to
-    another stager: they outlive this one."""
-    num_reported: int = 0
-    """Windows that were reported to the stager as full."""
-
-    @property
-    def reported(self) -> dict[int, Any] | None:
-        """The objects of the windows that were reported; None for windows in shared memory.
-
-        None for a window of which the stager needs nothing, or nothing any more.
-        """
-        if self.arena is not None:
-            return None
-        return {window: self.refs.get(window) for window in range(self.num_reported)}
-
-    def drop(self) -> None:
-        """Lets go of the memory: nobody will need the bytes again."""
-        self.arena = None
-        self.refs.clear()
-
-    def drop_freed(self, link: Link, key: StageKey) -> None:
-        """Drops each reference that the stager needs no more, until there is none left.
-
-        *Why*: a window counts in the node's budget until its last reference is gone.
-        """
-        freed: Sequence[int] | None = ()
-        # Suppressed: without the stager nobody counts them, and the next one may need them.
-        with suppress(StagerGone, CheckpointError):
-            while freed is not None:
-                # Suppressed: a slow stager is asked again, else the windows count for ever.
-                with suppress(DeadlineError):
-                    freed = link.call("freed", key, tuple(freed), timeout_s=FREED_S)
-                for window in freed or ():
-                    self.refs.pop(window, None)
-
 
 def transfer(
     link: Link,
@@ -150,11 +93,10 @@ def transfer(
     filler: Filler,
     deferred: Callable[[int], bytes],
     *,
-    refs: dict[int, Any] | None = None,
     timeout_s: float,
     stop: Stop | None = None,
-) -> StagedWindows:
-    """Returns when the stager holds every byte.
+) -> int:
+    """Returns how many bytes the stager holds, when it holds them all.
 
     Args:
         link: To the stager.
@@ -164,7 +106,6 @@ def transfer(
         filler: Copies the fixed items; called in this thread. It is waited for as seldom as
             windows are reported, so that a device always has something to copy.
         deferred: Gives a deferred item's bytes.
-        refs: Objects of windows that are staged already, by window.
         timeout_s: How long to wait each time that the stager has no room, in seconds.
         stop: Ends it early, with its error.
 
@@ -180,9 +121,7 @@ def transfer(
             raise StagerGone(f"{link.stager} does not know the {answer.what}")
         return answer
 
-    arena = link.arena if order.channel == "shared" else None
     layout = lay_out_windows(plan, order.deferred_bytes, order.window_bytes)
-    windows = StagedWindows(layout, arena, refs=dict(refs or {}))
     try:
         for given in (None, plan) if order.plan_id in link.known_plans else (plan,):
             sent = (link.stager, replace(order, plan=given), reporter)
@@ -192,66 +131,57 @@ def transfer(
         if isinstance(grant, Unknown):
             raise StagerGone(f"{link.stager} does not know the {grant.what}")
         link.known_plans.add(order.plan_id)
-        windows.slots.extend(grant.slots)
-        if arena is None:
-            threading.Thread(
-                target=windows.drop_freed, args=(link, order.key), name="freed windows", daemon=True
-            ).start()
-        _fill_windows(link, order, plan, windows, filler, deferred, call)
-        # Why with all: a message that reported some of them may have been lost.
-        call("seal", order.key, windows.reported)
+        _fill_windows(link, order, layout, list(grant.slots), filler, deferred, call)
     except BaseException:
         drain(filler)
         # Why: until the rank says so, its memory is given to nobody else.
         link.post("cancel", order.key, True)
-        windows.drop()
         raise
-    return windows
+    return layout.total_bytes
 
 
 def _fill_windows(
     link: Link,
     order: StageOrder,
-    plan: RankPlan,
-    windows: StagedWindows,
+    layout: StagingLayout,
+    slots: list[Slot],
     filler: Filler,
     deferred: Callable[[int], bytes],
     call: Callable[..., Any],
 ) -> None:
-    layout, slots, arena = windows.layout, windows.slots, windows.arena
-    wanted = set(range(len(plan.files)) if order.files is None else order.files)
-    reported_s = time.monotonic()
+    arena = link.arena if order.channel == "shared" else None
+    last, reported, reported_s = layout.num_windows - 1, -1, time.monotonic()
 
-    def report(deliver: Callable[..., Any], window: int) -> None:
-        filler.finish()
-        objects.finish()
-        windows.num_reported = window
-        if window:
-            deliver("deliver", order.key, window - 1, windows.reported)
+    with _WindowObjects(link, order.window_bytes) as objects:
 
-    with _WindowObjects(link, order.window_bytes, windows.refs) as objects:
+        def report(method: str, window: int) -> None:
+            """Reports that all windows up to this one are full.
+
+            *Why* each report waits for its answer: one that was lost would hold up what writes.
+            """
+            nonlocal reported, reported_s
+            filler.finish()
+            refs = None if arena is not None else objects.take(range(reported + 1, window + 1))
+            call(method, order.key, window, refs)
+            reported, reported_s = window, time.monotonic()
+
         for window in range(layout.num_windows):
             while window >= len(slots):
                 # Nothing is written, and so no room made, before the stager knows of it.
-                report(call, window)
+                if reported < window - 1:
+                    report("deliver", window - 1)
                 slots.extend(call("more", order.key, len(slots)).slots)
             used_bytes = int(layout.used_bytes[window])
-            if not layout.files_of(window) & wanted:
-                windows.refs.pop(window, None)
-            elif arena is not None:
+            if arena is not None:
                 into = arena.slot_array(slots[window].index)[:used_bytes]
                 fill_window(layout, window, into, filler, deferred, wait=False)
-            elif window not in windows.refs:
+            else:
                 scratch = objects.scratch()
                 parts = window_parts(layout, window, scratch[:used_bytes], filler, deferred)
                 objects.put(window, parts, scratch)
-            if time.monotonic() - reported_s > REPORT_S and window < layout.num_windows - 1:
-                report(link.post, window + 1)
-                reported_s = time.monotonic()
-        filler.finish()
-        objects.finish()
-        windows.num_reported = layout.num_windows
-        # `seal` reports the last ones.
+            if time.monotonic() - reported_s > REPORT_S and window < last:
+                report("deliver", window)
+        report("seal", last)
 
 
 class _WindowObjects:
@@ -262,13 +192,12 @@ class _WindowObjects:
     Args:
         link: Puts them.
         window_bytes: Length of the longest.
-        refs: Takes the references, by window.
     """
 
-    def __init__(self, link: Link, window_bytes: int, refs: dict[int, Any]) -> None:
+    def __init__(self, link: Link, window_bytes: int) -> None:
         self._link = link
         self._window_bytes = window_bytes
-        self._refs = refs
+        self._refs: dict[int, Any] = {}
         self._free: list[np.ndarray] = []
         self._begun: deque[tuple[int, Future[Any], np.ndarray]] = deque()
 
@@ -289,10 +218,14 @@ class _WindowObjects:
         """
         self._begun.append((window, begin(partial(self._link.put, parts), "put window"), scratch))
 
-    def finish(self) -> None:
-        """Returns when the references of all that was begun are there."""
+    def take(self, windows: Sequence[int]) -> dict[int, Any]:
+        """Returns the references of windows, once they are there; nobody else keeps any.
+
+        *Why*: a window counts in the node's budget until its last reference is gone.
+        """
         while self._begun:
             self._finish_first()
+        return {window: self._refs.pop(window) for window in windows}
 
     def _finish_first(self) -> None:
         window, future, scratch = self._begun[0]
@@ -305,92 +238,3 @@ class _WindowObjects:
 
     def __exit__(self, *_: object) -> None:
         wait([future for _, future, _ in self._begun])
-
-
-class StagedFiller:
-    """Implements `Filler` on windows that are staged; `deferred` gives the deferred items.
-
-    Args:
-        windows: Where they are.
-        rank: Whose, for errors.
-        files: Positions in `RankPlan.files` of those whose bytes are needed; others are left out.
-        get: Returns the runs of bytes of an object.
-    """
-
-    pin: Pin | None = None
-
-    def __init__(
-        self,
-        windows: StagedWindows,
-        rank: int,
-        files: Collection[int],
-        get: Callable[[Any], list[np.ndarray]],
-    ) -> None:
-        self._windows = windows
-        self._rank = rank
-        self._get = get
-        self._used: set[int] = set()
-        self._object = (-1, WindowBytes(()))
-        layout = windows.layout
-        self._segments: dict[int, list[int]] = {}
-        self._deferred_bytes: dict[int, int] = {}
-        columns = zip(
-            layout.row.tolist(),
-            layout.file.tolist(),
-            layout.is_deferred.tolist(),
-            (layout.source_start + layout.num_bytes).tolist(),
-            strict=True,
-        )
-        for segment, (row, file, is_deferred, end) in enumerate(columns):
-            if file in files:
-                self._segments.setdefault(row, []).append(segment)
-            if is_deferred:
-                self._deferred_bytes[row] = max(end, self._deferred_bytes.get(row, 0))
-
-    def fill(self, row: int, start: int, target: np.ndarray) -> None:
-        """See `Filler.fill`."""
-        layout = self._windows.layout
-        for segment in self._segments.get(row, ()):
-            first, length = int(layout.source_start[segment]), int(layout.num_bytes[segment])
-            low, high = max(start, first), min(start + len(target), first + length)
-            if low < high:
-                offset = int(layout.offset[segment]) + low - first
-                into = target[low - start : high - start]
-                self._bytes_of(int(layout.window[segment])).read_into(offset, into.data)
-
-    def fill_many(
-        self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int], target: np.ndarray
-    ) -> None:
-        """See `Filler.fill_many`."""
-        done = 0
-        for row, start, length in zip(rows, starts, lengths, strict=True):
-            self.fill(row, start, target[done : done + length])
-            done += length
-
-    def deferred(self, row: int) -> bytes:
-        """Returns a deferred item's bytes."""
-        found = np.zeros(self._deferred_bytes.get(row, 0), dtype=np.uint8)
-        self.fill(row, 0, found)
-        return found.tobytes()
-
-    def finish(self) -> None:
-        """See `Filler.finish`.
-
-        Raises:
-            ParticipantError: The memory was used for something else meanwhile.
-        """
-        arena, slots = self._windows.arena, self._windows.slots
-        if arena is not None and not all(arena.holds(slots[window]) for window in self._used):
-            raise lost_memory(self._rank)
-
-    def _bytes_of(self, window: int) -> WindowBytes:
-        windows = self._windows
-        if windows.arena is not None:
-            self._used.add(window)
-            return WindowBytes([windows.arena.slot(windows.slots[window].index)])
-        if self._object[0] != window:
-            ref = windows.refs.get(window)
-            if ref is None:
-                raise lost_memory(self._rank)
-            self._object = (window, WindowBytes(self._get(ref)))
-        return self._object[1]

@@ -82,15 +82,13 @@ _LEAST_LIMIT = _LEAST_WINDOW * _LEAST_WINDOWS
 
 @dataclass(frozen=True)
 class StageKey:
-    """One rank's share of one attempt, as one stager has it."""
+    """One rank's share of one attempt."""
 
     save: Any
     """Whatever the caller calls the save; unique for the life of the stager. The runtime's is
     `(OpKey, epoch of the coordinator that planned it)`."""
     rank: int
     attempt: str
-    incarnation: int = 0
-    """Rises each time the share is handed over again."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +149,6 @@ class StageOrder:
     """Whether windows lie in the stager's memory, or come as objects of Ray's store."""
     window_bytes: int
     """Length of a window."""
-    files: tuple[int, ...] | None = None
-    """Positions in `plan.files` of those to write; None for all."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import platform
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -149,8 +149,7 @@ class WriteQueue:
             job = self._admit(order, reporter, channel)
             if job is None:
                 return Unknown("plan")
-            wanted, layout = set(job.files), job.layout
-            windows = [layout.files_of(window) & wanted for window in range(layout.num_windows)]
+            windows = [job.layout.files_of(window) for window in range(job.layout.num_windows)]
             keep = order.options.keep_in_memory > 0
             channel.allocator.begin(order.key, order.owner, windows, keep=keep)
             self._pump(channel)
@@ -172,13 +171,12 @@ class WriteQueue:
         return future
 
     def deliver(self, key: StageKey, window: int, data: Sequence[np.ndarray] | None = None) -> None:
-        """Takes that a window is full. Twice is fine, and so is a job that is not known.
+        """Accepts a full window. Twice is fine, and so is a job that is not known.
 
         Args:
             key: Whose.
             window: Which. In shared memory, this one and all before it.
-            data: Its bytes, in runs, which the rank has a reference to; None when they are in its
-                slot.
+            data: Its bytes, in runs; None when they are in its slot.
         """
         with self._lock:
             job = self._jobs.get(key)
@@ -194,7 +192,6 @@ class WriteQueue:
             for number in came:
                 if data is not None:
                     job.windows[number] = channel.objects.hold(slots[number], data)
-                    job.referenced.add(number)
                 elif channel.arena is not None:
                     view = channel.arena.slot(slots[number].index)
                     job.windows[number] = WindowBytes([view])
@@ -204,17 +201,6 @@ class WriteQueue:
             self._pump(job.channel)
             self._settle(job)
 
-    def lacking(self, key: StageKey, windows: Iterable[int]) -> list[int]:
-        """Returns the windows of a job that are not here yet.
-
-        Args:
-            key: Whose; nothing is lacking of a job that is not known.
-            windows: Of which.
-        """
-        with self._lock:
-            job = self._jobs.get(key)
-            return [] if job is None else [one for one in windows if one not in job.windows]
-
     def fail_unreadable(self, key: StageKey, reason: str) -> None:
         """Fails a job whose objects Ray's store does not return; `seal` and `more` raise that."""
         with self._lock:
@@ -223,11 +209,9 @@ class WriteQueue:
                 self._fail(job, unreadable(key.rank, reason))
 
     def seal(self, key: StageKey) -> Future[bool | Unknown]:
-        """Tells when the rank may go on: all windows are here, and none would be missed later.
+        """Returns when the rank may go on: all windows are here.
 
-        A rank that stages in shared memory need not have delivered its last windows: this call says
-        that all are full. The future's result is `Unknown("job")` when that is so; it raises
-        why the job ends.
+        The future's result is `Unknown("job")` when that is so; it raises why the job ends.
         """
         future: Future[bool | Unknown] = Future()
         with self._lock:
@@ -235,36 +219,9 @@ class WriteQueue:
             if job is None:
                 future.set_result(Unknown("job"))
                 return future
-            if job.channel.arena is not None:
-                self.deliver(key, len(job.slots) - 1)
             job.rank_is_done = job.rank_is_done or len(job.windows) == job.layout.num_windows
             job.wants_seal.append(future)
             self._settle(job)
-        return future
-
-    def freed(self, key: StageKey, dropped: Collection[int]) -> Future[tuple[int, ...] | None]:
-        """Returns the windows whose objects are not needed any more, as soon as there are some.
-
-        The slots of windows are free when the rank has dropped its references, too.
-
-        Args:
-            key: Whose.
-            dropped: The windows of the answer before.
-
-        Returns:
-            A future; None when there is nothing to drop any more.
-        """
-        future: Future[tuple[int, ...] | None] = Future()
-        with self._lock:
-            job = self._jobs.get(key)
-            if job is None or job.is_released:
-                future.set_result(None)
-                return future
-            before, job.wants_freed = job.wants_freed, future
-            answer(before, None, ())
-            job.referenced.difference_update(dropped)
-            self._let_go(job)
-            self._pump(job.channel)
         return future
 
     def stuck(self, after_s: float) -> list[str]:
@@ -312,9 +269,7 @@ class WriteQueue:
             job = self._jobs.get(key)
             if job is None:
                 return
-            if by_rank:
-                job.rank_is_done = True
-                self._drop_references(job)
+            job.rank_is_done |= by_rank
             job.is_dropped = True
             job.tells_error = False
             self._fail(job, SaveCancelledError(f"staging was cancelled {reason}".strip()))
@@ -331,8 +286,6 @@ class WriteQueue:
             if job is None:
                 return
             job.is_committed, job.is_released = committed, True
-            self._drop_references(job)
-            answer(job.wants_freed, None, None)
             if job.is_over and job.rank_is_done:
                 job.is_dropped = not committed
                 self._tidy(job)
@@ -346,7 +299,6 @@ class WriteQueue:
             for job in list(self._jobs.values()):
                 if job.order.process == process:
                     job.rank_is_done = True
-                    self._drop_references(job)
                     if len(job.windows) < job.layout.num_windows:
                         self._fail(job, died(job.order.key.rank))
                     self._tidy(job)
@@ -366,16 +318,10 @@ class WriteQueue:
             return job is not None and not (job.is_released or job.is_dropped)
 
     def shares(self, attempt: str) -> list[StageProgress]:
-        """Returns how far each share of an attempt is, the later incarnation last."""
+        """Returns how far each share of an attempt is."""
         with self._lock:
             jobs = [job for job in self._jobs.values() if job.order.key.attempt == attempt]
             return [job.progress() for job in jobs if not job.is_dropped]
-
-    def paces(self) -> dict[StageKey, tuple[int, int]]:
-        """Returns bytes written and bytes in all of every job that is not kept for loads."""
-        with self._lock:
-            found = [job.progress() for job in self._jobs.values() if not job.is_kept]
-        return {one.key: (one.written_bytes, one.num_bytes) for one in found}
 
     def kept(self, attempt: str) -> TierEntry | None:
         """Returns what is kept of an attempt; None when nothing is."""
@@ -528,13 +474,9 @@ class WriteQueue:
             self._jobs[grant.job].slots.append(grant.slot)
         for grant in channel.allocator.ended():
             gone = channel.objects.release(grant.slot)
-            job = self._jobs.get(grant.job)
-            if job is None:
-                self._free_later(channel, grant.slot, gone)
-                continue
-            job.windows[grant.window] = gone
-            job.ended[grant.window] = grant.slot
-            self._let_go(job)
+            if grant.job in self._jobs:
+                self._jobs[grant.job].windows[grant.window] = gone
+            self._free_later(channel, grant.slot, gone)
         names = dict.fromkeys(grant.job for grant in granted)
         # Why afterwards: what is answered may lead to further grants, which come behind these.
         for name in names:
@@ -548,14 +490,10 @@ class WriteQueue:
             if error is not None or len(job.slots) > have:
                 job.wants_more.remove((have, future))
                 answer(future, error, None if error else Grant(tuple(job.slots[have:])))
-        if job.wants_seal and error is None and not job.is_sealed:
-            allocator = job.channel.allocator
-            if allocator.may_seal(job.order.key):
-                self._start(job)
-                error = job.failure()
-            if error is None and allocator.may_seal(job.order.key):
-                allocator.seal(job.order.key)
-                job.is_sealed = job.rank_is_done = True
+        if job.wants_seal and error is None and len(job.windows) == job.layout.num_windows:
+            self._start(job)
+            error = job.failure()
+            job.is_sealed = job.rank_is_done = job.is_sealed or error is None
         for waiting in job.wants_seal if error is not None or job.is_sealed else ():
             answer(waiting, error, True)
         if error is not None or job.is_sealed:
@@ -596,33 +534,13 @@ class WriteQueue:
 
     def _forget(self, job: Job) -> None:
         self._drop(job)
-        self._drop_references(job)
         self._jobs.pop(job.order.key, None)
-        answer(job.wants_freed, None, None)
 
     def _drop(self, job: Job) -> None:
         if job.channel.arena is not None:
             job.windows.clear()
         job.channel.allocator.drop(job.order.key)
         self._pump(job.channel)
-        self._let_go(job)
-
-    # Objects of the store: a slot is free when nobody has a reference to what was in it.
-
-    def _drop_references(self, job: Job) -> None:
-        job.referenced.clear()
-        self._let_go(job)
-
-    def _let_go(self, job: Job) -> None:
-        """Frees the slots that ended and that the rank does not refer to; it is told of others."""
-        for window in job.ended.keys() - job.referenced:
-            self._free_later(job.channel, job.ended.pop(window), job.windows[window])
-        if job.ended and job.wants_freed is not None:
-            answer(job.wants_freed, None, tuple(job.ended))
-            job.wants_freed = None
-        elif job.is_over and job.rank_is_done and not job.referenced:
-            # Why: nobody releases one that failed, or that another stager took over.
-            answer(job.wants_freed, None, None)
 
     def _free_later(self, channel: Channel, slot: Slot, gone: WindowBytes) -> None:
         def free() -> None:
@@ -789,10 +707,6 @@ class Job:
     slots: list[Slot] = field(default_factory=list)
     windows: dict[int, WindowBytes] = field(default_factory=dict)
     """Bytes of the windows that are here, or were."""
-    referenced: set[int] = field(default_factory=set)
-    """Windows whose objects the rank has references to."""
-    ended: dict[int, Slot] = field(default_factory=dict)
-    """Windows whose objects are not needed any more, and the slots that they count in still."""
     reports: dict[int, StageReport] = field(default_factory=dict)
     """By position in `plan.files`."""
     written_bytes: int = 0
@@ -821,13 +735,10 @@ class Job:
     """It failed, or was cancelled: nobody will load it."""
     wants_more: list[tuple[int, Future[Grant | Unknown]]] = field(default_factory=list)
     wants_seal: list[Future[bool | Unknown]] = field(default_factory=list)
-    wants_freed: Future[tuple[int, ...] | None] | None = None
 
     @property
     def files(self) -> tuple[int, ...]:
         """Positions in `plan.files` of those to write."""
-        if self.order.files is not None:
-            return self.order.files
         return tuple(range(len(self.plan.files)))
 
     @property

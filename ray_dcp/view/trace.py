@@ -101,9 +101,6 @@ def chrome_trace(trace: SaveTrace) -> str:
             times = {"ts": _micros(trace.began_s + span.start_s), "dur": _micros(span.seconds)}
             kind = {"name": span.phase, "cat": "commit" if lane is None else "rank", "ph": "X"}
             events.append({**kind, "pid": pid, "tid": 0, **times, "args": told})
-    for rank, at_s in trace.takeovers:
-        moment = {"pid": rank + 1, "tid": 0, "ts": _micros(trace.began_s + at_s)}
-        events.append({"name": "taken over", "cat": "rank", "ph": "i", "s": "p", **moment})
     whole = ("attempt", "mode", "world_size", "num_bytes")
     other = {name.removeprefix("num_"): getattr(trace, name) for name in whole}
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other})

@@ -1,4 +1,4 @@
-"""Rows of the bench of asynchronous saves that need ranks of their own: killed, and throttled."""
+"""Rows of the bench of asynchronous saves that need ranks of their own."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import os
 import shutil
 import signal
 import statistics
-import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,7 @@ from ray_dcp.options import SaveOptions
 from tests.bench.async_rows import Table
 
 RANKS = 2
-WRITERS = 4
-TIMES_SLOWER = 10
 ROUNDS_OF_LIMIT = 8
-
-HELD: dict[str, Any] = {}
 
 
 # --- restore from memory ------------------------------------------------------------------------
@@ -239,126 +233,3 @@ def _share_of_store_free() -> float:
     name = "object_store_memory"
     free: float = ray.available_resources().get(name, 0.0)
     return free / ray.cluster_resources()[name]
-
-
-# --- one writer throttled -----------------------------------------------------------------------
-
-
-def throttled(rounds: int, num_bytes: int, root: Path, table: Table) -> None:
-    """Four nodes, a rank and a stager each; in every other save one stager writes slowly."""
-    import ray
-    from ray.cluster_utils import Cluster
-
-    # Why /tmp and short: the paths of Ray's sockets below it must stay under 107 bytes.
-    directory = tempfile.mkdtemp(prefix="rb", dir="/tmp")
-    # Why: `Cluster` notes its address in a file there, for whoever looks for any Ray.
-    os.environ["RAY_TMPDIR"] = directory
-    Path(directory, "ray").mkdir()
-    # Why 1 GB: staged windows go from node to node as objects, which must fit.
-    size = {"object_store_memory": 1 << 30, "num_cpus": 1}
-    head = {**size, "resources": {"node0": 1}, "include_dashboard": False, "temp_dir": directory}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        for number in range(1, WRITERS):
-            cluster.add_node(**size, resources={f"node{number}": 1})
-        ray.init(
-            address=cluster.address, log_to_driver=False, configure_logging=False,
-            namespace="throttled",
-        )  # fmt: skip
-        _throttled(rounds, num_bytes, root, table)
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-        del os.environ["RAY_TMPDIR"]
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def _throttled(rounds: int, num_bytes: int, root: Path, table: Table) -> None:
-    import ray
-
-    ranks = [
-        ray.remote(Rank).options(num_cpus=0, resources={f"node{number}": 0.5}).remote()
-        for number in range(WRITERS)
-    ]
-    ray.get([rank.join.remote(number, num_bytes) for number, rank in enumerate(ranks)])
-    free_s: list[float] = []
-    slow_s: list[float] = []
-    takeovers: list[float] = []
-
-    def save(into: list[float]) -> int:
-        path = root / "throttled"
-        came = ray.get([rank.save.remote(str(path)) for rank in ranks])
-        into.append(max(seconds for seconds, _ in came))
-        shutil.rmtree(path)
-        return sum(taken for _, taken in came)
-
-    # Twice: the first one starts what the others find.
-    for _ in range(2):
-        save(free_s)
-    free_s.clear()
-    for _ in range(rounds):
-        save(free_s)
-        per_writer = num_bytes / WRITERS / free_s[-1]
-        ray.get(ranks[-1].throttle_stager.remote(per_writer / TIMES_SLOWER))
-        takeovers.append(save(slow_s))
-        ray.get(ranks[-1].throttle_stager.remote(None))
-    table.fact("durable, 4 nodes", free_s)
-    table.fact("durable, 4 nodes, one writer 10x slower", slow_s)
-    table.fact("takeovers in such a save", takeovers, "")
-    table.row("throttled", [slow / free for slow, free in zip(slow_s, free_s, strict=True)])
-    ray.get([rank.leave.remote() for rank in ranks])
-
-
-class Rank:
-    """One of the ranks, alone on its node."""
-
-    def join(self, rank: int, num_bytes: int) -> None:
-        import torch
-
-        import ray_dcp
-        from tests.bench.async_saves import warm_up
-        from tests.bench.measure import state_of
-
-        torch.manual_seed(rank)
-        state = state_of(num_bytes, WRITERS)
-        self._state = {f"rank{rank}.{name}": tensor for name, tensor in state.items()}
-        self._session = ray_dcp.connect(name="throttled", rank=rank, world_size=WRITERS)
-        warm_up(self._state)
-
-    def save(self, path: str) -> tuple[float, int]:
-        """Returns how long it took until the checkpoint stood, and how often it was taken over."""
-        import ray_dcp
-
-        began = time.perf_counter()
-        handle = ray_dcp.async_save(self._state, checkpoint_id=path)
-        handle.committed(600)
-        return time.perf_counter() - began, handle.report().takeovers
-
-    def throttle_stager(self, bytes_per_s: float | None) -> None:
-        """Slows this node's stager down to so many bytes a second; None ends it."""
-        import ray
-
-        stager = self._session.staging().link().handle
-        ray.get(stager.__ray_call__.remote(_throttle, bytes_per_s))
-
-    def leave(self) -> None:
-        self._session.close()
-
-
-def _throttle(stager: Any, bytes_per_s: float | None) -> None:
-    """Makes every write of this process wait for its turn, as a slow disk would."""
-    real = HELD.setdefault("pwritev", os.pwritev)
-    if bytes_per_s is None:
-        os.pwritev = real
-        return
-    lock, next_s = threading.Lock(), [time.monotonic()]
-
-    def pwritev(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
-        count: int = real(fd, buffers, offset, flags)
-        with lock:
-            next_s[0] = max(next_s[0], time.monotonic()) + count / bytes_per_s
-            wait_s = next_s[0] - time.monotonic()
-        time.sleep(max(wait_s, 0.0))
-        return count
-
-    os.pwritev = pwritev

@@ -36,7 +36,6 @@ ROWS = (
     Row("memory", "extra memory / state", 1.2, 1.05),
     Row("restore", "restore from memory after SIGKILL / memcpy", 2.0, 1.25),
     Row("objects", "stall in the object store / memcpy", 1.5, 1.3),
-    Row("throttled", "1 writer of 4 throttled 10x: durable / unthrottled", 2.5, 1.5),
 )
 KEYS = tuple(row.key for row in ROWS)
 _ROW = {row.key: row for row in ROWS}

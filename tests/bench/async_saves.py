@@ -79,7 +79,7 @@ def _run(options: Options, root: Path, table: Table) -> None:
         # Budgets are a third of the store.
         with one_node(4 * options.num_bytes):
             async_ranks.objects(options.rounds, options.num_bytes, root, table)
-    if wanted - {"throttled", "objects"}:
+    if wanted - {"objects"}:
         with one_node():
             if wanted & {"stall", "first", "durable", "cpu", "memory"}:
                 _Saves(options, root, table, state).measure()
@@ -88,8 +88,6 @@ def _run(options: Options, root: Path, table: Table) -> None:
             del state
             if "restore" in wanted:
                 async_ranks.restore(options.rounds, options.num_bytes, root, table)
-    if "throttled" in wanted:
-        async_ranks.throttled(options.rounds, options.num_bytes, root, table)
 
 
 @contextlib.contextmanager

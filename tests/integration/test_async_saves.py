@@ -92,30 +92,28 @@ def test_a_staged_save_survives_its_coordinator_and_all_its_ranks(ranks, tmp_pat
     assert programs.large_is(str(path), 5, 2)
 
 
-def test_a_stager_that_is_killed_has_its_files_written_by_another(ranks, tmp_path):
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_stager_that_is_lost_fails_its_save_by_name_and_the_next_one_has_another(
+    ranks, tmp_path, blow
+):
     path = tmp_path / "c"
-    before = ranks.run(programs.stager_facts)[0]
-    came = ranks.run(programs.begin_large_and_signal_stager, str(path), 6, int(signal.SIGKILL))
-    assert [one.error for one in came] == [None, None]
-    assert programs.large_is(str(path), 6, 2)
-    after = ranks.run(programs.stager_facts)[0]
-    assert after["pid"] != before["pid"]
-    assert not lives(before["pid"])
-    assert [one.value.takeovers for one in came] == [1, 1]
-
-
-def test_a_stager_that_freezes_has_its_files_written_by_another(ranks, tmp_path):
-    path = tmp_path / "c"
+    ranks.run(programs.save_and_change, str(path), 1)
     before = ranks.run(programs.stager_facts)[0]
     came = ranks.run(
         partial(
-            programs.begin_large_and_signal_stager, str(path), 7, int(signal.SIGSTOP),
-            heartbeat_timeout_s=3.0,
+            programs.begin_large_and_signal_stager, str(path), 6, int(blow), heartbeat_timeout_s=3.0
         )
+    )
+    one_error(
+        came, ParticipantError, "the stager", "files unwritten", "Ray says ActorDiedError"
+        if blow == signal.SIGKILL else "frozen, or its machine is out of reach",
     )  # fmt: skip
+    assert ranks.run(programs.mixed_is, str(path), 1) == [True, True]
+    came = ranks.run(programs.save_and_change, str(path), 2)
     assert [one.error for one in came] == [None, None]
-    assert programs.large_is(str(path), 7, 2)
-    assert not lives(before["pid"])
+    assert ranks.run(programs.mixed_is, str(path), 2) == [True, True]
+    assert ranks.run(programs.stager_facts)[0]["pid"] != before["pid"]
+    assert eventually(lambda: not lives(before["pid"]))
 
 
 def test_a_cancelled_save_fails_on_all_ranks_and_leaves_what_stood(ranks, tmp_path):

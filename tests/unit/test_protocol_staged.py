@@ -23,7 +23,6 @@ from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.commit_protocol.liveness import Doing, Heartbeat
 from ray_dcp.commit_protocol.messages import (
     Ack,
-    FileReceipt,
     Left,
     OpKey,
     PartsHeld,
@@ -32,7 +31,6 @@ from ray_dcp.commit_protocol.messages import (
     SaveGo,
     SaveOutcome,
     SaveStaged,
-    TakeOver,
     Target,
 )
 from ray_dcp.core.values import FilePlan, RankPlan
@@ -41,7 +39,6 @@ from ray_dcp.errors import (
     CheckpointExistsError,
     CommitUnknownError,
     DeadlineError,
-    InternalError,
     ParticipantError,
     SaveCancelledError,
     SaveSkippedError,
@@ -77,25 +74,18 @@ class StagedPlay(Play):
     def join_staged(self, rank, *, options=None, **changed):
         return self.join(rank, options=options or self.options, staged=True, **changed)
 
-    def held(self, rank, *, key=KEY, incarnation=0, stager=None, attempt="a1", epoch=1):
-        stager = stager or f"s{rank}"
-        return self.send(PartsHeld(key, rank, attempt, epoch, stager, incarnation))
+    def held(self, rank, *, key=KEY, attempt="a1", epoch=1):
+        return self.send(PartsHeld(key, rank, attempt, epoch, f"s{rank}"))
 
-    def written(self, rank, *files, key=KEY, incarnation=0, error=None, attempt="a1"):
-        receipts = tuple(file if isinstance(file, FileReceipt) else of_file(file) for file in files)
-        stager = f"s{rank}.{incarnation}"
-        return self.send(PartsWritten(key, rank, attempt, 1, stager, incarnation, receipts, error))
+    def written(self, rank, *files, key=KEY, error=None, attempt="a1"):
+        receipts = tuple(map(receipt_file, files))
+        return self.send(PartsWritten(key, rank, attempt, 1, f"s{rank}", receipts, error))
 
-    def staged(self, rank, *, key=KEY, incarnation=0, error=None, attempt="a1"):
-        return self.send(SaveStaged(key, rank, attempt, 1, incarnation, error))
+    def staged(self, rank, *, key=KEY, error=None, attempt="a1"):
+        return self.send(SaveStaged(key, rank, attempt, 1, error))
 
     def lose_stager(self, stager):
         return self._take(self.coordination.stager_lost(stager, "it died"))
-
-    def lag(self, rank, key=KEY):
-        commands = reassign(self.coordination, key, rank)
-        self._take(commands)
-        return commands
 
     def cancel(self):
         self._take(self.coordination.cancel(KEY, "the user wants it"))
@@ -138,21 +128,10 @@ class StagedPlay(Play):
             assert self.held(rank, key=key) == Ack()
             assert self.staged(rank, key=key) is None
 
-    def write_all(self, *, ranks=None, key=KEY, incarnation=0, attempt="a1"):
+    def write_all(self, *, ranks=None, key=KEY, attempt="a1"):
         for rank in range(self.world_size) if ranks is None else ranks:
             for file in (2 * rank, 2 * rank + 1):
-                noted = self.written(rank, file, key=key, incarnation=incarnation, attempt=attempt)
-                assert noted == Ack()
-
-
-def reassign(coordination, key, rank):
-    """Returns what follows when the stager of a rank is seen to be slow."""
-    save = coordination._save_of(key)
-    return () if save is None else coordination._after(save, save.reassign(rank, "it is slow"))
-
-
-def of_file(file, digest=bytes(16)):
-    return replace(receipt_file(file), digest=digest)
+                assert self.written(rank, file, key=key, attempt=attempt) == Ack()
 
 
 @pytest.fixture
@@ -169,7 +148,7 @@ def commit(play):
 
 
 @pytest.mark.parametrize("staged_first", [True, False])
-def test_it_commits_when_every_file_has_a_receipt_whoever_wrote_it(play, staged_first):
+def test_it_commits_when_every_file_has_a_receipt(play, staged_first):
     play.to_writing()
     for rank in range(2):
         play.held(rank)
@@ -183,7 +162,7 @@ def test_it_commits_when_every_file_has_a_receipt_whoever_wrote_it(play, staged_
         assert play.staged(0) is None
     task = commit(play)
     assert sorted(receipt.file for receipt in task.receipts) == [0, 1, 2, 3]
-    assert isinstance(play.reply(0, "SaveStaged 0"), SaveOutcome)
+    assert isinstance(play.reply(0, "SaveStaged"), SaveOutcome)
     assert isinstance(play.staged(1), SaveOutcome)
 
 
@@ -199,7 +178,6 @@ def test_a_rank_without_files_is_done_when_it_says_so():
 
 def test_a_rank_that_dies_when_a_stager_holds_its_bytes_does_not_matter(play):
     play.to_staged()
-    play.lag(0)  # it is asked to hand over to another one; its slow stager has all that it had
     play.lose(0, 1)
     play.write_all()
     commit(play)
@@ -215,7 +193,7 @@ def test_a_rank_that_dies_when_a_stager_holds_its_bytes_does_not_matter(play):
 def fails(play, *, expire=True):
     """Ends a save that fails; returns its error, which all who wait get."""
     play.end_abort(expire=expire)
-    errors = [play.reply(rank, "SaveStaged 0") for rank in range(2)]
+    errors = [play.reply(rank, "SaveStaged") for rank in range(2)]
     (error,) = {reply.error for reply in errors if isinstance(reply, Refused)}
     return error
 
@@ -233,17 +211,12 @@ def test_a_rank_whose_bytes_are_not_held_fails_the_save(play, how):
     assert (type(error), error.rank) == (ParticipantError if how == "dies" else StorageError, 1)
 
 
-def test_a_file_told_of_twice_counts_once_and_with_other_bytes_fails_the_save(play):
+def test_a_file_that_is_reported_twice_counts_once(play):
     play.to_staged()
     play.write_all()
-    assert play.written(0, 0, incarnation=1) == Ack()
+    assert play.written(0, 0, 1) == Ack()
     task = commit(play)
     assert [receipt.file for receipt in task.receipts] == [0, 1, 2, 3]
-    other = StagedPlay()
-    other.to_staged()
-    other.written(0, 0)
-    other.written(0, of_file(0, b"x" * 16), incarnation=1)
-    assert isinstance(fails(other), InternalError)
 
 
 def test_an_error_of_a_stager_fails_the_save_and_stagers_are_told_so(play):
@@ -254,116 +227,34 @@ def test_an_error_of_a_stager_fails_the_save_and_stagers_are_told_so(play):
     assert play.written(0, 0).error is error
 
 
-def test_a_lost_stager_makes_its_living_rank_hand_its_unwritten_files_over(play):
+@pytest.mark.parametrize("rank", ["lives", "is dead"])
+def test_a_stager_that_is_lost_with_unwritten_bytes_fails_the_save_by_name(play, rank):
     play.to_staged()
     play.written(0, 1)
+    if rank == "is dead":
+        play.lose(0)
     play.lose_stager("s0")
-    asked = play.reply(0, "SaveStaged 0")
-    assert asked == TakeOver(1, (0,), "it died", lost=True)
-    assert play.held(0, incarnation=1, stager="t0") == Ack()
-    assert play.staged(0, incarnation=1) is None
-    play.written(0, 0, incarnation=1)
-    play.write_all(ranks=[1])
-    play.lose_stager("s1")  # which has nothing more to write
-    commit(play)
-    assert isinstance(play.reply(0, "SaveStaged 1"), SaveOutcome)
+    error = fails(play)
+    assert (type(error), error.rank) == (ParticipantError, 0)
+    assert "the stager s0" in error.message
+    assert "1 files unwritten: it died" in error.message
 
 
-def test_a_rank_that_was_not_waiting_yet_is_asked_when_it_comes_if_need_be(play):
+def test_a_stager_that_is_lost_before_its_rank_waits_fails_the_save_too(play):
     play.to_writing()
     for rank in range(2):
         play.held(rank)
-        play.lose_stager(f"s{rank}")
-    assert play.staged(0) == TakeOver(1, (0, 1), "it died", lost=True)
-    play.write_all(ranks=[1])
-    assert play.staged(1) is None
-
-
-@pytest.mark.parametrize("stager_first", [True, False])
-def test_a_save_fails_that_lost_a_stager_and_the_rank_whose_bytes_it_held(play, stager_first):
-    play.to_staged()
-    if stager_first:
-        play.lose_stager("s0")
-    play.lose(0)
-    if not stager_first:
-        play.lose_stager("s0")
+    play.lose_stager("s1")
     play.end_abort(expire=True)
-    error = play.reply(1, "SaveStaged 0").error
-    assert (type(error), error.rank) == (ParticipantError, 0)
-    assert stager_first or "2 files unwritten" in error.message
+    assert play.staged(0).error.rank == play.staged(1).error.rank == 1
 
 
-def test_a_stager_that_lags_and_that_nobody_can_help_goes_on_alone(play):
-    play.to_staged()
-    play.lag(0)
-    asked = play.reply(0, "SaveStaged 0")
-    play.staged(0, incarnation=asked.incarnation)
-    play.lose(0)  # its slow stager still holds everything
-    assert play.lag(0) == ()
-    play.write_all()
-    commit(play)
-
-
-def test_a_stager_that_lags_is_helped_once_and_whoever_is_first_counts(play):
+def test_a_stager_that_has_nothing_more_to_write_may_be_lost(play):
     play.to_staged()
     play.write_all(ranks=[1])
-    assert len(play.lag(0)) == 1
-    assert play.lag(0) == ()
-    assert play.reply(0, "SaveStaged 0").lost is False
-    play.held(0, incarnation=1, stager="s1")
-    play.staged(0, incarnation=1)
-    assert play.written(0, error=StorageError("late")) == Ack()  # it was overtaken
-    play.written(0, 0)
-    play.written(0, 0, incarnation=1)
-    play.written(0, 1, incarnation=1)
-    task = commit(play)
-    assert sorted(receipt.file for receipt in task.receipts) == [0, 1, 2, 3]
-
-
-def test_who_is_much_slower_than_the_others_is_helped(play):
-    play.to_staged()
-    for now_s, written in ((0.0, 0), (1.0, 1)):
-        play._take(play.coordination.stager_progress({KEY: {0: (written, 100)}}, now_s))
-    assert play.reply(0, "SaveStaged 0") is None
-    play.write_all(ranks=[1])
-    play._take(play.coordination.stager_progress({KEY: {0: (2, 100)}}, 9.0))
-    asked = play.reply(0, "SaveStaged 0")
-    assert (asked.files, asked.lost, asked.helpers) == ((0, 1), False, ("s1",))
-    assert "2 of 100 bytes" in asked.reason
-
-
-def test_who_was_helped_once_and_is_still_slow_is_not_asked_again(play):
-    play.to_staged()
-    play.write_all(ranks=[1])
-    for now_s in (0.0, 9.0):
-        play._take(play.coordination.stager_progress({KEY: {0: (2, 100)}}, now_s))
-    asked = play.reply(0, "SaveStaged 0")
-    play.held(0, incarnation=asked.incarnation, stager="s1")
-    assert play.staged(0, incarnation=asked.incarnation) is None
-    play._take(play.coordination.stager_progress({KEY: {0: (3, 100)}}, 30.0))
-    assert play.reply(0, f"SaveStaged {asked.incarnation}") is None
-    play.write_all()
+    play.lose_stager("s1")
+    play.write_all(ranks=[0])
     commit(play)
-
-
-def test_a_rank_whose_helper_failed_is_asked_again_when_its_stager_died_meanwhile(play):
-    play.to_staged()
-    play.lag(0)
-    asked = play.reply(0, "SaveStaged 0")
-    play.lose_stager("s0")
-    again = play.staged(0, incarnation=asked.incarnation)
-    assert again == TakeOver(asked.incarnation + 1, (0, 1), "it died", lost=True)
-    play.held(0, incarnation=again.incarnation, stager="s0.2")
-    assert play.staged(0, incarnation=again.incarnation) is None
-    play.write_all()
-    commit(play)
-
-
-def test_what_an_earlier_stager_of_a_rank_says_late_does_not_count(play):
-    play.to_staged()
-    for incarnation in (2, 1):
-        assert play.held(0, incarnation=incarnation, stager=f"s0.{incarnation}") == Ack()
-    assert play.coordination.held_by("s0.2") == {KEY: [0]}
 
 
 def test_what_is_of_another_attempt_epoch_or_coordinator_is_refused(play):
@@ -378,11 +269,12 @@ def test_what_is_of_another_attempt_epoch_or_coordinator_is_refused(play):
     commit(play)
 
 
-def test_files_that_nobody_writes_are_blamed_on_their_ranks_at_the_deadline(play):
+def test_files_that_a_stager_does_not_write_are_blamed_on_it_at_the_deadline(play):
     play.to_staged()
     play.write_all(ranks=[1])
     error = fails(play)
     assert (type(error), error.rank) == (DeadlineError, 0)
+    assert "s0 has not written 2 files of rank 0" in error.message
 
 
 # --- the queue ----------------------------------------------------------------------------------
@@ -485,7 +377,7 @@ def test_a_save_replaces_one_of_which_nothing_is_written(play, begun):
         commit(play)
     else:
         play.end_abort()
-        assert isinstance(play.reply(0, "SaveStaged 0").error, SaveCancelledError)
+        assert isinstance(play.reply(0, "SaveStaged").error, SaveCancelledError)
     assert isinstance(play.task, ReadRecords)
 
 
@@ -574,14 +466,13 @@ def test_a_save_is_taken_up_twice_and_committed_under_the_newest_epoch(resumed):
     task = commit(third)
     assert (task.attempt, task.epoch) == ("a1", 3)
     assert {file.file for file in task.receipts} == {0, 1, 2, 3}
-    assert isinstance(third.reply(0, "SaveStaged 0"), SaveOutcome)
+    assert isinstance(third.reply(0, "SaveStaged"), SaveOutcome)
 
 
 def test_a_rank_says_who_holds_its_bytes_to_a_coordinator_that_never_heard_it(resumed):
     held = PartsHeld(KEY, 0, "a1", 1, "s0")
     assert resumed.send(SaveStaged(KEY, 0, "a1", 1, held=held)) is None
-    resumed.lose_stager("s0")
-    assert resumed.reply(0, "SaveStaged 0") == TakeOver(1, (0, 1), "it died", lost=True)
+    assert resumed.coordination.held_by("s0") == {KEY: [0]}
 
 
 def test_what_nobody_says_again_does_not_count(resumed):
@@ -655,7 +546,7 @@ def test_a_save_that_storage_has_decided_is_dropped_and_the_next_one_begins_only
     join_second(resumed, when_full=when_full)
     assert resumed.reply(0, "SaveJoin", key=SECOND) is None
     resumed.told(outcome)
-    reply = resumed.reply(0, "SaveStaged 0")
+    reply = resumed.reply(0, "SaveStaged")
     assert isinstance(reply.error if isinstance(reply, Refused) else reply, told)
     assert resumed.coordination.active == (SECOND,)
     assert isinstance(resumed.task, ReadRecords)
@@ -669,7 +560,7 @@ def test_a_save_that_nothing_decides_goes_on_where_it_was_taken_up(play, outcome
     if outcome is None:
         resumed.told(OutcomeRead(3))  # late: the vote decides
     commit(resumed)
-    assert isinstance(resumed.reply(1, "SaveStaged 0"), SaveOutcome)
+    assert isinstance(resumed.reply(1, "SaveStaged"), SaveOutcome)
 
 
 def test_a_failure_that_could_not_be_recorded_is_unknown_as_another_could_commit_it(play):
@@ -678,4 +569,4 @@ def test_a_failure_that_could_not_be_recorded_is_unknown_as_another_could_commit
     while play.todo:
         play.done(Failed(StorageError("no answer")))
     play.staged(0)
-    assert isinstance(play.reply(0, "SaveStaged 0").error, CommitUnknownError)
+    assert isinstance(play.reply(0, "SaveStaged").error, CommitUnknownError)

@@ -219,7 +219,6 @@ class Allocator(RuleBasedStateMachine):
         self.here: set[tuple[str, int]] = set()
         self.unread: dict[tuple[str, int], set[int]] = {}
         self.finished: dict[str, set[int]] = {}
-        self.sealed: set[str] = set()
         self.lingering: dict[int, object] = {}
 
     @initialize(linger=st.booleans())
@@ -278,9 +277,8 @@ class Allocator(RuleBasedStateMachine):
             if slot.generation != newest:
                 continue
             is_here = (job, window) in self.here
-            wanted = self.windows[job][window] - self.finished[job]
             unread = self.unread[job, window] - self.finished[job]
-            if not is_here or (wanted and (unread or job in self.sealed)):
+            if not is_here or unread:
                 found.append((job, window))
         return found
 
@@ -302,21 +300,6 @@ class Allocator(RuleBasedStateMachine):
         if job in self.windows:
             self.allocator.finished(job, file)
             self.finished[job].add(file)
-
-    @rule(job=jobs)
-    def seal(self, job):
-        if job in self.windows and self.allocator.may_seal(job):
-            every = range(len(self.windows[job]))
-            assert all((job, window) in self.here for window in every)
-            for window in every:
-                mine = self.slots[job, window]
-                if any(
-                    s.index == mine.index and s.generation > mine.generation
-                    for s in self.slots.values()
-                ):
-                    assert self.windows[job][window] <= self.finished[job]
-            self.allocator.seal(job)
-            self.sealed.add(job)
 
     @rule(job=consumes(jobs))
     def drop(self, job):

@@ -263,7 +263,7 @@ def test_a_holder_of_which_the_earlier_coordinator_did_not_know_is_asked_too(clu
         await actor._plans.resume()
         # Its rank waits already, and says once more who holds its bytes.
         staged = SaveStaged(KEY, 1, "a1", 1, held=held(1))
-        batch = MessageBatch(KEY, "SaveStaged 0", (1,), (staged,))
+        batch = MessageBatch(KEY, "SaveStaged", (1,), (staged,))
         call = asyncio.ensure_future(
             actor.call_batch(batch, ()) if together else actor.call(staged)
         )
@@ -331,25 +331,22 @@ def test_a_stager_that_is_lost_is_one_warning_with_its_ranks(cluster, caplog):
     assert {"s0", "s1"} == set(lost)
 
 
-class Pulses:
-    """A stager whose connection breaks: each ping fails with the error that is given."""
+class Unreachable:
+    """A stager of which each call fails with the error that is given."""
 
-    def __init__(self, name, error):
-        self.name, self.error = name, error
-        self.pulse = SimpleNamespace(remote=self._pulse)
-        self.shares = SimpleNamespace(remote=self._pulse)
+    def __init__(self, error):
+        self.error = error
+        self.name = self.shares = SimpleNamespace(remote=self._ask)
 
-    async def _pulse(self, *_):
-        if self.error is not None:
-            raise self.error
-        return self.name, {}
+    async def _ask(self, *_):
+        raise self.error
 
 
 def test_a_broken_connection_to_a_stager_is_no_loss_and_its_death_is(cluster, monkeypatch):
     play = StagedPlay(world_size=2)
     play.to_staged()
-    cluster.stagers["s0"] = Pulses("s0", ActorUnavailableError("connection reset", b"0" * 16))
-    cluster.stagers["s1"] = Pulses("s1", ActorDiedError())
+    cluster.stagers["s0"] = Unreachable(ActorUnavailableError("connection reset", b"0" * 16))
+    cluster.stagers["s1"] = Unreachable(ActorDiedError())
     lost = []
 
     async def story():
@@ -380,7 +377,7 @@ def test_a_stager_out_of_reach_for_a_moment_is_asked_again_what_it_holds(cluster
         return dict(cluster.store)
 
     cluster.store = asyncio.run(story())
-    cluster.stagers["s0"] = Pulses("s0", ActorUnavailableError("connection reset", b"0" * 16))
+    cluster.stagers["s0"] = Unreachable(ActorUnavailableError("connection reset", b"0" * 16))
 
     async def go_on():
         coordination = Coordination(epoch=2, new_attempt=lambda: "a2")
@@ -433,17 +430,3 @@ def test_a_save_that_was_cancelled_before_it_is_taken_up_is_cancelled_then(clust
     coordination.resume(before.coordination.staged_plan(KEY))
     assert coordination.is_cancelled(KEY)
     assert KEY in coordination.active  # until the abort record is there
-
-
-def test_who_hands_over_and_why_is_one_warning(caplog):
-    play = StagedPlay(world_size=2)
-    play.to_staged()
-
-    async def story():
-        Actor(play)._carry_out(play.coordination.stager_lost("s1", "it froze"))
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(story())
-    (record,) = caplog.records
-    assert "ranks [1] hand" in record.getMessage()
-    assert "it froze" in record.getMessage()

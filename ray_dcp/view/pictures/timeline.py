@@ -52,11 +52,6 @@ def timeline(trace: SaveTrace, title: str = "") -> Picture:
     parts += _marks(trace, scale, bottom)
     for index, (lane, spans) in enumerate(found.items()):
         parts += _lane(trace, lane, spans, _TOP + index * height, height, scale)
-    for rank, at_s in trace.takeovers:
-        if rank in found:
-            told = draw.tag("title", draw.safe(f"another stager took over from rank {rank}'s"))
-            x, y = _LEFT + at_s * scale, _TOP + [*found].index(rank) * height + 4
-            parts.append(draw.tag("path", told, d=f"M{x:.1f} {y}l5 -7h-10z", fill=RED))
     shown = {span.phase for span in trace.spans if span.rank is not None} | {"commit"}
     own = {span.phase for span in trace.spans if span.rank is None}
     for y, who, looks, phases in (
