@@ -216,7 +216,7 @@ class SaveSkippedError(SaveCancelledError):
 
 
 class LimitError(CheckpointError):
-    """A limit set in the options is too small for this state."""
+    """A limit, of the options or of the machine, is too small for this: raise it."""
 
 
 class InternalError(CheckpointError):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
-import threading
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_lock = threading.Lock()
+from ray_dcp.core.processes import ProcessLock
+
+_lock = ProcessLock()
 _depth = 0
 _was_enabled = False
 
@@ -33,6 +35,17 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _depth -= 1
+            _depth = max(_depth - 1, 0)
             if _depth == 0 and _was_enabled:
                 gc.enable()
+
+
+def _begin_anew() -> None:
+    """Begins anew in a child that was forked: whoever had paused the collector is not here."""
+    global _depth
+    if _depth and _was_enabled:
+        gc.enable()
+    _depth = 0
+
+
+os.register_at_fork(after_in_child=_begin_anew)

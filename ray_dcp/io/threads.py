@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from ray_dcp.errors import LimitError
 from ray_dcp.store.storage import read_traits_of
 
 T = TypeVar("T")
@@ -151,12 +152,36 @@ def at_once(*calls: Callable[[], Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def start(work: Callable[[], object], name: str) -> threading.Thread:
+    """Returns a daemon thread that does some work.
+
+    Args:
+        work: What to do.
+        name: Of the thread.
+
+    Raises:
+        LimitError: No thread can be started.
+    """
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise LimitError(
+            f"Expected to start a thread ({name}), but the system refused: {error}. Raise the "
+            f"limit of threads (ulimit -u, pids.max of the container), or use fewer"
+        ) from error
+    return thread
+
+
 def begin(work: Callable[[], T], name: str) -> Future[T]:
     """Begins work that may hang for ever, in a daemon thread of its own; returns its future.
 
     Args:
         work: What to do.
         name: Of the thread.
+
+    Raises:
+        LimitError: No thread can be started.
 
     Examples:
         >>> begin(lambda: 6 * 7, "sums").result()
@@ -170,7 +195,7 @@ def begin(work: Callable[[], T], name: str) -> Future[T]:
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             ended.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    start(run, name)
     return ended
 
 
@@ -209,16 +234,17 @@ def run_within(
             ended.set_exception(error)
         wake.set()
 
-    thread = threading.Thread(target=run, daemon=True)
+    thread = None
     stop.wakes(wake)
     try:
-        thread.start()
+        thread = start(run, "ray_dcp in time")
         wake.wait(within_s)
         if not ended.done() and not stop.asked:
             stop.because(overdue())
     except BaseException as error:
         stop.because(error)
-        thread.join(unwind_s)
+        if thread is not None:
+            thread.join(unwind_s)
         raise
     finally:
         stop.forget(wake)

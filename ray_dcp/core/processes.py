@@ -1,0 +1,70 @@
+"""What belongs to one process: a fork has copies of everything, but none of the threads.
+
+A child that is forked begins anew with what threads share: each module that has such a thing
+registers how (`os.register_at_fork`), beside it. Locks are made again, as a thread that is not
+there may have held them; what only a thread of the parent could end is forgotten; threads, clients
+and idle memory are not taken over. `tests/unit/test_forks.py` has the list, and finds what is
+missing there. Ids of attempts, files and leases come from the system at each use.
+
+What is given to users (sessions, handles, managers) stays the parent's. A child may not use it, and
+is told so by `OwnProcess`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from ray_dcp.errors import InvalidRequestError
+
+
+class OwnProcess:
+    """Remembers the process in which it was made.
+
+    Examples:
+        >>> OwnProcess().is_this
+        True
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_this(self) -> bool:
+        """Whether that is this process, and not a child that was forked from it."""
+        return os.getpid() == self._pid
+
+    def check(self, what: str, instead: str) -> None:
+        """Raises `InvalidRequestError` in a child that was forked from it.
+
+        Args:
+            what: Is used, in words.
+            instead: What the child may do.
+        """
+        if not self.is_this:
+            raise InvalidRequestError(
+                f"Expected {what} to be used by process {self._pid}, which made it, but this is "
+                f"process {os.getpid()}, forked from that one: its threads are not here. {instead}"
+            )
+
+
+class ProcessLock:
+    """A lock of a module, which is a new one in a child that is forked.
+
+    Examples:
+        >>> with ProcessLock():
+        ...     pass
+    """
+
+    def __init__(self) -> None:
+        self._renew()
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
