@@ -5,7 +5,6 @@ Loads are in `loading`. Public signatures and what they promise are in `entrypoi
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -16,9 +15,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from ray_dcp.commit_protocol.messages import OpKey, Target
+from ray_dcp.core import reporting
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime.inline import InlineSession
+from ray_dcp.runtime.inline import session_alone
 from ray_dcp.runtime.metrics import Account
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_progress import Activity
@@ -47,6 +47,10 @@ class RankSession(RankCalls, Protocol):
 
     def cancel(self, key: OpKey, reason: str) -> bool:
         """Fails a save on all ranks; returns whether that was still possible."""
+        ...
+
+    def withdraw(self, key: OpKey, reason: str) -> None:
+        """Reports that this rank leaves an operation before its end."""
         ...
 
 
@@ -126,7 +130,7 @@ def run_save(
         outcome = drive(save.run(take), account.watching(activity.call))
     if session.rank == 0:
         for warning in outcome.warnings:
-            warnings.warn(warning, UserWarning, stacklevel=3)
+            reporting.warn(warning, stacklevel=3)
     decision.committed(outcome.attempt)
     return CommittedMetadata.of(target, outcome)
 
@@ -202,7 +206,7 @@ def capture_of(
 
 
 def session_for(process_group: dist.ProcessGroup | None, no_dist: bool) -> RankSession:
-    """Returns the session of this rank, or one of its own for a process that is alone.
+    """Returns the session of this rank, or that of a process that is alone.
 
     Args:
         process_group: As given to `save` or `load`.
@@ -212,7 +216,7 @@ def session_for(process_group: dist.ProcessGroup | None, no_dist: bool) -> RankS
         CheckpointError: No session can be made; see `current_session`.
     """
     session = current_session(process_group, no_dist)
-    return InlineSession() if session is None else session
+    return session_alone() if session is None else session
 
 
 def target_of(decision: Route) -> Target:

@@ -229,8 +229,11 @@ class SaveMachine(Operation):
 
     @property
     def is_under_way(self) -> bool:
-        """It was let in and has not ended: it may hold a copy of the state."""
-        return not self.over and self.phase not in ("joining", "queued", "projecting")
+        """It was let in and has no outcome yet: it may hold a copy of the state.
+
+        One whose vote a storage keeps open after its ranks were told is in nobody's way.
+        """
+        return self._outcome is None and self.phase not in ("joining", "queued")
 
     @property
     def is_replaceable(self) -> bool:

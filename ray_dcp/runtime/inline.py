@@ -1,31 +1,36 @@
-"""Saves and loads without Ray: one coordination, its tasks and its ranks in one thread.
+"""Saves and loads without Ray: one coordination, for the calls of all threads of a process.
 
 This executor is the specification of what an executor has to do; the coordinator actor does the
-same with time and processes. `InlineSession` serves a process that is alone.
+same with several processes. `InlineSession` serves a process that is alone.
 
 `Shell` carries out the commands of a coordination, one at a time.
 """
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from functools import partial
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from ray_dcp.commit_protocol.commands import (
     Answer,
     Arm,
     Command,
     Disarm,
+    Failed,
     Perform,
     Result,
     step_of,
 )
 from ray_dcp.commit_protocol.coordination import Coordination
+from ray_dcp.commit_protocol.error_aggregation import Opening
 from ray_dcp.commit_protocol.messages import Left, OpKey, Refused, Reply, Request
-from ray_dcp.errors import CheckpointError, InternalError, SaveCancelledError
+from ray_dcp.core.processes import OwnProcess
+from ray_dcp.errors import CheckpointError, InternalError, LimitError, SaveCancelledError
+from ray_dcp.io.threads import start
 from ray_dcp.runtime.metrics import Performer, Tracing
 from ray_dcp.runtime.rank_progress import Activity, RankProgress
 from ray_dcp.runtime.rank_save import PlanMemory
@@ -67,10 +72,10 @@ class Shell:
         """Takes the result of a task."""
         self._carry_out(self.coordination.performed(todo.key, todo.task, result))
 
-    def due_s(self, key: OpKey) -> float | None:
-        """Returns how long an operation's phase may last, in seconds."""
-        timer = self._timers.get(key)
-        return None if timer is None else timer[0]
+    @property
+    def timers(self) -> Mapping[OpKey, tuple[float, str]]:
+        """How long the phase of each operation may last, in seconds, and that phase."""
+        return self._timers
 
     def expire_one(self, key: OpKey) -> None:
         """Lets the timer of an operation run out."""
@@ -92,15 +97,19 @@ class Shell:
 
 
 class InlineSession:
-    """The session of a process that is alone: world size 1, no Ray.
+    """The session of a process that is alone: world size 1, no Ray. Its threads share it.
 
-    Calls from several threads come one after the other. Tasks have the deadlines of their phases,
-    in real time: one that hangs in the storage is left to itself, and ends the call.
+    Tasks run on threads of their own, and have the deadlines of their phases in real time: one that
+    hangs in the storage is left to itself, and ends the call. Whoever waits for an answer watches
+    the deadlines of all operations, so that none waits for ever behind another one.
 
     Args:
         name: Of the session.
         performer: What carries out tasks.
         new_attempt: Names attempts.
+
+    Attributes:
+        is_whole: False once a caller was interrupted while it changed the session.
 
     Examples:
         >>> InlineSession("doc").next_key()
@@ -120,19 +129,23 @@ class InlineSession:
         new_attempt: Callable[[], str] = new_attempt,
     ) -> None:
         self.name = name
+        self.plans = PlanMemory()
+        self.is_whole = True
+        self._process = OwnProcess()
         self._shell = Shell(Coordination(epoch=1, new_attempt=new_attempt))
         self._performer = performer
         self._tracing = Tracing()
-        self._lock = threading.RLock()
-        self._quiet = threading.Condition(self._lock)
-        self._under_way: set[Future[Result]] = set()
+        self._changed = threading.Condition(threading.RLock())
         self._calls: set[RankProgress] = set()
         self._next_seq = 0
-        self.plans = PlanMemory()
+        self._awaited: set[_At] = set()
+        self._replies: dict[_At, Reply] = {}
+        self._running: list[_Running] = []
+        self._due: dict[OpKey, tuple[tuple[float, str], float]] = {}
 
     def next_key(self) -> OpKey:
         """Returns the key of the next call."""
-        with self._lock:
+        with self._changing():
             self._next_seq += 1
             return OpKey(self.name, self._next_seq - 1)
 
@@ -142,22 +155,17 @@ class InlineSession:
 
     def cancel(self, key: OpKey, reason: str) -> bool:
         """Cancels a save; returns whether that was still possible. See `Session.cancel`."""
-        with self._lock:
-            cancelled = self._shell.cancel(key, reason)
-            for progress in self._calls:
-                if cancelled and progress.key == key:
-                    progress.stop.because(SaveCancelledError(f"The save was cancelled: {reason}"))
-            self._work_off()
-            return cancelled
+        with self._changing():
+            return self._shell.cancel(key, reason)
 
     def begin_call(self, progress: RankProgress, timeout_s: float) -> None:
         """Registers a call of the user."""
-        with self._lock:
+        with self._changing():
             self._calls.add(progress)
 
     def end_call(self, progress: RankProgress) -> None:
         """Removes a call that has ended."""
-        with self._lock:
+        with self._changing():
             self._calls.discard(progress)
 
     def leave(self, left: Left, wait_s: float = 0.0) -> None:
@@ -167,10 +175,13 @@ class InlineSession:
             left: Which operation, and why. One that is over is fine.
             wait_s: How long to wait until what is under way is done, in seconds.
         """
-        with self._lock:
+        with self._changing():
             self._shell.withdraw(self.rank, left)
-            self._work_off()
-            self._quiet.wait_for(lambda: not self._under_way, wait_s)
+        if wait_s > 0:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: all(task.error for task in self._tasks_of(left.key)), wait_s
+                )
 
     def call(self, request: Request, *, silence_s: float | None = None) -> Reply:
         """Returns the reply to a request, when all that it leads to is done.
@@ -180,66 +191,146 @@ class InlineSession:
             silence_s: Ignored: nobody listens but this process itself.
 
         Raises:
-            InternalError: No reply came.
+            InternalError: It is of another rank or world, or no reply can come any more.
         """
-        with self._lock:
-            shell = self._shell
-            self._tracing.record_request(request)
-            refused = shell.receive(request)
-            self._work_off()
-            answers, shell.answers = shell.answers, []
-            for answer in answers:
-                self._tracing.record_answer(answer)
+        if request.rank or (isinstance(request, Opening) and request.world_size != 1):
+            raise InternalError(
+                f"Expected rank 0 of world size 1, as this is a session of one process, but found "
+                f"a {type(request).__name__} of rank {request.rank}"
+            )
         at = (request.key, request.rank, step_of(request))
-        for answer in answers:
-            if (answer.key, *answer.ranks, answer.step) == at:
-                return answer.reply
-        if refused is not None:
-            return refused
-        raise InternalError(
-            f"Expected a reply to {step_of(request)}, but none came: a session of one process "
-            f"takes rank 0 of world size 1"
-        )
+        try:
+            with self._changing():
+                self._awaited.add(at)
+                self._tracing.record_request(request)
+                refused = self._shell.receive(request)
+            with self._changed:
+                while at not in self._replies or self._is_pending(request.key):
+                    if at not in self._replies and refused is not None:
+                        return refused
+                    self._wait(request.key)
+                return self._replies[at]
+        finally:
+            with self._changed:
+                self._awaited.discard(at)
+                self._replies.pop(at, None)
 
-    def _work_off(self) -> None:
-        """Does all tasks, each until its phase's deadline."""
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Lets the caller change the session, and does what follows from that."""
+        self._process.check("this save or load", "Call save or load anew in the child")
+        with self._changed:
+            try:
+                yield
+                self._go_on()
+            except BaseException:
+                # Why: an interrupt may have come between a decision and its commands.
+                self.is_whole = False
+                raise
+            finally:
+                self._changed.notify_all()
+
+    def _go_on(self) -> None:
+        """Begins the tasks that are there, hands out answers, and stops what was cancelled."""
         shell = self._shell
         while shell.tasks:
-            todo = shell.tasks.pop(0)
-            done: Future[Result] = Future()
-            try:
-                self._start(todo, done)
-                result = done.result(shell.due_s(todo.key))
-            except FutureTimeoutError:
-                done.add_done_callback(partial(self._came_late, todo))
-                shell.expire_one(todo.key)
-            except BaseException:
-                # Why: the caller was interrupted, and the task goes on.
-                done.add_done_callback(partial(self._came_late, todo))
-                raise
-            else:
-                shell.performed(todo, result)
+            self._start(shell.tasks.pop(0))
+        answers, shell.answers = shell.answers, []
+        for answer in answers:
+            self._tracing.record_answer(answer)
+            at = (answer.key, *answer.ranks, answer.step)
+            if at in self._awaited:
+                self._replies[at] = answer.reply
+        now_s = time.monotonic()
+        for key, timer in shell.timers.items():
+            # Why by identity: each phase has a timer of its own, also of the same length.
+            if key not in self._due or self._due[key][0] is not timer:
+                self._due[key] = timer, now_s + timer[0]
+        self._due = {key: due for key, due in self._due.items() if key in shell.timers}
+        for progress in self._calls:
+            own = progress.key
+            if own is not None and not progress.stop.asked and shell.coordination.is_cancelled(own):
+                progress.stop.because(SaveCancelledError("The save was cancelled"))
 
-    def _start(self, todo: Perform, done: Future[Result]) -> None:
-        self._under_way.add(done)
+    def _tasks_of(self, key: OpKey) -> list[_Running]:
+        return [task for task in self._running if task.key == key]
+
+    def _is_pending(self, key: OpKey) -> bool:
+        return any(not task.is_late for task in self._tasks_of(key))
+
+    def _wait(self, key: OpKey) -> None:
+        """Waits until something has changed, and lets the timers run out whose time has come.
+
+        Args:
+            key: Of the operation that is waited for.
+
+        Raises:
+            BaseException: What carries out tasks failed for this operation.
+            InternalError: Nothing that could change is under way.
+        """
+        for task in self._tasks_of(key):
+            if task.error is not None:
+                self._running.remove(task)
+                raise task.error
+        if not self._running and not self._due:
+            raise InternalError(
+                f"Expected a reply in operation {key.seq}, but nothing that could give one is "
+                f"under way. Please report this"
+            )
+        next_s = min((due_s for _, due_s in self._due.values()), default=None)
+        self._changed.wait(None if next_s is None else max(0.0, next_s - time.monotonic()))
+        now_s = time.monotonic()
+        for late in [late for late, (_, due_s) in self._due.items() if due_s <= now_s]:
+            for task in self._tasks_of(late):
+                task.is_late = True
+            with self._changing():
+                self._shell.expire_one(late)
+
+    def _start(self, todo: Perform) -> None:
+        task = _Running(todo.key)
+        self._running.append(task)
 
         def run() -> None:
             try:
                 result = self._tracing.perform(todo, self._performer)
-            except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-                done.set_exception(error)
-            else:
-                done.set_result(result)
-            with self._lock:
-                self._under_way.discard(done)
-                self._quiet.notify_all()
+                with self._changing():
+                    self._running.remove(task)
+                    self._shell.performed(todo, result)
+            except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+                with self._changed:
+                    task.error = error
+                    self._running = [one for one in self._running if one is not task]
+                    if not task.is_late:  # else nobody waits for it
+                        self._running.append(task)
+                    self._changed.notify_all()
 
         # Why a thread: one that hangs in the kernel can't be ended, but it can be left.
-        threading.Thread(target=run, daemon=True).start()
+        try:
+            start(run, "ray_dcp task")
+        except LimitError as error:
+            self._running.remove(task)
+            self._shell.performed(todo, Failed(error))
 
-    def _came_late(self, todo: Perform, done: Future[Result]) -> None:
-        """Takes the result of a task that its caller did not wait for."""
-        if done.exception() is None:
-            with self._lock:
-                self._shell.performed(todo, done.result())
-                self._work_off()
+
+_At = tuple[OpKey, int, str]
+
+
+@dataclass(eq=False)
+class _Running:
+    """A task that runs."""
+
+    key: OpKey
+    is_late: bool = False
+    error: BaseException | None = None
+
+
+_alone: list[InlineSession] = []
+"""That of this process."""
+os.register_at_fork(after_in_child=_alone.clear)
+
+
+def session_alone() -> InlineSession:
+    """Returns the session of this process where it is alone, always the same."""
+    if not (_alone and _alone[-1].is_whole):
+        _alone[:] = [InlineSession()]
+    return _alone[-1]

@@ -17,10 +17,12 @@ rank reports as durations what it did before its first message, and what it copi
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -57,6 +59,8 @@ from ray_dcp.commit_protocol.messages import (
     SaveStaged,
     Target,
 )
+from ray_dcp.core.reporting import contained
+from ray_dcp.errors import CheckpointError, LimitError
 from ray_dcp.events import Event, outcome_of
 from ray_dcp.format.save_trace import (
     PHASES,
@@ -67,6 +71,7 @@ from ray_dcp.format.save_trace import (
     make_trace,
     trace_key,
 )
+from ray_dcp.io.threads import start
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 
@@ -156,7 +161,12 @@ def _metric(name: str) -> Any:
 
 def _ray_is_up() -> bool:
     ray = sys.modules.get("ray")
-    return ray is not None and bool(ray.is_initialized())
+    return ray is not None and not _inherited and bool(ray.is_initialized())
+
+
+_inherited: list[bool] = []
+"""Not empty in a child that was forked from a process with Ray, whose connection it is."""
+os.register_at_fork(after_in_child=lambda: _inherited.extend([True] * _ray_is_up()))
 
 
 STALL = ("capture", "plan", "stage")
@@ -212,7 +222,7 @@ class Account:
         self._began_s = self._last_s = clock()
         self._planned_bytes = self._memory_bytes = 0
         self._lock = threading.Lock()
-        self._ended = False
+        self._ended = self._is_good = False
 
     @property
     def stall_s(self) -> float:
@@ -277,6 +287,8 @@ class Account:
                 return
             self._ended = True
             took_s = self._clock() - self._began_s
+        if self._is_good and not isinstance(error, CheckpointError):
+            error = None  # what came after the outcome, as Ctrl-C, does not undo it
         outcome = outcome_of(error, "loaded" if self._kind == "load" else "committed")
         self._emit(
             outcome,
@@ -313,17 +325,20 @@ class Account:
                 self.plan = reply.origin
                 self.done("plan")
             case SaveOutcome() if "write" in self.seconds:
+                self._is_good = True
                 self.done("commit")
             case SaveOutcome():
+                self._is_good = True
                 # A stager wrote: this rank can't distinguish its writing from the commit.
                 self.done("write", self._planned_bytes)
             case LoadProceed():
                 self.done("plan")
             case LoadOutcome():
+                self._is_good = True
                 self.done("finish")
 
     def _emit(self, outcome: str, seconds: float, num_bytes: int, **more: object) -> None:
-        try:
+        with contained("An event"):
             event = Event(
                 name=f"{self._kind}.{outcome}",
                 checkpoint_id=self._checkpoint_id,
@@ -339,8 +354,6 @@ class Account:
             )
             events.emit(event)
             count(event)
-        except Exception as failed:  # noqa: BLE001 - a user's log handler must not fail a save
-            logger.debug("An event was not emitted: %s", failed)
 
 
 TASKS: dict[type, str] = {
@@ -370,7 +383,7 @@ class SaveRecorder:
     def __init__(self, first: SaveJoin, unix_s: float, now_s: float) -> None:
         self.attempt = ""
         self._world_size = first.world_size
-        self._staged = first.staged
+        self._by_stagers = first.staged
         self._unix_s = unix_s - now_s
         self._begun: dict[int, float] = {}
         self._joined: dict[int, float] = {}
@@ -403,6 +416,8 @@ class SaveRecorder:
         rank = request.rank
         match request:
             case SaveReceipt():
+                # Who copied and then wrote itself did so one after the other; a stager does both.
+                self._by_stagers = self._by_stagers and not request.staged_s
                 if request.staged_s and rank in self._planned:
                     self._staged_s.setdefault(rank, self._planned[rank] + request.staged_s)
                 self._wrote(request, now_s)
@@ -440,7 +455,7 @@ class SaveRecorder:
             "capture": (begun, joined),
             "plan": (joined, planned),
             "stage": (planned, held),
-            "write": ({**planned, **held} if not self._staged else planned, written),
+            "write": ({**planned, **held} if not self._by_stagers else planned, written),
         }
         return make_trace(
             self.attempt,
@@ -559,9 +574,13 @@ class Tracing:
             return performer(command.task)
         if isinstance(command.task, PublishMetadata):
             self._saves.pop(command.key, None)
-            writing = self._start(save, command.task.target)
+            writing = None
+            # Suppressed: there are no more threads, and no save fails because of its trace.
+            with suppress(LimitError):
+                writing = self._start(save, command.task.target)
             result = performer(command.task)
-            writing.join(WAIT_S)
+            if writing is not None:
+                writing.join(WAIT_S)
             return result
         start_s = self._clock()
         result = performer(command.task)
@@ -585,9 +604,7 @@ class Tracing:
             except Exception as error:  # noqa: BLE001 - no save fails because of its trace
                 logger.debug("The trace of a save to %s was not written: %s", target.url, error)
 
-        thread = threading.Thread(target=run, name="trace", daemon=True)
-        thread.start()
-        return thread
+        return start(run, "trace")
 
     def _write(self, save: SaveRecorder, target: Target, committed_s: float) -> None:
         trace = save.trace(committed_s)
