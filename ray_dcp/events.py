@@ -9,10 +9,11 @@ ends but those on rank 0, which are logged at INFO: one line for each save and l
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ray_dcp.core.processes import ProcessLock
+from ray_dcp.core.reporting import contained
 from ray_dcp.errors import CommitUnknownError, SaveCancelledError, SaveSkippedError
 
 __all__ = ["LOGGER_NAME", "Event", "emit", "outcome_of", "subscribe"]
@@ -22,7 +23,7 @@ LOGGER_NAME = "ray_dcp.events"
 Listener = Callable[["Event"], None]
 
 _logger = logging.getLogger(LOGGER_NAME)
-_lock = threading.Lock()
+_lock = ProcessLock()
 _listeners: tuple[Listener, ...] = ()
 
 
@@ -152,10 +153,12 @@ def emit(event: Event) -> None:
         event: What happened.
     """
     level = logging.INFO if event.is_end and event.rank == 0 else logging.DEBUG
-    if _logger.isEnabledFor(level):
-        _logger.log(level, "%s", event, extra={"event": event.as_dict()})
+    with contained(f"The log of {event.name}"):
+        if _logger.isEnabledFor(level):
+            _logger.log(level, "%s", event, extra={"event": event.as_dict()})
     for listener in _listeners:
         try:
             listener(event)
         except Exception:
-            _logger.exception("A listener of events failed on %s", event)
+            with contained("The log of a listener"):
+                _logger.exception("A listener of events failed on %s", event)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ray_dcp.io.threads import begin
 from ray_dcp.operations import StateDict, session_for
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.inline import InlineSession
@@ -64,11 +63,14 @@ def warm_up(
     check_mapping(state_dict)
     session: Any = session_for(process_group, no_dist)
     state = stateful_to_state_dict(dict(state_dict))
+    # Why not in the background: a child that is forked meanwhile would wait for ever for a module
+    # that nobody goes on to import there.
+    for module in _MODULES:
+        importlib.import_module(module)
     if isinstance(session, InlineSession):
-        begin(_import_all, "imports")
         return warm_process(share_bytes(state, session.world_size))
     options = options or SaveOptions()
-    return warm_staging(session, state, options, stager, _import_all)
+    return warm_staging(session, state, options, stager)
 
 
 def warm_staging(
@@ -76,7 +78,6 @@ def warm_staging(
     state: Mapping[str, Any],
     options: SaveOptions,
     stager: StagerOptions | None = None,
-    ready: Callable[[], None] = lambda: None,
 ) -> Future[None]:
     """Gets a rank's memory at its node's stager ready for a state, in the background.
 
@@ -85,7 +86,6 @@ def warm_staging(
         state: Values, nested.
         options: `keep_in_memory` counts.
         stager: As for `warm_up`.
-        ready: Called in the same thread, for whatever else is to be ready.
 
     Raises:
         ParticipantError: The stager does not start or answer.
@@ -93,14 +93,9 @@ def warm_staging(
     # The last ones that are kept lie beside the one that is being written.
     num_bytes = (1 + options.keep_in_memory) * share_bytes(state, session.world_size)
     warmed: Future[None] = session.staging(stager).warm(
-        num_bytes, ready, pin=pin_for(list(_tensors(state)))
+        num_bytes, pin=pin_for(list(_tensors(state)))
     )
     return warmed
-
-
-def _import_all() -> None:
-    for module in _MODULES:
-        importlib.import_module(module)
 
 
 def share_bytes(state: Any, world_size: int) -> int:

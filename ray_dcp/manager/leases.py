@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 
+from ray_dcp.core.processes import OwnProcess
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
 from ray_dcp.format.names import READING
 from ray_dcp.manager.catalogue import Root
@@ -370,6 +371,7 @@ class Lease:
         self._step = step
         self._lease_s = lease_s
         self._beats = beats
+        self._process = OwnProcess()
         self._stop: Callable[[], None] = lambda: None
 
     @property
@@ -385,6 +387,8 @@ class Lease:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self._process.is_this:
+            return  # a child that was forked ends inside: its parent reads on
         self._stop()
         # Why suppressed: the reader is done, and a lease ends with the process that holds it.
         with suppress(CheckpointError):

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ray_dcp.core.processes import OwnProcess
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -188,6 +189,7 @@ class CheckpointManager:
             self._root, self._settings, self._writer, self._preemption, process_group, no_dist
         )
         self._closed = False
+        self._process = OwnProcess()
         self._wait: Callable[[float], object] = threading.Event().wait
         if self._settings.listens:
             self._preemption.listen()
@@ -403,6 +405,7 @@ class CheckpointManager:
             CheckpointError: An asynchronous save failed since `join` was last called; the first
                 one, with notes on the others. The step is not committed.
         """
+        self._check_process()
         self._actions.finisher.wait()
         if not self._writer.remover.drain(DRAIN_S):
             logger.warning("Deletions in %s still go on after %g s", self.path, DRAIN_S)
@@ -517,6 +520,9 @@ class CheckpointManager:
         """
         if self._closed:
             return
+        if not self._process.is_this:
+            self._closed = True
+            return
         try:
             self.join()
         finally:
@@ -541,8 +547,15 @@ class CheckpointManager:
             logger.error("%s, when %r was closed: %s", type(failed).__name__, self, failed)
 
     def _check_open(self) -> None:
+        self._check_process()
         if self._closed:
             raise InvalidRequestError(f"{self!r} is closed; make another one")
+
+    def _check_process(self) -> None:
+        # Why: a child that was forked would write, and delete, with the lease of its parent.
+        self._process.check(
+            repr(self), "Make a manager of its own there; one that looks or restores is read_only"
+        )
 
     def _check_writable(self) -> None:
         self._check_open()

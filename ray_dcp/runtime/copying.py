@@ -10,7 +10,6 @@ ray.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from ray_dcp.commit_protocol.garbage import owner_of
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.commit_protocol.save import fenced_off, lost_race, undecided
 from ray_dcp.commit_protocol.vote import Fenced, Lost, Open, Vote, Won
+from ray_dcp.core import reporting
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.core.collector import collector_paused
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, DamagedCheckpointError
@@ -223,7 +223,7 @@ def _copy_ours(
             storage.delete(without_stock_files(storage, standing.replaced))
     except CheckpointError as error:
         told = f"The copy in {target.url} stands, but what follows its commit failed: {error}"
-        warnings.warn(told, UserWarning, stacklevel=4)
+        reporting.warn(told, stacklevel=4)
 
 
 def _records(

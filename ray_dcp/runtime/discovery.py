@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray_dcp.commit_protocol.error_aggregation import name_ranks
 from ray_dcp.commit_protocol.liveness import LONG_WAIT_S
+from ray_dcp.core.processes import ProcessLock
 from ray_dcp.errors import (
     CheckpointError,
     InvalidRequestError,
@@ -51,7 +51,7 @@ _START_S = 120.0
 _ANSWER_S = 30.0
 """How much longer the other ranks wait for its address, in seconds."""
 
-_continuing = threading.Lock()
+_continuing = ProcessLock()
 _refused: set[int] = set()
 """Numbers of the private Rays that did not start, as far as this process knows."""
 

@@ -20,7 +20,8 @@ from ray.exceptions import ActorDiedError, RayError
 
 from ray_dcp.commit_protocol.liveness import AwakeClock, Heartbeat, HeartbeatAck, beat_interval_s
 from ray_dcp.commit_protocol.messages import Left, OpKey
-from ray_dcp.errors import CheckpointError, DeadlineError, ParticipantError
+from ray_dcp.errors import CheckpointError, DeadlineError, LimitError, ParticipantError
+from ray_dcp.io.threads import start
 from ray_dcp.runtime import private_ray, ray_calls, ray_private
 from ray_dcp.runtime.actor_names import coordinator_name, pulse_name
 from ray_dcp.runtime.coordinator_call import OUT_OF_REACH_S
@@ -104,7 +105,11 @@ class HeartbeatSender:
                 self._frozen = self._ack = None
                 self._queued_s.clear()
             self._active[progress] = timeout_s
-            self._run_thread()
+            try:
+                self._run_thread()
+            except LimitError:
+                del self._active[progress]
+                raise
 
     def remove(self, progress: RankProgress) -> None:
         """Ends that; with the last one the thread ends, within `TICK_S`."""
@@ -126,7 +131,7 @@ class HeartbeatSender:
             self._left[left] = time.monotonic() + OUT_OF_REACH_S
             self._first_send_s = 0.0
             # Suppressed: without a thread the others see that this rank is not present any more.
-            with suppress(RuntimeError):
+            with suppress(LimitError):
                 self._run_thread()
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: left not in self._left, wait_s)
@@ -154,12 +159,7 @@ class HeartbeatSender:
 
     def _run_thread(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="ray_dcp beats", daemon=True)
-            try:
-                self._thread.start()
-            except BaseException:
-                self._thread = None
-                raise
+            self._thread = start(self._run, "ray_dcp beats")
 
     # In the thread
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -144,6 +145,16 @@ _hung: set[object] = set()
 """Reads that timed out and may still write into targets when their storage answers."""
 _ended = threading.Condition()
 """Told when one of them has ended."""
+
+
+def _begin_anew() -> None:
+    """Begins anew in a child that was forked: reads that hang do so in its parent."""
+    global _ended
+    _ended = threading.Condition()
+    _hung.clear()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 class LoadWork(Protocol):

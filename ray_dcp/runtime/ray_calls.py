@@ -19,6 +19,7 @@ import copy
 import functools
 import inspect
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -103,6 +104,16 @@ _wait = inspect.unwrap(ray.wait)
 _changed = threading.Condition()
 _threads: Counter[threading.Thread] = Counter()
 """Which threads are inside, and how often. Changed under `_changed`."""
+
+
+def _begin_anew() -> None:
+    """Begins anew in a child that was forked: the threads are not here."""
+    global _changed
+    _changed = threading.Condition()
+    _threads.clear()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 @contextmanager

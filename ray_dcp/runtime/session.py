@@ -42,6 +42,7 @@ from ray_dcp.commit_protocol.messages import (
     SaveStaged,
 )
 from ray_dcp.core.checks import check_above_0
+from ray_dcp.core.processes import OwnProcess, ProcessLock
 from ray_dcp.errors import (
     CheckpointError,
     CommitUnknownError,
@@ -182,6 +183,7 @@ class Session:
         self._who = f"the coordinator of session {self._actor!r}"
         self.namespace = namespace
         self.lease_s = check_above_0(lease_s, "lease_s")
+        self._process = OwnProcess()
         self._lock = threading.Lock()
         self._staging: RankStaging | None = None
         self._staging_lock = threading.Lock()
@@ -408,6 +410,8 @@ class Session:
         if self.closed:
             return
         self.closed = True
+        if not self._process.is_this:
+            return
         if sessions.explicit is self:
             from ray_dcp.runtime.discovery import announce_connect
 
@@ -450,6 +454,9 @@ class Session:
             return self._handle
 
     def _check_open(self) -> None:
+        self._process.check(
+            repr(self), "Give no_dist=True to save or load alone there, or start it by spawn"
+        )
         if self.closed:
             raise InvalidRequestError(
                 f"Expected an open session, but {self!r} was closed. Make another one, or drop "
@@ -555,7 +562,7 @@ class GroupSessions:
 
     def __init__(self) -> None:
         self.explicit: Session | None = None
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._groups: dict[int, tuple[weakref.ref[Any], Session | None]] = {}
         self._making: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
@@ -596,7 +603,8 @@ class GroupSessions:
 
 
 sessions = GroupSessions()
-"""Those of this process."""
+"""Those of this process. In a child that was forked they stay, and refuse calls: without them it
+would save alone, to the same places."""
 
 
 def may_be_distributed() -> bool:

@@ -283,7 +283,6 @@ class RankStaging:
     def warm(
         self,
         num_bytes: int,
-        ready: Callable[[], None] = lambda: None,
         *,
         pin: Pin | None = None,
     ) -> Future[None]:
@@ -294,7 +293,6 @@ class RankStaging:
 
         Args:
             num_bytes: Size of the state.
-            ready: Called in the same thread, for whatever else is to be ready.
             pin: Of the device that the state is on.
         """
 
@@ -302,7 +300,6 @@ class RankStaging:
             step_behind(19, "idle")
             # Suppressed: a first save is slower then, and raises what is wrong.
             with suppress(CheckpointError, StagerGone, RayError):
-                ready()
                 link = self.link()
                 arena = link.arena
                 slots = link.call("warm", self._owner, num_bytes, link.channel, timeout_s=WARM_S)

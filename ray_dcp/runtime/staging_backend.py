@@ -7,6 +7,7 @@ rank waits for the outcome, also if the rank died. A process that is alone holds
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
@@ -57,8 +58,6 @@ class StagingBackend(Protocol):
 
     kind: str
     """`SaveReport.staging`."""
-    survives: bool
-    """The save goes on when this process dies."""
     num_bytes: int
     """Bytes that were copied."""
 
@@ -98,6 +97,7 @@ def staging_backend_of(session: Any) -> StagingBackend:
 
 
 _memory = PrivateMemory()
+os.register_at_fork(after_in_child=_memory.begin_anew)
 
 
 def warm_process(num_bytes: int) -> Future[None]:
@@ -119,7 +119,6 @@ class InProcessBackend:
     """
 
     kind = "process"
-    survives = False
 
     def __init__(self, opener: Opener = open_storage) -> None:
         self.num_bytes = 0
@@ -145,7 +144,9 @@ class InProcessBackend:
                 )
             else:
                 receipt = save.write(go, *copy, staged_s=staged_s)
-            self._ended = receipt.error is None
+                self._ended = receipt.error is None
+                # Why now: with the outcome the next save begins, and may have this memory.
+                self._give_back(reuse=self._ended)
             return (yield from save.outcome(go, receipt))
 
         return error, finish()
@@ -160,8 +161,12 @@ class InProcessBackend:
 
     def release(self, *, committed: bool) -> None:
         """See `StagingBackend.release`."""
+        # Why no reuse: it was not given back after the write, so that something may still use it.
+        self._give_back(reuse=False)
+
+    def _give_back(self, *, reuse: bool) -> None:
         if self._lease is not None:
-            self._lease.release()
+            self._lease.release(reuse=reuse)
 
     def _copy(
         self, go: SaveGo, captured: Captured
@@ -214,7 +219,6 @@ class StagerBackend:
     """
 
     kind = "stager"
-    survives = True
 
     def __init__(self, session: Session) -> None:
         self.num_bytes = 0

@@ -24,6 +24,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from ray_dcp.commit_protocol.error_aggregation import name_ranks
 from ray_dcp.core.checks import check_above_0
+from ray_dcp.core.processes import OwnProcess
 from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError, ParticipantError
 from ray_dcp.runtime import private_ray, ray_calls, ray_private
 from ray_dcp.runtime.attach import attach_named
@@ -342,7 +343,7 @@ class WorkerGroup:
         self._broken = False
         self._closed = False
         started_ray = _ensure_ray()
-        self._finalizer = weakref.finalize(self, _end, self._ranks, started_ray)
+        self._finalizer = weakref.finalize(self, _end, self._ranks, started_ray, OwnProcess())
         try:
             self._regroup(world_size)
         except BaseException:
@@ -604,9 +605,9 @@ def _ensure_ray() -> bool:
     return True
 
 
-def _end(ranks: list[Any], started_ray: bool) -> None:
+def _end(ranks: list[Any], started_ray: bool, owner: OwnProcess) -> None:
     """Ends actors, waits until they are gone, and ends the Ray that was started for them."""
-    if not ray.is_initialized():
+    if not owner.is_this or not ray.is_initialized():
         return
     _kill_all(ranks)
     ranks.clear()

@@ -29,8 +29,22 @@ _MOST_THREADS = 4
 
 Pair = tuple[np.ndarray, np.ndarray]
 
-_helpers = ThreadPoolExecutor(_MOST_THREADS - 1, thread_name_prefix="ray_dcp copies")
-"""Starts no thread before it is used."""
+
+def _new_helpers() -> ThreadPoolExecutor:
+    """Returns threads that copy; none is started before it is used."""
+    return ThreadPoolExecutor(_MOST_THREADS - 1, thread_name_prefix="ray_dcp copies")
+
+
+_helpers = _new_helpers()
+
+
+def _begin_anew() -> None:
+    """Begins anew in a child that was forked: the threads are not here."""
+    global _helpers
+    _helpers = _new_helpers()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def copy_all(pairs: Iterable[Pair], num_threads: int | None = None) -> None:

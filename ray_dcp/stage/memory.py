@@ -6,7 +6,8 @@ kernel takes it back with the last one, however that ends. Other processes of th
 as `/proc/<pid>/fd/<fd>`, and check that it is the file that was meant.
 
 Private memory is allocated once, with huge pages, and reused. *Why*: a page that was never touched
-costs five times as much to write as a warm one.
+costs five times as much to write as a warm one. A child that is forked has neither its content nor
+a share in it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from ray_dcp.core.processes import OwnProcess
 from ray_dcp.core.values import UInt64Array
 from ray_dcp.errors import InvalidRequestError, LimitError, ParticipantError
 from ray_dcp.stage.copying import Pin
@@ -51,7 +53,7 @@ class StagingMemory:
         self._pin: Pin | None = None
         self._pinned: dict[int, Callable[[], None] | None] = {}
         # Why not __del__: it also runs on half-built objects and at interpreter exit.
-        self._close_fd = weakref.finalize(self, _let_go, fd, self._pinned)
+        self._close_fd = weakref.finalize(self, _let_go, fd, self._pinned, OwnProcess())
         self._close_fd.atexit = False  # the driver may be gone by then
         self._first = _first_slot(address.num_slots)
         try:
@@ -295,14 +297,15 @@ def lost_memory(rank: int) -> ParticipantError:
     )
 
 
-def _let_go(fd: int, pinned: dict[int, Callable[[], None] | None]) -> None:
+def _let_go(fd: int, pinned: dict[int, Callable[[], None] | None], owner: OwnProcess) -> None:
     """Gives the memory's pages back to the device's driver, then closes its descriptor."""
-    _unpin(pinned)
+    _unpin(pinned, owner)
     os.close(fd)
 
 
-def _unpin(pinned: dict[int, Callable[[], None] | None]) -> None:
-    while pinned:
+def _unpin(pinned: dict[int, Callable[[], None] | None], owner: OwnProcess) -> None:
+    # Why: a driver takes no calls of a child that was forked, and the pages are its parent's.
+    while pinned and owner.is_this:
         _, undo = pinned.popitem()
         if undo is not None:
             undo()
@@ -384,13 +387,16 @@ class _Area:
 
     def __init__(self, num_bytes: int) -> None:
         try:
-            self.map = mmap.mmap(-1, -(-num_bytes // _UNIT) * _UNIT)
+            # Careful: by default it would be shared with children, who would write into it as well.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self.map = mmap.mmap(-1, -(-num_bytes // _UNIT) * _UNIT, flags)
         except OSError as exc:
             raise MemoryError(f"no {num_bytes} bytes for staging: {exc}") from exc
         with suppress(AttributeError, OSError):
             self.map.madvise(mmap.MADV_HUGEPAGE)
         self._pinned: dict[int, Callable[[], None] | None] = {}
-        weakref.finalize(self, _unpin, self._pinned).atexit = False  # the driver may be gone then
+        unpin = weakref.finalize(self, _unpin, self._pinned, OwnProcess())
+        unpin.atexit = False  # the driver may be gone then
 
     def __len__(self) -> int:
         return len(self.map)
@@ -428,11 +434,16 @@ class Lease:
         if self._area is not None and pin is not None:
             self._area.pin(pin, piece)
 
-    def release(self) -> None:
-        """Gives it back; views of it must not be used any more. May come twice."""
+    def release(self, *, reuse: bool = True) -> None:
+        """Gives it back; views of it must not be used any more. May come twice.
+
+        Args:
+            reuse: False where a thread that was given up may still use it: the memory goes when
+                nobody has a view of it.
+        """
         area, self._area = self._area, None
-        if area is not None:
-            self.view = memoryview(b"")
+        self.view = memoryview(b"")
+        if area is not None and reuse:
             self._owner._take_back(area)
 
 
@@ -487,6 +498,10 @@ class PrivateMemory:
         """Gives what is idle back to the system."""
         with self._lock:
             self._idle.clear()
+
+    def begin_anew(self) -> None:
+        """Begins anew in a child that was forked: what is idle, and the lock, are its parent's."""
+        self._lock, self._idle = threading.Lock(), []
 
     def _fitting(self, num_bytes: int) -> _Area | None:
         with self._lock:

@@ -6,12 +6,14 @@ take the condition and ignore it (rclone's and JuiceFS's S3 gateways do), which 
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+from ray_dcp.core.processes import ProcessLock
 from ray_dcp.errors import StorageError
 from ray_dcp.store.storage import TEMP_PREFIX, KeyExistsError, KeyMissingError
 
@@ -21,9 +23,11 @@ Delete = Callable[[list[str]], object]
 
 # Why few: SeaweedFS has more of them wait for seconds.
 _RACERS = 4
-_LOCK = threading.Lock()
+_LOCK = ProcessLock()
 _KNOWN: dict[str, bool] = {}
+# Why cleared in a child: whoever tries a store now is not there.
 _UNDER_WAY: dict[str, threading.Lock] = {}
+os.register_at_fork(after_in_child=_UNDER_WAY.clear)
 
 
 def creates_if_absent_in(store: str, create: Create, read: Read, delete: Delete) -> bool:

@@ -34,6 +34,7 @@ from functools import partial
 
 import numpy as np
 
+from ray_dcp.core.processes import ProcessLock
 from ray_dcp.errors import StorageError
 from ray_dcp.store.storage import (
     LOCAL_DISK,
@@ -551,7 +552,7 @@ def is_network_disk(directory: str) -> bool:
     return kind in _NETWORK or kind.split(".")[0] == "fuse"
 
 
-_LOCK = threading.Lock()
+_LOCK = ProcessLock()
 _KNOWN: dict[int, bool] = {}
 """By device number."""
 

@@ -5,9 +5,9 @@ Storages of one name share their content for the life of the process; nothing is
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 
+from ray_dcp.core.processes import ProcessLock
 from ray_dcp.errors import StorageError
 from ray_dcp.store.storage import (
     MEMORY,
@@ -24,7 +24,7 @@ from ray_dcp.store.storage import (
 )
 
 # Why one dict of full paths: `memory://runs` then lists what lies in `memory://runs/step-10`.
-_LOCK = threading.Lock()
+_LOCK = ProcessLock()
 _CONTENT: dict[str, bytes] = {}
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import builtins
 import math
+import os
 import re
 import threading
 import weakref
@@ -25,6 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ray_dcp.core.processes import ProcessLock
 from ray_dcp.errors import InvalidRequestError, StorageError, StorageRefusedError
 from ray_dcp.store.create_probe import creates_if_absent_in
 from ray_dcp.store.location import split_url
@@ -131,8 +133,10 @@ class _Own:
         self.is_over = False
 
 
-_LOCK = threading.Lock()
+_LOCK = ProcessLock()
+# Why cleared in a child: the uploads that would give bytes back are not there.
 _BUDGETS: dict[tuple[int, int], UploadBudget] = {}
+os.register_at_fork(after_in_child=_BUDGETS.clear)
 
 
 def budget_of(options: ObjectOptions) -> UploadBudget:

@@ -7,7 +7,6 @@ know. `client_of` returns the same client to all who ask; `object_storage` calls
 from __future__ import annotations
 
 import os
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -15,6 +14,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
+from ray_dcp.core.processes import OwnProcess, ProcessLock
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.store.retry import Retrying
 from ray_dcp.store.storage_adapter import redacted
@@ -148,9 +148,11 @@ _CONNECT_TIMEOUT = timedelta(seconds=10)
 _MOST_RETRIES = 20
 _MOST_KEPT = 32
 
-_LOCK = threading.Lock()
+_LOCK = ProcessLock()
 _STORES: OrderedDict[str, tuple[Any, ObjectOptions]] = OrderedDict()
 _CLIENTS: OrderedDict[tuple[int, float], tuple[Any, Client]] = OrderedDict()
+_used_in: list[OwnProcess] = []
+"""The process that first had one."""
 
 
 def make_store(
@@ -182,6 +184,11 @@ def make_store(
 def _kept(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
     """Returns what a cache of the last ones that were asked for has, made if it is not there."""
     with _LOCK:
+        _used_in[:] = _used_in or [OwnProcess()]
+        # Why: obstore's threads are not in a child that is forked, and calls there wait for ever.
+        _used_in[0].check(
+            "obstore", "Start children by spawn or forkserver, or before this process uses a bucket"
+        )
         if key not in cache:
             cache[key] = make()
         cache.move_to_end(key)

@@ -42,6 +42,8 @@ _LEAST_BYTES = 256 << 10
 
 _registered: dict[int, np.ndarray] = {}
 """What is registered with a driver, by address."""
+# Why: the driver takes no calls of a child that was forked, and the memory may go there.
+os.register_at_fork(after_in_child=_registered.clear)
 
 
 class Cuda:

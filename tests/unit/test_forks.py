@@ -1,0 +1,342 @@
+"""A process that forks: children begin anew, and what was given to users stays the parent's.
+
+`HANDLED` lists what modules have that a child inherits, each with how it is handled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from contextlib import closing
+
+import pytest
+
+import ray_dcp
+from ray_dcp.core.processes import ProcessLock
+from ray_dcp.runtime.inline import session_alone
+from ray_dcp.stage.memory import PrivateMemory
+from tests.forked_programs import Programs
+
+HANDLED = {
+    "core.collector._lock": "a new one; a collector that was paused goes on",
+    "events._lock": "a new one; listeners stay, as handlers of logs do",
+    "manager.preemption._listeners": "listen only in the process that asked for it",
+    "manager.manager._open": "cleared: nothing of the parent's is closed at a child's exit",
+    "runtime.discovery._continuing": "a new one",
+    "runtime.private_ray_supervisor._stop": "a process of its own, which does not fork",
+    "runtime.rank_load._ended": "a new one; reads that hang do so in the parent",
+    "runtime.ray_calls._changed": "a new one; the threads inside of Ray are the parent's",
+    "runtime.ray_private._asked": "of each thread",
+    "runtime.session.sessions": "refuse calls in a child",
+    "runtime.staging_backend._memory": "begins anew; the memory is private",
+    "stage.copying._helpers": "new threads",
+    "store.create_probe._LOCK": "a new one",
+    "store.local._LOCK": "a new one",
+    "store.memory._LOCK": "a new one; the content is copied",
+    "store.object_storage._LOCK": "a new one; budgets begin anew",
+    "store.object_stores._LOCK": "a new one; obstore is refused, without its threads",
+    "integrations.train.save_requests.REQUESTS": "of Ray Train's controller, which does not fork",
+}  # fmt: skip
+
+KINDS = (
+    type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event,
+    threading.Semaphore, threading.Thread, threading.local, Executor, ProcessLock,
+)  # fmt: skip
+
+SKIPPED = {"__main__"}
+
+
+def resources() -> Iterator[str]:
+    """Yields the names of what modules have that is a thread, waits for one, or is held by one."""
+    for found in pkgutil.walk_packages(ray_dcp.__path__, "ray_dcp."):
+        if found.name.rpartition(".")[2] in SKIPPED:
+            continue
+        try:
+            module = importlib.import_module(found.name)
+        except ModuleNotFoundError:
+            continue  # of a framework that is not installed
+        for name, value in vars(module).items():
+            owner = type(value).__module__
+            holds = owner.startswith("ray_dcp.") and any(
+                isinstance(part, KINDS) for part in getattr(value, "__dict__", {}).values()
+            )
+            defined_here = not holds or owner == found.name or name.startswith("_")
+            if (isinstance(value, KINDS) or holds) and defined_here:
+                yield f"{found.name.removeprefix('ray_dcp.')}.{name}"
+
+
+def test_every_resource_that_a_child_inherits_is_known():
+    assert set(resources()) <= set(HANDLED), "say how a child that is forked begins anew with it"
+
+
+@pytest.fixture(scope="module")
+def programs() -> Iterator[Programs]:
+    with closing(Programs()) as programs:
+        yield programs
+
+
+def run(programs: Programs, code: str, *more: object) -> str:
+    (ended,) = programs.run("-c", PREFACE + code, *map(str, more))
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()
+
+
+PREFACE = """
+import gc, os, signal, sys, threading
+import torch, ray_dcp
+
+def state(value):
+    return {"w": torch.full((1 << 19,), float(value))}
+
+def child(work):
+    # A child that hangs is ended by the alarm.
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        signal.alarm(100)
+        work()
+        os._exit(0)
+    except BaseException:
+        import traceback
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+def ended(*pids):
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+root = sys.argv[1]
+"""
+
+WORKERS = """
+if sys.argv[2] == "saved":
+    ray_dcp.async_save(state(0), checkpoint_id=f"{root}/parent").result()
+else:
+    ray_dcp.warm_up(state(0)).result()
+
+def saves(worker):
+    for turn in range(3):
+        path = f"{root}/{worker}-{turn}"
+        ray_dcp.async_save(state(10 * worker + turn), checkpoint_id=path).result()
+
+print(ended(*[child(lambda: saves(worker)) for worker in range(1, 4)]))
+"""
+
+
+@pytest.mark.parametrize("before", ["saved", "warmed up"])
+def test_workers_that_are_forked_save_their_own_values(programs, tmp_path, before):
+    assert run(programs, WORKERS, tmp_path, before) == "[0, 0, 0]"
+    for worker in range(1, 4):
+        for turn in range(3):
+            path = tmp_path / f"{worker}-{turn}"
+            assert ray_dcp.verify(path).ok
+            (saved,) = ray_dcp.read_state_dict(path)["w"].unique().tolist()
+            assert saved == 10 * worker + turn
+
+
+HELD = """
+from importlib import import_module
+from ray_dcp.core.collector import collector_paused
+from ray_dcp.core.processes import ProcessLock
+from ray_dcp.runtime import rank_load
+
+held, go_on = threading.Event(), threading.Event()
+
+def hold():
+    with collector_paused():
+        rank_load._hung.add("a read that hangs")
+        for name in sys.argv[2:]:
+            module, _, name = name.rpartition(".")
+            found = getattr(import_module(f"ray_dcp.{module}"), name)
+            getattr(found, "_lock", found).__enter__()
+        held.set()
+        go_on.wait()
+
+holder = threading.Thread(target=hold, daemon=True)
+holder.start()
+held.wait()
+
+def works():
+    assert gc.isenabled()
+    ray_dcp.save(state(1), checkpoint_id=f"{root}/sync")
+    ray_dcp.async_save(state(2), checkpoint_id=f"{root}/async").result()
+    ray_dcp.save(state(3), checkpoint_id="memory://fork")
+    for path, value in ((f"{root}/sync", 1), (f"{root}/async", 2), ("memory://fork", 3)):
+        found = state(0)
+        ray_dcp.load(found, checkpoint_id=path)
+        assert found["w"].unique().tolist() == [value]
+    ray_dcp.events.subscribe(print)()
+
+print(ended(child(works)))
+os._exit(0)
+"""
+
+
+def test_a_child_saves_and_loads_though_threads_of_its_parent_held_every_lock(programs, tmp_path):
+    locks = [
+        name
+        for name in resources()
+        if name.rpartition(".")[2].lower() in ("_lock", "_ended", "_memory", "sessions")
+    ]
+    assert len(locks) >= 8
+    assert run(programs, HELD, tmp_path, *locks) == "[0]"
+
+
+UNDER_WAY = """
+reached, gate = threading.Event(), threading.Event()
+
+class Slow:
+    # Pickled while the save is under way.
+    def __reduce__(self):
+        reached.set()
+        gate.wait(100)
+        return (int, (7,))
+
+handles = []
+saving = threading.Thread(
+    target=lambda: handles.append(ray_dcp.async_save(
+        {**state(5), "slow": Slow()}, checkpoint_id=f"{root}/parent"
+    ))
+)
+saving.start()
+reached.wait()
+
+def works():
+    ray_dcp.async_save(state(6), checkpoint_id=f"{root}/child").result()
+
+pid = child(works)
+print(ended(pid))
+gate.set()
+saving.join()
+handles[0].result()
+ray_dcp.async_save(state(7), checkpoint_id=f"{root}/next").result()
+"""
+
+
+def test_a_fork_while_a_save_is_under_way_harms_neither(programs, tmp_path):
+    assert run(programs, UNDER_WAY, tmp_path) == "[0]"
+    for name, value in (("parent", 5), ("child", 6), ("next", 7)):
+        assert ray_dcp.verify(tmp_path / name).ok
+        assert ray_dcp.read_state_dict(tmp_path / name)["w"].unique().tolist() == [value]
+
+
+HANDLES = """
+from concurrent.futures import Future
+from torch.distributed.checkpoint.staging import AsyncStager
+from ray_dcp import errors
+
+class Later(AsyncStager):
+    staged = Future()
+    def stage(self, state_dict):
+        self.state = state_dict
+        return self.staged
+
+stager = Later()
+handle = ray_dcp.async_save(state(1), checkpoint_id=f"{root}/parent", async_stager=stager)
+
+def asks():
+    asked = (
+        handle.result, handle.exception, handle.committed, handle.staged,
+        handle.upload_completion.result, handle.staging_completion.result,
+    )
+    for ask in asked:
+        try:
+            ask()
+        except errors.InvalidRequestError as error:
+            assert "forked" in str(error)
+        else:
+            raise AssertionError(ask)
+    assert not handle.cancel()
+    handle.report(), handle.progress
+    sys.stdout.flush()
+
+print(ended(child(asks)))
+stager.staged.set_result(stager.state)
+handle.result()
+"""
+
+
+def test_a_handle_tells_a_child_that_its_save_is_the_parents(programs, tmp_path):
+    assert run(programs, HANDLES, tmp_path) == "[0]"
+    assert ray_dcp.verify(tmp_path / "parent").ok
+
+
+MANAGERS = """
+from ray_dcp import errors
+
+with ray_dcp.CheckpointManager(root, save_interval=1, chkpt_on_preemption=False) as manager:
+    manager.save_async(1, state(1))
+    with manager.reading(1) if manager.join() is None else None:
+        def tries():
+            with manager:
+                for act in (
+                    lambda: manager.save(2, state(2)), lambda: manager.save_async(2, state(2)),
+                    lambda: manager.restore(1, state(0)), lambda: manager.delete(1), manager.join,
+                ):
+                    try:
+                        act()
+                    except errors.InvalidRequestError as error:
+                        assert "forked" in str(error)
+                    else:
+                        raise AssertionError(act)
+                assert manager.all_steps() == [1]
+            own = ray_dcp.CheckpointManager(root, read_only=True)
+            found = state(0)
+            own.restore(1, found)
+            assert found["w"].unique().tolist() == [1]
+
+        print(ended(child(tries)))
+    manager.save(3, state(3))
+    print(manager.all_steps())
+"""
+
+
+def test_a_child_neither_writes_with_a_managers_lease_nor_gives_it_back(programs, tmp_path):
+    assert run(programs, MANAGERS, tmp_path).splitlines() == ["[0]", "[1, 3]"]
+
+
+BUCKETS = """
+from obstore.store import MemoryStore
+from ray_dcp import errors
+
+def saves():
+    place = ray_dcp.Location("c", filesystem=MemoryStore())
+    ray_dcp.save(state(1), checkpoint_id=place)
+
+def is_refused():
+    try:
+        saves()
+    except errors.InvalidRequestError as error:
+        assert "forked" in str(error) and "spawn" in str(error)
+    else:
+        raise AssertionError("it hangs with a bucket on a server")
+
+before = child(saves)
+print(ended(before))
+saves()
+print(ended(child(is_refused)))
+"""
+
+
+def test_a_child_has_no_bucket_of_its_parent_and_is_told_so(programs, tmp_path):
+    assert run(programs, BUCKETS, tmp_path).splitlines() == ["[0]", "[0]"]
+
+
+def test_idle_memory_is_private_and_begun_anew():
+    memory = PrivateMemory()
+    lease = memory.lease(1 << 20)
+    lease.release()
+    assert memory.idle_bytes
+    memory.begin_anew()
+    assert memory.idle_bytes == 0
+    lease = memory.lease(1 << 20)
+    lease.release(reuse=False)
+    assert memory.idle_bytes == 0
+
+
+def test_a_process_has_one_session():
+    assert session_alone() is session_alone()
