@@ -15,13 +15,12 @@ import logging
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -29,13 +28,18 @@ from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, Sta
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from ray_dcp.commit_protocol.messages import OpKey, SaveOutcome
+from ray_dcp.core import reporting
 from ray_dcp.core.checks import check_wait
+from ray_dcp.core.processes import OwnProcess
+from ray_dcp.core.reporting import contained
 from ray_dcp.errors import (
     CheckpointError,
     DeadlineError,
     InvalidRequestError,
+    LimitError,
     SaveCancelledError,
 )
+from ray_dcp.io.threads import start
 from ray_dcp.operations import (
     CheckpointId,
     RankSession,
@@ -53,6 +57,8 @@ from ray_dcp.runtime.staging_backend import Finish, StagingBackend, staging_back
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route
 from ray_dcp.torch_adapter.lazy_metadata import CommittedMetadata
 from ray_dcp.torch_adapter.state import stateful_to_state_dict
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +133,72 @@ _step_hooks: WeakKeyDictionary[Any, _StepHook] = WeakKeyDictionary()
 """Of each optimizer."""
 
 
-class SaveHandle(Future[Metadata], AsyncSaveResponse):
+class SaveFuture(Future[T]):
+    """A future that its save alone ends: whatever its holders do, the save goes on and ends it.
+
+    It can't be cancelled. Callbacks come once all futures of the save are done, so that they may
+    wait for one another; what they raise is logged.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._process = OwnProcess()
+        self._is_over = False
+        self._registering = threading.Lock()
+        self._registered: list[Callable[[Any], object]] | None = []
+        self.set_running_or_notify_cancel()
+
+    def cancel(self) -> bool:
+        """Returns False: nobody who waits for a save ends it by that."""
+        return False
+
+    def result(self, timeout: float | None = None) -> T:
+        """See `concurrent.futures.Future.result`; raises what the save raised."""
+        self._check_process()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """See `concurrent.futures.Future.exception`."""
+        self._check_process()
+        return super().exception(timeout)
+
+    def add_done_callback(self, fn: Callable[[Any], object]) -> None:
+        """See `concurrent.futures.Future.add_done_callback`."""
+        with self._registering:
+            if self._registered is not None:
+                self._registered.append(fn)
+                return
+        super().add_done_callback(fn)
+
+    def _check_process(self) -> None:
+        if not self._is_over:
+            self._process.check(
+                "a save's future", "Wait there, or ask ray_dcp.outcome() how the save has ended"
+            )
+
+    def _settle(self, result: T | None, error: BaseException | None) -> None:
+        """Fixes the outcome, unless it is fixed; no callback is called yet."""
+        # Suppressed: a holder has set it, which changes nothing of the save.
+        with suppress(InvalidStateError):
+            if error is None:
+                self.set_result(result)  # type: ignore[arg-type]
+            else:
+                self.set_exception(error)
+        self._is_over = True
+
+    def _announce(self) -> None:
+        """Calls the callbacks, once."""
+        with self._registering:
+            callbacks, self._registered = self._registered or [], None
+        for callback in callbacks:
+            try:
+                callback(self)
+            except BaseException:
+                with contained("The log of a callback"):
+                    logger.exception("A callback of %r failed", self)
+
+
+class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
     """A save that goes on in the background.
 
     It is a `concurrent.futures.Future` of DCP's `Metadata`, done when every rank's bytes are
@@ -153,15 +224,13 @@ class SaveHandle(Future[Metadata], AsyncSaveResponse):
     """
 
     def __init__(self, checkpoint_id: str) -> None:
-        Future.__init__(self)
+        SaveFuture.__init__(self)
         self.checkpoint_id = checkpoint_id
-        self.staging_completion: Future[None] = Future()
-        self.upload_completion: Future[Any] = Future()
+        self.staging_completion: SaveFuture[None] = SaveFuture()
+        self.upload_completion: SaveFuture[Any] = SaveFuture()
         self._source: _Save | None = None
         self._waited_s = 0.0
         self._looked_at = False
-        self._cancelled = threading.Event()
-        self.set_running_or_notify_cancel()
 
     def staged(self, timeout_s: float | None = None) -> None:
         """Returns when the state dict may change again: its bytes are copied.
@@ -258,20 +327,20 @@ class SaveHandle(Future[Metadata], AsyncSaveResponse):
             Whether it was still possible: False once its commit has begun. Either way this
             future tells how it ended.
         """
-        if self.done() or self._source is None:
+        if not self._process.is_this or self.done() or self._source is None:
             return False
         return self._source.cancel()
 
     def cancelled(self) -> bool:
         """Returns whether the save ended because it was cancelled."""
-        return self.done() and isinstance(super().exception(), SaveCancelledError)
+        return self.done() and isinstance(Future.exception(self), SaveCancelledError)
 
     @property
     def progress(self) -> SaveProgress:
         """How far this rank's share is."""
         written, total = self._source.progress() if self._source else (0, 0)
         if self.done():
-            failed = super().exception() is not None
+            failed = Future.exception(self) is not None
             return SaveProgress(*(("failed", written) if failed else ("committed", total)), total)
         phase = "writing" if self.staging_completion.done() else "staging"
         return SaveProgress(phase, written, total)
@@ -290,27 +359,27 @@ class SaveHandle(Future[Metadata], AsyncSaveResponse):
     # For `asynchronous`, which carries it out.
 
     def _is_staged(self, error: BaseException | None = None) -> None:
-        if self.staging_completion.done():
-            return
-        if error is None:
-            self.staging_completion.set_result(None)
-        else:
-            self.staging_completion.set_exception(error)
+        staged = self.staging_completion
+        staged._settle(None, error)
+        if staged._registered:
+            # Why a thread: the save goes on, and a callback may take long, or wait for its end.
+            # Suppressed: there are no more threads; they are called when the save ends.
+            with suppress(LimitError):
+                start(staged._announce, "ray_dcp staged")
 
     def _end(self, metadata: Metadata | None, error: BaseException | None) -> None:
-        if error is None and metadata is not None:
-            self._is_staged()
-            # Why in this order: who has waited for the handle finds the other one done as well.
-            self.upload_completion.set_result(metadata)
-            self.set_result(metadata)
-            return
-        error = error or CheckpointError("the save ended without a result. Please report this")
-        self._is_staged(error)
-        self.upload_completion.set_exception(error)
-        self.set_exception(error)
+        if error is None and metadata is None:
+            error = CheckpointError("the save ended without a result. Please report this")
+        # Why in this order: who has waited for the handle finds the others done as well.
+        self.staging_completion._settle(None, error)
+        self.upload_completion._settle(metadata, error)
+        self._settle(metadata, error)
+        for future in (self.staging_completion, self.upload_completion, self):
+            future._announce()
 
     def _wait_for(self, future: Future[Any], timeout_s: float | None, what: str) -> Any:
         timeout_s = check_wait(timeout_s, "timeout_s")
+        self._check_process()
         try:
             return Future.result(future, timeout_s)
         except TimeoutError as exc:
@@ -324,9 +393,9 @@ class SaveHandle(Future[Metadata], AsyncSaveResponse):
 
     def _log_if_unseen(self) -> None:
         """Logs a failure that nobody has asked for."""
-        if not self.done() or self._looked_at or self.upload_completion is None:
+        if not self._is_over or self._looked_at:
             return
-        error = super().exception()
+        error = Future.exception(self)
         if error is not None:
             self._looked_at = True
             logger.error(
@@ -433,11 +502,21 @@ class _Save:
     def _end(self, metadata: Metadata | None, error: BaseException | None) -> None:
         """Ends the handle; what is counted is counted before anybody hears of it."""
         self._account.waited_s = self._waited_s()
-        self._account.end(error)
-        self._handle._end(metadata, error)
+        try:
+            self._account.end(error)
+        finally:  # also when a listener ends its thread by SystemExit
+            self._handle._end(metadata, error)
 
-    def _go_on(self, finish: Callable[[], Metadata]) -> None:
-        """Runs the rest in a thread of its own, which ends the handle."""
+    def _go_on(self, finish: Callable[[], Metadata], key: OpKey) -> bool:
+        """Runs the rest in a thread of its own, which ends the handle.
+
+        Args:
+            finish: The rest.
+            key: Of the save.
+
+        Returns:
+            Whether there is such a thread; without one the save has failed.
+        """
 
         def run() -> None:
             metadata, error = None, None
@@ -446,14 +525,22 @@ class _Save:
             except BaseException as exc:  # noqa: BLE001 - the handle tells it
                 error = exc
             _running.discard(self)
-            self._end(metadata, error)
+            # Suppressed: a listener that raises SystemExit ends this thread, which is over.
+            with suppress(BaseException):
+                self._end(metadata, error)
 
-        # Why a daemon: the interpreter must not wait for ever; `_drain` waits with a deadline.
-        thread = threading.Thread(target=run, name=f"ray_dcp save {self._handle.checkpoint_id}")
-        thread.daemon = True
         _running.add(self)
         _drain_at_exit()
-        thread.start()
+        try:
+            start(run, f"ray_dcp save {self._handle.checkpoint_id}")
+        except LimitError as error:
+            _running.discard(self)
+            # Suppressed: who does not hear of it learns it from this rank's silence.
+            with suppress(CheckpointError):
+                self._session.withdraw(key, error.message)
+            self._end(None, error)
+            return False
+        return True
 
     def drain(self, timeout_s: float) -> None:
         """Waits until the save has ended; says so if it has not."""
@@ -499,7 +586,10 @@ class _NativeSave(_Save):
                 # Why popped: it holds the state, which may go when it is staged.
                 return stages.pop()()() if stages else finish()
 
-        self._go_on(finish_all)
+        if not self._go_on(finish_all, activity.progress.key or activity.next_key()):
+            rest.close()
+            if self._backend is not None:
+                self._backend.release(committed=False)
 
     def _plan(
         self, session: Activity, state_dict: Mapping[str, Any]
@@ -520,7 +610,7 @@ class _NativeSave(_Save):
             world_size=session.world_size,
             target=target,
             options=options,
-            staged=backend.survives,
+            staged=True,
             progress=progress,
             memory=session.plans,
             node=session.node,
@@ -556,7 +646,7 @@ class _NativeSave(_Save):
                 backend.release(committed=committed)
             if session.rank == 0:
                 for warning in dict.fromkeys([*noted, *outcome.warnings]):
-                    warnings.warn(warning, UserWarning, stacklevel=2)
+                    reporting.warn(warning, stacklevel=2)
             self._decision.committed(outcome.attempt)
             return CommittedMetadata.of(target, outcome)
 
@@ -623,7 +713,8 @@ class _StagedByUser(_Save):
                 if own is not None:
                     own.close()
 
-        self._go_on(finish)
+        if not self._go_on(finish, key) and own is not None:
+            own.close()
         if not isinstance(staged, Future):
             if stager.should_synchronize_after_execute:
                 stager.synchronize_staging()

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from ray_dcp.asynchronous import SaveHandle, run_async_save
+from ray_dcp.core import reporting
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.loading import run_load, run_load_newest
 from ray_dcp.operations import CheckpointId, StateDict, run_save, session_for
@@ -363,13 +364,11 @@ def load_newest(
             planner,
             StepRange(at_most=at_most, newer_than=newer_than),
         )
-    # Why only now: a warning can be an error, and the other ranks must not wait for this one.
     if session.rank == 0:
         for path, error in report.damaged:
-            warnings.warn(
+            reporting.warn(
                 f"Loaded {report.checkpoint_id} instead of the newer {path}, which is damaged: "
                 f"{error}. Look at it with `ray-dcp verify {path}`",
-                UserWarning,
                 stacklevel=2,
             )
     return report

@@ -16,8 +16,8 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from concurrent.futures import wait
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -28,14 +28,17 @@ from ray_dcp.asynchronous import SaveHandle
 from ray_dcp.commit_protocol.commands import Failed, ReadRecords, RecordsRead, Result, Task
 from ray_dcp.commit_protocol.messages import Exchange, Exchanged, OpKey, Reply, Request
 from ray_dcp.commit_protocol.vote import Decision, Fenced, Lost, Open, Won
+from ray_dcp.core.reporting import contained
 from ray_dcp.entrypoints import async_save, save
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
     CommitUnknownError,
+    LimitError,
     StorageError,
 )
 from ray_dcp.io.records import read_slots
+from ray_dcp.io.threads import begin, start
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.preemption import Preemption
 from ray_dcp.manager.save_policy import SaveFacts, asks_only_the_step
@@ -65,15 +68,7 @@ def within(timeout_s: float, what: str, work: Callable[[], T]) -> T:
     Raises:
         StorageError: It did not end in time.
     """
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="ray_dcp manager decides", daemon=True).start()
+    done = begin(work, "ray_dcp manager decides")
     if not wait([done], timeout_s).done:
         raise StorageError(
             f"expected the storage to answer within {timeout_s:g} s, but {what} still waits for "
@@ -172,11 +167,13 @@ class Finisher:
         """
         with self._changed:
             self._waiting.append((step, finish))
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="ray_dcp manager", daemon=True
-                )
-                self._thread.start()
+            if self._thread is not None:
+                return
+            # Suppressed: there are no more threads, and this one does it.
+            with suppress(LimitError):
+                self._thread = start(self._run, "ray_dcp manager")
+                return
+        self._run()
 
     def wait(self) -> None:
         """Waits until nothing is under way."""
@@ -497,8 +494,10 @@ class CollectiveActions:
         try:
             yield
             committed = True
-        except CommitUnknownError:
-            committed = None
+        except BaseException as error:
+            # Why: an interrupt may have come after the commit.
+            if isinstance(error, CommitUnknownError) or not isinstance(error, Exception):
+                committed = None
             raise
         finally:
             self._record(place, committed)
@@ -506,11 +505,9 @@ class CollectiveActions:
     def _record(self, place: StepTarget, committed: bool | None) -> None:
         what = f"the end of step {place.step}"
         timeout_s = self.settings.unnamed.save_options.commit_timeout_s
-        try:
+        with contained(f"Recording {what}"):
             if self.session().rank == 0:
                 within(timeout_s, what, lambda: self.writer.finish(place, committed))
-        except CheckpointError as error:
-            logger.warning("%s: %s", what, error)
 
 
 def _perform_after(place: StepTarget, task: Task) -> Result:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import threading
-import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ray_dcp.commit_protocol.messages import Reply, Request, Target
+from ray_dcp.core import reporting
 from ray_dcp.entrypoints import load
 from ray_dcp.errors import (
     CheckpointError,
@@ -350,10 +350,9 @@ def _tell(
     with actions.writer.lock:
         actions.writer.damaged.update(number for number, _ in skipped)
     for number, error in skipped:
-        warnings.warn(
+        reporting.warn(
             f"Restored step {step} of {actions.root.url} instead of the newer step {number}, "
             f"which can't be loaded: {error}. It neither counts for retention nor is it "
             f"deleted, and may be saved again; look at it with `ray-dcp verify`",
-            UserWarning,
             stacklevel=5,
         )

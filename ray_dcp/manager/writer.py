@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from ray_dcp.errors import (
@@ -22,11 +23,13 @@ from ray_dcp.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     InvalidRequestError,
+    LimitError,
     StorageError,
 )
 from ray_dcp.format.names import READING, TAGS, check_tag, tag_key, tag_of
 from ray_dcp.format.step_info import StepInfo, check_metadata, encode_info, info_key
 from ray_dcp.io.records import used_slots
+from ray_dcp.io.threads import start
 from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look, look_at_step, publish
 from ray_dcp.manager.leases import LeaseHolder, Readers, WriterLease
 from ray_dcp.manager.retention import check_metrics, superfluous
@@ -84,10 +87,9 @@ class Remover:
         with self._changed:
             self._due_s, self._tries = time.monotonic(), 0
             if self._threaded and self._thread is None and not self._closed:
-                self._thread = threading.Thread(
-                    target=self._run, name="ray_dcp removal", daemon=True
-                )
-                self._thread.start()
+                # Suppressed: there are no more threads; the next save, or `drain`, does it.
+                with suppress(LimitError):
+                    self._thread = start(self._run, "ray_dcp removal")
             self._changed.notify_all()
 
     def drain(self, timeout_s: float | None = None) -> bool:
@@ -101,7 +103,7 @@ class Remover:
         Returns:
             Whether nothing is left that could be removed now.
         """
-        if not self._threaded:
+        if self._thread is None:
             while self._is_due():
                 self._pass()
             return True
@@ -409,7 +411,7 @@ class Writer:
                 remove_replaced_items(self.root, place, found.info)
             if self._unpublished >= PUBLISH_EVERY:
                 self._publish()
-        except CheckpointError as error:
+        except Exception as error:  # noqa: BLE001 - a policy of the user's may raise anything
             # Why not raised: the step is saved. What was not done is done after the next one.
             self._is_known = False
             logger.warning("After the save of step %d: %s", place.step, error)

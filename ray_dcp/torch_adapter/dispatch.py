@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.core.reporting import contained
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.store.location import AnyPlace, Location, is_place, split_url
@@ -122,8 +123,9 @@ class Route:
 
         As in DCP `writer.save_id` is then the `storage_meta.save_id` of the checkpoint.
         """
-        if hasattr(self.storage, "save_id"):
-            self.storage.save_id = attempt
+        with contained("The writer's save_id"):
+            if hasattr(self.storage, "save_id"):
+                self.storage.save_id = attempt
 
     def apply(self, options: Options) -> Options:
         """Returns the options with those of the writer and planner.

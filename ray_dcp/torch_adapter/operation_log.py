@@ -12,6 +12,8 @@ from typing import Any
 from torch.distributed import c10d_logger
 from torch.distributed.checkpoint import logger as _stock
 
+from ray_dcp.core.reporting import contained
+
 DCP_LOGGER: logging.Logger = _stock._dcp_logger
 """The logger that DCP's own functions use: handlers that a job put there hear ray_dcp too."""
 
@@ -117,6 +119,10 @@ class OperationLog:
 
     def _tell(self, phase: str, event: str, error: BaseException | None = None) -> None:
         """Logs the dict that DCP's decorator would log."""
+        with contained(f"The log of {self.operation}"):
+            self._log(phase, event, error)
+
+    def _log(self, phase: str, event: str, error: BaseException | None) -> None:
         now_s = time.monotonic()
         if event == "start":
             self._begun_s[phase] = now_s

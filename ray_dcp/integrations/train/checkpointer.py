@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from typing import Any, Literal, get_args
 
 from ray_dcp.asynchronous import SaveHandle, run_async_save
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.core import reporting
 from ray_dcp.core.checks import check_whole
 from ray_dcp.errors import (
     CheckpointError,
@@ -230,7 +230,7 @@ class Warned:
     def _say(self, text: str) -> None:
         logger.warning(text)
         # Why both: a run shows the one in its log, and a test or a notebook the other.
-        warnings.warn(text, UserWarning, stacklevel=4)
+        reporting.warn(text, stacklevel=4)
 
 
 _SLACK = 1.5
