@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from ray_dcp.commit_protocol.messages import OpKey, SaveOutcome
+from ray_dcp.commit_protocol.messages import Left, OpKey, SaveOutcome
 from ray_dcp.core import reporting
 from ray_dcp.core.checks import check_wait
 from ray_dcp.core.processes import OwnProcess
@@ -50,7 +50,7 @@ from ray_dcp.operations import (
 )
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.rank_load import drive
-from ray_dcp.runtime.rank_progress import Activity
+from ray_dcp.runtime.rank_progress import LEAVING_S, Activity
 from ray_dcp.runtime.rank_save import Captured, RankSave, Unchanged
 from ray_dcp.runtime.session import Disconnected, shut_down_meanwhile, until_disconnected
 from ray_dcp.runtime.staging_backend import Finish, StagingBackend, staging_backend_of
@@ -535,9 +535,7 @@ class _Save:
             start(run, f"ray_dcp save {self._handle.checkpoint_id}")
         except LimitError as error:
             _running.discard(self)
-            # Suppressed: who does not hear of it learns it from this rank's silence.
-            with suppress(CheckpointError):
-                self._session.withdraw(key, error.message)
+            self._session.leave(Left(key, error.message), LEAVING_S)
             self._end(None, error)
             return False
         return True

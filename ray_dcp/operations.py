@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from ray_dcp.commit_protocol.messages import OpKey, Target
+from ray_dcp.commit_protocol.messages import Left, OpKey, Target
 from ray_dcp.core import reporting
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.options import SaveOptions
@@ -49,7 +49,7 @@ class RankSession(RankCalls, Protocol):
         """Fails a save on all ranks; returns whether that was still possible."""
         ...
 
-    def withdraw(self, key: OpKey, reason: str) -> None:
+    def leave(self, left: Left, wait_s: float = 0.0) -> None:
         """Reports that this rank leaves an operation before its end."""
         ...
 
