@@ -39,7 +39,7 @@ from ray_dcp.format.manifest import (
     record_key,
     slot_of,
 )
-from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage
+from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage, read_if_there
 
 _MOST_TRIES = 20
 """How often the slots are listed again; each time a save or delete came in between."""
@@ -170,7 +170,14 @@ def _read(
                 return None
             continue
         if not is_older:
-            _decode(found, slot, data, tolerant)
+            try:
+                _decode(found, slot, data, tolerant=False)
+            except DamagedCheckpointError:
+                # Why again: one answer of a server, or of a bad cable, is no proof of damage.
+                again = read_if_there(storage, record_key(slot), MAX_RECORD_BYTES + 1)
+                if again is None:
+                    return None
+                _decode(found, slot, again, tolerant)
             decides = found.decides
         else:
             # Why suppressed: it has no say, and whoever can't read it can't be misled by it.
@@ -271,6 +278,9 @@ def _abort(storage: Storage, attempt: str, reason: str) -> None:
     for _ in range(_MOST_TRIES):
         slots = read_slots(storage, tolerant=True)
         if any(one.attempt == attempt for one in slots.records.values()):
+            return
+        # Why: the name is one that somebody else gave, as a program that keeps copies does.
+        if not slots.used and not storage.list():
             return
         # Why only looked at: there, an abort could replace the record of somebody else.
         if not storage.traits.create_if_absent:

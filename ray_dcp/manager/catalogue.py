@@ -92,8 +92,14 @@ class StepFound(CatalogueRow):
     step: int = field(kw_only=True)
     is_ours: bool = True
     """A save of ray_dcp; False: stock DCP's, which is read and never deleted."""
-    is_readable: bool = True
-    """False: its newest record can't be read, so that it is not known what is committed."""
+    is_known: bool = True
+    """False: its newest record, or what was told of it, can't be read: retention decides nothing
+    about it."""
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether it is known what is committed."""
+        return self.slot > 0 or not self.is_ours
 
     def facts(self, tags: frozenset[str]) -> StepFacts:
         """Returns what a retention policy may look at."""
@@ -116,6 +122,8 @@ class _Folder:
     """Highest slot in use; 0: no record has to be read."""
     infos: Sequence[int | None] = ()
     """Slots of its infos."""
+    is_told: bool = False
+    """An earlier look could not read it either, and said so."""
 
 
 @dataclass
@@ -135,12 +143,12 @@ class Catalogue:
     num_read: int = 0
     """Of how many folders records had to be read."""
 
-    def facts(self) -> list[StepFacts]:
-        """Returns the facts of all steps that retention decides about."""
+    def facts(self, *, known: bool = True) -> list[StepFacts]:
+        """Returns the facts of the steps that retention decides about; or of those it can't."""
         return [
             found.facts(self.tags.get(step, frozenset()))
             for step, found in self.steps.items()
-            if found.is_ours and found.is_readable
+            if found.is_ours and found.is_known is known
         ]
 
     def add(self, found: StepFound) -> None:
@@ -185,7 +193,7 @@ def publish(root: Root, catalogue: Catalogue) -> None:
     Raises:
         StorageError: It could not be written.
     """
-    rows = [one for one in catalogue.steps.values() if one.is_ours and one.is_readable]
+    rows = [one for one in catalogue.steps.values() if one.is_ours and one.is_known]
     root.shared.write(CATALOGUE, encode_catalogue(rows))
 
 
@@ -291,7 +299,7 @@ def _look_into(
     # Why the attempt: a folder that was removed and is saved to again begins at slot 1 again.
     if (
         found is not None
-        and found.slot
+        and found.is_known
         and found.last_slot == last
         and any(found.attempt in table for table in tables)
     ):
@@ -299,7 +307,7 @@ def _look_into(
     # Why only then: a commit has a chunk table, so that of a folder of nothing but records, as a
     # deletion leaves it, none has to be read.
     if last and (is_ours or is_stock or infos or tables):
-        return _Folder(step, name, last, infos)
+        return _Folder(step, name, last, infos, found is not None and not found.is_known)
     if is_stock and not is_ours:
         return StepFound(name, step=step, is_ours=False)
     return _Folder(step, name) if is_ours or infos else None
@@ -323,22 +331,33 @@ def _read_all(
 
 def _read(folder: _Folder, root: Root, storage: Storage) -> StepFound | _Folder:
     step, name, last = folder.step, folder.name, folder.last
+    level = logging.INFO if folder.is_told else logging.WARNING
+    stays = "so that the step stays and does not count for retention"
     try:
         slot, record = _standing(storage, root, name, last)
     except StorageError:
         raise
     except CheckpointError as error:
-        logger.warning("What is committed in %s/%s is not known: %s", root.url, name, error)
-        return StepFound(name, last, step=step, is_readable=False)
+        logger.log(
+            level, "What is committed in %s/%s is not known, %s: %s", root.url, name, stays, error
+        )
+        return StepFound(name, last, step=step, is_known=False)
     if not isinstance(record, Manifest):
         return folder
     info = None
     try:
         info = info_below(storage, name, folder.infos, slot)
+        # Why: an info that was listed and is gone is of a step that is being replaced or removed.
+        is_known = info is not None or not any(
+            one is not None and one < slot for one in folder.infos
+        )
     except DamagedCheckpointError as error:
-        logger.warning("Metrics and metadata in %s/%s can't be read: %s", root.url, name, error)
+        logger.log(level, "Metrics in %s/%s can't be read, %s: %s", root.url, name, stays, error)
+        is_known = False
     created_s = record.created_s if info is None else info.created_s
-    return StepFound(name, last, slot, record.attempt, created_s, info, step=step)
+    return StepFound(
+        name, last, slot, record.attempt, created_s, info, step=step, is_known=is_known
+    )
 
 
 def _preferred(known: StepFound | None, other: StepFound, names: StepNames) -> StepFound:

@@ -26,14 +26,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 
 from ray_dcp.core.processes import OwnProcess
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
 from ray_dcp.format.names import READING
-from ray_dcp.manager.catalogue import Root
+from ray_dcp.manager.catalogue import FOLDER, Root
 from ray_dcp.store.storage import KeyExistsError, Storage, read_if_there
 
 
@@ -49,6 +49,8 @@ class LeaseHolder:
     host: str = ""
     nonce: str = ""
     """Tells two holders of one process."""
+    root: str = ""
+    """Path or URL of the run, as this process calls it: a copy of a run has a copy of its lease."""
 
     def encode(self, beat: int = 0, **more: float) -> bytes:
         """Returns it as it is stored, with more numbers beside it."""
@@ -65,6 +67,7 @@ class LeaseHolder:
                 str(found["started"]),
                 str(found["host"]),
                 str(found["nonce"]),
+                str(found.get("root", "")),
             )
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
@@ -81,7 +84,8 @@ class LeaseHolder:
         """
         if self.machine != here.machine:
             return None
-        return _started(self.pid) == self.started
+        started = _started(self.pid)
+        return _exists(self.pid) if started is None else started == self.started
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host or 'an unknown host'}"
@@ -97,16 +101,38 @@ def this_process() -> LeaseHolder:
     with suppress(OSError):
         space = os.readlink("/proc/self/ns/pid")
     pid = os.getpid()
-    return LeaseHolder(f"{host} {boot} {space}", pid, _started(pid), host, secrets.token_hex(6))
+    started = _started(pid) or ""
+    return LeaseHolder(f"{host} {boot} {space}", pid, started, host, secrets.token_hex(6))
 
 
-def _started(pid: int) -> str:
-    """Returns when a process began; "" when there is none (any more)."""
+def _started(pid: int) -> str | None:
+    """Returns when a process began; "" when it has ended, None when /proc does not show it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
+        return None
     return "" if fields[0] in "ZX" else fields[19]
+
+
+def _exists(pid: int) -> bool:
+    """Tells whether there is a process, also where /proc hides those of other users (hidepid)."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return True
+
+
+def _read_holder(storage: Storage, key: str) -> tuple[bytes | None, LeaseHolder | None]:
+    """Returns a lease as stored, None if there is none; and its holder, None if unreadable."""
+    for _ in range(2):  # one answer of a server, or of a bad cable, is no proof of damage
+        data = read_if_there(storage, key)
+        holder = None if data is None else LeaseHolder.decode(data)
+        if data is None or holder is not None:
+            break
+    return data, holder
 
 
 def renewed(beat: Callable[[int], object], every_s: float) -> Callable[[], None]:
@@ -144,7 +170,9 @@ LEASE_S = 30.0
 _BEATS = 3
 """Renewals within that time."""
 _MOST_TRIES = 20
-_RIGHT = re.compile(r"writer-(\d{8,16})\.json")
+_RIGHT = re.compile(r"writer-(\d{8,16})\.(json|beat|released)")
+_UNREADABLE = LeaseHolder("", 0, "")
+"""Of a lease that can't be read: it is held until somebody says otherwise."""
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +204,7 @@ class WriterLease:
     ) -> None:
         self._root = root
         self._lease_s = lease_s
-        self._holder = holder or this_process()
+        self._holder = replace(holder or this_process(), root=root.url)
         self._wait = wait or threading.Event().wait
         self._beats = beats
         self._stop: Callable[[], None] = lambda: None
@@ -217,13 +245,7 @@ class WriterLease:
         for _ in range(_MOST_TRIES):
             number, holder = self._held(storage)
             if holder is not None and not even_if_held and self._lives(storage, number, holder):
-                raise CheckpointExistsError(
-                    f"{self._root.url} is written by {holder}, which lives. Use one root a job; or "
-                    f"end that process, or close its manager; to read what it writes takes "
-                    f"no writer lease (restore, all_steps, follow). "
-                    f"CheckpointManager(takeover=True) takes it away",
-                    checkpoint_id=self._root.url,
-                )
+                raise self._refusal(number, holder)
             has_failed = holder is not None and not holder.is_same_process(self._holder)
             self._count(storage, number, has_failed, last_s)
             content = self._holder.encode(since_s=now_s, failures=self.failures, ran_s=self.ran_s)
@@ -243,6 +265,30 @@ class WriterLease:
             f"there? Use one root a job",
             checkpoint_id=self._root.url,
         )
+
+    def _refusal(self, number: int, holder: LeaseHolder) -> CheckpointExistsError:
+        url = self._root.url
+        if holder is _UNREADABLE:
+            told = (
+                f"Who writes to {url} is not known, as its lease can't be read. If no job does, "
+                f"remove {FOLDER}/{_name(number)} there; CheckpointManager(takeover=True) does "
+                f"without"
+            )
+        elif holder.root not in ("", url):
+            told = (
+                f"{url} has the writer lease of {holder}, which lives and writes to {holder.root}. "
+                f"If this is a copy of that run, CheckpointManager(takeover=True) makes it a run "
+                f"of its own, which that process never notices. If both are one directory, use one "
+                f"root a job, or end that process"
+            )
+        else:
+            told = (
+                f"{url} is written by {holder}, which lives. Use one root a job; or "
+                f"end that process, or close its manager; to read what it writes takes "
+                f"no writer lease (restore, all_steps, follow). "
+                f"CheckpointManager(takeover=True) takes it away"
+            )
+        return CheckpointExistsError(told, checkpoint_id=url)
 
     def check(self) -> None:
         """Checks that this process still has the lease.
@@ -286,8 +332,8 @@ class WriterLease:
         return number, None if is_released else self._holder_of(storage, number)
 
     def _holder_of(self, storage: Storage, number: int) -> LeaseHolder | None:
-        data = read_if_there(storage, _name(number))
-        return None if data is None else LeaseHolder.decode(data)
+        data, holder = _read_holder(storage, _name(number))
+        return None if data is None else holder or _UNREADABLE
 
     def _count(self, storage: Storage, number: int, has_failed: bool, last_s: float) -> None:
         """Takes over what the holder before counted, and adds that one."""
@@ -299,6 +345,8 @@ class WriterLease:
             self.ran_s = float(before["ran_s"]) + min(max(0.0, ran_s), _LONGEST_RUN_S)
 
     def _lives(self, storage: Storage, number: int, holder: LeaseHolder) -> bool:
+        if holder is _UNREADABLE:
+            return True
         if holder.is_same_process(self._holder):
             return False  # an earlier manager of this process: the later one counts
         lives = holder.lives_here(self._holder)
@@ -318,9 +366,8 @@ class WriterLease:
         return False
 
     def _remove_older(self, storage: Storage) -> None:
-        names = [entry.key for entry in storage.list("writer-")]
-        numbers = {name: int(name.removeprefix("writer-").partition(".")[0]) for name in names}
-        storage.delete([name for name in names if numbers[name] < self._number])
+        found = (_RIGHT.fullmatch(entry.key) for entry in storage.list("writer-"))
+        storage.delete([one[0] for one in found if one and int(one[1]) < self._number])
 
     def _beat(self, number: int) -> None:
         self._root.shared.write(_name(self._number, "beat"), str(number).encode())
@@ -337,7 +384,8 @@ def _name(number: int, kind: str = "json") -> str:
 def _highest(storage: Storage) -> tuple[int, bool]:
     """Returns the number of the newest lease (0 for none), and whether nobody holds it."""
     keys = {entry.key for entry in storage.list("writer-")}
-    number = max((int(found[1]) for found in map(_RIGHT.fullmatch, keys) if found), default=0)
+    leases = (found for found in map(_RIGHT.fullmatch, keys) if found and found[2] == "json")
+    number = max((int(found[1]) for found in leases), default=0)
     return number, not number or _name(number, "released") in keys
 
 
@@ -431,11 +479,20 @@ class Readers:
         Raises:
             StorageError: The storage failed.
         """
-        data = read_if_there(shared, key)
+        data, holder = _read_holder(shared, key)
         if data is None:
             return False
-        holder = LeaseHolder.decode(data)
-        lives = None if holder is None else holder.lives_here(self._holder)
+        if holder is None:
+            if key not in self._seen:
+                logger.warning(
+                    "%s/%s can't be read: its step stays. If nobody reads the step, remove that "
+                    "file",
+                    shared.url,
+                    key,
+                )
+            self._seen[key] = (data, 0.0)
+            return True
+        lives = holder.lives_here(self._holder)
         if lives is None:
             now_s = self._clock()
             if self._seen.get(key, (b"", 0.0))[0] != data:

@@ -2,6 +2,10 @@
 
 A policy reads no clock and no storage. Whatever it decides, `superfluous` never includes the
 newest step, one that carries a tag, or one that a caller protects.
+
+**What is not known.** Where what was told of a step can't be read, no policy decides about it: it
+stays. Nor may it make others go: those stay that the policy keeps without it, or with it as the
+best, or with it as the worst. `superfluous` alone decides that, for every policy.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from ray_dcp.core.checks import check_above_0, check_whole
@@ -236,7 +240,11 @@ class KeepNot(_Composed):
 
 
 def superfluous(
-    steps: Iterable[StepFacts], policy: RetentionPolicy | None, *, protected: Collection[int] = ()
+    steps: Iterable[StepFacts],
+    policy: RetentionPolicy | None,
+    *,
+    protected: Collection[int] = (),
+    unknown: Sequence[StepFacts] = (),
 ) -> tuple[int, ...]:
     """Returns the steps that may go, oldest first.
 
@@ -246,6 +254,7 @@ def superfluous(
         steps: All that are committed and good, in any order.
         policy: What to keep; None for everything.
         protected: Steps that are needed for another reason.
+        unknown: Steps that are committed and of which the metrics can't be read.
 
     Raises:
         InvalidRequestError: The policy does not give one answer a step.
@@ -259,12 +268,14 @@ def superfluous(
     known = sorted(steps, key=lambda facts: facts.step)
     if policy is None or not known:
         return ()
-    newest = known[-1].step
-    return tuple(
-        facts.step
-        for facts, kept in zip(known, _said(policy, known), strict=True)
-        if not kept and facts.step != newest and not facts.tags and facts.step not in protected
-    )
+    kept = {facts.step for facts, is_kept in _answers(policy, known) if is_kept}
+    metrics = {name for facts in known for name in facts.metrics}
+    for value in (-math.inf, math.inf) if unknown else ():
+        guesses = [replace(one, metrics=dict.fromkeys(metrics, value)) for one in unknown]
+        answers = _answers(policy, sorted([*known, *guesses], key=lambda facts: facts.step))
+        kept |= {facts.step for facts, is_kept in answers if is_kept}
+    kept |= {known[-1].step, *protected}
+    return tuple(facts.step for facts in known if facts.step not in kept and not facts.tags)
 
 
 def best_of(steps: Iterable[StepFacts], metric: str, mode: Mode) -> list[StepFacts]:
@@ -357,6 +368,12 @@ def check_metrics(
                 key=ranking.metric,
             )
     return found
+
+
+def _answers(
+    policy: RetentionPolicy, steps: Sequence[StepFacts]
+) -> Iterator[tuple[StepFacts, bool]]:
+    return zip(steps, _said(policy, steps), strict=True)
 
 
 def _said(policy: RetentionPolicy, steps: Sequence[StepFacts]) -> list[bool]:

@@ -26,7 +26,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.manifest import MAX_RECORD_BYTES, DeleteRecord, Manifest, record_key
 from ray_dcp.format.names import note_key
-from ray_dcp.format.step_info import StepInfo, decode_info, info_key, info_slot
+from ray_dcp.format.step_info import StepInfo, decode_info, info_slot
 from ray_dcp.io.records import Announced, read_slots, used_slots
 from ray_dcp.manager.catalogue import Catalogue, Root, StepFound
 from ray_dcp.manager.leases import Readers
@@ -259,17 +259,14 @@ def free_number(storage: Storage, last_slot: int) -> int:
     """Returns a number for the folders of the next items: the first from `last_slot` on.
 
     Those of a committed step have a lower one, unless the step was copied: its items keep the
-    names of their folders, and its records begin anew.
+    names of their folders, and its records begin anew. So none is taken that a folder has.
 
     Args:
         storage: Of the step's folder.
         last_slot: Highest slot in use there.
     """
-    # Why not later infos: they are of saves that no record committed.
-    slots = [info_slot(entry.key) for entry in storage.list("step-info-")] if last_slot else []
-    earlier = (info_key(slot) for slot in slots if slot is not None and slot < last_slot)
-    infos = _infos(storage, earlier)
-    taken = {_begun_at(folder) for info in infos for folder in info.items.values()}
+    folders = {entry.key.partition("/")[0] for entry in storage.list()} if last_slot else set()
+    taken = {_begun_at(folder) for folder in folders if _ITEM_FOLDER.fullmatch(folder)}
     number = last_slot
     while number in taken:
         number += 1

@@ -398,7 +398,9 @@ class Writer:
                 # Why: who takes over a run removes the info of a step before its commit.
                 key = info_key(found.slot - 1)
                 self.root.open(found.name).write(key, encode_info(info))
-                found = dataclasses.replace(found, created_s=info.created_s, info=info)
+                found = dataclasses.replace(
+                    found, created_s=info.created_s, info=info, is_known=True
+                )
             with self.lock:
                 self.catalogue.add(found)
                 self.damaged.discard(found.step)
@@ -466,17 +468,18 @@ class Writer:
         if policy is None and not catalogue.leftovers:
             return ()
         facts = [one for one in catalogue.facts() if one.step not in self.damaged]
+        unknown = [one for one in catalogue.facts(known=False) if one.step not in self.damaged]
         if not facts:
             return ()
         newest = max(one.step for one in facts)
         protected = {*self.pending, newest if self._saved_last is None else self._saved_last}
-        steps = (catalogue.steps[s] for s in superfluous(facts, policy, protected=protected))
+        goes = superfluous(facts, policy, protected=protected, unknown=unknown)
         left = (
             Going(step, name, "")
             for name, step in catalogue.leftovers.items()
             if step < newest and step not in self.pending and step not in catalogue.steps
         )
-        return (*map(going, steps), *left)
+        return (*(going(catalogue.steps[step]) for step in goes), *left)
 
     def _removed(self, going: Going) -> None:
         """Takes a step that was deleted out of the catalogue, unless it was saved again."""

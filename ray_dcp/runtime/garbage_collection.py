@@ -182,6 +182,8 @@ def delete(
         InvalidRequestError: What stands there was not written by ray_dcp.
         CheckpointExistsError: Another checkpoint than the expected one stands there, or somebody
             ended the deletion that was announced; nothing is deleted.
+        DamagedCheckpointError: A record can't be read, so that it is not known whether the expected
+            checkpoint stands; nothing is deleted.
         StorageError: The storage failed before anything was decided; or it did not say whether
             the delete happened, which is in the message.
 
@@ -262,9 +264,16 @@ def _ended(storage: Storage) -> CheckpointExistsError:
 
 
 def _check_expected(place: Listing, expected: str | None) -> None:
+    if expected is None:
+        return
+    for _, error in sorted(place.standing.unreadable.items()):
+        # Why: it may be the commit of another checkpoint, or what ended this deletion.
+        error.message += ". Nothing is deleted before it is clear what stands"
+        error.checkpoint_id = error.checkpoint_id or place.storage.url
+        raise error
     manifest = place.standing.manifest
     found = "" if manifest is None else manifest.attempt
-    if expected is not None and found != expected:
+    if found != expected:
         raise CheckpointExistsError(
             f"Expected to delete {f'the save {expected}' if expected else 'what crashes left'}, "
             f"but {f'the save {found}' if found else 'nothing'} stands there by now, and stays",

@@ -542,8 +542,15 @@ def info_below(
     if not below:
         return None
     key = info_key(max(below))
-    data = read_if_there(storage, _below(directory, key), MAX_RECORD_BYTES)
-    return None if data is None else decode_info(data, key=key)
+
+    def read() -> StepInfo | None:
+        data = read_if_there(storage, _below(directory, key), MAX_RECORD_BYTES)
+        return None if data is None else decode_info(data, key=key)
+
+    # Why again: one answer of a server, or of a bad cable, is no proof of damage.
+    with suppress(DamagedCheckpointError):
+        return read()
+    return read()
 
 
 def _below(directory: str, key: str) -> str:
