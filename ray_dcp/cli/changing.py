@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -27,7 +28,7 @@ from ray_dcp.format.names import (
     tag_of,
 )
 from ray_dcp.format.step_info import info_slot
-from ray_dcp.io.records import Announced, fence
+from ray_dcp.io.records import Announced, check_announced, fence
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
 from ray_dcp.store.storage import Storage, read_if_there
 from ray_dcp.view.listing import FOREIGN, folders_above, step_of
@@ -131,7 +132,12 @@ class _Marks:
             self._look()
             _check_deletable(self._view, self, force=force)
             with self._taken_away(self._shared, self._step):
-                report = delete(self._view.path, expected=self._expected, attempt=mark.attempt)
+                report = delete(
+                    self._view.path,
+                    expected=self._expected,
+                    attempt=mark.attempt,
+                    confirm=partial(check_announced, self._shared, mark),
+                )
             storage.delete([] if report.warnings else infos)
             return report
         finally:

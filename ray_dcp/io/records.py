@@ -14,6 +14,10 @@ the right to write does that first and then *fences* the announced deletions: an
 the attempt, so that it can't be committed any more. One of the two sees the other, whatever the
 order, and however long one of them lies still in between.
 
+Where a storage can't create a record only if there is none, nobody else can end a deletion by a
+record. There its announcement is taken away, and whoever deletes looks for that right before the
+record. Between the two it can't be stopped, and `fence` says so.
+
 An announcement is an empty file whose name tells all. One that was left by a crash ends the same
 way, so nobody has to know whether its process lives.
 """
@@ -26,7 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ray_dcp.errors import DamagedCheckpointError, StorageError
+from ray_dcp.errors import CheckpointExistsError, DamagedCheckpointError, StorageError
 from ray_dcp.format.manifest import (
     MAX_RECORD_BYTES,
     AbortRecord,
@@ -249,12 +253,32 @@ def announced(shared: Storage, step: int | None = None) -> list[Announced]:
     return [Announced(int(one["step"]), one["attempt"], one["name"]) for one in found if one]
 
 
+def ended(url: str) -> CheckpointExistsError:
+    """Returns the error of a deletion that somebody ended."""
+    return CheckpointExistsError(
+        "Expected to delete the checkpoint, but somebody who keeps it ended that: a tag, a "
+        "reader, or another process that writes to its run. It stands",
+        checkpoint_id=url,
+    )
+
+
+def check_announced(shared: Storage, mark: Announced) -> None:
+    """Checks that nobody took the announcement of a deletion away.
+
+    Raises:
+        CheckpointExistsError: Somebody did.
+        StorageError: The storage failed.
+    """
+    if read_if_there(shared, mark.key) is None:
+        raise ended(mark.name)
+
+
 def fence(
     shared: Storage,
     open_folder: Callable[[str], Storage],
     reason: str,
     step: int | None = None,
-) -> None:
+) -> str:
     """Ends the deletions that are announced: none of them is committed after this returns.
 
     Call it after the change that they must not miss.
@@ -265,30 +289,41 @@ def fence(
         reason: Goes into the abort record.
         step: Of which step; of all if None.
 
+    Returns:
+        Which may still be committed, in words, where the storage can't create a record only if
+        there is none; "" if none may.
+
     Raises:
         StorageError: The storage failed; some may still be committed.
     """
-    for one in announced(shared, step):
-        _abort(open_folder(one.name), one.attempt, reason)
-        shared.delete([one.key])
+    marks = announced(shared, step)
+    unsure = [one for one in marks if not _abort(open_folder(one.name), one.attempt, reason)]
+    shared.delete([one.key for one in marks])
+    if not unsure:
+        return ""
+    return (
+        f"{', '.join(sorted({one.name for one in unsure}))} of {shared.url.rpartition('/')[0]} was "
+        f"about to be deleted. That is called off; but this storage can't create a file only if "
+        f"there is none, so that a deletion whose record is being written now still happens. Look "
+        f"whether it is there"
+    )
 
 
-def _abort(storage: Storage, attempt: str, reason: str) -> None:
+def _abort(storage: Storage, attempt: str, reason: str) -> bool:
+    """Ends a deletion by a record; tells whether it is decided now."""
     record = encode_record(AbortRecord(attempt=attempt, reason=reason, rank=None))
     for _ in range(_MOST_TRIES):
         slots = read_slots(storage, tolerant=True)
         if any(one.attempt == attempt for one in slots.records.values()):
-            return
+            return True
         # Why: the name is one that somebody else gave, as a program that keeps copies does.
         if not slots.used and not storage.list():
-            return
+            return True
         # Why only looked at: there, an abort could replace the record of somebody else.
         if not storage.traits.create_if_absent:
-            return
-        try:
+            return False
+        with suppress(KeyExistsError):
             storage.write(record_key(slots.last_slot + 1), record, create=True)
-        except KeyExistsError:
-            continue
     raise StorageError(
         f"The records in {storage.url} changed {_MOST_TRIES} times while a deletion was to be "
         f"ended there. Who saves or deletes there all the time? Try again when that is over"

@@ -70,13 +70,13 @@ class Root:
         """The storage of what managers share."""
         return self.open(FOLDER)
 
-    def fence(self, reason: str, step: int | None) -> None:
-        """Ends the deletions that are announced, of one step or of all.
+    def fence(self, reason: str, step: int | None) -> str:
+        """Ends the deletions that are announced, of one step or of all; see `io.records.fence`.
 
         Raises:
             StorageError: The storage failed; some may still be committed.
         """
-        fence(self.shared, self.open, reason, step)
+        return fence(self.shared, self.open, reason, step)
 
 
 _OURS = re.compile(r"__\d+_\d+\..+\.distcp")

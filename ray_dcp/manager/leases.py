@@ -392,6 +392,9 @@ def _highest(storage: Storage) -> tuple[int, bool]:
 class Lease:
     """Keeps a step while it is entered. Look whether the step is there *after* that.
 
+    Attributes:
+        unsure: Why the step may be deleted all the same, in words; "" where it can't be.
+
     Args:
         root: Where.
         step: Which step.
@@ -421,6 +424,7 @@ class Lease:
         self._beats = beats
         self._process = OwnProcess()
         self._stop: Callable[[], None] = lambda: None
+        self.unsure = ""
 
     @property
     def _key(self) -> str:
@@ -429,7 +433,7 @@ class Lease:
     def __enter__(self) -> Lease:
         storage = self._root.shared
         storage.write(self._key, self._holder.encode())
-        self._root.fence(f"step {self._step} is read by {self._holder}", self._step)
+        self.unsure = self._root.fence(f"step {self._step} is read by {self._holder}", self._step)
         if self._beats and storage.traits.shared:
             self._stop = renewed(self._beat, self._lease_s / _BEATS)
         return self

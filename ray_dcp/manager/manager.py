@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -245,6 +246,9 @@ class CheckpointManager:
     def reading(self, step: int) -> Iterator[str]:
         """Keeps a step from being deleted while it is entered, by whichever process writes.
 
+        Warns where a deletion that was announced before may still happen: on a storage that can't
+        create a file only if there is none.
+
         Args:
             step: Which step.
 
@@ -255,7 +259,9 @@ class CheckpointManager:
             CheckpointNotFoundError: It is not committed, or is being deleted.
             StorageError: The lease could not be written.
         """
-        with Lease(self._root, step, lease_s=self._settings.lease_s):
+        with Lease(self._root, step, lease_s=self._settings.lease_s) as lease:
+            if lease.unsure:
+                warnings.warn(lease.unsure, UserWarning, stacklevel=3)
             yield self.step_info(step).checkpoint_id
 
     def follow(
@@ -498,6 +504,8 @@ class CheckpointManager:
 
     def tag(self, step: int, tag: str, *, remove: bool = False) -> None:
         """Gives a tag to a step, which keeps it, or takes it away.
+
+        Warns as `reading` does.
 
         Raises:
             CheckpointNotFoundError: The step is not committed.

@@ -255,6 +255,8 @@ def _chosen(actions: CollectiveActions, wanted: Wanted, leases: ExitStack) -> li
             leases.enter_context(lease)
             if left.is_set():  # nobody waits for the answer any more
                 leases.close()
+            if lease.unsure:
+                logger.warning("%s", lease.unsure)
         except StorageError as error:
             # Why not raised: who may only read can still load; nothing keeps the step then.
             logger.info("Step %d is read without a lease: %s", first.step, error)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ray_dcp.errors import (
     CheckpointError,
@@ -27,7 +27,7 @@ from ray_dcp.errors import (
 from ray_dcp.format.manifest import MAX_RECORD_BYTES, DeleteRecord, Manifest, record_key
 from ray_dcp.format.names import note_key
 from ray_dcp.format.step_info import StepInfo, decode_info, info_slot
-from ray_dcp.io.records import Announced, read_slots, used_slots
+from ray_dcp.io.records import Announced, check_announced, read_slots, used_slots
 from ray_dcp.manager.catalogue import Catalogue, Root, StepFound
 from ray_dcp.manager.leases import Readers
 from ray_dcp.runtime.garbage_collection import delete
@@ -133,6 +133,10 @@ class Deletions:
                 left[one.name] = error
         return left
 
+    def _confirm(self, mark: Announced) -> None:
+        self._check()
+        check_announced(self._root.shared, mark)
+
     def _remove(self, going: Going, mark: Announced) -> None:
         """Removes a step whose deletion is announced.
 
@@ -141,7 +145,7 @@ class Deletions:
             CheckpointError: It is not removed, or something is left.
         """
         try:
-            remove_step(self._root, going, mark.attempt, self._check)
+            remove_step(self._root, going, mark.attempt, lambda: self._confirm(mark))
         except CheckpointExistsError:
             self._root.shared.delete([mark.key])
             raise
@@ -155,7 +159,7 @@ class Deletions:
         self._root.shared.delete([mark.key, note_key(going.step)])
 
 
-def remove_step(root: Root, going: Going, attempt: str, check: Callable[[], object]) -> None:
+def remove_step(root: Root, going: Going, attempt: str, confirm: Callable[[], object]) -> None:
     """Deletes what ray_dcp wrote into a step folder, all but the delete record.
 
     That record stays for good: without it, an attempt that has lain still since before could
@@ -165,7 +169,7 @@ def remove_step(root: Root, going: Going, attempt: str, check: Callable[[], obje
         root: Where.
         going: What was decided about; anything else is left alone.
         attempt: Under which the deletion is announced.
-        check: Called right before the delete record is committed; raises what keeps the step.
+        confirm: Called right before the delete record is created; raises what keeps the step.
 
     Raises:
         CheckpointExistsError: Something else is committed there by now, or the deletion was ended.
@@ -178,8 +182,7 @@ def remove_step(root: Root, going: Going, attempt: str, check: Callable[[], obje
         item: _standing_attempt(root.open(f"{going.name}/{item}"))
         for item in sorted(_items_in(storage, keys))
     }
-    check()
-    _delete(root, going.name, going.attempt, attempt)
+    _delete(root, going.name, going.attempt, attempt=attempt, confirm=confirm)
     for item, seen in items.items():
         remove_folder(root, f"{going.name}/{item}", seen)
     storage.delete([key for key in keys if info_slot(key) is not None])
@@ -237,10 +240,10 @@ def remove_records(root: Root, name: str) -> None:
         root.storage.delete([f"{name}/{record_key(slot)}" for slot in slots])
 
 
-def _delete(root: Root, name: str, expected: str | None, attempt: str | None = None) -> None:
+def _delete(root: Root, name: str, expected: str | None, **announced: Any) -> None:
     target = root.below(name)
     try:
-        report = delete(target, opener=root.opener, expected=expected, attempt=attempt)
+        report = delete(target, opener=root.opener, expected=expected, **announced)
     except CheckpointNotFoundError:
         return
     if report.warnings:

@@ -14,6 +14,7 @@ import dataclasses
 import logging
 import threading
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -533,13 +534,15 @@ class Writer:
             self._untag(step, [tag])
             return
         self.root.shared.write(tag_key(step, tag), b"")
-        self.root.fence(f"step {step} was given the tag {tag!r}", step)
+        unsure = self.root.fence(f"step {step} was given the tag {tag!r}", step)
         self.look()
         try:
             self._check_deletable(step)
         except CheckpointError:
             self._untag(step, [tag])  # it was deleted meanwhile
             raise
+        if unsure:
+            warnings.warn(unsure, UserWarning, stacklevel=2)
 
     def close(self) -> None:
         """Gives the lease back, so that others need not wait."""
@@ -560,7 +563,9 @@ class Writer:
             last_s=max((one.created_s for one in self.catalogue.steps.values()), default=0.0),
         )
         if not had_it:
-            self.root.fence("another process writes to the run", None)
+            unsure = self.root.fence("another process writes to the run", None)
+            if unsure:
+                logger.warning("%s", unsure)
         if not had_it or not self._is_known:
             self._unpublished += self.look().num_read
 

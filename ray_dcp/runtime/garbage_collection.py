@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from ray_dcp.commit_protocol.garbage import GarbagePlan, attempts_of, sweep, verdicts
@@ -19,6 +19,7 @@ from ray_dcp.commit_protocol.vote import Decision, Fenced, Open, Vote, Won
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
 from ray_dcp.format.manifest import DeleteRecord, Manifest, encode_record
 from ray_dcp.io.checkpoint import METADATA_KEY
+from ray_dcp.io.records import ended
 from ray_dcp.runtime.records import (
     CollectReport,
     Listing,
@@ -35,7 +36,6 @@ from ray_dcp.runtime.records import (
 from ray_dcp.runtime.tasks import Opener, decide, new_attempt, settle
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
-from ray_dcp.store.storage import Storage
 
 COLLECTED = "ray_dcp.collect(abort_unfinished=True) was called"
 
@@ -156,6 +156,7 @@ def delete(
     opener: Opener = open_storage,
     expected: str | None = None,
     attempt: str | None = None,
+    confirm: Callable[[], object] = lambda: None,
 ) -> CollectReport:
     """Deletes the checkpoint at a path, with all that other attempts left there.
 
@@ -172,6 +173,7 @@ def delete(
         expected: Attempt of the checkpoint that was decided about, "" where nothing stands: any
             other one is left alone. None for whatever stands.
         attempt: Of the delete record, where it was announced (`io.records`).
+        confirm: Called right before the delete record is created; raises what keeps the checkpoint.
 
     Returns:
         What was deleted. Files that could not be are in `kept` and `warnings`: the checkpoint
@@ -208,15 +210,16 @@ def delete(
             return _finish_delete(place, place.standing.record, dry_run)
         _check_expected(place, expected)
         if attempt in place.known:
-            raise _ended(storage)
+            raise ended(storage.url)
         record = _delete_record(place, attempt or new_attempt())
         if dry_run:
             return _finish_delete(place, record, dry_run)
+        confirm()
         match _bury(target, record, opener):
             case Won() as won:
                 return _finish_won(place, record, won)
             case Fenced():
-                raise _ended(storage)
+                raise ended(storage.url)
             case Open(error):
                 unsure = copy.copy(error)
                 unsure.message += ". Whether the checkpoint was deleted is unknown: delete again"
@@ -253,14 +256,6 @@ def _check_deletable(place: Listing) -> None:
             f"remove the directory; ray_dcp.collect removes what ray_dcp left beside it",
             checkpoint_id=place.storage.url,
         )
-
-
-def _ended(storage: Storage) -> CheckpointExistsError:
-    return CheckpointExistsError(
-        "Expected to delete the checkpoint, but somebody who keeps it ended that: a tag, a "
-        "reader, or another process that writes to its run. It stands",
-        checkpoint_id=storage.url,
-    )
 
 
 def _check_expected(place: Listing, expected: str | None) -> None:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import InitVar, dataclass, field
@@ -201,7 +202,8 @@ class RunView:
             remove: Take them away.
 
         Returns:
-            The run as it is now.
+            The run as it is now. Warns where a deletion that was announced before may still happen:
+            on a storage that can't create a file only if there is none.
 
         Raises:
             InvalidRequestError: A tag can't be one, or the step has no number.
@@ -217,7 +219,7 @@ class RunView:
         for one in keys:
             shared.write(one, b"")
         # Why after that: who deletes the step announces it, and looks for tags then.
-        fence(
+        unsure = fence(
             shared,
             lambda name: open_storage(place_below(self.place, name)),
             f"step {number} was given a tag",
@@ -232,6 +234,8 @@ class RunView:
             raise CheckpointNotFoundError(
                 f"expected step {number} in {self.url}, but it was deleted before it had the tag"
             )
+        if unsure:
+            warnings.warn(unsure, UserWarning, stacklevel=2)
         return run
 
     def annotate(self, key: int | str, note: str) -> RunView:

@@ -507,6 +507,62 @@ def test_who_loses_the_right_between_look_and_record_deletes_nothing(storage, mo
     assert list(look(root_of(unsafe), settings().names).steps) == [1]
 
 
+def read_by_another(root):
+    lease = Lease(root, 1, lease_s=30.0, holder=HERE, beats=False)
+    lease.__enter__()
+    return lease
+
+
+@pytest.mark.parametrize("protect", ["lease", "tag"])
+@pytest.mark.filterwarnings("ignore:.*about to be deleted:UserWarning")
+def test_without_conditional_create_what_is_protected_before_the_record_stands(
+    storage, monkeypatch, protect
+):
+    """The deleter lies still between its look at tags and leases and its record."""
+    unsafe = UnconditionalStorage(storage)
+    writer = writer_of(unsafe)
+    save_step(writer, unsafe, 1, OLD)
+    lists, done = MemoryStorage.list, []
+
+    def list_(self, prefix=""):
+        found = lists(self, prefix)
+        if prefix.endswith("tags/1.") and not done:
+            done.append(1)
+            if protect == "lease":
+                assert "about to be deleted" in read_by_another(root_of(unsafe)).unsure
+            else:
+                writer.tag(1, "best")
+        return found
+
+    monkeypatch.setattr(MemoryStorage, "list", list_)
+    with pytest.raises(errors.CheckpointExistsError, match="somebody who keeps it"):
+        writer.delete(1)
+    assert done
+    assert list(look(root_of(unsafe), settings().names).steps) == [1]
+
+
+def test_without_conditional_create_tag_and_lease_say_what_they_cannot_promise(storage):
+    """The deleter has looked for its announcement, and its record is on its way."""
+    told = []
+
+    def between(key):
+        if key == "step-00000001/manifest-00000002.json" and not told:
+            told.append(read_by_another(root_of(storage_now)).unsure)
+            writer.root.shared.write(mark.key, b"")
+            with pytest.warns(UserWarning, match="still happens"):
+                writer.tag(1, "best")
+
+    mark = Announced(1, "0123456789abcdef", "step-00000001")
+    storage_now = UnconditionalStorage(storage, between=between)
+    writer = writer_of(storage_now)
+    save_step(writer, storage_now, 1, OLD)
+    writer.delete(1)
+    assert "still happens" in told[0]
+    # Nothing is announced: whoever deletes later sees the lease, and nothing is left open.
+    save_step(writer, storage_now, 1, NEW)
+    assert read_by_another(root_of(storage_now)).unsure == ""
+
+
 # --- the catalogue ------------------------------------------------------------------------------
 
 
