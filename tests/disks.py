@@ -1,7 +1,8 @@
 """Small disks that really fill up: a tmpfs where one may be mounted, a counted quota elsewhere.
 
 The quota is one of the process, and of every process that is told of it; it counts the bytes that
-are written below its directory and gives ENOSPC, as a filesystem does.
+are written below its directory, and those of files that are removed, and gives ENOSPC, as a
+filesystem does.
 """
 
 from __future__ import annotations
@@ -102,8 +103,16 @@ def count_bytes(left: int) -> None:
 
         return write
 
-    for name in WRITING:
-        patch = mock.patch.object(os, name, counted(name))
+    unlink = os.unlink
+
+    def freeing(path: Any, **how: Any) -> None:
+        nonlocal left
+        status = os.stat(path, follow_symlinks=False, **how)
+        unlink(path, **how)
+        left += status.st_size if status.st_nlink == 1 else 0
+
+    for name, function in ({name: counted(name) for name in WRITING} | {"unlink": freeing}).items():
+        patch = mock.patch.object(os, name, function)
         patch.start()
         _PATCHES.append(patch)
 

@@ -29,8 +29,9 @@ from ray_dcp.format.names import (
 )
 from ray_dcp.format.step_info import info_slot
 from ray_dcp.io.records import Announced, check_announced, fence
+from ray_dcp.io.reserve import RESERVE, freeing, keep_reserve
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
-from ray_dcp.store.storage import Storage, read_if_there
+from ray_dcp.store.storage import Storage, is_full, read_if_there
 from ray_dcp.view.listing import FOREIGN, folders_above, step_of
 from ray_dcp.view.run_view import StepView
 from ray_dcp.view.wording import count_text, size_text
@@ -127,17 +128,19 @@ class _Marks:
             return report
         # Why: a tag or a reader lease from now on aborts the deletion, or fails because of it.
         mark = Announced(self._step, new_attempt(), self._name)
-        self._shared.write(mark.key, b"")
+        freeing(self._shared, partial(self._shared.write, mark.key, b""))
         try:
             self._look()
             _check_deletable(self._view, self, force=force)
             with self._taken_away(self._shared, self._step):
-                report = delete(
+                work = partial(
+                    delete,
                     self._view.path,
                     expected=self._expected,
                     attempt=mark.attempt,
                     confirm=partial(check_announced, self._shared, mark),
                 )
+                report = freeing(self._shared, work)
             storage.delete([] if report.warnings else infos)
             return report
         finally:
@@ -214,6 +217,11 @@ def gc(root: str, abort_unfinished: bool, quiet: bool, yes: bool, dry_run: bool)
     if not dry_run and (count or abort_unfinished):
         agree(f"delete {count_text(count, 'file')} ({size}) at and below {root}", yes=yes)
         planned = _collect(ours, abort_unfinished=abort_unfinished, dry_run=False)
+        if any(is_full(warning) for _, report in planned for warning in report.warnings):
+            shared = open_storage(place_below(run.place, SHARED_FOLDER))
+            shared.delete([RESERVE])  # for the records that end saves
+            planned += _collect(ours, abort_unfinished=abort_unfinished, dry_run=False)
+            keep_reserve(shared)
     folders = {step.name for step in run}
     planned = [(name, _without_known(name, report, folders)) for name, report in planned]
     open_saves = any(report.kept for _, report in planned)

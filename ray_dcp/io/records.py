@@ -28,6 +28,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from ray_dcp.errors import CheckpointExistsError, DamagedCheckpointError, StorageError
@@ -43,6 +44,7 @@ from ray_dcp.format.manifest import (
     record_key,
     slot_of,
 )
+from ray_dcp.io.reserve import freeing
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage, read_if_there
 
 _MOST_TRIES = 20
@@ -297,7 +299,11 @@ def fence(
         StorageError: The storage failed; some may still be committed.
     """
     marks = announced(shared, step)
-    unsure = [one for one in marks if not _abort(open_folder(one.name), one.attempt, reason)]
+    unsure = [
+        one
+        for one in marks
+        if not freeing(shared, partial(_abort, open_folder(one.name), one.attempt, reason))
+    ]
     shared.delete([one.key for one in marks])
     if not unsure:
         return ""

@@ -52,6 +52,7 @@ from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_save import reply_error, result_or_error
 from ray_dcp.runtime.tasks import perform, settle
 from ray_dcp.store.opening import open_storage, place_below
+from ray_dcp.store.storage import is_full
 from ray_dcp.torch_adapter.dispatch import decide_save
 
 T = TypeVar("T")
@@ -323,6 +324,25 @@ class CollectiveActions:
         Raises:
             CheckpointError: As `CheckpointManager.save` does.
         """
+        try:
+            return self._save(step, state_dict, force, details)
+        except StorageError as error:
+            # Why no CommitUnknownError: that step may still be committed.
+            if not is_full(error):
+                raise
+            options = self.settings.unnamed.save_options
+            has_room = self.agree(
+                f"room for step {step}",
+                lambda _: self.writer.make_room(step, details["metrics"]),
+                timeout_s=options.plan_timeout_s + options.commit_timeout_s,
+            )
+            if not has_room:
+                raise
+            told = "Step %d is saved once more, after older steps were deleted: %s"
+            logger.warning(told, step, error)
+        return self._save(step, state_dict, True, details)
+
+    def _save(self, step: int, state_dict: Any, force: bool, details: Mapping[str, Any]) -> bool:
         place, states = self._begin(step, state_dict, force, details)
         if place is None:
             return False
@@ -491,6 +511,7 @@ class CollectiveActions:
     def _recorded(self, place: StepTarget) -> Iterator[None]:
         """Tells the writer how a save ends."""
         committed: bool | None = False
+        no_space = False
         try:
             yield
             committed = True
@@ -498,16 +519,18 @@ class CollectiveActions:
             # Why: an interrupt may have come after the commit.
             if isinstance(error, CommitUnknownError) or not isinstance(error, Exception):
                 committed = None
+            no_space = isinstance(error, StorageError) and is_full(error)
             raise
         finally:
-            self._record(place, committed)
+            self._record(place, committed, no_space=no_space)
 
-    def _record(self, place: StepTarget, committed: bool | None) -> None:
+    def _record(self, place: StepTarget, committed: bool | None, *, no_space: bool = False) -> None:
         what = f"the end of step {place.step}"
         timeout_s = self.settings.unnamed.save_options.commit_timeout_s
         with contained(f"Recording {what}"):
             if self.session().rank == 0:
-                within(timeout_s, what, lambda: self.writer.finish(place, committed))
+                finish = partial(self.writer.finish, place, committed, no_space=no_space)
+                within(timeout_s, what, finish)
 
 
 def _perform_after(place: StepTarget, task: Task) -> Result:

@@ -27,12 +27,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 
 from ray_dcp.core.processes import OwnProcess
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
 from ray_dcp.format.names import READING
+from ray_dcp.io.reserve import freeing, keep_reserve
 from ray_dcp.manager.catalogue import FOLDER, Root
 from ray_dcp.store.storage import KeyExistsError, Storage, read_if_there
 
@@ -250,13 +252,15 @@ class WriterLease:
             self._count(storage, number, has_failed, last_s)
             content = self._holder.encode(since_s=now_s, failures=self.failures, ran_s=self.ran_s)
             try:
-                storage.write(_name(number + 1), content, create=True)
+                name = _name(number + 1)
+                freeing(storage, partial(storage.write, name, content, create=True))
             except KeyExistsError:
                 continue
             if has_failed:
                 logger.info("%s was written by %s, which has ended", self._root.url, holder)
             self._number = number + 1
             self._remove_older(storage)
+            keep_reserve(storage)
             if self._beats and storage.traits.shared:
                 self._stop = renewed(self._beat, self._lease_s / _BEATS)
             return

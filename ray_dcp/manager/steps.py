@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from ray_dcp.errors import (
@@ -28,9 +29,10 @@ from ray_dcp.format.manifest import MAX_RECORD_BYTES, DeleteRecord, Manifest, re
 from ray_dcp.format.names import note_key
 from ray_dcp.format.step_info import StepInfo, decode_info, info_slot
 from ray_dcp.io.records import Announced, check_announced, read_slots, used_slots
+from ray_dcp.io.reserve import freeing
 from ray_dcp.manager.catalogue import Catalogue, Root, StepFound
 from ray_dcp.manager.leases import Readers
-from ray_dcp.runtime.garbage_collection import delete
+from ray_dcp.runtime.garbage_collection import collect, delete
 from ray_dcp.runtime.tasks import new_attempt
 from ray_dcp.store.storage import KeyMissingError, Storage
 
@@ -116,7 +118,7 @@ class Deletions:
         self._check()
         announced = [(one, Announced(one.step, new_attempt(), one.name)) for one in chosen]
         for _, mark in announced:
-            shared.write(mark.key, b"")
+            freeing(shared, partial(shared.write, mark.key, b""))
         # Careful: all that protects a step is read here, and none of it is known.
         still, found = look()
         for one, mark in announced:
@@ -145,7 +147,10 @@ class Deletions:
             CheckpointError: It is not removed, or something is left.
         """
         try:
-            remove_step(self._root, going, mark.attempt, lambda: self._confirm(mark))
+            freeing(
+                self._root.shared,
+                lambda: remove_step(self._root, going, mark.attempt, lambda: self._confirm(mark)),
+            )
         except CheckpointExistsError:
             self._root.shared.delete([mark.key])
             raise
@@ -205,6 +210,21 @@ def remove_replaced_items(root: Root, place: StepTarget, info: StepInfo) -> None
         # Why older ones alone: a later one belongs to a save that came after this one.
         if _begun_at(item) < place.number:
             remove_folder(root, f"{place.name}/{item}")
+
+
+def remove_failed(root: Root, place: StepTarget, items: Iterable[str]) -> None:
+    """Deletes what a save left that failed, as far as that works: the step is not committed.
+
+    Args:
+        root: What the step lies in.
+        place: Where it was to be saved.
+        items: Names of its items; none for a step of one state.
+    """
+    with suppress(CheckpointError):
+        for item in items:
+            remove_folder(root, f"{place.name}/{place.folder_of(item)}")
+    with suppress(CheckpointError):
+        collect(root.below(place.name), abort_unfinished=True, opener=root.opener)
 
 
 def remove_folder(root: Root, name: str, expected: str | None = None) -> None:

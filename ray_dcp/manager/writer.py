@@ -33,7 +33,7 @@ from ray_dcp.io.records import used_slots
 from ray_dcp.io.threads import start
 from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look, look_at_step, publish
 from ray_dcp.manager.leases import LeaseHolder, Readers, WriterLease
-from ray_dcp.manager.retention import check_metrics, superfluous
+from ray_dcp.manager.retention import StepFacts, check_metrics, superfluous
 from ray_dcp.manager.save_policy import SaveCosts, SaveFacts, asks_only_the_step
 from ray_dcp.manager.settings import Settings
 from ray_dcp.manager.steps import (
@@ -42,6 +42,7 @@ from ray_dcp.manager.steps import (
     StepTarget,
     free_number,
     going,
+    remove_failed,
     remove_replaced_items,
 )
 
@@ -221,6 +222,10 @@ class Writer:
         self._lease = WriterLease(root, lease_s=settings.lease_s, holder=holder, beats=threaded)
         readers = Readers(lease_s=settings.lease_s, holder=holder)
         self._deletions = Deletions(root, readers, self._lease.check, self._removed)
+        self._had_no_room: StepTarget | None = None
+        """A save that failed as the disk was full."""
+        self._next: StepFacts | None = None
+        """A step for which there is no space yet."""
         self._begun: dict[int, tuple[StepInfo, frozenset[str]]] = {}
         """Infos of the steps that are being saved, and the tags that they got."""
         self.remover = Remover(root.url, self.remove_superfluous, threaded=threaded)
@@ -324,6 +329,8 @@ class Writer:
             StorageError: The storage failed.
         """
         self._take_lease()
+        if self._had_no_room is not None:
+            self.make_room(step, metrics)
         metrics = check_metrics(metrics, self._settings.kept)
         metadata = check_metadata(metadata)
         tags = frozenset(check_tag(tag) for tag in tags)
@@ -371,15 +378,18 @@ class Writer:
         with self.lock:
             self.pending.discard(step)
 
-    def finish(self, place: StepTarget, committed: bool | None) -> None:
+    def finish(self, place: StepTarget, committed: bool | None, *, no_space: bool = False) -> None:
         """Takes in how a save has ended, and lets go what is superfluous now.
 
         Args:
             place: Of the step.
             committed: None: not reported; the storage is asked.
+            no_space: It failed as there was no space: the next one makes room first.
         """
         self.give_up(place.step)
         with self.lock:
+            if no_space:
+                self._had_no_room = place
             info, added = self._begun.pop(place.step, (None, frozenset()))
             if committed:
                 self._durable_s = self._clock() - self._last_begun_s
@@ -441,6 +451,41 @@ class Writer:
                 self._leaving = frozenset()
         return left
 
+    def make_room(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
+        """Removes, before a save, what retention would remove after it, and what failed for space.
+
+        The newest good step stays until the new one is committed. So does one that the new one
+        surpasses by a metric only: the save may fail again.
+
+        Args:
+            step: That is to be saved.
+            metrics: Of it.
+
+        Returns:
+            Whether a step was removed.
+
+        Raises:
+            InvalidRequestError: A metric can't be taken.
+        """
+        failed, self._had_no_room = self._had_no_room, None
+        if failed is not None and failed.step not in self.pending:
+            remove_failed(self.root, failed, self._settings.named)
+        before = {*self.catalogue.steps}
+        with self.lock:
+            self._next = StepFacts(
+                step=step,
+                created_s=float(self._now()),
+                metrics=check_metrics(metrics, self._settings.kept),
+            )
+        try:
+            self.remove_superfluous()
+        except CheckpointError as error:
+            logger.warning("No room is made for step %d: %s", step, error)
+        finally:
+            with self.lock:
+                self._next = None
+        return not before <= {*self.catalogue.steps}
+
     def _choose(self, tried: Collection[Going]) -> list[Going]:
         """Returns what may go as far as is known."""
         with self.lock:
@@ -474,13 +519,22 @@ class Writer:
             return ()
         newest = max(one.step for one in facts)
         protected = {*self.pending, newest if self._saved_last is None else self._saved_last}
-        goes = superfluous(facts, policy, protected=protected, unknown=unknown)
+        goes = {*superfluous(facts, policy, protected=protected, unknown=unknown)}
+        if self._next is not None and self._next.step not in catalogue.steps:
+            protected |= {newest, self._next.step}
+            both = (self._next, dataclasses.replace(self._next, metrics={}))
+            goes |= set.intersection(
+                *(
+                    {*superfluous([*facts, one], policy, protected=protected, unknown=unknown)}
+                    for one in both
+                )
+            )
         left = (
             Going(step, name, "")
             for name, step in catalogue.leftovers.items()
             if step < newest and step not in self.pending and step not in catalogue.steps
         )
-        return (*(going(catalogue.steps[step]) for step in goes), *left)
+        return (*(going(catalogue.steps[step]) for step in sorted(goes)), *left)
 
     def _removed(self, going: Going) -> None:
         """Takes a step that was deleted out of the catalogue, unless it was saved again."""

@@ -18,6 +18,7 @@ from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.commit_protocol.vote import Decision, Fenced, Open, Vote, Won
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
 from ray_dcp.format.manifest import DeleteRecord, Manifest, encode_record
+from ray_dcp.format.save_trace import trace_key
 from ray_dcp.io.checkpoint import METADATA_KEY
 from ray_dcp.io.records import ended
 from ray_dcp.runtime.records import (
@@ -36,6 +37,7 @@ from ray_dcp.runtime.records import (
 from ray_dcp.runtime.tasks import Opener, decide, new_attempt, settle
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import is_full
 
 COLLECTED = "ray_dcp.collect(abort_unfinished=True) was called"
 
@@ -92,6 +94,9 @@ def collect(
         fenced = _dead(place).unfinished
     elif abort_unfinished and found.unfinished:
         fenced, refused = _fence(target, found.unfinished, opener)
+        if any(map(is_full, refused)) and _make_room(place):
+            again, refused = _fence(target, set(found.unfinished) - {*fenced}, opener)
+            fenced += again
         warnings += refused
         place = look_at(storage)
         found = _dead(place, anonymous=True)
@@ -197,7 +202,7 @@ def delete(
         (('__0_0.0123456789abcdef.distcp',), 4)
     """
     target = target_of(path, storage_options)
-    storage = opener(target)
+    storage, is_freed = opener(target), False
     for _ in range(MOST_TRIES):
         place = look_at(storage)
         # Why also of an empty folder: a save that writes here later must find the record.
@@ -221,6 +226,9 @@ def delete(
             case Fenced():
                 raise ended(storage.url)
             case Open(error):
+                if is_full(error) and not is_freed and _make_room(place):
+                    is_freed = True
+                    continue
                 unsure = copy.copy(error)
                 unsure.message += ". Whether the checkpoint was deleted is unknown: delete again"
                 raise unsure
@@ -229,6 +237,18 @@ def delete(
         f"was committed meanwhile. Stop the job that saves there, and delete again",
         checkpoint_id=storage.url,
     )
+
+
+def _make_room(place: Listing) -> bool:
+    """Removes what nothing needs, on a full disk; tells whether there was any of it.
+
+    That is what a record decides against, and the trace of what stands.
+    """
+    manifest = place.standing.manifest
+    traces = () if manifest is None else (trace_key(manifest.attempt),)
+    found = _dead(place)
+    done = remove(place, replace(found, delete=(*traces, *found.delete)), dry_run=False)
+    return any(key in place.sizes for key in done.deleted)
 
 
 def _finish_won(place: Listing, record: DeleteRecord, won: Won) -> CollectReport:

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
-from ray_dcp.errors import InvalidRequestError, StorageError
+from ray_dcp.errors import CheckpointError, InvalidRequestError, StorageError
 
 BytesLike = bytes | bytearray | memoryview
 """What can be written."""
@@ -295,6 +295,18 @@ _WAY_OUT = {
     errno.ESTALE: "the network filesystem lost this file: check its server, then retry",
     errno.EFBIG: "lower `part_bytes`: the filesystem can't hold a file of this size",
 }
+
+
+def is_full(error: CheckpointError | str) -> bool:
+    """Tells whether an error, or its text, says that a disk or a quota is full.
+
+    Examples:
+        >>> is_full(os_failure(OSError(errno.ENOSPC, ""), "write", "a", "/run/a"))
+        True
+    """
+    text = error if isinstance(error, str) else error.message
+    # Why by the text: of what failed on another rank nothing else comes here.
+    return "[ENOSPC]" in text or "[EDQUOT]" in text
 
 
 def check_key(key: str, *, unpublished: bool = False) -> str:

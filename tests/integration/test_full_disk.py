@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 import ray_dcp
+from ray_dcp.cli.main import main as command_line
 from ray_dcp.errors import CommitUnknownError, StorageError
+from ray_dcp.io.reserve import RESERVE, RESERVE_BYTES
+from ray_dcp.manager import BestN, Item, LatestN
+from ray_dcp.manager.catalogue import FOLDER
 from ray_dcp.runtime.worker_group import WorkerGroup
 from ray_dcp.store.local import LocalStorage
 from tests.attempts import names_at, one_error, save_sound, step_that_loads, try_save
@@ -99,3 +105,137 @@ def big_state(rank):
     import torch
 
     return {f"big-{rank}": torch.full((1 << 18,), float(rank))}
+
+
+# --- freeing space where there is none ------------------------------------------------------------
+
+
+def manager_of(path, **given):
+    return ray_dcp.CheckpointManager(path, 1, chkpt_on_preemption=False, **given)
+
+
+def tensor(num_bytes, value=0.0):
+    return {"w": torch.full((num_bytes // 4,), float(value))}
+
+
+def command(*arguments):
+    """Runs the command in this process, which counts the bytes of a quota."""
+    with suppress(SystemExit):
+        command_line([*map(str, arguments)], standalone_mode=False)
+
+
+@pytest.mark.parametrize("what", ["delete", "manager", "another manager", "rm"])
+def test_a_step_is_deleted_on_a_disk_without_a_free_byte(disk, what):
+    run = disk.path / "run"
+    with ExitStack() as stack:
+        manager = stack.enter_context(manager_of(run))
+        for step in (1, 2):
+            manager.save(step, tensor(1 << 18, step))
+        if what == "another manager":
+            manager.close()
+            manager = manager_of(run)
+        disk.leave(0, here)
+        match what:
+            case "delete":
+                ray_dcp.delete(run / "step-00000001")
+            case "manager" | "another manager":
+                manager.delete(1)
+            case "rm":
+                command("rm", f"{run}@1", "--yes")
+        assert manager.all_steps() == [2]
+        left = {one.name for one in (run / "step-00000001").iterdir()}
+        assert left <= {"manifest-00000002.json", "step-info-00000000.json"}
+        assert manager.save(3, tensor(1 << 17, 3))  # the space is there
+        manager.close()
+    disk.make_room(here)
+    assert ray_dcp.verify(run / "step-00000002").ok
+
+
+def test_a_checkpoint_without_a_run_is_deleted_on_a_disk_without_a_free_byte(disk):
+    path = disk.path / "one"
+    ray_dcp.save(tensor(1 << 16), checkpoint_id=path)
+    disk.leave(0, here)
+    ray_dcp.delete(path)
+    assert [one.name for one in path.iterdir()] == ["manifest-00000002.json"]
+
+
+def test_what_an_unfinished_save_left_is_collected_on_a_disk_without_a_free_byte(disk):
+    run = disk.path / "run"
+    with manager_of(run) as manager:
+        manager.save(1, tensor(1 << 16))
+    left = run / "step-00000002" / "__0_0.0123456789abcdef.distcp"
+    left.parent.mkdir()
+    left.write_bytes(bytes(1 << 18))
+    disk.leave(0, here)
+    command("gc", run, "--abort-unfinished", "--yes")
+    assert not left.exists()
+    assert (run / FOLDER / RESERVE).stat().st_size == RESERVE_BYTES
+    assert manager_of(run).all_steps() == [1]
+
+
+def test_a_save_without_space_is_made_once_more_after_retention(disk, caplog):
+    """As where a disk has room for two steps, of which both stay until the third is committed."""
+    with manager_of(disk.path / "run", max_to_keep=2) as manager:
+        for step in (1, 2):
+            manager.save(step, tensor(1 << 20, step))
+        disk.leave(1 << 19, here)
+        assert manager.save(3, tensor(1 << 20, 3))
+        assert manager.all_steps() == [2, 3]
+        assert "Step 3 is saved once more" in caplog.text
+        # Nothing that the policy would let go, besides the newest: it fails, and both stay.
+        disk.leave(1 << 19, here)
+        with pytest.raises(StorageError, match="ENOSPC"):
+            manager.save(4, tensor(3 << 20, 4))
+        assert 3 in manager.all_steps()
+        found = tensor(1 << 20)
+        assert manager.restore("latest", found).step == 3
+        assert found["w"][0] == 3
+
+
+def test_the_only_step_stays_while_there_is_no_space_for_another(disk):
+    with manager_of(disk.path / "run", max_to_keep=1) as manager:
+        manager.save(1, tensor(1 << 20, 1))
+        disk.leave(1 << 19, here)
+        for step in (2, 3):
+            with pytest.raises(StorageError, match="ENOSPC"):
+                manager.save(step, tensor(1 << 20, step))
+        assert manager.all_steps() == [1]
+        assert manager.restore("auto", tensor(1 << 20)).step == 1
+
+
+def test_the_best_step_stays_while_a_better_one_has_no_space(disk):
+    keeps = LatestN(1) | BestN(1, "loss")
+    with manager_of(disk.path / "run", retention=keeps) as manager:
+        for step, loss in ((1, 0.2), (2, 0.9)):
+            manager.save(step, tensor(1 << 20, step), metrics={"loss": loss})
+        disk.leave(1 << 19, here)
+        with pytest.raises(StorageError, match="ENOSPC"):
+            manager.save(3, tensor(3 << 20, 3), metrics={"loss": 0.1})
+        assert manager.all_steps() == [1, 2]
+
+
+def test_after_an_async_save_without_space_the_next_one_makes_room(disk):
+    with manager_of(disk.path / "run", max_to_keep=2) as manager:
+        for step in (1, 2):
+            manager.save(step, tensor(1 << 20, step))
+        disk.leave(1 << 19, here)
+        manager.save_async(3, tensor(1 << 20, 3))
+        with pytest.raises(StorageError, match="ENOSPC"):
+            manager.join()
+        assert manager.all_steps() == [1, 2]
+        manager.save_async(4, tensor(1 << 20, 4))
+        manager.join()
+        assert manager.all_steps() == [2, 4]
+
+
+def test_a_step_of_items_without_space_leaves_none_of_them_and_is_saved_once_more(disk):
+    items = {"model": Item(), "data": Item()}
+    with manager_of(disk.path / "run", max_to_keep=2, items=items) as manager:
+        for step in (1, 2):
+            manager.save(step, {"model": tensor(1 << 19, step), "data": tensor(1 << 19, step)})
+        disk.leave(3 << 18, here)  # room for one of them
+        assert manager.save(3, {"model": tensor(1 << 19, 3), "data": tensor(1 << 19, 3)})
+        assert manager.all_steps() == [2, 3]
+        assert manager.restore(3, {"data": tensor(1 << 19)}).step == 3
+    disk.make_room(here)
+    assert not list((disk.path / "run" / "step-00000001").glob("*/*"))

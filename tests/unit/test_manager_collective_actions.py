@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 
 import pytest
@@ -14,7 +15,8 @@ from ray_dcp.manager.collective_actions import agree
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.tasks import settle
-from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.local import LocalStorage, LocalWriter
+from ray_dcp.store.storage import os_failure
 from tests.thread_ranks import DeadRankError, run_as_ranks
 
 
@@ -115,3 +117,25 @@ def test_a_step_can_be_saved_after_its_decision_was_left(tmp_path, monkeypatch, 
     assert manager.save(2, state(2))
     manager.close()
     assert steps_at(tmp_path) == [1, 2]
+
+
+def test_where_one_rank_has_no_space_all_save_once_more_after_retention(tmp_path, monkeypatch):
+    left, append = [1], LocalWriter._append
+
+    def full(self, data):
+        if left and "/step-00000003/__1_" in self._path:
+            left.pop()
+            raise os_failure(OSError(errno.ENOSPC, ""), "write", self._key, self._path)
+        append(self, data)
+
+    monkeypatch.setattr(LocalWriter, "_append", full)
+
+    def work(rank):
+        manager = CheckpointManager(tmp_path, 1, max_to_keep=2, chkpt_on_preemption=False)
+        for step in (1, 2, 3):
+            assert manager.save(step, {f"w{rank}": torch.full((1 << 18,), float(step))})
+        return True
+
+    assert run_as_ranks(work, 2, lambda *_: False) == [True, True]
+    assert left == []
+    assert steps_at(tmp_path) == [2, 3]
