@@ -6,6 +6,7 @@ again on a fresh place and interrupted there, and the invariants are checked thr
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import uuid
 import warnings
@@ -413,6 +414,9 @@ class _Enumeration:
             yield storage, frozenset(beside)
         finally:
             storage.delete(all_keys(storage))
+            # Why: who died between making a folder and its first file leaves it empty.
+            for path in directory.iterdir() if directory and directory.exists() else ():
+                shutil.rmtree(path)
 
     def _prepare(self, storage: Storage) -> None:
         known = self._known.get(storage.url)
