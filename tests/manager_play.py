@@ -4,12 +4,16 @@ One storage call at a time, in the order of a seed, as in `tests.interleaving`. 
 every actor was told, and looks at each record in the moment in which it is created: a deletion has
 to be right then.
 
+In some rounds small files are damaged: a read gives another byte, or half of the file, once; or
+what lies there is damaged for good, where nothing that was promised is lost by it.
+
 `python -m tests.manager_play 200` plays 200 rounds and tells what was reached.
 """
 
 from __future__ import annotations
 
 import random
+import re
 import sys
 import tempfile
 import threading
@@ -27,6 +31,7 @@ from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import CheckpointError
 from ray_dcp.format.manifest import DeleteRecord, Manifest, decode_record, slot_of
 from ray_dcp.io.records import read_slots
+from ray_dcp.manager import BestN, LatestN
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.leases import Lease, this_process
 from ray_dcp.manager.writer import Writer
@@ -44,6 +49,18 @@ STATES = [
 ]
 METHODS = ("read", "read_into", "write", "open_writer", "list", "unpublished", "delete")
 _here = threading.local()
+
+
+SMALL = re.compile(r"(step-info|manifest|writer|catalogue).*\.json|\d+\..*")
+"""Names of records, infos, leases and the catalogue."""
+
+
+def spoiled(data: bytes, order: random.Random) -> bytes:
+    """Returns bytes with a flipped bit, or the first of them."""
+    at = order.randrange(max(1, len(data)))
+    if not data or order.random() < 0.5:
+        return data[:at]
+    return data[:at] + bytes([data[at] ^ 1 << order.randrange(8)]) + data[at + 1 :]
 
 
 def name_of(step: int) -> str:
@@ -71,6 +88,11 @@ class Model:
 
     root: Path
     max_to_keep: int
+    order: random.Random
+    losses: dict[int, float] = field(default_factory=dict)
+    """Metric of each step, by which the best one stays."""
+    flips: float = 0.0
+    """Chance that a read of a small file gives something else."""
     newest_lease: int = 0
     """Number of the newest writer lease of which its holder was told."""
     pinned: set[int] = field(default_factory=set)
@@ -124,6 +146,25 @@ class Model:
             newer |= {one for one, number in self.removing.items() if number and one > step}
             if len(newer) < self.max_to_keep:
                 self.wrong.append(told + f"though only {sorted(newer)} are newer")
+            others = {*self.standing(), *(one for one, number in self.removing.items() if number)}
+            if step == min({*others, step}, key=self.losses.__getitem__):
+                self.wrong.append(told + f"the best of {sorted(others)}")
+
+    def read_of(self, path: Path, data: bytes) -> bytes:
+        """Returns what a read gives: now and then not what is there."""
+        if not data or SMALL.fullmatch(path.name) is None or self.order.random() >= self.flips:
+            return data
+        self.seen["flipped"] += 1
+        return spoiled(data, self.order)
+
+    def damage(self) -> None:
+        """Damages a small file for good."""
+        names = ("step-*/step-info-*", ".manager/*.json", ".manager/reading/*")
+        found = sorted(path for name in names for path in self.root.glob(name))
+        if found:
+            path = self.order.choice(found)
+            path.write_bytes(spoiled(path.read_bytes(), self.order))
+            self.seen[f"damaged {path.name[:4]}"] += 1
 
 
 class Unstepped:
@@ -136,7 +177,8 @@ class Unstepped:
     def __getattr__(self, name):
         def call(*args, **given):
             with in_one_step(), self._judged(name, args):
-                return self._real[name](self._storage, *args, **given)
+                found = self._real[name](self._storage, *args, **given)
+            return self._model.read_of(Path(self.url, args[0]), found) if name == "read" else found
 
         return call
 
@@ -188,7 +230,16 @@ class Round:
 
     def __init__(self, root: Path, seed: int) -> None:
         self.order = random.Random(seed)
-        self.model = Model(root, self.order.choice([1, 2, 2, 3]))
+        losses = self.order.sample(range(NUM_STEPS + 8), NUM_STEPS + 8)
+        if self.order.random() < 0.6:
+            losses.sort()  # so that the first one is to stay
+        self.model = Model(
+            root,
+            self.order.choice([1, 1, 2, 3]),
+            self.order,
+            dict(enumerate(map(float, losses))),
+            self.order.choice([0.0, 0.03, 0.2]),
+        )
         self.world = World(root, self.order)
         self.root = Root(Target(str(root)), open_quickly)
 
@@ -201,7 +252,7 @@ class Round:
 
     def _play(self) -> None:
         world, order = self.world, self.order
-        last = order.randint(3, 6)
+        last = order.randint(3, 7)
         self._begin("writer-1", lambda actor: self.write(actor, 1, last))
         visitors = order.randint(0, 4)
         successor = order.random() < 0.7
@@ -211,6 +262,8 @@ class Round:
             nonlocal begun, successor
             if not self.model.saved:
                 return
+            if self.model.flips and order.random() < 0.01:
+                self.model.damage()
             if begun < visitors and order.random() < 0.01:
                 begun += 1
                 visit = order.choice([self._tag, self._tag, self._rm, self._read])
@@ -243,16 +296,13 @@ class Round:
     def write(self, actor, first: int, last: int) -> None:
         """Saves steps, and does now and then what else a writer does."""
         order = self.order
-        actor.writer = writer = Writer(
-            self.root,
-            settings(max_to_keep=self.model.max_to_keep, order="any"),
-            threaded=False,
-            holder=replace(this_process(), nonce=actor.name),
-        )
+        actor.writer = writer = self._writer(actor)
         if first > 1 and order.random() < 0.5:
             self._asked(actor, range(first, NUM_STEPS), lambda: writer.rewind(first - 1))
             self.model.took_lease(writer)
         for step in range(first, last + 1):
+            if order.random() < 0.3:  # it died before it could write the catalogue, and came again
+                actor.writer = writer = self._writer(actor)
             if order.random() < 0.15 and self.model.saved:
                 writer.damaged.add(max(self.model.saved))  # one read of it had failed
                 self.model.seen["damaged"] += 1
@@ -261,12 +311,21 @@ class Round:
                 again = order.choice(sorted(self.model.saved) or [step])
                 self._save(actor, writer, again, replace=True)
             if order.random() < 0.1:
-                self._asked(actor, [step], lambda step=step: writer.delete(step))
+                self._asked(actor, [step], lambda step=step, by=writer: by.delete(step))
         writer.close()
+
+    def _writer(self, actor) -> Writer:
+        return Writer(
+            self.root,
+            settings(retention=LatestN(self.model.max_to_keep) | BestN(1, "loss"), order="any"),
+            threaded=False,
+            holder=replace(this_process(), nonce=actor.name),
+        )
 
     def _save(self, actor, writer, step: int, *, replace: bool) -> None:
         tags = ["kept"] if self.order.random() < 0.15 else []
-        place = writer.begin(step, replace=replace, tags=tags)
+        metrics = {"loss": self.model.losses[step]}
+        place = writer.begin(step, replace=replace, tags=tags, metrics=metrics)
         self.model.took_lease(writer)
         if self.order.random() < 0.12:
             writer.finish(place, False)  # as when its bytes could not be captured

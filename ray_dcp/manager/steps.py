@@ -272,8 +272,12 @@ def _delete(root: Root, name: str, expected: str | None, **announced: Any) -> No
         )
 
 
-def _standing_attempt(storage: Storage) -> str:
-    decides = read_slots(storage, tolerant=True).decides
+def _standing_attempt(storage: Storage) -> str | None:
+    """Returns what is committed; "" for nothing, None where that can't be read."""
+    slots = read_slots(storage, tolerant=True)
+    if slots.unreadable:
+        return None
+    decides = slots.decides
     is_commit = decides is not None and isinstance(decides.record, Manifest)
     return decides.record.attempt if decides is not None and is_commit else ""
 

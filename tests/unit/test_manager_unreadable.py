@@ -324,3 +324,15 @@ def test_who_copies_a_live_run_is_told_whose_lease_the_copy_has_and_how_to_take_
         pytest.raises(errors.CheckpointExistsError, match="is written"),
     ):
         manager.save(2, state(2), metrics={"loss": 1})
+
+
+def test_an_item_with_a_record_that_cannot_be_read_goes_with_its_step(tmp_path):
+    options = {"items": {"model": Item(), "ema": Item()}, "retention": LatestN(1)}
+    with manager_of(tmp_path, **options) as manager:
+        manager.save(1, {name: state(1) for name in options["items"]})
+        (tmp_path / "step-00000001" / "model" / "manifest-00000001.json").write_bytes(b"?")
+        manager.save(2, {name: state(2) for name in options["items"]})
+        manager.join()
+        assert manager.all_steps() == [2]
+        assert not list(tmp_path.glob("step-00000001/*/*.distcp"))
+        assert manager.restore("latest", {"ema": state()}).step == 2
