@@ -169,39 +169,35 @@ def _read(
         if is_older and not whole:
             break
         try:
-            # Why so many: of a longer file, no more is taken into memory than is refused.
-            data = known.get(slot) or storage.read(record_key(slot), 0, MAX_RECORD_BYTES + 1)
+            data = known.get(slot) or _bytes_in(storage, slot)
+            if not is_older:
+                _decode(found, storage, slot, data, tolerant)
+                decides = found.decides
         except KeyMissingError:
             if not is_older:
                 return None
             continue
-        if not is_older:
-            try:
-                _decode(found, slot, data, tolerant=False)
-            except DamagedCheckpointError:
-                # Why again: one answer of a server, or of a bad cable, is no proof of damage.
-                again = read_if_there(storage, record_key(slot), MAX_RECORD_BYTES + 1)
-                if again is None:
-                    return None
-                _decode(found, slot, again, tolerant)
-            decides = found.decides
-        else:
+        if is_older:
             # Why suppressed: it has no say, and whoever can't read it can't be misled by it.
             with suppress(DamagedCheckpointError):
                 found.older[slot] = decode_record(data, key=record_key(slot))
     return found
 
 
-def _decode(into: Slots, slot: int, data: bytes, tolerant: bool) -> None:
+def _bytes_in(storage: Storage, slot: int) -> bytes:
+    # Why so many: of a longer file, no more is taken into memory than is refused.
+    return storage.read(record_key(slot), 0, MAX_RECORD_BYTES + 1)
+
+
+def _decode(into: Slots, storage: Storage, slot: int, data: bytes, tolerant: bool) -> None:
     key = record_key(slot)
     try:
-        record = decode_record(data, key=key)
-        if not isinstance(record, AbortRecord) and record.previous_slot >= slot:
-            raise DamagedCheckpointError(
-                f"expected in slot {slot} a record that was planned before it, found the one of "
-                f"{record.attempt}, which saw slot {record.previous_slot}: files changed places",
-                key=key,
-            )
+        try:
+            record = _record_in(slot, data)
+        except DamagedCheckpointError:
+            # Why again: what was altered or cut off on its way here comes whole the next time.
+            data = _bytes_in(storage, slot)
+            record = _record_in(slot, data)
         into.records[slot] = record
         into.data[slot] = data
     except DamagedCheckpointError as error:
@@ -212,6 +208,17 @@ def _decode(into: Slots, slot: int, data: bytes, tolerant: bool) -> None:
             )
             raise
         into.unreadable[slot] = error
+
+
+def _record_in(slot: int, data: bytes) -> Record:
+    record = decode_record(data, key=record_key(slot))
+    if not isinstance(record, AbortRecord) and record.previous_slot >= slot:
+        raise DamagedCheckpointError(
+            f"expected in slot {slot} a record that was planned before it, found the one of "
+            f"{record.attempt}, which saw slot {record.previous_slot}: files changed places",
+            key=record_key(slot),
+        )
+    return record
 
 
 _PREFIX = "deleting/"

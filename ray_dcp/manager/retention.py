@@ -37,6 +37,8 @@ class StepFacts:
 class RetentionPolicy(Protocol):
     """Tells which steps to keep. Must be a pure function of the facts.
 
+    While the metrics of a step can't be read, it is also asked with each of them as -inf and inf.
+
     Examples:
         >>> class FirstTen:
         ...     def keeps(self, steps):
@@ -269,9 +271,9 @@ def superfluous(
     if policy is None or not known:
         return ()
     kept = {facts.step for facts, is_kept in _answers(policy, known) if is_kept}
-    metrics = {name for facts in known for name in facts.metrics}
     for value in (-math.inf, math.inf) if unknown else ():
-        guesses = [replace(one, metrics=dict.fromkeys(metrics, value)) for one in unknown]
+        guess = {name: value for facts in known for name in facts.metrics}
+        guesses = [replace(one, metrics=guess) for one in unknown]
         answers = _answers(policy, sorted([*known, *guesses], key=lambda facts: facts.step))
         kept |= {facts.step for facts, is_kept in answers if is_kept}
     kept |= {known[-1].step, *protected}

@@ -547,10 +547,10 @@ def info_below(
         data = read_if_there(storage, _below(directory, key), MAX_RECORD_BYTES)
         return None if data is None else decode_info(data, key=key)
 
-    # Why again: one answer of a server, or of a bad cable, is no proof of damage.
-    with suppress(DamagedCheckpointError):
+    try:
         return read()
-    return read()
+    except DamagedCheckpointError:
+        return read()  # what a network altered comes whole the next time
 
 
 def _below(directory: str, key: str) -> str:
