@@ -96,11 +96,6 @@ class StepFound(CatalogueRow):
     """False: its newest record, or what was told of it, can't be read: retention decides nothing
     about it."""
 
-    @property
-    def is_readable(self) -> bool:
-        """Whether it is known what is committed."""
-        return self.slot > 0 or not self.is_ours
-
     def facts(self, tags: frozenset[str]) -> StepFacts:
         """Returns what a retention policy may look at."""
         return replace(self._facts, tags=tags) if tags else self._facts

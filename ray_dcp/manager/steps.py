@@ -307,7 +307,7 @@ def _begun_at(item: str) -> int:
 
 def going(found: StepFound) -> Going:
     """Returns a step as it may go."""
-    return Going(found.step, found.name, found.attempt if found.is_readable else None)
+    return Going(found.step, found.name, found.attempt or None)
 
 
 def check_item_name(name: object) -> str:

@@ -148,6 +148,15 @@ def test_what_has_a_tag_or_is_read_stays(tmp_path: Path):
     assert [one.step for one in list_run(tmp_path).steps] == [3, 1]
 
 
+@pytest.mark.parametrize("what", [info_key(0), "manifest-00000001.json"])
+def test_what_cannot_be_read_stays(tmp_path: Path, what: str):
+    steps = [folder(n) for n in (1, 2, 3)]
+    save(tmp_path, *steps)
+    (tmp_path / steps[0].name / what).write_bytes(b"?")
+    Retention(Root(Target(str(tmp_path))), "ray_dcp", 1, 2, []).told(steps[2])
+    assert [one.step for one in list_run(tmp_path).steps] == [3, 1]
+
+
 def test_a_run_that_lost_its_right_deletes_nothing(tmp_path: Path, caplog: Any):
     steps = [folder(n) for n in (1, 2)]
     save(tmp_path, *steps)

@@ -243,7 +243,7 @@ class Retention:
         committed = {
             folder: going(one)
             for name, one in self._found.folders.items()
-            if (folder := parse(name)) is not None and one.is_ours and one.is_readable
+            if (folder := parse(name)) is not None and one.is_ours and one.is_known
         }
         left = (parse(name) for name in self._found.leftovers)
         earlier = {
