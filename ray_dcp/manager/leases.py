@@ -90,7 +90,7 @@ class LeaseHolder:
         return _exists(self.pid) if started is None else started == self.started
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host or 'an unknown host'}"
+        return f"process {self.pid or '?'} on {self.host or 'an unknown host'}"
 
 
 def this_process() -> LeaseHolder:

@@ -220,8 +220,8 @@ def remove_failed(root: Root, place: StepTarget, items: Iterable[str]) -> None:
         place: Where it was to be saved.
         items: Names of its items; none for a step of one state.
     """
-    with suppress(CheckpointError):
-        for item in items:
+    for item in items:
+        with suppress(CheckpointError):
             remove_folder(root, f"{place.name}/{place.folder_of(item)}")
     with suppress(CheckpointError):
         collect(root.below(place.name), abort_unfinished=True, opener=root.opener)
@@ -348,5 +348,10 @@ def _infos(storage: Storage, keys: Iterable[str]) -> Iterator[StepInfo]:
     for key in keys:
         # Suppressed: then an item is not removed, and `ray_dcp.collect` finds what a crash left.
         with suppress(KeyMissingError, DamagedCheckpointError):
-            if info_slot(key) is not None:
-                yield decode_info(storage.read(key, 0, MAX_RECORD_BYTES), key=key)
+            if info_slot(key) is None:
+                continue
+            try:
+                info = decode_info(storage.read(key, 0, MAX_RECORD_BYTES), key=key)
+            except DamagedCheckpointError:
+                info = decode_info(storage.read(key, 0, MAX_RECORD_BYTES), key=key)
+            yield info

@@ -467,17 +467,15 @@ class Writer:
         Raises:
             InvalidRequestError: A metric can't be taken.
         """
+        metrics = check_metrics(metrics, self._settings.kept)
         failed, self._had_no_room = self._had_no_room, None
-        if failed is not None and failed.step not in self.pending:
-            remove_failed(self.root, failed, self._settings.named)
         before = {*self.catalogue.steps}
         with self.lock:
-            self._next = StepFacts(
-                step=step,
-                created_s=float(self._now()),
-                metrics=check_metrics(metrics, self._settings.kept),
-            )
+            self._next = StepFacts(step=step, created_s=float(self._now()), metrics=metrics)
         try:
+            self._lease.check()
+            if failed is not None and failed.step not in self.pending:
+                remove_failed(self.root, failed, self._settings.named)
             self.remove_superfluous()
         except CheckpointError as error:
             logger.warning("No room is made for step %d: %s", step, error)
