@@ -56,6 +56,8 @@ class RefusingProxy:
         self.refusal: Refusal | None = None
         self.alters: Callable[[str, str], bool] = lambda method, path: False
         """Tells of method and path whether a byte of the body is changed on its way."""
+        self.alters_answer = self.alters
+        """The same of the body that the server answers."""
         self.num_altered = 0
         self.seen: list[str] = []
         """Method and path of each request."""
@@ -112,6 +114,9 @@ class RefusingProxy:
                 if refused is not None:
                     self._refuse(refused)
                     return
+                if data and proxy.alters_answer(self.command, self.path):
+                    proxy.num_altered += 1
+                    data = data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
                 self.send_response_only(answer.status)
                 for name, value in answer.getheaders():
                     if name.lower() not in ("transfer-encoding", "connection"):

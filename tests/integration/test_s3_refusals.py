@@ -10,6 +10,9 @@ import torch
 
 import ray_dcp
 from ray_dcp.errors import CommitUnknownError, StorageError
+from ray_dcp.format.names import CATALOGUE
+from ray_dcp.manager import BestN, CheckpointManager, LatestN
+from ray_dcp.manager.catalogue import FOLDER
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.location import Location
 from ray_dcp.store.object_storage import ObjectStorage
@@ -216,3 +219,28 @@ def test_what_is_refused_in_a_load_is_told_with_the_file(place, proxy, refusal):
     proxy.refusal = Refusal(status, code, is_read)
     with pytest.raises(StorageError, match=rf"could not read {place.url}/__0_0.*{code}.*{told}"):
         ray_dcp.load({"w": torch.zeros(4)}, checkpoint_id=there, no_dist=True)
+
+
+@pytest.mark.parametrize("times", [1, None])
+@pytest.mark.parametrize("what", ["step-info-", "manifest-"])
+def test_an_answer_that_a_byte_was_changed_in_deletes_no_step(place, proxy, what, times):
+    """The best step of a run whose process died before it wrote the catalogue."""
+
+    def manager_at(root):
+        keeps = LatestN(1) | BestN(1, "loss")
+        return CheckpointManager(root, 1, retention=keeps, chkpt_on_preemption=False)
+
+    def alters(method, path):
+        hits = method == "GET" and f"step-00000001/{what}" in path
+        return hits and (times is None or proxy.num_altered < times)
+
+    with manager_at(place) as manager:
+        for step, loss in ((1, 0.1), (2, 0.9)):
+            manager.save(step, {"w": torch.ones(3)}, metrics={"loss": loss})
+    open_storage(place).delete([f"{FOLDER}/{CATALOGUE}"])
+    proxy.alters_answer = alters
+    with manager_at(through(proxy, place)) as manager:
+        manager.save(3, {"w": torch.ones(3)}, metrics={"loss": 0.5})
+        manager.join()
+        assert proxy.num_altered >= (times or 2)
+        assert manager.all_steps() == [1, 3]
