@@ -26,6 +26,7 @@ from ray_dcp.errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
     InternalError,
+    StorageError,
     UncommittedCheckpointError,
 )
 from ray_dcp.format.manifest import (
@@ -500,6 +501,38 @@ def newest_record(storage: Storage) -> Committed | None:
         StorageError: The storage can't be read.
     """
     return _committed(read_slots(storage).decides)
+
+
+def what_became_of(storage: Storage, checkpoint: Checkpoint) -> CheckpointError | None:
+    """Returns why a checkpoint does not stand any more; None where it does, as far as is known.
+
+    For who found it damaged: of one that was replaced or deleted meanwhile, files are missing.
+
+    Args:
+        storage: Where it was read.
+        checkpoint: As it was read.
+
+    Raises:
+        StorageError: The storage can't be read.
+    """
+    try:
+        decides = read_slots(storage).decides
+    except DamagedCheckpointError:
+        return None
+    committed = _committed(decides)
+    if checkpoint.manifest is not None:
+        stands = committed is not None and committed.manifest.attempt == checkpoint.attempt
+    else:
+        own = checkpoint.record or None
+        stands = committed is None and (own is None or own == _read_or_none(storage, METADATA_KEY))
+    if stands:
+        return None
+    if committed is None and checkpoint.manifest is not None:
+        return not_found(storage, decides)
+    return StorageError(
+        f"the checkpoint in {storage.url} was replaced or removed while it was read; read it again",
+        checkpoint_id=storage.url,
+    )
 
 
 def _read_or_none(storage: Storage, key: str, most_bytes: int = MAX_PICKLE_BYTES) -> bytes | None:

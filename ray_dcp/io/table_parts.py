@@ -190,18 +190,31 @@ class CheckFile:
         found: list[bytes | str] = [b""] * len(self.table.files)
 
         def look(number: int) -> None:
-            try:
-                self._read_end(number, sizes.get(self.table.files[number]))
-            except DamagedCheckpointError as error:
-                found[number] = error.message
-                return
-            self._known.add(number)
-            low, high = self._place[number : number + 2].tolist()
-            found[number] = end_checks(0, self.table.checks[low:high])
+            found[number] = self.end_of(number, sizes.get(self.table.files[number]))
 
         if self.at_end:
             run_tasks(range(len(found)), look, _THREADS)
         return found
+
+    def end_of(self, number: int, file_bytes: int | None) -> bytes | str:
+        """Returns the same of one file, read now.
+
+        Args:
+            number: Index into the table's `files`.
+            file_bytes: Its length; None if it is not there.
+
+        Raises:
+            StorageError: They can't be read.
+        """
+        if not self.at_end:
+            return b""
+        try:
+            self._read_end(number, file_bytes)
+        except DamagedCheckpointError as error:
+            return error.message
+        self._known.add(number)
+        low, high = self._place[number : number + 2].tolist()
+        return end_checks(0, self.table.checks[low:high])
 
     def _read_end(self, number: int, file_bytes: int | None = None) -> None:
         low, high = self._place[number : number + 2].tolist()

@@ -192,27 +192,19 @@ class StateFound:
     in_flight: tuple[str, ...] = ()
 
 
-def state_of(
-    files: Mapping[str, int], slots: Slots | None = None, *, standing: Manifest | None = None
-) -> StateFound:
+def state_of(files: Mapping[str, int], slots: Slots) -> StateFound:
     """Returns the state of a folder.
 
     Args:
         files: Lengths of what lies in it, by key.
-        slots: Its records, as far as they decide; or
-        standing: the manifest that decides, where that is known.
+        slots: Its records, as far as they decide.
     """
-    slots = slots or Slots()
     decides = None if slots.decides is None else slots.decides.record
-    if standing is None and isinstance(decides, Manifest):
-        standing = decides
-    named = {record.attempt for record in slots.records.values()}
-    told = decides if standing is None else standing
-    decided = named | ({v.attempt for v in told.decided} if told is not None else set())
-    known = decided | ({standing.attempt} if standing is not None else set())
+    known = {record.attempt for record in slots.records.values()}
+    known |= {vote.attempt for vote in decides.decided} if decides is not None else set()
     pending = tuple(sorted(attempts_of(files) - known))
-    if standing is not None:
-        return _committed(files, standing, pending)
+    if isinstance(decides, Manifest):
+        return _committed(files, decides, pending)
     if isinstance(decides, DeleteRecord):
         return _deleted(files, pending)
     return _nothing(files, pending, aborted=bool(slots.used))
@@ -257,6 +249,8 @@ def _nothing(files: Mapping[str, int], pending: tuple[str, ...], *, aborted: boo
     return StateFound("aborted", "it has records of saves, but none of a commit")
 
 
+_MOST_LOOKS = 20
+"""How often a folder is looked at again; each time a save or a delete came in between."""
 REMOTE_THREADS = 32
 """Folders of an object store that are looked into at a time: each takes a round trip or two."""
 
@@ -441,14 +435,17 @@ def _look(
     is_item: bool,
 ) -> ListedCheckpoint:
     name = directory or storage.url.rstrip("/").rpartition("/")[2]
-    slot, found = _found(storage, root, directory, files)
-    manifest = found.manifest
+    slot, found, files = _found(storage, root, directory, files)
+    manifest, detail = found.manifest, found.detail
     info, row = None, shared.rows.get(directory)
     if manifest is not None and row is not None and row.attempt == manifest.attempt:
         info = row.info
     elif manifest is not None:
-        with suppress(DamagedCheckpointError):
+        try:
             info = info_below(storage, directory, map(info_slot, files), slot)
+        except DamagedCheckpointError as error:
+            told = f"its metrics and items are not known: {error.message}"
+            detail = f"{detail}; {told}" if detail else told
     step = None if is_item else step_of(name)
     # Why: what is nested deeper, or the root itself, is no step of this run.
     own = step is not None and bool(directory) and "/" not in directory
@@ -459,7 +456,7 @@ def _look(
         num_bytes=sum(files.values()),
         num_ranks=manifest.world_size if manifest else num_ranks(files),
         created_s=manifest.created_s if manifest else None,
-        detail=found.detail,
+        detail=detail,
         in_flight=found.in_flight,
         tags=shared.tags.get(step or 0, ()) if own else (),
         note=shared.notes.get(step or 0, "") if own else "",
@@ -478,28 +475,59 @@ def num_ranks(files: Iterable[str]) -> int | None:
 
 def _found(
     storage: Storage, root: AnyPlace, directory: str, files: Mapping[str, int]
-) -> tuple[int, StateFound]:
-    """Returns the slot of what is committed, and the detail to show about the folder."""
+) -> tuple[int, StateFound, Mapping[str, int]]:
+    """Returns the slot of what is committed, what there is to show, and the files there."""
     last = max((slot for key in files if (slot := slot_of(key))), default=0)
-    if not last:
-        return 0, state_of(files, Slots())
-    highest = highest_record(storage, directory, last)
-    if isinstance(highest, Manifest) and highest.previous_slot == last - 1:
-        return last, state_of(files, standing=highest)
-    below = open_storage(place_below(root, directory)) if directory else storage
-    try:
-        slots = read_slots(below)
-    except StorageError:
-        raise
-    except CheckpointError as error:
-        return 0, StateFound("damaged", error.message)
-    found = state_of(files, slots)
-    if found.state in FOREIGN:
-        # Why again: of what was deleted during the listing, it may have `.metadata` alone, which
-        # looks like another program's. That goes first, so that this listing has it no more.
-        now = {one.key: one.num_bytes for one in below.list() if "/" not in one.key}
-        found = state_of(now, slots)
-    return (slots.decides.slot if slots.decides else 0), found
+    if last:
+        highest = highest_record(storage, directory, last)
+        if isinstance(highest, Manifest | DeleteRecord) and highest.previous_slot == last - 1:
+            found = state_of(files, Slots((last,), {last: highest}, {last: b""}))
+            if found.state in ("committed", "deleted"):
+                return last, found, files
+    else:
+        found = state_of(files, Slots())
+        if found.state in FOREIGN:
+            return 0, found, files
+    # Why again: a listing that began before a save or a delete was committed may show neither
+    # what that wrote nor all of what it has removed since.
+    return _found_now(open_storage(place_below(root, directory)) if directory else storage)
+
+
+def _found_now(storage: Storage) -> tuple[int, StateFound, Mapping[str, int]]:
+    """Returns the same, of records and files that belong together.
+
+    Files of a commit are there before its record, and go after that of the next one. So they are
+    listed after the record was read, and what they lack is damage if that record still decides.
+    """
+    slots: Slots | None = None
+    for _ in range(_MOST_LOOKS):
+        before = slots
+        try:
+            slots = read_slots(storage)
+        except DamagedCheckpointError as error:
+            return 0, StateFound("damaged", error.message), _files_in(storage)
+        except StorageError:
+            raise
+        except CheckpointError as error:
+            # Why not damaged: a newer ray_dcp wrote it.
+            return 0, StateFound("unreadable", error.message), _files_in(storage)
+        if before is not None and before.decides == slots.decides:
+            break
+        files = _files_in(storage)
+        found = state_of(files, slots)
+        if found.state in ("committed", "deleted"):
+            break
+    return (slots.decides.slot if slots and slots.decides else 0), found, files
+
+
+def _files_in(storage: Storage) -> dict[str, int]:
+    """Returns the lengths of the files of a checkpoint, without those of folders in it."""
+    return {
+        one.key: one.num_bytes
+        for one in storage.list()
+        if "/" not in one.key
+        or (one.key.count("/") == 1 and PART_NAME.match(one.key.rpartition("/")[2]))
+    }
 
 
 def highest_record(storage: Storage, directory: str, last: int) -> Record | None:

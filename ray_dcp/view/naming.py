@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Literal, TypeVar
 
-from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError, StorageError
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    InvalidRequestError,
+    StorageError,
+)
 from ray_dcp.view.listing import ListedCheckpoint
 
 Mode = Literal["min", "max"]
@@ -55,14 +60,19 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
-def choose(listed: Sequence[Listed], key: int | str, *, url: str = "") -> Listed:
+def choose(
+    listed: Sequence[Listed], key: int | str, *, url: str = "", damaged: bool = False
+) -> Listed:
     """Returns the checkpoint of a run that a key names.
+
+    `latest` and `best` are steps of the run itself, not of folders below it.
 
     Args:
         listed: The run.
         key: A step number; `latest`; `best`, `best:METRIC` or `best:METRIC:min|max`; a tag; or
             the name of a folder.
         url: Of the run, for messages.
+        damaged: `latest` and `best` may also be a damaged step.
 
     Raises:
         CheckpointNotFoundError: None has it; the message offers the nearest.
@@ -80,11 +90,11 @@ def choose(listed: Sequence[Listed], key: int | str, *, url: str = "") -> Listed
     if text.lstrip("+").isdecimal():
         return _by_number(listed, int(text), url)
     if text == "latest":
-        return _latest(listed, url)
+        return _latest(listed, url, damaged)
     if text == "best" or text.startswith("best:"):
         _, _, rest = text.partition(":")
         metric, _, mode = rest.partition(":")
-        return best_of_run(listed, metric or None, mode or None, url=url)
+        return best_of_run(listed, metric or None, mode or None, url=url, damaged=damaged)
     tagged = [one for one in listed if text in one.tags]
     if len(tagged) == 1:
         return tagged[0]
@@ -101,12 +111,36 @@ def choose(listed: Sequence[Listed], key: int | str, *, url: str = "") -> Listed
     )
 
 
+def passed_over(listed: Sequence[Listed], key: int | str, chosen: Listed) -> Listed | None:
+    """Returns the damaged step that `latest` or `best` would be if it were whole; None for none.
+
+    Args:
+        listed: The run.
+        key: As for `choose`.
+        chosen: What that returned.
+    """
+    try:
+        found = choose(listed, key, damaged=True)
+    except CheckpointError:
+        return None  # of the damaged steps it is not clear which one it would be
+    return None if found is chosen else found
+
+
+def passed_over_text(over: ListedCheckpoint, chosen: ListedCheckpoint, key: int | str) -> str:
+    """Returns what tells a user that an older or a worse step is taken."""
+    return (
+        f"{chosen.name} is taken as {key!r}: {over.name} would be it, but is damaged "
+        f"({over.detail})"
+    )
+
+
 def best_of_run(
     listed: Sequence[Listed],
     metric: str | None = None,
     mode: str | None = None,
     *,
     url: str = "",
+    damaged: bool = False,
 ) -> Listed:
     """Returns the readable checkpoint with the best value of a metric; of equal ones the newest.
 
@@ -115,12 +149,14 @@ def best_of_run(
         metric: Name; the only one that there is if None.
         mode: `min` or `max`; by the name of the metric if None: a loss is small, an accuracy large.
         url: Of the run, for messages.
+        damaged: It may also be a damaged one.
 
     Raises:
         CheckpointNotFoundError: No step has the metric.
         InvalidRequestError: It is not clear which metric is meant, or which values are best.
     """
-    names = sorted({name for one in listed if one.is_readable for name in one.metrics})
+    listed = [one for one in listed if _is_own(one) and _may_be(one, damaged)]
+    names = sorted({name for one in listed for name in one.metrics})
     if not names:
         raise CheckpointNotFoundError(
             f"expected steps with metrics in {url}, found none: a CheckpointManager keeps them, as "
@@ -148,11 +184,7 @@ def best_of_run(
     if mode not in ("min", "max"):
         raise InvalidRequestError(f"the best is 'min' or 'max', but got {mode!r}", key="mode")
     # Why `==` to itself: NaN is never the best.
-    ranked = [
-        one
-        for one in listed
-        if one.is_readable and (v := one.metrics.get(metric)) is not None and v == v
-    ]
+    ranked = [one for one in listed if (v := one.metrics.get(metric)) is not None and v == v]
     if not ranked:
         raise CheckpointNotFoundError(f"every {metric!r} in {url} is NaN: no step is the best")
     sign = 1 if mode == "min" else -1
@@ -181,20 +213,30 @@ def _by_number(listed: Sequence[Listed], step: int, url: str) -> Listed:
     )
 
 
-def _latest(listed: Sequence[Listed], url: str) -> Listed:
-    readable = [one for one in listed if one.is_readable]
-    numbered = [one for one in readable if one.step is not None]
+def _is_own(one: ListedCheckpoint) -> bool:
+    """Whether it lies directly in the run that was listed, or is all of it."""
+    return "/" not in one.name
+
+
+def _may_be(one: ListedCheckpoint, damaged: bool) -> bool:
+    return one.is_readable or (damaged and one.state == "damaged")
+
+
+def _latest(listed: Sequence[Listed], url: str, damaged: bool) -> Listed:
+    own = [one for one in listed if _is_own(one)]
+    found = [one for one in own if _may_be(one, damaged)]
+    numbered = [one for one in found if one.step is not None]
     if numbered:
-        latest = max(numbered, key=lambda one: (one.step or 0, "/" not in one.name, one.name))
-        unread = [one for one in listed if one.state == "unreadable" and one.step is not None]
+        latest = max(numbered, key=lambda one: (one.step or 0, one.name))
+        unread = [one for one in own if one.state == "unreadable" and one.step is not None]
         if unread and (unread[-1].step or 0) > (latest.step or 0):
             raise StorageError(
                 f"{unread[-1].name} in {url} may be the latest step, but can't be read: "
                 f"{unread[-1].detail}"
             )
         return latest
-    if readable:
-        return max(readable, key=lambda one: (one.created_s or 0.0, one.name))
+    if found:
+        return max(found, key=lambda one: (one.created_s or 0.0, one.name))
     raise CheckpointNotFoundError(f"expected a committed step in {url}, found {_found(listed)}")
 
 

@@ -34,7 +34,14 @@ from ray_dcp.view.listing import (
     list_checkpoints,
     readable_entries,
 )
-from ray_dcp.view.naming import best_of_run, choose, nearest, split_address
+from ray_dcp.view.naming import (
+    best_of_run,
+    choose,
+    nearest,
+    passed_over,
+    passed_over_text,
+    split_address,
+)
 from ray_dcp.view.trace import read_trace
 from ray_dcp.view.wording import size_text
 
@@ -164,8 +171,16 @@ class RunView:
             CheckpointNotFoundError: There is none; the message offers the nearest.
             InvalidRequestError: It is not clear which is meant.
             CheckpointError: It can't be opened; see `ray_dcp.open`.
+
+        Warns:
+            UserWarning: `latest` or `best` would be another step, which is damaged.
         """
-        return self.step(key).view
+        found = self.step(key)
+        over = passed_over(self.steps, key, found)
+        if over is not None:
+            told = passed_over_text(over, found, key)
+            warnings.warn(f"{told} in {self.url}", UserWarning, stacklevel=2)
+        return found.view
 
     def step(self, key: int | str) -> StepView:
         """Returns a step without opening its checkpoint; see `__getitem__`."""

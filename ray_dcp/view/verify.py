@@ -42,9 +42,9 @@ from ray_dcp.format.safetensors import Entry, header, parse_header, saved_offset
 from ray_dcp.format.step_info import info_slot
 from ray_dcp.format.stream_transforms import MAX_OBJECT_BYTES, ZSTD, unpacked_item
 from ray_dcp.format.torch_items import check_directory, torch_save_frame
-from ray_dcp.io.checkpoint import Checkpoint, projects, read_checkpoint
+from ray_dcp.io.checkpoint import Checkpoint, projects, read_checkpoint, what_became_of
 from ray_dcp.io.reader import item_bytes_at_most, locate_item
-from ray_dcp.io.threads import run_tasks
+from ray_dcp.io.threads import Stop, run_tasks
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import Told, open_storage, place_below
 from ray_dcp.store.storage import Storage, read_if_there
@@ -321,17 +321,33 @@ class VerifyReport:
     """All damage, in the order of files and bytes."""
     notes: tuple[str, ...] = ()
     """What could not be checked, and what is odd but harmless."""
+    unread: tuple[Problem, ...] = ()
+    """What the storage did not give, also when it was asked again: it may be whole, or not."""
 
     @property
     def ok(self) -> bool:
-        """No damage was found."""
-        return not self.problems
+        """No damage was found, and everything could be read."""
+        return not self.problems and not self.unread
+
+
+class VerifyInterrupted(KeyboardInterrupt):  # noqa: N818 - no error, but Ctrl-C
+    """A `verify` was interrupted; `report` has what it found until then."""
+
+    def __init__(self, report: VerifyReport) -> None:
+        super().__init__("verify was interrupted")
+        self.report = report
+
+
+_MOST_LOOKS = 20
+"""How often a checkpoint is verified that is replaced each time meanwhile."""
 
 
 def verify(path: AnyPlace, *, told: Told | None = None) -> VerifyReport:
     """Returns which bytes of the checkpoint at a path are damaged, in all items of a step.
 
     Damage is reported, not raised, also where it keeps the checkpoint from being opened at all.
+    A file that seems damaged is read again before it is reported. Where another save replaces the
+    checkpoint meanwhile, that one is verified.
 
     Args:
         path: Path or URL of the checkpoint.
@@ -347,11 +363,21 @@ def verify(path: AnyPlace, *, told: Told | None = None) -> VerifyReport:
         Reads every data file once, a few at a time, with 8 MiB of memory for each.
     """
     storage = open_storage(path)
-    try:
-        checkpoint = read_checkpoint(storage, checkpoint_id=storage.url, checks_later=True)
-    except DamagedCheckpointError as error:
-        return VerifyReport(0, (_unopenable(storage, error),))
-    return verify_opened(storage, checkpoint, path, told=told)
+    became: CheckpointError | None = None
+    for _ in range(_MOST_LOOKS):
+        try:
+            checkpoint = read_checkpoint(storage, checkpoint_id=storage.url, checks_later=True)
+        except DamagedCheckpointError as error:
+            return VerifyReport(0, (_unopenable(storage, error),))
+        report = verify_opened(storage, checkpoint, path, told=told)
+        if report.ok:
+            return report
+        became = what_became_of(storage, checkpoint)
+        if became is None or isinstance(became, CheckpointNotFoundError):
+            break
+    if became is not None:
+        raise became
+    return report
 
 
 def verify_opened(
@@ -373,8 +399,13 @@ def verify_opened(
         StorageError: The storage refused to list or read.
     """
     reports = [verify_checkpoint(storage, checkpoint, told=told)]
-    for folder in () if path is None else items_of(storage, checkpoint):
-        reports.append(_verify_item(place_below(path, folder), folder, told))
+    try:
+        folders = () if path is None else items_of(storage, checkpoint)
+    except DamagedCheckpointError as error:
+        folders = ()
+        reports.append(VerifyReport(0, (Problem(error.key or "", None, 0, 0, error.message),)))
+    for folder in folders:
+        reports.append(_verify_item(place_below(path or "", folder), folder, told))
     return _joined(reports)
 
 
@@ -385,6 +416,7 @@ def _joined(reports: Iterable[VerifyReport | _FileCheck]) -> VerifyReport:
         sum(report.checked_bytes for report in reports),
         tuple(problem for report in reports for problem in report.problems),
         tuple(dict.fromkeys(note for report in reports for note in report.notes)),
+        tuple(one for report in reports for one in report.unread),
     )
 
 
@@ -397,14 +429,15 @@ def items_of(storage: Storage, checkpoint: Checkpoint) -> tuple[str, ...]:
 
     Returns:
         Empty for a checkpoint that is not a step, or that is all in one.
+
+    Raises:
+        DamagedCheckpointError: What a manager noted is damaged, so that it is not known.
+        StorageError: The storage can't be read.
     """
     if checkpoint.manifest is None:
         return ()
     slots = [info_slot(entry.key) for entry in storage.list("step-info-")]
-    try:
-        info = info_below(storage, "", slots, checkpoint.slot)
-    except DamagedCheckpointError:
-        return ()
+    info = info_below(storage, "", slots, checkpoint.slot)
     return () if info is None else tuple(info.items.values())
 
 
@@ -413,8 +446,11 @@ def _verify_item(path: AnyPlace, folder: str, told: Told | None) -> VerifyReport
         report = verify(path, told=told)
     except CheckpointNotFoundError as error:
         return VerifyReport(0, (Problem(folder, None, 0, 0, error.message),))
-    problems = (replace(one, file=f"{folder}/{one.file}") for one in report.problems)
-    return replace(report, problems=tuple(problems))
+    problems, unread = (
+        tuple(replace(one, file=f"{folder}/{one.file}") for one in some)
+        for some in (report.problems, report.unread)
+    )
+    return replace(report, problems=problems, unread=unread)
 
 
 def _unopenable(storage: Storage, error: DamagedCheckpointError) -> Problem:
@@ -447,21 +483,39 @@ def verify_checkpoint(
     transforms = None if checkpoint.foreign is None else checkpoint.foreign.transforms
     rows = _rows_by_file(table)
     ends = checkpoint.check_file.ends(found) if checkpoint.check_file else [b""] * len(table.files)
-    checks = [
-        _FileCheck(storage, table, key, rows[i], transforms, ends[i])
-        for i, key in enumerate(table.files)
-    ]
-
+    checks: dict[str, _FileCheck] = {}
+    stop = Stop()
     total, done = sum(found.get(key, 0) for key in table.files), Counter[str]()
 
-    def run(check: _FileCheck) -> None:
-        check.run(found.get(check.key), expected.get(check.key))
+    def run(number: int) -> None:
+        key = table.files[number]
+
+        def checked(end: bytes | str) -> _FileCheck:
+            check = _FileCheck(storage, table, key, rows[number], transforms, end, stop)
+            check.run(found.get(key), expected.get(key))
+            return check
+
+        check = checked(ends[number])
+        if check.problems or check.unread:
+            # Why again: what was altered or cut off on its way here comes whole the next time.
+            first = check
+            file = checkpoint.check_file
+            check = checked(file.end_of(number, found.get(key)) if file else b"")
+            if not check.problems and not check.unread:
+                why = (first.problems or first.unread)[0]
+                check.notes.append(f"{key} is whole, but was not when it was first read: {why}")
+        checks[key] = check
         if told is not None:
-            done[check.key] = found.get(check.key, 0)
+            done[key] = found.get(key, 0)
             told(done.total(), total)
 
-    run_tasks(checks, run, _NUM_THREADS)
-    return _joined([*checks, _other_files(storage, checkpoint, found)])
+    try:
+        run_tasks(range(len(table.files)), run, _NUM_THREADS, stop)
+    except KeyboardInterrupt as error:
+        ended = [checks[key] for key in table.files if key in checks]
+        raise VerifyInterrupted(_joined(ended)) from error
+    others = _other_files(storage, checkpoint, found)
+    return _joined([*(checks[key] for key in table.files), others])
 
 
 def _other_files(storage: Storage, checkpoint: Checkpoint, keys: Iterable[str]) -> VerifyReport:
@@ -498,9 +552,12 @@ class _FileCheck:
     _transforms: Sequence[tuple[str, ...] | None] | None
     _end: bytes | str
     """Its own checksums, or why they can't be read."""
+    _stop: Stop
+    """Ends the check of a long file early."""
     checked_bytes: int = 0
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unread: list[Problem] = field(default_factory=list)
     _num_bytes: int = 0
     _window_start: int = 0
     _window: memoryview = field(default_factory=lambda: memoryview(b""))
@@ -522,7 +579,8 @@ class _FileCheck:
         try:
             self._check_items(checksummed=expected_bytes is not None)
         except StorageError as error:
-            self._report(None, 0, num_bytes, f"unreadable: {error.message}")
+            what = f"unreadable: {error.message}"
+            self.unread.append(Problem(self.key, None, 0, num_bytes, what))
 
     def _losses(self) -> str:
         names = dict.fromkeys(self._name(row) for row in self._rows)
@@ -655,6 +713,8 @@ class _FileCheck:
     def _bytes(self, start: int, stop: int) -> memoryview:
         """Returns bytes of the file, read ahead: items lie side by side."""
         if not self._window_start <= start <= stop <= self._window_start + len(self._window):
+            if self._stop.asked:
+                raise KeyboardInterrupt
             length = min(max(stop - start, _WINDOW_BYTES), self._num_bytes - start)
             self._window = memoryview(self._storage.read(self.key, start, length))
             self._window_start = start

@@ -115,10 +115,26 @@ def test_a_file_that_can_not_be_read_is_told_and_the_others_are_checked(saved_ch
     inner = open_storage(saved_checkpoint)
     checkpoint = read_checkpoint(inner, checkpoint_id=inner.url)
     error = StorageError("input/output error")
-    storage = FaultyStorage(inner, [Fault(operation="read", key="*.distcp", error=error)])
-    (problem,) = verify_checkpoint(storage, checkpoint).problems
+    fault = Fault(operation="read", key="*.distcp", error=error, times=2)
+    storage = FaultyStorage(inner, [fault])
+    report = verify_checkpoint(storage, checkpoint)
     storage.assert_hit()
-    assert "unreadable: input/output error" in problem.what
+    assert (report.ok, report.problems) == (False, ())
+    (unread,) = report.unread
+    assert "unreadable: input/output error" in unread.what
+
+
+@pytest.mark.parametrize("effect", ["before", "flip"])
+def test_what_fails_or_is_altered_once_on_its_way_is_read_again(
+    saved_checkpoint: Path, effect: str
+):
+    inner = open_storage(saved_checkpoint)
+    checkpoint = read_checkpoint(inner, checkpoint_id=inner.url)
+    storage = FaultyStorage(inner, [Fault(operation="read", key="*.distcp", effect=effect)])
+    report = verify_checkpoint(storage, checkpoint)
+    storage.assert_hit()
+    assert report.ok
+    assert ["was not when it was first read" in note for note in report.notes] == [True]
 
 
 def test_what_was_never_committed_is_no_damaged_checkpoint(copied: Path):
