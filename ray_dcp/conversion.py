@@ -33,13 +33,12 @@ from torch.serialization import set_default_mmap_options, skip_data
 from ray_dcp.core.values import ChunkTable, Kind, NamePath
 from ray_dcp.entrypoints import load, save
 from ray_dcp.errors import (
-    DamagedCheckpointError,
     InvalidRequestError,
     StateDictError,
     UnsupportedValueError,
 )
 from ray_dcp.format.safetensors import ALL_CODES, header, packed
-from ray_dcp.io.checkpoint import find_checkpoint, read_checkpoint
+from ray_dcp.io.checkpoint import CheckpointReplacedError, find_checkpoint, read_checkpoint
 from ray_dcp.io.consolidation import file_name, remove_replaced, write_index
 from ray_dcp.operations import CheckpointId
 from ray_dcp.options import KeyMap, LoadOptions, SaveOptions
@@ -210,10 +209,10 @@ def check_stands(checkpoint_id: CheckpointId, record: bytes) -> None:
         record: What `stored_in` returned.
 
     Raises:
-        DamagedCheckpointError: It was replaced meanwhile.
+        StorageError: It was replaced meanwhile.
     """
     if record and find_checkpoint(open_storage(checkpoint_id)).record != record:
-        raise DamagedCheckpointError(
+        raise CheckpointReplacedError(
             f"expected the checkpoint that was in {checkpoint_id} at first, found another one: it "
             f"was replaced meanwhile, and nothing was written; run it again"
         )

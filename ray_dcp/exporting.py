@@ -23,17 +23,20 @@ from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CommitUnknownError,
+    DamagedCheckpointError,
     InvalidRequestError,
     StorageError,
 )
+from ray_dcp.io.checkpoint import what_became_of
 from ray_dcp.options import KeyMap, SaveOptions
-from ray_dcp.runtime.copying import check_free, copy_checkpoint, plan_copy
+from ray_dcp.runtime.copying import check_free, copy_checkpoint, is_copied, plan_copy
 from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.runtime.records import target_of, write_metadata
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace, checked_url
 from ray_dcp.store.opening import Told, open_storage, place_below, watched
-from ray_dcp.view.checkpoint_view import CheckpointView
+from ray_dcp.store.storage import KeyMissingError
+from ray_dcp.view.checkpoint_view import SUFFIX, CheckpointView, is_safetensors
 from ray_dcp.view.checkpoint_view import open as open_checkpoint
 from ray_dcp.view.verify import items_of
 from ray_dcp.view.wording import size_text
@@ -163,12 +166,26 @@ def export(
     place: Any = plan.source if isinstance(source, CheckpointView) else source
     path, names = Path(target), renamer(strip_prefix, plan.left_out)
     options = {"include": list(include), "dtype": _torch_dtype(dtype), "key_map": names}
+    with still_there(view):
+        _write(view, place, path, format, how, options, told)
+    return plan
+
+
+def _write(
+    view: CheckpointView,
+    place: Any,
+    path: Path,
+    format: ExportFormat,  # noqa: A002
+    how: Mapping[str, Any],
+    options: Mapping[str, Any],
+    told: Told | None,
+) -> None:
     from ray_dcp.conversion import dcp_to_safetensors, dcp_to_torch_save
 
     if format == "torch":
         dcp_to_torch_save(place, path, **options, told=told)
     elif format == "dcp":
-        if _is_copy(view, include, dtype, strip_prefix):
+        if _is_copy(view, **how):
             copy(view, path, told=told)
             if not (path / ".metadata").exists():
                 write_metadata(path)
@@ -184,7 +201,6 @@ def export(
             else:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 temporary.replace(path)
-    return plan
 
 
 def import_checkpoint(
@@ -220,7 +236,7 @@ def import_checkpoint(
     check_free(open_storage(target))
     path = Path(source)
     choice = {"include": list(include), "dtype": _torch_dtype(dtype)}
-    if path.is_file() and path.suffix != ".safetensors":
+    if path.is_file() and not is_safetensors(path):
         from ray_dcp.conversion import torch_save_to_dcp
 
         num_bytes = path.stat().st_size
@@ -229,7 +245,7 @@ def import_checkpoint(
             torch_save_to_dcp(path, target, **choice, weights_only=weights_only, options=options)
     elif path.is_file():
         with tempfile.TemporaryDirectory() as folder:
-            Path(folder, path.name).symlink_to(path.absolute())
+            Path(folder, f"{path.stem}{SUFFIX}").symlink_to(path.absolute())
             _rewrite(folder, target, choice, options, told)
     else:
         _rewrite(source, target, choice, options, told)
@@ -265,12 +281,51 @@ def copy(
         ([1.0, 1.0], True)
     """
     view = source if isinstance(source, CheckpointView) else open_checkpoint(source)
-    plan = plan_copy(view.storage, view.checkpoint)
-    check_space(target, plan.num_bytes)
-    place = target_of(target, None)
-    with _items_copied(view, place, told):
-        copy_checkpoint(view.storage, plan, place, told=told)
+    with still_there(view):
+        plan = plan_copy(view.storage, view.checkpoint)
+        check_space(target, plan.num_bytes)
+        place = target_of(target, None)
+        with _items_copied(view, place, told):
+            copy_checkpoint(view.storage, plan, place, told=told)
     return open_checkpoint(target)
+
+
+@contextmanager
+def still_there(view: CheckpointView) -> Iterator[None]:
+    """Raises what became of a checkpoint in place of the damage that this looks like.
+
+    Raises:
+        CheckpointNotFoundError: It was deleted while it was read.
+        StorageError: It was replaced.
+        DamagedCheckpointError: It is damaged.
+    """
+    try:
+        yield
+    except (DamagedCheckpointError, KeyMissingError) as error:
+        became = what_became_of(view.storage, view.checkpoint)
+        if became is None:
+            raise
+        raise became from error
+
+
+def copied_bytes(view: CheckpointView, target: AnyPlace) -> int | None:
+    """Returns the bytes of the copy of a checkpoint at a place, with its items; None for none.
+
+    Raises:
+        StorageError: A storage failed.
+        CheckpointError: As for `copy`.
+    """
+    with still_there(view):
+        if not is_copied(view.storage, view.checkpoint, open_storage(target)):
+            return None
+        num_bytes = plan_copy(view.storage, view.checkpoint).num_bytes
+        for folder in items_of(view.storage, view.checkpoint):
+            item = open_checkpoint(place_below(view.place or view.url, folder))
+            found = copied_bytes(item, place_below(target, folder))
+            if found is None:
+                return None
+            num_bytes += found
+        return num_bytes
 
 
 @contextmanager
@@ -288,7 +343,10 @@ def _items_copied(view: CheckpointView, target: Target, told: Told | None) -> It
     try:
         for folder in items:
             below = place_below(target, folder)
-            copied.append(copy(place_below(view.place or "", folder), below, told=told))
+            item = open_checkpoint(place_below(view.place or "", folder))
+            # Why: a copy that was killed before the step itself may have left it.
+            if not is_copied(item.storage, item.checkpoint, open_storage(below)):
+                copied.append(copy(item, below, told=told))
         yield
     except CommitUnknownError:
         raise  # the step may be there by now, or appear
@@ -326,6 +384,12 @@ def _check_free_bytes(path: Path, num_bytes: int) -> None:
 
 
 def _check_target(plan: ExportPlan) -> None:
+    if "://" in checked_url(plan.target):
+        raise InvalidRequestError(
+            f"expected a path on this machine, but found {plan.target!r}: export there, and copy "
+            f"the result; or copy the checkpoint as it is",
+            key="target",
+        )
     path = Path(plan.target)
     if plan.format in ("safetensors", "torch"):
         if path.is_dir() or path.is_symlink() or path.exists():
@@ -440,7 +504,7 @@ def check_source(source: str | os.PathLike[str]) -> None:
     path = Path(checked_url(source))
     if not path.exists() and "://" not in os.fspath(source):
         raise CheckpointNotFoundError(f"expected a file or folder to import, but {source} is none")
-    if path.is_file() and path.suffix != ".safetensors":
+    if path.is_file() and not is_safetensors(path):
         with path.open("rb") as file:
             begin = file.read(2)
         # A zip, or the pickle that torch wrote before version 1.6.

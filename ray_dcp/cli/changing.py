@@ -15,7 +15,7 @@ import click
 
 from ray_dcp.cli.main import JSON
 from ray_dcp.cli.output import agree, dry_run, says, told, yes
-from ray_dcp.cli.places import place_of, run_at, step_at, step_in_run
+from ray_dcp.cli.places import address_of, run_at, step_at, step_in_run
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
 from ray_dcp.format.names import (
     READING,
@@ -307,7 +307,7 @@ def tag(step: str, tags: tuple[str, ...], remove: bool, note: str | None, dry_ru
     """
     run, found = step_in_run(step)
     for one in tags:
-        check_tag(one)
+        check_tag(one, existing=remove)
     if note is not None:
         check_note(note)
     if remove and not tags:
@@ -340,7 +340,8 @@ def metadata(path: str, dry_run: bool) -> None:
     from ray_dcp.runtime.records import write_metadata
     from ray_dcp.view.checkpoint_view import open as open_checkpoint
 
-    place, value = place_of(path), {"path": path, "dry_run": dry_run}
+    path, place, _ = address_of(path)
+    value = {"path": path, "dry_run": dry_run}
     if dry_run:
         view = open_checkpoint(place)
         told(value, f"would write {view.url}/.metadata of {len(view)} tensors and objects")

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import click
 
 from ray_dcp.cli.output import progress, table, told
-from ray_dcp.cli.places import checkpoint_at
+from ray_dcp.cli.places import address_of
 from ray_dcp.view.difference import TensorDiff, ValueDiff
 from ray_dcp.view.wording import count_text, number_text, size_text
 
@@ -39,7 +39,8 @@ def diff(
     Decided by stored hashes, without reading tensors, where both cut a tensor into the same chunks.
     What hashes can't decide is read and compared, which the last lines report.
     """
-    one, other = checkpoint_at(first), checkpoint_at(second)
+    address_one, address_other = address_of(first), address_of(second)
+    one, other = address_one.open(first), address_other.open(second)
     with progress("comparing") as bar:
         found = one.diff(other, read=not hashes_only, told=bar)
     shown = [
@@ -62,6 +63,7 @@ def diff(
     )
     counts = ", ".join(f"{count} {name}" for name, count in found.counts.items())
     total = f"{counts or 'both are empty'}; {size_text(found.changed_bytes)} differ"
+    title = f"{address_one.name} -> {address_other.name}"
     notes = [f"note: {note}" for note in found.notes]
     read = f"{size_text(found.bytes_read)} of tensors were read to decide that"
     value = {
@@ -76,7 +78,7 @@ def diff(
             for row in shown
         ],
     }
-    told(value, *lines, total, *notes, read)
+    told(value, title, *lines, total, *notes, read)
     if exit_code and not found.is_empty:
         sys.exit(1)
 
@@ -114,7 +116,8 @@ def reshard(path: str, layout: str, pattern: str | None) -> None:
     Planned as a load plans; nothing is read. PEAK is what a rank needs in memory: its tensors, and
     what is read and not yet in place.
     """
-    found = checkpoint_at(path).reshard(layout, include=pattern)
+    address = address_of(path)
+    found = address.open(path).reshard(layout, include=pattern)
     rows = [
         {
             "rank": one.rank,
@@ -128,6 +131,7 @@ def reshard(path: str, layout: str, pattern: str | None) -> None:
         for one in found.ranks
     ]
     total = (
+        f"{address.name}\n"
         f"{found.layout}: {count_text(len(rows), 'rank')}, {size_text(found.bytes_read)} read for "
         f"{size_text(found.bytes_needed)} ({found.amplification:.2f} times)\n"
         f"at most {size_text(found.peak_bytes)} of memory on a rank"
@@ -137,7 +141,7 @@ def reshard(path: str, layout: str, pattern: str | None) -> None:
         for name in found.uncovered
     ]
     value = {
-        "path": path,
+        "path": address.name,
         "layout": str(found.layout),
         "bytes_needed": found.bytes_needed,
         "bytes_read": found.bytes_read,

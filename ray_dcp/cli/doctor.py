@@ -119,7 +119,7 @@ def _odd(step: StepView) -> Iterator[tuple[Level, str]]:
     elif step.in_flight:
         saves = count_text(len(step.in_flight), "save")
         yield "note", f"{saves} over it under way, or crashed; see ray-dcp gc"
-    if step.state in ("aborted", "deleted") and step.detail:
+    if step.state in ("committed", "aborted", "deleted") and step.detail:
         yield "note", f"{step.state}: {step.detail}"
     if step.created_s is not None and step.created_s > time.time() + _CLOCK_S:
         yield "note", "was saved in the future: the clocks of this machine and of the job differ"

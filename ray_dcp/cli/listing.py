@@ -115,7 +115,7 @@ def _lines(run: RunView, steps: Sequence[StepView], now_s: float, *, full: bool)
     for step, row in zip(steps, rows, strict=True):
         # Why not both: the number is the end of the name, and a run has one kind of names.
         del row["step"], row["note"]
-        if step.detail and step.state in ("damaged", "unreadable"):
+        if step.detail and step.state in ("committed", "damaged", "unreadable"):
             notes.append(f"{step.name}: {step.detail}")
         elif step.in_flight and step.state != "in flight":
             notes.append(

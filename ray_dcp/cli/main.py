@@ -1,15 +1,21 @@
 """The `ray-dcp` command: its sub-commands, loaded when they are called, and its exit codes.
 
 0: fine. 1: the checkpoint is damaged. 2: the call is wrong, there is no checkpoint, the storage
-refused, or the command was interrupted. Reading commands load neither torch nor ray.
+refused, or the output could not be written. 130: Ctrl-C. 141: who reads the output has ended.
+Reading commands load neither torch nor ray.
 """
 
 from __future__ import annotations
 
+import codecs
+import errno
 import importlib
 import json
+import os
 import sys
 import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from typing import IO, Any
 
 import click
@@ -51,12 +57,16 @@ OPTIONS = {
 """Of every command, also behind its arguments: key in click's `meta`, and help."""
 
 
+INTERRUPTED, PIPE_CLOSED = 130, 141
+"""Exit codes, as of a program that a signal ended: 128 and the number of SIGINT or SIGPIPE."""
+
+
 class Failure(click.ClickException):
     """Ends the command with one message.
 
     Args:
         message: One line for people.
-        exit_code: 1 if a checkpoint is damaged, else 2.
+        exit_code: 1 if a checkpoint is damaged, 130 after Ctrl-C, else 2.
         error: Its class, and where it was, for programs.
     """
 
@@ -86,6 +96,36 @@ class LazyGroup(click.Group):
         super().__init__(*args, **kwargs)
         self._lazy = lazy
         self.params += _options()
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Runs the command line; the exit code is not that of damage where the output is lost."""
+        run: Callable[..., Any] = super().main
+        if not extra.pop("standalone_mode", True):
+            return run(*args, standalone_mode=False, **extra)
+        code: Any = 2
+        try:
+            _open_streams()
+            # Why not click's own handling: its exit code of a closed pipe, or of Ctrl-C, is 1.
+            code = run(*args, standalone_mode=False, **extra)
+        except click.ClickException as error:
+            code = error.exit_code
+            try:
+                error.show()
+            except OSError:
+                code = 2
+                click.echo(f"Error: {error.format_message()}", err=True)
+        except click.Abort:
+            code = INTERRUPTED
+        except SystemExit as error:
+            code = error.code
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            code = PIPE_CLOSED
+            _drop_output()
+        except (OSError, ValueError):  # what was not written was told above
+            _drop_output()
+        sys.exit(code if isinstance(code, int) else 0)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Returns the names in their order, without importing anything."""
@@ -117,12 +157,57 @@ class LazyGroup(click.Group):
         """Runs the command; an error becomes one message and an exit code."""
         try:
             return super().invoke(ctx)
-        except (BrokenPipeError, click.exceptions.Exit, Failure):
-            raise  # who reads our output has seen enough: click ends quietly
+        except BrokenPipeError:
+            _drop_output()
+            raise click.exceptions.Exit(PIPE_CLOSED) from None
+        except (click.exceptions.Exit, Failure):
+            raise
         except (Exception, KeyboardInterrupt) as error:
             if ctx.meta.get(DEBUG):
                 traceback.print_exc(file=sys.stderr)
             raise _failure(error) from error
+
+
+_OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+_DRAWN = str.maketrans("├└│─…█░▒▓·×", "|`|-~#.+%.x")
+"""What is drawn with where the output has no such letters."""
+
+
+def _in_letters_of(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end].translate(_DRAWN)
+    return text.encode("ascii", "backslashreplace").decode(), error.end
+
+
+def _open_streams() -> None:
+    """Makes sure that whatever is printed can be.
+
+    Raises:
+        Failure: Standard output is closed.
+    """
+    with suppress(OSError):
+        # Why: a file that is opened later would get the number of a closed stream, and its prints.
+        while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+            pass
+        os.close(number)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    if sys.stdout is None:
+        click.echo("Error: standard output is closed; send it to /dev/null instead", err=True)
+        sys.exit(2)
+    codecs.register_error("ray_dcp.drawn", _in_letters_of)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="ray_dcp.drawn")
+
+
+def _drop_output() -> None:
+    """Sends what is still to be printed nowhere, so that the end of the process does not fail."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _failure(error: BaseException) -> Failure:
@@ -140,16 +225,21 @@ def _failure(error: BaseException) -> Failure:
                 text = text.encode(errors="backslashreplace").decode()
             return Failure(text, code, **told)
         case KeyboardInterrupt():
-            return Failure("interrupted; what was begun was taken back", **told)
+            return Failure("interrupted; what was begun was taken back", INTERRUPTED, **told)
         case click.Abort():
-            return Failure("nothing was done", **told)
+            is_interrupted = isinstance(error.__context__, KeyboardInterrupt)
+            return Failure("nothing was done", INTERRUPTED if is_interrupted else 2, **told)
         case click.UsageError():
             path = error.ctx.command_path if error.ctx else "ray-dcp"
             return Failure(f"{error.format_message()} See {path} --help", **told)
         case click.ClickException():
             return Failure(error.format_message(), **told)
-        case OSError() | MemoryError():
-            return Failure(str(error) or type(error).__name__, **told)
+        case OSError() if error.filename is None and error.errno in _OF_OUTPUT:
+            return Failure(f"the output could not be written: {error.strerror}", **told)
+        case OSError():
+            return Failure(str(error), **told)
+        case MemoryError():
+            return Failure("there is not enough memory", **told)
     return Failure(
         f"something that ray-dcp does not expect: {type(error).__name__}: {error}. Run it again "
         f"with --debug, and please report what it prints",
@@ -172,5 +262,5 @@ def main() -> None:
     A checkpoint is named by its path or URL, or as RUN@STEP: run@latest, run@best, run@best:loss,
     run@500, run@TAG. Commands that write take --dry-run; tables fit the screen.
 
-    Exit status: 0 fine, 1 the checkpoint is damaged, 2 anything else.
+    Exit status: 0 fine, 1 the checkpoint is damaged, 130 interrupted by Ctrl-C, 2 anything else.
     """

@@ -3,27 +3,53 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import cast
+from typing import Any, cast
 
 import click
 
-from ray_dcp.cli.output import dry_run, progress, told
-from ray_dcp.cli.places import checkpoint_at, checkpoints_of, place_of
+from ray_dcp.cli.main import JSON
+from ray_dcp.cli.output import dry_run, interrupted, progress, says, told
+from ray_dcp.cli.places import (
+    Address,
+    address_of,
+    addresses_of,
+    check_answers,
+    checkpoint_at,
+    kept,
+)
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.errors import InvalidRequestError, UnsafeCheckpointError
-from ray_dcp.exporting import ExportFormat, check_source, import_checkpoint, plan_export
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    InvalidRequestError,
+    UnsafeCheckpointError,
+)
+from ray_dcp.exporting import (
+    ExportFormat,
+    check_source,
+    copied_bytes,
+    import_checkpoint,
+    plan_export,
+    still_there,
+)
 from ray_dcp.exporting import copy as copy_checkpoint
 from ray_dcp.exporting import export as export_checkpoint
+from ray_dcp.io.checkpoint import CheckpointReplacedError
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
 from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.checkpoint_view import open as open_checkpoint
 from ray_dcp.view.naming import few
-from ray_dcp.view.run_view import open_run
-from ray_dcp.view.verify import items_of
+from ray_dcp.view.run_view import StepView, open_run
+from ray_dcp.view.verify import Problem, items_of
+from ray_dcp.view.verify import verify as verify_path
 from ray_dcp.view.wording import count_text, size_text
+
+_MOST_TRIES = 20
+"""How often a step is copied that is replaced each time meanwhile."""
 
 _include = click.option(
     "--tensor",
@@ -68,7 +94,8 @@ def export(
     Streaming: memory holds no more than a tensor. Free disk space is checked first.
     safetensors and hf hold tensors alone: what they leave out is listed.
     """
-    place, view = place_of(source), checkpoint_at(source)
+    address = address_of(source)
+    view = address.open(source)
     if model_only:
         if include or strip_prefix:
             raise InvalidRequestError("give --model-only, or --tensor and --strip-prefix; not both")
@@ -82,15 +109,15 @@ def export(
     form = cast(ExportFormat, kind)
     plan = plan_export(view, target, form, include=include, dtype=dtype, strip_prefix=strip_prefix)
     if not dry_run:
-        with progress("exporting") as bar:
+        with progress("exporting") as bar, kept(address.place):
             export_checkpoint(
-                place, target, form, include=include, dtype=dtype, strip_prefix=strip_prefix,
-                told=bar,
+                address.place, target, form,
+                include=include, dtype=dtype, strip_prefix=strip_prefix, told=bar,
             )  # fmt: skip
     verb = "would write" if dry_run else "wrote"
     objects = f" and {count_text(plan.num_objects, 'object')}" if plan.num_objects else ""
     lines = [
-        f"{verb} {count_text(plan.num_tensors, 'tensor')}{objects}, about "
+        f"{verb} {count_text(plan.num_tensors, 'tensor')}{objects} of {address.name}, about "
         f"{size_text(plan.num_bytes)}, as {kind} to {target}"
     ]
     if plan.left_out:
@@ -122,6 +149,7 @@ def import_(
     from ray_dcp.runtime.copying import check_free
 
     check_source(source)
+    check_answers(target)
     check_free(open_storage(target))
     value = {"source": source, "target": target, "dry_run": dry_run}
     if dry_run:
@@ -152,45 +180,150 @@ def import_(
 def cp(source: str, target: str, verify: bool, dry_run: bool) -> None:
     """Copy the checkpoint SOURCE, a path or RUN@STEP, to TARGET, a path or URL.
 
-    SOURCE may be a run: its steps are copied below TARGET, oldest first, with tags and notes. A
-    copy appears when all of it is durable; an interrupted one leaves nothing.
+    SOURCE may be a run: its steps are copied below TARGET, oldest first, each with its tags and
+    note. A copy appears when all of it is durable; an interrupted one leaves nothing. Steps that
+    were copied before are skipped, so that what was interrupted goes on when it is run again.
     """
-    from ray_dcp.runtime.copying import check_free
-
-    found = checkpoints_of(source)
-    is_run = len(found) > 1 or found[0][0] != source
-    todo: list[tuple[CheckpointView, AnyPlace]] = []
-    for name, place in found:
-        view = open_checkpoint(place)
-        to: AnyPlace = target
-        if is_run:
-            step = name.removeprefix(f"{source.rstrip('/')}/")
-            to = place_below(absolute_target(target), step)
-        check_free(open_storage(to))
-        todo.append((view, to))
-    num_files, num_bytes = map(sum, zip(*(_planned(view) for view, _ in todo), strict=True))
-    value = {"source": source, "target": target, "num_files": num_files, "num_bytes": num_bytes}
-    value |= {"num_checkpoints": len(todo), "dry_run": dry_run}
-    what = f"{count_text(len(todo), 'step')} of " if is_run else ""
+    check_answers(target)
+    is_run, found = addresses_of(source)
+    copies = []
+    for one in found:
+        name = one.step.name if is_run and one.step is not None else ""
+        to: AnyPlace = place_below(absolute_target(target), name) if name else target
+        copies.append(_Copy(one, to, is_run))
+    for copy in copies:
+        copy.plan(source)
+    planned = [copy for copy in copies if copy.num_files]
+    value = {
+        "source": source if is_run else found[0].name,
+        "target": target,
+        "num_files": sum(copy.num_files for copy in planned),
+        "num_bytes": sum(copy.num_bytes for copy in planned),
+        "num_checkpoints": len(planned),
+        "dry_run": dry_run,
+    }
     if dry_run:
-        size = f"{what}{count_text(num_files, 'file')}, {size_text(num_bytes)}"
-        told(value, f"would copy {size}, to {target}")
+        files = count_text(sum(copy.num_files for copy in planned), "file")
+        told(value, *_told(source, target, copies, f"would copy {files} of"))
         return
-    lines, problems = list[str](), list[str]()
-    for view, to in todo:
-        with progress("copying") as bar:
-            made = copy_checkpoint(view, to, told=bar)
-        if verify:
-            with progress("verifying") as bar:
-                problems += [f"damaged: {problem}" for problem in made.verify().problems]
-    if is_run:
-        _copy_marks(source, target, [view.url.rpartition("/")[2] for view, _ in todo])
-    lines.append(f"copied {what}{size_text(num_bytes)} to {target}")
-    if verify:
-        lines += problems or ["ok"]
-    told({**value, "problems": problems}, *lines)
+    try:
+        for copy in copies:
+            copy.run(target, verify=verify)
+    except KeyboardInterrupt:
+        interrupted(_done(value, copies), *_told(source, target, copies, "copied"))
+    except CheckpointError:
+        if is_run and not says(JSON):
+            told(None, *_told(source, target, copies, "copied"))
+        raise
+    problems = [f"damaged: {problem}" for copy in copies for problem in copy.problems]
+    lines = _told(source, target, copies, "copied")
+    told({**_done(value, copies), "problems": problems}, *lines, *(
+        problems or ["ok"] if verify else []
+    ))  # fmt: skip
     if problems:
         sys.exit(1)
+
+
+class _Copy:
+    """The copy of one checkpoint.
+
+    Attributes:
+        state: `planned`, `copied`, `there` (was copied before) or `gone` (was deleted meanwhile).
+        num_files: To copy, with those of its items.
+        num_bytes: The same.
+        problems: What is damaged of the copy.
+        in_run: It is one of a run, which may be replaced or deleted meanwhile.
+    """
+
+    def __init__(self, source: Address, target: AnyPlace, in_run: bool) -> None:
+        self.source = source
+        self.state = "planned"
+        self.num_files = self.num_bytes = 0
+        self.problems: tuple[Problem, ...] = ()
+        self._target = target
+        self.in_run = in_run
+
+    def plan(self, text: str) -> None:
+        """Looks what there is to copy.
+
+        Raises:
+            CheckpointExistsError: Something else is at the target.
+            CheckpointError: The checkpoint can't be copied.
+        """
+        from ray_dcp.runtime.copying import check_free
+
+        def look() -> None:
+            view = self.source.open("" if self.in_run else text)
+            if self.in_run and copied_bytes(view, self._target) is not None:
+                self.state = "there"
+                return
+            with still_there(view):
+                self.num_files, self.num_bytes = _planned(view)
+            check_free(open_storage(self._target))
+
+        self._tried(look)
+
+    def run(self, target: str, *, verify: bool) -> None:
+        """Copies it, with its tags and its note.
+
+        Args:
+            target: Of the run.
+            verify: Also reads the copy.
+        """
+
+        def act() -> None:
+            with kept(self.source.place), progress(f"copying {self.source.name}") as bar:
+                copy_checkpoint(self.source.open(), self._target, told=bar)
+            self.state = "copied"
+
+        if self.state == "planned":
+            self._tried(act)
+        if self.state == "gone":
+            return
+        if self.in_run and self.source.step is not None:
+            _copy_marks(self.source.step, target)
+        if verify:
+            with progress(f"verifying {self.source.name}") as bar:
+                report = verify_path(self._target, told=bar)
+            self.problems = (*report.problems, *report.unread)
+
+    def _tried(self, act: Callable[[], None]) -> None:
+        """Does something with the checkpoint as it is now: in a run it may be replaced or go."""
+        for number in range(_MOST_TRIES):
+            try:
+                return act()
+            except CheckpointReplacedError:
+                if number == _MOST_TRIES - 1:
+                    raise
+            except CheckpointNotFoundError:
+                if not self.in_run:
+                    raise
+                self.state = "gone"
+                return None
+        return None
+
+
+def _told(source: str, target: str, copies: Sequence[_Copy], verb: str) -> list[str]:
+    """Returns what was copied, or would be, as lines."""
+    states = Counter(copy.state for copy in copies)
+    counted = "copied" if verb == "copied" else "planned"
+    todo = [copy for copy in copies if copy.state == counted]
+    size = size_text(sum(copy.num_bytes for copy in todo))
+    if not copies[0].in_run:
+        return [f"{verb} {copies[0].source.name}, {size}, to {target}"] if todo else []
+    steps = count_text(len(todo), "step")
+    lines = [f"{verb} {steps} of {source}, {size}, to {target}"]
+    for state, what in (("there", "there already"), ("gone", "deleted meanwhile")):
+        if states[state]:
+            lines.append(f"{count_text(states[state], 'step')}: {what}")
+    return lines
+
+
+def _done(value: dict[str, Any], copies: Sequence[_Copy]) -> dict[str, Any]:
+    """Returns the value of a copy with what became of the checkpoints."""
+    states = Counter(copy.state for copy in copies)
+    counts = {"num_copied": "copied", "num_there": "there", "num_gone": "gone"}
+    return {**value, **{name: states[state] for name, state in counts.items()}}
 
 
 def _planned(view: CheckpointView) -> tuple[int, int]:
@@ -203,11 +336,13 @@ def _planned(view: CheckpointView) -> tuple[int, int]:
     return sum(plan.num_files for plan in plans), sum(plan.num_bytes for plan in plans)
 
 
-def _copy_marks(source: str, target: str, names: Sequence[str]) -> None:
-    """Gives the steps of a copied run the tags and notes of the others."""
+def _copy_marks(step: StepView, target: str) -> None:
+    """Gives the copy of a step in a run its tags and its note."""
+    if not step.tags and not step.note:
+        return
     run = open_run(Target(target))
-    for step in open_run(Target(source)):
-        if step.name in names and step.tags:
-            run = run.tag(step.name, *step.tags)
-        if step.name in names and step.note:
-            run = run.annotate(step.name, step.note)
+    copied = run.step(step.name)
+    tags = {*step.tags} - {*copied.tags}
+    run = run.tag(step.name, *sorted(tags)) if tags else run
+    if step.note and step.note != copied.note:
+        run.annotate(step.name, step.note)

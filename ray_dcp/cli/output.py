@@ -9,11 +9,11 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
-from ray_dcp.cli.main import JSON
+from ray_dcp.cli.main import INTERRUPTED, JSON
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.view.pictures.drawing import shortened
 
@@ -37,6 +37,13 @@ def told(value: Any, *lines: str) -> None:
         click.echo(json.dumps(value, indent=2, default=str))
     elif lines:
         click.echo("\n".join(lines))
+
+
+def interrupted(value: dict[str, Any], *lines: str) -> NoReturn:
+    """Prints what was found or done until Ctrl-C, and ends the command."""
+    told({**value, "interrupted": True}, *lines)
+    click.echo("Error: interrupted", err=True)
+    sys.exit(INTERRUPTED)
 
 
 def screen_width() -> int | None:
@@ -138,7 +145,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
 
 
 def _is_asked() -> bool:
-    return sys.stdin.isatty()
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 def agree(question: str, *, yes: bool) -> None:
@@ -156,4 +163,5 @@ def agree(question: str, *, yes: bool) -> None:
         return
     if not _is_asked():
         raise InvalidRequestError(f"{question}? The input is no terminal: give --yes, or --dry-run")
-    click.confirm(f"{question}?", abort=True, err=True)
+    if not click.confirm(f"{question}?", err=True):
+        raise click.Abort

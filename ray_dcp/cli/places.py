@@ -3,22 +3,61 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
 from functools import cache
+from typing import NamedTuple
+
+import click
 
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    InvalidRequestError,
+    StorageError,
+)
+from ray_dcp.format.names import SHARED_FOLDER
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.object_stores import PROVIDERS
-from ray_dcp.store.opening import absolute_target, open_storage
+from ray_dcp.store.opening import absolute_target, open_storage, place_below
 from ray_dcp.store.storage import read_if_there
 from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.checkpoint_view import open as open_checkpoint
-from ray_dcp.view.naming import split_address
+from ray_dcp.view.listing import step_of
+from ray_dcp.view.naming import choose, passed_over, passed_over_text, split_address
 from ray_dcp.view.run_view import RunView, StepView, nearest_paths, open_run
 
 ANSWER_S = 10.0
 """How long an object store may take to answer for the first time."""
+
+
+class Address(NamedTuple):
+    """What a user named."""
+
+    name: str
+    """`PATH`, or the path of the step that `RUN@STEP` is."""
+    place: AnyPlace
+    step: StepView | None = None
+    """As it was listed, where it is one of a run."""
+
+    def open(self, text: str = "") -> CheckpointView:
+        """Returns the checkpoint.
+
+        Args:
+            text: As the user typed it, for a hint at what else may have been meant.
+
+        Raises:
+            CheckpointError: As `ray_dcp.open`.
+        """
+        try:
+            return open_checkpoint(self.place)
+        except CheckpointNotFoundError as error:
+            error.message += hint_at(text) if text else ""
+            raise
 
 
 def checkpoint_at(text: str) -> CheckpointView:
@@ -27,44 +66,91 @@ def checkpoint_at(text: str) -> CheckpointView:
     Raises:
         CheckpointError: As `ray_dcp.open`.
     """
-    try:
-        return open_checkpoint(place_of(text))
-    except CheckpointNotFoundError as error:
-        error.message += hint_at(text)
-        raise
+    return address_of(text).open(text)
 
 
-def place_of(text: str) -> AnyPlace:
-    """Returns where the checkpoint at `PATH` or `RUN@STEP` lies, without opening it.
+def address_of(text: str, *, damaged: bool = False) -> Address:
+    """Returns which checkpoint `PATH` or `RUN@STEP` is, without opening it.
+
+    Where `latest` or `best` passes over a damaged step, standard error has it.
+
+    Args:
+        text: As the user typed it.
+        damaged: `latest` and `best` may also be a damaged step.
 
     Raises:
         CheckpointNotFoundError: The run has no such step; the message offers the nearest.
     """
-    run, step = _split(text)
+    run, key = _split(text)
     check_answers(run)
-    return run if step is None else run_at(run).step(step).path
+    if key is None:
+        return Address(text, run)
+    steps = run_at(run)
+    found = choose(steps.steps, key, url=steps.url, damaged=damaged)
+    say_passed_over(steps, key, found)
+    name = run if found.name == "." else f"{run.rstrip('/')}/{found.name}"
+    return Address(name, found.path, found)
 
 
-def checkpoints_of(text: str) -> list[tuple[str, AnyPlace]]:
-    """Returns name and place of the checkpoint at `PATH` or `RUN@STEP`, or of each of a run.
+def say_passed_over(run: RunView, key: str, chosen: StepView) -> None:
+    """Prints to standard error which damaged step `latest` or `best` would be, if there is one."""
+    over = passed_over(run.steps, key, chosen)
+    if over is not None:
+        click.echo(f"warning: {passed_over_text(over, chosen, key)}", err=True)
 
-    Of a run those that were committed, also damaged ones; items of a step go with it.
+
+def addresses_of(text: str, *, damaged: bool = False) -> tuple[bool, list[Address]]:
+    """Returns whether a run is named, and its checkpoints or the one that is named.
+
+    Of a run those that were committed, also damaged ones, and those that can't be read; items of
+    a step go with it.
+
+    Args:
+        text: `PATH` or `RUN@STEP`.
+        damaged: As for `address_of`.
 
     Raises:
         CheckpointError: As `ray_dcp.open`.
     """
-    place = place_of(text)
+    address = address_of(text, damaged=damaged)
+    if address.step is not None:
+        return False, [address]
     try:
-        open_checkpoint(place)
-    except CheckpointNotFoundError as error:
+        open_checkpoint(address.place)
+    # Why StorageError: one folder of a run that can't be listed keeps nobody from the others.
+    except (CheckpointNotFoundError, StorageError) as error:
         found = [step for step in steps_of_run(text) if step.name != "."]
         if not found:
-            error.message += hint_at(text)
+            error.message += hint_at(text) if isinstance(error, CheckpointNotFoundError) else ""
             raise
-        return [(f"{text.rstrip('/')}/{step.name}", step.path) for step in found]
+        return True, [Address(f"{text.rstrip('/')}/{one.name}", one.path, one) for one in found]
     except CheckpointError:
         pass  # the caller opens it, and reports what is wrong
-    return [(text, place)]
+    return False, [address]
+
+
+@contextmanager
+def kept(place: AnyPlace) -> Iterator[None]:
+    """Keeps a step from being deleted by its job while it is read for long, where that can be.
+
+    Look whether the step is there after that.
+
+    Args:
+        place: Of the step. One whose run has no `CheckpointManager` is not kept.
+    """
+    target = absolute_target(place)
+    url, _, name = target.url.rstrip("/").rpartition("/")
+    step = step_of(name)
+    with ExitStack() as stack:
+        # Why suppressed: who may only read can still read; nothing keeps the step then.
+        with suppress(StorageError):
+            run = replace(target, url=url)
+            if step is not None and open_storage(place_below(run, SHARED_FOLDER)).list("writer-"):
+                from ray_dcp.manager.catalogue import Root
+                from ray_dcp.manager.leases import LEASE_S, Lease
+
+                stack.enter_context(Lease(Root(run), step, lease_s=LEASE_S))
+        yield
 
 
 def steps_of_run(text: str) -> list[StepView]:
@@ -83,10 +169,20 @@ def step_at(text: str) -> StepView:
 
     Raises:
         CheckpointNotFoundError: There is none.
+        InvalidRequestError: `latest` or `best` would be another step, which is damaged.
     """
     run, step = _split(text)
     if step is not None:
-        return run_at(run).step(step)
+        steps = run_at(run)
+        chosen = steps.step(step)
+        over = passed_over(steps.steps, step, chosen)
+        if over is not None:
+            # Why: what goes is gone, and it is not clear which of the two is meant.
+            raise InvalidRequestError(
+                f"which step of {run}? {passed_over_text(over, chosen, step)}; name one by its "
+                f"number, as {run}@{over.step}"
+            )
+        return chosen
     found = run_at(run)
     if found.steps[0].name != "." and all(one.name != "." for one in found):
         raise CheckpointNotFoundError(
@@ -112,7 +208,9 @@ def step_in_run(text: str) -> tuple[RunView, StepView]:
             raise InvalidRequestError(f"expected RUN@STEP, found {text!r}")
         run, step = parent, name
     found = run_at(run)
-    return found, found.step(step)
+    chosen = found.step(step)
+    say_passed_over(found, step, chosen)
+    return found, chosen
 
 
 def run_at(text: str) -> RunView:
@@ -155,7 +253,10 @@ def check_answers(url: str) -> None:
     """
     if url.partition("://")[0] not in PROVIDERS or "://" not in url:
         return
-    read_if_there(open_storage(Target(url, {"retry_timeout_s": ANSWER_S})), ".metadata", 1)
+    # Why half: after what failed at the last moment one more request is begun.
+    half_s = ANSWER_S / 2
+    options = {"retry_timeout_s": half_s, "timeout": timedelta(seconds=half_s)}
+    read_if_there(open_storage(Target(url, options)), ".metadata", 1)
 
 
 def _steps_of(text: str) -> str:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import click
 
 from ray_dcp.cli.main import JSON, VERBOSE
-from ray_dcp.cli.output import progress, says, table, told
-from ray_dcp.cli.places import checkpoint_at, checkpoints_of
-from ray_dcp.errors import CheckpointError
+from ray_dcp.cli.output import interrupted, progress, says, table, told
+from ray_dcp.cli.places import addresses_of, checkpoint_at, hint_at
+from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
+from ray_dcp.io.checkpoint import what_became_of
 from ray_dcp.view.checkpoint_view import CheckpointView
+from ray_dcp.view.listing import wrong_lengths
 from ray_dcp.view.naming import nearest
 from ray_dcp.view.pictures.tree import Node, grown, leaves_of, shape_text
-from ray_dcp.view.verify import VerifyReport
+from ray_dcp.view.verify import Problem, VerifyInterrupted, VerifyReport
 from ray_dcp.view.verify import verify as verify_path
 from ray_dcp.view.wording import count_text, number_text, size_text
 
@@ -45,12 +47,17 @@ def show(
     """Show the tensors and objects of the checkpoint at PATH, or RUN@STEP.
 
     Of more than 40 names it shows the modules that they belong to. LAYOUT is how a tensor is cut
-    into chunks: whole, rows/8, columns/2, 4x2.
+    into chunks: whole, rows/8, columns/2, 4x2. Exit status: 1 if a file is missing or too short.
     """
     view = checkpoint_at(path)
+    wrong = wrong_lengths(view.storage, view.checkpoint)
+    if wrong and (became := what_became_of(view.storage, view.checkpoint)) is not None:
+        raise became
     names = [name for name in view.names if pattern is None or fnmatchcase(name, pattern)]
     if says(JSON):
-        told(_shown(view, names))
+        told({**_shown(view, names), "problems": wrong})
+        if wrong:
+            sys.exit(1)
         return
     root = grown(leaves_of(view, names), merged=False)
     if as_tree or depth is not None:
@@ -66,7 +73,9 @@ def show(
     if pattern is not None:
         hint = "" if names else nearest(pattern, view.names)
         lines.append(f"{len(names)} of {count_text(len(view), 'name')} match {pattern!r}{hint}")
-    told(None, *_summary(view), *lines)
+    told(None, *_summary(view), *(f"damaged: {one}" for one in wrong), *lines)
+    if wrong:
+        sys.exit(1)
 
 
 def _summary(view: CheckpointView) -> list[str]:
@@ -160,34 +169,57 @@ def _shown(view: CheckpointView, names: Sequence[str]) -> dict[str, Any]:
 def verify(path: str) -> None:
     """Compare every stored byte of the checkpoint at PATH, or RUN@STEP, with its checksums.
 
-    PATH may be a run: then of each of its steps. Exit status: 0 no damage, 1 damaged, 2 there is
-    no checkpoint or the call is wrong.
+    PATH may be a run: then of each of its steps. RUN@latest is the newest that was committed, also
+    a damaged one. Exit status: 0 no damage, 1 damaged, 2 there is no checkpoint, something can't be
+    read, or the call is wrong.
     """
-    places = checkpoints_of(path)
-    results, lines, unread = [], list[str](), list[CheckpointError]()
-    for name, place in places:
+    is_run, addresses = addresses_of(path, damaged=True)
+    results, lines, found = list[dict[str, Any]](), list[str](), VerifyReport(0, ())
+
+    def add(name: str, report: VerifyReport, ok: bool) -> None:
+        nonlocal found
+        results.append({"path": name, "ok": ok, **asdict(report)})
+        lines.extend(_problems(name, report))
+        found = replace(
+            found,
+            problems=(*found.problems, *report.problems),
+            unread=(*found.unread, *report.unread),
+        )
+
+    for name, place, _ in addresses:
         try:
             with progress(f"verifying {name}") as bar:
                 report = verify_path(place, told=bar)
-        except CheckpointError as error:
-            if len(places) == 1:
+            add(name, report, report.ok)
+        except CheckpointNotFoundError as error:
+            if not is_run:
+                error.message += hint_at(path)
                 raise
-            unread.append(error)
+            lines.append(f"{name}: deleted meanwhile")
+            results.append({"path": name, "ok": True, "error": error.message})
+        except CheckpointError as error:
+            if not is_run:
+                raise
+            found = replace(found, unread=(*found.unread, Problem("", None, 0, 0, error.message)))
             lines.append(f"{name}: could not be verified: {error.message}")
             results.append({"path": name, "ok": False, "error": error.message})
-            continue
-        results.append({"path": name, "ok": report.ok, **asdict(report)})
-        lines += _problems(name, report)
+        except KeyboardInterrupt as error:
+            if isinstance(error, VerifyInterrupted):
+                add(f"{name} (in part)", error.report, False)
+            value = {"path": path, "steps": results} if is_run else (results or [{"path": path}])[0]
+            interrupted(value, *lines)
     # Why the one alone: that is what it was before runs could be verified.
-    told(results[0] if len(places) == 1 else {"path": path, "steps": results}, *lines)
-    if any(not result["ok"] for result in results):
-        sys.exit(2 if unread else 1)
+    told({"path": path, "steps": results} if is_run else results[0], *lines)
+    if not found.ok:
+        sys.exit(1 if found.problems else 2)
 
 
 def _problems(name: str, report: VerifyReport) -> list[str]:
     lines = [f"damaged: {problem}" for problem in report.problems[:_MOST_PROBLEMS]]
     if len(report.problems) > _MOST_PROBLEMS:
         lines.append(f"... and {len(report.problems) - _MOST_PROBLEMS} more, see --json")
+    lines += [f"unread: {problem}" for problem in report.unread[:_MOST_PROBLEMS]]
     lines += [f"note: {note}" for note in report.notes]
-    result = "ok" if report.ok else count_text(len(report.problems), "problem")
+    num_problems = len(report.problems) + len(report.unread)
+    result = count_text(num_problems, "problem") if num_problems else "ok"
     return [*lines, f"{name}: {result}, {size_text(report.checked_bytes)} checked"]

@@ -213,11 +213,15 @@ _TAG_KEY = re.compile(r"tags/(\d{1,18})\.(.+)")
 _NOTE_KEY = re.compile(r"notes/(\d{1,18})\.txt")
 
 
-def check_tag(tag: object) -> str:
-    """Returns a tag after checking that it can be part of a file name.
+def check_tag(tag: object, *, existing: bool = False) -> str:
+    """Returns a tag after checking that it can be part of a file name, and names a step.
+
+    Args:
+        tag: As the user gave it.
+        existing: It is there, maybe since before some names were refused.
 
     Raises:
-        InvalidRequestError: It can't.
+        InvalidRequestError: It can't, or `RUN@TAG` would be another step.
 
     Examples:
         >>> check_tag("release-1.0")
@@ -227,6 +231,12 @@ def check_tag(tag: object) -> str:
         raise InvalidRequestError(
             f"a tag must be 1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or "
             f"digit, but is {tag!r}",
+            key="tags",
+        )
+    if not existing and (tag in ("latest", "best") or tag.isdecimal()):
+        raise InvalidRequestError(
+            f"a tag can't be {tag!r}, which names a step by itself in RUN@{tag}; choose another "
+            f"one, as {tag}-run",
             key="tags",
         )
     return tag

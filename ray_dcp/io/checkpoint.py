@@ -503,6 +503,10 @@ def newest_record(storage: Storage) -> Committed | None:
     return _committed(read_slots(storage).decides)
 
 
+class CheckpointReplacedError(StorageError):
+    """Another save replaced the checkpoint while it was read: read it again."""
+
+
 def what_became_of(storage: Storage, checkpoint: Checkpoint) -> CheckpointError | None:
     """Returns why a checkpoint does not stand any more; None where it does, as far as is known.
 
@@ -529,7 +533,7 @@ def what_became_of(storage: Storage, checkpoint: Checkpoint) -> CheckpointError 
         return None
     if committed is None and checkpoint.manifest is not None:
         return not_found(storage, decides)
-    return StorageError(
+    return CheckpointReplacedError(
         f"the checkpoint in {storage.url} was replaced or removed while it was read; read it again",
         checkpoint_id=storage.url,
     )

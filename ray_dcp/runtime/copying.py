@@ -22,7 +22,12 @@ from ray_dcp.commit_protocol.vote import Fenced, Lost, Open, Vote, Won
 from ray_dcp.core import reporting
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.core.collector import collector_paused
-from ray_dcp.errors import CheckpointError, CheckpointExistsError, DamagedCheckpointError
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    DamagedCheckpointError,
+    StorageError,
+)
 from ray_dcp.format.manifest import FileEntry, FilesColumns, Manifest, encode_record, record_key
 from ray_dcp.format.metadata import encode_metadata
 from ray_dcp.format.save_trace import decode_trace, encode_trace, trace_key
@@ -30,7 +35,7 @@ from ray_dcp.format.step_info import info_key, info_slot
 from ray_dcp.format.table import decode_table
 from ray_dcp.format.table_places import with_places
 from ray_dcp.format.tensor_stats import stats_key
-from ray_dcp.io.checkpoint import METADATA_KEY, Checkpoint
+from ray_dcp.io.checkpoint import METADATA_KEY, Checkpoint, read_checkpoint
 from ray_dcp.io.table_parts import verified_table
 from ray_dcp.io.threads import Stop, run_tasks
 from ray_dcp.runtime.records import publish, read_standing, standing_records, without_stock_files
@@ -164,7 +169,7 @@ def check_free(target: Storage) -> None:
         raise CheckpointExistsError(
             f"expected nothing of a checkpoint in {target.url}, found {there[0]}"
             f"{f' and {len(there) - 1} more files' if len(there) > 1 else ''}; choose another "
-            f"place, or delete it first",
+            f"place, or delete it first (what a save or copy left that was killed: ray-dcp gc)",
             checkpoint_id=target.url,
         )
 
@@ -230,15 +235,8 @@ def _records(
     copying: _Copying, manifest: Manifest, standing: RecordsRead, url: str
 ) -> tuple[Manifest, bytes | None]:
     """Returns the manifest of the copy, and its `.metadata`."""
-    end = manifest.table_end
     record = replace(
-        manifest,
-        attempt=copying.renamed[1],
-        files=FilesColumns.of(replace(e, key=copying.name_of(e.key)) for e in manifest.files),
-        table=replace(manifest.table, key=copying.name_of(manifest.table.key)),
-        table_end=None if end is None else replace(end, key=copying.name_of(end.key)),
-        metadata=None,
-        replaced_metadata=None,
+        _of_attempt(manifest, copying.renamed[1]),
         previous_slot=standing.last_slot,
         decided=standing.decided,
     )
@@ -249,6 +247,61 @@ def _records(
         metadata = encode_metadata(table, checkpoint_id=url, attempt=record.attempt)
     entry = FileEntry(METADATA_KEY, len(metadata), digest_bytes(metadata).hex())
     return replace(record, metadata=entry), metadata
+
+
+def _of_attempt(manifest: Manifest, attempt: str) -> Manifest:
+    """Returns the manifest of the same files under the names of another attempt."""
+
+    def named(key: str) -> str:
+        return key.replace(manifest.attempt, attempt)
+
+    end = manifest.table_end
+    return replace(
+        manifest,
+        attempt=attempt,
+        files=FilesColumns.of(replace(e, key=named(e.key)) for e in manifest.files),
+        table=replace(manifest.table, key=named(manifest.table.key)),
+        table_end=None if end is None else replace(end, key=named(end.key)),
+        metadata=None,
+        replaced_metadata=None,
+        previous_slot=0,
+        decided=(),
+    )
+
+
+def is_copied(source: Storage, checkpoint: Checkpoint, target: Storage) -> bool:
+    """Tells whether a copy of a checkpoint is at a place, whole by the lengths of its files.
+
+    Args:
+        source: Where the checkpoint lies.
+        checkpoint: As opened.
+        target: The place.
+
+    Raises:
+        StorageError: A storage failed.
+
+    Complexity:
+        By the digests in the manifests; what ray_dcp did not write is read and compared.
+    """
+    try:
+        there = read_checkpoint(target, checks_later=True)
+        plan = plan_copy(target, there)
+    except StorageError:
+        raise
+    except CheckpointError:
+        return False
+    ours, other = checkpoint.manifest, there.manifest
+    if ours is not None and other is not None:
+        same = _of_attempt(ours, new_attempt())
+        return encode_record(same) == encode_record(_of_attempt(other, same.attempt))
+    own = plan_copy(source, checkpoint)
+    if (own.files, own.last, checkpoint.record) != (plan.files, plan.last, there.record):
+        return False
+    return all(
+        source.read(key, start, _PIECE_BYTES) == target.read(key, start, _PIECE_BYTES)
+        for key, num_bytes in (*own.files, *own.last)
+        for start in range(0, num_bytes, _PIECE_BYTES)
+    )
 
 
 def _copy_beside(copying: _Copying, key: str, own: str, last_slot: int) -> None:

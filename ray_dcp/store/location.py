@@ -18,6 +18,9 @@ from ray_dcp.errors import InvalidRequestError
 # "::" chains protocols in fsspec, such as "simplecache::s3://".
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*(?:::[A-Za-z0-9+.-]+)*)://(.*)", re.DOTALL)
 _MANGLED = re.compile(r"(s3|s3a|gs|gcs|az|abfs|abfss|memory):/[^/]")
+_NO_URL = re.compile(
+    r"(file|local|s3|s3a|gs|gcs|az|azure|abfs|abfss|memory|https?|hdfs|ftp|sftp):(?!//)"
+)
 _SECRETS = re.compile(r"[^/@?]*:[^/@?]*@|.*[?&][^=&]*=", re.DOTALL)
 """What follows `scheme://` in a URL that carries credentials or options."""
 
@@ -160,8 +163,10 @@ def checked_url(place: object) -> str:
             f"pass URLs as strings",
             key="checkpoint_id",
         )
-    if text.startswith("~") or (text.startswith(("file:", "local:")) and "://" not in text):
+    if text.startswith("~") or _NO_URL.match(text):
         way_out = "os.path.expanduser(path)" if text[0] == "~" else "file:///path or the plain path"
+        if not text.startswith(("~", "file:", "local:")):
+            way_out = f"{text.partition(':')[0]}://…"
         raise InvalidRequestError(
             f"expected a path or URL, but {text!r} would make a folder {text.split('/')[0]!r} in "
             f"the current directory; give {way_out}, or {'./' + text!r} if you mean that folder",

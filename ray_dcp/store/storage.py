@@ -489,6 +489,7 @@ class OneFile(StorageWrapper):
     Args:
         inner: Of the directory.
         key: Of the file.
+        suffix: Added to its key.
 
     Examples:
         >>> from ray_dcp.store.memory import MemoryStorage
@@ -499,30 +500,31 @@ class OneFile(StorageWrapper):
         ['a']
     """
 
-    def __init__(self, inner: Storage, key: str) -> None:
+    def __init__(self, inner: Storage, key: str, suffix: str = "") -> None:
         super().__init__(inner)
-        self._key = key
+        self._name = key
+        self._key = f"{key}{suffix}"
 
     @property
     def url(self) -> str:
         """Path or URL of the file."""
-        return f"{self._inner.url.rstrip('/')}/{self._key}"
+        return f"{self._inner.url.rstrip('/')}/{self._name}"
 
     def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
         """See `Storage.read`."""
         self._check(key)
-        return super().read(key, start, num_bytes)
+        return super().read(self._name, start, num_bytes)
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         """See `Storage.read_into`."""
         self._check(key)
-        super().read_into(key, start, target)
+        super().read_into(self._name, start, target)
 
     def list(self, prefix: str = "") -> builtins.list[Entry]:
         """See `Storage.list`."""
         # Why not all that begins so: there may be much beside the file, at any depth.
-        found = super().list(self._key) if self._key.startswith(prefix) else []
-        return [entry for entry in found if entry.key == self._key]
+        found = super().list(self._name) if self._key.startswith(prefix) else []
+        return [Entry(self._key, one.num_bytes) for one in found if one.key == self._name]
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise StorageError(f"{self.url} is one file: nothing is written or deleted here")

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +30,7 @@ from ray_dcp.errors import (
     MissingKeyError,
 )
 from ray_dcp.format.safe_pickle import PickleMachine, damaged
+from ray_dcp.format.safetensors import MAX_HEADER_BYTES
 from ray_dcp.format.tensor_stats import MAX_STATS_BYTES, TensorStats, decode_stats, stats_key
 from ray_dcp.format.torch_items import stored_records
 from ray_dcp.io.checkpoint import Checkpoint, read_checkpoint
@@ -517,10 +519,23 @@ def _one_file(path: AnyPlace) -> OneFile | None:
     if not isinstance(path, (str, os.PathLike)) or not os.path.isfile(path):
         return None
     folder, name = os.path.split(os.path.abspath(path))
-    if not name.endswith(".safetensors"):
+    if not is_safetensors(path):
         raise CheckpointNotFoundError(
             f"expected a checkpoint, but {os.fspath(path)} is a file. If torch.save wrote it, "
             f"ray-dcp import makes a checkpoint of it",
             checkpoint_id=os.fspath(path),
         )
-    return OneFile(open_storage(folder), name)
+    return OneFile(open_storage(folder), name, "" if name.endswith(SUFFIX) else SUFFIX)
+
+
+SUFFIX = ".safetensors"
+
+
+def is_safetensors(path: str | os.PathLike[str]) -> bool:
+    """Tells whether a file of this machine is one of safetensors, by its name or how it begins."""
+    if os.fspath(path).endswith(SUFFIX):
+        return True
+    with Path(path).open("rb") as file:
+        begin = file.read(9)
+    length = int.from_bytes(begin[:8], "little")
+    return begin[8:] == b"{" and length <= min(MAX_HEADER_BYTES, os.path.getsize(path) - 8)

@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
+
 from ray_dcp.commit_protocol.garbage import attempts_of
 from ray_dcp.core.collector import collector_paused
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
@@ -38,6 +40,7 @@ from ray_dcp.format.step_info import (
     info_key,
     info_slot,
 )
+from ray_dcp.io.checkpoint import Checkpoint
 from ray_dcp.io.records import Slots, read_slots
 from ray_dcp.io.threads import run_tasks
 from ray_dcp.store.local import LocalStorage
@@ -210,16 +213,45 @@ def state_of(files: Mapping[str, int], slots: Slots) -> StateFound:
     return _nothing(files, pending, aborted=bool(slots.used))
 
 
-def _committed(
-    files: Mapping[str, int], standing: Manifest, pending: tuple[str, ...]
-) -> StateFound:
-    wrong = [
+def wrong_lengths(storage: Storage, checkpoint: Checkpoint) -> list[str]:
+    """Returns which files of an opened checkpoint are missing or too short; nothing is read.
+
+    Args:
+        storage: Where it lies.
+        checkpoint: As opened.
+
+    Raises:
+        StorageError: It can't be listed.
+    """
+    files = {entry.key: entry.num_bytes for entry in storage.list()}
+    if checkpoint.manifest is not None:
+        return _wrong(files, checkpoint.manifest)
+    table = checkpoint.table
+    ends = np.zeros(len(table.files), np.int64)
+    np.maximum.at(ends, table.file, table.item_offset + table.item_bytes)
+    return [
+        f"{key} is missing"
+        if key not in files
+        else f"{key} has {files[key]} bytes, and needs {end}"
+        for key, end in zip(table.files, ends.tolist(), strict=True)
+        if files.get(key, -1) < end
+    ]
+
+
+def _wrong(files: Mapping[str, int], standing: Manifest) -> list[str]:
+    return [
         f"{entry.key} is missing"
         if entry.key not in files
         else f"{entry.key} has {files[entry.key]} bytes instead of {entry.num_bytes}"
         for entry in (*standing.files, standing.table)
         if files.get(entry.key) != entry.num_bytes
     ]
+
+
+def _committed(
+    files: Mapping[str, int], standing: Manifest, pending: tuple[str, ...]
+) -> StateFound:
+    wrong = _wrong(files, standing)
     return StateFound(
         "damaged" if wrong else "committed", "; ".join(wrong), standing, in_flight=pending
     )

@@ -213,7 +213,7 @@ class RunView:
 
         Args:
             key: Of the step; see `__getitem__`.
-            *tags: 1 to 64 letters, digits, `.`, `_` or `-`.
+            *tags: 1 to 64 letters, digits, `.`, `_` or `-`; not `latest`, `best` or a number.
             remove: Take them away.
 
         Returns:
@@ -221,12 +221,20 @@ class RunView:
             on a storage that can't create a file only if there is none.
 
         Raises:
-            InvalidRequestError: A tag can't be one, or the step has no number.
+            InvalidRequestError: A tag can't be one, as `latest`, `best` or a number, or is the
+                name of a folder; or the step has no number.
             CheckpointNotFoundError: There is no such step, or it was deleted.
             StorageError: It could not be written.
         """
         number = self.check_step(key)
-        keys = [tag_key(number, check_tag(tag)) for tag in tags]
+        keys = [tag_key(number, check_tag(tag, existing=remove)) for tag in tags]
+        folders = {} if remove else {one.name for one in self}.intersection(tags)
+        if folders:
+            raise InvalidRequestError(
+                f"the tag {min(folders)!r} is the name of a folder of {self.url}, which is meant "
+                f"by it; choose another one",
+                key="tags",
+            )
         shared = open_storage(place_below(self.place, SHARED_FOLDER))
         if remove:
             shared.delete(keys)

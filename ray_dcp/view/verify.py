@@ -330,7 +330,7 @@ class VerifyReport:
         return not self.problems and not self.unread
 
 
-class VerifyInterrupted(KeyboardInterrupt):  # noqa: N818 - no error, but Ctrl-C
+class VerifyInterrupted(KeyboardInterrupt):
     """A `verify` was interrupted; `report` has what it found until then."""
 
     def __init__(self, report: VerifyReport) -> None:

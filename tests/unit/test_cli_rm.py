@@ -96,7 +96,7 @@ def test_the_tags_and_the_info_of_a_step_that_was_saved_again_meanwhile_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with CheckpointManager(tmp_path, 1, order="any") as manager:
-        manager.save(1, STATE, tags=["best"], metrics={"loss": 2.0})
+        manager.save(1, STATE, tags=["good"], metrics={"loss": 2.0})
         manager.save(2, STATE)
         deletes = LocalStorage.delete
 
@@ -105,7 +105,7 @@ def test_the_tags_and_the_info_of_a_step_that_was_saved_again_meanwhile_stay(
             gone = deletes(storage, keys)
             if any(str(key).endswith(".distcp") for key in keys):
                 monkeypatch.undo()
-                manager.save(1, STATE, tags=["best"], metrics={"loss": 1.0})
+                manager.save(1, STATE, tags=["good"], metrics={"loss": 1.0})
             return gone
 
         monkeypatch.setattr(LocalStorage, "delete", delete)
@@ -114,13 +114,13 @@ def test_the_tags_and_the_info_of_a_step_that_was_saved_again_meanwhile_stay(
     # The catalogue remembers what the info said: without it, the info itself is read.
     (tmp_path / ".manager" / "catalogue.json").unlink()
     step = step_1(tmp_path)
-    assert (step.tags, dict(step.metrics)) == (("best",), {"loss": 1.0})
+    assert (step.tags, dict(step.metrics)) == (("good",), {"loss": 1.0})
 
 
 def test_a_deletion_that_fails_gives_the_tags_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved(tmp_path, tags=["best"])
+    saved(tmp_path, tags=["good"])
     writes = LocalStorage.write
 
     def write(storage: LocalStorage, key: str, data: Any, *args: Any, **how: Any) -> Any:
@@ -130,5 +130,5 @@ def test_a_deletion_that_fails_gives_the_tags_back(
 
     monkeypatch.setattr(LocalStorage, "write", write)
     assert run("rm", f"{tmp_path}@1", "--yes", "--force").exit_code != 0
-    assert step_1(tmp_path).tags == ("best",)
+    assert step_1(tmp_path).tags == ("good",)
     assert ray_dcp.verify(tmp_path / "step-00000001").ok

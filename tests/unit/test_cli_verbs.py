@@ -153,7 +153,6 @@ def test_a_run_is_verified_and_copied_step_by_step(run: Path):
     assert [(s.name, s.state, s.tags, s.note) for s in copied] == [
         ("step-10", "committed", ("kept",), ""), ("step-20", "committed", (), "look")
     ]  # fmt: skip
-    assert "expected nothing of a checkpoint" in refused("cp", run, target)
     checkpoints.data_file(run / "step-10").unlink()
     found = invoke("verify", run)
     assert (found.exit_code, f"{run}/step-20: ok" in found.stdout) == (1, True)
@@ -236,7 +235,7 @@ def test_ctrl_c_ends_a_watch_quietly_and_takes_back_what_was_begun(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(LocalStorage, "open_writer", interrupt)
-    assert "interrupted" in refused("cp", f"{run}@10", run.parent / "copy")
+    assert "interrupted" in refused("cp", f"{run}@10", run.parent / "copy", exit_code=130)
     assert not [p for p in run.parent.rglob("copy/**/*") if p.is_file()]
     process = subprocess.Popen(
         [sys.executable, "-m", "ray_dcp", "watch", str(run), "--interval", "60"],
@@ -405,7 +404,7 @@ def test_a_store_that_can_not_be_reached_is_told_soon(monkeypatch: pytest.Monkey
     for name, value in (("ACCESS_KEY_ID", "k"), ("SECRET_ACCESS_KEY", "s"), ("REGION", "r"),
                         ("ENDPOINT_URL", f"http://127.0.0.1:{port}")):  # fmt: skip
         monkeypatch.setenv(f"AWS_{name}", value)
-    monkeypatch.setattr(places, "ANSWER_S", 1.0)
+    monkeypatch.setattr(places, "ANSWER_S", 2.0)
     for command in ("ls", "show", "verify", "rm"):
         said = refused(command, f"s3://bucket/{command}@latest")
         assert "the connection failed: check the endpoint" in said
