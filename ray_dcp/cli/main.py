@@ -119,7 +119,8 @@ class LazyGroup(click.Group):
         except SystemExit as error:
             code = error.code
         try:
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
         except BrokenPipeError:
             code = PIPE_CLOSED
             _drop_output()

@@ -1,0 +1,221 @@
+"""What becomes of the output of a command: full disks, closed pipes, other letters, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner
+
+import ray_dcp
+from ray_dcp.cli import output
+from ray_dcp.cli.main import main
+from ray_dcp.errors import InvalidRequestError, StorageError
+from ray_dcp.store.local import LocalStorage
+from tests import checkpoints
+
+
+def shell(line: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    """Returns how a command ended that a shell ran."""
+    line = line.replace("ray-dcp", f"{sys.executable} -m ray_dcp")
+    return subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {line}"],
+        capture_output=True, timeout=400, check=False, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["verify --json {}", "show {}", "verify {}/none --json"])
+def test_an_output_that_can_not_be_written_is_no_damage(saved_checkpoint: Path, command: str):
+    found = shell(f"ray-dcp {command.format(saved_checkpoint)} > /dev/full")
+    assert found.returncode == 2, found
+    assert b"Traceback" not in found.stderr
+    assert found.stderr.startswith(b"Error: ")
+    assert len(found.stderr.splitlines()) == 1
+
+
+def test_a_closed_output_is_told_before_anything_is_done(saved_checkpoint: Path):
+    found = shell(f"ray-dcp verify {saved_checkpoint} >&-")
+    assert found.returncode == 2
+    assert b"standard output is closed" in found.stderr
+    found = shell(f"ray-dcp verify {saved_checkpoint} 2>&- <&-")
+    assert (found.returncode, b": ok, " in found.stdout) == (0, True)
+
+
+def test_who_ends_before_all_is_printed_is_no_damage(saved_checkpoint: Path):
+    found = shell(f"ray-dcp show {saved_checkpoint} --all | true")
+    assert (found.returncode, found.stderr) in ((141, b""), (0, b""))
+    found = shell(f"(sleep 0.2; ray-dcp show {saved_checkpoint} --all) | exec true")
+    assert (found.returncode, found.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_an_output_with_few_letters_gets_others(tmp_path: Path, encoding: str):
+    state = {"model": {"größe": torch.ones(2), "層": torch.ones(1)}}
+    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    for command in (f"show {tmp_path}/c --tree", f"timeline {tmp_path}/c"):
+        found = shell(f"ray-dcp {command}", PYTHONIOENCODING=encoding)
+        assert (found.returncode, found.stderr) == (0, b"")
+    if encoding == "latin-1":  # in place of ASCII click writes UTF-8
+        told = shell(f"ray-dcp show {tmp_path}/c --tree", PYTHONIOENCODING=encoding).stdout
+        assert "`-- model: 2 tensors" in told.decode(encoding)
+        assert "größe" in told.decode(encoding)
+        assert r"\u5c64" in told.decode(encoding)
+
+
+def test_ctrl_c_prints_what_was_found_and_exits_as_of_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for step in (1, 2, 3):
+        checkpoints.save(tmp_path / f"step-{step}")
+    file = checkpoints.data_file(tmp_path / "step-1")
+    checkpoints.flip(file, file.stat().st_size // 2)
+    read = LocalStorage.read
+
+    def interrupted(self: LocalStorage, key: str, *more: object) -> bytes:
+        if self.url.endswith("step-3") and key.endswith(".distcp"):
+            raise KeyboardInterrupt
+        return read(self, key, *more)
+
+    monkeypatch.setattr(LocalStorage, "read", interrupted)
+    found = CliRunner().invoke(main, ["verify", str(tmp_path)])
+    assert (found.exit_code, found.stderr) == (130, "Error: interrupted\n")
+    assert f"{tmp_path}/step-1: 1 problem" in found.stdout
+    assert f"{tmp_path}/step-2: ok" in found.stdout
+    told = json.loads(CliRunner().invoke(main, ["verify", str(tmp_path), "--json"]).stdout)
+    assert told["interrupted"]
+    assert [one["ok"] for one in told["steps"]][:2] == [False, True]
+    found = CliRunner().invoke(main, ["verify", str(tmp_path / "step-3"), "--json"])
+    assert (found.exit_code, json.loads(found.stdout)["interrupted"]) == (130, True)
+
+
+def test_a_verify_that_is_interrupted_has_what_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    state = {f"w{i}": torch.full((1 << 10,), float(i)) for i in range(8)}
+    options = ray_dcp.SaveOptions(container="safetensors", part_bytes=4096)
+    ray_dcp.save(state, checkpoint_id=tmp_path, no_dist=True, options=options)
+    files = sorted(tmp_path.rglob("*.safetensors"))
+    checkpoints.flip(files[0], files[0].stat().st_size - 1)
+
+    def interrupt(done: int, total: int) -> None:
+        seen.append(done)
+        if len(seen) == len(files):
+            raise KeyboardInterrupt
+
+    seen: list[int] = []
+    with pytest.raises(KeyboardInterrupt) as raised:
+        ray_dcp.verify(tmp_path, told=interrupt)
+    assert [one.file.rpartition("/")[2] for one in raised.value.report.problems] == [files[0].name]
+
+
+@pytest.mark.parametrize("tag", ["latest", "best", "500", "step-1"])
+def test_a_tag_that_would_name_another_step_is_refused(tmp_path: Path, tag: str):
+    for step in (1, 2):
+        checkpoints.save(tmp_path / f"step-{step}")
+    with pytest.raises(InvalidRequestError, match=f"the tag '{tag}'|a tag can't be '{tag}'"):
+        ray_dcp.open(tmp_path).tag(2, tag)
+    found = CliRunner().invoke(main, ["tag", f"{tmp_path}@2", tag])
+    assert (found.exit_code, found.stdout) == (2, "")
+    with ray_dcp.CheckpointManager(tmp_path / "m", 1, chkpt_on_preemption=False) as manager:
+        if tag != "step-1":
+            with pytest.raises(InvalidRequestError, match="a tag can't be"):
+                manager.save(1, {"w": torch.ones(2)}, tags=[tag])
+    old = tmp_path / ".manager" / "tags"
+    old.mkdir(parents=True)
+    (old / f"2.{tag}").touch()
+    found = CliRunner().invoke(main, ["tag", f"{tmp_path}@2", tag, "--remove"])
+    assert (found.exit_code, list(tmp_path.glob(".manager/tags/*"))) == (0, []), found.output
+
+
+@pytest.mark.parametrize("target", ["s3:", "s3:/bucket/x", "gs:bucket", "https:/host/x"])
+def test_what_is_nearly_a_url_makes_no_folder(
+    saved_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"w": torch.ones(1)}, tmp_path / "w.pt")
+    for command in (["cp", saved_checkpoint, target], ["import", "w.pt", target],
+                    ["export", saved_checkpoint, target, "--format", "hf"]):  # fmt: skip
+        found = CliRunner().invoke(main, [str(one) for one in command])
+        assert (found.exit_code, "would make a folder" in found.stderr) == (2, True), found.output
+    with pytest.raises(InvalidRequestError, match="would make a folder"):
+        ray_dcp.save({"w": torch.ones(1)}, checkpoint_id=target, no_dist=True)
+    found = CliRunner().invoke(
+        main, ["export", str(saved_checkpoint), "s3://bucket/x", "--format", "hf"]
+    )
+    assert (found.exit_code, "a path on this machine" in found.stderr) == (2, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["w.pt"]
+
+
+def test_what_is_exported_without_a_suffix_can_be_shown_and_imported(
+    saved_checkpoint: Path, tmp_path: Path
+):
+    out = tmp_path / "out4"
+    run = CliRunner().invoke
+    assert run(main, ["export", str(saved_checkpoint), str(out)]).exit_code == 0
+    found = run(main, ["show", str(out)])
+    assert (found.exit_code, "model.large" in found.stdout) == (0, True), found.output
+    found = run(main, ["import", str(out), str(tmp_path / "in")])
+    assert found.exit_code == 0, found.output
+    expected, found = ray_dcp.read_state_dict(saved_checkpoint), ray_dcp.open(tmp_path / "in")
+    assert found["model.large"][...].tolist() == expected["model"]["large"].tolist()
+
+
+@pytest.mark.parametrize("kind", ["ours", "stock", "safetensors"])
+def test_show_tells_of_files_that_are_missing_or_short(tmp_path: Path, kind: str):
+    path = tmp_path / "c"
+    if kind == "safetensors":
+        ray_dcp.export(checkpoints.save(tmp_path / "a"), path, "hf")
+        return_code = {"short": 1}
+    else:
+        checkpoints.save(path) if kind == "ours" else checkpoints.save_stock(path)
+        return_code = {"short": 1, "missing": 1}
+    assert CliRunner().invoke(main, ["show", str(path)]).exit_code == 0
+    (file,) = [p for p in path.iterdir() if p.suffix in (".distcp", ".safetensors")]
+    for what, code in return_code.items():
+        os.truncate(file, file.stat().st_size // 2) if what == "short" else file.unlink()
+        found = CliRunner().invoke(main, ["show", str(path)])
+        assert found.exit_code == code, found.output
+        assert file.name in found.output
+        if kind != "safetensors":
+            assert f"damaged: {file.name}" in found.stdout
+            told = CliRunner().invoke(main, ["show", str(path), "--json"])
+            assert (told.exit_code, len(json.loads(told.stdout)["problems"])) == (1, 1)
+
+
+def test_one_folder_that_may_not_be_read_stops_no_verify(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for step in (1, 2, 3):
+        checkpoints.save(tmp_path / f"step-{step}")
+    lists = LocalStorage.list
+
+    def listed(self: LocalStorage, prefix: str = "") -> list[object]:
+        key = f"{self.url}/{prefix}".removeprefix(f"{tmp_path}/")
+        if key == "" or key.startswith("step-2"):
+            raise StorageError("[EACCES] Permission denied")
+        return lists(self, prefix)
+
+    monkeypatch.setattr(LocalStorage, "list", listed)
+    found = CliRunner().invoke(main, ["verify", str(tmp_path)])
+    assert (found.exit_code, found.stdout.count(": ok, ")) == (2, 2), found.output
+    assert "step-2: could not be verified: [EACCES] Permission denied" in found.stdout
+
+
+def test_ctrl_c_at_a_question_is_no_answer(saved_checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupt(*_: object, **more: object) -> None:  # as click does
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise click.Abort from None
+
+    monkeypatch.setattr(output, "_is_asked", lambda: True)
+    monkeypatch.setattr(click, "confirm", interrupt)
+    found = CliRunner().invoke(main, ["rm", str(saved_checkpoint)])
+    assert found.exit_code == 130
+    assert "nothing was done" in found.stderr
