@@ -362,7 +362,8 @@ _CUT = (
 
 
 _CONNECT_S = 10.0
-"""How long a refused connection or an unknown host is tried again: nobody is there."""
+"""How long a refused connection, an unknown host or an answer that can't be read is tried again:
+nobody is there, or somebody else."""
 _PASSING_CODES = (
     "RequestTimeout", "OperationAborted", "ConditionalRequestConflict", "SlowDown",
     "BadDigest", "XAmzContentSHA256Mismatch",
@@ -371,8 +372,16 @@ _PASSING_CODES = (
 _PASSING = ("408", "429", "500", "502", "503", "504")
 
 
+_INVALID = "Got invalid"
+"""What obstore says of an answer that was cut off or altered, or of a server that is none of S3."""
+
+
 class ConflictError(Exception):
     """A key could not be created, and yet there is none: another request was in the way."""
+
+
+class AlteredError(Exception):
+    """An answer contradicts itself: it was cut off or altered on its way."""
 
 
 def is_past_the_end(error: BaseException) -> bool:
@@ -394,8 +403,10 @@ def worth_s(error: BaseException) -> float:
         0 where the answer will be the same next time: 403, a request that is malformed.
     """
     text = str(error)
-    if isinstance(error, ConflictError):
+    if isinstance(error, ConflictError | AlteredError):
         return math.inf
+    if _INVALID in text:
+        return _CONNECT_S
     if _STATUS.search(text):
         passes = _first(_STATUS, text) in _PASSING or _first(_CODE, text) in _PASSING_CODES
         return math.inf if passes else 0.0
@@ -442,7 +453,7 @@ def object_failure(error: BaseException, doing: str, key: str, where: str) -> St
             "this server can't serve ranges: use another, or reach it through fsspec: "
             "Location(path, filesystem=s3fs.S3FileSystem(...))"
         )
-    if way_out is None and _is_cut(text):
+    if way_out is None and (_is_cut(text) or isinstance(error, AlteredError) or _INVALID in text):
         way_out = "the connection failed: check the endpoint and the network, then retry"
     message = f"could not {doing} {where}: {said} ({name}, {told})"
     # Why not of a cut connection: that is no answer.
@@ -583,6 +594,7 @@ class ObjectStorage:
             for chunk in found.stream(min_chunk_size=_READ_CHUNK_BYTES):
                 view[done : done + len(chunk)] = memoryview(chunk)
                 done += len(chunk)
+            _check_whole(found, start + done)
 
         size = None
         try:
@@ -681,7 +693,10 @@ class ObjectStorage:
         path = self._path(key)
 
         def get() -> bytes:
-            return bytes(self._obstore.get(self._calls, path, options=options).bytes())
+            found = self._obstore.get(self._calls, path, options=options)
+            data = bytes(found.bytes())
+            _check_whole(found, found.range[0] + len(data))
+            return data
 
         return self._asked("read", key, get)
 
@@ -792,6 +807,8 @@ class ObjectStorage:
             found = []
             for chunk in self._obstore.list(self._calls, place or None, chunk_size=1000):
                 for item in chunk:
+                    if not item["path"].startswith(head):
+                        raise AlteredError(f"a listing of {head} has {item['path'][:200]!r}")
                     key = item["path"].removeprefix(head)
                     # Why "/" at the end: consoles make empty objects of such names for folders.
                     is_hidden = key.endswith("/") or is_temporary(key)
@@ -802,8 +819,18 @@ class ObjectStorage:
         return sorted(self._asked("list", "", listed), key=lambda entry: entry.key)
 
 
+def _check_whole(found: Any, stop: int) -> None:
+    """Checks that as many bytes came as the answer said.
+
+    Raises:
+        AlteredError: It is fewer.
+    """
+    if stop != found.range[1]:
+        raise AlteredError(f"{found.range[1] - stop} bytes of what was told did not come")
+
+
 def _is_of_the_store(error: Exception) -> bool:
     is_obstore = type(error).__module__.partition(".")[0] == "obstore"
     return is_obstore or isinstance(
-        error, (OSError, NotImplementedError, ValueError, ConflictError)
+        error, (OSError, NotImplementedError, ValueError, ConflictError, AlteredError)
     )

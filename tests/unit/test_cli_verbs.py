@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -394,6 +395,23 @@ def test_a_reader_that_ends_early_is_no_error(run: Path, command: str):
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     assert "Traceback" not in done.stderr
+
+
+def test_a_store_that_swallows_what_it_is_sent_is_told_in_the_time_that_is_promised(
+    tmp_path: Path, saved_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(places, "ANSWER_S", 2.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        for name, value in (("ACCESS_KEY_ID", "k"), ("SECRET_ACCESS_KEY", "s"), ("REGION", "r"),
+                            ("ENDPOINT_URL", endpoint)):  # fmt: skip
+            monkeypatch.setenv(f"AWS_{name}", value)
+        torch.save({"w": torch.ones(1)}, tmp_path / "w.pt")
+        for command in (["ls", "s3://bucket/ls"], ["cp", saved_checkpoint, "s3://bucket/cp"],
+                        ["import", tmp_path / "w.pt", "s3://bucket/import"]):  # fmt: skip
+            began_s = time.monotonic()
+            assert "the connection failed: check the endpoint" in refused(*command)
+            assert time.monotonic() - began_s < 15
 
 
 def test_a_store_that_can_not_be_reached_is_told_soon(monkeypatch: pytest.MonkeyPatch):

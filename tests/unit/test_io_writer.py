@@ -16,6 +16,7 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.store.fault_injection import Fault, FaultyStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.storage import StorageWrapper
 from tests.descriptors import open_below
 from tests.unit.io_cases import Piece, file_plan, rank_plan, raw, write_file
 
@@ -139,6 +140,25 @@ def test_a_lost_answer_to_commit_is_an_error_and_another_writer_takes_the_file(t
     storage.assert_hit()
     assert write_file(storage, plan, "a1", **write).num_bytes == inner.list()[0].num_bytes
     assert inner.unpublished() == ()
+
+
+class StaleListings(StorageWrapper):
+    """A storage whose listings do not show what was written last."""
+
+    def list(self, prefix=""):
+        return []
+
+
+@pytest.mark.parametrize("what", ["listing", "byte"])
+def test_a_writer_that_meets_its_own_file_takes_no_bad_network_for_another_writer(storage, what):
+    """As after an answer to its create that was lost, so that it was asked again."""
+    arrays = arrays_of((3, 5), (1500, 1000))
+    plan = plan_of(arrays)
+    write_file(storage, plan, "a1", source=source_of(arrays), deferred=no_deferred)
+    faulty = FaultyStorage(storage, [Fault(operation="read", effect="flip")])
+    seen = StaleListings(storage) if what == "listing" else faulty
+    receipt = write_file(seen, plan, "a1", source=source_of(arrays), deferred=no_deferred)
+    assert receipt.num_bytes == storage.list()[0].num_bytes
 
 
 @pytest.mark.parametrize("change", ["byte", "length", "object"])
