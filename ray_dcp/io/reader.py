@@ -12,9 +12,10 @@ So its head is read first, and what it says is compared with the chunk table.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
@@ -68,7 +69,14 @@ class BlockVerifier:
         self._verify = verify
         self._checkpoint_id = checkpoint_id
 
-    def check(self, chunk: int, low: int, view: memoryview, anchor: int = 0) -> int:
+    def check(
+        self,
+        chunk: int,
+        low: int,
+        view: memoryview,
+        anchor: int = 0,
+        again: Callable[[], object] | None = None,
+    ) -> int:
         """Checks bytes that begin on a block bound, and end on one or at the chunk's end.
 
         Args:
@@ -76,6 +84,7 @@ class BlockVerifier:
             low: First byte, chunk-local.
             view: The bytes.
             anchor: First byte of the read that this is a part of, for sampling.
+            again: Fills `view` once more: what was altered on its way comes whole then.
 
         Returns:
             How many blocks were checked.
@@ -83,6 +92,15 @@ class BlockVerifier:
         Raises:
             DamagedCheckpointError: A block does not match.
         """
+        try:
+            return self._checked(chunk, low, view, anchor)
+        except DamagedCheckpointError:
+            if again is None:
+                raise
+        again()
+        return self._checked(chunk, low, view, anchor)
+
+    def _checked(self, chunk: int, low: int, view: memoryview, anchor: int) -> int:
         table = self._table
         block_bytes = int(table.block_bytes[chunk])
         if block_bytes == 0 or self._verify == "never" or len(view) == 0:
@@ -133,6 +151,13 @@ def naming_tensor(table: ChunkTable, chunk: int) -> Iterator[None]:
             stop = start + int(table.item_bytes[chunk])
             error.message = f"{name!r} in bytes [{start}, {stop}) of {file}: {error.message}"
         raise
+
+
+def behind(storage: Storage) -> Storage:
+    """Returns the storage that others took the bytes from which this one gives, or itself."""
+    while (inner := getattr(storage, "behind", None)) is not None:
+        storage = inner
+    return storage
 
 
 def read_stored(storage: Storage, key: str, start: int, view: memoryview) -> None:
@@ -432,7 +457,9 @@ class Filler:
             return 0
         start, low = numbers.read_start[pair] - span_low, numbers.read_low[pair]
         part = view[start : start + numbers.read_bytes[pair]]
-        return self._verifier.check(self._chunk[pair], low, part, low)
+        return self._verifier.check(
+            self._chunk[pair], low, part, low, self._again(pair, numbers.read_start[pair], part)
+        )
 
     def _copy_simple(self, pairs: Sequence[int], view: memoryview, span_low: int) -> int:
         """Copies the simple ones among some pairs; returns how many blocks were verified.
@@ -465,9 +492,12 @@ class Filler:
             for pair, start, count in zip(pairs, starts, counts, strict=True)
         ]
         if found != [expected[pair] for pair in pairs]:
-            both = zip(pairs, found, strict=True)
-            bad = next(pair for pair, value in both if value != expected[pair])
-            raise self._verifier.damaged(self._chunk[bad], 0)
+            for pair, value, start, count in zip(pairs, found, starts, counts, strict=True):
+                part = view[start : start + count]
+                if value != expected[pair]:
+                    self._again(pair, numbers.chunk_start[pair], part)()
+                    if check(part) != expected[pair]:
+                        raise self._verifier.damaged(self._chunk[pair], 0)
         return sum(1 for pair in pairs if has_check[pair])
 
     def _do_direct(self, job: Direct) -> tuple[int, int]:
@@ -499,7 +529,10 @@ class Filler:
         whole = (start, stop) == (low, high)
         view = part if whole else self._scratch(stop - start)
         self._load(numbers.file[pair], numbers.place[pair] + start, view)
-        checked = self._verifier.check(self._chunk[pair], start, view, numbers.read_low[pair])
+        again = self._again(pair, numbers.place[pair] + start, view)
+        checked = self._verifier.check(
+            self._chunk[pair], start, view, numbers.read_low[pair], again
+        )
         if not whole:
             part[:] = view[low - start : high - start]
         return len(view), checked
@@ -515,7 +548,9 @@ class Filler:
             part = view[low - base : high - base]
             self._load(geo.file[pair], int(geo.place[pair]) + low, part)
             anchor = int(geo.read_low[pair])
-            blocks += self._verifier.check(self._chunk[pair], low, part, anchor) if block else 0
+            again = self._again(pair, int(geo.place[pair]) + low, part)
+            chunk = self._chunk[pair]
+            blocks += self._verifier.check(chunk, low, part, anchor, again) if block else 0
             num_bytes += len(part)
         self._copy_box(pair, view, base, slab.offset, slab.size)
         self._part_done(self._row[pair])
@@ -595,6 +630,11 @@ class Filler:
                 if self._parts[row]:
                     return
         self._sink.done(row)
+
+    def _again(self, pair: int, start: int, view: memoryview) -> Callable[[], None]:
+        """Returns what fills a view with bytes of a file once more."""
+        key = self._table.files[int(self._geo.file[pair])]
+        return partial(read_stored, behind(self._storage), key, start, view)
 
     def _load(self, file: int, start: int, view: memoryview) -> None:
         read_stored(self._storage, self._table.files[file], start, view)
@@ -820,7 +860,10 @@ def read_item(
     if table.block_bytes[chunk] > 0:
         low = int(table.payload_offset[chunk] - table.item_offset[chunk])
         payload = view[low : low + int(table.payload_bytes[chunk])]
-        BlockVerifier(table, verify, storage.url).check(chunk, 0, payload)
+        start = int(table.payload_offset[chunk])
+        key = table.files[table.file[chunk]]
+        again = partial(read_stored, behind(storage), key, start, payload)
+        BlockVerifier(table, verify, storage.url).check(chunk, 0, payload, again=again)
     found = None if transforms is None else transforms[chunk]
     if not found:
         return bytes(data)

@@ -168,6 +168,11 @@ class SharedReadStorage(StorageWrapper):
                 self._changed.notify_all()
             self._exchange.leave()
 
+    @property
+    def behind(self) -> Storage:
+        """Where the same bytes can be read again, whoever gave them first."""
+        return self._inner
+
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         """See `Storage.read_into`."""
         first, stop = self._units_of.get(key, (0, 0))

@@ -9,7 +9,7 @@ it needs. Small files are read whole or in part, and compared with what the mani
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -44,9 +44,11 @@ def verified(storage: Storage, entry: FileEntry, data: bytes = b"") -> bytes:
         DamagedCheckpointError: It is missing, or another one.
         StorageError: It can't be read.
     """
-    data = data or _read(storage, entry.key, 0, min(entry.num_bytes, MAX_TABLE_BYTES) + 1)
-    _check(data, entry.num_bytes, entry.digest, entry.key, "")
-    return data
+
+    def read() -> bytes:
+        return _read(storage, entry.key, 0, min(entry.num_bytes, MAX_TABLE_BYTES) + 1)
+
+    return _checked(data or read(), read, entry.num_bytes, entry.digest, entry.key, "")
 
 
 def verified_table(storage: Storage, manifest: Manifest) -> bytes:
@@ -81,9 +83,12 @@ def verified_end(storage: Storage, manifest: Manifest, table: bytes = b"") -> by
             key=entry.key,
         )
     start = entry.num_bytes - end.num_bytes
-    data = table[start:] if table else _read(storage, entry.key, start, end.num_bytes + 1)
-    _check(data, end.num_bytes, end.digest, entry.key, "last ")
-    return data
+
+    def read() -> bytes:
+        return _read(storage, entry.key, start, end.num_bytes + 1)
+
+    data = table[start:] if table else read()
+    return _checked(data, read, end.num_bytes, end.digest, entry.key, "last ")
 
 
 def verified_bytes(storage: Storage, key: str, start: int, num_bytes: int) -> bytes:
@@ -110,6 +115,16 @@ def _read(storage: Storage, key: str, start: int, num_bytes: int) -> bytes:
         raise DamagedCheckpointError(
             f"the manifest names {key}, but there is no such file; load an earlier step", key=key
         ) from exc
+
+
+def _checked(
+    data: bytes, read: Callable[[], bytes], num_bytes: int, digest: str, key: str, which: str
+) -> bytes:
+    """Returns bytes after checking them; those that were altered on their way are read again."""
+    if len(data) != num_bytes or digest_bytes(data).hex() != digest:
+        data = read()
+    _check(data, num_bytes, digest, key, which)
+    return data
 
 
 def _check(data: bytes, num_bytes: int, digest: str, key: str, which: str) -> None:
@@ -228,6 +243,8 @@ class CheckFile:
             )
         end = entry.num_bytes if file_bytes is None else max(file_bytes, length)
         data = self._bytes(key, end - length, length)
+        if digest_bytes(data).hex() != entry.digest:
+            data = self._bytes(key, end - length, length)  # maybe altered on its way
         if digest_bytes(data).hex() != entry.digest:
             raise DamagedCheckpointError(
                 f"the checksums of {key} at its end are not those that the manifest names; load an "

@@ -240,7 +240,8 @@ def test_one_rank_that_reads_damage_is_enough(run, unlucky):
         storage = open_storage(target)
         if not target.url.endswith("step-10"):
             return storage
-        return FaultyStorage(storage, [Fault(operation="read_into", key="*", effect="flip")])
+        fault = Fault(operation="read_into", key="*", effect="flip", times=None)
+        return FaultyStorage(storage, [fault])
 
     found = load(run.url, 3, openers={unlucky: opened})
     assert found.step == 9
