@@ -100,7 +100,11 @@ def _steps(run: RunView) -> Iterator[Finding]:
     if not readable:
         yield Finding("note", "latest", "there is no checkpoint to load")
         return
-    newest = run.step("latest")
+    try:
+        newest = run.step("latest")
+    except CheckpointError as error:
+        yield Finding("wrong", "latest", str(error))
+        return
     try:
         if newest.view.checkpoint.metadata_is_stale:
             told = ".metadata is missing or older: stock DCP does not see it; see ray-dcp metadata"
