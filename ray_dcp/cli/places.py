@@ -140,7 +140,8 @@ def kept(place: AnyPlace) -> Iterator[None]:
     """
     target = absolute_target(place)
     url, _, name = target.url.rstrip("/").rpartition("/")
-    step = step_of(name)
+    # Why none: what is a bucket, or lies at the root of a disk, is in no run.
+    step = step_of(name) if url and not url.endswith("/") else None
     with ExitStack() as stack:
         # Why suppressed: who may only read can still read; nothing keeps the step then.
         with suppress(StorageError):

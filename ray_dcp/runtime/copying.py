@@ -169,7 +169,8 @@ def check_free(target: Storage) -> None:
         raise CheckpointExistsError(
             f"expected nothing of a checkpoint in {target.url}, found {there[0]}"
             f"{f' and {len(there) - 1} more files' if len(there) > 1 else ''}; choose another "
-            f"place, or delete it first (what a save or copy left that was killed: ray-dcp gc)",
+            f"place, or delete it first (what a save or copy left that was killed: ray-dcp gc "
+            f"--abort-unfinished)",
             checkpoint_id=target.url,
         )
 

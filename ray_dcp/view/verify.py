@@ -357,7 +357,9 @@ def verify(path: AnyPlace, *, told: Told | None = None) -> VerifyReport:
         CheckpointNotFoundError: There is no checkpoint.
         UncommittedCheckpointError: Files of a save are there, but it was never committed.
         UnsupportedValueError: A safetensors file holds a dtype that is not read here.
-        StorageError: The storage refused to list or read.
+        StorageError: The storage refused to list, or to give what tells of all files; or other
+            saves replaced the checkpoint all the time.
+        VerifyInterrupted: Ctrl-C, a `KeyboardInterrupt` with the report until then.
 
     Complexity:
         Reads every data file once, a few at a time, with 8 MiB of memory for each.
