@@ -24,7 +24,9 @@ from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    DamagedCheckpointError,
     InvalidRequestError,
+    StorageError,
     UnsafeCheckpointError,
 )
 from ray_dcp.exporting import (
@@ -182,7 +184,8 @@ def cp(source: str, target: str, verify: bool, dry_run: bool) -> None:
 
     SOURCE may be a run: its steps are copied below TARGET, oldest first, each with its tags and
     note. A copy appears when all of it is durable; an interrupted one leaves nothing. Steps that
-    were copied before are skipped, so that what was interrupted goes on when it is run again.
+    were copied before are skipped, so that what was interrupted goes on when it is run again. A
+    damaged step is left out, and the exit status is 1.
     """
     check_answers(target)
     is_run, found = addresses_of(source)
@@ -216,19 +219,24 @@ def cp(source: str, target: str, verify: bool, dry_run: bool) -> None:
             told(None, *_told(source, target, copies, "copied"))
         raise
     problems = [f"damaged: {problem}" for copy in copies for problem in copy.problems]
-    lines = _told(source, target, copies, "copied")
-    told({**_done(value, copies), "problems": problems}, *lines, *(
-        problems or ["ok"] if verify else []
-    ))  # fmt: skip
+    failures = [copy.failure for copy in copies if copy.failure is not None]
+    problems += [f"not copied: {error}" for error in failures]
+    lines = [*_told(source, target, copies, "copied"), *problems]
+    lines += ["ok"] if verify and not problems else []
+    told({**_done(value, copies), "problems": problems}, *lines)
     if problems:
-        sys.exit(1)
+        is_unread = len(failures) == len(problems)
+        is_unread = is_unread and all(isinstance(error, StorageError) for error in failures)
+        sys.exit(2 if is_unread else 1)
 
 
 class _Copy:
     """The copy of one checkpoint.
 
     Attributes:
-        state: `planned`, `copied`, `there` (was copied before) or `gone` (was deleted meanwhile).
+        state: `planned`, `copied`, `there` (was copied before), `gone` (was deleted meanwhile), or
+            `failed`.
+        failure: Why a step of a run is not copied that is damaged or can't be read.
         num_files: To copy, with those of its items.
         num_bytes: The same.
         problems: What is damaged of the copy.
@@ -240,6 +248,7 @@ class _Copy:
         self.state = "planned"
         self.num_files = self.num_bytes = 0
         self.problems: tuple[Problem, ...] = ()
+        self.failure: CheckpointError | None = None
         self._target = target
         self.in_run = in_run
 
@@ -278,7 +287,7 @@ class _Copy:
 
         if self.state == "planned":
             self._tried(act)
-        if self.state == "gone":
+        if self.state not in ("copied", "there"):
             return
         if self.in_run and self.source.step is not None:
             _copy_marks(self.source.step, target)
@@ -299,6 +308,14 @@ class _Copy:
                 if not self.in_run:
                     raise
                 self.state = "gone"
+                return None
+            except (DamagedCheckpointError, StorageError) as error:
+                # Why on: the other steps are whole. What the target refuses, it refuses of all.
+                is_unread = self.source.step is not None and self.source.step.state == "unreadable"
+                if not self.in_run or (isinstance(error, StorageError) and not is_unread):
+                    raise
+                self.state, self.failure, self.num_files = "failed", error, 0
+                error.message = f"{self.source.name}: {error.message}"
                 return None
         return None
 

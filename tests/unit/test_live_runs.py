@@ -183,6 +183,18 @@ def damage(step: Path) -> None:
     checkpoints.data_file(step).unlink()
 
 
+def test_a_damaged_step_of_a_run_keeps_the_others_from_nothing(run: Path, tmp_path: Path):
+    damage(run / "step-2")
+    for verify in ([], ["--verify"]):
+        found = invoke("cp", run, tmp_path / "copy", *verify)
+        assert found.exit_code == 1, found.output
+        assert "not copied: " in found.stdout
+        assert "step-2" in found.stdout.rpartition("not copied: ")[2]
+        assert [one.step for one in ray_dcp.open(tmp_path / "copy")] == [1, 3]
+    (problem,) = json.loads(invoke("cp", run, tmp_path / "copy", "--json").stdout)["problems"]
+    assert "is missing" in problem
+
+
 def test_latest_says_which_step_it_is_and_when_a_newer_one_is_damaged(run: Path, tmp_path: Path):
     damage(run / "step-3")
     out = tmp_path / "w.safetensors"
