@@ -54,7 +54,8 @@ class Location:
     filesystem: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "url", checked_url(self.url))
+        is_path = self.filesystem is not None
+        object.__setattr__(self, "url", checked_url(self.url, in_filesystem=is_path))
         if not isinstance(self.storage_options, Mapping):
             raise InvalidRequestError(
                 f"storage_options must be a mapping, but is a "
@@ -143,8 +144,12 @@ def split_url(url: str) -> tuple[str, str]:
     return (match[1].lower(), match[2]) if match else ("", url)
 
 
-def checked_url(place: object) -> str:
+def checked_url(place: object, *, in_filesystem: bool = False) -> str:
     """Returns the text of a path or URL.
+
+    Args:
+        place: As the user gave it.
+        in_filesystem: It is for a ready filesystem, whose names are its own business.
 
     Raises:
         InvalidRequestError: It is none, or carries credentials.
@@ -163,7 +168,7 @@ def checked_url(place: object) -> str:
             f"pass URLs as strings",
             key="checkpoint_id",
         )
-    if text.startswith("~") or _NO_URL.match(text):
+    if text.startswith("~") or (_NO_URL.match(text) and not in_filesystem):
         way_out = "os.path.expanduser(path)" if text[0] == "~" else "file:///path or the plain path"
         if not text.startswith(("~", "file:", "local:")):
             way_out = f"{text.partition(':')[0]}://…"

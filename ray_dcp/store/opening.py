@@ -47,7 +47,7 @@ def as_target(place: AnyPlace) -> Target:
         'memory://run'
     """
     if isinstance(place, Target):
-        checked_url(place.url)
+        checked_url(place.url, in_filesystem=place.filesystem is not None)
         return place
     if isinstance(place, Location):
         if place.filesystem is None:

@@ -356,13 +356,13 @@ def test_a_deletion_that_fails_is_tried_again_and_disturbs_no_save(storage, capl
 def test_a_step_that_somebody_tags_beside_the_job_is_kept_with_its_tag(tmp_path):
     manager = manager_of(tmp_path, max_to_keep=1)
     manager.save(1, state(1))
-    ray_dcp.open(tmp_path).tag(1, "best")
+    ray_dcp.open(tmp_path).tag(1, "good")
     for step in (2, 3):
         manager.save(step, state(step))
         manager.join()
     assert manager.all_steps() == [1, 3]
-    assert manager.step_info(1).tags == {"best"}
-    ray_dcp.open(tmp_path).tag(1, "best", remove=True)
+    assert manager.step_info(1).tags == {"good"}
+    ray_dcp.open(tmp_path).tag(1, "good", remove=True)
     manager.save(4, state(4))
     manager.close()
     assert manager.all_steps() == [4]
@@ -370,17 +370,17 @@ def test_a_step_that_somebody_tags_beside_the_job_is_kept_with_its_tag(tmp_path)
 
 def test_a_replacing_save_that_fails_leaves_the_tags_of_what_stands(tmp_path):
     manager = manager_of(tmp_path, max_to_keep=1)
-    manager.save(1, state(1), tags=["best"])
+    manager.save(1, state(1), tags=["good"])
     manager.save(2, state(2))
     for tags in ((), ["other"]):
         with pytest.raises(errors.CheckpointError):
             manager.save(1, {"w": torch.ones(2, device="meta")}, replace=True, tags=tags)
-        assert manager.step_info(1).tags == {"best"}
+        assert manager.step_info(1).tags == {"good"}
     manager.save(3, state(3))
     manager.join()
     assert manager.all_steps() == [1, 3]
     manager.save(1, state(1), replace=True, tags=["other"])
-    assert manager.step_info(1).tags == {"best", "other"}
+    assert manager.step_info(1).tags == {"good", "other"}
     manager.close()
 
 
@@ -390,7 +390,7 @@ def test_a_tag_for_a_step_that_was_deleted_is_refused_and_leaves_nothing(tmp_pat
     run = ray_dcp.open(tmp_path)
     manager.delete(1)
     with pytest.raises(errors.CheckpointNotFoundError, match="was deleted before it had the tag"):
-        run.tag(1, "best")
+        run.tag(1, "good")
     assert list(Path(tmp_path, FOLDER).glob("tags/*")) == []
     manager.close()
 
@@ -456,7 +456,7 @@ def test_what_was_announced_before_is_deleted_no_more_after(storage, event):
         case "another writer":
             writer_of(storage).begin(3)
         case "tag":
-            writer.tag(1, "best")
+            writer.tag(1, "good")
         case "deletion":
             writer.delete(2)
     with pytest.raises(errors.CheckpointExistsError, match="somebody who keeps it"):

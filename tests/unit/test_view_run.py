@@ -199,9 +199,9 @@ def test_a_tag_is_not_told_where_its_step_was_deleted_and_saved_anew(run: Path, 
 
     monkeypatch.setattr(RunView, "refresh", refresh)
     with pytest.raises(CheckpointNotFoundError, match="deleted before it had the tag"):
-        view.tag(10, "best")
+        view.tag(10, "good")
     assert view.refresh().step(10).tags == ()
-    assert view.refresh().tag(10, "best").step(10).tags == ("best",)
+    assert view.refresh().tag(10, "good").step(10).tags == ("good",)
 
 
 def test_what_can_be_no_tag_and_no_note_is_refused_and_nothing_is_written(run: Path):
