@@ -578,7 +578,7 @@ class Writer:
             CheckpointExistsError: Another process writes to this root.
             StorageError: The storage failed.
         """
-        check_tag(tag)
+        check_tag(tag, existing=remove)
         self._take_lease()
         self.look()
         self._check_deletable(step)
