@@ -14,6 +14,7 @@ Nothing here imports torch: `torch_adapter` makes `CheckpointError` a
 | `LimitError` | raise the limit that is named |
 | `CommitUnknownError` | ask `ray_dcp.outcome(path, attempt)` later |
 | `InternalError` | report a bug |
+| `CheckpointError` itself | upgrade: a newer ray_dcp or torch wrote the checkpoint |
 """
 
 from __future__ import annotations

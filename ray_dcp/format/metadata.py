@@ -9,12 +9,17 @@ refer to, and the plain values that stand for them. Nothing is imported
 or called: allowing a name only means that the data around it is read. Where the raw bytes lie
 inside an item is known only from the item's own header (`torch_items`).
 
+torch changes these classes from version to version, and tells so nowhere. So what is well-formed,
+but not of a form that is known, was written by a newer torch: that is no damage, and to go back a
+step would not help.
+
 Source: torch/distributed/checkpoint/metadata.py, filesystem.py `_StorageInfo`, planner.py,
 default_planner.py `create_default_global_save_plan`; PEP 307, PEP 3154; Lib/pickletools.py.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -25,7 +30,12 @@ from ray_dcp.core.collector import collector_paused
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.core.grouping import group_rows
 from ray_dcp.core.values import BoolArray, ChunkTable, Int64Array, Kind, NamePath, padded
-from ray_dcp.errors import CheckpointError, InternalError, UnsafeCheckpointError
+from ray_dcp.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    InternalError,
+    UnsafeCheckpointError,
+)
 from ray_dcp.format.names import check_attempt, is_unicode, resolved_key
 from ray_dcp.format.safe_pickle import (
     MAX_PICKLE_BYTES,
@@ -44,6 +54,7 @@ from ray_dcp.format.safe_pickle import (
     uneven_rows,
 )
 from ray_dcp.format.table_check import check_table, volumes
+from ray_dcp.version import NEWEST_TORCH
 
 ATTEMPT_ATTRIBUTE = "ray_dcp_attempt"
 """Extra attribute of the pickled `Metadata`: which attempt it projects. Stock DCP ignores it."""
@@ -307,7 +318,8 @@ def allowed_global(name: str) -> Global | None:
         >>> allowed_global("os.system") is None
         True
     """
-    return Global(name, _BUILDERS.get(name)) if name in _BUILDERS or name in _OPAQUE else None
+    is_known = name in _BUILDERS or name in _OPAQUE or _DTYPE.fullmatch(name)
+    return Global(name, _BUILDERS.get(name)) if is_known else None
 
 
 def _one(args: tuple[Any, ...]) -> Any:
@@ -335,6 +347,26 @@ def _member(args: tuple[Any, ...]) -> Any:
     if not is_of_dcp or type(args[1]) is not str or not args[1].isupper():
         raise _unsafe("builtins.getattr")
     return Instance(args[0].name, args[1:])
+
+
+def _unknown(dotted: str) -> CheckpointError:
+    """Returns the error for a name that no `.metadata` had until now."""
+    name = ascii(dotted[:200])[1:-1]
+    spoiled = any(_is_misread(dotted, known) for known in _OPAQUE)
+    return _newer(name) if _CLASS.fullmatch(dotted) and not spoiled else _unsafe(name)
+
+
+def _newer(found: str, key: str | None = None) -> CheckpointError:
+    return CheckpointError(
+        f"Expected a .metadata as torch 2.0 to {NEWEST_TORCH} write it, found {found}: a newer "
+        "torch wrote this checkpoint; upgrade ray_dcp to load it, or use the DCP of that torch",
+        key=key,
+    )
+
+
+def _is_misread(found: str, known: str) -> bool:
+    """Whether a text is a known one but for one character: damage, and nothing new."""
+    return len(found) == len(known) and sum(map(str.__ne__, found, known)) == 1
 
 
 def _unsafe(name: str) -> UnsafeCheckpointError:
@@ -368,15 +400,14 @@ _ENUMERATIONS = frozenset(
         f"{_DCP}.planner.WriteItemType",
     )
 )
-_DTYPES = {
-    *ITEMSIZE,
-    *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
-    *("qint8", "qint32", "quint8", "quint2x4", "quint4x2"),
-}
+_DTYPE = re.compile(r"torch\.(bfloat|bits|complex|float|q?u?int)[0-9]\w*", re.ASCII)
+"""Dtypes that no raw bytes are known of are read as texts, those of a newer torch too."""
+_CLASS = re.compile(r"torch\.distributed\.(checkpoint|tensor)\.([a-z_]+\.)*_?[A-Z]\w*", re.ASCII)
+"""Classes of which a newer torch may have more in a `.metadata`."""
 _OPAQUE = frozenset(
     [
         *_ENUMERATIONS,
-        *(f"torch.{dtype}" for dtype in _DTYPES),
+        *(f"torch.{dtype}" for dtype in ITEMSIZE),
         *(
             f"{_DCP}.metadata.{name}"
             for name in (
@@ -466,7 +497,7 @@ class _MetadataMachine(PickleMachine):
 
     def _key(self, key: Any) -> Any:
         if isinstance(key, Instance) and key.name == f"{_METADATA}.MetadataIndex":
-            return _index_key(key.state)
+            return _index_key(key)
         if key is None or isinstance(key, (float, bytes)) or _is_small(key):
             return key
         # Careful: hashing a tuple that is nested too deep would overflow the stack, one that is
@@ -500,7 +531,7 @@ class _MetadataMachine(PickleMachine):
         dotted = f"{module}.{name}"
         found = self._globals.get(dotted) or allowed_global(dotted)
         if found is None:
-            raise _unsafe(ascii(dotted[:200])[1:-1])
+            raise _unknown(dotted)
         self._globals[dotted] = found
         return found
 
@@ -542,14 +573,19 @@ def decode_metadata(data: bytes) -> ForeignMetadata:
         UnsafeCheckpointError: It names a class or function that no `.metadata` needs, or a file
             outside the checkpoint; `key` is that name.
         DamagedCheckpointError: It is no `.metadata`, or contradicts itself.
+        CheckpointError: It has a form that is not known: a newer torch wrote it.
 
     Complexity:
         O(length), about 20 us a chunk.
     """
+    fields: dict[Any, Any] = {}
     with collector_paused():
         try:
-            return _Decoder(_state(read_pickle(data), "Metadata")).decode()
+            fields = _state(read_pickle(data), "Metadata")
+            return _Decoder(fields).decode()
         except CheckpointError as exc:
+            if _is_later(fields.get("version")) and isinstance(exc, DamagedCheckpointError):
+                raise _newer(f"one of version {fields['version']}", "version") from exc
             if ".metadata" not in exc.message:
                 exc.message = f".metadata: {exc.message}"
             raise
@@ -683,17 +719,50 @@ class _Decoder:
         return kind, dtype
 
 
-def _index_key(state: Any) -> tuple[str, str | None]:
+def _index_key(index: Instance) -> tuple[str, str | None]:
     # Why a text for the offset: tuples of numbers with one hash are easily found, texts are not.
-    fields = _dict(state, "MetadataIndex")
+    fields = _state(index, "MetadataIndex")
     offset = fields.get("offset")
     return _text(fields.get("fqn"), "FQN"), None if offset is None else repr(_size(offset))
+
+
+def _is_later(version: Any) -> bool:
+    """Whether `Metadata.version` is one after those that are known."""
+    if type(version) is not str or not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,4}){1,3}", version):
+        return False
+    return [*map(int, version.split("."))] > [*map(int, DCP_VERSION.split("."))]
+
+
+_FIELDS = {
+    "ChunkStorageMetadata": ("offsets", "sizes"),
+    "Metadata": ("state_dict_metadata", "storage_data"),
+    "MetadataIndex": ("fqn",),
+    "TensorStorageMetadata": ("properties", "size", "chunks"),
+    "_StorageInfo": ("relative_path", "offset", "length"),
+}
+"""What is read of each class, and has been in all that torch wrote."""
+_OTHER_FIELDS = ("index", "planner_data", "storage_meta", "transform_descriptors", "version")
 
 
 def _state(value: Any, name: str, module: str = _METADATA) -> dict[Any, Any]:
     if type(value) is not Instance or value.name != f"{module}.{name}":
         raise damaged(f"a {name}", "something else")
-    return _dict(value.state, name)
+    fields = value.state
+    if type(fields) is not dict:
+        raise _newer(f"a {name} whose state is no dict", name)
+    for field in _FIELDS.get(name, ()):
+        if field not in fields:
+            raise _without(name, field, fields)
+    return fields
+
+
+def _without(name: str, field: str, fields: dict[Any, Any]) -> CheckpointError:
+    """Returns the error for an object without a field: new where another one is in its place."""
+    known = {*chain(*_FIELDS.values()), *_OTHER_FIELDS}
+    new = [key for key in fields if type(key) is str and key.isidentifier() and key not in known]
+    if not new or any(_is_misread(key, field) for key in new):
+        return damaged(f"{field} in a {name}", "none")
+    return _newer(f"a {name} without {field}", name)
 
 
 def _dict(value: Any, name: str) -> dict[Any, Any]:
@@ -730,17 +799,25 @@ def _size(value: Any) -> tuple[int, ...]:
     return value if type(value) is tuple else tuple(value)
 
 
+_FEWEST_PROPERTIES, _MOST_PROPERTIES = 5, 6
+"""dtype, layout, requires_grad, memory format, pin_memory; from torch 2.15 on strides, which no
+load needs. What a newer torch may add behind them is not looked at either."""
+
+
 def _properties(value: Any) -> tuple[str, bool]:
     name = f"{_METADATA}.TensorProperties"
     if not isinstance(value, Instance) or value.name != name:
         raise damaged("TensorProperties", "something else")
     state = value.state
-    if isinstance(state, tuple) and len(state) == 5:
+    if isinstance(state, tuple) and len(state) >= _FEWEST_PROPERTIES:
         dtype, requires_grad = state[0], state[2]
+    elif type(state) is dict and "dtype" in state:
+        dtype, requires_grad = state["dtype"], state.get("requires_grad", False)
     else:
-        fields = _dict(state, "TensorProperties")
-        dtype, requires_grad = fields.get("dtype"), fields.get("requires_grad", False)
+        raise _newer("TensorProperties in another form", "TensorProperties")
     if type(dtype) is not Global or not dtype.name.startswith("torch."):
+        if isinstance(state, tuple) and len(state) > _MOST_PROPERTIES:
+            raise _newer("TensorProperties in another order", "TensorProperties")
         raise damaged("a torch dtype", "something else")
     return dtype.name.removeprefix("torch."), requires_grad is True
 

@@ -333,7 +333,7 @@ def _refuse_foreign(slot: int, manifest: Manifest, metadata: bytes) -> None:
         if decode_metadata(metadata).attempt is not None:
             return  # an earlier save of ours
         what = "one of another program"
-    except DamagedCheckpointError as exc:
+    except CheckpointError as exc:
         what = f"one that can't be read ({exc.message})"
     key = record_key(slot)
     raise DamagedCheckpointError(

@@ -34,7 +34,6 @@ from ray_dcp.errors import (
     CheckpointError,
     DamagedCheckpointError,
     InvalidRequestError,
-    UnsafeCheckpointError,
 )
 from ray_dcp.format.manifest import (
     AbortRecord,
@@ -54,6 +53,7 @@ from ray_dcp.store.storage import (
     KeyExistsError,
     KeyMissingError,
     Storage,
+    read_if_there,
     read_traits_of,
 )
 
@@ -261,13 +261,14 @@ def without_stock_files(storage: Storage, keys: Iterable[str]) -> list[str]:
     keys = list(keys)
     named: set[str] = set()
     if any(map(STOCK_FILE.fullmatch, keys)):
+        data = read_if_there(storage, METADATA_KEY)
         try:
-            foreign = decode_metadata(storage.read(METADATA_KEY))
-            named = set() if foreign.attempt is not None else set(foreign.table.files)
-        except KeyMissingError:
-            pass
-        except DamagedCheckpointError:
+            foreign = None if data is None else decode_metadata(data)
+        except CheckpointError:
             named = {key for key in keys if STOCK_FILE.fullmatch(key)}
+        else:
+            if foreign is not None and foreign.attempt is None:
+                named = set(foreign.table.files)
     return [key for key in keys if key not in named]
 
 
@@ -433,9 +434,10 @@ def _project(storage: Storage, found: Found, manifest: Manifest, url: str) -> bo
 
 
 def _is_of(storage: Storage, attempt: str) -> bool:
+    data = read_if_there(storage, METADATA_KEY)
     try:
-        return decode_metadata(storage.read(METADATA_KEY)).attempt == attempt
-    except (KeyMissingError, DamagedCheckpointError, UnsafeCheckpointError):
+        return data is not None and decode_metadata(data).attempt == attempt
+    except CheckpointError:
         return False
 
 
@@ -578,7 +580,7 @@ def named_by_metadata(place: Listing, record: Manifest | DeleteRecord | None) ->
         return {}  # it is removed
     try:
         found = decode_metadata(data)
-    except DamagedCheckpointError:
+    except CheckpointError:
         return dict.fromkeys(attempts, "a .metadata that can't be read may name it")
     named = attempts_of(found.table.files)
     named |= {found.attempt} if found.attempt is not None else set()

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.checkpoint import metadata as md
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.tensor.placement_types import Shard
 
 from ray_dcp.core.values import Kind
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
@@ -320,6 +321,90 @@ WRONG = {
 def test_metadata_that_makes_no_sense_is_damage(name):
     with pytest.raises(DamagedCheckpointError):
         decode_metadata(pickle.dumps(WRONG[name]()))
+
+
+# --- forms of a newer torch ----------------------------------------------------------------------
+
+
+def properties(*state):
+    """Returns what pickles as torch's own class, with the state of a torch of another version."""
+    made = md.TensorProperties()
+    made.__getstate__ = lambda: state[0] if len(state) == 1 else state
+    return made
+
+
+KNOWN = (torch.bfloat16, "layout", True, "memory format", False)
+
+
+@pytest.mark.parametrize("more", [(), ((2, 1),), (None,), ((2, 1), "new", 7)])
+def test_properties_are_read_whatever_a_newer_torch_adds_behind_them(more):
+    found = decode_metadata(pickle.dumps(tensor(properties=properties(*KNOWN, *more))))
+    assert found.table.dtypes == ("bfloat16",)
+    assert found.table.requires_grad.tolist() == [True]
+
+
+def renamed(data, old, new):
+    """A pickle of protocol 4 with another text in the place of one of it."""
+    short = (bytes([len(text)]) + text.encode() for text in (old, new))
+    spoiled = data.replace(*short)
+    assert spoiled != data
+    return spoiled
+
+
+def with_name(old, new):
+    return renamed(pickle.dumps(stock(), 4), old, new)
+
+
+DCP = "torch.distributed.checkpoint"
+NEWER = {
+    "properties of less": lambda: pickle.dumps(tensor(properties=properties(*KNOWN[:4]))),
+    "properties in another order": lambda: pickle.dumps(
+        tensor(properties=properties("new", *KNOWN, (2, 1)))
+    ),
+    "properties as something else": lambda: pickle.dumps(tensor(properties=properties([1]))),
+    "properties of other names": lambda: pickle.dumps(tensor(properties=properties({"type": 1}))),
+    "a new class": lambda: with_name("TensorStorageMetadata", "ShardedTensorMetadata"),
+    "a new module": lambda: with_name(f"{DCP}.filesystem", f"{DCP}.storage_info"),
+    "a placement": lambda: pickle.dumps(stock(planner_data=Shard(0))),
+    "a field of another name": lambda: with_name("sizes", "lengths"),
+    "a place of another name": lambda: with_name("relative_path", "path"),
+    "a later version that makes no sense": lambda: pickle.dumps(
+        stock(version="1.1.0", storage_data=[])
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEWER)
+def test_a_form_that_is_not_known_yet_is_of_a_newer_torch_and_no_damage(name):
+    with pytest.raises(CheckpointError, match=r"a newer torch wrote this.*upgrade ray_dcp") as told:
+        decode_metadata(NEWER[name]())
+    assert not isinstance(told.value, DamagedCheckpointError)
+    assert "earlier step" not in str(told.value)
+
+
+def test_a_dtype_that_is_not_known_yet_is_read_as_its_name():
+    found = decode_metadata(with_name("bfloat16", "float5_e3m1"))
+    assert found.table.dtypes == ("float5_e3m1",)
+    assert found.table.kind.tolist() == [Kind.OPAQUE, Kind.OBJECT]
+
+
+@pytest.mark.parametrize(
+    "old", ["TensorStorageMetadata", "TensorProperties", f"{DCP}.filesystem", "sizes", "fqn",
+            "relative_path", "state_dict_metadata"],
+)  # fmt: skip
+def test_a_name_with_one_character_that_is_wrong_is_damage(old):
+    with pytest.raises(DamagedCheckpointError):
+        decode_metadata(with_name(old, old[:-1] + "j"))
+
+
+@pytest.mark.parametrize(
+    "name", [f"{DCP}.format_utils.dcp_to_torch_save", f"{DCP}.metadata.x", "torch.hub.load",
+             "torch.float_power", "torch.nn.Module"],
+)  # fmt: skip
+def test_what_is_no_class_of_dcp_is_unsafe_as_before(name):
+    module, _, attribute = name.rpartition(".")
+    with pytest.raises(UnsafeCheckpointError):
+        decode_metadata(f"\x80\x02c{module}\n{attribute}\n.".encode("latin-1"))
 
 
 @pytest.mark.parametrize("attempt", [5, "", "../x", "a/b", "x" * 200])
