@@ -9,7 +9,10 @@ from collections.abc import Generator, Iterable
 from dataclasses import replace
 from typing import Any
 
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    _EmptyStateDictLoadPlanner,
+)
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from ray_dcp.commit_protocol.messages import Reply, Request, Target
@@ -232,7 +235,12 @@ def _load_steps(
                 group,
                 state_dict,
                 decision.planner,
-                metadata_of(checkpoint.table, attempt=checkpoint.attempt),
+                metadata_of(
+                    checkpoint.table,
+                    attempt=checkpoint.attempt,
+                    # Why: it asks for all that is named, and gets mappings without values too.
+                    empty_mappings=isinstance(decision.planner, _EmptyStateDictLoadPlanner),
+                ),
                 checkpoint.table,
                 options=options,
                 stateful=stateful,

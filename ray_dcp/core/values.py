@@ -76,7 +76,8 @@ class Columns:
         shape: int64[n, D], global shape, padded with 1.
         offset: int64[n, D], where the box starts in the global tensor, padded with 0.
         size: int64[n, D], lengths of the box, padded with 1.
-        requires_grad: bool[n].
+        requires_grad: bool[n]. Of objects: whether it is a mapping without values at any depth; see
+            `ChunkTable.is_empty_mapping`.
         splittable: bool[n]. The same box on several ranks may be cut over its holders: DTensor
             replicas, and plain floating tensors of at least 4 MiB.
         value: uint64[n], a digest of all bytes of an item that several ranks may hold with
@@ -118,7 +119,7 @@ class ChunkTable:
         dtype: int8[t], index into `dtypes`; -1 for objects.
         ndim: int8[t].
         shape: int64[t, D], global shape.
-        requires_grad: bool[t].
+        requires_grad: bool[t]; see `Columns`.
         tensor: int32[c], the tensor that the chunk belongs to.
         offset: int64[c, D], where the chunk's box starts in the global tensor.
         size: int64[c, D], lengths of the box. A chunk of volume 0 is legal.
@@ -164,6 +165,15 @@ class ChunkTable:
     def num_chunks(self) -> int:
         """Number of chunks, `c`."""
         return len(self.tensor)
+
+    @property
+    def is_empty_mapping(self) -> BoolArray:
+        """bool[t], the objects that are mappings without values: DCP walks them and finds nothing.
+
+        Why in `requires_grad`: no object has one, and a column of its own would be a new format.
+        """
+        empty: BoolArray = (self.kind == Kind.OBJECT) & self.requires_grad
+        return empty
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ default_planner.py `create_default_global_save_plan`; PEP 307, PEP 3154; Lib/pic
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -73,7 +73,9 @@ _BUILD = b"ub"
 """Sets the items, then makes the dict the object's state."""
 
 
-def encode_metadata(table: ChunkTable, *, checkpoint_id: str, attempt: str) -> bytes:
+def encode_metadata(
+    table: ChunkTable, *, checkpoint_id: str, attempt: str, empty_mappings: bool = False
+) -> bytes:
     """Returns the bytes of `.metadata`.
 
     Equal arguments give equal bytes. A tensor's chunks come in the order of the table.
@@ -82,6 +84,8 @@ def encode_metadata(table: ChunkTable, *, checkpoint_id: str, attempt: str) -> b
         table: A finished table: every chunk has its place.
         checkpoint_id: Path or URL, as the user gave it.
         attempt: The attempt that is committed by these bytes' digest in the manifest.
+        empty_mappings: Name mappings without values. DCP names none, and takes a checkpoint that
+            does for one from before torch 2.4, whose names were others.
 
     Raises:
         InternalError: A chunk has no place yet.
@@ -91,12 +95,15 @@ def encode_metadata(table: ChunkTable, *, checkpoint_id: str, attempt: str) -> b
     """
     if table.num_chunks and int(table.item_offset.min()) < 0:
         raise InternalError("A .metadata can be made once all chunks have a place; one has none")
+    has_paths = not table.num_tensors or any(path is not None for path in table.paths)
+    if not empty_mappings:
+        table = _without_empty_mappings(table)
     writer = PickleWriter()
     # Careful: the calls below write what they remember, and must do so before the object is begun.
     shared = _Shared(writer, table)
     fields = {
         "state_dict_metadata": _tensors(writer, table, shared),
-        "planner_data": _planner_data(writer, table, shared),
+        "planner_data": _planner_data(writer, table, shared) if has_paths else b"N",
         "storage_data": _places(writer, table, shared),
         "storage_meta": _storage_meta(writer, checkpoint_id, attempt),
         "version": writer.text(DCP_VERSION),
@@ -109,6 +116,30 @@ def encode_metadata(table: ChunkTable, *, checkpoint_id: str, attempt: str) -> b
         writer.add(opcodes)
     writer.add(_BUILD)
     return writer.finish()
+
+
+def _without_empty_mappings(table: ChunkTable) -> ChunkTable:
+    """Returns the columns that are encoded, without the rows of mappings that have no values."""
+    keep = ~table.is_empty_mapping
+    if keep.all():
+        return table
+    tensors, chunks = np.flatnonzero(keep), keep[table.tensor]
+    number = np.cumsum(keep, dtype=np.int32) - 1
+    columns: dict[str, Any] = {
+        name: getattr(table, name)[keep]
+        for name in ("kind", "dtype", "ndim", "shape", "requires_grad")
+    }
+    columns |= {
+        name: getattr(table, name)[chunks]
+        for name in ("offset", "size", "file", "item_offset", "item_bytes")
+    }
+    return replace(
+        table,
+        names=tuple(map(table.names.__getitem__, tensors)),
+        paths=tuple(map(table.paths.__getitem__, tensors)),
+        tensor=number[table.tensor[chunks]],
+        **columns,
+    )
 
 
 class _Shared:
@@ -217,8 +248,6 @@ def _property_states(writer: PickleWriter, table: ChunkTable) -> list[int]:
 
 
 def _planner_data(writer: PickleWriter, table: ChunkTable, shared: _Shared) -> bytes:
-    if table.num_tensors and all(path is None for path in table.paths):
-        return b"N"
     paths = [
         (name,) if path is None else path
         for name, path in zip(table.names, table.paths, strict=True)

@@ -122,7 +122,11 @@ def capture(
         flatten_sharded_tensors=flatten_sharded_tensors,
     )
     with collector_paused():
-        flat = flatten(plain) if flatten_state_dict else flatten_top(plain)
+        flat = (
+            flatten(plain)
+            if flatten_state_dict
+            else flatten_top(plain, flatten_sharded_tensors=flatten_sharded_tensors)
+        )
         rows.fill(named_for_rank(flat, rank, world_size))
         _check(rows, options, rank)
         columns = rows.columns()
@@ -264,7 +268,7 @@ class Rows:
             for row in range(start, stop):
                 fqn, rows_before = flat.names[row], len(self.values)
                 try:
-                    self._other(fqn, flat.values[row])
+                    self._other(fqn, flat.values[row], is_empty=fqn in flat.empty)
                 except UnsupportedValueError as error:
                     self.problems.append(error.message)
                 if len(self.values) > rows_before:
@@ -289,7 +293,7 @@ class Rows:
         self._value += [0] * count
         self.values += tensors
 
-    def _other(self, fqn: str, value: Any) -> None:
+    def _other(self, fqn: str, value: Any, *, is_empty: bool) -> None:
         if is_sharded(value):
             self._sharded(fqn, value)
         elif isinstance(value, torch.Tensor):
@@ -299,12 +303,12 @@ class Rows:
             self.add(_OPAQUE, _Deferred(fqn, None, data), value.dtype, shape, requires_grad, digest)
         elif is_simple(value):
             digest = simple_digest(value) if self._digests else 0
-            self.add(_OBJECT, _Deferred(fqn, value), None, (), False, digest)
+            self.add(_OBJECT, _Deferred(fqn, value), None, (), is_empty, digest)
         else:
             is_own = type(value) is PerRank
             data = self._dump(fqn, value.value if is_own else value)
             digest = bytes_digest(data) if self._digests and not is_own else 0
-            self.add(_OBJECT, _Deferred(fqn, None, data), None, (), False, digest)
+            self.add(_OBJECT, _Deferred(fqn, None, data), None, (), is_empty, digest)
 
     def _sharded(self, fqn: str, value: Any) -> None:
         held = sharded(
@@ -351,7 +355,7 @@ class Rows:
         requires_grad: bool,
         digest: int,
     ) -> None:
-        """Adds an item of the name that `add_name` adds next."""
+        """Adds an item of the name that `add_name` adds next; see `Columns`."""
         self.name.append(len(self._names))
         self._kind.append(kind)
         self._dtype.append(dtype)

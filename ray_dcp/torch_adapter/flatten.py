@@ -53,7 +53,7 @@ class Flat:
         values: The values themselves.
         parents: The container that holds each value.
         keys: The value's key or index in that container.
-        empty: Names whose value is a mapping without entries.
+        empty: Names whose value is a mapping without values, of which DCP leaves no trace.
     """
 
     names: list[str] = field(default_factory=list)
@@ -109,17 +109,36 @@ def flatten(state_dict: Mapping[Any, Any], *, before_2_4: bool = False) -> Flat:
     return flat
 
 
-def flatten_top(state_dict: Mapping[Any, Any]) -> Flat:
+def flatten_top(state_dict: Mapping[Any, Any], *, flatten_sharded_tensors: bool = True) -> Flat:
     """Returns the top level only, as DCP does with `flatten_state_dict=False`.
+
+    Args:
+        state_dict: Not changed.
+        flatten_sharded_tensors: As in DCP's planners, which then walk nested values all the same,
+            and leave out those in which there is nothing.
 
     Raises:
         StateDictError: Two keys are the same as text.
     """
     keys, values = list(state_dict), list(state_dict.values())
     paths: list[NamePath] = [(key if type(key) is str else _text(key),) for key in keys]
-    flat = Flat(list(map(str, keys)), paths, values, [state_dict] * len(keys), keys)
+    names = list(map(str, keys))
+    pairs = zip(names, values, strict=True) if flatten_sharded_tensors else ()
+    empty = {name for name, value in pairs if _has_no_value(value, 0)}
+    flat = Flat(names, paths, values, [state_dict] * len(keys), keys, empty)
     check_names(flat.names)
     return flat
+
+
+def _has_no_value(value: Any, depth: int) -> bool:
+    """Whether DCP walks a value and finds nothing: a mapping, or a list of mappings, of nothing."""
+    if depth > MAX_DEPTH:
+        return False
+    if isinstance(value, Mapping):
+        return all(_has_no_value(each, depth + 1) for each in value.values())
+    return (
+        isinstance(value, list) and bool(value) and all(_has_no_value(e, depth + 1) for e in value)
+    )
 
 
 def set_by_path(root: dict[str, Any], path: NamePath, value: Any) -> None:

@@ -122,7 +122,11 @@ _FIELDS = tuple(field.name for field in fields(Metadata))
 
 
 def metadata_of(
-    table: ChunkTable, *, checkpoint_id: str | None = None, attempt: str | None = None
+    table: ChunkTable,
+    *,
+    checkpoint_id: str | None = None,
+    attempt: str | None = None,
+    empty_mappings: bool = False,
 ) -> Metadata:
     """Returns torch's `Metadata` of a committed chunk table: what stock DCP reads as `.metadata`.
 
@@ -130,6 +134,7 @@ def metadata_of(
         table: The table.
         checkpoint_id: Goes to `storage_meta`.
         attempt: The attempt that committed it; goes there too.
+        empty_mappings: Name mappings without values too, which DCP does not.
 
     Raises:
         UnsupportedValueError: The table has a dtype that this torch lacks.
@@ -139,7 +144,12 @@ def metadata_of(
     # Why first: it refuses what is no dtype of torch; all else that is unpickled below is our own.
     for dtype in table.dtypes:
         dtype_of(dtype)
-    data = encode_metadata(table, checkpoint_id=checkpoint_id or "", attempt=attempt or "")
+    data = encode_metadata(
+        table,
+        checkpoint_id=checkpoint_id or "",
+        attempt=attempt or "",
+        empty_mappings=empty_mappings,
+    )
     metadata: Metadata = pickle.loads(data)
     del metadata.__dict__[ATTEMPT_ATTRIBUTE]
     metadata.storage_meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=attempt)

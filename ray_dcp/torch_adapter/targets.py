@@ -12,7 +12,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
@@ -664,7 +664,13 @@ def plan_targets(
     placing = Placing(table, options, flatten_sharded_tensors=flatten_sharded_tensors)
     with collector_paused():
         values = state_dict if loaded is None else loaded.values
-        flat = _wanted(_matching_flat(values, index, flatten_state_dict), prefixes)
+        if flatten_state_dict:
+            flat = _matching_flat(values, index)
+        else:
+            flat = flatten_top(values, flatten_sharded_tensors=flatten_sharded_tensors)
+            # What is stored there is loaded as the one object that it is.
+            flat = replace(flat, empty=flat.empty - index.keys())
+        flat = _wanted(flat, prefixes)
         own = OwnValues(flat, index, rank, world_size)
         missing, unexpected = _compared(own, index, table.names, options)
         if loaded is not None:
@@ -779,10 +785,8 @@ def _coverage_error(holes: list[tuple[str, int]]) -> CoverageError:
     )
 
 
-def _matching_flat(loaded: Mapping[str, Any], index: Mapping[str, int], nested: bool) -> Flat:
+def _matching_flat(loaded: Mapping[str, Any], index: Mapping[str, int]) -> Flat:
     """The flat state dict, by the rules before torch 2.4 when the checkpoint follows those."""
-    if not nested:
-        return flatten_top(loaded)
     flat = flatten(loaded)
     lacking = [name for name in flat.names if name not in index]
     if not lacking or flat.empty.issuperset(lacking):

@@ -124,6 +124,15 @@ def test_torch_unpickles_what_it_would_have_built_itself(name):
     assert_same(pickle.loads(encoded(table)), expected)
 
 
+def test_every_torch_since_2_0_reads_the_properties(monkeypatch):
+    """Up to 2.14 torch unpacks five values, and from 2.15 on five or six."""
+    states = []
+    monkeypatch.setattr(md.TensorProperties, "__setstate__", lambda _, state: states.append(state))
+    pickle.loads(encoded(every_dtype()))
+    assert len(states) == len(ITEMSIZE)
+    assert {len(state) for state in states} == {5}
+
+
 def test_a_chunk_without_a_place_is_refused():
     table = mixed_table()
     place = table.item_offset.copy()

@@ -34,6 +34,14 @@ def target() -> dict[str, Any]:
     }
 
 
+class Mine(stock.DefaultLoadPlanner):
+    """A planner of the user's."""
+
+
+class MySave(stock.DefaultSavePlanner):
+    """A planner of the user's."""
+
+
 def load(path: Path, state: dict[str, Any], **options: Any) -> ray_dcp.LoadReport:
     return ray_dcp.load(state, checkpoint_id=path, options=LoadOptions(**options))
 
@@ -231,11 +239,90 @@ def test_stock_dcp_reads_the_structure_as_its_own(tmp_path: Path):
     state = {"s": {0: torch.ones(2), "e": {}}}
     ray_dcp.save(state, checkpoint_id=tmp_path / "c")
     metadata = stock.FileSystemReader(tmp_path / "c").read_metadata()
-    assert metadata.planner_data == {"s.0": ("s", "0"), "s.e": ("s", "e")}
+    assert metadata.planner_data == {"s.0": ("s", "0")}
     assert {type(part) for path in metadata.planner_data.values() for part in path} == {str}
     found = {"s": {"0": torch.zeros(2), "e": {}}}
     stock.load(found, checkpoint_id=tmp_path / "c", no_dist=True)
     assert found["s"]["0"].all()
+
+
+EMPTY = [
+    {"extra": {}},
+    {"extra": {"deep": {}, "deeper": {"still": {}}}, "optimizer": {"state": {}, "groups": [{}]}},
+    {"extra": [{}, {"deep": {}}], "list": [], "lists": [[], []]},
+]
+FLAGS = [
+    {},
+    {"flatten_state_dict": False},
+    {"flatten_state_dict": False, "flatten_sharded_tensors": False},
+]
+
+
+def with_values(empty: Any, value: float = 0.0) -> dict[str, Any]:
+    return {"w": torch.full((2,), value), **empty, "config": {"lr": value}, "n": value}
+
+
+@pytest.mark.parametrize("saved_by", ["native", "hooks", "stock"])
+@pytest.mark.parametrize("flags", FLAGS, ids=["flat", "top", "objects"])
+@pytest.mark.parametrize("empty", EMPTY)
+def test_mappings_without_values_are_in_nobodys_way(
+    tmp_path: Path, empty: Any, flags: dict[str, bool], saved_by: str
+):
+    """What stock DCP loads of its own files it loads of ours, and we of both, by every path."""
+    planner = (MySave if saved_by == "hooks" else stock.DefaultSavePlanner)(**flags)
+    state = with_values(empty, 3.0)
+    for library, path in ((stock, "stock"), (stock if saved_by == "stock" else ray_dcp, "c")):
+        library.save(state, checkpoint_id=tmp_path / path, planner=planner, no_dist=True)
+    metadata, its = (
+        stock.FileSystemReader(tmp_path / name).read_metadata() for name in ("c", "stock")
+    )
+    assert metadata.state_dict_metadata.keys() == its.state_dict_metadata.keys()
+    assert metadata.planner_data == its.planner_data
+    for library, kind in (
+        (stock, stock.DefaultLoadPlanner),
+        (ray_dcp, stock.DefaultLoadPlanner),
+        (ray_dcp, Mine),
+    ):
+        found = with_values(empty)
+        library.load(found, checkpoint_id=tmp_path / "c", planner=kind(**flags), no_dist=True)
+        if flags == FLAGS[1] and (library is stock or kind is Mine):
+            # DCP loads objects into a copy of the state dict then, and leaves them there.
+            assert torch.equal(found["w"], state["w"])
+        else:
+            assert repr(found) == repr(state), (library.__name__, kind)
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=["flat", "top", "objects"])
+def test_mappings_without_values_come_back_where_a_checkpoint_is_read_whole(
+    tmp_path: Path, flags: dict[str, bool]
+):
+    def same(found: dict[str, Any]) -> bool:
+        return found.keys() == state.keys() and all(repr(found[k]) == repr(state[k]) for k in state)
+
+    state = with_values({"extra": {}, "deep": {"er": {}}}, 3.0)
+    planner = stock.DefaultSavePlanner(**flags)
+    ray_dcp.save(state, checkpoint_id=tmp_path / "c", planner=planner, no_dist=True)
+    assert same(ray_dcp.read_state_dict(tmp_path / "c"))
+    made: dict[str, Any] = {}
+    reader, whole = (
+        stock.FileSystemReader(tmp_path / "c"),
+        stock.default_planner._EmptyStateDictLoadPlanner(),
+    )
+    with pytest.warns(FutureWarning):
+        ray_dcp.load_state_dict(made, reader, no_dist=True, planner=whole)
+    assert same(made)
+    (tmp_path / "c" / ".metadata").unlink()
+    ray_dcp.write_metadata(tmp_path / "c")
+    assert ("extra" in reader.read_metadata().state_dict_metadata) == (flags == FLAGS[2])
+    assert ray_dcp.verify(tmp_path / "c").ok
+
+
+def test_a_mapping_that_has_no_value_on_one_rank_leaves_the_names_of_the_others(tmp_path: Path):
+    states = [with_values({"extra": {}}, 3.0), with_values({"extra": {"a": 1}}, 3.0)]
+    save_on_ranks(states, tmp_path / "c")
+    found = with_values({"extra": {"a": 0}})
+    stock.load(found, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert repr(found) == repr(states[1])
 
 
 # --- values per rank ----------------------------------------------------------------------------
@@ -312,14 +399,6 @@ def test_a_rule_that_raises_or_is_none_is_told(tmp_path: Path):
 
 
 # --- other ways ---------------------------------------------------------------------------------
-
-
-class Mine(stock.DefaultLoadPlanner):
-    """A planner of the user's."""
-
-
-class MySave(stock.DefaultSavePlanner):
-    """A planner of the user's."""
 
 
 class Reader(stock.FileSystemReader):
