@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,6 @@ from ray_dcp import errors
 from ray_dcp.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader as FsspecReader
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter as FsspecWriter
     from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
     from torch.distributed.checkpoint.default_planner import (
         DefaultLoadPlanner as DefaultLoadPlanner,
@@ -74,9 +73,12 @@ if TYPE_CHECKING:
     from ray_dcp.exporting import copy as copy
     from ray_dcp.exporting import export as export
     from ray_dcp.exporting import import_checkpoint as import_checkpoint
+    from ray_dcp.fsspec_filesystem import FsspecReader as FsspecReader
+    from ray_dcp.fsspec_filesystem import FsspecWriter as FsspecWriter
     from ray_dcp.manager.manager import CheckpointManager as CheckpointManager
     from ray_dcp.options import LoadOptions as LoadOptions
     from ray_dcp.options import SaveOptions as SaveOptions
+    from ray_dcp.protocol import CheckpointableTensor as CheckpointableTensor
     from ray_dcp.runtime.garbage_collection import collect as collect
     from ray_dcp.runtime.garbage_collection import delete as delete
     from ray_dcp.runtime.records import CollectReport as CollectReport
@@ -140,13 +142,14 @@ _HOMES: dict[str, str] = {
     "BlockingAsyncStager": f"{_TORCH}.staging",
     "BytesStorageMetadata": _TORCH,
     "CheckpointException": _TORCH,
+    "CheckpointableTensor": "ray_dcp.protocol",
     "ChunkStorageMetadata": _TORCH,
     "DefaultLoadPlanner": _TORCH,
     "DefaultSavePlanner": _TORCH,
     "FileSystemReader": _TORCH,
     "FileSystemWriter": _TORCH,
-    "FsspecReader": f"{_TORCH}._fsspec_filesystem",
-    "FsspecWriter": f"{_TORCH}._fsspec_filesystem",
+    "FsspecReader": "ray_dcp.fsspec_filesystem",
+    "FsspecWriter": "ray_dcp.fsspec_filesystem",
     "HuggingFaceStorageReader": _TORCH,
     "HuggingFaceStorageWriter": _TORCH,
     "LoadPlan": _TORCH,
@@ -173,16 +176,31 @@ __all__ = sorted(_HOMES)
 _MODULES = frozenset(
     (
         "_consolidate_hf_safetensors", "_extension", "_fsspec_filesystem", "api",
-        "default_planner", "filesystem", "format_utils", "hf_storage", "logger",
-        "logging_handlers", "metadata", "optimizer", "planner", "planner_helpers",
-        "quantized_hf_storage", "resharding", "staging", "state_dict", "state_dict_loader",
-        "state_dict_saver", "stateful", "storage", "utils",
+        "default_planner", "filesystem", "format_utils", "fsspec_filesystem", "hf_storage",
+        "logger", "logging_handlers", "metadata", "optimizer", "planner", "planner_helpers",
+        "protocol", "quantized_hf_storage", "resharding", "staging", "state_dict",
+        "state_dict_loader", "state_dict_saver", "stateful", "storage", "utils",
     )
 )  # fmt: skip
 
 
 # Those of them that have entry points, and so are not torch's own modules.
 _OWN_SUBMODULES = frozenset(("state_dict_loader", "state_dict_saver"))
+
+# Where those are that not every torch has.
+_STAND_INS = {
+    "_fsspec_filesystem": f"{_TORCH}.fsspec_filesystem",  # deprecated since torch 2.15
+    "fsspec_filesystem": f"{_TORCH}._fsspec_filesystem",  # before torch 2.15
+    "protocol": f"{__name__}.dcp._protocol",  # before torch 2.14
+}
+
+
+def _home(name: str) -> str:
+    """Returns the full name of the module that is imported as `ray_dcp.NAME`."""
+    if name in _OWN_SUBMODULES:
+        return f"{__name__}.dcp.{name}"
+    home = f"{_TORCH}.{name}"
+    return home if name not in _STAND_INS or find_spec(home) else _STAND_INS[name]
 
 
 class _Alias(MetaPathFinder, Loader):
@@ -196,9 +214,7 @@ class _Alias(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, origin=fullname) if is_ours else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        name = spec.name.rpartition(".")[2]
-        home = f"{__name__}.dcp" if name in _OWN_SUBMODULES else _TORCH
-        module = importlib.import_module(f"{home}.{name}")
+        module = importlib.import_module(_home(spec.name.rpartition(".")[2]))
         spec.loader_state = module.__spec__
         return module
 
@@ -209,7 +225,7 @@ class _Alias(MetaPathFinder, Loader):
 
     def get_code(self, fullname: str) -> Any:
         """Returns torch's code, for `python -m ray_dcp.format_utils`."""
-        home = f"{_TORCH}.{fullname.rpartition('.')[2]}"
+        home = _home(fullname.rpartition(".")[2])
         loader: Any = importlib.import_module(home).__loader__
         return loader.get_code(home)
 

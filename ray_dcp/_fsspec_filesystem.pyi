@@ -1,1 +1,1 @@
-from torch.distributed.checkpoint._fsspec_filesystem import *
+from ray_dcp.fsspec_filesystem import *

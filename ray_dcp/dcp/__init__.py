@@ -1,7 +1,8 @@
 """Mirror of `torch.distributed.checkpoint`: torch's own objects, but for the entry points.
 
 For every module X of it there is `ray_dcp.X`, also as `ray_dcp.dcp.X`: torch's very module, or the
-one here where it has entry points. Nothing is implemented here.
+one here where it has entry points. Nothing is implemented here; `_protocol` stands for a module
+that older versions of torch lack.
 """
 
 import importlib
@@ -15,7 +16,14 @@ from ray_dcp.entrypoints import load_state_dict as load_state_dict
 from ray_dcp.entrypoints import save as save
 from ray_dcp.entrypoints import save_state_dict as save_state_dict
 
-__all__ = sorted(name for name in vars(_stock) if name[0] != "_")
+_OF_LATER_TORCH = {
+    "CheckpointableTensor": "protocol",
+    "FsspecReader": "fsspec_filesystem",
+    "FsspecWriter": "fsspec_filesystem",
+}
+"""Names that only later versions of torch have in the package itself, and their modules."""
+
+__all__ = sorted({*_OF_LATER_TORCH, *(name for name in vars(_stock) if name[0] != "_")})
 
 
 def __getattr__(name: str) -> Any:
@@ -25,4 +33,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as missing:
         if missing.name != f"{__name__}.{name}":
             raise
-    return getattr(_stock, name)
+    home = _stock
+    if name in _OF_LATER_TORCH and not hasattr(_stock, name):
+        home = importlib.import_module(f"{__name__}.{_OF_LATER_TORCH[name]}")
+    return getattr(home, name)

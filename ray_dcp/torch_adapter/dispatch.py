@@ -15,16 +15,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
-from torch.distributed.checkpoint import (
-    _fsspec_filesystem,
-    filesystem,
-    format_utils,
-    hf_storage,
-)
+from torch.distributed.checkpoint import filesystem, format_utils, hf_storage
 from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+try:
+    from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader, FsspecWriter
+except ModuleNotFoundError:  # torch before 2.15; later ones warn of this module
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core.reporting import contained
@@ -199,7 +199,7 @@ def decide_load(
     return _with_planner(place, planner, DefaultLoadPlanner)
 
 
-_FSSPEC = (_fsspec_filesystem.FsspecWriter, _fsspec_filesystem.FsspecReader)
+_FSSPEC = (FsspecWriter, FsspecReader)
 _LOCAL = (filesystem.FileSystemWriter, filesystem.FileSystemReader)
 _NATIVE = (*_LOCAL, *_FSSPEC, hf_storage.HuggingFaceStorageReader)
 """Exactly these classes are taken at their word."""

@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 import obstore
 import torch
 import torch.distributed.checkpoint as stock
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 import ray_dcp
+from ray_dcp.fsspec_filesystem import FsspecReader, FsspecWriter
 from ray_dcp.store.object_storage import budget_of
 from ray_dcp.store.object_stores import ObjectOptions, make_store
 from ray_dcp.testing.dev_store import DevStore

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint._extension import (
     StreamTransformExtension,
     ZStandard,
 )
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -38,6 +37,7 @@ from ray_dcp.errors import (
     DamagedCheckpointError,
     UnsupportedValueError,
 )
+from ray_dcp.fsspec_filesystem import FsspecWriter
 from tests.exchange_cases import (
     DTYPES,
     bits,

@@ -11,11 +11,11 @@ import pytest
 import s3fs
 import torch
 import torch.distributed.checkpoint as stock
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 import ray_dcp
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import CheckpointError, StorageError
+from ray_dcp.fsspec_filesystem import FsspecReader, FsspecWriter
 from ray_dcp.manager import CheckpointManager
 from ray_dcp.store.location import Location
 from ray_dcp.store.opening import as_target, open_storage

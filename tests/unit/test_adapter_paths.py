@@ -9,11 +9,11 @@ import fsspec
 import pytest
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import _extension, filesystem
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError
+from ray_dcp.fsspec_filesystem import FsspecReader, FsspecWriter
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.torch_adapter.dispatch import (
     MissingTargetError,

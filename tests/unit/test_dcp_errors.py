@@ -33,7 +33,7 @@ CASES: dict[str, tuple[Callable[[Any, Path], Any], type[Exception]]] = {
     "a checkpoint that must stay, through fsspec": (
         lambda dcp, path: dcp.save(
             {"w": torch.ones(2)},
-            storage_writer=dcp._fsspec_filesystem.FsspecWriter(str(path), overwrite=False),
+            storage_writer=ray_dcp.FsspecWriter(str(path), overwrite=False),
         ),
         RuntimeError,
     ),

@@ -15,13 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.checkpoint as stock
 
 import ray_dcp
 import ray_dcp.dcp
 
-PRIVATE_MODULES = ("_consolidate_hf_safetensors", "_extension", "_fsspec_filesystem")
+PRIVATE_MODULES = ["_consolidate_hf_safetensors", "_extension", "_fsspec_filesystem"]
 """Modules with names that torch's documentation or other projects use all the same."""
+
+LATER = {"protocol": (2, 14), "fsspec_filesystem": (2, 15)}
+"""Modules that torch has from a version on, and `ray_dcp` under every torch."""
+
+HERE = tuple(map(int, torch.__version__.split(".")[:2]))
+
+if LATER["fsspec_filesystem"] <= HERE:
+    PRIVATE_MODULES.remove("_fsspec_filesystem")  # deprecated: to import it is to be warned
 
 OWN = {
     # The entry points: what ray_dcp is for.
@@ -72,10 +81,60 @@ def test_every_module_is_there_by_both_names(module: str):
     assert (found is theirs(module)) == (module not in replaces)
     assert found.__spec__.name == found.__name__
     stub = Path(ray_dcp.__file__).with_name(f"{module}.pyi").read_text()
-    if found is theirs(module):
+    if module in ("protocol", "fsspec_filesystem", "_fsspec_filesystem"):
+        assert set(re.findall(r"import (\w+)", stub)) in (
+            {"annotations"},
+            set(found.__all__),
+            set(),
+        )
+    elif found is theirs(module):
         assert stub == f"from {found.__name__} import *\n"
     else:
         assert set(re.findall(r" as (\w+)", stub)) == set(found.__all__)
+
+
+def test_what_later_versions_of_torch_have_is_there_under_every_one():
+    fsspec = importlib.import_module("ray_dcp.fsspec_filesystem")
+    assert fsspec is ray_dcp.dcp.fsspec_filesystem
+    for name in ("FsspecReader", "FsspecWriter"):
+        kinds = [getattr(home, name) for home in (fsspec, ray_dcp, ray_dcp.dcp)]
+        assert kinds[0] is kinds[1] is kinds[2]
+        assert kinds[0].__module__.startswith("torch.distributed.checkpoint.")
+    protocol = importlib.import_module("ray_dcp.protocol")
+    assert protocol is ray_dcp.dcp.protocol
+    assert protocol.__all__ == ["CheckpointableTensor"]
+    kind = protocol.CheckpointableTensor
+    assert kind is ray_dcp.CheckpointableTensor is ray_dcp.dcp.CheckpointableTensor
+    for module, since in LATER.items():
+        is_torchs = ours(module).__name__ == f"torch.distributed.checkpoint.{module}"
+        assert is_torchs == (since <= HERE)
+    assert {"CheckpointableTensor", "FsspecReader"} <= {*dir(ray_dcp)} & {*ray_dcp.dcp.__all__}
+
+
+def test_a_tensor_with_the_attributes_is_a_checkpointable_tensor():
+    tensor = torch.zeros(4)
+    names = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+    for name, value in zip(names, ((8,), ((4,),), ((0,),), ((4,),)), strict=True):
+        assert not isinstance(tensor, ray_dcp.CheckpointableTensor)
+        setattr(tensor, name, value)
+    assert isinstance(tensor, ray_dcp.CheckpointableTensor)
+
+
+def test_nothing_of_ours_asks_torch_for_what_it_has_deprecated(tmp_path: Path):
+    code = f"""
+import torch, ray_dcp, ray_dcp.dcp
+for home in (ray_dcp, ray_dcp.dcp):
+    for name in {{*home.__all__, *dir(home)}} - {{"train", "__cached__"}}:
+        getattr(home, name)
+state = {{"w": torch.ones(3)}}
+ray_dcp.save(state, storage_writer=ray_dcp.FsspecWriter({str(tmp_path)!r}), no_dist=True)
+ray_dcp.load(state, storage_reader=ray_dcp.FsspecReader({str(tmp_path)!r}), no_dist=True)
+"""
+    how = ["-W", "error::DeprecationWarning", "-W", "error::FutureWarning"]
+    ran = subprocess.run(
+        [sys.executable, *how, "-c", code], capture_output=True, text=True, timeout=400, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_every_name_is_torchs_object_but_our_own():

@@ -1,0 +1,2 @@
+from torch.distributed.checkpoint._fsspec_filesystem import *
+from torch.distributed.checkpoint.fsspec_filesystem import *

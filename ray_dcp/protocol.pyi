@@ -1,0 +1,1 @@
+from ray_dcp.dcp._protocol import CheckpointableTensor as CheckpointableTensor
