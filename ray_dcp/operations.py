@@ -5,12 +5,15 @@ Loads are in `loading`. Public signatures and what they promise are in `entrypoi
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import Future
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
@@ -33,6 +36,9 @@ from ray_dcp.torch_adapter.foreign import foreign_save
 from ray_dcp.torch_adapter.lazy_metadata import CommittedMetadata
 from ray_dcp.torch_adapter.operation_log import OperationLog
 from ray_dcp.torch_adapter.planner_save import capture_with_planner
+from ray_dcp.version import NEWEST_TORCH, OLDEST_TORCH, __version__
+
+logger = logging.getLogger(__name__)
 
 StateDict = MutableMapping[str, Any]
 CheckpointId = AnyPlace
@@ -215,8 +221,29 @@ def session_for(process_group: dist.ProcessGroup | None, no_dist: bool) -> RankS
     Raises:
         CheckpointError: No session can be made; see `current_session`.
     """
-    session = current_session(process_group, no_dist)
-    return session_alone() if session is None else session
+    session: RankSession = current_session(process_group, no_dist) or session_alone()
+    if session.rank == 0:
+        _note_untried(torch.__version__)
+    return session
+
+
+@cache
+def _note_untried(version: str) -> None:
+    """Logs that a torch is newer than those that were tried; once, whatever is called how often.
+
+    Args:
+        version: Of torch.
+    """
+    numbers = [int(number) for number in re.findall(r"\d+", version)[:2]]
+    if numbers > [int(number) for number in NEWEST_TORCH.split(".")]:
+        logger.warning(
+            "torch %s was not tried with ray_dcp %s, only %s to %s; upgrade ray_dcp when there is "
+            "one that was",
+            version,
+            __version__,
+            OLDEST_TORCH,
+            NEWEST_TORCH,
+        )
 
 
 def target_of(decision: Route) -> Target:

@@ -4,4 +4,4 @@ __version__ = "0.1.0"
 
 OLDEST_TORCH = "2.9"
 NEWEST_TORCH = "2.15"
-"""The versions of torch with which all tests were run, from the one to the other."""
+"""The oldest and the newest torch that was tried; `docs/limits.md` has all of them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,13 @@ import torch
 from click.testing import CliRunner
 
 import ray_dcp
+from ray_dcp import operations
 from ray_dcp.cli.main import main
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, InvalidRequestError
+from ray_dcp.version import NEWEST_TORCH, OLDEST_TORCH
 from tests import checkpoints
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 def blank() -> dict[str, Any]:
@@ -72,3 +77,44 @@ def test_its_files_are_kept_until_a_save_takes_its_place(run: Path):
     state = blank()
     ray_dcp.load(state, checkpoint_id=run / "step-2", no_dist=True)
     assert state["step"] == 7
+
+
+# --- torch itself -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "is_new"),
+    [("2.9.1", False), (f"{NEWEST_TORCH}.7+cu132", False), ("2.99.0a0+git1", True), ("3.0", True)],
+)
+def test_a_torch_that_was_not_tried_is_told_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    version: str,
+    is_new: bool,
+):
+    monkeypatch.setattr(torch, "__version__", version)
+    operations._note_untried.cache_clear()
+    for _ in range(2):
+        ray_dcp.save(blank(), checkpoint_id=tmp_path, no_dist=True)
+        ray_dcp.load(blank(), checkpoint_id=tmp_path, no_dist=True)
+    operations._note_untried.cache_clear()
+    lines = [one.getMessage() for one in caplog.records if "was not tried" in one.getMessage()]
+    assert lines == ([lines[0]] if is_new else [])
+    assert all(version in line and NEWEST_TORCH in line for line in lines)
+
+
+def test_the_pages_and_the_golden_checkpoints_name_the_versions_that_were_tried():
+    tried = re.search(
+        r"torch (2\.[\d., and]+) were tried", (REPOSITORY / "docs/limits.md").read_text()
+    )
+    assert tried is not None
+    versions = re.findall(r"2\.\d+", tried[1])
+    assert versions[0] == OLDEST_TORCH
+    assert versions[-1] == NEWEST_TORCH
+    assert (
+        f'"torch>={OLDEST_TORCH}",  # tried: {tried[1]} ('
+        in (REPOSITORY / "pyproject.toml").read_text()
+    )
+    golden = {path.name for path in (REPOSITORY / "tests" / "golden").glob("stock-*")}
+    assert golden == {f"stock-{version}" for version in versions}
