@@ -45,7 +45,7 @@ _WIDTHS = {
     1: "bits1x8 bits2x4 bits4x2 bits8 bool float4_e2m1fn_x2 float8_e4m3fn float8_e4m3fnuz "
     "float8_e5m2 float8_e5m2fnuz float8_e8m0fnu int8 uint8",
     2: "bfloat16 bits16 float16 int16 uint16",
-    4: "complex32 float32 int32 uint32",
+    4: "bcomplex32 complex32 float32 int32 uint32",
     8: "complex64 float64 int64 uint64",
     16: "complex128",
 }

@@ -429,7 +429,7 @@ _ENUMERATIONS = frozenset(
         f"{_DCP}.planner.WriteItemType",
     )
 )
-_DTYPE = re.compile(r"torch\.(bfloat|bits|complex|float|q?u?int)[0-9]\w*", re.ASCII)
+_DTYPE = re.compile(r"torch\.[a-z]{0,4}(bits|complex|float|int)[0-9]\w*", re.ASCII)
 """Dtypes that no raw bytes are known of are read as texts, those of a newer torch too."""
 _CLASS = re.compile(r"torch\.distributed\.(checkpoint|tensor)\.([a-z_]+\.)*_?[A-Z]\w*", re.ASCII)
 """Classes of which a newer torch may have more in a `.metadata`."""

@@ -40,6 +40,8 @@ _CARRIERS = {
     torch.float4_e2m1fn_x2: torch.uint8,
 }
 """Dtypes that numpy lacks, each with one of the same width that it has."""
+if hasattr(torch, "bcomplex32"):  # from torch 2.15 on
+    _CARRIERS[torch.bcomplex32] = torch.int32
 _NAMES = {dtype: str(dtype)[6:] for dtype in (*_DIRECT, *_COMPLEX, *_CARRIERS)}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 

@@ -382,9 +382,10 @@ def test_a_form_that_is_not_known_yet_is_of_a_newer_torch_and_no_damage(name):
     assert "earlier step" not in str(told.value)
 
 
-def test_a_dtype_that_is_not_known_yet_is_read_as_its_name():
-    found = decode_metadata(with_name("bfloat16", "float5_e3m1"))
-    assert found.table.dtypes == ("float5_e3m1",)
+@pytest.mark.parametrize("dtype", ["float5_e3m1", "bcomplex64", "quint3x9"])
+def test_a_dtype_that_is_not_known_yet_is_read_as_its_name(dtype):
+    found = decode_metadata(with_name("bfloat16", dtype))
+    assert found.table.dtypes == (dtype,)
     assert found.table.kind.tolist() == [Kind.OPAQUE, Kind.OBJECT]
 
 

@@ -79,11 +79,14 @@ def assert_same(found, expected):
         assert one.index == other.index
 
 
+HERE = [dtype for dtype in ITEMSIZE if hasattr(torch, dtype)]
+
+
 def every_dtype():
     return table_of(
         [
-            (dtype, (dtype,), Kind.TENSOR, dtype, (3, 2), grad, [((0, 0), (3, 2), 0)])
-            for grad, dtype in enumerate(ITEMSIZE)
+            (dtype, (dtype,), Kind.TENSOR, dtype, (3, 2), bool(grad % 2), [((0, 0), (3, 2), 0)])
+            for grad, dtype in enumerate(HERE)
         ]
     )
 
@@ -129,7 +132,7 @@ def test_every_torch_since_2_0_reads_the_properties(monkeypatch):
     states = []
     monkeypatch.setattr(md.TensorProperties, "__setstate__", lambda _, state: states.append(state))
     pickle.loads(encoded(every_dtype()))
-    assert len(states) == len(ITEMSIZE)
+    assert len(states) == len(HERE)
     assert {len(state) for state in states} == {5}
 
 
