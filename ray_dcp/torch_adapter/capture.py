@@ -136,7 +136,7 @@ def capture(
         data: bytes = values[row].bytes()
         return data
 
-    return Capture(columns, TensorBytes(values), deferred, tuple(rows.warnings))
+    return Capture(columns, TensorBytes(values, columns), deferred, tuple(rows.warnings))
 
 
 def _check(rows: Rows, options: SaveOptions, rank: int) -> None:
@@ -162,20 +162,37 @@ class TensorBytes:
 
     Args:
         values: The tensor behind each row; others where a row is deferred.
+        columns: The rows, for messages.
     """
 
-    def __init__(self, values: Sequence[Any]) -> None:
+    def __init__(self, values: Sequence[Any], columns: Columns | None = None) -> None:
         self._values = values
+        self._columns = columns
         self._moment = Moment(values, device_copy.CUDA)
 
     def __call__(self, row: int) -> memoryview:
-        """Returns the bytes of a row."""
-        return host_bytes(self._values[row])
+        """Returns the bytes of a row.
+
+        Raises:
+            UnsupportedValueError: Its memory was freed since it was captured.
+        """
+        try:
+            return host_bytes(self._values[row])
+        except UnsupportedValueError as error:
+            name = None
+            if self._columns is not None:
+                name = self._columns.names[self._columns.name[row]]
+            raise UnsupportedValueError(
+                f"{name!r} was changed while it was being saved: {error.message}", key=name
+            ) from None
 
     def many(self, rows: Sequence[int]) -> list[memoryview]:
         """Returns the bytes of many rows: less work than one by one if they are small."""
         values = self._values
-        return host_bytes_of_many([values[row] for row in rows])
+        try:
+            return host_bytes_of_many([values[row] for row in rows])
+        except UnsupportedValueError:
+            return list(map(self, rows))
 
     def stats(self, rows: Sequence[int]) -> dict[int, PartStats]:
         """Returns the numbers of those rows that are on devices, made there.

@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ray_dcp.errors import InternalError
+from ray_dcp.errors import InternalError, UnsupportedValueError
+from ray_dcp.torch_adapter.tensors import lost_memory
 
 logger = logging.getLogger(__name__)
 
@@ -305,10 +306,15 @@ def device_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
     A view of its memory when that is contiguous. See `tensors.host_bytes`.
 
+    Raises:
+        UnsupportedValueError: Its memory was freed: a kernel that reads it ends all use of CUDA.
+
     Examples:
         >>> device_bytes(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8).T).tolist()
         [1, 3, 2, 4]
     """
+    if (reason := lost_memory(tensor)) is not None:
+        raise UnsupportedValueError(f"a tensor {reason}")
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if plain.is_complex():
         plain = torch.view_as_real(plain)

@@ -16,6 +16,8 @@ import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
@@ -29,6 +31,7 @@ from ray_dcp.errors import (
     InternalError,
     InvalidRequestError,
     ParticipantError,
+    UnsupportedValueError,
 )
 from ray_dcp.io.threads import Stop, run_within
 from ray_dcp.store.location import AnyPlace
@@ -46,6 +49,7 @@ from ray_dcp.torch_adapter.state import (
     stateful_to_load_targets,
     stateful_to_state_dict,
 )
+from ray_dcp.torch_adapter.tensors import lost_memory_within
 
 
 def await_future(future: Any, timeout_s: float, *, doing: str, rank: int) -> Any:
@@ -240,6 +244,7 @@ def foreign_load(
             loaded = stateful_to_load_targets(state_dict, Stored.of(metadata))
             state = loaded.values
         planner.set_up_planner(state, metadata, group.is_coordinator)
+        refuse_lost_memory(planner)
         how = {"rank": group.rank, "use_collectives": is_global}
         _call(reader.set_up_storage_reader, metadata, group.is_coordinator, **how)
         return reader.prepare_local_plan(planner.create_local_plan())
@@ -276,19 +281,50 @@ def set_up_save_planner(
         storage_meta: What the writer says of itself.
         is_coordinator: Whether this rank plans for all.
 
+    Raises:
+        UnsupportedValueError: As `refuse_lost_memory` does.
+
     Source: `torch/distributed/checkpoint/state_dict_saver.py`, `local_step`.
     """
     if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
         planner.set_up_planner(
             state_dict=state_dict, storage_meta=storage_meta, is_coordinator=is_coordinator
         )
+    else:
+        warnings.warn(
+            f"{type(planner).__name__}.set_up_planner has no storage_meta parameter; torch added "
+            f"it to SavePlanner.set_up_planner, please add it too",
+            stacklevel=2,
+        )
+        planner.set_up_planner(state_dict, is_coordinator)  # type: ignore[arg-type]
+    refuse_lost_memory(planner)
+
+
+def refuse_lost_memory(planner: SavePlanner | LoadPlanner) -> None:
+    """Raises where torch or a plug-in would read or write beyond the memory of a tensor.
+
+    Args:
+        planner: After its `set_up_planner`; of DCP's default ones the flat state dict is known.
+
+    Raises:
+        UnsupportedValueError: There are such tensors; all are named.
+    """
+    flat = getattr(planner, "state_dict", None)
+    if not isinstance(planner, (DefaultSavePlanner, DefaultLoadPlanner)):
         return
-    warnings.warn(
-        f"{type(planner).__name__}.set_up_planner has no storage_meta parameter; torch added it "
-        f"to SavePlanner.set_up_planner, please add it too",
-        stacklevel=2,
-    )
-    planner.set_up_planner(state_dict, is_coordinator)  # type: ignore[arg-type]
+    lost = []
+    for name, value in flat.items() if isinstance(flat, Mapping) else ():
+        parts = [value]
+        if isinstance(value, ShardedTensor):
+            parts = [shard.tensor for shard in value.local_shards()]
+        for part in parts:
+            reason = lost_memory_within(part) if isinstance(part, torch.Tensor) else None
+            if reason is not None:
+                lost.append(f"{name!r} {reason}")
+    if lost:
+        raise UnsupportedValueError(
+            f"{len(lost)} value(s) of the state dict can't be saved or loaded: {'; '.join(lost)}"
+        )
 
 
 def _read_metadata(group: Group, reader: StorageReader) -> tuple[Metadata, bool]:

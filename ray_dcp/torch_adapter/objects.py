@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from functools import cache
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,7 @@ from ray_dcp.format.stream_transforms import check_plain
 from ray_dcp.format.torch_items import stored_records
 from ray_dcp.store.location import checked_url
 from ray_dcp.torch_adapter.replica_digests import bytes_digest
+from ray_dcp.torch_adapter.tensors import lost_memory_within
 
 _TENSOR_BYTES = 512
 _ALIGNMENT = 64
@@ -462,7 +464,9 @@ def dump_object(value: Any, *, fqn: str) -> bytes:
     """
     buffer = io.BytesIO()
     try:
-        torch.save(value, buffer)
+        torch.save(value, buffer, pickle_module=_PICKLE)
+    except _LostMemoryError as error:
+        raise UnsupportedValueError(f"{fqn!r} is or holds a tensor that {error}", key=fqn) from None
     except Exception as error:  # user classes raise what they like
         raise UnsupportedValueError(
             f"{fqn!r} holds a {_class_name(value)}, which can't be pickled "
@@ -471,6 +475,22 @@ def dump_object(value: Any, *, fqn: str) -> bytes:
             key=fqn,
         ) from error
     return buffer.getvalue()
+
+
+class _LostMemoryError(Exception):
+    """A tensor reaches beyond its memory: torch would save it, and make the rest up in a load."""
+
+
+class _Pickler(pickle.Pickler):
+    """What `torch.save` pickles with; refuses tensors that reach beyond their memory."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and (reason := lost_memory_within(value)) is not None:
+            raise _LostMemoryError(reason)
+        return NotImplemented
+
+
+_PICKLE = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
 
 
 def load_object(

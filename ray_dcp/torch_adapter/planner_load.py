@@ -22,12 +22,19 @@ from ray_dcp.errors import (
     ShapeMismatchError,
     StateDictError,
     UnsafeCheckpointError,
+    UnsupportedValueError,
 )
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.coverage import lacks_parts
 from ray_dcp.torch_adapter.collective import Group, Steps, call_user_code, reduce_scatter
+from ray_dcp.torch_adapter.foreign import refuse_lost_memory
 from ray_dcp.torch_adapter.objects import dump_object, load_object
-from ray_dcp.torch_adapter.sink import Boxes, TensorSink
+from ray_dcp.torch_adapter.sink import (
+    Boxes,
+    TensorSink,
+    increment_version,
+    target_problem,
+)
 from ray_dcp.torch_adapter.state import LoadTargets, Stored, stateful_to_load_targets
 from ray_dcp.torch_adapter.targets import ItemPlacer, Targets, cast_problem, first_chunks
 from ray_dcp.torch_adapter.tensors import dtype_name, dtype_of
@@ -77,6 +84,8 @@ class PlannerSink(TensorSink):
         super().done(row)
         with self._lock:
             item = self._items.pop(row)
+            if self._direct[row]:
+                increment_version([target])
             self._call(
                 f"commit_tensor for {item.dest_index.fqn!r}",
                 lambda: self._call.planner.commit_tensor(item, target),
@@ -101,6 +110,8 @@ class PlannerSink(TensorSink):
                 rank=self._call.rank,
                 key=fqn,
             )
+        if (reason := target_problem(target)) is not None:
+            raise UnsupportedValueError(f"{fqn!r} {reason}", rank=self._call.rank, key=fqn)
         if target.dtype != stored:
             problem = cast_problem(stored, target.dtype, self._options)
             if problem is not None:
@@ -154,6 +165,7 @@ def targets_with_planner(
             loaded = stateful_to_load_targets(state_dict, Stored.of(metadata))
         state = state_dict if loaded is None else loaded.values
         planner.set_up_planner(state, metadata, group.is_coordinator)  # type: ignore[arg-type]
+        refuse_lost_memory(planner)
 
     def local_plan() -> LoadPlan:
         set_up()

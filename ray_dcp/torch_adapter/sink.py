@@ -22,7 +22,13 @@ from ray_dcp.core.values import Int64Array, padded, widen
 from ray_dcp.planning.reads import Wanted
 from ray_dcp.torch_adapter import device_copy
 from ray_dcp.torch_adapter.shards import Layouts, sharded
-from ray_dcp.torch_adapter.tensors import host_bytes, is_plain, writable_bytes
+from ray_dcp.torch_adapter.tensors import (
+    host_bytes,
+    is_plain,
+    lost_memory_within,
+    unsupported_reason,
+    writable_bytes,
+)
 
 _copy_memory = ctypes.PyDLL(None).memmove
 # Why PyDLL: a copy of a few KB does not pay for giving up Python's global lock and taking it again.
@@ -139,6 +145,7 @@ class TensorSink:
                 direct[row]
                 and tensor.is_cpu
                 and tensor.nbytes == count
+                and tensor.untyped_storage().nbytes() >= count
                 and 0 <= start <= length - count
                 and (place := tensor.data_ptr())
             ):
@@ -209,14 +216,17 @@ class TensorSink:
         for row in list(self._temporary):
             self.done(row)
         self.drain()
-        changed = [
-            tensor for tensor, direct in zip(self._tensors, self._direct, strict=True) if direct
-        ]
-        try:
-            torch.autograd.graph.increment_version(changed)
-        except RuntimeError:  # Inference tensors have no version; a step more of others is no harm.
-            tracked = [tensor for tensor in changed if not tensor.is_inference()]
-            torch.autograd.graph.increment_version(tracked)
+        both = zip(self._tensors, self._direct, strict=True)
+        increment_version([tensor for tensor, direct in both if direct])
+
+
+def increment_version(changed: list[torch.Tensor]) -> None:
+    """Tells autograd that tensors were written to behind its back."""
+    try:
+        torch.autograd.graph.increment_version(changed)
+    except RuntimeError:  # Inference tensors have no version; a step more of others is no harm.
+        tracked = [tensor for tensor in changed if not tensor.is_inference()]
+        torch.autograd.graph.increment_version(tracked)
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor, *, wait: bool = True) -> None:
@@ -250,12 +260,17 @@ def _default_type() -> str:
     return "cpu" if default == "meta" else default
 
 
-def is_writable(tensor: torch.Tensor) -> bool:
-    """Whether each element has a place of its own in memory (it was not expanded)."""
-    return not is_plain(tensor) or not any(
+def target_problem(tensor: torch.Tensor) -> str | None:
+    """Returns why nothing can be loaded into a tensor that is not on the meta device, else None."""
+    if not is_plain(tensor):
+        return lost_memory_within(tensor)
+    reason = unsupported_reason(tensor)
+    if reason is None and any(
         stride == 0 and length > 1
         for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
-    )
+    ):
+        reason = "is expanded: several of its elements share one place in memory"
+    return reason
 
 
 def fresh_plain(

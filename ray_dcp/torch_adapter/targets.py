@@ -47,7 +47,7 @@ from ray_dcp.torch_adapter.sink import (
     copy_into,
     fresh_dtensor,
     fresh_plain,
-    is_writable,
+    target_problem,
 )
 from ray_dcp.torch_adapter.state import (
     LoadTargets,
@@ -60,7 +60,7 @@ from ray_dcp.torch_adapter.tensors import (
     dtype_of,
     find_dtype,
     loses_nothing,
-    unsupported_reason,
+    unsupported_reasons,
 )
 
 
@@ -247,6 +247,9 @@ class Placing:
                     self._not_tensors.append(f"{fqn!r} ({cls.__qualname__})")
             except UnsupportedValueError as error:
                 self._unsupported.append(error.message)
+        for row, reason in unsupported_reasons(targets):
+            fqn = next(n for n, v in zip(flat.names, flat.values, strict=True) if v is targets[row])
+            self._unsupported.append(f"{fqn!r} {reason}")
         rows = np.array(numbers, np.int64)
         sizes = np.array([dtype.itemsize if dtype else 0 for dtype in known], np.int64)
         itemsize = sizes[self.table.dtype[rows]]
@@ -369,12 +372,8 @@ class Placing:
     def _add_target(
         self, fqn: str, tensor: torch.Tensor, stored: torch.dtype, sink: TensorSink
     ) -> None:
-        if sink.add(tensor, stored):
-            return
-        reason = unsupported_reason(tensor)
-        if reason is None and not is_writable(tensor):
-            reason = "is expanded: several of its elements share one place in memory"
-        if reason is not None:
+        sink.add(tensor, stored)
+        if (reason := target_problem(tensor)) is not None:
             self._unsupported.append(f"{fqn!r} {reason}")
 
     def _add_fresh(self, fqn: str, place: Place, make: Callable[[], Any]) -> Fresh:

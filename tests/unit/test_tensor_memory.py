@@ -1,0 +1,374 @@
+"""What a save or load does to the memory of a user's tensors: it reads or fills it, no more.
+
+Tensors that reach beyond their memory are refused by name, before anything is written.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.testing._internal.two_tensor import TwoTensor
+
+import ray_dcp
+from ray_dcp import errors
+from ray_dcp.torch_adapter.capture import capture
+from ray_dcp.torch_adapter.tensors import host_bytes
+from tests.unit.adapter_support import as_rank
+
+
+class SavePlanner(DefaultSavePlanner):
+    """A planner that the library has to call."""
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """A planner that the library has to call."""
+
+
+class Resolving(DefaultLoadPlanner):
+    """A planner whose targets are known when they are read alone."""
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        return super().resolve_tensor(read_item)
+
+
+class Writer(dcp.FileSystemWriter):
+    """A storage of somebody else's."""
+
+
+class Reader(dcp.FileSystemReader):
+    """A storage of somebody else's."""
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """Takes the memory, as FSDP does between uses of a parameter."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def short(tensor: torch.Tensor) -> torch.Tensor:
+    """Takes half of the memory."""
+    tensor.untyped_storage().resize_(tensor.nbytes // 2)
+    return tensor
+
+
+def one_mesh() -> Any:
+    return init_device_mesh("cpu", (1,))
+
+
+def late_view() -> torch.Tensor:
+    """A view that a storage resized to its own length does not hold."""
+    base = torch.ones(64)
+    view = base[32:]
+    base.untyped_storage().resize_(view.nbytes)
+    return view
+
+
+def column() -> torch.Tensor:
+    base = torch.ones(8, 8)
+    view = base[:, 0]
+    base.untyped_storage().resize_(128)
+    return view
+
+
+LOST: dict[str, Callable[[], Any]] = {
+    "freed": lambda: freed(torch.ones(64)),
+    "freed parameter": lambda: torch.nn.Parameter(freed(torch.ones(64))),
+    "freed view": lambda: freed(torch.ones(64)[8:]),
+    "short": lambda: short(torch.ones(64)),
+    "short bfloat16": lambda: short(torch.ones(64, dtype=torch.bfloat16)),
+    "short large": lambda: short(torch.ones(1 << 16)),
+    "late view": late_view,
+    "column": column,
+    "short transposed": lambda: short(torch.ones(8, 8).T),
+    "freed conjugate": lambda: freed(torch.ones(64, dtype=torch.complex64).conj()),
+    "two tensor": lambda: TwoTensor(torch.ones(64), freed(torch.ones(64))),
+    "DTensor": lambda: DTensor.from_local(freed(torch.ones(64)), one_mesh(), [Shard(0)]),
+    "replicated DTensor": lambda: DTensor.from_local(
+        short(torch.ones(64)), one_mesh(), [Replicate()]
+    ),
+    "DTensor of two": lambda: DTensor.from_local(
+        TwoTensor(torch.ones(64), freed(torch.ones(64))), one_mesh(), [Shard(0)]
+    ),
+}
+
+NESTED: dict[str, Callable[[], Any]] = {
+    "tuple": lambda: (1, freed(torch.ones(64))),
+    "PerRank": lambda: ray_dcp.PerRank({"x": short(torch.ones(64))}),
+    "list": lambda: [1, (short(torch.ones(64)),)],
+}
+
+
+@pytest.fixture
+def rank() -> Iterator[None]:
+    with as_rank(0, 1), torch.serialization.safe_globals([TwoTensor]):
+        yield
+
+
+SAVES: dict[str, Callable[[Any, Any], Any]] = {
+    "native": lambda state, path: ray_dcp.save(state, checkpoint_id=path, no_dist=True),
+    "async": lambda state, path: ray_dcp.async_save(
+        state, checkpoint_id=path, no_dist=True
+    ).result(),
+    "planner": lambda state, path: ray_dcp.save(
+        state, checkpoint_id=path, planner=SavePlanner(), no_dist=True
+    ),
+    "foreign": lambda state, path: ray_dcp.save(
+        state, checkpoint_id=path, storage_writer=Writer(path), no_dist=True
+    ),
+}
+
+
+@pytest.mark.parametrize("way", SAVES)
+@pytest.mark.parametrize("what", [*LOST, *NESTED])
+def test_a_save_refuses_what_reaches_beyond_its_memory(
+    what: str, way: str, tmp_path: Any, rank: None
+) -> None:
+    if what in NESTED and way in ("planner", "foreign"):
+        pytest.skip("pickled by torch's planner")
+    state = {"beside": torch.ones(4), "m": {"w": {**LOST, **NESTED}[what]()}}
+    with pytest.raises(errors.UnsupportedValueError, match=r"'m\.w[.'].*(memory|storage)"):
+        SAVES[way](state, tmp_path / "c")
+    with pytest.raises(errors.CheckpointNotFoundError):
+        ray_dcp.load({"beside": torch.zeros(4)}, checkpoint_id=tmp_path / "c", no_dist=True)
+
+
+LOADS: dict[str, Callable[[Any, Any], Any]] = {
+    "native": lambda state, path: ray_dcp.load(state, checkpoint_id=path, no_dist=True),
+    "planner": lambda state, path: ray_dcp.load(
+        state, checkpoint_id=path, planner=LoadPlanner(), no_dist=True
+    ),
+    "resolving": lambda state, path: ray_dcp.load(
+        state, checkpoint_id=path, planner=Resolving(), no_dist=True
+    ),
+    "foreign": lambda state, path: ray_dcp.load(
+        state, checkpoint_id=path, storage_reader=Reader(path), no_dist=True
+    ),
+}
+
+
+def sound(lost: Any) -> Any:
+    """A value like one that has lost its memory."""
+    if isinstance(lost, DTensor):
+        return DTensor.from_local(sound(lost.to_local()), one_mesh(), lost.placements)
+    if isinstance(lost, TwoTensor):
+        return TwoTensor(torch.full((64,), 3.0), torch.full((64,), 4.0))
+    return torch.ones(lost.shape, dtype=lost.dtype)
+
+
+@pytest.mark.parametrize("way", LOADS)
+@pytest.mark.parametrize("what", LOST)
+def test_a_load_refuses_targets_that_reach_beyond_their_memory(
+    what: str, way: str, tmp_path: Any, rank: None
+) -> None:
+    target = {"beside": torch.zeros(4), "m": {"w": LOST[what]()}}
+    saved = {"beside": torch.ones(4), "m": {"w": sound(target["m"]["w"])}}
+    ray_dcp.save(saved, checkpoint_id=tmp_path / "c", no_dist=True)
+    with pytest.raises(errors.UnsupportedValueError, match=r"'m\.w'.*(memory|storage)"):
+        LOADS[way](target, tmp_path / "c")
+    if way != "resolving":
+        assert target["beside"].tolist() == [0.0] * 4
+
+
+def test_what_is_taken_away_while_it_is_being_saved_is_named(tmp_path: Any) -> None:
+    state = {"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(8)}
+    captured = capture(state, rank=0, world_size=1)
+    freed(state["b"])
+    with pytest.raises(errors.UnsupportedValueError, match="'b' was changed while"):
+        captured.source(1)
+    with pytest.raises(errors.UnsupportedValueError, match="'b' was changed while"):
+        captured.source.many([0, 1, 2])  # type: ignore[attr-defined]
+
+
+def test_what_is_read_outlives_its_tensor(tmp_path: Any) -> None:
+    tensor = torch.full((1 << 16,), 7, dtype=torch.uint8)
+    data = host_bytes(tensor)
+    part = data[100:200]
+    tensor.data = torch.zeros(1)
+    del tensor, data
+    gc.collect()
+    torch.full((1 << 16,), 9, dtype=torch.uint8)
+    assert bytes(part) == b"\7" * 100
+
+
+# Nothing else of an object changes
+
+
+def plain_values() -> dict[str, Any]:
+    torch.manual_seed(0)
+    base = torch.randn(8, 8)
+    hooked = torch.nn.Parameter(torch.randn(4))
+    hooked.register_hook(lambda grad: grad)
+    learned = torch.nn.Parameter(torch.randn(4))
+    learned.grad = torch.randn(4)
+    values: dict[str, Any] = {
+        "plain": torch.randn(4, 4),
+        "large": torch.randn(1 << 16),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(3.0),
+        "parameter": learned,
+        "frozen": torch.nn.Parameter(torch.randn(4), requires_grad=False),
+        "hooked": hooked,
+        "buffer": torch.nn.Buffer(torch.randn(3)),
+        "requires grad": torch.randn(3, requires_grad=True),
+        "no leaf": learned * 2,
+        "base": base,
+        "transposed": torch.randn(4, 8).T,
+        "strided": torch.randn(8, 8)[::2, 1:],
+        "channels last": torch.randn(1, 2, 3, 4).to(memory_format=torch.channels_last),
+        "conjugate": torch.randn(4, dtype=torch.complex64).conj(),
+        "negative": torch.randn(4, dtype=torch.complex64).conj().imag,
+        "inference": _inference(),
+    }
+    for dtype in (
+        torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64,
+        torch.complex128, torch.float8_e4m3fn,
+    ):  # fmt: skip
+        values[str(dtype)] = torch.randn(6).to(dtype)
+    return values
+
+
+def _inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.randn(4)
+
+
+def sharded_values() -> dict[str, Any]:
+    return {
+        "DTensor": DTensor.from_local(torch.randn(4), one_mesh(), [Shard(0)]),
+        "replicated": DTensor.from_local(torch.randn(4), one_mesh(), [Replicate()]),
+        "DTensor parameter": torch.nn.Parameter(
+            DTensor.from_local(torch.randn(4), one_mesh(), [Shard(0)])
+        ),
+        "two": TwoTensor(torch.full((4,), 3.0), torch.full((4,), 3.0)),
+        "DTensor of two": DTensor.from_local(
+            TwoTensor(torch.full((4,), 3.0), torch.full((4,), 3.0)), one_mesh(), [Shard(0)]
+        ),
+    }
+
+
+def objects() -> dict[str, Any]:
+    return {
+        "array": np.arange(12.0).reshape(3, 4).T,
+        "tuple": (1, torch.randn(3), np.ones(2)),
+        "ordered": OrderedDict(a=torch.randn(2), b=[torch.randn(2)]),
+        "number": 3,
+    }
+
+
+def expanded() -> torch.Tensor:
+    return torch.randn(1, 3).expand(4, 3)
+
+
+def tensors_within(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+        if hasattr(value, "__tensor_flatten__"):
+            for name in value.__tensor_flatten__()[0]:
+                yield from tensors_within(getattr(value, name))
+        if value.is_leaf and value.grad is not None:
+            yield from tensors_within(value.grad)
+    elif isinstance(value, torch.nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+    elif isinstance(value, torch.optim.Optimizer):
+        yield from tensors_within(list(value.state.values()))
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from tensors_within(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_within(each)
+
+
+def facts(value: Any, *, with_values: bool) -> list[Any]:
+    """All that can be seen of the tensors in a value."""
+    found: list[Any] = []
+    for tensor in tensors_within(value):
+        fact: list[Any] = [
+            id(tensor), type(tensor), tensor.dtype, tensor.device, tensor.layout,
+            tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.requires_grad,
+            tensor.is_leaf, tensor.is_conj(), tensor.is_neg(), tensor.is_inference(),
+            dict(tensor._backward_hooks or {}), sorted(vars(tensor)), tensor.grad_fn,
+            id(tensor.grad) if tensor.is_leaf else None, tensor._base is None,
+        ]  # fmt: skip
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            storage = tensor.untyped_storage()
+            fact += [
+                tensor.data_ptr(), storage.data_ptr(), storage.nbytes(), storage.resizable(),
+                storage.is_shared(), tensor.is_pinned(),
+            ]  # fmt: skip
+        if with_values:
+            fact.append(None if tensor.is_inference() else tensor._version)
+            if not isinstance(tensor, (DTensor, TwoTensor)):
+                fact.append(tensor.detach().clone().to(torch.complex128).tolist())
+        found.append(fact)
+    return found
+
+
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": plain_values,
+    "expanded": lambda: {"expanded": expanded()},
+    "sharded": sharded_values,
+    "objects": objects,
+}
+
+
+@pytest.mark.parametrize("way", SAVES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_save_changes_nothing(kind: str, way: str, tmp_path: Any, rank: None) -> None:
+    if kind == "sharded" and way == "foreign":
+        pytest.skip("torch's own write of a wrapper")
+    state = KINDS[kind]()
+    before = facts(state, with_values=True)
+    flags = {k: str(v.flags) for k, v in state.items() if isinstance(v, np.ndarray)}
+    SAVES[way](state, tmp_path / "c")
+    assert facts(state, with_values=True) == before
+    assert {k: str(v.flags) for k, v in state.items() if isinstance(v, np.ndarray)} == flags
+
+
+@pytest.mark.parametrize("way", LOADS)
+@pytest.mark.parametrize("kind", ["plain", "sharded"])
+def test_a_load_changes_nothing_but_values(kind: str, way: str, tmp_path: Any, rank: None) -> None:
+    state = KINDS[kind]()
+    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    before = facts(state, with_values=False)
+    versions = {
+        name: value._version
+        for name, value in state.items()
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_inference()
+    }
+    LOADS[way](state, tmp_path / "c")
+    assert facts(state, with_values=False) == before
+    # Autograd has to know of what was written.
+    for name, version in versions.items():
+        assert state[name]._version > version or not state[name].numel(), name
+
+
+def test_modules_and_optimizers_are_left_as_they_were(tmp_path: Any) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    state = {"m": module, "o": optimizer}
+    before = facts(list(state.values()), with_values=True)
+    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    ray_dcp.async_save(state, checkpoint_id=tmp_path / "d", no_dist=True).result()
+    assert facts(list(state.values()), with_values=True) == before
+
+
+def test_what_was_saved_and_loaded_can_still_be_resized(tmp_path: Any) -> None:
+    state = {"w": torch.ones(1 << 16), "v": torch.ones(4)}
+    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    ray_dcp.load(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    for tensor in state.values():
+        tensor.untyped_storage().resize_(0)
+        tensor.untyped_storage().resize_(tensor.nbytes)
