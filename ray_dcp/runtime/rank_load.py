@@ -183,6 +183,16 @@ class LoadWork(Protocol):
         """Raises `CoverageError` when something wanted is stored nowhere."""
         ...
 
+    def trials(self) -> Iterator[LoadWork]:
+        """Yields what shows whether targets that share memory get the same values.
+
+        Each is to be loaded before the next one is asked for; none of them changes a target.
+
+        Raises:
+            StateDictError: Some get different values.
+        """
+        ...
+
     def finish(self) -> None:
         """Puts everything into place, after all bytes have come."""
         ...
@@ -274,6 +284,10 @@ class RankLoad:
                 if work is not None and read_plan is not None:
                     prepare = partial(self.prepare, checkpoint, work, read_plan)
                     prepared, error = result_or_error(prepare, "planning the reads", rank)
+                if work is not None and error is None:
+                    compare = partial(self.compare_overlaps, checkpoint, work)
+                    what = "comparing targets that share memory"
+                    _, error = result_or_error(compare, what, rank)
             progress.enter("waiting")
             if progress.abandoned is not None:
                 raise located(progress.abandoned, self.target.url)
@@ -368,6 +382,30 @@ class RankLoad:
             return prepare_reads(storage, table, read_plan, work.wanted, options=options)
 
         return self._in_time(prepare, "find what is stored")
+
+    def compare_overlaps(self, checkpoint: Checkpoint, work: LoadWork) -> None:
+        """Checks that targets that share memory get the same values; no target is touched.
+
+        Args:
+            checkpoint: What is stored.
+            work: What is wanted, and prepared.
+
+        Raises:
+            StateDictError: Some get different values.
+            CheckpointError: What has to be read for it can't be.
+        """
+        for trial in work.trials():
+            table, wanted = checkpoint.table, trial.wanted
+            prepare = partial(
+                prepare_reads,
+                self._storage,
+                table,
+                plan_reads(table, wanted),
+                wanted,
+                options=self.options,
+            )
+            prepared = self._in_time(prepare, "find what is stored")
+            self._fill(self._storage, checkpoint, trial, prepared)
 
     def needs(self, prepared: Prepared) -> ReadNeeds | None:
         """Returns what this rank may get from others or read for them; None: nothing.

@@ -32,6 +32,7 @@ from ray_dcp.torch_adapter.objects import dump_object, load_object
 from ray_dcp.torch_adapter.sink import (
     Boxes,
     TensorSink,
+    copy_into,
     increment_version,
     target_problem,
 )
@@ -53,7 +54,7 @@ class _Calls:
 
 
 class PlannerSink(TensorSink):
-    """Rows whose targets a planner resolves when they are needed, and takes when they are full.
+    """Rows whose targets a planner resolves and takes when their bytes are there.
 
     Planners are written for DCP's reader, which has one thread: no two hooks run at a time.
 
@@ -78,13 +79,31 @@ class PlannerSink(TensorSink):
         """Leaves every row to `buffer` and `done`, which call the planner."""
         return list(range(len(rows)))
 
+    def region(self, row: int) -> torch.Tensor:
+        """Returns the tensor that `buffer` shows the bytes of.
+
+        A target that is not known yet is resolved when its bytes are there. Why not now: DCP
+        resolves, copies and commits one item after another, so planners give the same memory for
+        several.
+        """
+        if isinstance(self._tensors[row], torch.Tensor):
+            return super().region(row)
+        with self._lock:
+            if row not in self._temporary:
+                size = tuple(self._items[row].lengths)
+                self._temporary[row] = torch.empty(size, dtype=self._stored[row])
+            return self._temporary[row]
+
     def done(self, row: int) -> None:
         """Hands a filled row to the planner."""
-        target = self.target(row)
-        super().done(row)
+        if isinstance(self._tensors[row], torch.Tensor):
+            super().done(row)
         with self._lock:
-            item = self._items.pop(row)
-            if self._direct[row]:
+            item, target = self._items.pop(row), self._made(row)
+            temporary = self._temporary.pop(row, None)
+            if temporary is not None:
+                copy_into(target, temporary)
+            elif self._direct[row]:
                 increment_version([target])
             self._call(
                 f"commit_tensor for {item.dest_index.fqn!r}",
@@ -133,8 +152,8 @@ def targets_with_planner(
     """Runs a planner's hooks and returns what it wants read, and where to.
 
     Plans are exchanged only if `create_global_plan` is the planner's own. The planner is never
-    called by two threads at once, but it may be asked to resolve a tensor before another was
-    committed.
+    called by two threads at once. Where it resolves tensors in its own way, each is resolved,
+    filled and committed before the next, as in DCP.
 
     Whether keys may be missing is for the planner to say (`allow_partial_load` of the default
     ones), not for `options`. Objects are checked by the rules of `options.weights_only` before

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from ray_dcp.core.values import Int64Array, padded, widen
 from ray_dcp.planning.reads import Wanted
 from ray_dcp.torch_adapter import device_copy
+from ray_dcp.torch_adapter.overlaps import Part, sharing
 from ray_dcp.torch_adapter.shards import Layouts, sharded
 from ray_dcp.torch_adapter.tensors import (
     host_bytes,
@@ -117,6 +118,14 @@ class TensorSink:
         self._tensors.append(make)
         self._stored.append(stored)
         self._direct.append(False)
+
+    def sharing(self, num_bytes: Int64Array) -> list[list[Part]]:
+        """Returns groups of rows whose targets share memory; see `overlaps.sharing`.
+
+        Args:
+            num_bytes: int64[n], of each row as stored.
+        """
+        return sharing(self._tensors, self._direct, num_bytes)
 
     def buffer(self, row: int) -> memoryview:
         """Returns the writable bytes of a row; the same memory until `done`."""

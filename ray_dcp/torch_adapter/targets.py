@@ -11,7 +11,15 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -23,7 +31,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ray_dcp.core.collector import collector_paused
-from ray_dcp.core.values import ChunkTable, Int64Array, Kind
+from ray_dcp.core.values import ChunkTable, Int64Array, Kind, volume
 from ray_dcp.errors import (
     CoverageError,
     DamagedCheckpointError,
@@ -38,6 +46,7 @@ from ray_dcp.options import LoadOptions, dims_of
 from ray_dcp.planning.reads import ReadPlan, Wanted, plan_reads
 from ray_dcp.torch_adapter.flatten import Flat, below, flatten, flatten_top, stored_names
 from ray_dcp.torch_adapter.objects import load_object
+from ray_dcp.torch_adapter.overlaps import Part, Trial, are_same, stored_alike
 from ray_dcp.torch_adapter.per_rank import OwnValues
 from ray_dcp.torch_adapter.shards import Layouts, is_sharded, sharded
 from ray_dcp.torch_adapter.sink import (
@@ -465,6 +474,8 @@ class Targets:
         place_item: `(chunk, item bytes)`: puts a whole `torch.save` item of a *tensor* chunk into
             every wanted box that it meets. For items of foreign checkpoints that have no raw
             bytes (tensor subclasses, stream transforms once undone).
+        trials: Yields what has to be loaded, into other memory, before it is known that targets
+            that share memory get the same values; raises `StateDictError` if they do not.
         finish: Puts objects and new tensors into the state dict and calls `load_state_dict` of
             every top-level `Stateful`.
         check_coverage: Raises `CoverageError` for every box that the read plan leaves uncovered.
@@ -480,6 +491,7 @@ class Targets:
     sink: TargetSink
     objects: tuple[tuple[int, ObjectTaker], ...]
     place_item: Callable[[int, bytes], None]
+    trials: Callable[[], Iterator[Targets]]
     finish: Callable[[], None]
     check_coverage: Callable[[ReadPlan], None]
     names: tuple[str, ...]
@@ -538,10 +550,92 @@ class ItemPlacer:
             sink=self._raw_sink,
             objects=(*objects, *self._opaque_takers()),
             place_item=self.place_item,
+            trials=self._trials,
             check_coverage=check_coverage,
             names=self._names,
             **what,
         )
+
+    def _trials(self) -> Iterator[Targets]:
+        """Yields what shows whether targets that share memory get the same values.
+
+        Each is to be loaded before the next one is asked for.
+
+        Raises:
+            StateDictError: Some get different values.
+        """
+        differ: dict[tuple[str, str], None] = {}
+        raw, opaque = self._raw, self._opaque
+        groups = [(parts, raw) for parts in self._raw_sink.sharing(_num_bytes(raw))]
+        for parts in self._opaque_sink.sharing(_num_bytes(opaque)):
+            # Why all or nothing: which bytes of an item are of which part is not known.
+            if are_same([self._opaque_sink.target(row) for row, _ in parts]):
+                groups.append((parts, opaque))
+        for parts, wanted in groups:
+            names = [self._table.names[wanted.tensor[row]] for row, _ in parts]
+            for one, other in (yield from self._conflicts(parts, wanted)):
+                first, second = sorted((names[one], names[other]))
+                differ[first, second] = None
+        if differ:
+            told = "; ".join(f"{one!r} and {other!r}" for one, other in [*differ][:_MOST_SHOWN])
+            more = f"; and {len(differ) - _MOST_SHOWN} more" if len(differ) > _MOST_SHOWN else ""
+            raise StateDictError(
+                f"{len(differ)} pair(s) of the state dict share memory, but the checkpoint has "
+                f"different values for them: {told}{more}. Nothing was changed. Give each a tensor "
+                f"of its own, as by .clone(), or load one of them alone",
+                key=next(iter(differ))[1],
+            )
+
+    def _conflicts(
+        self, parts: Sequence[Part], wanted: Wanted
+    ) -> Generator[Targets, None, list[tuple[int, int]]]:
+        """Returns which members of a group have different values, after yielding trial loads."""
+        trial, others = Trial(parts), range(1, len(parts))
+        # Why not with verify="never": the checksums were not read then.
+        if trial.is_same and self._options.verify != "never":
+            alike = [stored_alike(self._table, wanted, parts[0][0], parts[i][0]) for i in others]
+            # Why not always: there are several pickles of one value.
+            if all(alike) or (wanted is self._raw and None not in alike):
+                return [(0, i) for i, same in zip(others, alike, strict=True) if not same]
+        found: list[tuple[int, int]] = []
+        for member, (row, _) in enumerate(parts):
+            if wanted is self._opaque:
+                values: list[torch.Tensor] = []
+                chunks = self._opaque_plan.chunk[self._opaque_plan.wanted == row].tolist()
+                takers = [(chunk, partial(self._keep, values, chunk)) for chunk in chunks]
+                yield self._with(Boxes({}))._trial(takers)
+                other = trial.put_whole(values)
+            elif trial.can_tell:
+                boxes, value = self._alone(row)
+                yield self._with(boxes)._trial()
+                other = trial.put(member, value)
+            else:
+                other = None
+            if other is not None:
+                found.append((other, member))
+        return found
+
+    def _keep(self, values: list[torch.Tensor], chunk: int, data: bytes) -> None:
+        values.append(self._load(chunk, data))
+
+    def _with(self, raw: Boxes) -> ItemPlacer:
+        return ItemPlacer(self._table, self._options, raw, Boxes({}))
+
+    def _trial(self, objects: Sequence[tuple[int, ObjectTaker]] = ()) -> Targets:
+        return self.targets(
+            objects=objects, finish=_nothing, loaded=(), missing=(), unexpected=(), cast=()
+        )
+
+    def _alone(self, row: int) -> tuple[Boxes, torch.Tensor]:
+        """Returns a box that is wanted with other memory for it, and that memory."""
+        table, number = self._table, int(self._raw.tensor[row])
+        ndim = int(table.ndim[number])
+        offset, size = (tuple(o[row, :ndim].tolist()) for o in (self._raw.offset, self._raw.size))
+        dtype = dtype_of(table.dtypes[table.dtype[number]])
+        boxes, value = Boxes({number: dtype.itemsize}), torch.empty(size, dtype=dtype)
+        boxes.add(number, offset, size)
+        boxes.sink.add(value, dtype)
+        return boxes, value
 
     def place_item(self, chunk: int, data: bytes) -> None:
         """Puts a tensor item into the buffers of every raw row that it meets.
@@ -599,6 +693,14 @@ class ItemPlacer:
                 key=fqn,
             )
         return loaded
+
+
+def _num_bytes(wanted: Wanted) -> Int64Array:
+    return volume(wanted.size) * wanted.itemsize
+
+
+def _nothing() -> None:
+    """Is called where nothing has to be put into place."""
 
 
 def _narrowed(tensor: torch.Tensor, start: Int64Array, size: Int64Array) -> torch.Tensor:

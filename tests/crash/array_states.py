@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from ray_dcp.core.columns import ColumnsBuilder
 from ray_dcp.errors import MissingKeyError
 from ray_dcp.io.checkpoint import Checkpoint
 from ray_dcp.planning.reads import ReadPlan, Wanted
+from ray_dcp.runtime.rank_load import LoadWork
 
 State = Mapping[str, Any]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -186,6 +187,10 @@ class ArrayWork:
         """See `LoadWork`."""
         if plan.uncovered:
             raise AssertionError(f"not all that is wanted is stored: {plan.uncovered}")
+
+    def trials(self) -> Iterator[LoadWork]:
+        """See `LoadWork`; no two arrays share memory."""
+        return iter(())
 
     def finish(self) -> None:
         """See `LoadWork`."""

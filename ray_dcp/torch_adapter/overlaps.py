@@ -1,0 +1,286 @@
+"""Targets that share memory: which they are, and whether a checkpoint has one value for each place.
+
+Two names of one tensor (tied weights), or views of one memory, are good targets if what goes into
+them agrees. If it does not, the bytes of one would be verified where those of the other were just
+written, and a sound checkpoint be called damaged. So targets are compared before the first of them
+changes: by the chunk table where its checksums tell, else by reading the values into other memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ray_dcp.core.checksums import num_blocks
+from ray_dcp.core.values import ChunkTable, Int64Array
+from ray_dcp.planning.reads import Wanted
+from ray_dcp.torch_adapter.replica_digests import bytes_digest
+from ray_dcp.torch_adapter.tensors import extent, host_bytes, is_plain, parts_with_memory
+
+_MOST_WORK = 1 << 20
+"""What is harder to tell apart (views with many odd strides) is taken to share memory."""
+
+Part = tuple[int, torch.Tensor]
+"""A row and a tensor that holds memory of its target."""
+
+
+def sharing(
+    tensors: Sequence[Any], direct: Sequence[bool], num_bytes: Int64Array
+) -> list[list[Part]]:
+    """Returns groups of targets that share memory with each other; mostly none.
+
+    Args:
+        tensors: The target of each row; those that are no tensors yet get memory of their own.
+        direct: Which are plain and contiguous, and of the stored dtype.
+        num_bytes: int64[n], of each as stored.
+
+    Returns:
+        The members of each group of at least two rows, in the order of rows. Views that lie between
+        each other, as columns of one matrix do, share nothing.
+
+    Complexity:
+        0.1 us for each direct target, a sort, and O(n^2) for n whose extents overlap.
+    """
+    others: list[Part] = []
+    if all(direct):
+        rows, targets = np.arange(len(tensors)), tensors
+    else:
+        rows = np.flatnonzero(direct)
+        targets = [tensors[row] for row in rows.tolist()]
+        for row in np.flatnonzero(~np.array(direct)).tolist():
+            target = tensors[row]
+            if isinstance(target, torch.Tensor):
+                parts = [target] if is_plain(target) else parts_with_memory(target)
+                others += [(row, part) for part in parts if _has_place(part)]
+    address = np.array(
+        [*map(torch.Tensor.data_ptr, targets), *(part.data_ptr() for _, part in others)], np.uint64
+    )
+    if len(address) < 2:
+        return []
+    length = np.array([extent(part) for _, part in others], np.int64)
+    end = address + np.concatenate([num_bytes[rows], length]).astype(np.uint64)
+    order = np.argsort(address, kind="stable")
+    reach = np.maximum.accumulate(end[order])
+    begins = np.r_[True, address[order][1:] >= reach[:-1]]
+    if begins.all():
+        return []
+
+    def part_of(index: int) -> Part:
+        if index < len(rows):
+            row = int(rows[index])
+            return row, tensors[row]
+        return others[index - len(rows)]
+
+    first = np.flatnonzero(begins)
+    stop = [*first[1:].tolist(), len(order)]
+    return [
+        sorted(group, key=lambda part: part[0])
+        for low, high in zip(first.tolist(), stop, strict=True)
+        if high - low > 1
+        for group in _groups([part_of(index) for index in order[low:high].tolist()])
+    ]
+
+
+def _has_place(tensor: torch.Tensor) -> bool:
+    """Whether it can be told where a tensor is in memory."""
+    try:
+        return tensor.data_ptr() != 0
+    except (NotImplementedError, RuntimeError):
+        return False
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Returns what is equal for tensors that are the same places in the same order."""
+    flags = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), *flags)
+
+
+def are_same(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors of any class are the same places of memory, in all their parts."""
+    return len({tuple(map(_geometry, parts_with_memory(tensor))) for tensor in tensors}) == 1
+
+
+def _groups(parts: list[Part]) -> Iterator[list[Part]]:
+    """Yields those that share memory, of parts in the order of their addresses."""
+    same: dict[tuple[Any, ...], list[Part]] = {}
+    for part in parts:
+        same.setdefault(_geometry(part[1]), []).append(part)
+    alike = list(same.values())
+    views = [_bytes_of(some[0][1]) for some in alike]
+    ends = [some[0][1].data_ptr() + extent(some[0][1]) for some in alike]
+    group = list(range(len(alike)))
+    for first, some in enumerate(alike):
+        for second in range(first + 1, len(alike)):
+            other = alike[second][0][1]
+            if other.data_ptr() >= ends[first]:
+                break
+            if group[first] == group[second] or some[0][1].device != other.device:
+                continue
+            if _is_shared(views[first], views[second]):
+                old, new = group[second], group[first]
+                group = [new if number == old else number for number in group]
+    for number in dict.fromkeys(group):
+        members = [
+            part for some, own in zip(alike, group, strict=True) if own == number for part in some
+        ]
+        if len({row for row, _ in members}) > 1:
+            yield members
+
+
+class _Memory:
+    """Where the bytes of a tensor are, for numpy, which looks at none of them."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        shape: tuple[int, ...] = (tensor.nbytes,)
+        strides = None
+        if not tensor.is_contiguous():
+            shape = (*tensor.shape, tensor.itemsize)
+            strides = (*(step * tensor.itemsize for step in tensor.stride()), 1)
+        place = (tensor.data_ptr(), True)
+        self.__array_interface__ = {
+            "version": 3, "typestr": "|u1", "data": place, "shape": shape, "strides": strides
+        }  # fmt: skip
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    return np.asarray(_Memory(tensor))
+
+
+def _is_shared(one: np.ndarray, other: np.ndarray) -> bool:
+    try:
+        return np.shares_memory(one, other, max_work=_MOST_WORK)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+def stored_alike(table: ChunkTable, wanted: Wanted, one: int, other: int) -> bool | None:
+    """Returns whether two wanted boxes have the same stored values.
+
+    Args:
+        table: What is stored, with its checksums.
+        wanted: The boxes.
+        one: Row of a box.
+        other: Row of another.
+
+    Returns:
+        None when the table can't tell: there are no checksums, or the chunks are cut otherwise.
+    """
+    first, second = (_stored(table, wanted, row) for row in (one, other))
+    if first.keys() != second.keys() or not all(key.block_bytes for key in first):
+        return None
+    if first == second:
+        return True
+    return False if all(key.is_inside for key in first) else None
+
+
+class _Chunk(NamedTuple):
+    """What is equal for chunks whose checksums can be compared."""
+
+    place: tuple[int, ...]
+    """In the box."""
+    size: tuple[int, ...]
+    dtype: int
+    num_bytes: int
+    block_bytes: int
+    is_inside: bool
+    """Whether the box has all of it."""
+
+
+def _stored(table: ChunkTable, wanted: Wanted, row: int) -> dict[_Chunk, bytes]:
+    """Returns the checksums of each chunk that a box meets."""
+    number = wanted.tensor[row]
+    chunks = np.flatnonzero(table.tensor == number)
+    width = table.offset.shape[1]
+    start, size = np.zeros(width, np.int64), np.ones(width, np.int64)
+    used = min(width, wanted.offset.shape[1])
+    start[:used], size[:used] = wanted.offset[row, :used], wanted.size[row, :used]
+    low, length = table.offset[chunks] - start, table.size[chunks]
+    meets = ((low < size) & (low + length > 0)).all(axis=1)
+    found = {}
+    for chunk, place, shape in zip(
+        chunks[meets].tolist(), low[meets].tolist(), length[meets].tolist(), strict=True
+    ):
+        block, count = int(table.block_bytes[chunk]), int(table.payload_bytes[chunk])
+        begin = int(table.check_start[chunk])
+        checks = table.checks[begin : begin + num_blocks(count, block)] if block else ()
+        inside = all(p >= 0 and p + n <= s for p, n, s in zip(place, shape, size, strict=True))
+        dtype = int(table.dtype[number])
+        key = _Chunk(tuple(place), tuple(shape), dtype, count, block, inside)
+        found[key] = np.asarray(checks).tobytes()
+    return found
+
+
+class Trial:
+    """The memory that targets of one group share, as a load would leave it.
+
+    Args:
+        parts: The group.
+
+    Attributes:
+        is_same: Whether all are the same places.
+        can_tell: Whether the values of the members can be compared: else they are different parts
+            of tensor subclasses.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self.is_same = len({_geometry(tensor) for _, tensor in parts}) == 1
+        self.can_tell = self.is_same or all(is_plain(tensor) for _, tensor in parts)
+        self._digest: Any = None
+        if self.is_same or not self.can_tell:
+            return
+        self._low = min(tensor.data_ptr() for _, tensor in parts)
+        num_bytes = max(tensor.data_ptr() + extent(tensor) for _, tensor in parts) - self._low
+        self._memory = np.zeros(num_bytes, np.uint8)
+        self._owner = np.zeros(num_bytes, np.min_scalar_type(len(parts)))
+
+    def put(self, member: int, value: torch.Tensor) -> int | None:
+        """Puts a value where a member of the group is.
+
+        Args:
+            member: Which.
+            value: Of its shape, as stored.
+
+        Returns:
+            A member that has another value at a place that both have; None when there is none.
+        """
+        target = self._parts[member][1]
+        value = value.to(target.dtype)
+        if target.is_conj():
+            value = value.conj()
+        if target.is_neg():
+            value = -value
+        data = host_bytes(value)
+        if self.is_same:
+            return self._compared(bytes_digest(data))
+        mine, owner = self._view(self._memory, target), self._view(self._owner, target)
+        new = np.frombuffer(data, np.uint8).reshape(mine.shape)
+        bad = owner[(owner != 0) & (mine != new)]
+        mine[...], owner[...] = new, member + 1
+        return int(bad[0]) - 1 if len(bad) else None
+
+    def put_whole(self, chunks: Sequence[torch.Tensor]) -> int | None:
+        """Does as `put`, with the next member's value as chunks of any class."""
+        parts = [part for chunk in chunks for part in parts_with_memory(chunk)]
+        digests = [
+            (part.dtype, tuple(part.shape), bytes_digest(host_bytes(part))) for part in parts
+        ]
+        return self._compared(digests)
+
+    def _compared(self, digest: Any) -> int | None:
+        differs = self._digest not in (None, digest)
+        self._digest = digest
+        return 0 if differs else None
+
+    def _view(self, memory: np.ndarray, target: torch.Tensor) -> np.ndarray:
+        width = memory.itemsize
+        return np.ndarray(
+            (*target.shape, target.itemsize),
+            memory.dtype,
+            buffer=memory,
+            offset=(target.data_ptr() - self._low) * width,
+            strides=(*(step * target.itemsize * width for step in target.stride()), width),
+        )

@@ -1,0 +1,318 @@
+"""Loads into targets that share memory: what agrees is loaded, what does not is an error.
+
+Never is a sound checkpoint called damaged, or an older one taken, because two names of the state
+dict are one memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.testing._internal.two_tensor import TwoTensor
+
+import ray_dcp
+from ray_dcp import LoadOptions, errors
+from ray_dcp.torch_adapter.overlaps import sharing
+from tests.unit.adapter_support import as_rank, load_on_ranks, save_on_ranks
+
+
+class Planner(DefaultLoadPlanner):
+    """A planner that the library has to call."""
+
+
+def load(state: Any, path: Any, **how: Any) -> Any:
+    return ray_dcp.load(state, checkpoint_id=path, no_dist=True, **how)
+
+
+def saved(path: Any, state: Any) -> None:
+    ray_dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "native": lambda **_: {},
+    "planner": lambda **_: {"planner": Planner()},
+    "unverified": lambda **_: {"options": LoadOptions(verify="never")},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [16, 1 << 20])
+def test_different_values_for_one_memory_are_an_error_that_names_both(
+    size: int, way: str, tmp_path: Any
+) -> None:
+    saved(tmp_path / "c", {"a": torch.zeros(size), "b": torch.ones(size), "c": torch.ones(4)})
+    one = torch.full((size,), 7.0)
+    state = {"a": one, "b": one, "c": torch.full((4,), 7.0)}
+    with pytest.raises(errors.StateDictError, match=r"share memory.*'a' and 'b'\. Nothing was"):
+        load(state, tmp_path / "c", **WAYS[way]())
+    assert one.unique().tolist() == [7.0]
+    assert state["c"].tolist() == [7.0] * 4
+
+
+def test_no_older_step_is_taken_for_it(tmp_path: Any) -> None:
+    for step in (1, 2):
+        saved(tmp_path / f"step-{step}", {"a": torch.zeros(1 << 18), "b": torch.ones(1 << 18)})
+    one = torch.zeros(1 << 18)
+    with pytest.raises(errors.StateDictError, match="share memory"):
+        ray_dcp.load_newest({"a": one, "b": one}, tmp_path, no_dist=True)
+
+
+def test_tied_weights_of_modules_are_compared(tmp_path: Any) -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self, *, is_tied: bool) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(64, 8)
+            self.head = torch.nn.Linear(8, 64, bias=False)
+            if is_tied:
+                self.head.weight = self.embed.weight
+
+    saved(tmp_path / "loose", {"model": Tied(is_tied=False)})
+    saved(tmp_path / "tied", {"model": Tied(is_tied=True)})
+    model = Tied(is_tied=True)
+    with pytest.raises(errors.StateDictError, match=r"model\.embed\.weight' and 'model\.head"):
+        load({"model": model}, tmp_path / "loose")
+    load({"model": model}, tmp_path / "tied")
+    assert model.head.weight is model.embed.weight
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [5, 1 << 20])
+def test_equal_values_for_one_memory_are_loaded(size: int, way: str, tmp_path: Any) -> None:
+    value = torch.randn(size)
+    saved(tmp_path / "c", {"a": value, "b": value, "c": value.clone()})
+    one = torch.zeros(size)
+    for state in ({"a": one, "b": one, "c": one}, {"a": one, "c": torch.nn.Parameter(one)}):
+        one.zero_()
+        load(state, tmp_path / "c", **WAYS[way]())
+        assert torch.equal(one, value)
+
+
+def test_nothing_is_read_twice_to_find_that_checksums_agree(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray_dcp.runtime import rank_load
+
+    value = torch.randn(1 << 18)
+    saved(tmp_path / "c", {"a": value, "b": value, "other": value + 1})
+    prepared = []
+    real = rank_load.prepare_reads
+    monkeypatch.setattr(
+        rank_load, "prepare_reads", lambda *a, **k: prepared.append(1) or real(*a, **k)
+    )
+    one = torch.zeros(1 << 18)
+    load({"a": one, "b": one}, tmp_path / "c")
+    assert len(prepared) == 1
+    with pytest.raises(errors.StateDictError, match="'a' and 'other'"):
+        load({"a": one, "other": one}, tmp_path / "c")
+    assert len(prepared) == 2
+
+
+def views(base: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "whole": base,
+        "row": base[1],
+        "transposed": base.T,
+        "column": base[:, 2],
+        "part": base[1:3, 1:],
+        "bits": base.view(torch.int32),
+        "flat": base.view(-1)[3:9],
+    }
+
+
+NAMES = sorted(views(torch.zeros(4, 4)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "whole"])
+def test_views_of_one_memory_are_compared_where_they_overlap(
+    name: str, way: str, tmp_path: Any
+) -> None:
+    value = torch.arange(16.0).reshape(4, 4)
+    state = {key: view.clone() for key, view in views(value).items()}
+    saved(tmp_path / "good", state)
+    bad = {**state, name: state[name] + 1}
+    saved(tmp_path / "bad", bad)
+    base = torch.zeros(4, 4)
+    for pair in ([name, "whole"], ["whole", name]):
+        target = {key: views(base)[key] for key in pair}
+        base.zero_()
+        load(target, tmp_path / "good", **WAYS[way]())
+        assert torch.equal(base, value)
+        base.zero_()
+        with pytest.raises(errors.StateDictError, match=" and ".join(map(repr, sorted(pair)))):
+            load(target, tmp_path / "bad", **WAYS[way]())
+        assert not base.any()
+
+
+def test_views_that_lie_between_each_other_take_any_values(tmp_path: Any) -> None:
+    value = torch.randn(8, 6)
+    state = {f"c{n}": value[:, n] for n in range(6)}
+    saved(tmp_path / "c", state)
+    base = torch.zeros(8, 6)
+    load({f"c{n}": base[:, n] for n in range(6)}, tmp_path / "c")
+    assert torch.equal(base, value)
+
+
+def test_values_are_compared_as_they_are_cast(tmp_path: Any) -> None:
+    value = torch.tensor([1.0, 2.0, 3.0])
+    saved(tmp_path / "c", {"a": value, "b": value.bfloat16(), "d": value + 1})
+    one = torch.zeros(3, dtype=torch.float64)
+    load({"a": one, "b": one}, tmp_path / "c")
+    assert one.tolist() == [1.0, 2.0, 3.0]
+    with pytest.raises(errors.StateDictError, match="'a' and 'd'"):
+        load({"a": one, "d": one}, tmp_path / "c")
+
+
+def test_bits_are_compared_not_numbers(tmp_path: Any) -> None:
+    nan = torch.full((4,), torch.nan)
+    saved(tmp_path / "c", {"a": nan, "b": nan.clone(), "z": torch.zeros(4), "m": -torch.zeros(4)})
+    one = torch.zeros(4)
+    load({"a": one, "b": one[:]}, tmp_path / "c")
+    assert one.isnan().all()
+    with pytest.raises(errors.StateDictError, match="'m' and 'z'"):
+        load({"z": one, "m": one}, tmp_path / "c")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("equal", [True, False])
+def test_checkpoints_of_stock_are_compared_by_their_values(equal: bool, tmp_path: Any) -> None:
+    value = torch.randn(1 << 18)
+    dcp.save({"a": value, "b": value + (not equal)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    one = torch.zeros(1 << 18)
+    if equal:
+        load({"a": one, "b": one}, tmp_path / "c")
+        assert torch.equal(one, value)
+        return
+    with pytest.raises(errors.StateDictError, match="'a' and 'b'"):
+        load({"a": one, "b": one}, tmp_path / "c")
+    assert not one.any()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("by", ["ray_dcp", "stock"])
+def test_subclasses_that_are_one_object_are_compared_by_their_items(
+    by: str, equal: bool, tmp_path: Any
+) -> None:
+    half = torch.full((4,), 3.0)
+    first, second = TwoTensor(half, half), TwoTensor(half + (not equal), half + (not equal))
+    with torch.serialization.safe_globals([TwoTensor]):
+        how = {"checkpoint_id": tmp_path / "c", "no_dist": True}
+        (ray_dcp.save if by == "ray_dcp" else dcp.save)({"a": first, "b": second}, **how)
+        one = TwoTensor(torch.zeros(4), torch.zeros(4))
+        if equal:
+            load({"a": one, "b": one}, tmp_path / "c")
+            assert one.a.tolist() == one.b.tolist() == [3.0] * 4
+            return
+        with pytest.raises(errors.StateDictError, match="'a' and 'b'"):
+            load({"a": one, "b": one}, tmp_path / "c")
+        assert not one.a.any()
+
+
+def test_sharded_and_plain_names_of_one_memory_are_compared(tmp_path: Any) -> None:
+    with as_rank(0, 1):
+        mesh = init_device_mesh("cpu", (1,))
+        flat = torch.arange(12.0)
+        parts = {
+            "x": DTensor.from_local(flat[:4], mesh, [Shard(0)]),
+            "y": DTensor.from_local(flat[4:].view(2, 4), mesh, [Replicate()]),
+        }
+        saved(tmp_path / "c", {**parts, "flat": flat, "off": flat + 1})
+        other = torch.zeros(12)
+        target = {
+            "x": DTensor.from_local(other[:4], mesh, [Shard(0)]),
+            "y": DTensor.from_local(other[4:].view(2, 4), mesh, [Replicate()]),
+        }
+        load(target, tmp_path / "c")
+        assert torch.equal(other, flat)
+        load({**target, "flat": other}, tmp_path / "c")
+        with pytest.raises(errors.StateDictError, match="'off'"):
+            load({**target, "off": other}, tmp_path / "c")
+
+
+def test_values_that_ranks_cut_differently_are_read_and_compared(tmp_path: Any) -> None:
+    value = torch.randn(1 << 21)
+    states = [{"a": value, "b": value.clone()}, {"a": value}]
+    save_on_ranks(states, tmp_path / "c")
+    one = torch.zeros(1 << 21)
+    load_on_ranks([{"a": one, "b": one}], tmp_path / "c")
+    assert torch.equal(one, value)
+
+
+def test_one_rank_whose_targets_disagree_fails_the_load_on_all(tmp_path: Any) -> None:
+    state = {"a": torch.zeros(8), "b": torch.ones(8)}
+    save_on_ranks([state], tmp_path / "c")
+    one, loose = torch.full((8,), 7.0), {"a": torch.full((8,), 7.0), "b": torch.full((8,), 7.0)}
+    with pytest.raises(errors.CheckpointError, match="share memory"):
+        load_on_ranks([loose, {"a": one, "b": one}], tmp_path / "c")
+    assert [*loose["a"].tolist(), *one.tolist()] == [7.0] * 16
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_damaged_copy_is_still_damage(tmp_path: Any) -> None:
+    dcp.save({"a": torch.ones(9), "b": torch.ones(9)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    file = next((tmp_path / "c").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-100])
+    one = torch.zeros(9)
+    with pytest.raises(errors.DamagedCheckpointError):
+        load({"a": one, "b": one}, tmp_path / "c")
+
+
+class Scratch(DefaultLoadPlanner):
+    """Resolves every tensor to the same memory, and takes it when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = torch.zeros(1 << 12)
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        return self.memory[: read_item.lengths[0]]
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        self.lookup_tensor(read_item.dest_index).copy_(tensor)
+
+
+def test_a_planner_may_resolve_all_to_the_same_memory(tmp_path: Any) -> None:
+    state = {f"t{n}": torch.full((1 << 12,), float(n)) for n in range(64)}
+    saved(tmp_path / "c", state)
+    target = {name: torch.zeros(1 << 12) for name in state}
+    load(target, tmp_path / "c", planner=Scratch())
+    assert all(torch.equal(target[name], state[name]) for name in state)
+
+
+# Which targets share memory
+
+SLICES = st.tuples(
+    st.integers(0, 5), st.integers(1, 6), st.integers(1, 3), st.integers(0, 5), st.integers(1, 6),
+    st.integers(1, 3), st.booleans(),
+)  # fmt: skip
+
+
+@given(st.lists(SLICES, min_size=2, max_size=6))
+def test_groups_are_those_with_a_common_element(cuts: list[Any]) -> None:
+    base = torch.arange(36).reshape(6, 6)
+    tensors = []
+    for low, stop, step, left, right, across, is_turned in cuts:
+        view = base[low:stop:step, left:right:across]
+        tensors.append(view.T if is_turned else view)
+    tensors = [tensor for tensor in tensors if tensor.numel()]
+    direct = [tensor.is_contiguous() for tensor in tensors]
+    num_bytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
+    found = sharing(tensors, direct, num_bytes)
+    places = [set(tensor.flatten().tolist()) for tensor in tensors]
+    expected: list[set[int]] = []
+    for row, own in enumerate(places):
+        touched = [group for group in expected if any(places[other] & own for other in group)]
+        expected = [group for group in expected if group not in touched]
+        expected.append({row}.union(*touched))
+    rows = [{row for row, _ in group} for group in found]
+    assert sorted(map(sorted, rows)) == sorted(sorted(g) for g in expected if len(g) > 1)
