@@ -154,7 +154,6 @@ class TensorSink:
                 direct[row]
                 and tensor.is_cpu
                 and tensor.nbytes == count
-                and tensor.untyped_storage().nbytes() >= count
                 and 0 <= start <= length - count
                 and (place := tensor.data_ptr())
             ):

@@ -69,7 +69,7 @@ from ray_dcp.torch_adapter.tensors import (
     dtype_of,
     find_dtype,
     loses_nothing,
-    unsupported_reasons,
+    lost_memory,
 )
 
 
@@ -214,8 +214,10 @@ class Placing:
         """
         # None at the end: what -1 finds, the dtype of objects.
         known: list[torch.dtype | None] = [*map(find_dtype, self.table.dtypes), None]
+        # None for complex ones: those may be conjugate views, which nobody is asked otherwise.
+        usual = [dtype if dtype and not dtype.is_complex else None for dtype in known]
         direct = [
-            known[code] if kind == _TENSOR else None
+            usual[code] if kind == _TENSOR else None
             for code, kind in zip(self._dtype_codes, self._kinds, strict=True)
         ]
         loaded = self.loaded.append
@@ -238,7 +240,6 @@ class Placing:
                 and value.is_cpu
                 and value.is_contiguous()
                 and not value.is_neg()
-                and not value.is_conj()
             ):
                 numbers.append(number)
                 targets.append(value)
@@ -256,9 +257,15 @@ class Placing:
                     self._not_tensors.append(f"{fqn!r} ({cls.__qualname__})")
             except UnsupportedValueError as error:
                 self._unsupported.append(error.message)
-        for row, reason in unsupported_reasons(targets):
-            fqn = next(n for n, v in zip(flat.names, flat.values, strict=True) if v is targets[row])
-            self._unsupported.append(f"{fqn!r} {reason}")
+        # Why not `unsupported_reason` for each: what else speaks against them was looked at above.
+        for target in [
+            target
+            for target in targets
+            if target.untyped_storage().nbytes() < target.nbytes or target.storage_offset()
+        ]:
+            if (reason := lost_memory(target)) is not None:
+                fqn = next(n for n, v in zip(flat.names, flat.values, strict=True) if v is target)
+                self._unsupported.append(f"{fqn!r} {reason}")
         rows = np.array(numbers, np.int64)
         sizes = np.array([dtype.itemsize if dtype else 0 for dtype in known], np.int64)
         itemsize = sizes[self.table.dtype[rows]]

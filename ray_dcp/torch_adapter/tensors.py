@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -65,6 +66,9 @@ Why not torch.finfo: its eps of float8_e5m2fnuz is that of another format (torch
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 """Classes of `is_plain` tensors."""
 _EMPTY = memoryview(bytearray())
+_is_cpu: Any = torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
+_storage = torch.Tensor.untyped_storage
+_storage_bytes = torch.UntypedStorage.nbytes
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -124,23 +128,29 @@ def unsupported_reason(tensor: torch.Tensor) -> str | None:
     return lost_memory(tensor)
 
 
-def unsupported_reasons(tensors: Sequence[torch.Tensor]) -> list[tuple[int, str]]:
-    """Returns the index and `unsupported_reason` of each tensor that has one."""
-    try:
+def unsupported_reasons(
+    tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
+) -> list[tuple[int, str]]:
+    """Returns the index and `unsupported_reason` of each tensor that has one.
+
+    Args:
+        tensors: Plain ones that are not nested.
+        dtypes: Of each.
+    """
+    odd: Sequence[int] = range(len(tensors))
+    # Suppressed: what is not strided has no storage.
+    with suppress(NotImplementedError, RuntimeError):
         # Why not `unsupported_reason` for each: nearly none has one, and a call would double the
         # time. One without memory, as on the meta device, has no address.
-        odd: Sequence[int] = [
-            index
-            for index, tensor in enumerate(tensors)
-            if not tensor.data_ptr()
-            or tensor.untyped_storage().nbytes() < tensor.nbytes
-            or tensor.storage_offset()
-            or not tensor.is_contiguous()
-            or tensor.dtype not in _NAMES
-            or tensor.is_nested
-        ]
-    except (NotImplementedError, RuntimeError):  # what is not strided has no storage
-        odd = range(len(tensors))
+        if set(dtypes) <= _NAMES.keys():
+            odd = [
+                index
+                for index, tensor in enumerate(tensors)
+                if not tensor.data_ptr()
+                or tensor.untyped_storage().nbytes() < tensor.nbytes
+                or tensor.storage_offset()
+                or not tensor.is_contiguous()
+            ]
     return [(index, why) for index in odd if (why := unsupported_reason(tensors[index]))]
 
 
@@ -246,12 +256,12 @@ def host_bytes_of_many(tensors: list[torch.Tensor]) -> list[memoryview]:
         or sum(lengths) > min(_MAX_JOINED_BYTES, _SMALL_BYTES * len(tensors))
         or len(dtypes) != 1
         or not dtypes <= _JOINED
-        or not all(tensor.is_cpu for tensor in tensors)
+        or not all(map(_is_cpu, tensors))
     ):
         return list(map(host_bytes, tensors))
-    # Why again: memory may be gone since the capture, and torch would read it all the same.
-    for _, reason in unsupported_reasons(tensors):
-        raise UnsupportedValueError(f"a tensor {reason}")
+    # Why again: it may have been freed since the capture, and torch would read it all the same.
+    if not all(map(_storage_bytes, map(_storage, tensors))):
+        return list(map(host_bytes, tensors))
     with torch.no_grad():
         # Why the difference: the second makes a view of each tensor first, for half the time.
         flat = all(tensor.dim() == 1 for tensor in tensors)
