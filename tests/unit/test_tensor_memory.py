@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -372,3 +373,16 @@ def test_what_was_saved_and_loaded_can_still_be_resized(tmp_path: Any) -> None:
     for tensor in state.values():
         tensor.untyped_storage().resize_(0)
         tensor.untyped_storage().resize_(tensor.nbytes)
+
+
+@pytest.mark.parametrize("way", ["native", "async", "planner"])
+def test_fsdp2_reshards_after_it_was_saved_unsharded(way: str, tmp_path: Any) -> None:
+    with as_rank(0, 2):
+        module = torch.nn.Linear(64, 64)
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
+        module.unshard()
+        SAVES[way](dict(module.named_parameters()), tmp_path / "c")
+        module.reshard()
+        module.unshard()
+        ray_dcp.load(dict(module.named_parameters()), checkpoint_id=tmp_path / "c", no_dist=True)
+        module.reshard()
