@@ -54,6 +54,7 @@ from ray_dcp.runtime.rank_progress import LEAVING_S, Activity
 from ray_dcp.runtime.rank_save import Captured, RankSave, Unchanged
 from ray_dcp.runtime.session import Disconnected, shut_down_meanwhile, until_disconnected
 from ray_dcp.runtime.staging_backend import Finish, StagingBackend, staging_backend_of
+from ray_dcp.torch_adapter.checkpointable import give_fields, noted_fields
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route
 from ray_dcp.torch_adapter.lazy_metadata import CommittedMetadata
 from ray_dcp.torch_adapter.state import stateful_to_state_dict
@@ -678,7 +679,9 @@ class _StagedByUser(_Save):
         # Why not of another storage: nothing there could stop it.
         self._key = None if self._decision.path == FOREIGN else key
         try:
-            staged = stager.stage(stateful_to_state_dict(state_dict))
+            state = stateful_to_state_dict(state_dict)
+            fields, staged = noted_fields(state), stager.stage(state)
+            del state
         except BaseException as error:
             self._account.end(error)
             if own is not None:
@@ -692,14 +695,15 @@ class _StagedByUser(_Save):
         def finish() -> Metadata:
             try:
                 if isinstance(staged, Future):
-                    state = staged.result()
+                    copied = staged.result()
                     self._account.done("stage")
                 else:
-                    state = staged
+                    copied = staged
+                give_fields(fields, copied)
                 return run_save(
                     self._decision,
                     self._session,
-                    state,
+                    copied,
                     self._options,
                     checkpoint_id,
                     stateful=False,

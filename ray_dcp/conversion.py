@@ -40,13 +40,17 @@ from ray_dcp.errors import (
 from ray_dcp.format.safetensors import ALL_CODES, header, packed
 from ray_dcp.io.checkpoint import CheckpointReplacedError, find_checkpoint, read_checkpoint
 from ray_dcp.io.consolidation import file_name, remove_replaced, write_index
+from ray_dcp.io.reader import locate_item, read_item
+from ray_dcp.io.threads import run_tasks, threads_for
 from ray_dcp.operations import CheckpointId
 from ray_dcp.options import KeyMap, LoadOptions, SaveOptions
 from ray_dcp.store.opening import Told, open_storage
 from ray_dcp.torch_adapter.dispatch import FOREIGN, decide_load
 from ray_dcp.torch_adapter.flatten import flatten, renamer, set_by_path
-from ray_dcp.torch_adapter.objects import fill_storages, load_torch_file
-from ray_dcp.torch_adapter.tensors import dtype_name, dtype_of
+from ray_dcp.torch_adapter.objects import fill_storages, load_object, load_torch_file
+from ray_dcp.torch_adapter.sink import AsStored
+from ray_dcp.torch_adapter.targets import first_chunks
+from ray_dcp.torch_adapter.tensors import dtype_name, dtype_of, is_plain
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class Stored:
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
     """Of the new tensor; None for objects."""
+    is_any_class: bool = False
+    """Whether it may be saved as a tensor subclass, which ray_dcp can read."""
 
     @property
     def fqn(self) -> str:
@@ -67,11 +73,12 @@ class Stored:
         return ".".join(map(str, self.path))
 
 
-def stored_in_table(table: ChunkTable) -> list[Stored]:
+def stored_in_table(table: ChunkTable, *, is_stock: bool) -> list[Stored]:
     """Returns what a chunk table has.
 
     Args:
         table: Of a committed checkpoint, ours or stock DCP's.
+        is_stock: Whether it is stock DCP's, which does not tell what is a tensor subclass.
     """
     found = []
     for number, (name, path) in enumerate(zip(table.names, table.paths, strict=True)):
@@ -80,7 +87,41 @@ def stored_in_table(table: ChunkTable) -> list[Stored]:
             found.append(Stored(name, path or (name,)))
         else:
             dtype = dtype_of(table.dtypes[table.dtype[number]], fqn=name)
-            found.append(Stored(name, path or (name,), shape, dtype))
+            may_be = is_stock or bool(table.kind[number] == Kind.OPAQUE)
+            found.append(Stored(name, path or (name,), shape, dtype, may_be))
+    return found
+
+
+def of_classes(checkpoint_id: CheckpointId, stored: Iterable[Stored]) -> list[Stored]:
+    """Returns those tensors of a checkpoint that are of a class of their own.
+
+    Complexity: reads the head of one item of each, of a checkpoint of ours nothing.
+    """
+    todo = [each for each in stored if each.is_any_class]
+    if not todo:
+        return []
+    storage = open_storage(checkpoint_id)
+    checkpoint = read_checkpoint(storage, checks_later=True)
+    table, transforms = checkpoint.table, checkpoint.transforms
+    numbers = {name: number for number, name in enumerate(table.names)}
+    first = first_chunks(table)
+    found: list[Stored] = []
+
+    def look(each: Stored) -> None:
+        chunk = int(first[numbers[each.name]])
+        if chunk < 0:
+            return
+        if transforms is not None and transforms[chunk]:
+            data = read_item(storage, table, chunk, transforms=transforms)
+            is_own = not is_plain(load_object(data, fqn=each.name))
+        elif checkpoint.kind == "stock" and table.kind[numbers[each.name]] == Kind.TENSOR:
+            is_own = locate_item(storage, table, chunk) is None
+        else:
+            is_own = True
+        if is_own:
+            found.append(each)
+
+    run_tasks(todo, look, threads_for(storage, len(todo)))
     return found
 
 
@@ -195,7 +236,9 @@ def stored_in(
     decision = decide_load(None, reader, checkpoint_id)
     if decision.path != FOREIGN and decision.target is not None:
         checkpoint = read_checkpoint(open_storage(decision.target), checks_later=True)
-        return stored_in_table(checkpoint.table), checkpoint.record
+        return stored_in_table(
+            checkpoint.table, is_stock=checkpoint.kind == "stock"
+        ), checkpoint.record
     if checkpoint_id is not None:
         decision.storage.reset(checkpoint_id)
     return stored_in_metadata(decision.storage.read_metadata()), b""
@@ -245,6 +288,8 @@ def read_into(
     reader: StorageReader | None,
     options: LoadOptions | None,
     progress: Callable[[int], None] | None = None,
+    *,
+    casts: bool,
 ) -> None:
     """Loads into tensors, in place, and into a dict, whose objects are replaced.
 
@@ -254,13 +299,13 @@ def read_into(
         reader: `storage_reader`, as for `load`.
         options: As for `load`.
         progress: Called with each part; what is loaded with it is tensors alone.
+        casts: Whether the tensors are of another dtype than is saved, as was asked for.
 
     Raises:
         CheckpointError: As `load` does.
     """
     options = options or LoadOptions()
-    if any(isinstance(value, torch.Tensor) for value in flat.values()) and options.dtype != "keep":
-        # Why: what differs was asked for.
+    if casts and options.dtype != "keep":
         options = replace(options, dtype="cast")
     for part in [flat] if progress is None else _parts(flat):
         load(
@@ -356,10 +401,14 @@ def read_state_dict(
     """
     stored = chosen(stored_in(checkpoint_id, storage_reader)[0], include, key_map, dtype)
     flat: dict[str, Any] = {
-        each.name: None if each.dtype is None else torch.empty(each.shape, dtype=each.dtype)
+        each.name: None
+        if each.dtype is None
+        else AsStored.of(each.shape, each.dtype)
+        if each.is_any_class
+        else torch.empty(each.shape, dtype=each.dtype)
         for each in stored
     }
-    read_into(flat, checkpoint_id, storage_reader, options)
+    read_into(flat, checkpoint_id, storage_reader, options, casts=dtype is not None)
     return nested({each.path: flat[each.name] for each in stored})
 
 
@@ -400,14 +449,17 @@ def dcp_to_torch_save(
     """
     found, stands = stored_in(dcp_checkpoint_dir, None)
     stored = chosen(found, include, key_map, dtype)
+    casts = dtype is not None
     objects: dict[str, Any] = {each.name: None for each in stored if each.dtype is None}
+    for each in of_classes(dcp_checkpoint_dir, stored):
+        objects[each.name] = AsStored.of(each.shape, each.dtype or torch.uint8)
     if objects:
-        read_into(objects, dcp_checkpoint_dir, None, options)
+        read_into(objects, dcp_checkpoint_dir, None, options, casts=casts)
     with _published(torch_save_path) as temporary:
         with FakeTensorMode():
             values = {
                 each.path: objects[each.name]
-                if each.dtype is None
+                if each.name in objects
                 else torch.empty(each.shape, dtype=each.dtype)
                 for each in stored
             }
@@ -417,13 +469,14 @@ def dcp_to_torch_save(
             # Why not weights_only: this process has just made the file, of what it trusts.
             mapped = torch.load(temporary, mmap=True, weights_only=False)
         for each in stored:
-            if each.dtype is None:
+            if each.name in objects:
                 fill_storages(get_by_path(mapped, each.path), objects[each.name])
         targets = {
-            each.name: get_by_path(mapped, each.path) for each in stored if each.dtype is not None
+            each.name: get_by_path(mapped, each.path) for each in stored if each.name not in objects
         }
         if targets:
-            read_into(targets, dcp_checkpoint_dir, None, options, added_up(told, targets.values()))
+            progress = added_up(told, targets.values())
+            read_into(targets, dcp_checkpoint_dir, None, options, progress, casts=casts)
         check_stands(dcp_checkpoint_dir, stands)
 
 
@@ -451,8 +504,9 @@ def dcp_to_safetensors(
         told: As for `dcp_to_torch_save`.
 
     Raises:
-        UnsupportedValueError: Something is no tensor, or of a dtype that safetensors lacks; leave
-            it out by `include` or `key_map`. No file is made.
+        UnsupportedValueError: Something is no tensor, of a dtype that safetensors lacks, or of a
+            class of which a plain tensor can't show all; leave it out by `include` or `key_map`.
+            No file is made.
         CheckpointError: As `dcp_to_torch_save` does.
     """
     if file_bytes < 1:
@@ -460,9 +514,12 @@ def dcp_to_safetensors(
     found, stands = stored_in(dcp_checkpoint_dir, None)
     stored = chosen(found, include, key_map, dtype)
     wrong = [e.name for e in stored if e.dtype is None or dtype_name(e.dtype) not in ALL_CODES]
+    if not wrong and dtype is not None:
+        # Why: what a class shows is compared with what is saved, which a cast would prevent.
+        wrong = [each.name for each in of_classes(dcp_checkpoint_dir, stored)]
     if wrong:
         raise UnsupportedValueError(
-            f"safetensors files hold tensors of {', '.join(ALL_CODES)} alone; leave out "
+            f"safetensors files hold plain tensors of {', '.join(ALL_CODES)} alone; leave out "
             f"{', '.join(map(repr, wrong[:8]))} by include= or key_map=",
             key=wrong[0],
         )
@@ -473,7 +530,14 @@ def dcp_to_safetensors(
     for index, entries in enumerate(files, start=1):
         name = file_name(index, len(files))
         file_of.update((each.fqn, name) for each in entries)
-        _write_safetensors(Path(output_dir, name), entries, dcp_checkpoint_dir, options, progress)
+        _write_safetensors(
+            Path(output_dir, name),
+            entries,
+            dcp_checkpoint_dir,
+            options,
+            progress,
+            casts=dtype is not None,
+        )
     check_stands(dcp_checkpoint_dir, stands)
     write_index(output_dir, file_of, sum(map(bytes_of, stored)))
     remove_replaced(output_dir, set(file_of.values()))
@@ -579,6 +643,8 @@ def _write_safetensors(
     checkpoint_id: CheckpointId,
     options: LoadOptions | None,
     progress: Callable[[int], None] | None,
+    *,
+    casts: bool,
 ) -> None:
     entries = packed((e.fqn, dtype_name(e.dtype or torch.uint8), e.shape) for e in stored)
     head = header(entries, {"format": "pt"}, codes=ALL_CODES)
@@ -598,5 +664,5 @@ def _write_safetensors(
             )
             targets[each.name] = place.view(shape)
         if targets:
-            read_into(targets, checkpoint_id, None, options, progress)
+            read_into(targets, checkpoint_id, None, options, progress, casts=casts)
         mapped.flush()

@@ -281,7 +281,7 @@ def _load_steps(
         loaded=work.loaded,
         missing=work.missing,
         unexpected=work.unexpected,
-        cast=work.cast,
+        cast=work.all_casts(),
         resized=work.resized,
         **vars(result.total),
         path=decision.path,

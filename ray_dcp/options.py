@@ -146,8 +146,9 @@ class LoadOptions:
     checkpoint has is left out. Told by `LoadReport.resized`."""
     dtype: DtypePolicy = "widen"
     """`widen`: cast where no value can be lost, refuse otherwise. `error`: never cast.
-    `cast`: cast anything, as stock DCP does. `keep`: keep the saved dtype, by putting a new tensor
-    in the place of a target that has another; a `Stateful` casts what it is given."""
+    `cast`: cast anything, as stock DCP does, also between tensor classes that round. `keep`: keep
+    the saved dtype, by putting a new tensor in the place of a target that has another; a `Stateful`
+    casts what it is given."""
     verify: Verify = "always"
     """Which block checksums to verify: all that are read, one block in 16, or none."""
     weights_only: bool = True

@@ -35,6 +35,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.io.threads import Stop, run_within
 from ray_dcp.store.location import AnyPlace
+from ray_dcp.torch_adapter.checkpointable import for_planner, take_back
 from ray_dcp.torch_adapter.collective import (
     Group,
     Sealed,
@@ -155,7 +156,7 @@ def foreign_save(
         # Why not before: a `Stateful` value may hold one in its state.
         refuse_per_rank(state, f"the storage {name}")
         meta, is_coordinator = writer.storage_meta(), group.is_coordinator
-        set_up_save_planner(planner, state, meta, is_coordinator=is_coordinator)
+        set_up_save_planner(planner, for_planner(state), meta, is_coordinator=is_coordinator)
         how = {"rank": group.rank, "use_collectives": use_collectives}
         _call(writer.set_up_storage_writer, is_coordinator, **how)
         return writer.prepare_local_plan(planner.create_local_plan())
@@ -232,9 +233,10 @@ def foreign_load(
     """
     planner = DefaultLoadPlanner() if planner is None else planner
     loaded: LoadTargets | None = None
+    shown: Any = None
 
     def local_plan() -> LoadPlan:
-        nonlocal loaded
+        nonlocal loaded, shown
         if checkpoint_id is not None:
             reader.reset(checkpoint_id)  # type: ignore[arg-type]
         metadata, is_global = _read_metadata(group, reader)
@@ -243,7 +245,8 @@ def foreign_load(
         if stateful:
             loaded = stateful_to_load_targets(state_dict, Stored.of(metadata))
             state = loaded.values
-        planner.set_up_planner(state, metadata, group.is_coordinator)
+        shown = for_planner(state)
+        planner.set_up_planner(shown, metadata, group.is_coordinator)
         refuse_lost_memory(planner)
         how = {"rank": group.rank, "use_collectives": is_global}
         _call(reader.set_up_storage_reader, metadata, group.is_coordinator, **how)
@@ -258,6 +261,7 @@ def foreign_load(
         await_future(under_way, group.timeout_s, doing=doing, rank=group.rank)
 
     def put_back() -> None:
+        take_back(state_dict if loaded is None else loaded.values, shown)
         if loaded is not None:
             loaded.put_back(state_dict)
 

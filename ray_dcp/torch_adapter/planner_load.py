@@ -26,19 +26,20 @@ from ray_dcp.errors import (
 )
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.coverage import lacks_parts
+from ray_dcp.torch_adapter.checkpointable import for_planner, take_back
 from ray_dcp.torch_adapter.collective import Group, Steps, call_user_code, reduce_scatter
 from ray_dcp.torch_adapter.foreign import refuse_lost_memory
 from ray_dcp.torch_adapter.objects import dump_object, load_object
 from ray_dcp.torch_adapter.sink import (
     Boxes,
     TensorSink,
-    copy_into,
     increment_version,
     target_problem,
 )
 from ray_dcp.torch_adapter.state import LoadTargets, Stored, stateful_to_load_targets
+from ray_dcp.torch_adapter.subclasses import copy_into
 from ray_dcp.torch_adapter.targets import ItemPlacer, Targets, cast_problem, first_chunks
-from ray_dcp.torch_adapter.tensors import dtype_name, dtype_of
+from ray_dcp.torch_adapter.tensors import dtype_name, dtype_of, is_plain, no_target_reason
 
 
 class _Calls:
@@ -58,17 +59,18 @@ class PlannerSink(TensorSink):
 
     Planners are written for DCP's reader, which has one thread: no two hooks run at a time.
 
+    `casts` has those of the targets resolved so far.
+
     Attributes:
-        casts: `(FQN, stored dtype, target dtype)` of the targets resolved so far, where they
-            differ.
+        resolves_again: Whether the planner gives views of the state dict, as often as it is asked.
     """
 
     def __init__(self, call: _Calls, options: LoadOptions) -> None:
         super().__init__()
-        self.casts: dict[tuple[str, str, str], None] = {}
         self._call = call
         self._options = options
         self._items: dict[int, ReadItem] = {}
+        self.resolves_again = False
 
     def add_item(self, item: ReadItem, stored: torch.dtype) -> None:
         """Appends a row for what an item reads."""
@@ -112,6 +114,12 @@ class PlannerSink(TensorSink):
             # Temporaries of the planner are not needed any more.
             self._tensors[row] = None
 
+    def afresh(self, row: int) -> torch.Tensor:
+        """Returns the target of a row, resolved once more where that gives the state's tensors."""
+        if not self.resolves_again:
+            return self.target(row)
+        return self._resolve(self._items[row], self._stored[row])
+
     def finish(self) -> None:
         """Hands over what came in whole items, and boxes of no elements."""
         for row in list(self._items):
@@ -120,8 +128,12 @@ class PlannerSink(TensorSink):
     def _resolve(self, item: ReadItem, stored: torch.dtype) -> torch.Tensor:
         fqn, size = item.dest_index.fqn, tuple(item.lengths)
         target: torch.Tensor = self._call(
-            f"resolve_tensor for {fqn!r}", lambda: self._call.planner.resolve_tensor(item).detach()
+            f"resolve_tensor for {fqn!r}", lambda: self._call.planner.resolve_tensor(item)
         )
+        if (reason := no_target_reason(target)) is not None:
+            raise UnsupportedValueError(f"{fqn!r} {reason}", rank=self._call.rank, key=fqn)
+        if is_plain(target):
+            target = target.detach()
         if tuple(target.shape) != size:
             raise ShapeMismatchError(
                 f"{self._call.name} planned to read {size} elements of {fqn!r}, but resolves a "
@@ -176,14 +188,16 @@ def targets_with_planner(
         CoverageError: The checkpoint lacks a part of a tensor that the planner wants.
     """
     loaded: LoadTargets | None = None
+    shown: Any = None
     call = _Calls(planner, group.rank)
 
     def set_up() -> None:
-        nonlocal loaded
+        nonlocal loaded, shown
         if stateful:
             loaded = stateful_to_load_targets(state_dict, Stored.of(metadata))
-        state = state_dict if loaded is None else loaded.values
-        planner.set_up_planner(state, metadata, group.is_coordinator)  # type: ignore[arg-type]
+        shown = for_planner(state_dict if loaded is None else loaded.values)
+        planner.set_up_planner(shown, metadata, group.is_coordinator)
+        _refuse_targets(planner, group.rank)
         refuse_lost_memory(planner)
 
     def local_plan() -> LoadPlan:
@@ -203,10 +217,27 @@ def targets_with_planner(
     reads.check_complete()
 
     def put_back() -> None:
+        take_back(state_dict if loaded is None else loaded.values, shown)
         if loaded is not None:
             loaded.put_back(state_dict)
 
     return reads.targets(metadata, put_back)
+
+
+def _refuse_targets(planner: LoadPlanner, rank: int) -> None:
+    """Raises where no planner can fill a tensor, which torch's ones do not say by name."""
+    flat = getattr(planner, "state_dict", None)
+    problems = [
+        f"{name!r} {reason}"
+        for name, value in (flat.items() if isinstance(flat, dict) else ())
+        if isinstance(value, torch.Tensor) and (reason := no_target_reason(value)) is not None
+    ]
+    if problems:
+        raise UnsupportedValueError(
+            f"{len(problems)} value(s) of the state dict can't be loaded into: "
+            + "; ".join(problems),
+            rank=rank,
+        )
 
 
 def _is_own(planner: LoadPlanner, *names: str) -> bool:
@@ -239,6 +270,7 @@ class PlannedReads:
         self._looks_early = isinstance(self._planner, DefaultLoadPlanner) and not _is_own(
             self._planner, "resolve_tensor", "lookup_tensor", "transform_tensor"
         )
+        self._raw.resolves_again = self._opaque.resolves_again = self._looks_early
         self._index = {name: index for index, name in enumerate(table.names)}
         self._first_chunk = first_chunks(table)
         self._objects: list[tuple[int, Callable[[bytes], None]]] = []

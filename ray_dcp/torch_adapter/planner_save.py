@@ -37,7 +37,8 @@ from ray_dcp.errors import (
     UnsupportedValueError,
 )
 from ray_dcp.options import SaveOptions
-from ray_dcp.torch_adapter.capture import Capture, Rows
+from ray_dcp.torch_adapter.capture import Capture, Rows, alone
+from ray_dcp.torch_adapter.checkpointable import for_planner
 from ray_dcp.torch_adapter.collective import Group, Steps, call_user_code, reduce_scatter
 from ray_dcp.torch_adapter.foreign import set_up_save_planner
 from ray_dcp.torch_adapter.objects import dump_object, is_simple, load_object, simple_digest
@@ -161,6 +162,7 @@ def capture_with_planner(
         state = stateful_to_state_dict(state_dict) if stateful else dict(state_dict)
         # Why not before: a `Stateful` value may hold one in its state.
         refuse_per_rank(state, f"the planner {type(planner).__name__}")
+        state = for_planner(state)
         set_up_save_planner(planner, state, storage_meta, is_coordinator=group.is_coordinator)
 
     if not plans_globally(planner):
@@ -339,8 +341,8 @@ class _Resolved(Rows):
         data = self.values[row]
         if isinstance(data, bytes):
             return data
-        tensor = self._tensor(row).detach().cpu()
-        return dump_object(tensor, fqn=self._items[row].index.fqn)
+        fqn = self._items[row].index.fqn
+        return dump_object(alone(self._tensor(row), fqn), fqn=fqn)
 
     def _tensor(self, row: int) -> torch.Tensor:
         if self.values[row] is not None:

@@ -1,7 +1,8 @@
 """Which boxes of a global tensor a rank holds, and the local tensor of each.
 
-Dispatches as DCP does: `DTensor`, `ShardedTensor`, and any tensor with DCP's own protocol
-(`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`).
+Dispatches as DCP does: `DTensor`, `ShardedTensor`, any tensor with DCP's own protocol
+(`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`), and any that says which
+parts it holds (`CheckpointableTensor`).
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ray_dcp.errors import UnsupportedValueError
+from ray_dcp.torch_adapter import checkpointable
+from ray_dcp.torch_adapter.checkpointable import is_checkpointable
+from ray_dcp.torch_adapter.subclasses import with_attributes
 from ray_dcp.torch_adapter.tensors import is_plain
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+Box = checkpointable.Box
 """Offset and size in the global tensor."""
 
 Span = tuple[int, int]
@@ -52,7 +56,11 @@ class Sharded:
 
 def is_sharded(value: Any) -> bool:
     """Whether `sharded` understands the value."""
-    return isinstance(value, (DTensor, ShardedTensor)) or hasattr(value, "__create_chunk_list__")
+    return (
+        isinstance(value, (DTensor, ShardedTensor))
+        or hasattr(value, "__create_chunk_list__")
+        or is_checkpointable(value)
+    )
 
 
 def sharded(
@@ -75,7 +83,9 @@ def sharded(
         return _from_dtensor(value, fqn, layouts, saving)
     if isinstance(value, ShardedTensor):
         return _from_sharded_tensor(value, fqn, flatten_sharded_tensors)
-    return _from_protocol(value, fqn, saving)
+    if hasattr(value, "__create_chunk_list__"):
+        return _from_protocol(value, fqn, saving)
+    return _from_parts(value, fqn)
 
 
 @dataclass(frozen=True)
@@ -232,7 +242,7 @@ def _from_dtensor(tensor: DTensor, fqn: str, layouts: Layouts, saving: bool) -> 
     if hasattr(local, "__create_chunk_list__"):
         return _from_protocol(tensor, fqn, saving)
     if not is_plain(local):
-        local = tensor.to_local()
+        local = with_attributes(tensor.to_local(), local)
     if local.numel() == 0 and 0 in layout.local_size:
         # Why: FSDP2 makes an empty shard with no rows, its placements tell of rows without columns.
         local = local.reshape(layout.local_size)
@@ -249,7 +259,7 @@ def _pieces(local: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
         piece = local
         for dim, (low, count) in enumerate(zip(start, size, strict=True)):
             piece = piece.narrow(dim, low, count)
-        pieces.append(piece)
+        pieces.append(with_attributes(piece, local))
     return tuple(pieces)
 
 
@@ -339,3 +349,16 @@ def _from_protocol(value: Any, fqn: str, saving: bool) -> Sharded:
             _check_fit(tensor, size, fqn)
     dtype = tensors[0].dtype if tensors else value.dtype
     return Sharded(shape, dtype, requires_grad, boxes, tensors)
+
+
+def _from_parts(tensor: Any, fqn: str) -> Sharded:
+    held = checkpointable.parts(tensor, fqn)
+    return Sharded(
+        checkpointable.global_shape(tensor),
+        tensor.dtype,
+        tensor.requires_grad,
+        tuple(box for box, _ in held),
+        tuple(with_attributes(part, tensor) for _, part in held),
+        # Why: ranks may hold the same part, as replicas of experts do, and nothing tells which.
+        replicated=True,
+    )

@@ -19,11 +19,15 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ray_dcp.core.values import Int64Array, padded, widen
+from ray_dcp.errors import UnsupportedValueError
 from ray_dcp.planning.reads import Wanted
 from ray_dcp.torch_adapter import device_copy
+from ray_dcp.torch_adapter.checkpointable import copy_fields, parts
 from ray_dcp.torch_adapter.overlaps import Part, sharing
 from ray_dcp.torch_adapter.shards import Layouts, sharded
+from ray_dcp.torch_adapter.subclasses import class_name, copy_into, place
 from ray_dcp.torch_adapter.tensors import (
+    dtype_name,
     host_bytes,
     is_plain,
     lost_memory_within,
@@ -49,6 +53,14 @@ class Fresh:
         self._made: tuple[Any, tuple[torch.Tensor, ...]] | None = None
         self._lock = threading.Lock()
 
+    def take(self, made: torch.Tensor) -> bool:
+        """Makes a tensor the new value, if there is none yet; returns whether it is."""
+        with self._lock:
+            if self._made is None:
+                self._made = made, (made,)
+                return True
+            return False
+
     @property
     def value(self) -> Any:
         """What takes the meta tensor's place."""
@@ -65,6 +77,19 @@ class Fresh:
             return self._made
 
 
+Taker = Callable[[torch.Tensor], bool]
+"""Takes a stored tensor, or makes a target for its parts; returns whether it is the target."""
+
+
+class AsStored(torch.Tensor):
+    """A target without memory that becomes what is stored, whatever its class."""
+
+    @staticmethod
+    def of(shape: Sequence[int], dtype: torch.dtype) -> AsStored:
+        """Returns one of this shape and dtype."""
+        return torch.empty(shape, dtype=dtype, device="meta").as_subclass(AsStored)
+
+
 _PINNED_BYTES = 256 << 20
 """Rows for devices up to this length go through pinned memory, which torch keeps for the next."""
 _MOST_UNDER_WAY_BYTES = 512 << 20
@@ -78,6 +103,11 @@ class TensorSink:
     other a CPU tensor of the stored dtype is made when it is first asked for, copied to the target
     by `done`, and freed. Copies to devices only begin there, on a stream of their own, behind what
     the caller's had been given; `drain` waits for them.
+
+    Attributes:
+        names: FQN of each row, for messages.
+        casts: `(FQN, stored, target)` of what is rounded on the way.
+        policy: `LoadOptions.dtype`, for what is of a class of its own.
     """
 
     def __init__(self) -> None:
@@ -88,7 +118,11 @@ class TensorSink:
         self._stored: list[Any] = []
         self._direct: list[bool] = []
         self._temporary: dict[int, torch.Tensor] = {}
+        self._takers: dict[int, Taker] = {}
         self._lock = threading.Lock()
+        self.names: Sequence[str] = ()
+        self.casts: dict[tuple[str, str, str], None] = {}
+        self.policy = "widen"
 
     def __len__(self) -> int:
         return len(self._tensors)
@@ -113,8 +147,21 @@ class TensorSink:
         self._stored += [None] * len(tensors)  # Why: nobody asks for theirs.
         self._direct += [True] * len(tensors)
 
-    def add_late(self, make: Callable[[], torch.Tensor], stored: torch.dtype) -> None:
-        """Appends a row whose target `make` returns when it is first needed."""
+    def add_late(
+        self,
+        make: Callable[[], torch.Tensor],
+        stored: torch.dtype,
+        taker: Taker | None = None,
+    ) -> None:
+        """Appends a row whose target `make` returns when it is first needed.
+
+        Args:
+            make: Returns it.
+            stored: Dtype of the bytes.
+            taker: Is asked first when a tensor of a class of its own comes.
+        """
+        if taker is not None:
+            self._takers[len(self)] = taker
         self._tensors.append(make)
         self._stored.append(stored)
         self._direct.append(False)
@@ -169,9 +216,13 @@ class TensorSink:
         with self._lock:
             temporary = self._temporary.pop(row, None)
         if temporary is not None:
-            self._put(self._tensors[row], temporary)
+            self._put(row, temporary)
 
-    def _put(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def _put(self, row: int, source: torch.Tensor) -> None:
+        target = self._tensors[row]
+        if not is_plain(target):
+            self.place(row, target, source)
+            return
         if target.device not in self._marks or not self._driver.has(target):
             copy_into(target, source)
             return
@@ -182,6 +233,27 @@ class TensorSink:
             is_full = sum(one.nbytes for one in self._under_way) > _MOST_UNDER_WAY_BYTES
         if is_full:
             self.drain()
+
+    def place(self, row: int, target: torch.Tensor, source: torch.Tensor, **parts: Any) -> None:
+        """Copies into a target of a row where one of both is of a class of its own; see `place`."""
+        fqn = self.names[row]
+        # Why: a target that is made here was not chosen by somebody who accepts what it rounds.
+        policy = "widen" if row in self._takers else self.policy
+        if place(target, source, fqn, policy=policy, **parts):
+            self.casts[fqn, class_name(source), class_name(target)] = None
+
+    def afresh(self, row: int) -> torch.Tensor:
+        """Returns the target of a row, looked up once more."""
+        return self.target(row)
+
+    def takes(self, row: int, stored: torch.Tensor) -> bool:
+        """Whether a tensor of a class of its own, all or a part of the row's, is the target now."""
+        taker = self._takers.get(row)
+        return taker is not None and taker(stored)
+
+    def is_begun(self, row: int) -> bool:
+        """Whether plain bytes of a row that is not read in place have come."""
+        return row in self._temporary
 
     def drain(self) -> None:
         """Returns when all that `done` began is in its target."""
@@ -237,12 +309,6 @@ def increment_version(changed: list[torch.Tensor]) -> None:
         torch.autograd.graph.increment_version(tracked)
 
 
-def copy_into(target: torch.Tensor, source: torch.Tensor, *, wait: bool = True) -> None:
-    """Copies values into a tensor in place, whatever its device, dtype, strides or class."""
-    with torch.inference_mode() if target.is_inference() else torch.no_grad():
-        target.detach().copy_(source, non_blocking=not wait)
-
-
 def _in_place(tensor: torch.Tensor, stored: torch.dtype) -> bool:
     if tensor.dtype != stored or not is_plain(tensor):
         return False
@@ -290,11 +356,50 @@ def fresh_plain(
         tensor: On any device; one on the meta device gets memory.
         dtype: Of the new one.
     """
-    made = _fresh(tensor, dtype, None)
+    is_any = type(tensor) is AsStored
+    made = torch.empty(tensor.shape, dtype=dtype) if is_any else _fresh(tensor, dtype, None)
     if isinstance(tensor, torch.nn.Parameter):
         may_learn = tensor.requires_grad and (dtype.is_floating_point or dtype.is_complex)
         return torch.nn.Parameter(made, requires_grad=may_learn), (made,)
     return made, (made,)
+
+
+def fresh_taker(
+    template: torch.Tensor, is_cast: bool, dtype: torch.dtype, fqn: str, fresh: Fresh
+) -> Taker:
+    """Returns what makes stored tensors of a class of their own the value of a meta tensor.
+
+    Args:
+        template: The meta tensor.
+        is_cast: Whether another dtype than is saved takes its place.
+        dtype: Of what takes its place.
+        fqn: For messages.
+        fresh: Its place.
+    """
+
+    def take(stored: torch.Tensor) -> bool:
+        if type(template) not in (AsStored, type(stored)) or is_plain(stored):
+            return False
+        if is_cast:
+            if type(template) is AsStored:
+                raise UnsupportedValueError(
+                    f"{fqn!r} is a {class_name(stored)}, which can't be cast to "
+                    f"{dtype_name(dtype)} here: leave dtype out, or this name",
+                    key=fqn,
+                )
+            return False
+        is_all = stored.shape == template.shape
+        try:
+            made = stored if is_all else stored.new_empty(template.shape)
+        except Exception:  # noqa: BLE001 - classes of users raise what they like
+            return False  # A plain tensor gets what it shows, or the error says why it can't.
+        if type(template) is not AsStored:
+            made = made.to(default_device())
+            if isinstance(template, torch.nn.Parameter):
+                made = torch.nn.Parameter(made, requires_grad=template.requires_grad)
+        return fresh.take(made) and is_all
+
+    return take
 
 
 def fresh_dtensor(
@@ -316,6 +421,21 @@ def fresh_dtensor(
         stride=tensor.stride(),
     )
     return made, sharded(made, fqn, Layouts(), saving=False).tensors
+
+
+def fresh_parts(
+    tensor: torch.Tensor, fqn: str, dtype: torch.dtype
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Returns a new tensor that holds the same parts, as what it is and as the parts to fill.
+
+    Args:
+        tensor: A `CheckpointableTensor` on any device.
+        fqn: For messages.
+        dtype: Of the new one.
+    """
+    made, _ = fresh_plain(tensor, dtype)
+    copy_fields(tensor, made)
+    return made, tuple(part for _, part in parts(made, fqn))
 
 
 def _fresh(tensor: torch.Tensor, dtype: torch.dtype, device_type: str | None) -> torch.Tensor:

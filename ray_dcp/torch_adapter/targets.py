@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,7 @@ from ray_dcp.errors import (
 from ray_dcp.io.reader import TargetSink
 from ray_dcp.options import LoadOptions, dims_of
 from ray_dcp.planning.reads import ReadPlan, Wanted, plan_reads
+from ray_dcp.torch_adapter.checkpointable import is_checkpointable
 from ray_dcp.torch_adapter.flatten import Flat, below, flatten, flatten_top, stored_names
 from ray_dcp.torch_adapter.objects import load_object
 from ray_dcp.torch_adapter.overlaps import Part, Trial, are_same, stored_alike
@@ -53,9 +55,10 @@ from ray_dcp.torch_adapter.sink import (
     Boxes,
     Fresh,
     TensorSink,
-    copy_into,
     fresh_dtensor,
+    fresh_parts,
     fresh_plain,
+    fresh_taker,
     target_problem,
 )
 from ray_dcp.torch_adapter.state import (
@@ -64,12 +67,15 @@ from ray_dcp.torch_adapter.state import (
     check_all_taken,
     stateful_to_load_targets,
 )
+from ray_dcp.torch_adapter.subclasses import copy_into
 from ray_dcp.torch_adapter.tensors import (
     dtype_name,
     dtype_of,
     find_dtype,
+    is_plain,
     loses_nothing,
     lost_memory,
+    no_target_reason,
 )
 
 
@@ -220,7 +226,7 @@ class Placing:
             usual[code] if kind == _TENSOR else None
             for code, kind in zip(self._dtype_codes, self._kinds, strict=True)
         ]
-        loaded = self.loaded.append
+        loaded, strided = self.loaded.append, torch.strided
         shapes = self._shapes
         numbers: list[int] = []
         targets: list[torch.Tensor] = []
@@ -232,23 +238,27 @@ class Placing:
                 continue
             loaded(fqn)
             cls = type(value)
-            # Why first, and inline: nearly all values of a large state dict are of this kind.
-            if (
-                (cls is torch.Tensor or cls is torch.nn.Parameter)
-                and value.dtype is direct[number]
-                and value.shape == shapes[number]
-                and value.is_cpu
-                and value.is_contiguous()
-                and not value.is_neg()
-            ):
+            try:
+                # Why first, and inline: nearly all values of a large state dict are of this kind.
+                is_direct = (
+                    (cls is torch.Tensor or cls is torch.nn.Parameter)
+                    and value.dtype is direct[number]
+                    and value.shape == shapes[number]
+                    and value.is_cpu
+                    and value.is_contiguous()
+                    and not value.is_neg()
+                    and value.layout is strided
+                    and not hasattr(value, "global_shape")
+                )
+            except RuntimeError:  # of layouts that have no strides, or no shape
+                is_direct = False
+            if is_direct:
                 numbers.append(number)
                 targets.append(value)
                 continue
             try:
                 if self._kinds[number] == _OBJECT:
                     self._object(fqn, (parent, key), number)
-                elif cls is torch.Tensor or cls is torch.nn.Parameter:
-                    self._plain(fqn, value, (parent, key), number)
                 elif is_sharded(value):
                     self._sharded(fqn, value, (parent, key), number)
                 elif isinstance(value, torch.Tensor):
@@ -261,7 +271,9 @@ class Placing:
         for target in [
             target
             for target in targets
-            if target.untyped_storage().nbytes() < target.nbytes or target.storage_offset()
+            if target.untyped_storage().nbytes() < target.nbytes
+            or target.storage_offset()
+            or not target.data_ptr()
         ]:
             if (reason := lost_memory(target)) is not None:
                 fqn = next(n for n, v in zip(flat.names, flat.values, strict=True) if v is target)
@@ -332,6 +344,8 @@ class Placing:
         self.objects.append((number, fqn, place))
 
     def _plain(self, fqn: str, tensor: torch.Tensor, place: Place, number: int) -> None:
+        if (reason := no_target_reason(tensor)) is not None:
+            raise UnsupportedValueError(f"{fqn!r} {reason}")
         shape = tuple(tensor.shape)
         stored = self._check_fit(fqn, shape, tensor.dtype, number)
         boxes = self.raw if self._kinds[number] == _TENSOR else self.opaque
@@ -341,7 +355,8 @@ class Placing:
             fresh = self._add_fresh(fqn, place, lambda: fresh_plain(tensor, kept))
             if 0 not in shape:
                 boxes.add(number, (0,) * len(shape), shape)
-                boxes.sink.add_late(partial(fresh.tensor, 0), stored)
+                taker = fresh_taker(tensor, kept != stored, kept, fqn, fresh)
+                boxes.sink.add_late(partial(fresh.tensor, 0), stored, taker)
             return
         part = self.resizing.part(tensor, (0,) * len(shape), shape, self._shapes[number])
         if part is not None:
@@ -362,7 +377,7 @@ class Placing:
         keeps = self._keeps(held.dtype, stored)
         if keeps or any(tensor.is_meta for tensor in held.tensors):
             self.resizing.refuse_new(fqn)
-            if not isinstance(value, DTensor):
+            if not isinstance(value, DTensor) and not is_checkpointable(value):
                 raise UnsupportedValueError(
                     f"{fqn!r} is a {type(value).__qualname__} on the meta device: give it memory "
                     "before loading"
@@ -371,7 +386,8 @@ class Placing:
                     "LoadOptions(dtype='keep') can't make one of another dtype"
                 )
             kept = stored if self.options.dtype == "keep" else held.dtype
-            fresh = self._add_fresh(fqn, place, lambda: fresh_dtensor(value, fqn, kept))
+            make = fresh_dtensor if isinstance(value, DTensor) else fresh_parts
+            fresh = self._add_fresh(fqn, place, lambda: make(value, fqn, kept))
         for number_of_box, ((offset, size), tensor) in enumerate(
             zip(held.boxes, held.tensors, strict=True)
         ):
@@ -388,13 +404,27 @@ class Placing:
     def _add_target(
         self, fqn: str, tensor: torch.Tensor, stored: torch.dtype, sink: TensorSink
     ) -> None:
-        sink.add(tensor, stored)
-        if (reason := target_problem(tensor)) is not None:
+        reason = no_target_reason(tensor)
+        if reason is None:
+            sink.add(tensor, stored)
+            reason = target_problem(tensor)
+        if reason is not None:
             self._unsupported.append(f"{fqn!r} {reason}")
 
     def _add_fresh(self, fqn: str, place: Place, make: Callable[[], Any]) -> Fresh:
         _check_replaceable(fqn, place)
-        fresh = Fresh(make)
+
+        def made() -> Any:
+            try:
+                return make()
+            except NotImplementedError as error:  # of a class of the user
+                raise UnsupportedValueError(
+                    f"{fqn!r} is on the meta device, and its class can't make one with memory "
+                    f"({error}): give it memory before loading",
+                    key=fqn,
+                ) from error
+
+        fresh = Fresh(made)
         self._fresh.append((place, fresh))
         return fresh
 
@@ -492,6 +522,7 @@ class Targets:
         unexpected: FQNs of the checkpoint that the state dict does not ask for.
         cast: `(FQN, stored dtype, target dtype)` where they differ.
         resized: `(FQN, stored shape, target shape)` where they differ.
+        rounded: As `cast`, filled while loading.
     """
 
     wanted: Wanted
@@ -507,6 +538,11 @@ class Targets:
     unexpected: tuple[str, ...]
     cast: tuple[tuple[str, str, str], ...]
     resized: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
+    rounded: Sequence[Mapping[tuple[str, str, str], None]] = ()
+
+    def all_casts(self) -> tuple[tuple[str, str, str], ...]:
+        """Returns `cast` and what classes of their own rounded, once it is loaded."""
+        return tuple(dict.fromkeys((*self.cast, *chain.from_iterable(self.rounded))))
 
 
 class ItemPlacer:
@@ -526,6 +562,10 @@ class ItemPlacer:
         self._opaque, self._opaque_sink = opaque.wanted(), opaque.sink
         self._opaque_plan = plan_reads(table, self._opaque)
         self._names = tuple(map(table.names.__getitem__, self._raw.tensor.tolist()))
+        self._raw_sink.names = self._names
+        self._opaque_sink.names = tuple(map(table.names.__getitem__, self._opaque.tensor.tolist()))
+        self._raw_sink.policy = self._opaque_sink.policy = options.dtype
+        self._subclassed: set[int] = set()
 
     def targets(
         self,
@@ -558,6 +598,7 @@ class ItemPlacer:
             objects=(*objects, *self._opaque_takers()),
             place_item=self.place_item,
             trials=self._trials,
+            rounded=(self._raw_sink.casts, self._opaque_sink.casts),
             check_coverage=check_coverage,
             names=self._names,
             **what,
@@ -652,7 +693,7 @@ class ItemPlacer:
             DamagedCheckpointError: It is no tensor of the chunk's shape.
         """
         rows = np.flatnonzero(self._raw.tensor == self._table.tensor[chunk]).tolist()
-        self._place(chunk, data, rows, self._raw, self._raw_sink.region)
+        self._place(chunk, data, rows, self._raw, self._raw_sink)
 
     def _opaque_takers(self) -> list[tuple[int, ObjectTaker]]:
         """Returns every chunk that is wanted with what takes its item to the opaque targets."""
@@ -663,16 +704,10 @@ class ItemPlacer:
         return [(chunk, self._opaque_taker(chunk, some)) for chunk, some in rows.items()]
 
     def _opaque_taker(self, chunk: int, rows: list[int]) -> ObjectTaker:
-        target = self._opaque_sink.target
-        return lambda data: self._place(chunk, data, rows, self._opaque, target)
+        return lambda data: self._place(chunk, data, rows, self._opaque, self._opaque_sink)
 
     def _place(
-        self,
-        chunk: int,
-        data: bytes,
-        rows: Sequence[int],
-        wanted: Wanted,
-        target_of: Callable[[int], torch.Tensor],
+        self, chunk: int, data: bytes, rows: Sequence[int], wanted: Wanted, sink: TensorSink
     ) -> None:
         stored = self._load(chunk, data)
         ndim = stored.dim()
@@ -683,8 +718,54 @@ class ItemPlacer:
             common = np.minimum(start + length, origin + size) - low
             # Careful: a row that the chunk does not meet may be done, and has no buffer then.
             if (common > 0).all():
-                into = _narrowed(target_of(row), low - start, common)
-                copy_into(into, _narrowed(stored, low - origin, common))
+                self._put(row, sink, stored, low - start, low - origin, common)
+
+    def _put(
+        self,
+        row: int,
+        sink: TensorSink,
+        stored: torch.Tensor,
+        start: Int64Array,
+        origin: Int64Array,
+        size: Int64Array,
+    ) -> None:
+        """Copies a part of a stored tensor into a part of a target."""
+        is_raw = sink is self._raw_sink
+        if is_plain(stored):
+            if is_raw and row not in self._subclassed:
+                into = _narrowed(sink.region(row), start, size)
+                copy_into(into, _narrowed(stored, origin, size))
+                return
+        elif sink.takes(row, stored):
+            return
+        target = sink.target(row)
+        if is_plain(target) and is_plain(stored):
+            copy_into(_narrowed(target, start, size), _narrowed(stored, origin, size))
+            return
+        if is_plain(target) and is_raw:
+            target = sink.region(row)
+        elif is_raw and sink.is_begun(row):
+            raise UnsupportedValueError(
+                f"{sink.names[row]!r} is saved in parts, of which some are a "
+                f"{type(stored).__qualname__} and some plain tensors; load it into plain tensors",
+                key=sink.names[row],
+            )
+        elif is_raw:
+            self._subclassed.add(row)
+        # Why both: a class need not know how to be narrowed, but may do more than that.
+        dims = [
+            dim
+            for dim, length in enumerate(size.tolist())
+            if not length == target.size(dim) == stored.size(dim)
+        ]
+        narrow = partial(_narrowed, size=size, dims=dims)
+        sink.place(
+            row,
+            target,
+            stored,
+            look=None if is_plain(target) else partial(sink.afresh, row),
+            cut=(partial(narrow, start=start), partial(narrow, start=origin)) if dims else None,
+        )
 
     def _load(self, chunk: int, data: bytes) -> torch.Tensor:
         table = self._table
@@ -710,10 +791,15 @@ def _nothing() -> None:
     """Is called where nothing has to be put into place."""
 
 
-def _narrowed(tensor: torch.Tensor, start: Int64Array, size: Int64Array) -> torch.Tensor:
+def _narrowed(
+    tensor: torch.Tensor,
+    start: Int64Array,
+    size: Int64Array,
+    dims: Sequence[int] | None = None,
+) -> torch.Tensor:
     for dim, (low, length) in enumerate(zip(start.tolist(), size.tolist(), strict=True)):
         # Why not always: tensor subclasses need not know how to be narrowed.
-        if length != tensor.size(dim):
+        if length != tensor.size(dim) if dims is None else dim in dims:
             tensor = tensor.detach().narrow(dim, low, length)
     return tensor
 

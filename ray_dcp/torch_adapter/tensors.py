@@ -128,6 +128,17 @@ def unsupported_reason(tensor: torch.Tensor) -> str | None:
     return lost_memory(tensor)
 
 
+def no_target_reason(tensor: torch.Tensor) -> str | None:
+    """Returns why no values can be put into a tensor, whatever its class, or None if they can."""
+    if tensor.is_nested:
+        return "is a nested tensor: load into the tensors of .unbind(), or .values() and .offsets()"
+    if tensor.layout is not torch.strided:
+        return f"has the layout {tensor.layout}: load into its .to_dense(), or into its parts"
+    if tensor._is_zerotensor():
+        return "is a ZeroTensor, which has no memory: use torch.zeros instead"
+    return None
+
+
 def unsupported_reasons(
     tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
 ) -> list[tuple[int, str]]:

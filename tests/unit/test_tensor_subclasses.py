@@ -1,0 +1,634 @@
+"""What is saved as a tensor subclass comes back as it was, or the load says why not."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.two_tensor import TwoTensor
+
+import ray_dcp
+from ray_dcp import conversion, errors
+
+from .adapter_support import as_rank, load_on_ranks, save_on_ranks
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # stock DCP of torch 2.9
+]
+
+aten = torch.ops.aten
+VALUES = torch.arange(24.0).reshape(6, 4)
+
+
+class Coded(torch.Tensor):
+    """Codes and one scale for each row, as 8-bit optimizers have: it rounds what is copied in.
+
+    The dtype that it shows gets lost in every operation, as theirs does.
+    """
+
+    @staticmethod
+    def __new__(
+        cls, codes: Any, scale: Any, signed: bool = True, dtype: Any = torch.float32
+    ) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype or torch.float32)
+
+    def __init__(self, codes: Any, scale: Any, signed: bool = True, dtype: Any = None) -> None:
+        self.codes, self.scale, self.signed = codes, scale, signed
+
+    def __tensor_flatten__(self) -> Any:
+        return ["codes", "scale"], [self.signed, self.dtype]
+
+    @classmethod
+    def __tensor_unflatten__(cls, tensors: Any, rest: Any, *_: Any) -> Any:
+        return cls(tensors["codes"], tensors["scale"], *rest)
+
+    def __repr__(self) -> str:
+        return f"Coded({self.codes}, {self.scale})"
+
+    def dequantize(self) -> torch.Tensor:
+        return self.codes * self.scale[:, None]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        one = args[0]
+        if func is aten.is_pinned.default:
+            return False
+        if func is aten.detach.default:
+            return cls(one.codes.detach(), one.scale.detach(), one.signed)
+        if func is aten.view.default:
+            return cls(one.codes.view(args[1]), one.scale, one.signed)
+        if func is aten.slice.Tensor:
+            _, dim, start, end = args
+            if dim:
+                raise ValueError("rows alone can be cut")
+            return cls(one.codes[start:end], one.scale[start:end], one.signed)
+        if func is aten.copy_.default:
+            source = args[1]
+            if not isinstance(one, Coded):
+                return one.copy_(source.dequantize())
+            if isinstance(source, Coded):
+                source = source.dequantize()  # rounds, even though it need not
+            one.scale.copy_(source.abs().amax(1) / 127)
+            one.codes.copy_((source / one.scale[:, None]).round())
+            return one
+        raise NotImplementedError(f"{func}")
+
+
+def coded(seed: int = 0, num_rows: int = 6) -> Coded:
+    made = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-99, 99, (num_rows, 4), dtype=torch.int8, generator=made)
+    return Coded(codes, torch.rand(num_rows, generator=made))
+
+
+class Scaled(torch.Tensor):
+    """Elements of its own, and a factor that is an attribute."""
+
+    scale: float
+
+
+def scaled(values: torch.Tensor, scale: float) -> Scaled:
+    made = values.clone().as_subclass(Scaled)
+    made.scale = scale
+    return made
+
+
+class Factor(torch.Tensor):
+    """A wrapper whose factor is a number, and not a tensor."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, factor: float) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor, factor: float) -> None:
+        self.inner, self.factor = inner, factor
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner"], {"factor": self.factor}
+
+    @classmethod
+    def __tensor_unflatten__(cls, tensors: Any, rest: Any, *_: Any) -> Any:
+        return cls(tensors["inner"], **rest)
+
+    def __repr__(self) -> str:
+        return f"Factor({self.inner}, {self.factor})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        if func is aten.is_pinned.default:
+            return False
+        if func is aten.detach.default:
+            return cls(args[0].inner.detach(), args[0].factor)
+        if func is aten.view.default:
+            return cls(args[0].inner.view(args[1]), args[0].factor)
+        if func is aten.copy_.default and isinstance(args[0], Factor):
+            args[0].inner.copy_(args[1].inner)  # and forgets the factor
+            return args[0]
+        raise NotImplementedError(f"{func}")
+
+
+class Hidden(torch.Tensor):
+    """A wrapper that does not tell what it is made of; its pickle does."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, low: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor, low: torch.Tensor) -> None:
+        self.both = (inner, low)
+
+    forgets = False
+
+    def __repr__(self) -> str:
+        return f"Hidden({self.both})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        if func is aten.is_pinned.default:
+            return False
+        if func is aten.detach.default:
+            return cls(*args[0].both)
+        if func is aten.copy_.default:
+            for into, of in list(zip(args[0].both, args[1].both, strict=True))[cls.forgets :]:
+                into.copy_(of)
+            return args[0]
+        raise NotImplementedError(f"{func}")
+
+
+class OwnSave(DefaultSavePlanner):
+    """A planner whose hooks run."""
+
+
+class OwnLoad(DefaultLoadPlanner):
+    """A planner whose hooks run."""
+
+
+@pytest.fixture(autouse=True)
+def allowed() -> Iterator[None]:
+    with torch.serialization.safe_globals([TwoTensor, Coded, Scaled, Factor, Hidden]):
+        yield
+
+
+def two(a: torch.Tensor, b: torch.Tensor) -> TwoTensor:
+    return TwoTensor(a.clone(), b.clone())
+
+
+def halves(shape: tuple[int, ...] = (6, 4)) -> TwoTensor:
+    values = torch.arange(24.0)[: torch.Size(shape).numel()].reshape(shape)
+    return TwoTensor(values.clone(), -values - 1)
+
+
+def parts(tensor: Any) -> list[Any]:
+    """Returns all that a tensor is made of, as plain values."""
+    if isinstance(tensor, Scaled):
+        return [tensor.as_subclass(torch.Tensor).tolist(), tensor.scale]
+    if isinstance(tensor, Hidden):
+        return [one.tolist() for one in tensor.both]
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, rest = tensor.__tensor_flatten__()
+        return [type(tensor).__name__, [parts(getattr(tensor, name)) for name in names], rest][
+            : 2 if isinstance(tensor, Coded) else 3
+        ]
+    return tensor.tolist()
+
+
+PAIRS: dict[str, Any] = {
+    "halves that differ": (halves, lambda: two(VALUES * 0, VALUES * 0)),
+    "a parameter": (
+        lambda: torch.nn.Parameter(halves()),
+        lambda: torch.nn.Parameter(two(VALUES * 0, VALUES * 0)),
+    ),
+    "a parameter into none": (
+        lambda: torch.nn.Parameter(halves()),
+        lambda: two(VALUES * 0, VALUES * 0),
+    ),
+    "nested": (
+        lambda: TwoTensor(halves(), TwoTensor(VALUES + 50, VALUES + 60)),
+        lambda: TwoTensor(TwoTensor(VALUES * 0, VALUES * 0), TwoTensor(VALUES * 0, VALUES * 0)),
+    ),
+    "codes": (coded, lambda: coded(1)),
+    "codes that show bfloat16": (
+        lambda: Coded(coded().codes, coded().scale, True, torch.bfloat16),
+        lambda: Coded(coded(1).codes, coded(1).scale, True, torch.bfloat16),
+    ),
+    "a scalar": (lambda: halves(()), lambda: TwoTensor(torch.tensor(8.0), torch.tensor(8.0))),
+    "an attribute": (lambda: scaled(VALUES, 2.5), lambda: scaled(VALUES * 0, 1.0)),
+    "a number": (lambda: Factor(VALUES.clone(), 2.5), lambda: Factor(VALUES * 0, 1.0)),
+    "hidden": (
+        lambda: Hidden(VALUES.clone(), VALUES + 1),
+        lambda: Hidden(VALUES * 0, VALUES * 0),
+    ),
+}
+
+
+def save(saver: str, state: dict[str, Any], path: Path) -> None:
+    """Saves with stock DCP, natively, or through hooks."""
+    if saver == "stock":
+        stock.save(state, checkpoint_id=path, no_dist=True)
+    elif saver == "hooks":
+        ray_dcp.save(state, checkpoint_id=path, planner=OwnSave())
+    else:
+        ray_dcp.save(state, checkpoint_id=path)
+
+
+savers = pytest.mark.parametrize("saver", ["stock", "native", "hooks"])
+planners = pytest.mark.parametrize("planner", [None, OwnLoad], ids=["native", "hooks"])
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+@savers
+@planners
+def test_a_subclass_comes_back_as_it_was(
+    tmp_path: Path, kind: str, saver: str, planner: Any
+) -> None:
+    make, make_target = PAIRS[kind]
+    state = {"w": make(), "plain": torch.ones(3)}
+    if saver == "stock" and kind == "an attribute":
+        pytest.skip("stock DCP detaches, which leaves attributes behind")
+    save(saver, state, tmp_path)
+    target = {"w": make_target(), "plain": torch.zeros(3)}
+    tensor = target["w"]
+    ray_dcp.load(target, checkpoint_id=tmp_path, planner=planner and planner())
+    assert target["w"] is tensor
+    assert parts(tensor) == parts(state["w"])
+    assert target["plain"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+@savers
+def test_a_subclass_comes_back_without_a_target_and_in_copies(
+    tmp_path: Path, kind: str, saver: str
+) -> None:
+    make, make_target = PAIRS[kind]
+    state = {"w": make(), "plain": torch.ones(3)}
+    if saver == "stock" and kind == "an attribute":
+        pytest.skip("stock DCP detaches, which leaves attributes behind")
+    save(saver, state, tmp_path / "c")
+    found = ray_dcp.read_state_dict(tmp_path / "c")
+    assert type(found["w"]) is type(state["w"])
+    assert parts(found["w"]) == parts(state["w"])
+    assert type(found["plain"]) is torch.Tensor
+    conversion.dcp_to_torch_save(tmp_path / "c", tmp_path / "w.pt")
+    assert parts(torch.load(tmp_path / "w.pt")["w"]) == parts(state["w"])
+    ray_dcp.copy(tmp_path / "c", tmp_path / "d")
+    target = {"w": make_target()}
+    ray_dcp.load(target, checkpoint_id=tmp_path / "d")
+    assert parts(target["w"]) == parts(state["w"])
+
+
+@savers
+@planners
+def test_a_plain_target_gets_what_the_class_shows_or_an_error(
+    tmp_path: Path, saver: str, planner: Any
+) -> None:
+    def load(target: torch.Tensor, **how: Any) -> ray_dcp.LoadReport:
+        return ray_dcp.load(
+            {"w": target},
+            checkpoint_id=path,
+            planner=planner and planner(),
+            options=ray_dcp.LoadOptions(**how),
+        )
+
+    path, one = tmp_path / "codes", coded()
+    save(saver, {"w": one}, path)
+    plain, wide = torch.zeros(6, 4), torch.zeros(6, 4, dtype=torch.float64)
+    load(plain)
+    load(wide)
+    assert torch.equal(plain, one.dequantize())
+    assert torch.equal(wide, one.dequantize().double())
+    path = tmp_path / "halves"
+    save(saver, {"m": {"w": halves()}, "w": halves()}, path)
+    with pytest.raises(errors.UnsupportedValueError, match=r"'w'.*TwoTensor.*other values"):
+        load(torch.zeros(6, 4))
+    report = load(torch.zeros(6, 4), dtype="cast")
+    assert report.cast == (("w", "TwoTensor[float32]", "float32"),)
+    path = tmp_path / "alike"
+    save(saver, {"w": two(VALUES, VALUES)}, path)
+    load(plain)
+    assert torch.equal(plain, VALUES)
+
+
+@savers
+@planners
+def test_plain_values_go_into_a_subclass_that_keeps_them(
+    tmp_path: Path, saver: str, planner: Any
+) -> None:
+    def load(target: torch.Tensor, **how: Any) -> ray_dcp.LoadReport:
+        return ray_dcp.load(
+            {"w": target},
+            checkpoint_id=tmp_path,
+            planner=planner and planner(),
+            options=ray_dcp.LoadOptions(**how),
+        )
+
+    values = torch.rand(6, 4, generator=torch.Generator().manual_seed(1))
+    save(saver, {"w": values}, tmp_path)
+    pair, one = two(VALUES * 0, VALUES * 0), scaled(VALUES * 0, 3.0)
+    load(pair)
+    load(one)
+    assert parts(pair)[1] == [values.tolist(), values.tolist()]
+    assert parts(one) == [values.tolist(), 3.0]
+    with pytest.raises(errors.UnsupportedValueError, match=r"'w'.*Coded.*other values"):
+        load(coded())
+    target = coded()
+    assert load(target, dtype="cast").cast == (("w", "float32", "Coded[float32]"),)
+    assert (target.dequantize() - values).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("forgets", ["hidden", "shared"])
+@savers
+@planners
+def test_a_copy_that_loses_something_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: Any, saver: str, planner: Any, forgets: str
+) -> None:
+    if forgets == "hidden":
+        monkeypatch.setattr(Hidden, "forgets", True)
+        state, target = Hidden(VALUES.clone(), VALUES + 1), Hidden(VALUES * 0, VALUES * 0)
+    else:
+        memory = VALUES * 0
+        state, target = halves(), TwoTensor(memory, memory)
+    save(saver, {"w": state}, tmp_path)
+    with pytest.raises(errors.UnsupportedValueError, match=r"'w'.*other values"):
+        ray_dcp.load({"w": target}, checkpoint_id=tmp_path, planner=planner and planner())
+
+
+@savers
+def test_a_class_that_can_not_copy_is_an_error_that_names_it(tmp_path: Path, saver: str) -> None:
+    save(saver, {"w": halves()}, tmp_path)
+    target = Factor(VALUES * 0, 1.0)
+    with pytest.raises(errors.UnsupportedValueError, match=r"'w'.*TwoTensor.*Factor.*can't do"):
+        ray_dcp.load({"w": target}, checkpoint_id=tmp_path)
+
+
+def test_a_meta_target_of_a_class_becomes_what_is_stored(tmp_path: Path) -> None:
+    save("stock", {"w": halves()}, tmp_path)
+    template = TwoTensor(torch.empty(6, 4, device="meta"), torch.empty(6, 4, device="meta"))
+    for make in (lambda one: one, torch.nn.Parameter):
+        state = {"w": make(template)}
+        ray_dcp.load(state, checkpoint_id=tmp_path)
+        assert parts(state["w"]) == parts(halves())
+        assert isinstance(state["w"], torch.nn.Parameter) == (make is torch.nn.Parameter)
+    with pytest.raises(errors.UnsupportedValueError, match=r"'w'"):
+        ray_dcp.load({"w": torch.empty(6, 4, device="meta")}, checkpoint_id=tmp_path)
+
+
+def test_what_can_not_hold_a_subclass_refuses_it_by_name(tmp_path: Path) -> None:
+    for saver in ("stock", "native"):
+        save(saver, {"w": coded()}, tmp_path / "codes")
+        conversion.dcp_to_safetensors(tmp_path / "codes", tmp_path / "shown")
+        (file,) = (tmp_path / "shown").glob("*.safetensors")
+        assert torch.equal(load_file(file)["w"], coded().dequantize())
+        path = tmp_path / saver
+        save(saver, {"w": halves(), "v": torch.ones(2)}, path)
+        with pytest.raises(errors.UnsupportedValueError, match=r"'w'"):
+            conversion.dcp_to_safetensors(path, tmp_path / "hf")
+        with pytest.raises(errors.UnsupportedValueError, match=r"'w'.*cast"):
+            ray_dcp.read_state_dict(path, dtype=torch.bfloat16)
+
+
+def sharded(make: Any, rank: int, world_size: int, num_rows: int) -> DTensor:
+    """Returns a rank's part, whose local tensor `make` gives for its rows."""
+    each = -(-num_rows // world_size)
+    low, high = min(num_rows, rank * each), min(num_rows, (rank + 1) * each)
+    with as_rank(rank, world_size):
+        mesh = init_device_mesh("cpu", (world_size,))
+        return DTensor.from_local(
+            make(low, high), mesh, [Shard(0)], run_check=False, shape=(num_rows, 4), stride=(4, 1)
+        )
+
+
+def rows_of_halves(low: int, high: int) -> TwoTensor:
+    return two(halves().a[low:high], halves().b[low:high])
+
+
+def rows_of_codes(low: int, high: int) -> Coded:
+    whole = coded()
+    return Coded(whole.codes[low:high].clone(), whole.scale[low:high].clone())
+
+
+@pytest.mark.parametrize(("make", "zero"), [(rows_of_halves, TwoTensor), (rows_of_codes, Coded)])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_local_tensors_of_a_class_are_resharded(
+    tmp_path: Path, make: Any, zero: Any, world_size: int
+) -> None:
+    states = [{"w": sharded(make, rank, 2, 6)} for rank in range(2)]
+    save_on_ranks(states, tmp_path)
+
+    def empty(low: int, high: int) -> Any:
+        one = make(low, high)
+        names, rest = one.__tensor_flatten__()
+        return zero(*(torch.zeros_like(getattr(one, name)) for name in names), *(rest or ()))
+
+    targets = [{"w": sharded(empty, rank, world_size, 6)} for rank in range(world_size)]
+    load_on_ranks(targets, tmp_path)
+    each = -(-6 // world_size)
+    for rank, target in enumerate(targets):
+        local = target["w"]._local_tensor
+        assert parts(local) == parts(make(rank * each, (rank + 1) * each))
+
+
+class InRows(DefaultSavePlanner):
+    """Saves each tensor as an item for two rows, as ranks of stock DCP save their parts."""
+
+    def create_local_plan(self) -> Any:
+        plan = super().create_local_plan()
+        items = [one for item in plan.items for one in self._rows(item)]
+        self.plan = dataclasses.replace(plan, items=items)
+        return self.plan
+
+    def _rows(self, item: Any) -> list[Any]:
+        data = item.tensor_data
+        found = []
+        for low in range(0, data.size[0], 2):
+            offset = torch.Size((low, 0))
+            chunk = ChunkStorageMetadata(offset, torch.Size((2, *data.size[1:])))
+            found.append(
+                dataclasses.replace(
+                    item,
+                    type=WriteItemType.SHARD,
+                    index=MetadataIndex(item.index.fqn, offset),
+                    tensor_data=dataclasses.replace(data, chunk=chunk),
+                )
+            )
+        return found
+
+    def resolve_data(self, write_item: Any) -> Any:
+        low = write_item.index.offset[0]
+        return self.state_dict[write_item.index.fqn][low : low + 2]
+
+
+@pytest.mark.parametrize("saver", [stock.save, ray_dcp.save])
+@pytest.mark.parametrize(("make", "zero"), [(rows_of_halves, TwoTensor), (rows_of_codes, Coded)])
+@planners
+def test_items_of_a_class_are_put_together_and_cut(
+    tmp_path: Path, saver: Any, make: Any, zero: Any, planner: Any
+) -> None:
+    saver({"w": make(0, 6)}, checkpoint_id=tmp_path, planner=InRows(), no_dist=True)
+
+    def empty(low: int, high: int) -> Any:
+        one = make(low, high)
+        names, rest = one.__tensor_flatten__()
+        return zero(*(torch.zeros_like(getattr(one, name)) for name in names), *(rest or ()))
+
+    whole = empty(0, 6)
+    ray_dcp.load({"w": whole}, checkpoint_id=tmp_path, planner=planner and planner())
+    assert parts(whole) == parts(make(0, 6))
+    for world_size in (2, 3, 4):
+        each = -(-6 // world_size)
+        for rank in range(-(-6 // each)):
+            target = sharded(empty, rank, world_size, 6)
+            with as_rank(rank, world_size):
+                ray_dcp.load(
+                    {"w": target},
+                    checkpoint_id=tmp_path,
+                    planner=planner and planner(),
+                    no_dist=True,
+                )
+            wanted = make(rank * each, min(6, (rank + 1) * each))
+            assert parts(target._local_tensor) == parts(wanted)
+    if zero is TwoTensor:
+        assert parts(ray_dcp.read_state_dict(tmp_path)["w"]) == parts(halves())
+    else:
+        found = ray_dcp.read_state_dict(tmp_path)["w"]
+        assert torch.equal(found, coded().dequantize())
+        conversion.dcp_to_torch_save(tmp_path, tmp_path / "w.pt")
+        assert torch.equal(torch.load(tmp_path / "w.pt")["w"], found)
+    plain = torch.zeros(6, 4)
+    if zero is Coded:
+        ray_dcp.load({"w": plain}, checkpoint_id=tmp_path, planner=planner and planner())
+        assert torch.equal(plain, coded().dequantize())
+    else:
+        with pytest.raises(errors.UnsupportedValueError, match=r"'w'.*other values"):
+            ray_dcp.load({"w": plain}, checkpoint_id=tmp_path, planner=planner and planner())
+
+
+class HalfPlain(InRows):
+    """Saves the first rows as a plain tensor."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        data = super().resolve_data(write_item)
+        return data.a if write_item.index.offset[0] == 0 else data
+
+
+@planners
+def test_a_tensor_of_which_some_items_are_of_a_class_goes_into_no_subclass(
+    tmp_path: Path, planner: Any
+) -> None:
+    values = two(VALUES, VALUES)
+    stock.save({"w": values}, checkpoint_id=tmp_path, planner=HalfPlain(), no_dist=True)
+    plain = torch.zeros(6, 4)
+    ray_dcp.load({"w": plain}, checkpoint_id=tmp_path, planner=planner and planner())
+    assert torch.equal(plain, VALUES)
+    pair = two(VALUES * 0, VALUES * 0)
+    with contextlib.suppress(errors.UnsupportedValueError):
+        ray_dcp.load({"w": pair}, checkpoint_id=tmp_path, planner=planner and planner())
+        assert parts(pair) == parts(values)
+
+
+def test_differences_of_stock_checkpoints_of_a_class_are_told(tmp_path: Path) -> None:
+    save("stock", {"w": halves(), "v": torch.ones(2)}, tmp_path / "a")
+    save("stock", {"w": two(VALUES, VALUES), "v": torch.ones(2)}, tmp_path / "b")
+    first, second = ray_dcp.open(tmp_path / "a"), ray_dcp.open(tmp_path / "b")
+    assert {one.name: one.change for one in first.diff(second).tensors} == {
+        "w": "changed",
+        "v": "unchanged",
+    }
+    assert {one.change for one in first.diff(first).tensors} == {"unchanged"}
+
+
+def test_a_class_that_can_not_be_cut_says_so_by_name(tmp_path: Path) -> None:
+    save_on_ranks([{"w": sharded(rows_of_codes, rank, 2, 6)} for rank in range(2)], tmp_path)
+    targets = [{"w": sharded(lambda low, high: Factor(VALUES[low:high].clone(), 1.0), 0, 1, 6)}]
+    with pytest.raises(errors.UnsupportedValueError, match=r"'w'.*part"):
+        load_on_ranks(targets, tmp_path)
+
+
+def test_attributes_of_parts_must_be_those_of_the_target(tmp_path: Path) -> None:
+    def rows(low: int, high: int) -> Scaled:
+        one = scaled(VALUES[low:high], 2.0)
+        one.global_shape, one.global_offsets = (6, 4), ((low, 0),)
+        one.local_offsets, one.local_sizes = ((0, 0),), ((high - low, 4),)
+        return one
+
+    save_on_ranks([{"w": rows(0, 2)}, {"w": rows(2, 6)}], tmp_path)
+    good = scaled(VALUES * 0, 2.0)
+    ray_dcp.load({"w": good}, checkpoint_id=tmp_path)
+    assert parts(good) == parts(scaled(VALUES, 2.0))
+    assert not hasattr(good, "global_shape")
+    with pytest.raises(errors.UnsupportedValueError, match=r"'w'.*other values"):
+        ray_dcp.load({"w": scaled(VALUES * 0, 1.0)}, checkpoint_id=tmp_path)
+
+
+BAD_TARGETS: dict[str, Any] = {
+    "sparse_coo": lambda: torch.zeros(6, 4).to_sparse(),
+    "sparse_csr": lambda: torch.ones(6, 4).to_sparse_csr(),
+    "sparse_csc": lambda: torch.ones(6, 4).to_sparse_csc(),
+    "sparse_bsr": lambda: torch.ones(6, 4).to_sparse_bsr((2, 2)),
+    "nested": lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+    "jagged": lambda: torch.nested.nested_tensor(
+        [torch.zeros(2), torch.zeros(3)], layout=torch.jagged
+    ),
+    "mkldnn": lambda: torch.ones(6, 4).to_mkldnn(),
+    "ZeroTensor": lambda: torch._efficientzerotensor((6, 4)),
+}
+
+
+TOLD = {"jagged": "nested"}
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype stage")
+@pytest.mark.filterwarnings("ignore:.*in beta state")
+@pytest.mark.parametrize("kind", BAD_TARGETS)
+@planners
+def test_a_target_of_another_layout_is_refused_by_name_before_anything_changes(
+    tmp_path: Path, kind: str, planner: Any
+) -> None:
+    if kind == "mkldnn" and not torch.backends.mkldnn.is_available():
+        pytest.skip("needs mkldnn")
+    ray_dcp.save({"a": torch.ones(3), "w": VALUES}, checkpoint_id=tmp_path)
+    first = torch.zeros(3)
+    with pytest.raises(errors.CheckpointError, match=rf"(?s)'w'.*{TOLD.get(kind, kind)}"):
+        ray_dcp.load(
+            {"a": first, "w": BAD_TARGETS[kind]()},
+            checkpoint_id=tmp_path,
+            planner=planner and planner(),
+        )
+    assert first.tolist() == [0, 0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype stage")
+@pytest.mark.filterwarnings("ignore:.*in beta state")
+@pytest.mark.parametrize("kind", BAD_TARGETS)
+def test_a_value_of_another_layout_is_not_saved_and_the_error_says_why(
+    tmp_path: Path, kind: str
+) -> None:
+    if kind == "mkldnn" and not torch.backends.mkldnn.is_available():
+        pytest.skip("needs mkldnn")
+    with pytest.raises(errors.UnsupportedValueError, match=rf"'w'.*{TOLD.get(kind, kind)}"):
+        ray_dcp.save({"w": BAD_TARGETS[kind]()}, checkpoint_id=tmp_path)
+
+
+def test_a_pickle_of_a_subclass_keeps_its_numbers(tmp_path: Path) -> None:
+    memory = torch.zeros(100).as_subclass(Scaled)
+    part = memory[:4]
+    part.scale = 0.5
+    ray_dcp.save({"w": part}, checkpoint_id=tmp_path)
+    view = ray_dcp.open(tmp_path)
+    assert view["w"][...].numel() == 4
+    assert ray_dcp.read_state_dict(tmp_path)["w"].scale == 0.5
+    buffer = io.BytesIO()
+    torch.save(ray_dcp.read_state_dict(tmp_path), buffer)
+    assert buffer.tell() < 4000
