@@ -41,6 +41,7 @@ from ray_dcp.runtime.rank_load import (
 from ray_dcp.runtime.rank_progress import Activity
 from ray_dcp.torch_adapter.collective import Group
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, NATIVE, Route, decide_load
+from ray_dcp.torch_adapter.flatten import below
 from ray_dcp.torch_adapter.foreign import foreign_load
 from ray_dcp.torch_adapter.lazy_metadata import metadata_of
 from ray_dcp.torch_adapter.load_report import LoadReport
@@ -274,7 +275,9 @@ def _load_steps(
             peers=peers,
         ).run()
     except CheckpointError:
-        overwritten.update(*(work.loaded for work in works))
+        overwritten.update(
+            name for work in works for name in work.loaded if not below(name, work.whole)
+        )
         raise
     work = works[-1]
     return LoadReport(

@@ -62,7 +62,7 @@ def warm_up(
     """
     check_mapping(state_dict)
     session: Any = session_for(process_group, no_dist)
-    state = stateful_to_state_dict(dict(state_dict))
+    state = stateful_to_state_dict(dict(state_dict), as_if_stepped=True)
     # Why not in the background: a child that is forked meanwhile would wait for ever for a module
     # that nobody goes on to import there.
     for module in _MODULES:

@@ -7,7 +7,7 @@ torch_xla itself is imported only where it is in use.
 from __future__ import annotations
 
 from ray_dcp.manager.spmd import SPMDCheckpointManager as CheckpointManager
+from ray_dcp.torch_adapter.priming import prime_optimizer
 from ray_dcp.torch_adapter.spmd import SPMDLoadPlanner, SPMDSavePlanner
-from ray_dcp.torch_adapter.state import prime_optimizer
 
 __all__ = ["CheckpointManager", "SPMDLoadPlanner", "SPMDSavePlanner", "prime_optimizer"]

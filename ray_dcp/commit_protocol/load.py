@@ -9,6 +9,7 @@
 | reading | `LoadDone` of every rank | `LoadOutcome`: done |
 
 An error in any phase is reported to every rank. Up to `planning` no target has changed by then.
+With `LoadReady` a rank says what it leaves of the checkpoint; `LoadProceed` says what all leave.
 
 `SharedReads` holds the state of the shared reads of a load: which units have been read, which ranks
 still need them, and which ranks to notify. It has no bytes, only the handles by which other ranks
@@ -39,6 +40,7 @@ from ray_dcp.commit_protocol.messages import (
     OpKey,
     ReadCounts,
     Request,
+    Untaken,
 )
 from ray_dcp.commit_protocol.operation import Commands, Operation
 from ray_dcp.errors import DeadlineError
@@ -73,6 +75,7 @@ class LoadMachine(Operation):
         self._options = first.options
         self._done: list[ReadCounts] = []
         self._needs: dict[int, ReadNeeds] = {}
+        self._untaken: dict[int, Untaken] = {}
 
     def _on_request(self, request: Request) -> Commands:
         match self.phase, request:
@@ -82,6 +85,8 @@ class LoadMachine(Operation):
                 self._note(request, request.error)
                 if request.needs is not None:
                     self._needs[request.rank] = request.needs
+                if request.untaken is not None:
+                    self._untaken[request.rank] = request.untaken
             case "reading", LoadDone() if 0 <= request.rank < self.world_size:
                 self._note(request, request.error)
                 self._done.append(request.counts)
@@ -123,6 +128,11 @@ class LoadMachine(Operation):
                 task = ReadCheckpoint(self._target)
                 return self._step("opening", task, self._options.plan_timeout_s)
             case "planning":
+                # Only if every rank leaves something: one that takes all leaves none to nobody.
+                if len(self._untaken) == self.world_size:
+                    untaken = Untaken.of_all(list(self._untaken.values()))
+                    if untaken is not None:
+                        return self._proceed(None, untaken)
                 if not may_pay(self._needs.values()):
                     return self._proceed(None)
                 sharing = ShareReads(dict(self._needs), self.world_size)
@@ -132,8 +142,9 @@ class LoadMachine(Operation):
         sums = map(sum, zip(*(astuple(counts) for counts in self._done), strict=True))
         return (*self._conclude(LoadOutcome(ReadCounts(*sums))), *self._end("done"))
 
-    def _proceed(self, shares: ReadShares | None) -> Commands:
+    def _proceed(self, shares: ReadShares | None, untaken: Untaken | None = None) -> Commands:
         self._needs.clear()
+        self._untaken.clear()
         self._abandon()
         self._call("reading")
 
@@ -141,7 +152,8 @@ class LoadMachine(Operation):
             part = None if shares is None else shares.of_rank(rank)
             return LoadProceed(part if part is not None and len(part) else None)
 
-        answers = self._reply_alike(LoadProceed()) if shares is None else self._reply_each(proceed)
+        alike = LoadProceed(untaken=untaken)
+        answers = self._reply_alike(alike) if shares is None else self._reply_each(proceed)
         return (self._arm(self._options.read_timeout_s), *answers)
 
 

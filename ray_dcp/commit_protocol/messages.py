@@ -10,7 +10,8 @@ objects.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -263,6 +264,68 @@ class LoadGo:
 
 
 @dataclass(frozen=True)
+class Untaken:
+    """What of a checkpoint a rank does not load, or no rank does: one bit a name, compressed.
+
+    Examples:
+        >>> names = ("first.w", "second.w", "lr")
+        >>> ranks = [Untaken.of(names, {"second.w", "lr"}, {"second.w"}),
+        ...          Untaken.of(names, {"first.w", "lr"}, {"first.w"})]
+        >>> Untaken.of_all(ranks) is None
+        True
+        >>> Untaken.of_all(ranks[:1]).refused_of(names)
+        ['second.w']
+    """
+
+    names: bytes
+    """All such names."""
+    refused: bytes
+    """Those that somebody should load."""
+
+    @classmethod
+    def of(
+        cls, stored: Sequence[str], untaken: Collection[str], refused: Collection[str]
+    ) -> Untaken:
+        """Returns it for one rank.
+
+        Args:
+            stored: All names of the checkpoint, in its order.
+            untaken: What the rank does not load.
+            refused: What of that somebody should load.
+        """
+        bits = [
+            np.array([name in some for name in stored]) for some in map(set, (untaken, refused))
+        ]
+        return cls(*(zlib.compress(np.packbits(each).tobytes()) for each in bits))
+
+    @classmethod
+    def of_all(cls, ranks: Sequence[Untaken]) -> Untaken | None:
+        """Returns what none of some ranks loads though somebody should; None where there is none.
+
+        Args:
+            ranks: Those of one checkpoint.
+        """
+        names = np.bitwise_and.reduce([_unpacked(rank.names) for rank in ranks])
+        refused = np.bitwise_or.reduce([_unpacked(rank.refused) for rank in ranks]) & names
+        if not refused.any():
+            return None
+        return cls(zlib.compress(names.tobytes()), zlib.compress(refused.tobytes()))
+
+    def refused_of(self, stored: Sequence[str]) -> list[str]:
+        """Returns the names that somebody should load.
+
+        Args:
+            stored: See `of`.
+        """
+        found = np.flatnonzero(np.unpackbits(_unpacked(self.refused), count=len(stored)))
+        return [stored[number] for number in found.tolist()]
+
+
+def _unpacked(data: bytes) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(zlib.decompress(data), np.uint8)
+
+
+@dataclass(frozen=True)
 class LoadReady:
     """Rank → coordinator: my reads are planned, nothing was touched. Reply: `LoadProceed`."""
 
@@ -270,6 +333,8 @@ class LoadReady:
     rank: int
     error: CheckpointError | None = None
     needs: ReadNeeds | None = None
+    untaken: Untaken | None = None
+    """None: this rank takes everything, or nobody has to."""
 
 
 @dataclass(frozen=True)
@@ -278,6 +343,8 @@ class LoadProceed:
 
     share: RankShare | None = None
     """None, as `LoadReady.needs`: this rank reads all for itself."""
+    untaken: Untaken | None = None
+    """What no rank takes though somebody should: raise, before anything is touched."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from transformers import TrainerCallback, TrainerState
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.manager.manager import CheckpointManager
 from ray_dcp.manager.restoring import RestoreReport
-from ray_dcp.torch_adapter.state import prime_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +58,6 @@ class RayDcpCallback(TrainerCallback):
         """Restores a step, if there is one."""
         if self._resume == "never" or (self._resume == "auto" and not self._manager.all_steps()):
             return
-        optimizer = _unwrapped(kwargs["optimizer"])
-        prime_optimizer(optimizer)
         found = _state_of(state, kwargs)
         try:
             self.restored = self._manager.restore(self._resume, found)
@@ -69,7 +66,6 @@ class RayDcpCallback(TrainerCallback):
                 raise
             return
         kwargs["model"].load_state_dict(found["model"])
-        optimizer.load_state_dict(found["optimizer"])
         if kwargs.get("lr_scheduler") is not None:
             kwargs["lr_scheduler"].load_state_dict(found["scheduler"])
         for name in TRAINER:
@@ -103,7 +99,7 @@ def _state_of(state: TrainerState, told: dict[str, Any]) -> dict[str, Any]:
     scheduler = told.get("lr_scheduler")
     return {
         "model": told["model"].state_dict(),
-        "optimizer": _unwrapped(told["optimizer"]).state_dict(),
+        "optimizer": _unwrapped(told["optimizer"]),
         "scheduler": {} if scheduler is None else scheduler.state_dict(),
         "trainer": {n: getattr(state, n) for n in TRAINER if getattr(state, n, None) is not None},
     }

@@ -40,6 +40,7 @@ from ray_dcp.commit_protocol.messages import (
     Reply,
     Request,
     Target,
+    Untaken,
 )
 from ray_dcp.core.values import ChunkTable
 from ray_dcp.errors import (
@@ -193,6 +194,15 @@ class LoadWork(Protocol):
         """
         ...
 
+    @property
+    def untaken(self) -> Untaken | None:
+        """What is stored and not wanted, where somebody should want it."""
+        ...
+
+    def check_taken(self, untaken: Untaken, /) -> None:
+        """Raises `StateDictError` for what no rank wants."""
+        ...
+
     def finish(self) -> None:
         """Puts everything into place, after all bytes have come."""
         ...
@@ -293,12 +303,13 @@ class RankLoad:
                 raise located(progress.abandoned, self.target.url)
             may_share = self.world_size > 1 and prepared is not None
             needs = self.needs(prepared) if may_share and prepared is not None else None
-            proceed = yield LoadReady(key, rank, error, needs)
+            untaken = None if work is None else work.untaken
+            proceed = yield LoadReady(key, rank, error, needs, untaken)
             if not isinstance(proceed, LoadProceed):
                 raise reply_error(proceed, rank)
             if checkpoint is None or work is None or prepared is None:
                 raise error or reply_error(proceed, rank)
-            fill = partial(self.fill, checkpoint, work, prepared, proceed.share)
+            fill = partial(self.fill, checkpoint, work, prepared, proceed)
             counts, error = result_or_error(fill, "reading", rank)
             progress.enter("waiting")
             if progress.abandoned is not None:
@@ -429,7 +440,7 @@ class RankLoad:
         checkpoint: Checkpoint,
         work: LoadWork,
         prepared: Prepared,
-        share: RankShare | None = None,
+        proceed: LoadProceed,
     ) -> ReadCounts:
         """Puts everything that is wanted into place.
 
@@ -437,16 +448,19 @@ class RankLoad:
             checkpoint: What is stored.
             work: What is wanted.
             prepared: What is to be read for it.
-            share: What is to be read for others, or comes from them.
+            proceed: What is to be read for others, or comes from them, and what nobody takes.
 
         Raises:
+            StateDictError: Nobody takes what somebody should; nothing was touched.
             DeadlineError: It takes longer than `read_timeout_s`.
             CheckpointError: It can't be read, or does not fit.
         """
+        if proceed.untaken is not None:
+            work.check_taken(proceed.untaken)
         storage = self._storage
         memory = self._memory.found()
         source = storage if memory is None else WatchedStorage(memory, self.progress)
-        shared = self._shared_source(source, checkpoint, prepared, share)
+        shared = self._shared_source(source, checkpoint, prepared, proceed.share)
         if memory is None and shared is None:
             return self._fill(storage, checkpoint, work, prepared)
         most = None if memory is None else memory.most_threads

@@ -43,10 +43,10 @@ from ray_dcp.torch_adapter.collective import (
     all_reduce,
     reduce_scatter,
 )
+from ray_dcp.torch_adapter.optimizer_state import Stored
 from ray_dcp.torch_adapter.per_rank import refuse_per_rank
 from ray_dcp.torch_adapter.state import (
     LoadTargets,
-    Stored,
     stateful_to_load_targets,
     stateful_to_state_dict,
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,13 +31,14 @@ from ray_dcp.torch_adapter.checkpointable import for_planner, take_back
 from ray_dcp.torch_adapter.collective import Group, Steps, call_user_code, reduce_scatter
 from ray_dcp.torch_adapter.foreign import refuse_lost_memory
 from ray_dcp.torch_adapter.objects import dump_object, load_object
+from ray_dcp.torch_adapter.optimizer_state import Cast, Stored
 from ray_dcp.torch_adapter.sink import (
     Boxes,
     TensorSink,
     increment_version,
     target_problem,
 )
-from ray_dcp.torch_adapter.state import LoadTargets, Stored, stateful_to_load_targets
+from ray_dcp.torch_adapter.state import LoadTargets, stateful_to_load_targets
 from ray_dcp.torch_adapter.subclasses import copy_into
 from ray_dcp.torch_adapter.targets import ItemPlacer, Targets, cast_problem, first_chunks
 from ray_dcp.torch_adapter.tensors import dtype_name, dtype_of, is_plain, no_target_reason
@@ -216,12 +218,15 @@ def targets_with_planner(
         reads.add(item)
     reads.check_complete()
 
+    late: list[Cast] = []
+
     def put_back() -> None:
         take_back(state_dict if loaded is None else loaded.values, shown)
         if loaded is not None:
             loaded.put_back(state_dict)
+            late.extend(loaded.casts)
 
-    return reads.targets(metadata, put_back)
+    return replace(reads.targets(metadata, put_back), late_cast=late)
 
 
 def _refuse_targets(planner: LoadPlanner, rank: int) -> None:

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from ray_dcp.commit_protocol.messages import Untaken
 from ray_dcp.core.collector import collector_paused
 from ray_dcp.core.values import ChunkTable, Int64Array, Kind, volume
 from ray_dcp.errors import (
@@ -48,6 +49,7 @@ from ray_dcp.planning.reads import ReadPlan, Wanted, plan_reads
 from ray_dcp.torch_adapter.checkpointable import is_checkpointable
 from ray_dcp.torch_adapter.flatten import Flat, below, flatten, flatten_top, stored_names
 from ray_dcp.torch_adapter.objects import load_object
+from ray_dcp.torch_adapter.optimizer_state import Cast, Stored, StoredValue, check_all_taken
 from ray_dcp.torch_adapter.overlaps import Part, Trial, are_same, stored_alike
 from ray_dcp.torch_adapter.per_rank import OwnValues
 from ray_dcp.torch_adapter.shards import Layouts, is_sharded, sharded
@@ -63,8 +65,7 @@ from ray_dcp.torch_adapter.sink import (
 )
 from ray_dcp.torch_adapter.state import (
     LoadTargets,
-    Stored,
-    check_all_taken,
+    must_be_taken,
     stateful_to_load_targets,
 )
 from ray_dcp.torch_adapter.subclasses import copy_into
@@ -521,8 +522,13 @@ class Targets:
         missing: FQNs that the checkpoint lacks (only with `strict=False`).
         unexpected: FQNs of the checkpoint that the state dict does not ask for.
         cast: `(FQN, stored dtype, target dtype)` where they differ.
+        late_cast: What took its state by `finish` and cast it, in the same way.
         resized: `(FQN, stored shape, target shape)` where they differ.
         rounded: As `cast`, filled while loading.
+        untaken: What this rank leaves of the checkpoint, where the other ranks count too.
+        whole: Top-level keys of which nothing stays beside what is loaded.
+        stored: All FQNs of the checkpoint.
+        strict: See `LoadOptions.strict`.
     """
 
     wanted: Wanted
@@ -536,13 +542,30 @@ class Targets:
     loaded: tuple[str, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-    cast: tuple[tuple[str, str, str], ...]
+    cast: tuple[Cast, ...]
     resized: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
-    rounded: Sequence[Mapping[tuple[str, str, str], None]] = ()
+    rounded: Sequence[Mapping[Cast, None]] = ()
+    late_cast: Sequence[Cast] = ()
+    untaken: Untaken | None = None
+    whole: Sequence[str] = ()
+    stored: Sequence[str] = ()
+    strict: bool | None = None
 
-    def all_casts(self) -> tuple[tuple[str, str, str], ...]:
-        """Returns `cast` and what classes of their own rounded, once it is loaded."""
-        return tuple(dict.fromkeys((*self.cast, *chain.from_iterable(self.rounded))))
+    def all_casts(self) -> tuple[Cast, ...]:
+        """Returns all that was cast, once it is loaded: `cast`, `rounded` and `late_cast`."""
+        rounded = chain.from_iterable(self.rounded)
+        return tuple(dict.fromkeys((*self.cast, *rounded, *self.late_cast)))
+
+    def check_taken(self, untaken: Untaken) -> None:
+        """Raises for what no rank takes of the checkpoint though somebody should.
+
+        Args:
+            untaken: Of all ranks together.
+
+        Raises:
+            StateDictError: There is some.
+        """
+        check_all_taken(untaken.refused_of(self.stored), strict=self.strict)
 
 
 class ItemPlacer:
@@ -601,6 +624,8 @@ class ItemPlacer:
             rounded=(self._raw_sink.casts, self._opaque_sink.casts),
             check_coverage=check_coverage,
             names=self._names,
+            stored=self._table.names,
+            strict=self._options.strict,
             **what,
         )
 
@@ -853,8 +878,8 @@ def plan_targets(
     index = stored_names(table.names, options.key_map)
     loaded = None
     if stateful:
-        stored = Stored(index, lambda name: bool(table.kind[index[name]] == Kind.OBJECT))
-        loaded = stateful_to_load_targets(state_dict, stored, prefixes)
+        stored = _stored(table, index)
+        loaded = stateful_to_load_targets(state_dict, stored, prefixes, strict=options.strict)
     placing = Placing(table, options, flatten_sharded_tensors=flatten_sharded_tensors)
     with collector_paused():
         values = state_dict if loaded is None else loaded.values
@@ -866,9 +891,14 @@ def plan_targets(
             flat = replace(flat, empty=flat.empty - index.keys())
         flat = _wanted(flat, prefixes)
         own = OwnValues(flat, index, rank, world_size)
-        missing, unexpected = _compared(own, index, table.names, options)
-        if loaded is not None:
-            check_all_taken(state_dict, unexpected, strict=options.strict)
+        left = set() if loaded is None else loaded.left
+        missing, unexpected = _compared(own, index, table.names, options, left)
+        refused = must_be_taken(state_dict, unexpected, strict=options.strict)
+        untaken = None
+        if world_size == 1:
+            check_all_taken(refused, strict=options.strict)
+        elif unexpected:
+            untaken = Untaken.of(table.names, unexpected, refused)
         placing.fill(own.rest, index)
         placing.check()
     whole = [number for number, _, _ in placing.objects]
@@ -876,7 +906,25 @@ def plan_targets(
     boxes = (placing.raw.wanted(), placing.opaque.wanted())
     placing.take_chunks(table if narrow is None else narrow(boxes, whole))
     with collector_paused():
-        return _targets(placing, own, state_dict, loaded, missing, unexpected)
+        return _targets(placing, own, state_dict, loaded, missing, unexpected, untaken)
+
+
+def _stored(table: ChunkTable, index: Mapping[str, int]) -> Stored:
+    of_tensors = table.kind[table.tensor] == Kind.TENSOR
+    # In checkpoints of stock DCP an item may be anything that torch.save takes.
+    is_told = not bool((table.payload_offset[of_tensors] < 0).any())
+
+    def value(name: str) -> StoredValue:
+        number = index[name]
+        kind, path = table.kind[number], table.paths[number]
+        if kind == Kind.OBJECT:
+            return StoredValue(path)
+        shape = tuple(table.shape[number, : table.ndim[number]].tolist())
+        dtype = dtype_of(table.dtypes[table.dtype[number]], fqn=name)
+        is_raw = bool(kind == Kind.TENSOR)
+        return StoredValue(path, shape, dtype, is_raw if is_told or not is_raw else None)
+
+    return Stored(index, value)
 
 
 def _wanted(flat: Flat, prefixes: tuple[str, ...]) -> Flat:
@@ -897,22 +945,32 @@ def _wanted(flat: Flat, prefixes: tuple[str, ...]) -> Flat:
 
 
 def _compared(
-    own: OwnValues, index: Mapping[str, int], stored: Sequence[str], options: LoadOptions
+    own: OwnValues,
+    index: Mapping[str, int],
+    stored: Sequence[str],
+    options: LoadOptions,
+    left: set[str],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns keys that the checkpoint lacks, and its own keys that nobody asks for.
 
+    Args:
+        own: The state dict.
+        index: Names that can be asked for, and their numbers in the checkpoint.
+        stored: Names of the checkpoint.
+        options: `strict`, `key_map` and `prefixes` count.
+        left: Names that are asked for but not taken.
+
     Raises:
         MissingKeyError: There are some of the first kind, and it matters.
-        StateDictError: There are some of the second kind, and it matters.
     """
     rest = own.rest
-    plain = not (own.asked or own.missing or rest.empty)
+    plain = not (own.asked or own.missing or rest.empty or left)
     # Why first: nothing is missing or unexpected as a rule, and sets of all names take time.
     if plain and len(rest.names) == len(index) == len(stored):
         plain = all(map(index.__contains__, rest.names))
         if plain:
             return tuple(own.kept), ()
-    asked = {*own.rest.names, *own.asked, *(own.rest.empty & index.keys())}
+    asked = {*own.rest.names, *own.asked, *(own.rest.empty & index.keys())} - left
     # Why the comparison first: it is done in C, and nothing is missing or unexpected as a rule.
     all_there = index.keys() >= asked and not own.missing
     same = all_there and len(asked) == len(index) == len(stored)
@@ -930,12 +988,6 @@ def _compared(
             unexpected += tuple(n for i, n in enumerate(stored) if i not in named)
     if missing and options.strict is not False:
         raise _missing_error(missing, unexpected)
-    if unexpected and options.strict:
-        raise StateDictError(
-            f"LoadOptions(strict=True), but the checkpoint holds {len(unexpected)} key(s) that "
-            f"the state dict does not ask for: {', '.join(map(repr, unexpected))}",
-            key=unexpected[0],
-        )
     return (*missing, *own.kept), unexpected
 
 
@@ -946,7 +998,9 @@ def _targets(
     loaded: LoadTargets | None,
     missing: tuple[str, ...],
     unexpected: tuple[str, ...],
+    untaken: Untaken | None,
 ) -> Targets:
+    late: list[Cast] = []
     items = ItemPlacer(placing.table, placing.options, placing.raw, placing.opaque)
 
     def finish() -> None:
@@ -954,6 +1008,7 @@ def _targets(
         own.finish()
         if loaded is not None:
             loaded.put_back(state_dict)
+            late.extend(loaded.casts)
 
     return items.targets(
         objects=placing.object_takers(own),
@@ -963,7 +1018,10 @@ def _targets(
         missing=missing,
         unexpected=unexpected,
         cast=tuple(placing.cast),
+        late_cast=late,
         resized=tuple(placing.resizing.done),
+        untaken=untaken,
+        whole=() if loaded is None else loaded.whole,
     )
 
 

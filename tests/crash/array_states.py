@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ray_dcp.commit_protocol.messages import Untaken
 from ray_dcp.core.columns import ColumnsBuilder
 from ray_dcp.errors import MissingKeyError
 from ray_dcp.io.checkpoint import Checkpoint
@@ -182,6 +183,11 @@ class ArrayWork:
     def place_item(self, chunk: int, data: bytes, /) -> None:
         """See `LoadWork`; arrays have raw bytes."""
         raise AssertionError(f"chunk {chunk} has no raw bytes, but every array has")
+
+    untaken = None
+
+    def check_taken(self, untaken: Untaken, /) -> None:
+        """See `LoadWork`; nobody has to take anything."""
 
     def check_coverage(self, plan: ReadPlan, /) -> None:
         """See `LoadWork`."""

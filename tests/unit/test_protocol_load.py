@@ -16,6 +16,7 @@ from ray_dcp.commit_protocol.messages import (
     ReadCounts,
     Refused,
     Target,
+    Untaken,
 )
 from ray_dcp.commit_protocol.operation import GRACE_S
 from ray_dcp.errors import (
@@ -59,6 +60,29 @@ def test_no_rank_reads_before_every_rank_is_ready():
     assert play.send(LoadReady(KEY, 0)) is None
     assert play.send(LoadReady(KEY, 1)) == LoadProceed()
     assert play.reply(0, "LoadReady") == LoadProceed()
+
+
+def test_what_one_rank_leaves_another_may_take_and_all_learn_what_nobody_takes():
+    names = ("first", "second", "third", "spare")
+    leaves = [
+        Untaken.of(names, {"second", "third", "spare"}, {"second", "third"}),
+        Untaken.of(names, {"first", "third", "spare"}, {"first"}),
+        Untaken.of(names, {"first", "spare"}, ()),
+    ]
+
+    def told(*some):
+        play = Play(len(some))
+        to_planning(play)
+        for rank, untaken in enumerate(some):
+            play.send(LoadReady(KEY, rank, untaken=untaken))
+        replies = [play.reply(rank, "LoadReady").untaken for rank in range(len(some))]
+        assert replies == replies[:1] * len(some)
+        return replies[0] and replies[0].refused_of(names)
+
+    assert told(*leaves[:2]) == ["third"]
+    assert told(*leaves) is None
+    assert told(leaves[0], None) is None
+    assert told(leaves[2], leaves[2]) is None
 
 
 def test_a_rank_that_can_not_plan_refuses_the_load_on_all():

@@ -1,0 +1,981 @@
+"""What an optimizer holds, under the names of its parameters: into plain state, and back as saved.
+
+What `Optimizer.load_state_dict` and torch's helpers around it are given they cast to the dtype of
+a parameter, rebuild, or drop, and they match parameter groups by position. Here names and values
+decide: a load makes its targets by what is stored, fills those that fit in place, and puts the
+state into `state` and `param_groups` itself. Torch's code does it in two cases alone. An optimizer
+whose class replaces `load_state_dict` takes the state by that, and is compared with it afterwards;
+and torch's helper cuts the state of the flat parameters of FSDP1.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict as _stock
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from ray_dcp.core.values import IntKey, NamePath
+from ray_dcp.errors import StateDictError
+from ray_dcp.torch_adapter.flatten import below, flatten, set_by_path
+from ray_dcp.torch_adapter.priming import prime, shard_like, state_of
+from ray_dcp.torch_adapter.sink import target_problem
+from ray_dcp.torch_adapter.tensors import dtype_name, is_plain
+
+OTHER_STATE = "other_state"
+"""Under this name lies what `optimizer.state` has under keys that are no parameters. Why apart:
+among names of parameters nobody could tell such a key from a parameter that an optimizer lacks."""
+
+Cast = tuple[str, str, str]
+"""FQN, dtype in the checkpoint, dtype that is held."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StoredValue:
+    """What a checkpoint tells of one value before it is read."""
+
+    path: NamePath | None = None
+    """Where it sat when it was saved."""
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    """None for what is no tensor."""
+    is_raw: bool | None = None
+    """Whether a tensor is stored as its bytes, and not as what its class pickles itself to; None
+    where only the item tells."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a checkpoint holds, by the names that a state dict asks by."""
+
+    names: Collection[str]
+    """FQNs; looked up, so a mapping or a set."""
+    value: Callable[[str], StoredValue]
+    """What is known of the value of a name."""
+
+    @classmethod
+    def of(cls, metadata: Metadata) -> Stored:
+        """Returns what DCP's metadata tells."""
+        items, paths = metadata.state_dict_metadata, metadata.planner_data
+
+        def value(name: str) -> StoredValue:
+            item = items[name]
+            path = paths.get(name) if isinstance(paths, Mapping) else None
+            if isinstance(item, BytesStorageMetadata):
+                return StoredValue(path)
+            return StoredValue(path, tuple(item.size), item.properties.dtype)
+
+        return cls(items, value)
+
+    def below(self, key: str, prefixes: Sequence[str]) -> dict[str, StoredValue]:
+        """Returns all values below a key by the rest of their names, those that take part."""
+        start = f"{key}."
+        return {
+            name.removeprefix(start): self.value(name)
+            for name in self.names
+            if name.startswith(start) and (not prefixes or below(name, prefixes))
+        }
+
+
+@dataclass
+class Asked:
+    """The state of an optimizer to load into.
+
+    Attributes:
+        state: The targets; None where the checkpoint has the whole state as one object.
+        left: Names in it that are read, but are not this optimizer's.
+        is_whole: Whether nothing of what the optimizer has stays beside what is loaded.
+    """
+
+    state: Any
+    left: set[str] = field(default_factory=set)
+    is_whole: bool = False
+
+
+def optimizer_part(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> Any:
+    """Returns what gives and takes the state of an optimizer: a `Stateful` with two things more.
+
+    `asked(key, stored, prefixes, strict)` returns the state to load into; after that,
+    `load_state_dict` takes it, and raises where the optimizer would hold something else. `casts`
+    then has what it holds in another dtype.
+
+    Args:
+        optimizer: Any.
+        modules: Those of the state dict. The names are those of the first that has all of the
+            optimizer's parameters; without one, they are the optimizer's own numbers.
+    """
+    if not gives_torchs(optimizer, torch.optim.Optimizer):
+        return _OwnForm(optimizer)
+    wanted = {id(parameter) for parameter in _parameters(optimizer)}
+    owners = (m for m in modules if wanted <= {id(parameter) for parameter in m.parameters()})
+    module = next(owners, None)
+    if module is None:
+        return _Named(optimizer, {})
+    if FullyShardedDataParallel.fsdp_modules(module):
+        return _FlatParameters(optimizer, module)
+    return _Named(optimizer, {n: p for n, p in _names(module).items() if id(p) in wanted})
+
+
+def gives_torchs(value: Any, cls: Any, name: str = "state_dict") -> bool:
+    """Whether nobody has replaced a method of its class or of itself."""
+    return getattr(type(value), name) is getattr(cls, name) and name not in vars(value)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _names(module: nn.Module) -> dict[str, Any]:
+    """Returns parameters by their names without wrappers, a shared one by each of its names."""
+    return {
+        fqn: parameter
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        for fqn in _stock._get_fqns(module, name)
+    }
+
+
+def check_all_taken(left: Sequence[str], *, strict: bool | None) -> None:
+    """Raises where a checkpoint holds something that would get lost.
+
+    Args:
+        left: What nobody takes of what has to be taken.
+        strict: See `LoadOptions.strict`.
+
+    Raises:
+        StateDictError: There is some.
+    """
+    if not left:
+        return
+    told = f"{', '.join(map(repr, left[:8]))}{' and more' if len(left) > 8 else ''}"
+    if strict:
+        raise StateDictError(
+            f"LoadOptions(strict=True), but the checkpoint holds {len(left)} key(s) that the state "
+            f"dict does not ask for: {told}",
+            key=left[0],
+        )
+    raise StateDictError(
+        f"the checkpoint holds state of a module or optimizer that the one to load into does not "
+        f"have: {told} ({len(left)} in all). Make it as it was saved: a module with the same "
+        f"layers, an optimizer over the same parameters, frozen ones too, in as many groups "
+        f"(add_param_group); or leave this out with LoadOptions(strict=False)",
+        key=left[0],
+    )
+
+
+class _Named:
+    """An optimizer under the names of its module's parameters, or under its own numbers.
+
+    Args:
+        optimizer: Whose `state_dict` is torch's.
+        by_name: Its parameters by name; none for its own numbers.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, by_name: dict[str, Any]) -> None:
+        self.casts: list[Cast] = []
+        self._optimizer = optimizer
+        self._by_name = by_name
+        self._by_number: dict[str, Any] = {}
+        self._numbers: list[list[Any]] = []
+        self._table: Mapping[str, Any] | None = None
+        self._num_stored: int | None = None
+        self._absent: set[str] = set()
+        self._key, self._is_whole, self._is_strict = "", True, True
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._renamed(self._own_state_dict())
+
+    def _renamed(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a state dict of the optimizer's own with the names of its parameters."""
+        if not self._by_name:
+            return dict(found)
+        names: dict[int, str] = {}
+        for name, parameter in self._by_name.items():
+            names.setdefault(id(parameter), name)
+        # Why not counted anew: a hook of the user's may have given other numbers.
+        name_of: dict[Any, str] = {}
+        for group, own in zip(found["param_groups"], self._optimizer.param_groups, strict=False):
+            for number, parameter in zip(group["params"], own["params"], strict=False):
+                name_of.setdefault(number, names[id(parameter)])
+        state = found["state"]
+        named = {
+            **found,
+            "state": {name_of[key]: value for key, value in state.items() if key in name_of},
+            "param_groups": [
+                {**group, "params": [name_of[number] for number in group["params"]]}
+                for group in found["param_groups"]
+            ],
+        }
+        others = {key: value for key, value in state.items() if key not in name_of}
+        return {**named, OTHER_STATE: others} if others else named
+
+    def _own_state_dict(self) -> dict[str, Any]:
+        own = {id(parameter) for parameter in _parameters(self._optimizer)}
+        for key in self._optimizer.state:
+            if isinstance(key, torch.Tensor) and id(key) not in own:
+                raise StateDictError(
+                    f"expected the state of {type(self._optimizer).__name__} to belong to "
+                    f"parameters of its groups, found some of a tensor of shape "
+                    f"{tuple(key.shape)} that is in none; remove it from optimizer.state, or add "
+                    f"the tensor with add_param_group"
+                )
+        return self._optimizer.state_dict()
+
+    # --- what to load into -----------------------------------------------------------------------
+
+    def asked(self, key: str, stored: Stored, prefixes: Sequence[str], *, strict: bool) -> Asked:
+        self._key, self._is_whole, self._is_strict = key, not prefixes, strict
+        groups = self._own_state_dict()["param_groups"]
+        self._numbers = [list(group["params"]) for group in groups]
+        self._by_number = {str(n): p for n, p in reversed(self._numbered())}
+        self._table, self._num_stored = None, None
+        items = stored.below(key, prefixes)
+        if not items:
+            return Asked(None if key in stored.names else self.state_dict())
+        parts: dict[str, dict[str, StoredValue]] = {"param_groups": {}, "state": {}}
+        for name, item in items.items():
+            part, _, rest = name.partition(".")
+            parts.setdefault(part, {})[rest] = item
+        tree: dict[str, Any] = {"state": {}}
+        left = self._ask_groups(parts.pop("param_groups"), tree)
+        others = self._ask_state(parts.pop("state"), tree["state"])
+        self._ask_others(tree["state"], others)
+        if OTHER_STATE in parts:
+            self._ask_others(tree.setdefault(OTHER_STATE, {}), parts.pop(OTHER_STATE))
+        if self._optimizer._optimizer_load_state_dict_pre_hooks or not self._takes_torchs():
+            # Somebody may know what to do with more than torch's own has.
+            for part, rests in parts.items():
+                for rest, item in rests.items():
+                    path = (part, *_tail(item.path, rest)) if rest else (part,)
+                    set_by_path(tree, path, self._target(None, path, item, None))
+        return Asked(tree, left, self._is_whole)
+
+    def _numbered(self) -> list[tuple[Any, Any]]:
+        """Returns each number of the optimizer's own with its parameter."""
+        numbers = chain.from_iterable(self._numbers)
+        return list(zip(numbers, _parameters(self._optimizer), strict=False))
+
+    def _ask_groups(self, items: Mapping[str, StoredValue], tree: dict[str, Any]) -> set[str]:
+        """Adds the groups; returns the names of those that are more than the optimizer has."""
+        own, left, options = self._optimizer.param_groups, set[str](), set[str]()
+        tree["param_groups"] = []
+        for rest, item in items.items():
+            number, _, option = rest.partition(".")
+            if not (number.isdecimal() and option):
+                continue
+            path = _tail(item.path, option)
+            options.add(str(path[0]))
+            target = None if item.dtype is None else torch.empty(item.shape, dtype=item.dtype)
+            set_by_path(tree, ("param_groups", int(number), *path), target)
+            if int(number) >= len(own):
+                left.add(f"{self._key}.param_groups.{rest}")
+        groups = tree["param_groups"] = [group or {} for group in tree["param_groups"]]
+        self._num_stored = len(groups)
+        groups += [{} for _ in own[len(groups) :]]
+        known = {option for group in own for option in group} - {"params", "param_names"}
+        self._absent = known - options
+        for index, (group, held) in enumerate(zip(groups, own, strict=False)):
+            lacking = known if index >= self._num_stored else self._absent
+            group.update({option: held[option] for option in held if option in lacking})
+        return left
+
+    def _ask_state(
+        self, items: Mapping[str, StoredValue], root: dict[str, Any]
+    ) -> dict[str, StoredValue]:
+        """Adds the state of parameters; returns what belongs to no parameter."""
+        ends = {name: _end(item.path, name) for name, item in items.items()}
+        named, numbered = _owned(ends, self._by_name), _owned(ends, self._by_number)
+        # A name may be a number too, "0" of a list of parameters; then only its path tells.
+        is_named = bool(named) and not any(isinstance((ends[n] or ("",))[0], IntKey) for n in named)
+        if named or numbered or not self._by_name:
+            self._table = self._by_name if is_named else self._by_number
+        table = self._table or {}
+        wanted: dict[str, list[tuple[NamePath, StoredValue]]] = {}
+        for name, owner in (named if is_named else numbered).items():
+            tail = _tail(items[name].path, name[len(owner) + 1 :]) if name != owner else ()
+            wanted.setdefault(owner, []).append(((ends[name] or ("", *tail))[1:], items[name]))
+        fresh, samples = self._fresh_state({id(table[owner]): one for owner, one in wanted.items()})
+        for owner, rows in wanted.items():
+            parameter = table[owner]
+            held = state_of(self._optimizer, parameter)
+            own = fresh.get(id(parameter)) if held is None else held
+            pattern = samples.get(id(parameter)) if own is None else own
+            for tail, item in rows:
+                path, like = _found(pattern, tail)
+                target = self._target(parameter, path, item, None if own is None else like)
+                set_by_path(root, (owner, *path), target)
+            if isinstance(root[owner], dict) and isinstance(pattern, Mapping):
+                lacking = _lacking(root[owner], own or {}, has_stepped=held is not None)
+                root[owner].update(lacking)
+                _add_empty(root[owner], pattern)
+        if self._table is not self._by_number:
+            return {}
+        # Why not those with dots where there is no number at all: those are names of parameters.
+        return {
+            name: item
+            for name, item in items.items()
+            if not (first := str(_tail(item.path, name)[0])).isdecimal()
+            and (numbered or "." not in first)
+        }
+
+    def _fresh_state(
+        self, wanted: Mapping[int, list[tuple[NamePath, StoredValue]]]
+    ) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Returns state of step 0, where something is not known without it.
+
+        That is what its class makes for one parameter of each group: which names, and of which
+        classes; and the layout of what has another shape than a parameter with shards.
+
+        Args:
+            wanted: What is stored, by the id of the parameter.
+
+        Returns:
+            The state by the id of its parameter; and for each parameter that of one in its group.
+        """
+        optimizer, samples = self._optimizer, dict[int, Any]()
+        groups = [
+            [
+                parameter
+                for parameter in group["params"]
+                if id(parameter) in wanted
+                and parameter.requires_grad
+                and state_of(optimizer, parameter) is None
+            ]
+            for group in optimizer.param_groups
+        ]
+        unknown = {
+            id(p): any(not _is_known(p, *row) for row in wanted[id(p)])
+            for own in groups
+            for p in own
+        }
+        ids = {number for number, is_unknown in unknown.items() if is_unknown}
+        for own in groups:
+            # Why not with shards: the step may wait for other ranks, which need not come to it.
+            plain = [p for p in own if not isinstance(p, DTensor)]
+            ids.update(
+                map(id, sorted(plain, key=torch.Tensor.numel)[: 1 if self._is_strict else None])
+            )
+        made = self._primed(ids)
+        for own in groups:
+            sample = next((made[id(p)] for p in own if id(p) in made), None)
+            if isinstance(sample, Mapping):
+                samples.update({id(p): sample for p in own})
+                if not all(map(_has_bytes, sample.values())):
+                    made |= self._primed({id(p) for p in own} - made.keys())
+        return made, samples
+
+    def _primed(self, ids: set[int]) -> dict[int, Any]:
+        try:
+            made = prime(self._optimizer, ids) if ids else []
+        except Exception:  # noqa: BLE001 - whatever its step raises: nothing more is known then
+            return {}
+        return {id(parameter): self._optimizer.state.pop(parameter) for parameter in made}
+
+    def _ask_others(self, root: dict[str, Any], items: Mapping[str, StoredValue]) -> None:
+        for rest, item in items.items():
+            path, held = _found(self._optimizer.state, _tail(item.path, rest))
+            set_by_path(root, path, self._target(None, path, item, held))
+
+    def _target(self, parameter: Any, path: NamePath, item: StoredValue, like: Any) -> Any:
+        """Returns what a stored value goes into: what is there if it fits, else a new tensor."""
+        if item.dtype is None:
+            return None
+        if _is_like(like, item):
+            return _of_dtype(like, item.dtype)
+        if parameter is not None and tuple(parameter.shape) == item.shape and _has_bytes(parameter):
+            made = torch.empty_like(parameter, dtype=item.dtype, requires_grad=False)
+            shard_like(made, parameter)
+            return made
+        owner = parameter if parameter is not None else _parameters(self._optimizer)[0]
+        device = owner.device
+        if isinstance(like, torch.Tensor):
+            device = like.device
+        elif path[-1:] == ("step",) and not self._counts_on_device(owner):
+            device = torch.device("cpu")
+        return torch.empty(item.shape, dtype=item.dtype, device=device)
+
+    def _counts_on_device(self, parameter: Any) -> bool:
+        for group in self._optimizer.param_groups:
+            if any(parameter is one for one in group["params"]):
+                return _counts_on_device(group)
+        return False
+
+    # --- taking what was loaded ------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        packed = self._packed(state_dict)
+        if self._takes_torchs():
+            self._put(packed)
+            return
+        self._optimizer.load_state_dict(packed)
+        held = self._renamed(self._optimizer.state_dict())
+        self.casts = _compared(self._optimizer, self._key, self._renamed(packed), held)
+
+    def _takes_torchs(self) -> bool:
+        return gives_torchs(self._optimizer, torch.optim.Optimizer, "load_state_dict")
+
+    def _packed(self, loaded: Any) -> dict[str, Any]:
+        """Returns the state that the optimizer is to have, as its `state_dict()` would give it."""
+        optimizer = self._optimizer
+        if not isinstance(loaded, Mapping) or not {"state", "param_groups"} <= loaded.keys():
+            raise StateDictError(
+                f"expected the state of an optimizer, a mapping with 'state' and 'param_groups', "
+                f"found {type(loaded).__name__}",
+                key=self._key,
+            )
+        groups = self._matched(loaded["param_groups"])
+        table = self._table
+        if table is None:
+            is_named = any(key in self._by_name for key in loaded["state"])
+            table = self._by_name if is_named else self._by_number
+        numbers = {id(parameter): number for number, parameter in reversed(self._numbered())}
+        values: dict[int, Any] = {}
+        others = {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
+        others = {} if self._is_whole else others
+        for key, value in loaded["state"].items():
+            parameter = table.get(str(key))
+            if parameter is not None:
+                values[id(parameter)] = value
+            elif not any(key in group["params"] for group in loaded["param_groups"]):
+                others[key] = value
+            elif self._is_strict:
+                check_all_taken([f"{self._key}.state.{key}"], strict=None)
+        others.update(loaded.get(OTHER_STATE, {}))
+        state: dict[Any, Any] = {}
+        packed: list[dict[str, Any]] = []
+        for group, own, options in zip(optimizer.param_groups, self._numbers, groups, strict=True):
+            for parameter in group["params"]:
+                held = optimizer.state.get(parameter)
+                value = values.get(id(parameter), held)
+                if id(parameter) in values:
+                    value = self._placed(parameter, group, options, value)
+                    if not self._is_whole and isinstance(held, Mapping):
+                        value = {**held, **value}
+                elif held is None or (options is not None and self._is_whole):
+                    continue
+                state[numbers[id(parameter)]] = value
+            stays = group if options is None or not self._is_whole else self._absent
+            kept = {k: v for k, v in group.items() if k in stays or k == "param_names"}
+            packed.append({**kept, **(options or {}), "params": own})
+        rest = {k: v for k, v in loaded.items() if k not in ("state", "param_groups", OTHER_STATE)}
+        return {**rest, "state": {**state, **others}, "param_groups": packed}
+
+    def _matched(self, found: Sequence[dict[str, Any]]) -> list[dict[str, Any] | None]:
+        """Returns the stored options of each group of the optimizer's; None where there are none.
+
+        Groups are matched by their parameters, empty ones by their order. What then is left goes
+        by position: where each rank has parameters of its own, the stored list is one rank's.
+        """
+        own = self._optimizer.param_groups
+        stored = list(found[: self._num_stored])
+        members = [self._members(group.get("params") or ()) for group in stored]
+        ids = [{id(parameter) for parameter in group["params"]} for group in own]
+        hits = [[j for j, some in enumerate(members) if mine & some.keys()] for mine in ids]
+        empty = iter([j for j, group in enumerate(stored) if group.get("params") == []])
+        for mine, matches in zip(ids, hits, strict=True):
+            if not mine:
+                matches += [j for j in [next(empty, None)] if j is not None]
+        taken = {j for matches in hits for j in matches}
+        for index, matches in enumerate(hits):
+            if not matches and index < len(stored) and index not in taken:
+                matches.append(index)
+        lost = [index for index, matches in enumerate(hits) if not matches]
+        if lost and self._is_strict and self._is_whole:
+            raise StateDictError(
+                f"expected the parameters of group {lost[0]} of the optimizer {self._key!r} in a "
+                f"parameter group of the checkpoint, which has {len(stored)}, found them in none. "
+                f"Make the groups as they were saved, or leave this one as it is with "
+                f"LoadOptions(strict=False)",
+                key=self._key,
+            )
+        return [
+            self._options([stored[j] for j in matches], [members[j] for j in matches], group)
+            if matches
+            else None
+            for matches, group in zip(hits, own, strict=True)
+        ]
+
+    def _members(self, entries: Sequence[Any]) -> dict[int, int]:
+        """Returns the optimizer's parameters in a stored group, by id, with their places."""
+        is_number = any(not isinstance(entry, str) for entry in entries)
+        if is_number and (self._table is self._by_name or entries not in self._numbers):
+            told = "names them" if self._table is self._by_name else f"has {self._numbers}"
+            raise StateDictError(
+                f"the checkpoint numbers the parameters of the optimizer {self._key!r}, with the "
+                f"group {list(entries)!r}, but the one to load into {told}. Make its groups as "
+                f"they were saved, with as many parameters in the same order",
+                key=self._key,
+            )
+        table = self._by_number if is_number else self._by_name or self._by_number
+        if entries and not self._by_name and not table.keys() & set(map(str, entries)):
+            raise StateDictError(
+                f"the checkpoint names the parameters of the optimizer {self._key!r}, as "
+                f"{entries[0]!r}; give the module that has them in the state dict too",
+                key=self._key,
+            )
+        found: dict[int, int] = {}
+        for place, entry in enumerate(entries):
+            if str(entry) in table:
+                found.setdefault(id(table[str(entry)]), place)
+        return found
+
+    def _options(
+        self,
+        stored: Sequence[dict[str, Any]],
+        members: Sequence[dict[int, int]],
+        group: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        no_options = {"params", "param_names", *self._absent}
+        options = [{k: v for k, v in one.items() if k not in no_options} for one in stored]
+        for other in options[1:]:
+            if not _is_same(options[0], other):
+                raise StateDictError(
+                    f"the checkpoint has the parameters of one group of the optimizer "
+                    f"{self._key!r} in {len(stored)} groups with other options, "
+                    f"{options[0]!r} and {other!r}; make the groups as they were saved",
+                    key=self._key,
+                )
+        names = {
+            parameter: one["param_names"][place]
+            for one, places in zip(stored, members, strict=True)
+            for parameter, place in places.items()
+            if place < len(one.get("param_names") or ())
+        }
+        if names and all(id(parameter) in names for parameter in group["params"]):
+            options[0]["param_names"] = [names[id(parameter)] for parameter in group["params"]]
+        return options[0]
+
+    def _placed(self, parameter: Any, group: Any, options: Any, value: Any) -> Any:
+        """Returns the state of a parameter with everything on its device."""
+        if not isinstance(value, Mapping):
+            return _moved(value, parameter.device, everything=self._table is None)
+        found = {
+            k: _moved(v, parameter.device, everything=self._table is None and k != "step")
+            for k, v in value.items()
+        }
+        step = found.get("step")
+        if isinstance(step, torch.Tensor):
+            # Source: torch/optim/optimizer.py, `_process_value_according_to_param_policy`.
+            if _counts_on_device(group if options is None else options):
+                found["step"] = step.to(parameter.device)
+            elif _counts_on_device(group):
+                found["step"] = step.cpu()
+        return found
+
+    def _put(self, packed: dict[str, Any]) -> None:
+        """Does what torch's `load_state_dict` does, without its casts, and in place.
+
+        Source: `torch/optim/optimizer.py`, `Optimizer.load_state_dict`.
+        """
+        optimizer = self._optimizer
+        for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(optimizer, packed)
+            packed = packed if changed is None else changed
+        groups, own = packed["param_groups"], optimizer.param_groups
+        sizes = [[len(group["params"]) for group in some] for some in (groups, own)]
+        if sizes[0] != sizes[1]:
+            raise StateDictError(
+                f"a hook of the optimizer {self._key!r} made groups of {sizes[0]} parameters, "
+                f"which has groups of {sizes[1]}; return as many",
+                key=self._key,
+            )
+        numbers = chain.from_iterable(group["params"] for group in groups)
+        owners = dict(zip(numbers, _parameters(optimizer), strict=True))
+        held = [dict(group) for group in own]
+        for group, new in zip(own, groups, strict=True):
+            options = {k: v for k, v in new.items() if k != "params"}
+            for option in group.keys() - options.keys() - {"params", "param_names"}:
+                del group[option]
+            for option, value in options.items():
+                group[option] = _filled(option, group.get(option), value, held)
+        state = dict(optimizer.state)
+        optimizer.state.clear()
+        for key, value in packed["state"].items():
+            key = owners.get(key, key)
+            before = state.get(key)
+            if isinstance(before, MutableMapping) and isinstance(value, Mapping):
+                value = dict(value)
+                before.clear()
+                before.update(value)
+                value = before
+            optimizer.state[key] = value
+        optimizer.__setstate__({"state": optimizer.state, "param_groups": own})
+        for done in optimizer._optimizer_load_state_dict_post_hooks.values():
+            done(optimizer)
+
+
+class _OwnForm:
+    """An optimizer whose class has replaced `state_dict`: names and values are the class's.
+
+    Args:
+        optimizer: Any such.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.casts: list[Cast] = []
+        self._optimizer = optimizer
+        self._key = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def asked(self, key: str, stored: Stored, prefixes: Sequence[str], *, strict: bool) -> Asked:
+        self._key = key
+        with primed(self._optimizer):
+            tree = _containers(self.state_dict())
+        items = stored.below(key, prefixes)
+        if not items and key in stored.names:
+            return Asked(None)
+        own = flatten(tree)
+        places = {
+            name: (parent, at, value)
+            for name, parent, at, value in zip(
+                own.names, own.parents, own.keys, own.values, strict=True
+            )
+        }
+        for name, item in items.items():
+            parent, at, like = places.get(name, (None, None, None))
+            target = None
+            if item.dtype is not None and _is_like(like, item):
+                target = _of_dtype(like, item.dtype)
+            elif item.dtype is not None:
+                target = torch.empty(item.shape, dtype=item.dtype)
+            if parent is None:
+                set_by_path(tree, _tail(item.path, name), target)
+            else:
+                parent[at] = target
+        return Asked(tree)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        loaded = _containers(state_dict)
+        self._optimizer.load_state_dict(state_dict)
+        self.casts = _compared(self._optimizer, self._key, loaded, self.state_dict())
+
+
+class _FlatParameters:
+    """An optimizer over flat parameters of FSDP1, whose state torch's helper cuts and joins."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+        self.casts: list[Cast] = []
+        self._optimizer, self._module = optimizer, module
+        self._key = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        with primed(self._optimizer, when=not self._optimizer.state):
+            return self._named()
+
+    def asked(self, key: str, stored: Stored, prefixes: Sequence[str], *, strict: bool) -> Asked:
+        self._key = key
+        with primed(self._optimizer):
+            found = self._named()
+        if not any(name.startswith(f"{key}.") for name in stored.names):
+            return Asked(None if key in stored.names else found)
+        for name in list(found["state"]):
+            inner = flatten({key: {"state": {name: found["state"][name]}}}).names
+            if not any(each in stored.names for each in inner):
+                del found["state"][name]
+        groups = f"{key}.param_groups."
+        options = {str(index): group for index, group in enumerate(found["param_groups"])}
+        for name in stored.names:
+            if name.startswith(groups) and stored.value(name).dtype is None:
+                index, _, option = name.removeprefix(groups).partition(".")
+                if index in options and "." not in option:
+                    # A scheduler that is not made yet had put it there: "initial_lr".
+                    options[index].setdefault(option, None)
+        return Asked(found)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        copied = dict(state_dict)
+        copied["state"] = dict(copied["state"])
+        copied["param_groups"] = [dict(group) for group in copied["param_groups"]]
+        with _as_if_stepped(self._optimizer):
+            # Why not strict: a parameter that never had a gradient has no state.
+            _stock.set_optimizer_state_dict(
+                self._module,
+                self._optimizer,
+                copied,  # Why: torch's helper changes what it is given.
+                options=StateDictOptions(strict=False),
+            )
+        self.casts = _compared(self._optimizer, self._key, state_dict, self._named())
+
+    def _named(self) -> dict[str, Any]:
+        with _as_if_stepped(self._optimizer):
+            found: Any = _stock.get_optimizer_state_dict(self._module, self._optimizer)
+        return dict(found)
+
+
+@contextmanager
+def primed(optimizer: torch.optim.Optimizer, *, when: bool = True) -> Iterator[None]:
+    """Gives it the state of step 0 where it has none, for the time of the block."""
+    made: list[torch.Tensor] = []
+    if when:
+        try:
+            made = prime(optimizer)
+        except Exception:  # noqa: BLE001 - whatever its step raises: it has no state then
+            made = []
+    try:
+        yield
+    finally:
+        for parameter in made:
+            optimizer.state.pop(parameter, None)
+
+
+@contextmanager
+def _as_if_stepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Keeps torch's helpers from stepping with an optimizer without state.
+
+    A gradient is the sign for them that no state is to be made.
+    """
+    parameters = _parameters(optimizer)
+    lent: list[torch.Tensor] = []
+    try:
+        if not optimizer.state and all(p.grad is None for p in parameters):
+            for parameter in [p for p in parameters if p.requires_grad][:1]:
+                parameter.grad = torch.zeros_like(parameter)
+                lent.append(parameter)
+        yield
+    finally:
+        for parameter in lent:
+            parameter.grad = None
+
+
+# --- names and places ---------------------------------------------------------------------------
+
+
+def _owned(ends: Mapping[str, NamePath | None], table: Mapping[str, Any]) -> dict[str, str]:
+    """Returns for each name that begins with one of the table, which one."""
+    found: dict[str, str] = {}
+    for name, end in ends.items():
+        if end is not None:
+            owner = str(end[0])
+        else:
+            stop = name.find(".")
+            while stop != -1 and name[:stop] not in table:
+                stop = name.find(".", stop + 1)
+            owner = name if stop == -1 else name[:stop]
+        if owner in table:
+            found[name] = owner
+    return found
+
+
+def _end(path: NamePath | None, rest: str) -> NamePath | None:
+    """Returns the end of a path whose text is `rest`; None where the name has been changed."""
+    for start in range(len(path or ()) - 1, -1, -1):
+        end = tuple(path or ())[start:]
+        if ".".join(map(str, end)) == rest:
+            return end
+    return None
+
+
+def _tail(path: NamePath | None, rest: str) -> NamePath:
+    return _end(path, rest) or tuple(rest.split("."))
+
+
+def _found(container: Any, path: NamePath) -> tuple[NamePath, Any]:
+    """Returns a path with the keys that a container has, and what is there; None for nothing."""
+    real: list[Any] = []
+    for part in path:
+        key: Any = part.key if isinstance(part, IntKey) else part
+        if isinstance(container, Mapping):
+            # Why: checkpoints of stock DCP have all keys as texts.
+            is_number = type(part) is str and key not in container and part.isdecimal()
+            if is_number and int(part) in container:
+                key = int(part)
+            container = container.get(key)
+            real.append(IntKey(key) if isinstance(key, int) else part)
+        else:
+            is_there = isinstance(container, (list, tuple)) and isinstance(key, int)
+            container = container[key] if is_there and 0 <= key < len(container) else None
+            real.append(part)
+    return tuple(real), container
+
+
+def _lacking(
+    stored: Mapping[Any, Any], own: Mapping[Any, Any], *, has_stepped: bool
+) -> dict[Any, Any]:
+    """Returns state of a parameter that the checkpoint would have, were it of this optimizer.
+
+    That is what the first step makes. Of an optimizer that has stepped it is what is there, unless
+    that is only more than is stored: it came in a later step, and goes.
+    """
+    if has_stepped and stored.keys() <= own.keys():
+        return {}
+    return {key: value for key, value in own.items() if key not in stored}
+
+
+def _add_empty(tree: dict[Any, Any], pattern: Mapping[Any, Any]) -> None:
+    """Adds the mappings without entries that a pattern has: DCP stores nothing of them."""
+    for key, value in pattern.items():
+        if isinstance(value, Mapping) and not value:
+            tree.setdefault(key, {})
+        elif isinstance(value, Mapping) and isinstance(tree.get(key), dict):
+            _add_empty(tree[key], value)
+
+
+def _has_bytes(value: Any) -> bool:
+    """Whether a value is no tensor, or one whose bytes are all there is to it."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return not isinstance(local, torch.Tensor) or is_plain(local)
+
+
+def _is_like(tensor: Any, item: StoredValue) -> bool:
+    """Whether a tensor has the shape of a stored one, and is of its kind."""
+    if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != item.shape:
+        return False
+    return item.is_raw in (None, _has_bytes(tensor))
+
+
+def _is_known(parameter: Any, path: NamePath, item: StoredValue) -> bool:
+    """Whether the layout of a stored value follows from its parameter."""
+    if item.dtype is None or not isinstance(parameter, DTensor):
+        return item.is_raw is not False
+    if tuple(parameter.shape) == item.shape:
+        return item.is_raw is True
+    return not item.shape and path[-1:] == ("step",)
+
+
+def _of_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if tensor.dtype == dtype and target_problem(tensor) is None:
+        return tensor
+    return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+
+
+def _counts_on_device(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("fused") or group.get("capturable"))
+
+
+def _moved(value: Any, device: torch.device, *, everything: bool) -> Any:
+    """Returns a value with its tensors on a device.
+
+    Args:
+        value: Any.
+        device: Which.
+        everything: Also tensors that are not in tuples: those were loaded to their place.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.to(device) if everything else value
+    if isinstance(value, tuple):
+        moved = [_moved(each, device, everything=True) for each in value]
+        if all(a is b for a, b in zip(moved, value, strict=True)):
+            return value
+        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
+    if type(value) is dict:
+        return {k: _moved(v, device, everything=everything) for k, v in value.items()}
+    if type(value) is list:
+        return [_moved(each, device, everything=everything) for each in value]
+    return value
+
+
+def _filled(option: str, own: Any, value: Any, groups: Sequence[Mapping[str, Any]]) -> Any:
+    """Returns the value of a group's option: the tensor that is there, filled, if it fits."""
+    fits = (
+        isinstance(own, torch.Tensor)
+        and isinstance(value, torch.Tensor)
+        and own.shape == value.shape
+        and own.dtype == value.dtype
+        and target_problem(own) is None
+    )
+    # Why counted: groups may share the tensor of one default, and differ in the checkpoint.
+    if own is value or not fits or sum(own is group.get(option) for group in groups) > 1:
+        return value
+    with torch.no_grad():
+        own.detach().copy_(value)
+    return own
+
+
+def _containers(value: Any) -> Any:
+    """Returns mappings and lists anew, as far as they are walked; the values stay the same."""
+    if isinstance(value, Mapping):
+        return {key: _containers(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_containers(each) for each in value]
+    return value
+
+
+# --- comparing ----------------------------------------------------------------------------------
+
+
+def _compared(optimizer: Any, key: str, loaded: Any, held: Any) -> list[Cast]:
+    """Returns what a library that took the state has cast.
+
+    Raises:
+        StateDictError: It holds other state than was loaded.
+    """
+    now = flatten({key: held})
+    found = dict(zip(now.names, now.values, strict=True))
+    was = flatten({key: loaded})
+    casts: list[Cast] = []
+    wrong: list[str] = []
+    for name, value in zip(was.names, was.values, strict=True):
+        if name in was.empty:
+            continue
+        other = found.get(name)
+        dtypes = [dtype_name(v.dtype) for v in (value, other) if isinstance(v, torch.Tensor)]
+        if len(set(dtypes)) == 2:
+            casts.append((name, dtypes[0], dtypes[1]))
+        if name not in found or not _is_same(value, other):
+            wrong.append(name)
+    state = [name for name in wrong if not name.startswith(f"{key}.param_groups.")]
+    if state:
+        raise StateDictError(
+            f"{type(optimizer).__name__}.load_state_dict got what the checkpoint has, but the "
+            f"optimizer holds something else of {', '.join(map(repr, state[:8]))}"
+            f"{' and more' if len(state) > 8 else ''} ({len(state)} in all); load into an "
+            f"optimizer as it was saved, or mend load_state_dict",
+            key=state[0],
+        )
+    if wrong:
+        logger.warning(
+            "%s.load_state_dict gave options of its own to %s",
+            type(optimizer).__name__,
+            ", ".join(wrong),
+        )
+    return casts
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether two values are equal, a tensor as the other's dtype has it; NaN is equal to NaN."""
+    if value is other:
+        return True
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        ours, theirs = _local(value), _local(other)
+        return len(ours) == len(theirs) and all(map(_is_equal, ours, theirs))
+    if isinstance(value, Mapping) and isinstance(other, Mapping):
+        return value.keys() == other.keys() and all(_is_same(value[k], other[k]) for k in value)
+    if isinstance(value, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(value) == len(other) and all(map(_is_same, value, other))
+    if isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor):
+        return False
+    try:
+        return bool(value == other) or bool(value != value and other != other)
+    except Exception:  # noqa: BLE001 - a class of a user's that can't be compared
+        return type(value) is type(other)
+
+
+def _local(tensor: Any) -> list[torch.Tensor]:
+    if isinstance(tensor, DTensor):
+        return [tensor.to_local()]
+    if hasattr(tensor, "local_shards"):
+        return [shard.tensor for shard in tensor.local_shards()]
+    return [tensor]
+
+
+def _is_equal(value: torch.Tensor, other: torch.Tensor) -> bool:
+    if value.shape != other.shape:
+        return False
+    try:
+        same = value.to(other.device, other.dtype)
+        return bool(((same == other) | ((same != same) & (other != other))).all())
+    except (RuntimeError, NotImplementedError):  # A class that can't be compared.
+        return type(value) is type(other)

@@ -1,0 +1,220 @@
+"""Gives optimizers the state that they would make in their first step, and changes nothing else."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from ray_dcp.errors import InvalidRequestError
+from ray_dcp.torch_adapter.spmd import is_on_xla, xla_modules
+
+AT_ONCE_BYTES = 256 << 20
+"""Parameters that are primed together, in bytes: as much memory is needed beside them."""
+
+_FRESH: dict[str, dict[str, str | float]] = {
+    "NAdam": {"mu_product": 1.0},
+    "ASGD": {"mu": 1.0, "eta": "lr"},
+}
+"""State that a step changes although parameters and gradients are 0, with what it begins at; a text
+names an option of the parameter group."""
+
+O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
+
+
+def prime_optimizer(optimizer: O) -> O:
+    """Gives an optimizer the state of one that has made no step, so that a load can fill it.
+
+    For each parameter that has no state yet. Parameters, gradients, the state that is there,
+    options and step counts are as before; new step counts are 0. On XLA devices new state is
+    sharded as its parameter is.
+
+    Args:
+        optimizer: Any that makes its state in `step()` without a closure.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        InvalidRequestError: It is no optimizer, or needs a closure, as `LBFGS`.
+
+    Complexity:
+        One step of the optimizer for each `AT_ONCE_BYTES` of parameters.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = prime_optimizer(torch.optim.AdamW([weight], weight_decay=0.5))
+        >>> state = optimizer.state[weight]
+        >>> weight.tolist(), state["step"].item(), state["exp_avg"].tolist()
+        ([1.0, 1.0], 0.0, [0.0, 0.0])
+
+    Source: `torch_xla/experimental/distributed_checkpoint/util.py`, whose own makes a real step.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidRequestError(
+            f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}", key="optimizer"
+        )
+    prime(optimizer)
+    return optimizer
+
+
+def prime(
+    optimizer: torch.optim.Optimizer, only: Collection[int] | None = None
+) -> list[torch.Tensor]:
+    """Does what `prime_optimizer` does, and returns the parameters that have state only by it.
+
+    Args:
+        optimizer: See there.
+        only: Ids of the parameters to prime; all unless given.
+
+    Raises:
+        InvalidRequestError: It needs a closure, as `LBFGS`.
+        Exception: What its step raised; no state was added.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InvalidRequestError(
+            "LBFGS has no state before a step with a closure; make one, and load then",
+            key="optimizer",
+        )
+    _sync()
+    todo = [
+        (parameter, group)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+        and state_of(optimizer, parameter) is None
+        and (only is None or id(parameter) in only)
+    ]
+    options = [dict(group) for group in optimizer.param_groups]
+    attributes = dict(vars(optimizer))
+    devices = {p.device.index or 0 for p, _ in todo if p.is_cuda}
+    try:
+        # Why a generator of its own: a step may round at random.
+        with (
+            _without_gradients(optimizer),
+            _without_hooks(optimizer),
+            torch.random.fork_rng(devices=devices),
+        ):
+            for some in _batches(todo):
+                _prime(optimizer, some)
+    except BaseException:
+        for parameter, _ in todo:
+            optimizer.state.pop(parameter, None)
+        raise
+    finally:
+        # Why: some count their steps in the options of a group, or in themselves.
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+        for group, before in zip(optimizer.param_groups, options, strict=True):
+            group.clear()
+            group.update(before)
+    _sync()
+    return [parameter for parameter, _ in todo if state_of(optimizer, parameter) is not None]
+
+
+def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Any:
+    """Returns what an optimizer has of a parameter; None for nothing or an empty mapping."""
+    state = optimizer.state.get(parameter)
+    return None if isinstance(state, Mapping) and not state else state
+
+
+def _prime(optimizer: torch.optim.Optimizer, some: list[tuple[Any, dict[str, Any]]]) -> None:
+    """Steps with parameters and gradients of 0, which leaves state at its beginning."""
+    kept = [parameter.detach().clone() for parameter, _ in some]
+    with torch.no_grad():
+        try:
+            for parameter, _ in some:
+                parameter.detach().zero_()
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+                shard_like(parameter.grad, parameter)
+            # Why the class's: a scheduler has put a wrapper around the optimizer's own, which
+            # counts.
+            type(optimizer).step(optimizer)
+        finally:
+            for (parameter, _), value in zip(some, kept, strict=True):
+                parameter.grad = None
+                parameter.detach().copy_(value)
+        for parameter, group in some:
+            if parameter in optimizer.state:
+                _to_beginning(optimizer, parameter, group)
+    _sync()
+
+
+def _to_beginning(optimizer: torch.optim.Optimizer, parameter: Any, group: dict[str, Any]) -> None:
+    state = optimizer.state[parameter]
+    fresh: dict[str, Any] = {"step": 0.0}
+    for cls in type(optimizer).__mro__:
+        fresh |= _FRESH.get(cls.__name__, {})
+    for name, value in state.items():
+        if name in fresh:
+            begins = group[fresh[name]] if isinstance(fresh[name], str) else fresh[name]
+            if isinstance(value, torch.Tensor):
+                value.fill_(float(begins))
+            elif isinstance(value, (int, float)):
+                state[name] = type(value)(begins)
+        elif isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+            shard_like(value, parameter)
+
+
+def _batches(
+    todo: list[tuple[Any, dict[str, Any]]],
+) -> Iterator[list[tuple[Any, dict[str, Any]]]]:
+    some: list[tuple[Any, dict[str, Any]]] = []
+    num_bytes = 0
+    for parameter, group in todo:
+        some.append((parameter, group))
+        num_bytes += parameter.numel() * parameter.element_size()
+        if num_bytes >= AT_ONCE_BYTES:
+            yield some
+            some, num_bytes = [], 0
+    if some:
+        yield some
+
+
+@contextmanager
+def _without_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Takes gradients away, so that a step changes nothing, and gives them back."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+@contextmanager
+def _without_hooks(optimizer: Any) -> Iterator[None]:
+    """Keeps a user's step hooks from being called."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    kept = {name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)}
+    for name in kept:
+        setattr(optimizer, name, OrderedDict())
+    try:
+        yield
+    finally:
+        for name, hooks in kept.items():
+            setattr(optimizer, name, hooks)
+
+
+def shard_like(tensor: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Shards a tensor on an XLA device as a parameter is."""
+    modules = xla_modules()
+    if modules is None or not is_on_xla(parameter):
+        return
+    sharding = modules.root._XLAC._get_xla_op_sharding(parameter)
+    if sharding and not modules.root._XLAC._get_xla_op_sharding(tensor):
+        modules.root._XLAC._xla_mark_sharding(tensor, sharding)
+
+
+def _sync() -> None:
+    """Has all that was asked of XLA devices done."""
+    modules = xla_modules()
+    if modules is not None:
+        modules.root.sync()
+        modules.model.wait_device_ops()

@@ -1,0 +1,607 @@
+"""Optimizers come back as they were saved: keys, values, dtypes, options; or the load says why not.
+
+`tests/property/test_optimizer_roundtrip.py` does so for every optimizer of torch's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ray_dcp
+from ray_dcp import warming
+from ray_dcp.errors import MissingKeyError, StateDictError
+from tests.thread_ranks import run_as_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+State = dict[str, Any]
+
+
+def made(make: Make, seed: int = 1, dtype: torch.dtype = torch.float32) -> State:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).to(dtype)
+    return {"m": model, "o": make(model)}
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+def step(state: State, times: int = 1) -> None:
+    for time in range(times):
+        dtype = state["m"][0].weight.dtype
+        x = torch.full((2, 3), 0.5 + time, dtype=dtype)
+        state["m"](x).square().sum().backward()
+        state["o"].step()
+        state["o"].zero_grad()
+
+
+def held(state: State) -> Any:
+    """Returns what the optimizer holds, with types and dtypes, by parameters' names."""
+    names = {id(p): n for n, p in state["m"].named_parameters()}
+    found = {names.get(id(k), k): shown(v) for k, v in state["o"].state.items()}
+    groups = [
+        {k: [names[id(p)] for p in v] if k == "params" else shown(v) for k, v in group.items()}
+        for group in state["o"].param_groups
+    ]
+    return found, groups
+
+
+def shown(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.tolist()
+    if isinstance(value, dict):
+        return {key: shown(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value), [shown(each) for each in value]
+    return type(value), value
+
+
+def save(state: State, path: Path) -> None:
+    ray_dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+def load(state: State, path: Path, **options: Any) -> ray_dcp.LoadReport:
+    return ray_dcp.load(
+        state, checkpoint_id=path, no_dist=True, options=ray_dcp.LoadOptions(**options)
+    )
+
+
+def check_both(state: State, other: State, path: Path) -> None:
+    """Saves, and loads into another one and, after steps, into the same."""
+    expected = held(state)
+    save(state, path)
+    assert held(state) == expected
+    assert load(other, path).cast == ()
+    assert held(other) == expected
+    step(state, 2)
+    assert load(state, path).cast == ()
+    assert held(state) == expected
+    step(state)
+    step(other)
+    assert held(state) == held(other)
+
+
+def test_warming_up_counts_the_state_that_an_optimizer_will_have(monkeypatch: pytest.MonkeyPatch):
+    warmed: list[int] = []
+    monkeypatch.setattr(warming, "warm_process", warmed.append)
+    state = made(adamw)
+    ray_dcp.warm_up(state, no_dist=True)
+    assert not state["o"].state
+    step(state)
+    ray_dcp.warm_up(state, no_dist=True)
+    assert warmed[0] == warmed[1] > 3 * sum(p.nbytes for p in state["m"].parameters())
+
+
+# State of frozen parameters
+
+
+def freeze(state: State) -> None:
+    state["m"][0].requires_grad_(False)
+
+
+def test_state_of_parameters_that_were_trained_and_then_frozen_comes_back(tmp_path: Path):
+    state, other = made(adamw), made(adamw, 2)
+    step(state, 2)
+    freeze(state)
+    freeze(other)
+    assert sum(map(len, state["o"].state.values())) == 12
+    check_both(state, other, tmp_path / "c")
+    assert sum(map(len, state["o"].state.values())) == 12
+
+
+@pytest.mark.parametrize("given", ["first", "second"])
+def test_one_optimizer_over_two_modules_of_which_one_is_given(given: str, tmp_path: Path):
+    def two(seed: int) -> tuple[State, State]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+        optimizer = torch.optim.AdamW(model.parameters())
+        part = model[0] if given == "first" else model[2]
+        return {"m": model, "o": optimizer}, {given: part, "o": optimizer}
+
+    whole, state = two(1)
+    step(whole, 2)
+    freeze(whole)
+    expected = held(whole)
+    save(state, tmp_path / "c")
+    other, into = two(2)
+    freeze(other)
+    load(into, tmp_path / "c")
+    assert held(other) == expected
+    step(whole)
+    load(state, tmp_path / "c")
+    assert held(whole) == expected
+
+
+def test_an_optimizer_without_the_frozen_parameters_is_told_how_to_take_their_state(
+    tmp_path: Path,
+):
+    state = made(adamw)
+    step(state)
+    save(state, tmp_path / "c")
+    other = made(lambda model: torch.optim.AdamW(model[2].parameters()), 2)
+    before = held(other)
+    with pytest.raises(StateDictError, match=r"'o\.state\.0\.bias\.exp_avg.*frozen ones too"):
+        load(other, tmp_path / "c")
+    assert held(other) == before
+    assert "o.state.0.bias.step" in load(other, tmp_path / "c", strict=False).unexpected
+    assert held(other)[0]["2.bias"] == held(state)[0]["2.bias"]
+
+
+# Groups
+
+
+def grouped(*sizes: int, order: tuple[int, ...] = ()) -> Make:
+    """Returns what makes groups of so many parameters, each with a learning rate of its own."""
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        rest = list(model.parameters())
+        groups = []
+        for number, size in enumerate(sizes):
+            groups.append({"params": rest[:size], "lr": 0.5**number})
+            rest = rest[size:]
+        return torch.optim.AdamW([groups[index] for index in order or range(len(groups))], lr=1.0)
+
+    return make
+
+
+@pytest.mark.parametrize("sizes", [(0, 4), (4, 0), (1, 0, 0, 3), (0, 2, 0, 2)])
+def test_empty_groups_keep_their_options(sizes: tuple[int, ...], tmp_path: Path):
+    state, other = made(grouped(*sizes)), made(grouped(*sizes), 2)
+    step(state)
+    for group in state["o"].param_groups:
+        group["lr"] *= 0.25
+    check_both(state, other, tmp_path / "c")
+
+
+def test_groups_are_found_by_their_parameters_in_whatever_order(tmp_path: Path):
+    state, other = made(grouped(1, 2, 1)), made(grouped(1, 2, 1, order=(2, 0, 1)), 2)
+    step(state)
+    state["o"].param_groups[1]["lr"] = 0.75
+    save(state, tmp_path / "c")
+    for group in other["o"].param_groups:
+        group["lr"] = 3.0
+    load(other, tmp_path / "c")
+    assert held(other)[0] == held(state)[0]
+
+    expected = {tuple(group["params"]): group for group in held(state)[1]}
+    assert {tuple(group["params"]): group for group in held(other)[1]} == expected
+
+
+def test_a_group_that_was_added_is_rolled_back_to_and_asked_for(tmp_path: Path):
+    def add(state: State) -> None:
+        state["o"].add_param_group({"params": state["m"][2].parameters(), "lr": 0.5})
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model[0].parameters())
+
+    state, other, without = (made(make, seed) for seed in (1, 2, 3))
+    step(state)
+    save(state, tmp_path / "before")
+    add(state)
+    add(other)
+    step(state)
+    check_both(state, other, tmp_path / "c")
+    with pytest.raises(StateDictError, match=r"o\.param_groups\.1\.lr.*add_param_group"):
+        load(without, tmp_path / "c")
+    with pytest.raises(MissingKeyError, match=r"o\.param_groups\.1\.lr"):
+        load(state, tmp_path / "before")
+    expected = held(state)
+    assert "o.param_groups.1.lr" in load(state, tmp_path / "before", strict=False).missing
+    assert held(state)[1][1] == expected[1][1]
+    assert held(state)[0]["2.weight"] == expected[0]["2.weight"]
+
+
+def test_parameters_of_one_group_that_were_saved_with_different_options_are_refused(
+    tmp_path: Path,
+):
+    state, other = made(grouped(2, 2)), made(grouped(3, 1), 2)
+    step(state)
+    save(state, tmp_path / "c")
+    before = held(other)
+    with pytest.raises(StateDictError, match="in 2 groups with other options"):
+        load(other, tmp_path / "c")
+    assert held(other) == before
+
+
+def test_numbers_of_parameters_need_groups_of_the_same_sizes(tmp_path: Path):
+    state, other = made(grouped(1, 3)), made(grouped(3, 1), 2)
+    step(state)
+    ray_dcp.save({"o": state["o"]}, checkpoint_id=tmp_path / "c", no_dist=True)
+    before = held(other)
+    with pytest.raises(StateDictError, match="as many parameters in the same order"):
+        load({"o": other["o"]}, tmp_path / "c")
+    assert held(other) == before
+
+
+def test_names_of_parameters_need_their_module(tmp_path: Path):
+    state, other = made(adamw), made(adamw, 2)
+    step(state)
+    save(state, tmp_path / "c")
+    save(made(adamw), tmp_path / "fresh")
+    before = held(other)
+    for name in ("c", "fresh"):
+        with pytest.raises(StateDictError):
+            load({"o": other["o"]}, tmp_path / name)
+        assert held(other) == before
+
+
+def test_an_optimizer_of_another_class_is_refused(tmp_path: Path):
+    state = made(lambda model: torch.optim.Adam(model.parameters()))
+    step(state)
+    save(state, tmp_path / "c")
+    for make in (torch.optim.SGD, torch.optim.Adamax):
+        for steps in (0, 1):
+            other = made(lambda model, make=make: make(model.parameters()), 2)
+            step(other, steps)
+            before = held(other)
+            with pytest.raises((MissingKeyError, StateDictError)):
+                load(other, tmp_path / "c")
+            assert held(other) == before
+
+
+# Dtypes and kinds of values
+
+
+class Keeps(torch.optim.Optimizer):
+    """Keeps what a test says in its state; steps by the learning rate."""
+
+    def __init__(self, params: Any, keeps: Callable[[torch.Tensor, int], dict[Any, Any]]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.keeps, self.num_steps = keeps, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.num_steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad * group["lr"])
+                    self.state[parameter].update(self.keeps(parameter, self.num_steps))
+
+
+Record = namedtuple("Record", "ratio where")
+KEPT: dict[str, tuple[torch.dtype, Callable[[torch.Tensor, int], dict[Any, Any]]]] = {
+    "master weights": (
+        torch.bfloat16, lambda p, n: {"master": torch.full(p.shape, 1.001 + n)},
+    ),
+    "moments of bf16": (
+        torch.float32, lambda p, n: {"m": torch.full(p.shape, 1.5 + n, dtype=torch.bfloat16)},
+    ),
+    "a counter": (torch.float32, lambda p, n: {"seen": torch.tensor(2**40 + n)}),
+    "a float64": (torch.float32, lambda p, n: {"v": torch.full(p.shape, n / 3).double()}),
+    "codes and scales": (
+        torch.float32,
+        lambda p, n: {"codes": torch.full(p.shape, n, dtype=torch.uint8), "scale": torch.ones(2)},
+    ),
+    "texts": (torch.float32, lambda p, n: {"phase": f"step {n}", "raw": b"\x00", "no": None}),
+    "tuples": (torch.float32, lambda p, n: {"pair": (n, 0.5), "record": Record(0.5 * n, "here")}),
+    "lists": (torch.float32, lambda p, n: {"plain": [1, "a", None], "flags": [True, n > 1]}),
+    "history": (torch.float32, lambda p, n: {"h": [torch.full((2,), i) for i in range(n)]}),
+    "nested": (torch.float32, lambda p, n: {"by_step": {n: {0: torch.ones(2)}}, "e.f": n}),
+    "a late key": (
+        torch.float32,
+        lambda p, n: {"first": p.clone(), **({"late": p + 1} if n > 1 else {})},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_state_of_any_kind_comes_back_in_its_own_dtypes(kind: str, tmp_path: Path):
+    dtype, keeps = KEPT[kind]
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return Keeps(model.parameters(), keeps)
+
+    state, other = (made(make, seed, dtype) for seed in (1, 2))
+    step(state, 2)
+    expected = held(state)
+    with torch.serialization.safe_globals([Record]):
+        save(state, tmp_path / "c")
+        assert load(other, tmp_path / "c").cast == ()
+        assert held(other) == expected
+        step(state, 2)
+        assert load(state, tmp_path / "c").cast == ()
+        assert held(state) == expected
+
+
+def test_state_that_is_no_mapping_comes_back(tmp_path: Path):
+    class Bare(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter] = parameter.detach().double() + 1  # type: ignore[assignment]
+
+    state, other = (made(lambda model: Bare(model.parameters()), seed) for seed in (1, 2))
+    step(state)
+    check_both(state, other, tmp_path / "c")
+
+
+def test_a_rollback_takes_what_came_in_a_later_step(tmp_path: Path):
+    state = made(lambda model: Keeps(model.parameters(), KEPT["a late key"][1]))
+    save(state, tmp_path / "none")
+    step(state)
+    expected = held(state)
+    save(state, tmp_path / "c")
+    step(state)
+    assert "late" in held(state)[0]["0.weight"]
+    load(state, tmp_path / "c")
+    assert held(state) == expected
+    load(state, tmp_path / "none")
+    assert not held(state)[0]
+
+
+def test_an_older_checkpoint_may_have_less_of_an_optimizer_than_a_damaged_one(tmp_path: Path):
+    state = made(lambda model: Keeps(model.parameters(), KEPT["a late key"][1]))
+    for number in (1, 2):
+        step(state)
+        save(state, tmp_path / f"step-{number}")
+        if number == 1:
+            expected = held(state)
+    (data,) = (tmp_path / "step-2").glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:-100])
+    with pytest.warns(UserWarning, match="instead of the newer"):
+        assert ray_dcp.load_newest(state, tmp_path, no_dist=True).step == 1
+    assert held(state) == expected
+
+
+def test_tensors_that_fit_are_filled_in_place_and_others_are_not_cast_into(tmp_path: Path):
+    state = made(adamw)
+    step(state)
+    state["o"].param_groups[0]["lr"] = torch.tensor(0.5)
+    expected = held(state)
+    save(state, tmp_path / "c")
+    weight = state["m"][0].weight
+    inner, before = state["o"].state[weight], dict(state["o"].state[weight])
+    group, rate = state["o"].param_groups[0], state["o"].param_groups[0]["lr"]
+    step(state)
+    rate.fill_(3.0)
+    inner["exp_avg_sq"] = inner["exp_avg_sq"].bfloat16()
+    load(state, tmp_path / "c")
+    assert held(state) == expected
+    assert state["o"].state[weight] is inner
+    assert inner["exp_avg"] is before["exp_avg"]
+    assert state["o"].param_groups[0] is group
+    assert group["lr"] is rate
+
+
+# What belongs to no parameter
+
+
+def test_state_under_a_key_that_is_no_parameter_comes_back(tmp_path: Path):
+    class Counts(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            whole = self.state.setdefault("global", {"seen": torch.zeros((), dtype=torch.int64)})
+            whole["seen"] += 1
+            self.state["0.weight"] = float(whole["seen"])
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return Counts(model.parameters())
+
+    state, other = made(make), made(make, 2)
+    step(state, 3)
+    check_both(state, other, tmp_path / "c")
+    assert "o.other_state.global.seen" in ray_dcp.open(tmp_path / "c")
+    save({"o": state["o"]}, tmp_path / "numbers")
+    expected = held(state)
+    load({"o": other["o"]}, tmp_path / "numbers")
+    assert held(other)[0]["global"] == expected[0]["global"]
+
+
+def test_state_of_a_tensor_that_is_in_no_group_is_refused_by_name(tmp_path: Path):
+    state = made(adamw)
+    step(state)
+    state["o"].state[torch.ones(2, 7)] = {"step": 1}
+    with pytest.raises(StateDictError, match=r"shape \(2, 7\) that is in none.*add_param_group"):
+        save(state, tmp_path / "c")
+
+
+# Optimizers that have something of their own
+
+
+def test_hooks_are_called_with_what_torch_would_give_them(tmp_path: Path):
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.extra = 0
+
+        def before_load(own: Any, state_dict: Any) -> Any:
+            own.extra = state_dict.pop("extra")
+            assert set(state_dict) == {"state", "param_groups"}
+            assert set(state_dict["state"]) <= set(range(4))
+            return state_dict
+
+        optimizer.register_state_dict_post_hook(lambda own, found: {**found, "extra": own.extra})
+        optimizer.register_load_state_dict_pre_hook(before_load)
+        optimizer.register_load_state_dict_post_hook(lambda own: setattr(own, "ready", True))
+        return optimizer
+
+    state, other = made(make), made(make, 2)
+    step(state)
+    state["o"].extra = 7
+    check_both(state, other, tmp_path / "c")
+    assert other["o"].extra == 7
+    assert other["o"].ready
+
+
+class Library(torch.optim.AdamW):
+    """Takes its state by a `load_state_dict` of its own."""
+
+    does = "nothing else"
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        for parameter, state in self.state.items():
+            if self.does == "drop" and parameter.dim() == 1:
+                del state["exp_avg"]
+            elif self.does == "change":
+                state["exp_avg"] = state["exp_avg"] + 1
+        if self.does == "options":
+            self.param_groups[0]["lr"] = 5.0
+
+
+def library(model: nn.Module) -> torch.optim.Optimizer:
+    return Library(model.parameters())
+
+
+def test_a_library_that_takes_the_state_is_compared_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    state, other = made(library), made(library, 2)
+    step(state, 2)
+    check_both(state, other, tmp_path / "c")
+    save(state, tmp_path / "d")
+    for does, what in {"drop": "0.bias", "change": "0.weight"}.items():
+        other["o"].does = does
+        with pytest.raises(StateDictError, match=rf"Library.*'o\.state\.{what}\.exp_avg'"):
+            load(other, tmp_path / "d")
+    other["o"].does = "options"
+    with caplog.at_level(logging.WARNING, "ray_dcp"):
+        load(other, tmp_path / "d")
+    assert "gave options of its own to o.param_groups.0.lr" in caplog.text
+
+
+def test_what_a_library_casts_is_reported(tmp_path: Path):
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = library(model)
+        optimizer.register_step_post_hook(
+            lambda own, *_: [s.update(master=p.float() + 0.001) for p, s in own.state.items()]
+        )
+        return optimizer
+
+    state, other = (made(make, seed, torch.bfloat16) for seed in (1, 2))
+    step(state)
+    save(state, tmp_path / "c")
+    report = load(other, tmp_path / "c")
+    assert ("o.state.0.weight.master", "float32", "bfloat16") in report.cast
+    assert len(report.cast) == 4
+
+
+def test_a_class_with_a_state_dict_of_its_own_keeps_its_form(tmp_path: Path):
+    class Own(torch.optim.AdamW):
+        def state_dict(self) -> Any:
+            found = super().state_dict()
+            return {"mine": {f"p{n}": s for n, s in found["state"].items()}, "lr": 0.5}
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            found = super().state_dict()
+            found["state"] = {int(n[1:]): s for n, s in state_dict["mine"].items()}
+            super().load_state_dict(found)
+
+    state, other = (made(lambda model: Own(model.parameters()), seed) for seed in (1, 2))
+    step(state)
+    check_both(state, other, tmp_path / "c")
+    assert "o.mine.p0.exp_avg" in ray_dcp.open(tmp_path / "c")
+
+
+def test_only_what_the_prefixes_name_changes(tmp_path: Path):
+    state, other = made(adamw), made(adamw, 2)
+    step(state)
+    step(other, 2)
+    other["o"].param_groups[0]["lr"] = 5.0
+    save(state, tmp_path / "c")
+    before = held(other)
+    load(other, tmp_path / "c", prefixes=["o.state.0.weight"])
+    assert held(other)[0]["0.weight"] == held(state)[0]["0.weight"]
+    assert held(other)[0]["2.weight"] == before[0]["2.weight"]
+    assert held(other)[1] == before[1]
+
+
+# Stages of a pipeline
+
+
+def stages(rank: int, *, num_layers: int = 4, seed: int = 1) -> State:
+    torch.manual_seed(seed)
+    layers = nn.ModuleDict({str(n): nn.Linear(3, 3) for n in range(num_layers)})
+    own = nn.ModuleDict({n: layers[n] for n in layers if int(n) % 2 == rank})
+    return {"m": own, "o": torch.optim.AdamW(own.parameters(), lr=0.1)}
+
+
+def train_stage(state: State) -> None:
+    for layer in state["m"].values():
+        layer(torch.ones(1, 3)).square().sum().backward()
+    state["o"].step()
+    state["o"].zero_grad()
+
+
+def on_ranks(work: Callable[[int], Any]) -> list[Any]:
+    found = run_as_ranks(work, 2)
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*differ:UserWarning")
+def test_stages_of_a_pipeline_each_load_their_own(tmp_path: Path):
+    def save_stage(rank: int) -> Any:
+        state = stages(rank)
+        train_stage(state)
+        ray_dcp.save(state, checkpoint_id=tmp_path / "c")
+        return held(state)
+
+    def load_stage(rank: int) -> Any:
+        state = stages(rank, seed=2)
+        ray_dcp.load(state, checkpoint_id=tmp_path / "c")
+        return held(state)
+
+    saved, loaded = on_ranks(save_stage), on_ranks(load_stage)
+    assert loaded == saved
+
+    def load_less(rank: int) -> Any:
+        state = stages(rank, num_layers=3, seed=3)
+        before = held(state), [p.tolist() for p in state["m"].parameters()]
+        with pytest.raises(StateDictError, match=r"'m\.3\.(bias|weight)'.*8 in all"):
+            ray_dcp.load(state, checkpoint_id=tmp_path / "c")
+        after = held(state), [p.tolist() for p in state["m"].parameters()]
+        assert after == before
+        options = ray_dcp.LoadOptions(strict=False)
+        return ray_dcp.load(state, checkpoint_id=tmp_path / "c", options=options).unexpected
+
+    assert all("m.3.weight" in unexpected for unexpected in on_ranks(load_less))
+
+
+def test_strict_counts_what_any_rank_asks_for(tmp_path: Path):
+    ray_dcp.save(
+        {"a": torch.ones(2), "b": torch.ones(2)}, checkpoint_id=tmp_path / "c", no_dist=True
+    )
+    strict = ray_dcp.LoadOptions(strict=True)
+
+    def load_one(rank: int, names: str = "ab") -> None:
+        state = {names[rank]: torch.zeros(2)}
+        ray_dcp.load(state, checkpoint_id=tmp_path / "c", options=strict)
+        assert state[names[rank]].tolist() == [1, 1]
+
+    on_ranks(load_one)
+    for error in run_as_ranks(lambda rank: load_one(rank, "aa"), 2):
+        assert isinstance(error, StateDictError)
+        assert "'b'" in str(error)
