@@ -1,0 +1,453 @@
+"""Optimizers of every kind that a checkpoint meets: torch's, and some whose state is unusual.
+
+Each is a `Case` by name. `train` steps with gradients that depend on nothing but the parameter's
+name and the number of the step, so that a copy which is given the same state goes the same way to
+the bit. `contents` is everything that a checkpoint has to bring back, as values that can be
+compared.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.testing._internal.two_tensor import TwoTensor
+
+Trust = namedtuple("Trust", ["ratio", "where"])
+"""A record that an optimizer keeps."""
+
+SAFE_GLOBALS = [Trust, TwoTensor]
+"""Classes that a safe load has to be told of."""
+
+
+class Net(nn.Module):
+    """Parameters of one and two dimensions, and a buffer; rows of 64 for equal vector loops."""
+
+    def __init__(self, *, only_matrices: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 64, dtype=dtype)
+        self.up = nn.Linear(64, 7, bias=not only_matrices, dtype=dtype)
+        self.down = nn.Linear(64, 3, bias=False, dtype=dtype)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+
+# Optimizers of the tests' own
+
+
+class Plain(torch.optim.Optimizer):
+    """What the others share: one update for each parameter that has a gradient."""
+
+    def __init__(self, params: Any, lr: float = 0.05, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, parameter.grad, self.state[parameter], group)
+            self.after(group)
+
+    def update(self, parameter: Any, gradient: Any, state: Any, group: Any) -> None:
+        raise NotImplementedError
+
+    def after(self, group: dict[str, Any]) -> None:
+        """Ends the step of a group."""
+
+
+class OwnMuon(Plain):
+    """Orthogonalised momentum for matrices, Adam's second moment for the others."""
+
+    def update(self, parameter, gradient, state, group):
+        if parameter.dim() == 2:
+            buffer = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
+            buffer.lerp_(gradient, 0.1)
+            square = buffer / (buffer.norm() + 1e-7)
+            for _ in range(3):
+                square = 1.5 * square - 0.5 * square @ square.mT @ square
+            parameter.add_(square, alpha=-group["lr"])
+        else:
+            state["step"] = state.get("step", 0) + 1
+            second = state.setdefault("exp_avg_sq", torch.zeros_like(parameter))
+            second.lerp_(gradient.square(), 0.05)
+            parameter.addcdiv_(gradient, second.sqrt() + 1e-8, value=-group["lr"])
+
+
+class ScheduleFree(Plain):
+    """Averages instead of a schedule: what it counts lies in the options of its groups."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, k=0, weight_sum=0.0, lr_max=-1.0, train_mode=True, betas=(0.9, 1))
+
+    def update(self, parameter, gradient, state, group):
+        z = state.setdefault("z", parameter.clone())
+        second = state.setdefault("exp_avg_sq", torch.zeros_like(parameter))
+        second.lerp_(gradient.square(), 0.02)
+        weight = (group["k"] + 1) ** 0.5
+        z.addcdiv_(gradient, second.sqrt() + 1e-8, value=-group["lr"])
+        parameter.lerp_(z, weight / (group["weight_sum"] + weight))
+
+    def after(self, group):
+        group["lr_max"] = max(group["lr_max"], group["lr"] * (1 + group["k"]) / 10)
+        group["weight_sum"] += (group["k"] + 1) ** 0.5
+        group["k"] += 1
+
+
+class EightBit(Plain):
+    """Its moment is uint8 codes with one scale a row."""
+
+    def update(self, parameter, gradient, state, group):
+        moment = gradient.clone()
+        if "codes" in state:
+            scale = state["scale"].reshape(-1, *[1] * (parameter.dim() - 1))
+            moment = moment + 0.9 * (state["codes"].to(parameter.dtype) - 128) * scale
+        rows = moment.abs() if moment.dim() == 1 else moment.abs().amax(dim=1)
+        state["scale"] = rows / 127 + 1e-12
+        scale = state["scale"].reshape(-1, *[1] * (parameter.dim() - 1))
+        state["codes"] = ((moment / scale).round() + 128).to(torch.uint8)
+        parameter.add_(moment, alpha=-group["lr"])
+
+
+class TwoHalves(Plain):
+    """Its moment is a tensor subclass that holds two tensors, and they differ."""
+
+    def update(self, parameter, gradient, state, group):
+        sharded = isinstance(parameter, DTensor)
+        local = parameter.to_local() if sharded else parameter
+        here = gradient.to_local() if sharded else gradient
+        if "moment" not in state:
+            pair = TwoTensor(torch.zeros_like(local), torch.ones_like(local))
+            state["moment"] = like(parameter, pair)
+        pair = state["moment"].to_local() if sharded else state["moment"]
+        pair.a.lerp_(here, 0.1)
+        pair.b.lerp_(here.square(), 0.01)
+        local.addcdiv_(pair.a, pair.b.sqrt() + 1e-8, value=-group["lr"])
+
+
+class MasterWeights(Plain):
+    """Keeps fp32 weights and moments of parameters that are bf16."""
+
+    def update(self, parameter, gradient, state, group):
+        if "master" not in state:
+            state["master"] = parameter.detach().to(torch.float32)
+            state["exp_avg"] = torch.zeros_like(state["master"])
+        state["exp_avg"].lerp_(gradient.to(torch.float32), 0.1)
+        state["master"].add_(state["exp_avg"], alpha=-group["lr"] / 100)
+        parameter.copy_(state["master"])
+
+
+class HalfMoments(Plain):
+    """Keeps bf16 moments of parameters that are fp32."""
+
+    def update(self, parameter, gradient, state, group):
+        if "exp_avg" not in state:
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+        state["exp_avg"].lerp_(gradient.to(torch.bfloat16), 0.1)
+        parameter.add_(state["exp_avg"].to(torch.float32), alpha=-group["lr"])
+
+
+class Counting(Plain):
+    """Counts in int64, also beyond what a float32 can count."""
+
+    def update(self, parameter, gradient, state, group):
+        if "seen" not in state:
+            state["seen"] = torch.tensor((1 << 40) + 1)
+            state["signs"] = torch.zeros_like(parameter, dtype=torch.int64)
+            state["is_warm"] = torch.tensor(False)
+            state["calls"] = 0
+        state["seen"] += 1
+        state["signs"] += (gradient > 0).to(torch.int64)
+        state["is_warm"] = state["seen"] > (1 << 40) + 2
+        state["calls"] += 1
+        rate = group["lr"] / (state["seen"] - (1 << 40)).item()
+        parameter.sub_(gradient * rate + state["signs"].to(parameter.dtype) * 1e-3)
+
+
+class Global(Plain):
+    """Keeps state under keys that are no parameters."""
+
+    def update(self, parameter, gradient, state, group):
+        shared = self.state["global"]
+        shared["norm"] = shared.get("norm", torch.zeros(3)) * 0.9 + 0.1
+        shared["calls"] = shared.get("calls", 0) + 1
+        state["exp_avg"] = state.get("exp_avg", torch.zeros_like(parameter)).lerp(gradient, 0.1)
+        parameter.sub_(state["exp_avg"] * float(shared["norm"].sum()) * group["lr"])
+
+
+class Odd(Plain):
+    """Keeps values that are no tensors in a parameter's state."""
+
+    def update(self, parameter, gradient, state, group):
+        if not state:
+            state["phase"] = "warm-up"
+            state["trust"] = Trust(0.5, "here")
+            state["window"] = [torch.zeros_like(parameter), torch.zeros(2, dtype=torch.int32)]
+            state["nested"] = {"by_step": {0: torch.zeros(2)}, "plain": [1, "a", None]}
+            state["nothing"] = None
+            state["pair"] = (1, 2.5)
+            state["flags"] = [True, False]
+            state["empty"] = {}
+            state["raw"] = b"\x00\xff"
+        state["phase"] = "steady" if state["phase"] == "warm-up" else "warm-up"
+        state["trust"] = Trust(state["trust"].ratio * 1.5, state["phase"])
+        state["window"][0].lerp_(gradient, 0.1)
+        state["window"][1] += 1
+        state["nested"]["by_step"][0] += 1
+        rate = group["lr"] * state["trust"].ratio * float(state["nested"]["by_step"][0][0])
+        parameter.sub_(state["window"][0] * (rate if state["phase"] == "steady" else rate / 2))
+
+
+class Late(Plain):
+    """Makes a key of its state only in its third step, as Lookahead does."""
+
+    def update(self, parameter, gradient, state, group):
+        state["step"] = state.get("step", 0) + 1
+        if state["step"] == 3:
+            state["slow"] = parameter.clone()
+        parameter.sub_(gradient * group["lr"])
+        if "slow" in state:
+            state["slow"].lerp_(parameter, 0.5)
+            parameter.copy_(state["slow"])
+
+
+class Eager(Plain):
+    """Makes its state when it is made, before the first step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["sum"] = torch.full_like(parameter, 0.25, requires_grad=False)
+
+    def update(self, parameter, gradient, state, group):
+        state["sum"] += gradient.square()
+        parameter.addcdiv_(gradient, state["sum"].sqrt(), value=-group["lr"])
+
+
+# Cases
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def of(cls: Any, **options: Any) -> Make:
+    return lambda module: cls(module.parameters(), **options)
+
+
+def in_groups(cls: Any, **options: Any) -> Make:
+    """Returns what makes an optimizer of a group for matrices and one for the others."""
+
+    def make(module: nn.Module) -> torch.optim.Optimizer:
+        matrices = [p for p in module.parameters() if p.dim() > 1]
+        others = [p for p in module.parameters() if p.dim() < 2]
+        return cls([{"params": matrices, **options}, {"params": others}], lr=0.125)
+
+    return make
+
+
+@dataclass(frozen=True)
+class Case:
+    """An optimizer and what it is for."""
+
+    make: Make
+    dtype: torch.dtype = torch.float32
+    only_matrices: bool = False
+    gradients: str = "dense"
+    """`dense`, `sparse` or those of a `closure`."""
+
+    def build(self, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Returns a module with random parameters, and its optimizer."""
+        torch.manual_seed(seed)
+        module = Net(only_matrices=self.only_matrices, dtype=self.dtype)
+        return module, self.make(module)
+
+
+optim = torch.optim
+
+OF_TORCH: dict[str, Case] = {
+    "ASGD": Case(of(optim.ASGD, t0=2.0, lambd=0.1)),
+    "Adadelta": Case(of(optim.Adadelta)),
+    "Adafactor": Case(of(optim.Adafactor)),
+    "Adagrad": Case(of(optim.Adagrad, initial_accumulator_value=0.5)),
+    "Adam": Case(of(optim.Adam)),
+    "Adam, amsgrad": Case(of(optim.Adam, amsgrad=True, maximize=True)),
+    "AdamW": Case(of(optim.AdamW)),
+    "AdamW, bf16": Case(of(optim.AdamW), dtype=torch.bfloat16),
+    "AdamW, fused": Case(of(optim.AdamW, fused=True)),
+    "AdamW, one by one": Case(of(optim.AdamW, foreach=False)),
+    "AdamW, learning rate in a tensor": Case(
+        lambda m: optim.AdamW(m.parameters(), lr=torch.tensor(0.0625), foreach=False)
+    ),
+    "AdamW, two groups": Case(in_groups(optim.AdamW, lr=0.25, betas=(0.5, 0.75))),
+    "AdamW, named": Case(lambda m: optim.AdamW(m.named_parameters())),
+    "Adamax": Case(of(optim.Adamax)),
+    "LBFGS": Case(of(optim.LBFGS, max_iter=3, history_size=2), gradients="closure"),
+    "Muon": Case(of(optim.Muon), only_matrices=True),
+    "NAdam": Case(of(optim.NAdam, decoupled_weight_decay=True)),
+    "RAdam": Case(of(optim.RAdam)),
+    "RMSprop": Case(of(optim.RMSprop)),
+    "RMSprop, centred": Case(of(optim.RMSprop, centered=True, momentum=0.5)),
+    "Rprop": Case(of(optim.Rprop)),
+    "SGD": Case(of(optim.SGD, lr=0.1)),
+    "SGD, momentum": Case(of(optim.SGD, lr=0.1, momentum=0.9)),
+    "SparseAdam": Case(of(optim.SparseAdam), only_matrices=True, gradients="sparse"),
+}
+
+OF_THE_TESTS: dict[str, Case] = {
+    "own Muon": Case(of(OwnMuon)),
+    "schedule-free": Case(of(ScheduleFree)),
+    "8 bits": Case(of(EightBit)),
+    "subclass": Case(of(TwoHalves)),
+    "fp32 master of bf16": Case(of(MasterWeights), dtype=torch.bfloat16),
+    "bf16 moments of fp32": Case(of(HalfMoments)),
+    "int64 counters": Case(of(Counting)),
+    "state of no parameter": Case(of(Global)),
+    "texts and records": Case(of(Odd)),
+    "a key made later": Case(of(Late)),
+    "state made at once": Case(of(Eager)),
+}
+
+CASES = OF_TORCH | OF_THE_TESTS
+
+
+# What they do and hold
+
+
+def like(parameter: Any, local: torch.Tensor) -> Any:
+    """Returns a local tensor as part of a DTensor like the parameter, if that is one."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False,
+        shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip
+
+
+def gradient(name: str, parameter: Any, step: int) -> Any:
+    """Returns the gradient of a step, the same for every way in which a parameter is cut."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + step)
+    whole = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    if not isinstance(parameter, DTensor):
+        return whole
+    mesh = parameter.device_mesh
+    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return everywhere.redistribute(mesh, parameter.placements)
+
+
+def train(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: Iterable[int],
+    *,
+    gradients: str = "dense",
+    without: Iterable[str] = (),
+) -> None:
+    """Takes the steps of these numbers.
+
+    Args:
+        module: Has the parameters.
+        optimizer: Of it.
+        steps: Their gradients follow from them.
+        gradients: See `Case`.
+        without: Names of parameters that get no gradient.
+    """
+    for step in steps:
+        if gradients == "closure":
+            optimizer.step(lambda step=step: closed(module, step))
+        else:
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad and name not in without:
+                    made = gradient(name, parameter, step)
+                    if gradients == "sparse":
+                        made[step % len(made)] = 0
+                        made = made.to_sparse(1)
+                    parameter.grad = made
+            optimizer.step()
+        for parameter in module.parameters():
+            parameter.grad = None
+        with torch.no_grad():
+            module.calls += 1
+
+
+def closed(module: nn.Module, step: int) -> torch.Tensor:
+    """Returns the loss of a bowl whose bottom is not at 0, with its gradients."""
+    for parameter in module.parameters():
+        parameter.grad = None
+    loss = torch.zeros(())
+    for name, parameter in module.named_parameters():
+        away = parameter - gradient(name, parameter, step)
+        loss = loss + away.square().sum() + 0.1 * away.pow(4).sum()
+    loss.backward()
+    return loss
+
+
+def contents(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Returns all that a checkpoint brings back, by path: values with dtype, type and bits.
+
+    Options of a group are under the names of its parameters, so that its place is of no account.
+    """
+    found: dict[str, Any] = {}
+    for name, value in {**dict(module.named_parameters()), **dict(module.named_buffers())}.items():
+        frozen(value, f"model.{name}", found)
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    for key, state in optimizer.state.items():
+        where = names.get(key, key) if isinstance(key, torch.Tensor) else key
+        if not (isinstance(state, Mapping) and not state):
+            frozen(state, f"state.{where}", found)
+    for number, group in enumerate(optimizer.param_groups):
+        held = ",".join(sorted(str(names.get(p, "?")) for p in group["params"]))
+        for option, value in group.items():
+            if option != "params":
+                frozen(value, f"group({held or number}).{option}", found)
+    return found
+
+
+def frozen(value: Any, path: str, found: dict[str, Any]) -> None:
+    """Adds what a value is, to the bit, under its path."""
+    if isinstance(value, DTensor):
+        local = value.to_local()
+        if type(local) is TwoTensor:
+            for half in ("a", "b"):
+                part = like(value, getattr(local, half))
+                frozen(part, f"{path}.{half}", found)
+            return
+        value = value.full_tensor()
+    if type(value) is TwoTensor:
+        frozen(value.a, f"{path}.a", found)
+        frozen(value.b, f"{path}.b", found)
+    elif isinstance(value, torch.Tensor):
+        detached = value.detach().contiguous()
+        raw = detached.reshape(-1).view(torch.uint8).numpy().tobytes()
+        found[path] = ("tensor", str(value.dtype), tuple(value.shape), raw)
+    elif isinstance(value, Mapping):
+        if not value:
+            found[path] = (type(value).__name__, "empty")
+        for key, one in value.items():
+            frozen(one, f"{path}.{type(key).__name__} {key}", found)
+    elif isinstance(value, list) and any(isinstance(one, torch.Tensor) for one in value):
+        for number, one in enumerate(value):
+            frozen(one, f"{path}.{number}", found)
+    else:
+        found[path] = (type(value).__name__, value)
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Returns what of two contents is not the same, a short line each."""
+    lines = []
+    for path in sorted(found.keys() | expected.keys()):
+        if path not in found:
+            lines.append(f"{path} is gone ({shown(expected[path])})")
+        elif path not in expected:
+            lines.append(f"{path} is new ({shown(found[path])})")
+        elif found[path] != expected[path]:
+            lines.append(f"{path} is {shown(found[path])}, was {shown(expected[path])}")
+    return lines
+
+
+def shown(value: tuple[Any, ...]) -> str:
+    return f"{value[1]}{list(value[2])}" if value[0] == "tensor" else repr(value)[:80]
