@@ -7,7 +7,7 @@ planner's terms: `resolve_tensor`, bytes, `commit_tensor`. Objects go through it
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -217,10 +217,14 @@ def targets_with_planner(
     for item in plan.items:
         reads.add(item)
     reads.check_complete()
+    if isinstance(planner, DefaultLoadPlanner):
+        _use_own_keys(planner)
 
     late: list[Cast] = []
 
     def put_back() -> None:
+        if isinstance(planner, DefaultLoadPlanner):
+            _hand_over_objects(planner, plan)
         take_back(state_dict if loaded is None else loaded.values, shown)
         if loaded is not None:
             loaded.put_back(state_dict)
@@ -243,6 +247,52 @@ def _refuse_targets(planner: LoadPlanner, rank: int) -> None:
             + "; ".join(problems),
             rank=rank,
         )
+
+
+class _Number(int):
+    """A number that is the key of a mapping: of an `int` torch thinks that it indexes a list."""
+
+
+def _use_own_keys(planner: DefaultLoadPlanner) -> None:
+    """Has `load_bytes` put objects under the keys that mappings have.
+
+    DCP's paths have the text of each key, under which it would put a number's value beside it.
+    """
+    known: dict[int, dict[str, Any]] = {}
+
+    def own(path: tuple[Any, ...]) -> tuple[Any, ...]:
+        here: Any = planner.original_state_dict
+        keys = []
+        for part in path:
+            key = part
+            if isinstance(here, Mapping) and part not in here:
+                texts = known.setdefault(id(here), {})
+                if not texts:
+                    texts.update((str(key), key) for key in here)
+                key = texts.get(part, part)
+            keys.append(_Number(key) if type(key) is int and isinstance(here, Mapping) else key)
+            try:
+                here = here[key]
+            except (LookupError, TypeError):
+                return path
+        return tuple(keys)
+
+    planner.mappings = {fqn: own(path) for fqn, path in planner.mappings.items()}
+
+
+def _hand_over_objects(planner: DefaultLoadPlanner, plan: LoadPlan) -> None:
+    """Puts objects into the state dict where the planner has put them into its own copy of it.
+
+    DCP's does so with `flatten_state_dict=False`, and they are lost.
+    """
+    copy, state = planner.state_dict, planner.original_state_dict
+    if planner.flatten_state_dict or copy is state:
+        return
+    keys = {str(key): key for key in state}
+    for item in plan.items:
+        fqn = item.dest_index.fqn
+        if item.type is LoadItemType.BYTE_IO and fqn in copy and fqn in keys:
+            state[keys[fqn]] = copy[fqn]
 
 
 def _is_own(planner: LoadPlanner, *names: str) -> bool:

@@ -1,0 +1,348 @@
+"""Random state dicts of every kind of value, states to load them into, and what differs then.
+
+Everything follows from one seed. `Maker.state` makes a state of one process, `Maker.shared` one
+that several ranks share out; `blank` makes what to load into.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from tests.exchange_cases import objects
+
+DTYPES = tuple(
+    getattr(torch, name)
+    for name in (
+        "bfloat16", "bool", "complex128", "complex32", "complex64", "float16", "float32",
+        "float4_e2m1fn_x2", "float64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
+        "float8_e5m2fnuz", "float8_e8m0fnu", "int16", "int32", "int64", "int8", "uint16", "uint32",
+        "uint64", "uint8",
+    )
+)  # fmt: skip
+"""All that are saved."""
+
+_FLOATS = tuple(d for d in DTYPES if d.is_floating_point and d.itemsize > 1)
+
+
+@dataclasses.dataclass
+class Settings:
+    """What a user keeps beside the tensors."""
+
+    name: str
+    rates: tuple[float, ...]
+    scale: torch.Tensor
+
+
+Point = collections.namedtuple("Point", ["x", "where"])
+
+SAFE_GLOBALS: list[Any] = [Settings, Point, TwoTensor]
+"""Classes that a safe load has to be told of."""
+
+_OBJECTS = sorted(objects().items())
+
+
+class Maker:
+    """Makes states.
+
+    Args:
+        seed: All follows from it.
+        pickled: Whether modules and optimizers are among the values, which no safe load takes.
+    """
+
+    def __init__(self, seed: int, *, pickled: bool = False) -> None:
+        self.random = random.Random(seed)
+        self.pickled = pickled
+        self._number = 0
+
+    def state(self) -> dict[str, Any]:
+        """Returns a state dict."""
+        state = {f"top{n}": self.value(0) for n in range(self.random.randint(1, 6))}
+        state["always"] = self.tensor()
+        return state
+
+    def value(self, depth: int) -> Any:
+        """Returns a value of any kind."""
+        makers: list[Callable[[], Any]] = [
+            self.tensor, self.tensor, self.tensor, self.pair, self.object, self.array,
+            lambda: self.mapping(depth), lambda: self.list(depth), lambda: self.tuple(depth),
+            self.stochastic, self.record,
+        ]  # fmt: skip
+        if self.pickled:
+            makers.append(self.trainer)
+        if depth >= 3:
+            makers = makers[:6]
+        return self.random.choice(makers)()
+
+    def mapping(self, depth: int) -> Any:
+        """Returns a mapping, also one without entries."""
+        cls = self.random.choice([dict, dict, collections.OrderedDict, defaults])
+        made = cls()
+        for _ in range(self.random.randint(0, 4)):
+            made[self.key()] = self.value(depth + 1)
+        return made
+
+    def key(self) -> Any:
+        """Returns a key that no other is equal to as text."""
+        self._number += 1
+        n = self._number
+        return self.random.choice([f"k{n}", f"k{n}", n, -n, f"a.b{n}", f"ü {n}", f"{n}x", f".{n}"])
+
+    def list(self, depth: int) -> list[Any]:
+        """Returns a list, also an empty one."""
+        return [self.value(depth + 1) for _ in range(self.random.randint(0, 3))]
+
+    def tuple(self, depth: int) -> tuple[Any, ...]:
+        """Returns a tuple: one value, whatever is in it."""
+        return tuple(self.value(depth + 2) for _ in range(self.random.randint(0, 3)))
+
+    def object(self) -> Any:
+        """Returns a value of Python's or torch's."""
+        name, value = self.random.choice(_OBJECTS)
+        return f"{name} {self.random.random()}" if isinstance(value, str) else value
+
+    def array(self) -> Any:
+        """Returns a value of numpy."""
+        dtype = self.random.choice(["f4", "f8", "i2", "u8", "?", "c8", "M8[s]", "S3", "U2"])
+        shape = self.shape()
+        data = np.frombuffer(
+            bytes(self.random.choices(range(1, 100), k=int(np.prod(shape)) * 8)), "u8"
+        )
+        made = (data % 1000).astype(dtype).reshape(shape)
+        if made.ndim > 1 and self.random.random() < 0.3:
+            made = np.asfortranarray(made)
+        return made[()] if made.ndim == 0 and self.random.random() < 0.5 else made
+
+    def stochastic(self) -> Any:
+        """Returns the state of something that rounds by chance."""
+        generator = torch.Generator().manual_seed(self.random.randrange(1 << 30))
+        torch.rand(self.random.randint(0, 5), generator=generator)
+        return {
+            "rng": generator.get_state(),
+            "generator": generator,
+            "remainder": self.bits(torch.int16, self.shape()),
+            "seed": self.random.randrange(1 << 62),
+        }
+
+    def record(self) -> Any:
+        """Returns an object of a class of the user's."""
+        if self.random.random() < 0.5:
+            return Point(self.random.random(), ("here", None))
+        return Settings("s", (0.5, self.random.random()), self.plain())
+
+    def trainer(self) -> Any:
+        """Returns a module and its optimizer as objects."""
+        module = nn.Linear(2, 3)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=self.random.random())
+        module(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [module, optimizer] if self.random.random() < 0.7 else (optimizer, "beside")
+
+    def shape(self, min_dim: int = 0) -> tuple[int, ...]:
+        """Returns a shape; one in six has no elements."""
+        shape = [self.random.randint(1, 5) for _ in range(self.random.randint(min_dim, 4))]
+        if shape and self.random.random() < 1 / 6:
+            shape[self.random.randrange(len(shape))] = 0
+        return tuple(shape)
+
+    def bits(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """Returns a contiguous tensor of random bits, NaNs and all."""
+        count = int(np.prod(shape)) * dtype.itemsize
+        data = torch.tensor(list(self.random.randbytes(count)), dtype=torch.uint8)
+        return (data % 2 if dtype == torch.bool else data).view(dtype).reshape(shape)
+
+    def plain(self) -> torch.Tensor:
+        """Returns a contiguous tensor."""
+        return self.bits(self.random.choice(DTYPES), self.shape())
+
+    def tensor(self) -> torch.Tensor:
+        """Returns a tensor of any memory layout."""
+        made = self.laid_out(self.plain())
+        if self.random.random() < 0.15 and made.dtype in _FLOATS:
+            return nn.Parameter(made, requires_grad=self.random.random() < 0.7)
+        return made
+
+    def laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor of the same dtype in another layout: as it is, or another view."""
+        how = self.random.randrange(9)
+        if how == 0 and tensor.dim() > 1:
+            return tensor.transpose(0, -1)
+        if how == 1 and tensor.dim() and tensor.shape[-1] > 1:
+            return tensor[..., ::2]
+        if how == 2 and tensor.dim() and tensor.shape[0] > 1:
+            return tensor[1:]
+        if how == 3:
+            return tensor.unsqueeze(0).expand(self.random.randint(1, 3), *tensor.shape)
+        if how == 4 and tensor.is_complex():
+            return tensor.conj()
+        if how == 5 and tensor.dtype in _FLOATS:
+            return torch._neg_view(tensor)
+        if how == 6 and tensor.dim():
+            order = list(range(tensor.dim()))
+            self.random.shuffle(order)
+            return tensor.permute(order)
+        if how == 7 and tensor.dim() and tensor.numel():
+            return tensor[self.random.randrange(len(tensor))]
+        return tensor
+
+    def pair(self) -> Any:
+        """Returns a tensor subclass of two halves, which differ."""
+        dtype = self.random.choice([torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+        shape = self.shape()
+        made = TwoTensor(self.bits(dtype, shape), self.bits(dtype, shape))
+        if dtype.is_floating_point and self.random.random() < 0.4:
+            return nn.Parameter(made, requires_grad=False)
+        return made
+
+    # What to load into
+
+    def blank(self, value: Any, *, is_odd: bool = True) -> Any:
+        """Returns a state to load into.
+
+        Args:
+            value: The state that is saved.
+            is_odd: Whether tensors may have another layout than the contiguous one.
+        """
+        if isinstance(value, TwoTensor):
+            made = TwoTensor(_zeros(value.a), _zeros(value.b))
+            is_parameter = isinstance(value, nn.Parameter)
+            return nn.Parameter(made, requires_grad=False) if is_parameter else made
+        if isinstance(value, torch.Tensor):
+            return self._target(value) if is_odd else _zeros(value)
+        if isinstance(value, Mapping):
+            made = type(value)() if type(value) is not collections.defaultdict else defaults()
+            for key, one in value.items():
+                made[key] = self.blank(one, is_odd=is_odd)
+            return made
+        if type(value) is list and _is_walked(value):
+            return [self.blank(one, is_odd=is_odd) for one in value]
+        return None
+
+    def _target(self, value: torch.Tensor) -> torch.Tensor:
+        zeros = _zeros(value)
+        how = self.random.randrange(7)
+        if how == 0 and zeros.dim() > 1:
+            return _zeros(value.transpose(0, -1)).transpose(0, -1)
+        if how == 1 and zeros.dim():
+            return zeros.unsqueeze(-1).repeat_interleave(2, -1)[..., 1] if _repeats(zeros) else zeros
+        if how == 2 and zeros.is_complex() and zeros.dtype != torch.complex32:
+            return zeros.conj()
+        if how == 3 and zeros.dtype in _FLOATS:
+            return torch._neg_view(zeros)
+        if how == 4 and zeros.dtype in _FLOATS:
+            return nn.Parameter(zeros)
+        return zeros
+
+
+def defaults() -> Any:
+    """Returns a mapping with a default."""
+    return collections.defaultdict(int)
+
+
+def _repeats(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.float32, torch.float64, torch.int32, torch.int64)
+
+
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    flat = torch.zeros(tensor.numel() * tensor.dtype.itemsize, dtype=torch.uint8)
+    return flat.view(tensor.dtype).reshape(tensor.shape)
+
+
+def _is_walked(values: Any) -> bool:
+    return any(
+        isinstance(one, (torch.Tensor, Mapping)) or (isinstance(one, list) and _is_walked(one))
+        for one in values
+    )
+
+
+# What differs
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """Returns the elements as bytes, in C order."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.dtype.itemsize == 1:
+        tensor = tensor.view(torch.uint8)
+    whole = tensor.clone(memory_format=torch.contiguous_format)
+    return whole.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def differences(found: Any, expected: Any, path: str = "") -> list[str]:
+    """Returns where two states are not the same, to the bit, a short line each."""
+    return list(_differing(found, expected, path))
+
+
+def _differing(found: Any, expected: Any, path: str) -> Iterator[str]:
+    if isinstance(expected, torch.Tensor):
+        if not isinstance(found, torch.Tensor):
+            yield f"{path}: a {type(found).__name__} where a tensor was"
+            return
+        ours, theirs = found.detach(), expected.detach()
+        if isinstance(theirs, TwoTensor):
+            if not isinstance(ours, TwoTensor):
+                yield f"{path}: no TwoTensor any more"
+                return
+            yield from _differing(ours.a, theirs.a, f"{path}.a")
+            yield from _differing(ours.b, theirs.b, f"{path}.b")
+        elif (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+            yield f"{path}: {ours.dtype}{list(ours.shape)}, was {theirs.dtype}{list(theirs.shape)}"
+        elif raw(ours) != raw(theirs):
+            yield f"{path}: other bits of {theirs.dtype}{list(theirs.shape)}"
+    elif type(found) is not type(expected):
+        yield f"{path}: a {type(found).__name__}, was a {type(expected).__name__}"
+    elif isinstance(expected, Mapping):
+        for key in [*expected, *(key for key in found if key not in expected)]:
+            if key not in found or key not in expected:
+                yield f"{path}.{key!r}: {'gone' if key in expected else 'new'}"
+            else:
+                yield from _differing(found[key], expected[key], f"{path}.{key!r}")
+        if [*found] != [*expected]:
+            yield f"{path}: keys in another order"
+    elif isinstance(expected, (list, tuple)):
+        if len(found) != len(expected):
+            yield f"{path}: {len(found)} entries, were {len(expected)}"
+            return
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            yield from _differing(one, other, f"{path}.{number}")
+        if any(isinstance(one, torch.optim.Optimizer) for one in expected):
+            yield from _not_of_one_piece(found, path)
+    elif not _equal(found, expected):
+        yield f"{path}: {found!r:.60}, was {expected!r:.60}"
+
+
+def _not_of_one_piece(found: Any, path: str) -> Iterator[str]:
+    """Tells where an optimizer has other parameters than the module that lies beside it."""
+    modules = [one for one in found if isinstance(one, nn.Module)]
+    for optimizer in found:
+        if isinstance(optimizer, torch.optim.Optimizer) and modules:
+            held = optimizer.param_groups[0]["params"]
+            if not all(a is b for a, b in zip(held, modules[0].parameters(), strict=True)):
+                yield f"{path}: the optimizer lost its module"
+
+
+def _equal(found: Any, expected: Any) -> bool:
+    if isinstance(expected, (np.ndarray, np.generic)):
+        return (
+            found.dtype == expected.dtype
+            and found.shape == expected.shape
+            and found.tobytes() == expected.tobytes()
+            and getattr(found, "strides", 0) == getattr(expected, "strides", 0)
+        )
+    if isinstance(expected, torch.Generator):
+        return torch.equal(found.get_state(), expected.get_state())
+    if isinstance(expected, Settings):
+        return not differences(vars(found), vars(expected))
+    if isinstance(expected, (nn.Module, torch.optim.Optimizer)):
+        return not differences(found.state_dict(), expected.state_dict())
+    if isinstance(expected, float):
+        return repr(found) == repr(expected)
+    return bool(found == expected)
