@@ -8,6 +8,7 @@ seeds, `RAY_DCP_SEED` others.
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,10 @@ from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_
 from torch.serialization import safe_globals
 
 import ray_dcp
-from tests.random_states import SAFE_GLOBALS, Maker, differences
+from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.torch_adapter.capture import capture
+from tests.random_states import MESHES, SAFE_GLOBALS, Maker, SharedMaker, differences, of_rank
+from tests.unit.adapter_support import as_rank, frozen, load, on_ranks, save_captures
 
 FIRST_SEED = int(os.environ.get("RAY_DCP_SEED", "0"))
 NUM_SEEDS = 600 if os.environ.get("RAY_DCP_THOROUGH") else 30
@@ -139,3 +143,79 @@ def read_by_stock(way: Way, into: Any, path: Path, state: Any) -> list[str]:
         if os.environ.get("RAY_DCP_SEED"):
             print(path.name, str(error)[-600:])
         return REFUSED
+
+
+# Ranks
+
+
+WORLD_SIZES = sorted({math.prod(mesh) for mesh in MESHES})
+
+
+@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_SEEDS))
+def test_what_ranks_share_out_is_what_it_was_on_any_other_ranks(seed: int, tmp_path: Path):
+    maker = SharedMaker(seed)
+    state = maker.whole()
+    sizes = [maker.random.choice(WORLD_SIZES) for _ in range(2)]
+    saved, wanted = (maker.cuts(state, size) for size in sizes)
+    wrong = []
+    of_stock: Any = None
+    for writer, save in {"stock": save_by_stock, "ours": save_by_ours}.items():
+        path = tmp_path / writer
+        save(lambda rank: of_rank(state, saved, filled=True), sizes[0], path)
+        for reader, read in {"stock": load_by_stock, "ours": load_by_ours}.items():
+
+            def loaded(rank: int, read: Any = read, path: Path = path) -> list[str]:
+                into = of_rank(state, wanted, filled=False)
+                read(into, path, rank, sizes[1])
+                lines = differences(into, of_rank(state, wanted, filled=True))
+                return [f"rank {rank}: {line}" for line in lines]
+
+            found = [line for lines in on_ranks(sizes[1], loaded) for line in lines]
+            if reader == "stock":
+                of_stock = found if of_stock is None else of_stock
+                found = sorted(set(found) - set(of_stock))
+            wrong += [f"{writer} to {reader}: {line}" for line in found]
+    assert not wrong, f"\n{sizes} {saved} {wanted}\n" + "\n".join(wrong)
+
+
+Build = Callable[[int], dict[str, Any]]
+
+
+def save_by_ours(build: Build, world_size: int, path: Path) -> None:
+    captures = on_ranks(
+        world_size, lambda rank: frozen(capture(build(rank), rank=rank, world_size=world_size))
+    )
+    save_captures(path, captures)
+
+
+def load_by_ours(into: dict[str, Any], path: Path, rank: int, world_size: int) -> None:
+    load(Target(str(path)), into, rank, world_size)
+
+
+def save_by_stock(build: Build, world_size: int, path: Path) -> None:
+    """Does what the ranks of a stock save do, one after the other."""
+    ranks = []
+    for rank in range(world_size):
+        with as_rank(rank, world_size):
+            planner, writer = stock.DefaultSavePlanner(), stock.FileSystemWriter(path)
+            planner.set_up_planner(build(rank), writer.storage_meta(), rank == 0)
+            writer.set_up_storage_writer(rank == 0)
+            ranks.append((planner, writer, writer.prepare_local_plan(planner.create_local_plan())))
+    plans, metadata = ranks[0][0].create_global_plan([plan for *_, plan in ranks])
+    plans = ranks[0][1].prepare_global_plan(plans)
+    written = []
+    for rank, ((planner, writer, _), plan) in enumerate(zip(ranks, plans, strict=True)):
+        with as_rank(rank, world_size):
+            written.append(writer.write_data(planner.finish_plan(plan), planner).wait())
+    ranks[0][1].finish(metadata, written)
+
+
+def load_by_stock(into: dict[str, Any], path: Path, rank: int, world_size: int) -> None:
+    """Does what a rank of a stock load does."""
+    planner, reader = stock.DefaultLoadPlanner(), stock.FileSystemReader(path)
+    metadata = reader.read_metadata()
+    planner.set_up_planner(into, metadata, rank == 0)
+    reader.set_up_storage_reader(metadata, rank == 0)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
+    reader.read_data(planner.finish_plan(plan), planner).wait()

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as stock
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.serialization import safe_globals
 
 import ray_dcp

@@ -32,7 +32,12 @@ def box(columns, row):
 
 def stored(*captures: Capture) -> Target:
     """Saves what each rank captured, and returns where."""
-    target = Target(f"memory://adapter-{next(_numbers)}/c")
+    return save_captures(f"memory://adapter-{next(_numbers)}/c", captures)
+
+
+def save_captures(path: object, captures: Sequence[Capture]) -> Target:
+    """Saves what each rank captured; returns where."""
+    target = Target(str(path))
     _save(target, [lambda one=one: one for one in captures], SaveOptions())
     return target
 
