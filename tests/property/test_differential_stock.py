@@ -27,7 +27,9 @@ from tests.random_states import MESHES, SAFE_GLOBALS, Maker, SharedMaker, differ
 from tests.unit.adapter_support import as_rank, frozen, load, on_ranks, save_captures
 
 FIRST_SEED = int(os.environ.get("RAY_DCP_SEED", "0"))
-NUM_SEEDS = 600 if os.environ.get("RAY_DCP_THOROUGH") else 30
+IS_THOROUGH = bool(os.environ.get("RAY_DCP_THOROUGH"))
+STATES = range(FIRST_SEED, FIRST_SEED + (600 if IS_THOROUGH else 30))
+SHARED_STATES = range(FIRST_SEED, FIRST_SEED + (300 if IS_THOROUGH else 12))
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
@@ -95,7 +97,7 @@ class Way:
 WRITERS = ("ours", "hooks", "async", "stock")
 
 
-@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_SEEDS))
+@pytest.mark.parametrize("seed", STATES)
 def test_a_random_state_is_what_it_was_whoever_saves_and_loads_it(seed: int, tmp_path: Path):
     maker = Maker(seed, pickled=seed % 3 == 2)
     state = maker.state()
@@ -151,7 +153,7 @@ def read_by_stock(way: Way, into: Any, path: Path, state: Any) -> list[str]:
 WORLD_SIZES = sorted({math.prod(mesh) for mesh in MESHES})
 
 
-@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_SEEDS))
+@pytest.mark.parametrize("seed", SHARED_STATES)
 def test_what_ranks_share_out_is_what_it_was_on_any_other_ranks(seed: int, tmp_path: Path):
     maker = SharedMaker(seed)
     state = maker.whole()
