@@ -47,7 +47,12 @@ from ray_dcp.options import KeyMap, LoadOptions, SaveOptions
 from ray_dcp.store.opening import Told, open_storage
 from ray_dcp.torch_adapter.dispatch import FOREIGN, decide_load
 from ray_dcp.torch_adapter.flatten import flatten, renamer, set_by_path
-from ray_dcp.torch_adapter.objects import fill_storages, load_object, load_torch_file
+from ray_dcp.torch_adapter.objects import (
+    fill_records,
+    load_object,
+    load_torch_file,
+    storage_records,
+)
 from ray_dcp.torch_adapter.sink import AsStored
 from ray_dcp.torch_adapter.targets import first_chunks
 from ray_dcp.torch_adapter.tensors import dtype_name, dtype_of, is_plain
@@ -463,14 +468,15 @@ def dcp_to_torch_save(
                 else torch.empty(each.shape, dtype=each.dtype)
                 for each in stored
             }
+        state = nested(values)
         with skip_data(materialize_fake_tensors=True):
-            torch.save(nested(values), temporary)
+            torch.save(state, temporary)
+            records = storage_records(state)
+        # Why first: an object may look at its tensors when it is built, as random generators do.
+        fill_records(temporary, records)
         with set_default_mmap_options(mmap.MAP_SHARED):
             # Why not weights_only: this process has just made the file, of what it trusts.
             mapped = torch.load(temporary, mmap=True, weights_only=False)
-        for each in stored:
-            if each.name in objects:
-                fill_storages(get_by_path(mapped, each.path), objects[each.name])
         targets = {
             each.name: get_by_path(mapped, each.path) for each in stored if each.name not in objects
         }

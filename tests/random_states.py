@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.two_tensor import TwoTensor
 
+from ray_dcp import PerRank
 from tests.exchange_cases import objects
 
 DTYPES = tuple(
@@ -265,6 +266,23 @@ def _is_walked(values: Any) -> bool:
     )
 
 
+def plainly(value: Any, *, as_text: bool = False) -> Any:
+    """Returns a state as conversions give it: its mappings are dicts.
+
+    Args:
+        value: The state.
+        as_text: Whether numbers as keys of mappings are texts, as stock DCP keeps them.
+    """
+    if isinstance(value, Mapping) and (value or as_text):
+        return {
+            key if not as_text else str(key): plainly(one, as_text=as_text)
+            for key, one in value.items()
+        }
+    if type(value) is list and _is_walked(value):
+        return [plainly(one, as_text=as_text) for one in value]
+    return value
+
+
 # What ranks share out
 
 
@@ -427,6 +445,8 @@ def _differing(found: Any, expected: Any, path: str) -> Iterator[str]:
             yield f"{path}: {ours.dtype}{list(ours.shape)}, was {theirs.dtype}{list(theirs.shape)}"
         elif raw(ours) != raw(theirs):
             yield f"{path}: other bits of {theirs.dtype}{list(theirs.shape)}"
+    elif isinstance(expected, PerRank):
+        yield from _differing(found.value, expected.value, f"{path} of the rank")
     elif type(found) is not type(expected):
         yield f"{path}: a {type(found).__name__}, was a {type(expected).__name__}"
     elif isinstance(expected, Mapping):

@@ -19,7 +19,7 @@ import mmap
 import os
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -34,7 +34,6 @@ from ray_dcp.core.dtypes import DTYPE_OF_STORAGE, ITEMSIZE
 from ray_dcp.errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
-    InternalError,
     InvalidRequestError,
     UnsafeCheckpointError,
     UnsupportedValueError,
@@ -645,29 +644,32 @@ def load_torch_file(path: str | os.PathLike[str], *, weights_only: bool = True) 
         ) from error
 
 
-def fill_storages(mapped: Any, value: Any) -> None:
-    """Copies the bytes of all tensors in one object into those of another like it.
+def storage_records(saved: Any) -> list[tuple[str, torch.UntypedStorage]]:
+    """Returns the memory of all tensors that have some, each with its record in the file.
 
     Args:
-        mapped: Whose tensors have the right shapes and no values yet, however deep they are.
-        value: What it was made of.
+        saved: What `torch.save` wrote.
 
-    Raises:
-        InternalError: The two are not alike.
+    Source: `torch/serialization.py`, `_save`, which numbers them as it comes to them.
     """
-    into, of = _storages(mapped), _storages(value)
-    if [storage.nbytes() for storage in into] != [storage.nbytes() for storage in of]:
-        raise InternalError(
-            f"expected tensors of the same bytes in both objects, found {len(into)} and {len(of)}"
-        )
-    for target, source in zip(into, of, strict=True):
-        target.copy_(source)
-
-
-def _storages(value: Any) -> list[torch.UntypedStorage]:
     finder = _StorageFinder(io.BytesIO(), protocol=2)
-    finder.dump(value)
-    return finder.found
+    finder.dump(saved)
+    found = enumerate(finder.found.values())
+    return [(f"data/{number}", each) for number, each in found if each.device.type != "meta"]
+
+
+def fill_records(path: str | os.PathLike[str], records: Iterable[tuple[str, Any]]) -> None:
+    """Writes the memory of tensors into a file of `torch.save` that was written without.
+
+    Args:
+        path: Of the file.
+        records: Of `storage_records`.
+    """
+    reader = torch._C.PyTorchFileReader(os.fspath(path))
+    with Path(path).open("r+b") as file:
+        for name, storage in records:
+            file.seek(reader.get_record_offset(name))
+            file.write(torch.empty(0, dtype=torch.uint8).set_(storage.cpu()).numpy().data)
 
 
 class _StorageFinder(pickle.Pickler):
@@ -675,12 +677,12 @@ class _StorageFinder(pickle.Pickler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.found: list[torch.UntypedStorage] = []
+        self.found: dict[int, torch.UntypedStorage] = {}
 
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, torch.TypedStorage):
             obj = obj._untyped_storage
         if not isinstance(obj, torch.UntypedStorage):
             return None
-        self.found.append(obj)
+        self.found.setdefault(obj._cdata, obj)
         return len(self.found)

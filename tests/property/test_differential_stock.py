@@ -11,6 +11,7 @@ import copy
 import math
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,15 @@ from torch.serialization import safe_globals
 import ray_dcp
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.torch_adapter.capture import capture
-from tests.random_states import MESHES, SAFE_GLOBALS, Maker, SharedMaker, differences, of_rank
+from tests.random_states import (
+    MESHES,
+    SAFE_GLOBALS,
+    Maker,
+    SharedMaker,
+    differences,
+    of_rank,
+    plainly,
+)
 from tests.unit.adapter_support import as_rank, frozen, load, on_ranks, save_captures
 
 FIRST_SEED = int(os.environ.get("RAY_DCP_SEED", "0"))
@@ -147,6 +156,47 @@ def read_by_stock(way: Way, into: Any, path: Path, state: Any) -> list[str]:
         return REFUSED
 
 
+# Conversions
+
+
+@pytest.mark.parametrize("seed", STATES)
+def test_conversions_give_what_was_saved(seed: int, tmp_path: Path):
+    maker = Maker(seed, pickled=seed % 3 == 2)
+    state = maker.state()
+    options = ray_dcp.LoadOptions(weights_only=not maker.pickled)
+    for writer in ("ours", "stock"):
+        way = Way(flat=True, code=maker.pickled)
+        path, file = tmp_path / writer, tmp_path / f"{writer}.pt"
+        way.save(writer, state, path)
+        kept = plainly(state, as_text=writer == "stock")
+        if writer == "stock":
+            kept = without_empty(kept)
+        ray_dcp.copy(path, tmp_path / f"copied {writer}")
+        ray_dcp.dcp_to_torch_save(path, file, options=options)
+        ray_dcp.torch_save_to_dcp(
+            file, tmp_path / f"back {writer}", weights_only=options.weights_only
+        )
+        found = {
+            "read": ray_dcp.read_state_dict(path, options=options),
+            "copied": ray_dcp.read_state_dict(tmp_path / f"copied {writer}", options=options),
+            "torch.save": torch.load(file, weights_only=False),
+            "back": ray_dcp.read_state_dict(tmp_path / f"back {writer}", options=options),
+        }
+        wrong = [f"{how}: {line}" for how, one in found.items() for line in differences(one, kept)]
+        assert not wrong, f"\n{writer}\n" + "\n".join(wrong)
+
+
+def without_empty(value: Any) -> Any:
+    """Returns a state without mappings that have no entries, which stock DCP leaves out."""
+    if isinstance(value, dict):
+        kept = {key: without_empty(one) for key, one in value.items()}
+        return {key: one for key, one in kept.items() if one is not NOTHING} or NOTHING
+    return value
+
+
+NOTHING: Any = object()
+
+
 # Ranks
 
 
@@ -159,20 +209,36 @@ def test_what_ranks_share_out_is_what_it_was_on_any_other_ranks(seed: int, tmp_p
     state = maker.whole()
     sizes = [maker.random.choice(WORLD_SIZES) for _ in range(2)]
     saved, wanted = (maker.cuts(state, size) for size in sizes)
-    wrong = []
+    wrong, own = [], [Maker(1000 * seed + rank).value(1) for rank in range(sizes[0])]
     of_stock: Any = None
     for writer, save in {"stock": save_by_stock, "ours": save_by_ours}.items():
         path = tmp_path / writer
-        save(lambda rank: of_rank(state, saved, filled=True), sizes[0], path)
+        is_ours = writer == "ours"
+
+        def part(rank: int, is_ours: bool = is_ours) -> dict[str, Any]:
+            mine = {"own": ray_dcp.PerRank(own[rank])} if is_ours else {}
+            return of_rank(state, saved, filled=True) | mine
+
+        save(part, sizes[0], path)
         for reader, read in {"stock": load_by_stock, "ours": load_by_ours}.items():
 
-            def loaded(rank: int, read: Any = read, path: Path = path) -> list[str]:
+            def loaded(
+                rank: int, read: Any = read, path: Path = path, *, own: Any = own
+            ) -> list[str]:
                 into = of_rank(state, wanted, filled=False)
+                expected = of_rank(state, wanted, filled=True)
+                if own is not None:
+                    into["own"] = ray_dcp.PerRank(None, resized="wrap")
+                    expected["own"] = ray_dcp.PerRank(own[rank % len(own)])
                 read(into, path, rank, sizes[1])
-                lines = differences(into, of_rank(state, wanted, filled=True))
+                lines = differences(into, expected)
                 return [f"rank {rank}: {line}" for line in lines]
 
-            found = [line for lines in on_ranks(sizes[1], loaded) for line in lines]
+            mine = own if is_ours and reader == "ours" else None
+
+            found = [
+                line for lines in on_ranks(sizes[1], partial(loaded, own=mine)) for line in lines
+            ]
             if reader == "stock":
                 of_stock = found if of_stock is None else of_stock
                 found = sorted(set(found) - set(of_stock))

@@ -471,6 +471,43 @@ def test_the_planner_that_makes_the_state_dict_from_metadata_works(checkpoint):
     assert flat(made) == flat(state(3.0))
 
 
+class Quiet(dcp.DefaultLoadPlanner):
+    """Does what DCP's does, by hooks that are called."""
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return super().lookup_tensor(index)
+
+
+@pytest.mark.parametrize("writer", [dcp, ray_dcp], ids=["stock", "ours"])
+def test_objects_come_under_keys_that_are_no_texts(writer, tmp_path):
+    def layers(fill: int) -> dict[str, Any]:
+        return {
+            "layers": {
+                0: {"lr": fill, 7: "x" * fill}, -1: fill, "a": [{3: fill}, torch.ones(1)],
+                True: fill, 2.5: fill, "w": torch.full((2,), fill),
+            }
+        }  # fmt: skip
+
+    writer.save(layers(3), checkpoint_id=tmp_path, no_dist=True)
+    found = layers(0)
+    ray_dcp.load(found, checkpoint_id=tmp_path, no_dist=True, planner=Quiet())
+    assert found["layers"].pop("w").tolist() == [3, 3]
+    assert str(found) == str({"layers": {k: v for k, v in layers(3)["layers"].items() if k != "w"}})
+
+
+@pytest.mark.parametrize("key", ["config", 5])
+def test_objects_come_back_without_flattening_too(key, tmp_path):
+    state = {"w": torch.ones(2), key: {"lr": 0.5}}
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    ray_dcp.save(state, checkpoint_id=tmp_path, no_dist=True, planner=planner)
+    found = {"w": torch.zeros(2), key: None}
+    planner = Quiet(flatten_state_dict=False)
+    ray_dcp.load(found, checkpoint_id=tmp_path, no_dist=True, planner=planner)
+    assert found[key] == {"lr": 0.5}
+    assert found["w"].tolist() == [1, 1]
+    assert list(found) == ["w", key]
+
+
 def test_no_two_hooks_of_a_load_planner_run_at_a_time(tmp_path):
     many = {f"w{i}": torch.full((1 << 12,), float(i)) for i in range(40)}
     dcp.save(many, checkpoint_id=tmp_path, no_dist=True)

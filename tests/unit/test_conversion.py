@@ -115,6 +115,18 @@ def test_numbers_as_keys_survive_both_ways(tmp_path: Path):
     assert set(torch.load(tmp_path / "a.pt")["optimizer"]["state"]) == {0, 1}
 
 
+def test_objects_that_look_at_their_tensors_when_they_are_built(tmp_path: Path):
+    state = {"w": torch.ones(3), "rng": torch.Generator().manual_seed(3), "in": [(torch.ones(2),)]}
+    expected = state["rng"].get_state()
+    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    ray_dcp.dcp_to_torch_save(tmp_path / "c", tmp_path / "a.pt")
+    found = torch.load(tmp_path / "a.pt", weights_only=False)
+    assert torch.equal(found["rng"].get_state(), expected)
+    assert found["in"][0][0].tolist() == [1.0, 1.0]
+    ray_dcp.torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "d")
+    assert torch.equal(ray_dcp.read_state_dict(tmp_path / "d")["rng"].get_state(), expected)
+
+
 def test_a_part_under_other_names_and_of_another_dtype(tmp_path: Path):
     ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
     how: dict[str, Any] = {
