@@ -665,7 +665,7 @@ def fill_records(path: str | os.PathLike[str], records: Iterable[tuple[str, Any]
         path: Of the file.
         records: Of `storage_records`.
     """
-    reader = torch._C.PyTorchFileReader(os.fspath(path))
+    reader: Any = torch._C.PyTorchFileReader(os.fspath(path))
     with Path(path).open("r+b") as file:
         for name, storage in records:
             file.seek(reader.get_record_offset(name))
