@@ -54,6 +54,7 @@ from ray_dcp.torch_adapter.overlaps import Part, Trial, are_same, stored_alike
 from ray_dcp.torch_adapter.per_rank import OwnValues
 from ray_dcp.torch_adapter.shards import Layouts, is_sharded, sharded
 from ray_dcp.torch_adapter.sink import (
+    AsStored,
     Boxes,
     Fresh,
     TensorSink,
@@ -349,12 +350,14 @@ class Placing:
             raise UnsupportedValueError(f"{fqn!r} {reason}")
         shape = tuple(tensor.shape)
         stored = self._check_fit(fqn, shape, tensor.dtype, number)
-        boxes = self.raw if self._kinds[number] == _TENSOR else self.opaque
+        # Why not raw either without elements: the item alone says of which class it is.
+        is_raw = self._kinds[number] == _TENSOR and not (0 in shape and type(tensor) is AsStored)
+        boxes = self.raw if is_raw else self.opaque
         if tensor.is_meta or self._keeps(tensor.dtype, stored):
             self.resizing.refuse_new(fqn)
             kept = stored if self.options.dtype == "keep" else tensor.dtype
             fresh = self._add_fresh(fqn, place, lambda: fresh_plain(tensor, kept))
-            if 0 not in shape:
+            if 0 not in shape or not is_raw:
                 boxes.add(number, (0,) * len(shape), shape)
                 taker = fresh_taker(tensor, kept != stored, kept, fqn, fresh)
                 boxes.sink.add_late(partial(fresh.tensor, 0), stored, taker)
@@ -726,6 +729,11 @@ class ItemPlacer:
         plan = self._opaque_plan
         for chunk, row in zip(plan.chunk.tolist(), plan.wanted.tolist(), strict=True):
             rows.setdefault(chunk, []).append(row)
+        # Of one without elements no byte is wanted, but its class and what else it is made of are.
+        first = first_chunks(self._table)
+        for row in np.flatnonzero(volume(self._opaque.size) == 0).tolist():
+            if (chunk := int(first[self._opaque.tensor[row]])) >= 0:
+                rows.setdefault(chunk, []).append(row)
         return [(chunk, self._opaque_taker(chunk, some)) for chunk, some in rows.items()]
 
     def _opaque_taker(self, chunk: int, rows: list[int]) -> ObjectTaker:
@@ -742,7 +750,8 @@ class ItemPlacer:
             low = np.maximum(start, origin)
             common = np.minimum(start + length, origin + size) - low
             # Careful: a row that the chunk does not meet may be done, and has no buffer then.
-            if (common > 0).all():
+            is_empty = 0 in size and bool((start == origin).all() and (length == size).all())
+            if is_empty or (common > 0).all():
                 self._put(row, sink, stored, low - start, low - origin, common)
 
     def _put(

@@ -96,7 +96,7 @@ def _save_staged(
     yield held
     written = save.write(go, captured.source, captured.deferred)
     yield PartsWritten(
-        key, rank, go.attempt, go.epoch, f"stager {rank}", 0, written.files, written.error
+        key, rank, go.attempt, go.epoch, f"stager {rank}", written.files, written.error
     )
     told = SaveStaged(key, rank, go.attempt, go.epoch, held=held)
     return (yield from save.outcome(go, told))

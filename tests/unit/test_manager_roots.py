@@ -531,7 +531,7 @@ def test_without_conditional_create_what_is_protected_before_the_record_stands(
             if protect == "lease":
                 assert "about to be deleted" in read_by_another(root_of(unsafe)).unsure
             else:
-                writer.tag(1, "best")
+                writer.tag(1, "fine")
         return found
 
     monkeypatch.setattr(MemoryStorage, "list", list_)
@@ -550,7 +550,7 @@ def test_without_conditional_create_tag_and_lease_say_what_they_cannot_promise(s
             told.append(read_by_another(root_of(storage_now)).unsure)
             writer.root.shared.write(mark.key, b"")
             with pytest.warns(UserWarning, match="still happens"):
-                writer.tag(1, "best")
+                writer.tag(1, "fine")
 
     mark = Announced(1, "0123456789abcdef", "step-00000001")
     storage_now = UnconditionalStorage(storage, between=between)

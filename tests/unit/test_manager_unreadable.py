@@ -254,7 +254,7 @@ def test_a_stray_file_of_a_sync_tool_stops_nothing_and_stays(tmp_path, stray):
         with manager.reading(2):
             manager.save(3, state(3), metrics={"loss": 1})
         manager.save(3, state(4), metrics={"loss": 1}, replace=True)
-        manager.tag(3, "best")
+        manager.tag(3, "fine")
         manager.join()
         assert manager.all_steps() == [2, 3]
         manager.delete(2)
