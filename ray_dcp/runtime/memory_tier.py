@@ -78,11 +78,6 @@ class MemoryTierStorage(StorageWrapper):
         here = self._files and all(file.is_here for file in self._files.values())
         return len(os.sched_getaffinity(0)) if here else None
 
-    @property
-    def behind(self) -> Storage:
-        """Where the same bytes can be read again, whoever gave them first."""
-        return self._inner
-
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         """See `Storage.read_into`."""
         with self._lock:

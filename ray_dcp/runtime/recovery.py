@@ -105,7 +105,8 @@ class StagerWatch:
                 )
             process = await seen.handle.name.remote()
         except (ActorDiedError, ValueError) as error:
-            self._lose(name, f"Ray says {type(error).__name__}")
+            what = "that it died" if isinstance(error, ActorDiedError) else "that there is none"
+            self._lose(name, f"Ray says {what}")
             return
         except RayError:
             return  # a connection broke: only silence beyond the bound is a loss

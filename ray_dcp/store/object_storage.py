@@ -807,6 +807,8 @@ class ObjectStorage:
             found = []
             for chunk in self._obstore.list(self._calls, place or None, chunk_size=1000):
                 for item in chunk:
+                    if item["path"] == self._root:
+                        continue  # an empty object that stands for the folder
                     if not item["path"].startswith(head):
                         raise AlteredError(f"a listing of {head} has {item['path'][:200]!r}")
                     key = item["path"].removeprefix(head)

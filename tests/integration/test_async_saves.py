@@ -105,7 +105,7 @@ def test_a_stager_that_is_lost_fails_its_save_by_name_and_the_next_one_has_anoth
         )
     )
     one_error(
-        came, ParticipantError, "the stager", "files unwritten", "Ray says ActorDiedError"
+        came, ParticipantError, "the stager", "files unwritten", "Ray says that"
         if blow == signal.SIGKILL else "frozen, or its machine is out of reach",
     )  # fmt: skip
     assert ranks.run(programs.mixed_is, str(path), 1) == [True, True]
