@@ -116,7 +116,7 @@ class Stager:
             channels["shared"] = shared_channel(limit_bytes, options)
             arena = channels["shared"].arena
         self._limit_bytes = limit_bytes
-        self._queue = WriteQueue(channels, options, self._report)
+        self._queue = WriteQueue(channels, self._report)
         self._place = StagingAddress(
             f"{stager_name(self._node_id)}#{os.getpid()}-{secrets.token_hex(6)}",
             os.getpid(),

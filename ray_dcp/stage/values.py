@@ -38,29 +38,19 @@ class StagerOptions:
     where that can't be shared, as across containers."""
     window_bytes: int = 64 * MIB
     """Unit of handing over and of reuse; smaller under a small limit."""
-    num_writers: int = 4
-    """How many part files a node writes at a time."""
-    nice: int = 5
-    """How far the stager's writing steps behind training for the processors: 0 to 19."""
-    io_priority: Literal["normal", "low", "idle"] = "low"
-    """The same for the disk, where the kernel's I/O scheduler knows priorities."""
 
     def __post_init__(self) -> None:
         checks = {
             "limit_bytes": self.limit_bytes is None or _is_in(self.limit_bytes, _LEAST_LIMIT),
             "memory": self.memory in ("auto", "shared", "object_store"),
             "window_bytes": _is_in(self.window_bytes, _LEAST_WINDOW),
-            "num_writers": _is_in(self.num_writers, 1),
-            "nice": _is_in(self.nice, 0, 19),
-            "io_priority": self.io_priority in ("normal", "low", "idle"),
         }
         wrong = [name for name, is_right in checks.items() if not is_right]
         if wrong:
             raise InvalidRequestError(
                 f"StagerOptions.{wrong[0]} can't be {getattr(self, wrong[0])!r}: expected "
-                f"limit_bytes of at least {_LEAST_LIMIT}, memory auto, shared or object_store, "
-                f"window_bytes of at least {_LEAST_WINDOW}, num_writers of at least 1, nice from 0 "
-                f"to 19, and io_priority normal, low or idle",
+                f"limit_bytes of at least {_LEAST_LIMIT}, memory auto, shared or object_store, and "
+                f"window_bytes of at least {_LEAST_WINDOW}",
                 key=wrong[0],
             )
 
@@ -69,8 +59,8 @@ class StagerOptions:
         return max(min(self.window_bytes, limit_bytes // _LEAST_WINDOWS) // MIB * MIB, 2 * MIB)
 
 
-def _is_in(value: object, least: int, most: int = sys.maxsize) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+def _is_in(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= sys.maxsize
 
 
 _LEAST_WINDOWS = 4

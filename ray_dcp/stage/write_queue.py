@@ -53,6 +53,12 @@ from ray_dcp.store.storage import Storage
 _JOBS_KEPT = 64
 """Finished jobs whose reports are kept for a coordinator that asks, when nobody releases them."""
 _PLANS_KEPT = 16
+_NUM_WRITERS = 4
+"""Part files that a node writes at a time: enough to overlap the waits for a storage; each takes
+a processor from training while it makes checksums."""
+_NICE = 5
+"""Of the writers, with a low priority for the disk: training goes first wherever both want a
+processor. Not the lowest: a processor that is never free would hold up the commit."""
 
 _T = TypeVar("_T")
 
@@ -71,7 +77,7 @@ _IO_PRIORITY = {"low": (2 << 13) | 7, "idle": 3 << 13}
 """Best effort, last of eight; only while nobody else wants the disk."""
 
 
-def step_behind(nice: int, io_priority: Literal["normal", "low", "idle"]) -> None:
+def step_behind(nice: int, io_priority: Literal["low", "idle"]) -> None:
     """Lowers the priority of the calling thread, as far as the system lets it.
 
     Args:
@@ -83,9 +89,9 @@ def step_behind(nice: int, io_priority: Literal["normal", "low", "idle"]) -> Non
         if nice > os.getpriority(os.PRIO_PROCESS, 0):
             # Careful: on Linux this is the priority of a thread, although it says process.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
-    number, value = _IOPRIO_SET.get(platform.machine()), _IO_PRIORITY.get(io_priority)
-    if number is not None and value is not None and platform.system() == "Linux":
-        ctypes.CDLL(None).syscall(number, 1, 0, value)
+    number = _IOPRIO_SET.get(platform.machine())
+    if number is not None and platform.system() == "Linux":
+        ctypes.CDLL(None).syscall(number, 1, 0, _IO_PRIORITY[io_priority])
 
 
 class WriteQueue:
@@ -96,7 +102,6 @@ class WriteQueue:
 
     Args:
         channels: By name: `"shared"` and `"object_store"`, or one of them.
-        options: How to write.
         report: Gets what became of each file, in a thread of its own; returns when the report is
             delivered, or can't be.
         opener: What opens a storage.
@@ -105,17 +110,15 @@ class WriteQueue:
     def __init__(
         self,
         channels: dict[str, Channel],
-        options: StagerOptions,
         report: Callable[[Any, StageReport], None],
         opener: Callable[[Target], Storage] = open_storage,
     ) -> None:
         self._channels = channels
         self._lock = threading.RLock()
         self._jobs: dict[StageKey, Job] = {}
-        self._options = options
         self._report = report
         self._opener = opener
-        self._turn = threading.BoundedSemaphore(options.num_writers)
+        self._turn = threading.BoundedSemaphore(_NUM_WRITERS)
         self._plans: OrderedDict[Hashable, RankPlan] = OrderedDict()
         self._layouts: OrderedDict[Hashable, StagingLayout] = OrderedDict()
 
@@ -575,7 +578,7 @@ class WriteQueue:
             self._settle(job)
 
     def _write(self, job: Job, file: int) -> None:
-        step_behind(self._options.nice, self._options.io_priority)
+        step_behind(_NICE, "low")
         turn = _Turn(self._turn)
         with self._lock:
             job.turns.add(turn)

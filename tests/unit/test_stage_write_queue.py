@@ -29,7 +29,7 @@ from ray_dcp.stage.copying import HostFiller, window_parts
 from ray_dcp.stage.memory import StagingMemory
 from ray_dcp.stage.memory_tier import too_many
 from ray_dcp.stage.transfer import transfer
-from ray_dcp.stage.values import StageKey, StagerOptions
+from ray_dcp.stage.values import StageKey
 from ray_dcp.stage.windows import lay_out_windows
 from ray_dcp.stage.write_queue import Channel, WriteQueue
 from ray_dcp.store.memory import MemoryStorage
@@ -55,7 +55,7 @@ class Node:
         self.may_report = threading.Event()
         self.may_report.set()
         more = {} if opener is None else {"opener": opener}
-        self.queue = WriteQueue({"shared": self.channel}, StagerOptions(), self.take, **more)
+        self.queue = WriteQueue({"shared": self.channel}, self.take, **more)
 
     def take(self, reporter, report) -> None:
         self.may_report.wait(180)
@@ -239,7 +239,7 @@ def object_node(num_slots: int, slot_bytes: int = SLOT) -> Node:
     node = Node(num_slots)
     node.channel.slot_bytes, node.channel.arena, node.channel.linger_s = slot_bytes, None, 0.001
     node.channel.allocator = SlotAllocator(num_slots, linger=True)
-    node.queue = WriteQueue({"object_store": node.channel}, StagerOptions(), node.take)
+    node.queue = WriteQueue({"object_store": node.channel}, node.take)
     return node
 
 
