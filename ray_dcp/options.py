@@ -20,7 +20,7 @@ DtypePolicy = Literal["widen", "error", "cast", "keep"]
 KeyMap = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], "str | None"]
 ShareReads = Literal["auto"] | bool
 Verify = Literal["always", "sample", "never"]
-WhenFull = Literal["wait", "skip", "replace"]
+WhenFull = Literal["wait", "skip"]
 
 MIB = 1 << 20
 
@@ -82,8 +82,7 @@ class SaveOptions:
     state in memory."""
     when_full: WhenFull = "wait"
     """What an asynchronous save does when `max_pending` are under way. `wait`: until one has ended.
-    `skip`: it ends at once with `SaveSkippedError`. `replace`: it takes the place of the newest
-    one of which nothing is written yet, which ends with `SaveCancelledError`; else it waits."""
+    `skip`: it ends at once with `SaveSkippedError`."""
     keep_in_memory: int = 0
     """How many of the last committed asynchronous saves of a run (those into one folder) stay in
     the memory of the nodes, beside those under way, while there is room: loads take their bytes

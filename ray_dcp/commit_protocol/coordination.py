@@ -558,7 +558,7 @@ class Coordination:
         return [one for one in self._saves if one.is_staged and one.key.session == session]
 
     def _admit_next(self, session: str) -> Commands:
-        """Moves the queue of a session on by one save, which begins, is refused or replaces one."""
+        """Moves the queue of a session on by one save, which begins or is refused."""
         saves = self._staged_saves(session)
         under_way = [save for save in saves if save.is_under_way]
         first = next((save for save in saves if save.is_queued), None)
@@ -582,11 +582,6 @@ class Coordination:
                 checkpoint_id=first.url,
             )
             return self._after(first, first.refuse(error))
-        if first.options.when_full == "replace":
-            for save in reversed(under_way):
-                if save.is_replaceable:
-                    why = f"operation {first.key.seq} replaced it (when_full='replace')"
-                    return self._after(save, save.cancel(why))
         return ()
 
     # The stagers of asynchronous saves

@@ -236,12 +236,6 @@ class SaveMachine(Operation):
         return self._outcome is None and self.phase not in ("joining", "queued")
 
     @property
-    def is_replaceable(self) -> bool:
-        """Nothing of it is known to be written, and nothing of it can be committed."""
-        begun = bool(self._receipts) or self._error is not None or self._outcome is not None
-        return self.phase in ("gathering", "reading", "planning", "writing") and not begun
-
-    @property
     def may_be_over(self) -> bool:
         """It was resumed, and has not yet read on storage whether it had ended before."""
         return isinstance(self._pending, ReadOutcome)

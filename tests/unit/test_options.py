@@ -18,7 +18,7 @@ CHOICES = [
     (SaveOptions, "replicas", ["warn", "check"]),
     (SaveOptions, "objects", ["warn", "refuse"]),
     (SaveOptions, "nonfinite", ["ignore", "warn", "refuse"]),
-    (SaveOptions, "when_full", ["wait", "skip", "replace"]),
+    (SaveOptions, "when_full", ["wait", "skip"]),
     (SaveOptions, "staging", ["call", "background"]),
     (LoadOptions, "dtype", ["widen", "error", "cast"]),
     (LoadOptions, "verify", ["always", "sample", "never"]),

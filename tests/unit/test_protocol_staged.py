@@ -40,7 +40,6 @@ from ray_dcp.errors import (
     CommitUnknownError,
     DeadlineError,
     ParticipantError,
-    SaveCancelledError,
     SaveSkippedError,
     StorageError,
 )
@@ -365,22 +364,6 @@ def test_a_save_is_skipped_on_all_ranks_or_on_none(play):
     commit(play)
 
 
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_save_replaces_one_of_which_nothing_is_written(play, begun):
-    play.to_staged()
-    if begun:
-        play.written(0, 0)
-    join_second(play, when_full="replace")
-    if begun:
-        assert not play.todo
-        play.write_all()
-        commit(play)
-    else:
-        play.end_abort()
-        assert isinstance(play.reply(0, "SaveStaged").error, SaveCancelledError)
-    assert isinstance(play.task, ReadRecords)
-
-
 def test_two_saves_of_one_id_are_not_under_way_at_once(play):
     play.to_staged()
     for rank in range(2):
@@ -529,7 +512,7 @@ def taken_up(play, outcome=None):
     return Resumed(world_size=play.world_size, epoch=2).take_up(play, outcome)
 
 
-@pytest.mark.parametrize("when_full", ["wait", "skip", "replace"])
+@pytest.mark.parametrize("when_full", ["wait", "skip"])
 @pytest.mark.parametrize(
     ("outcome", "told"),
     [

@@ -99,21 +99,6 @@ def test_several_may_be_under_way_where_that_is_asked_for(gate: Gate, tmp_path):
         handle.committed(PATIENCE_S)
 
 
-def test_a_save_is_replaced_by_the_next_one_where_that_is_asked_for(gate: Gate, tmp_path):  # noqa: F811
-    first = ray_dcp.async_save(state_of(1), checkpoint_id=tmp_path / "c")
-    opening = threading.Timer(5, gate.open.set)
-    opening.start()
-    second = ray_dcp.async_save(
-        state_of(2), checkpoint_id=tmp_path / "c", options=SaveOptions(when_full="replace")
-    )
-    with pytest.raises(errors.SaveCancelledError, match="replaced"):
-        first.committed(PATIENCE_S)
-    gate.open.set()
-    opening.cancel()
-    second.committed(PATIENCE_S)
-    assert_holds(tmp_path / "c", 2)
-
-
 def test_a_save_that_its_process_left_in_a_hanging_storage_is_in_nobodys_way(
     gate: Gate,  # noqa: F811
     tmp_path,
