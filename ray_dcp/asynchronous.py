@@ -51,7 +51,7 @@ from ray_dcp.operations import (
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_progress import LEAVING_S, Activity
-from ray_dcp.runtime.rank_save import Captured, RankSave, Unchanged
+from ray_dcp.runtime.rank_save import RankSave
 from ray_dcp.runtime.session import Disconnected, shut_down_meanwhile, until_disconnected
 from ray_dcp.runtime.staging_backend import Finish, StagingBackend, staging_backend_of
 from ray_dcp.torch_adapter.checkpointable import give_fields, noted_fields
@@ -598,9 +598,6 @@ class _NativeSave(_Save):
         account, call = self._account, self._account.watching(session.call)
         capture = capture_of(self._decision, session, state_dict, options)
 
-        def take() -> Captured:
-            return Unchanged(capture(), session.rank) if options.check_unchanged else capture()
-
         backend = self._backend = staging_backend_of(self._session)
         self._key = session.next_key()
         save = RankSave(
@@ -614,7 +611,7 @@ class _NativeSave(_Save):
             memory=session.plans,
             node=session.node,
         )
-        go, captured = drive(save.join(take), call)
+        go, captured = drive(save.join(capture), call)
         self._key = progress.key or self._key
         account.planned(go)
         noted = (*captured.warnings, *go.warnings)

@@ -94,10 +94,6 @@ class SaveOptions:
     must not change before `SaveHandle.staged()` has returned; `SaveHandle.before_step(optimizer)`
     waits where an optimizer would change it. `CheckpointManager`, the integrations and planners of
     your own copy in the call."""
-    check_unchanged: bool = False
-    """For debugging: an asynchronous save fails, and names the tensors, when their bytes changed
-    between the call and the end of staging, because a thread or a CUDA stream still wrote into
-    them, or nobody waited for `staging="background"`. Reads the state twice more."""
     plan_timeout_s: float = 600.0
     """Deadline for all ranks to come with their plans, in seconds."""
     write_timeout_s: float = 3600.0

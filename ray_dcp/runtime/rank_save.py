@@ -5,10 +5,6 @@ carries the requests. A rank joins with a fingerprint of its items where that is
 enough, else with rows; `PlanMemory` keeps its parts of the last plans, so that the next save of the
 same items needs no rows. A step that fails is reported to every rank, and does not just end the
 process.
-
-`Unchanged` checks whether a state changed between the call of `async_save` and the end of staging.
-It is for users who look for a race of their own: a thread or a CUDA stream that still writes into
-tensors while they are saved gives a checkpoint of no moment at all, and nothing else detects that.
 """
 
 from __future__ import annotations
@@ -42,14 +38,12 @@ from ray_dcp.commit_protocol.messages import (
 from ray_dcp.commit_protocol.planning import PlanCache
 from ray_dcp.commit_protocol.save import replaced_since
 from ray_dcp.commit_protocol.vote import Fenced, Lost, Won
-from ray_dcp.core.checksums import block_check
 from ray_dcp.core.columns import encode
-from ray_dcp.core.values import Columns, Int32Array, Kind, RankPlan
+from ray_dcp.core.values import Columns, Int32Array, RankPlan
 from ray_dcp.errors import (
     CheckpointError,
     CommitUnknownError,
     InternalError,
-    InvalidRequestError,
     ParticipantError,
     RankDisagreementError,
 )
@@ -461,60 +455,3 @@ def _first(
 def _again(join: SaveJoin, asked: SendItems, columns: Columns) -> SaveJoin:
     rows = encode(without_contents(columns)) if asked.rows else b""
     return replace(join, columns=rows, contents=contents_of(columns), asked=join.asked + 1)
-
-
-_MOST_NAMED = 8
-
-
-class Unchanged:
-    """A capture that has noted the content of its tensors; see `Captured` for the rest.
-
-    Args:
-        captured: What it notes.
-        rank: For the error.
-    """
-
-    def __init__(self, captured: Captured, rank: int) -> None:
-        self._captured = captured
-        self._rank = rank
-        self.columns: Columns = captured.columns
-        self.warnings: tuple[str, ...] = captured.warnings
-        self.source = captured.source
-        self.deferred = captured.deferred
-        self._rows = (self.columns.kind == Kind.TENSOR).nonzero()[0].tolist()
-        self._noted = self._digests()
-
-    def check(self) -> None:
-        """Compares the tensors with what they were.
-
-        Raises:
-            InvalidRequestError: Some have changed; they are named.
-        """
-        pairs = zip(self._rows, self._noted, self._digests(), strict=True)
-        changed = [row for row, before, now in pairs if before != now]
-        if not changed:
-            return
-        names = [self.columns.names[self.columns.name[row]] for row in changed]
-        shown = ", ".join(map(repr, dict.fromkeys(names[:_MOST_NAMED])))
-        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-        raise InvalidRequestError(
-            f"Expected nobody to write into the state between the call of async_save and "
-            f"staged(), but the bytes of {shown}{more} changed on rank {self._rank}. Another "
-            f"thread or CUDA stream still works on them: wait for it before async_save, and with "
-            f"SaveOptions(staging='background') for staged() before the state changes",
-            key="check_unchanged",
-            rank=self._rank,
-        )
-
-    def _digests(self) -> list[int]:
-        return [block_check(self._captured.source(row)) for row in self._rows]
-
-
-def check_unchanged(captured: Captured) -> None:
-    """Checks a capture whose bytes are all copied.
-
-    Raises:
-        InvalidRequestError: It is an `Unchanged`, and they have changed meanwhile.
-    """
-    if isinstance(captured, Unchanged):
-        captured.check()

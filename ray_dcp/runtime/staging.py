@@ -520,10 +520,6 @@ class Staged:
             return None
         return found
 
-    def cancel(self) -> None:
-        """Asks the stager to give up."""
-        self._link.post("cancel", self.key, True)
-
     def release(self, *, committed: bool = False) -> None:
         """Reports that the outcome is known: nobody needs the reports again, nor the bytes.
 

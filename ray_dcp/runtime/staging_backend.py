@@ -37,7 +37,6 @@ from ray_dcp.runtime.rank_save import (
     Captured,
     Opener,
     RankSave,
-    check_unchanged,
     reply_error,
     result_or_error,
 )
@@ -191,7 +190,6 @@ class InProcessBackend:
 
         use = partial(self._lease.pin, filler.pin)
         fill_rows(filler, rows, lengths, memory, piece_bytes=PIECE_BYTES, use=use)
-        check_unchanged(captured)
         deferred = {row: captured.deferred(row) for file in files for row in file.deferred.tolist()}
         whole = self._lease.view
 
@@ -265,11 +263,6 @@ class StagerBackend:
             reporter=session.coordinator(),
             stop=save.progress.stop,
         )
-        try:
-            check_unchanged(captured)
-        except CheckpointError:
-            staged.cancel()
-            raise
         if staged.channel == "object_store":
             self.kind = "object_store"
         self.num_bytes = staged.num_bytes

@@ -169,25 +169,6 @@ def a_stream_of_the_user_s(machine: Machine, room: Path) -> str:
     return "200 kernels on another stream"
 
 
-def early_changes_are_found(machine: Machine, room: Path) -> str:
-    """A step that waits for nothing is found by `check_unchanged`."""
-    weight = machine.place(torch.ones(max(machine.state_bytes // 16, 1 << 20)))
-    options = SaveOptions(staging="background", check_unchanged=True)
-    # Why several: where this thread is slow the state is staged before it changes.
-    for number in range(1, 31):
-        handle = ray_dcp.async_save(
-            {"w": weight}, checkpoint_id=room / "c", options=options, **ALONE
-        )
-        machine.launch(partial(weight.add_, 1))
-        error = handle.exception(WAIT_S)
-        if error is not None:
-            assert isinstance(error, ray_dcp.InvalidRequestError), error
-            assert "'w'" in str(error)
-            return f"refused, by name, at try {number}"
-        machine.synchronize()
-    raise AssertionError("a change that waited for nothing was not found")
-
-
 def digests(machine: Machine, room: Path) -> str:
     """Replicas on devices have the digests that they have on the host."""
     tensors = list(state_of_all(machine).values())
@@ -404,7 +385,6 @@ CASES: dict[str, Case] = {
     "loaded bits": loaded_bits,
     "earlier kernels are in it": earlier_work_is_in_it,
     "a stream of the user's": a_stream_of_the_user_s,
-    "early changes are found": early_changes_are_found,
     "digests": digests,
     "statistics": statistics,
     "waits for the device": synchronisations,

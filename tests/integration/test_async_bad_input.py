@@ -225,29 +225,6 @@ def test_a_storage_that_hangs_fails_its_save_and_holds_up_neither_training_nor_o
         assert stands(path, 2.0 + step, 2_000_000)
 
 
-def test_a_thread_that_writes_while_the_stager_takes_the_bytes_is_found_when_asked_for(
-    session, tmp_path, monkeypatch
-):
-    options = SaveOptions(check_unchanged=True)
-    ray_dcp.async_save(state(1, 1000), checkpoint_id=tmp_path, options=options).committed(180)
-    found, stage = state(2, 1000), staging.RankStaging.stage
-    name = next(name for name, value in found.items() if isinstance(value, torch.Tensor))
-
-    def stage_beside_a_writer(*arguments, **named):
-        staged = stage(*arguments, **named)
-        found[name].view(-1)[0] += 1
-        return staged
-
-    monkeypatch.setattr(staging.RankStaging, "stage", stage_beside_a_writer)
-    handle = ray_dcp.async_save(found, checkpoint_id=tmp_path, options=options)
-    with pytest.raises(InvalidRequestError, match=f"the bytes of '{name}' changed on rank 0"):
-        handle.committed(180)
-    # What the stager had written already goes with the next save.
-    assert ray_dcp.open(tmp_path)[name][:1] == 1
-    ray_dcp.async_save(state(3, 1000), checkpoint_id=tmp_path, options=options).committed(180)
-    assert stands(tmp_path, 3, 1000)
-
-
 def test_a_session_that_is_closed_meanwhile_does_not_lose_the_save(session, tmp_path):
     handle = save_and_spoil(tmp_path / "c", 4.0)
     session.close()

@@ -141,7 +141,7 @@ def test_a_stager_whose_writers_hang_writes_for_others_and_is_replaced(namespace
     held = staged(one, share([2 * MIB] * 6, part_bytes=2 * MIB), hanging, book, "hangs")
     what = share([3 * MIB] * 2)
     what.written(places[1])
-    held.cancel()  # as its rank does when the save has failed
+    held.release()  # as its rank does when the save has failed
     assert staged(other, what, places[0], book, "t").num_bytes
     assert eventually(lambda: same_files(*places))
     assert eventually(lambda: not lives(pid))

@@ -122,34 +122,6 @@ def test_a_failed_save_is_told_by_the_handle_and_leaves_what_stood(tmp_path):
     assert_is(loaded(tmp_path / "c"), 1)
 
 
-@pytest.mark.parametrize("check", [True, False])
-def test_a_thread_that_writes_while_the_state_is_copied_is_found_when_asked_for(
-    check, tmp_path, monkeypatch
-):
-    state, copied = state_of(1), staging_backend.fill_rows
-
-    def copy_beside_a_writer(*arguments, **more):
-        copied(*arguments, **more)
-        state["t"][0, 0] += 1
-        state["bf16"][4] = 7
-
-    monkeypatch.setattr(staging_backend, "fill_rows", copy_beside_a_writer)
-    options = SaveOptions(check_unchanged=check)
-    handle = ray_dcp.async_save(state, checkpoint_id=tmp_path, options=options)
-    if not check:
-        handle.committed(180)
-        assert_is(loaded(tmp_path), 1)
-        return
-    with pytest.raises(errors.InvalidRequestError, match=r"changed on rank 0") as raised:
-        handle.committed(180)
-    assert "'bf16'" in str(raised.value)
-    assert "'t'" in str(raised.value)
-    assert "'w'" not in str(raised.value)
-    monkeypatch.undo()
-    ray_dcp.async_save(state, checkpoint_id=tmp_path, options=options).committed(180)
-    assert loaded(tmp_path)["bf16"][4] == 7
-
-
 def test_waiting_has_a_deadline_and_the_save_goes_on(gate, tmp_path):
     handle = ray_dcp.async_save(state_of(1), checkpoint_id=tmp_path / "c")
     with pytest.raises(errors.DeadlineError, match="goes on"):

@@ -165,16 +165,6 @@ def test_what_has_no_hooks_is_refused(tmp_path):
     handle.committed(180)
 
 
-def test_a_change_that_waits_for_nothing_is_found(gate, tmp_path):
-    state = {"w": torch.ones(9), "v": torch.ones(9)}
-    options = SaveOptions(staging="background", check_unchanged=True)
-    handle = ray_dcp.async_save(state, checkpoint_id=tmp_path / "c", options=options)
-    state["v"].add_(1)
-    gate.open.set()
-    with pytest.raises(InvalidRequestError, match=r"the bytes of 'v' changed.*staged\(\) before"):
-        handle.committed(180)
-
-
 def test_objects_are_those_of_the_call(gate, tmp_path):
     state = {"w": torch.ones(9), "log": [1, 2], "more": {"text": "before"}}
     handle = ray_dcp.async_save(state, checkpoint_id=tmp_path / "c", options=BACKGROUND)
