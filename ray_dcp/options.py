@@ -71,12 +71,11 @@ class SaveOptions:
     sync_files: bool = True
     """Make files durable (fsync) before they are reported, and write them past the page cache where
     the filesystem allows it. False only for throw-away saves."""
-    stock_metadata: bool | Literal["later"] = True
+    stock_metadata: bool = True
     """Write DCP's `.metadata` as well, without which stock DCP can't read the checkpoint. It takes
     100 to 160 bytes for each tensor and rank and as long to make as all else of a commit: with
-    many thousand ranks leave it out, and let `ray-dcp metadata PATH` make it when it is needed, or
-    say `later`: the coordinator makes it when the ranks have the outcome and have gone on. Should
-    the coordinator die before, it is left out."""
+    many thousand ranks leave it out, and let `ray-dcp metadata PATH` or `ray_dcp.write_metadata`
+    make it when it is needed."""
     max_pending: int = 1
     """Asynchronous saves of a session that may be under way at a time; each holds a copy of the
     state in memory."""
@@ -239,8 +238,8 @@ def _check_fields(options: SaveOptions | LoadOptions) -> None:
             expected = None if value in choices else f"one of {', '.join(map(repr, choices))}"
         elif hint is bool and not isinstance(value, bool):
             expected = "True or False"
-        elif hint in _FLAGS_OR and not isinstance(value, bool) and value != _FLAGS_OR[hint]:
-            expected = f"True or False or {_FLAGS_OR[hint]!r}"
+        elif hint == ShareReads and not isinstance(value, bool) and value != "auto":
+            expected = "True or False or 'auto'"
         elif hint is int:
             check_whole(value, f"{cls.__name__}.{name}", 0 if name == "keep_in_memory" else 1)
         elif hint is float:
@@ -251,5 +250,4 @@ def _check_fields(options: SaveOptions | LoadOptions) -> None:
             )
 
 
-_FLAGS_OR: dict[Any, str] = {bool | Literal["later"]: "later", ShareReads: "auto"}
 _HINTS = {cls.__name__: get_type_hints(cls) for cls in (SaveOptions, LoadOptions)}

@@ -176,13 +176,6 @@ class PublishMetadata:
 
 
 @dataclass(frozen=True)
-class MakeMetadata:
-    """Make the `.metadata` that a commit left out. Result: `Finished`."""
-
-    target: Target
-
-
-@dataclass(frozen=True)
 class CollectReplaced:
     """Delete files that no commit references any more. Result: `Finished`.
 
@@ -194,7 +187,7 @@ class CollectReplaced:
     """In the order in which they are deleted."""
 
 
-Writing = WriteTable | CreateRecord | CreateAbort | PublishMetadata | MakeMetadata
+Writing = WriteTable | CreateRecord | CreateAbort | PublishMetadata
 Reading = ReadCheckpoint | ReadOutcome | ShareReads
 Task = ReadRecords | MakePlan | BuildCommit | ReadRecord | Reading | Writing | CollectReplaced
 

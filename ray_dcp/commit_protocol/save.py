@@ -14,8 +14,8 @@
 | aborting | the vote | *failed*: `Refused` to every rank, do what follows |
 
 What follows is a list of tasks, one after another. After a commit: `publishing` (`.metadata`),
-`collecting` (what other attempts left), `SaveOutcome` to every rank, `projecting` (`.metadata` made
-`"later"`). After a failure: `collecting` what was written.
+`collecting` (what other attempts left), `SaveOutcome` to every rank. After a failure: `collecting`
+what was written.
 
 *Who writes.* In a synchronous save each rank writes its own files and sends a `SaveReceipt`. In an
 asynchronous one the stager of the rank's node writes them, and a rank's part is done when each of
@@ -57,7 +57,6 @@ from ray_dcp.commit_protocol.commands import (
     CommitBuilt,
     Failed,
     Finished,
-    MakeMetadata,
     OutcomeRead,
     Planned,
     Published,
@@ -124,7 +123,6 @@ all that a new one needs: few ranks first, where the rows of the others may foll
 FOLLOW_UPS: dict[type[Task], str] = {
     PublishMetadata: "publishing",
     CollectReplaced: "collecting",
-    MakeMetadata: "projecting",
 }
 """The phase of each task that may follow the decision."""
 
@@ -208,7 +206,7 @@ class SaveMachine(Operation):
         self._won: Won | None = None
         self._error: CheckpointError | None = None
         self._warnings: list[str] = []
-        self._to_do: list[Task | None] = []
+        self._to_do: list[Task] = []
         # Of an asynchronous save, whose bytes stagers write.
         self._files: tuple[frozenset[int], ...] = ()
         self._left: dict[int, set[int]] = {}
@@ -406,10 +404,7 @@ class SaveMachine(Operation):
                 (RecordCreated() | SlotTaken() | SlotFree() | Failed()),
             ):
                 return self._advance(self._vote.advance(result))
-            case (
-                ("publishing" | "collecting" | "projecting"),
-                (Published() | Finished() | Failed()),
-            ):
+            case (("publishing" | "collecting"), (Published() | Finished() | Failed())):
                 return self._done_with(result)
             case _, Failed():
                 return self._fail(located(result.error, self._target.url))
@@ -423,7 +418,7 @@ class SaveMachine(Operation):
                 return self._fail(self._too_slow("commit_timeout_s"))
             case "record" | "aborting":
                 return tuple(self._conclude(self._undecided()))
-            case "publishing" | "collecting" if None in self._to_do:
+            case "publishing" | "collecting" if self._won is not None:
                 self._warnings.append(
                     f"The checkpoint is committed, but {self.phase} took longer than "
                     f"SaveOptions.commit_timeout_s={self.options.commit_timeout_s:g} s"
@@ -658,7 +653,7 @@ class SaveMachine(Operation):
             self._seen.last_slot,
             self._seen.foreign_metadata,
             self._seen.decided,
-            self.options.stock_metadata is True,
+            self.options.stock_metadata,
             tuple(self._stats[rank] for rank in sorted(self._stats)),
         )
         return self._step("building", task, self.options.commit_timeout_s)
@@ -690,9 +685,6 @@ class SaveMachine(Operation):
         self._to_do = [PublishMetadata(self._target, won.slot, metadata)]
         if self._seen.replaced:
             self._to_do.append(CollectReplaced(self._target, self._seen.replaced))
-        self._to_do.append(None)
-        if self.options.stock_metadata == "later" and self.options.container == "torch_save":
-            self._to_do.append(MakeMetadata(self._target))
         return self._follow()
 
     def _success(self) -> Reply:
@@ -745,12 +737,11 @@ class SaveMachine(Operation):
     # What follows
 
     def _follow(self) -> Commands:
-        """Begins the next task that follows the decision; at None, the ranks get the outcome."""
+        """Begins the next task that follows the decision; after the last, reports a commit."""
         if not self._to_do:
-            return tuple(self._finish())
+            told = self._conclude(self._success()) if self._won is not None else []
+            return (*told, *self._finish())
         task = self._to_do.pop(0)
-        if task is None:
-            return (*self._conclude(self._success()), *self._follow())
         return self._step(FOLLOW_UPS[type(task)], task, self.options.commit_timeout_s)
 
     def _done_with(self, result: Published | Finished | Failed) -> Commands:
@@ -759,12 +750,12 @@ class SaveMachine(Operation):
             case "publishing", Published(superseded=True):
                 # Why nothing is collected: the later save does it, and `.metadata` is its own.
                 self._warnings.append(REPLACED_SINCE)
-                self._to_do = [None]
-            case _, Failed(error) if None in self._to_do:
+                self._to_do = []
+            case _, Failed(error) if self._won is not None:
                 why = f"{NOT_DONE[self.phase]}: {type(error).__name__}: {error}"
                 self._warnings.append(f"The checkpoint is committed, but {why}")
                 # Why nothing is collected then: a `.metadata` that stands may name those files.
-                self._to_do = self._to_do[self._to_do.index(None) :]
+                self._to_do = []
         return self._follow()
 
     def _finish(self) -> list[Command]:

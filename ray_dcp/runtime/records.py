@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
@@ -634,7 +634,6 @@ def write_metadata(
     path: str | os.PathLike[str] | Target,
     *,
     storage_options: Mapping[str, object] | None = None,
-    opener: Callable[[Target], Storage] = open_storage,
 ) -> bool:
     """Writes DCP's `.metadata` for a checkpoint that was saved with `stock_metadata=False`.
 
@@ -645,7 +644,6 @@ def write_metadata(
     Args:
         path: Path or URL of one checkpoint.
         storage_options: For the storage.
-        opener: What opens the storage.
 
     Returns:
         Whether stock DCP can read the checkpoint now. False: a later save replaced it meanwhile and
@@ -672,7 +670,7 @@ def write_metadata(
         True
     """
     target = target_of(path, storage_options)
-    storage = opener(target)
+    storage = open_storage(target)
     try:
         found = find_checkpoint(storage, checkpoint_id=target.url)
         manifest = found.manifest

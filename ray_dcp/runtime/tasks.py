@@ -32,7 +32,6 @@ from ray_dcp.commit_protocol.commands import (
     CreateRecord,
     Failed,
     Finished,
-    MakeMetadata,
     MakePlan,
     OutcomeRead,
     Planned,
@@ -104,7 +103,6 @@ from ray_dcp.runtime.records import (
     republish,
     standing_records,
     without_stock_files,
-    write_metadata,
 )
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
@@ -373,9 +371,6 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
             return _create(storage, task.slot, encode_record(record), task.create_if_absent)
         case PublishMetadata():
             return publish(opener(task.target), task.slot, task.metadata, task.target.url)
-        case MakeMetadata():
-            write_metadata(task.target, opener=opener)
-            return Finished()
         case CollectReplaced():
             storage = opener(task.target)
             storage.delete(without_stock_files(storage, task.keys))

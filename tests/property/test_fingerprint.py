@@ -158,7 +158,7 @@ def test_the_world_and_the_order_of_ranks_count():
 
 ELSE: dict[str, Any] = {
     "container": "safetensors", "replicas": "check", "objects": "refuse", "nonfinite": "warn",
-    "part_bytes": 4096, "num_threads": 3, "stock_metadata": "later", "max_pending": 2,
+    "part_bytes": 4096, "num_threads": 3, "max_pending": 2,
     "when_full": "skip", "keep_in_memory": 1, "staging": "background",
     "plan_timeout_s": 7.0, "write_timeout_s": 7.0, "commit_timeout_s": 7.0,
     "heartbeat_timeout_s": 7.0,

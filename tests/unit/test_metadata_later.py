@@ -10,18 +10,12 @@ from click.testing import CliRunner
 
 import ray_dcp
 from ray_dcp.cli.main import main
-from ray_dcp.commit_protocol.commands import Failed, MakeMetadata
-from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError, StorageError
-from ray_dcp.runtime.tasks import perform
-from tests.crash.array_states import sample_state
-from tests.crash.ranks import save_ranks
-from tests.inline_ranks import run_ranks
+from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
 
 stock_load = partial(dcp.load, no_dist=True)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 WITHOUT = ray_dcp.SaveOptions(stock_metadata=False)
-LATER = ray_dcp.SaveOptions(stock_metadata="later")
 
 
 def state_of(step):
@@ -74,46 +68,6 @@ def test_what_has_no_use_for_it_is_refused(tmp_path):
     ray_dcp.save(state_of(1), checkpoint_id=tmp_path / "flat", options=options)
     with pytest.raises(InvalidRequestError, match="safetensors"):
         ray_dcp.write_metadata(tmp_path / "flat")
-
-
-@pytest.mark.parametrize("staged", [False, True])
-def test_later_is_after_all_ranks_were_told(tmp_path, staged):
-    path = str(tmp_path / "ckpt")
-    seen = []
-
-    def performer(task):
-        seen.append(type(task).__name__)
-        if isinstance(task, MakeMetadata):
-            assert len(told) == 3
-            assert not (tmp_path / "ckpt" / ".metadata").exists()
-        return perform(task)
-
-    told = []
-    ranks = save_ranks(sample_state(1), 3, path, options=LATER, staged=staged)
-
-    def listened(steps):
-        outcome = yield from steps
-        told.append(outcome)
-        return outcome
-
-    results = run_ranks([listened(steps) for steps in ranks], performer=performer)
-    assert all(result.get().manifest for result in results)
-    assert seen[-1] == "MakeMetadata"
-    assert (tmp_path / "ckpt" / ".metadata").exists()
-    assert ray_dcp.verify(path).ok
-
-
-def test_a_failure_to_make_it_later_fails_nothing(tmp_path):
-    def performer(task):
-        if isinstance(task, MakeMetadata):
-            return Failed(StorageError("the disk is full"))
-        return perform(task)
-
-    path = str(tmp_path / "ckpt")
-    ranks = save_ranks(sample_state(1), 2, path, options=LATER)
-    for result in run_ranks(ranks, performer=performer):
-        assert result.get().slot == 1
-    assert ray_dcp.write_metadata(path)
 
 
 def test_a_copy_that_lacks_the_dot_file_gets_one_of_its_own(tmp_path):
