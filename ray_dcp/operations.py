@@ -29,7 +29,7 @@ from ray_dcp.runtime.rank_save import RankSave
 from ray_dcp.runtime.session import current_session
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import as_target
-from ray_dcp.torch_adapter.capture import Capture, capture, check_measurable, measured
+from ray_dcp.torch_adapter.capture import Capture, capture, check_nonfinite, checking_finite
 from ray_dcp.torch_adapter.collective import Group, RankCalls
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route
 from ray_dcp.torch_adapter.foreign import foreign_save
@@ -101,7 +101,7 @@ def run_save(
         if log is not None:
             activity.progress.on_enter = log.enter
         if decision.path == FOREIGN:
-            check_measurable(options, FOREIGN)
+            check_nonfinite(options, FOREIGN)
             steps = foreign_save(
                 Group(activity, options.write_timeout_s, "save", text_of(url), coordinator_rank),
                 state_dict,
@@ -208,7 +208,7 @@ def capture_of(
             # Why later: this rank must join the save to report that its planner failed.
             captured.set_exception(error)
         take = captured.result
-    return measured(take, options, session.rank)
+    return checking_finite(take, options, session.rank)
 
 
 def session_for(process_group: dist.ProcessGroup | None, no_dist: bool) -> RankSession:

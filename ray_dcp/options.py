@@ -61,9 +61,6 @@ class SaveOptions:
     count; or fail the save on all ranks with `NonFiniteError` before anything is written. Looking
     takes 1 to 3 ns a value, up to 8 where cores are shared, also in the call of an asynchronous
     save."""
-    stats: bool = False
-    """Leave norm, largest value and counts of NaN and infinities of each tensor in a small file
-    beside the checkpoint: `ray_dcp.open(path).stats`. Takes the same time."""
     part_bytes: int = 1024 * MIB
     """Aimed size of a part file, in bytes; a rank with a larger share writes several."""
     num_threads: int = 2

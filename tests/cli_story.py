@@ -15,7 +15,6 @@ from click.testing import CliRunner
 
 import ray_dcp
 from ray_dcp.cli.main import main
-from ray_dcp.manager import Item
 from ray_dcp.store.opening import open_storage
 from tests import checkpoints
 
@@ -55,9 +54,7 @@ def values(step: int) -> dict[str, object]:
 
 def make_ours(root: object) -> None:
     """Saves two steps with metrics, tags and a note; of a third one a crash has left a file."""
-    options = ray_dcp.SaveOptions(stats=True)
-    item = Item(save_options=options)
-    with ray_dcp.CheckpointManager(root, 1, item=item) as manager:
+    with ray_dcp.CheckpointManager(root, 1) as manager:
         for step, loss in ((100, 0.5), (200, 0.25)):
             manager.save(step, values(step), metrics={"loss": loss})
         manager.join()
@@ -144,7 +141,7 @@ def commands(run: str, work: Path, names: Sequence[str], *, ours: bool) -> list[
         ["metadata", b, "--dry-run"],
     ]
     if ours:
-        told[9:9] = [["show", b, "--stats"], ["timeline", b, "--json"], ["show", f"{run}@best"]]
+        told[9:9] = [["timeline", b, "--json"], ["show", f"{run}@best"]]
     return told
 
 

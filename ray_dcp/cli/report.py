@@ -15,7 +15,6 @@ from ray_dcp.view.pictures import (
     line_chart,
     picture_diff,
     picture_layout,
-    picture_norms,
     picture_reshard,
     picture_steps,
 )
@@ -31,8 +30,7 @@ from ray_dcp.view.wording import size_text
 def report(run: str, file: str) -> None:
     """Write pictures of the steps of RUN, and of the newest, as one page to FILE.
 
-    The page needs nothing from outside. No tensor is read: norms are drawn where
-    SaveOptions(stats=True) saved them.
+    The page needs nothing from outside. No tensor is read.
     """
     found = run_at(run)
     parts = [part for section in _sections(found) for part in section]
@@ -51,8 +49,7 @@ def _sections(run: RunView) -> Iterator[tuple[str, str]]:
     for name in sorted(metrics):
         points = [(float(s.step or 0), s.metrics[name]) for s in steps if name in s.metrics]
         yield heading(name), line_chart({name: points}).html
-    readable = [step for step in run if step.is_readable]
-    if not readable:
+    if not any(step.is_readable for step in run):
         return
     try:
         newest = run.step("latest")
@@ -64,8 +61,6 @@ def _sections(run: RunView) -> Iterator[tuple[str, str]]:
             yield heading("its largest tensor"), picture_layout(view, largest).html
             drawn = picture_reshard(view, largest, ranks)
             yield heading("the same on twice as many ranks"), drawn.html
-        if all(step.view.stats for step in readable):
-            yield heading("norms"), picture_norms(run).html
         before = run.before(newest)
         if before is not None:
             diff = before.view.diff(view, read=False)

@@ -21,7 +21,7 @@ from ray_dcp.view.naming import nearest
 from ray_dcp.view.pictures.tree import Node, grown, leaves_of, shape_text
 from ray_dcp.view.verify import Problem, VerifyInterrupted, VerifyReport
 from ray_dcp.view.verify import verify as verify_path
-from ray_dcp.view.wording import count_text, number_text, size_text
+from ray_dcp.view.wording import count_text, size_text
 
 _MOST_NAMES = 40
 _MOST_PROBLEMS = 50
@@ -35,14 +35,12 @@ _MOST_PROBLEMS = 50
 @click.option("--all", "show_all", is_flag=True, help=f"Each of more than {_MOST_NAMES} names.")
 @click.option("--tree", "as_tree", is_flag=True, help="As a tree of names, with sizes.")
 @click.option("--depth", type=click.IntRange(1), help="Levels of the tree.")
-@click.option("--stats", is_flag=True, help="With norms, as SaveOptions(stats=True) saved them.")
 def show(
     path: str,
     pattern: str | None,
     show_all: bool,
     as_tree: bool,
     depth: int | None,
-    stats: bool,
 ) -> None:
     """Show the tensors and objects of the checkpoint at PATH, or RUN@STEP.
 
@@ -62,14 +60,12 @@ def show(
     root = grown(leaves_of(view, names), merged=False)
     if as_tree or depth is not None:
         lines = [*_branches(root, "", depth)]
-    elif len(names) > _MOST_NAMES and not show_all and not stats:
+    elif len(names) > _MOST_NAMES and not show_all:
         lines = [*table(_groups(root), left=("name", "holds")), "each name: --all, --tree"]
     else:
-        rows = [_row(view, name, stats=stats) for name in names]
-        least = ("inf", "nan", "chunks", "layout", "size")
+        rows = [_row(view, name) for name in names]
+        least = ("chunks", "layout", "size")
         lines = table(rows, left=("name", "shape", "dtype", "layout", "value"), least=least)
-    if stats and not view.stats:
-        lines.append("no norms were saved: SaveOptions(stats=True) does that")
     if pattern is not None:
         hint = "" if names else nearest(pattern, view.names)
         lines.append(f"{len(names)} of {count_text(len(view), 'name')} match {pattern!r}{hint}")
@@ -88,22 +84,15 @@ def _summary(view: CheckpointView) -> list[str]:
     ]
 
 
-def _row(view: CheckpointView, name: str, *, stats: bool) -> dict[str, object]:
-    info, found = view.tensors.get(name), view.stats.get(name) if stats else None
-    numbers = {
-        "norm": found and number_text(found.norm),
-        "max": found and number_text(found.absmax),
-        "nan": found and found.num_nan,
-        "inf": found and found.num_inf,
-    }
-    more = {column: "" if value is None else value for column, value in numbers.items()}
+def _row(view: CheckpointView, name: str) -> dict[str, object]:
+    info = view.tensors.get(name)
     if info is None:
         cells = ("", "object", "", "", "", view.small_values.get(name, ""))
     else:
         size, shape = size_text(info.num_bytes), shape_text(info.shape)
         cells = (shape, info.dtype, str(info.num_chunks), size, view.layouts[name], "")
     columns = ("shape", "dtype", "chunks", "size", "layout", "value")
-    return {"name": name, **dict(zip(columns, cells, strict=True)), **(more if stats else {})}
+    return {"name": name, **dict(zip(columns, cells, strict=True))}
 
 
 def _groups(root: Node) -> list[dict[str, str]]:
@@ -146,11 +135,10 @@ def _branches(node: Node, indent: str, depth: int | None) -> Iterator[str]:
 def _shown(view: CheckpointView, names: Sequence[str]) -> dict[str, Any]:
     tensors = {}
     for name in names:
-        info, stats = view.tensors.get(name), view.stats.get(name)
+        info = view.tensors.get(name)
         if info is not None:
             fields = {key: value for key, value in asdict(info).items() if key != "path"}
-            more = {} if stats is None else {"stats": asdict(stats)}
-            tensors[name] = {**fields, "layout": view.layouts[name], **more}
+            tensors[name] = {**fields, "layout": view.layouts[name]}
     return {
         "path": view.url,
         "kind": view.kind,

@@ -164,7 +164,7 @@ def _joined(requests: Sequence[Request], ranks: tuple[int, ...]) -> BatchedJoins
         _rest(join, _OF_JOINS) == alike
         and len(join.fingerprint) == FINGERPRINT_BYTES
         and join.known
-        and not (join.columns or join.contents or join.asked or join.stats)
+        and not (join.columns or join.contents or join.asked)
         and not (join.error or join.target.filesystem is not None)
         for join in joins
     ):

@@ -97,8 +97,6 @@ class BuildCommit:
     """`RecordsRead.decided`."""
     stock_metadata: bool = True
     """`SaveOptions.stock_metadata`."""
-    stats: tuple[bytes, ...] = ()
-    """`SaveJoin.stats`, by rank; empty where none are wanted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,8 +107,8 @@ class WriteTable:
     """
 
     target: Target
-    files: tuple[tuple[str, bytes], ...]
-    """Keys and bytes."""
+    key: str
+    table: bytes
     receipts: tuple[FileReceipt | FileReceipts, ...] = ()
     """Of the data files."""
     attempt: str = ""
@@ -239,14 +237,6 @@ class CommitBuilt:
     table: bytes
     record: bytes
     metadata: bytes | None
-    stats_key: str = ""
-    stats: bytes = b""
-
-    @property
-    def files(self) -> tuple[tuple[str, bytes], ...]:
-        """The chunk table, and the numbers beside it."""
-        table = (self.table_key, self.table)
-        return (table, (self.stats_key, self.stats)) if self.stats_key else (table,)
 
 
 @dataclass(frozen=True)

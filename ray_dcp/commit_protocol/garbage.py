@@ -26,7 +26,6 @@ from ray_dcp.format.manifest import (
     slot_of,
 )
 from ray_dcp.format.save_trace import trace_key
-from ray_dcp.format.tensor_stats import stats_key
 
 MOST_DECIDED = 64
 """How many earlier attempts a record remembers. Each takes 50 bytes; one save adds one or two."""
@@ -41,7 +40,6 @@ _NAMES: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("data", re.compile(rf"__[0-9]+_[0-9]+\.{_ATTEMPT}\.distcp")),
     ("data", re.compile(rf"{_ATTEMPT}/rank-[0-9]{{5,}}-part-[0-9]{{5,}}\.safetensors")),
     ("table", re.compile(rf"chunks\.{_ATTEMPT}\.table")),
-    ("table", re.compile(rf"stats\.{_ATTEMPT}\.json")),
     ("trace", re.compile(rf"trace\.{_ATTEMPT}\.json")),
 )
 _ORDER: dict[Kind, int] = {"data": 0, "temp": 0, "trace": 0, "table": 1, "record": 2, "metadata": 3}
@@ -187,7 +185,7 @@ def sweep(
     own = None if standing is None else standing.attempt
     needed = set() if standing is None else {entry.key for entry in standing.files}
     needed |= set() if standing is None else {standing.table.key}
-    needed |= set() if own is None else {trace_key(own), stats_key(own)}
+    needed |= set() if own is None else {trace_key(own)}
     known = {*dead, *(() if own is None else (own,))}
     delete: list[tuple[Owned, str]] = []
     kept: list[KeptFile] = []

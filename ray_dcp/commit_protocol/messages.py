@@ -85,8 +85,6 @@ class SaveJoin:
     (`ray_dcp.planning.merge`)."""
     asked: int = 0
     """How many `SendItems` this rank has answered with it; more may follow after a restart."""
-    stats: bytes = b""
-    """`ray_dcp.format.tensor_stats.encode_parts`, with `SaveOptions.stats`."""
     capture_s: float = 0.0
     """Seconds until it had seen what it holds: for the trace."""
     node: str = ""

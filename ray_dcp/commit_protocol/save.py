@@ -190,13 +190,12 @@ class SaveMachine(Operation):
         super().__init__(first)
         self.options = first.options
         self.is_cancelled = False
-        self._join = replace(first, columns=b"", contents=b"", values=b"", stats=b"")
+        self._join = replace(first, columns=b"", contents=b"", values=b"")
         self._target = first.target
         self._epoch = self._planned_in = epoch
         self._new_attempt = new_attempt
         self._planning = Planning(first.world_size, first.options, plans or PlanCache())
         self._rounds = 0
-        self._stats: dict[int, bytes] = {}
         self._seen = RecordsRead(0, None, None, ())
         self._plan: GlobalPlan | None = None
         self._attempt = ""
@@ -394,7 +393,8 @@ class SaveMachine(Operation):
             case "building", CommitBuilt():
                 self._built = result
                 receipts, seen = tuple(self._receipts), self._seen.last_slot
-                task = WriteTable(self._target, result.files, receipts, self._attempt, seen)
+                key, table = result.table_key, result.table
+                task = WriteTable(self._target, key, table, receipts, self._attempt, seen)
                 return self._step("table", task, self.options.commit_timeout_s)
             case "table", Finished() if self._built is not None:
                 vote = self._vote.commit(self._built.record)
@@ -448,8 +448,6 @@ class SaveMachine(Operation):
 
     def _take_join(self, join: SaveJoin) -> Commands:
         self._planning.take(join)
-        if join.stats:
-            self._stats[join.rank] = join.stats
         if self.phase == "joining":
             self._admit(join)
         else:
@@ -654,7 +652,6 @@ class SaveMachine(Operation):
             self._seen.foreign_metadata,
             self._seen.decided,
             self.options.stock_metadata,
-            tuple(self._stats[rank] for rank in sorted(self._stats)),
         )
         return self._step("building", task, self.options.commit_timeout_s)
 
@@ -719,7 +716,7 @@ class SaveMachine(Operation):
         """Reports the failure, then deletes what was written: the attempt can't commit any more."""
         files = self._plan.table.files if self._plan else ()
         keys = [key.replace("{attempt}", self._attempt) for key in files]
-        keys += [key for key, _ in (self._built.files if self._built else ())]
+        keys += [self._built.table_key] if self._built else []
         self._to_do = [CollectReplaced(self._target, tuple(keys))]
         return (*self._conclude(Refused(error)), *self._follow())
 
@@ -772,7 +769,6 @@ class SaveMachine(Operation):
         self._files = ()
         self._planning.clear()
         self._receipts.clear()
-        self._stats.clear()
         self._left.clear()
         self._holders.clear()
         self._staged.clear()

@@ -34,7 +34,6 @@ from ray_dcp.format.save_trace import decode_trace, encode_trace, trace_key
 from ray_dcp.format.step_info import info_key, info_slot
 from ray_dcp.format.table import decode_table
 from ray_dcp.format.table_places import with_places
-from ray_dcp.format.tensor_stats import stats_key
 from ray_dcp.io.checkpoint import METADATA_KEY, Checkpoint, read_checkpoint
 from ray_dcp.io.table_parts import verified_table
 from ray_dcp.io.threads import Stop, run_tasks
@@ -101,7 +100,7 @@ def plan_copy(storage: Storage, checkpoint: Checkpoint) -> CopyPlan:
     files = _checked(entries, found)
     infos = sorted(n for key in found if (n := info_slot(key)) is not None and n < checkpoint.slot)
     told = [key for key in found if infos and info_slot(key) == infos[-1]]
-    told += [key for key in (trace_key(attempt), stats_key(attempt)) if key in found]
+    told += [trace_key(attempt)] if trace_key(attempt) in found else []
     last = [(record_key(checkpoint.slot), len(checkpoint.record))]
     if manifest.metadata is not None:
         last.append((METADATA_KEY, manifest.metadata.num_bytes))

@@ -285,8 +285,7 @@ class RankSave:
             first = partial(_first, join, captured.columns, plans)
             described, error = result_or_error(first, "encoding the plan", rank)
             join, known = described or (replace(join, error=error), None)
-        stats = getattr(captured, "stats", b"")  # see `Capture.stats`
-        join = replace(join, stats=stats, capture_s=progress.doing.phase_s)
+        join = replace(join, capture_s=progress.doing.phase_s)
         progress.enter("waiting")
         with naming_checkpoint(self.target.url):
             reply = yield join

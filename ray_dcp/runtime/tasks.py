@@ -84,7 +84,6 @@ from ray_dcp.format.manifest import (
 from ray_dcp.format.metadata import encode_metadata
 from ray_dcp.format.table import encode_table, end_of
 from ray_dcp.format.table_places import place_runs
-from ray_dcp.format.tensor_stats import combine, decode_parts, encode_stats, stats_key
 from ray_dcp.io.checkpoint import METADATA_KEY, find_checkpoint
 from ray_dcp.io.records import read_slots, used_slots
 from ray_dcp.io.threads import at_once, run_tasks, threads_for
@@ -273,18 +272,7 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
             table_end=None if table.end is None else replace(table.end, key=key),
         )
     )
-    stats = _stats(task) if task.stats else b""
-    return CommitBuilt(
-        key, table.data, record, metadata, stats_key(task.attempt) if stats else "", stats
-    )
-
-
-def _stats(task: BuildCommit) -> bytes:
-    """Returns the statistics of the tensors that lie beside the checkpoint."""
-    plan = task.plan
-    table = plan.table
-    lengths = dict(zip(table.names, table.shape.prod(axis=1).tolist(), strict=True))
-    return encode_stats(task.attempt, combine(map(decode_parts, task.stats), lengths))
+    return CommitBuilt(key, table.data, record, metadata)
 
 
 _shared: WeakKeyDictionary[GlobalPlan, _Table] = WeakKeyDictionary()
@@ -393,7 +381,7 @@ def _write_table(task: WriteTable, storage: Storage) -> Finished:
     url = task.target.url
     at_once(
         lambda: check_complete(storage, files, task.attempt, task.previous_slot, url),
-        *(partial(storage.write, key, data) for key, data in task.files),
+        partial(storage.write, task.key, task.table),
     )
     return Finished()
 

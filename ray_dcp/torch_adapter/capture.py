@@ -1,11 +1,11 @@
-"""What a rank holds of a state dict: items as columns, where their bytes come from, their norms.
+"""What a rank holds of a state dict: items as columns, and where their bytes come from.
 
 `tensors` gives the bytes of a single tensor, `shards` the boxes of a sharded one, `objects` the
 bytes of an object.
 
-`measured` takes the numbers that `SaveOptions` asks for (norms, NaN, infinities) from the bytes
-that will be saved, before the ranks join the save: a save that is refused has neither plan nor
-file. `format.tensor_stats` combines the numbers of all ranks.
+`checking_finite` looks for NaN and infinities, where `SaveOptions.nonfinite` asks for it, in the
+bytes that will be saved, before the ranks join the save: a save that is refused has neither plan
+nor file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from ray_dcp.core.collector import collector_paused
 from ray_dcp.core.dtypes import READABLE, as_numbers, raw_dtype
 from ray_dcp.core.values import BoolArray, Columns, Int64Array, Kind, NamePath, padded
 from ray_dcp.errors import InvalidRequestError, NonFiniteError, UnsupportedValueError
-from ray_dcp.format.tensor_stats import Part, PartStats, added, encode_parts
 from ray_dcp.options import SaveOptions
 from ray_dcp.torch_adapter import device_copy
 from ray_dcp.torch_adapter.checkpointable import is_checkpointable
@@ -48,6 +47,9 @@ from ray_dcp.torch_adapter.tensors import (
     unsupported_reasons,
 )
 
+NonFinite = tuple[int, int]
+"""How many values are NaN, and how many infinite."""
+
 SPLIT_BYTES = 4 << 20
 """Plain floating tensors from this size on are cut over the ranks that hold them."""
 
@@ -65,14 +67,12 @@ class Capture:
         deferred: Row of a `Kind.OBJECT` or `Kind.OPAQUE` item to what `torch.save` makes of it.
             Thread-safe; may be asked again and returns the same bytes.
         warnings: What the user should know, one sentence each.
-        stats: The numbers that `measured` took, for the other ranks.
     """
 
     columns: Columns
     source: Callable[[int], memoryview]
     deferred: Callable[[int], bytes]
     warnings: tuple[str, ...] = ()
-    stats: bytes = b""
 
 
 def capture(
@@ -196,8 +196,8 @@ class TensorBytes:
         except UnsupportedValueError:
             return list(map(self, rows))
 
-    def stats(self, rows: Sequence[int]) -> dict[int, PartStats]:
-        """Returns the numbers of those rows that are on devices, made there.
+    def nonfinite(self, rows: Sequence[int]) -> dict[int, NonFinite]:
+        """Returns the counts of those rows that are on devices, made there.
 
         Args:
             rows: Of tensors.
@@ -206,10 +206,10 @@ class TensorBytes:
         for row in rows if self._moment.marks else ():
             if self._moment.driver.has(self._values[row]):
                 on_device[self._values[row].device].append(row)
-        found: dict[int, PartStats] = {}
+        found: dict[int, NonFinite] = {}
         for own in on_device.values():
             values = [self._values[row] for row in own]
-            found.update(zip(own, part_stats_on_device(values), strict=True))
+            found.update(zip(own, nonfinite_on_device(values), strict=True))
         return found
 
     def filler(self, host: Any) -> Any:
@@ -477,93 +477,92 @@ _SLAB_ELEMENTS = 1 << 16
 _MOST_NAMED = 8
 
 
-def check_measurable(options: SaveOptions, path: str) -> None:
-    """Checks that what is asked can be done where a storage writer of others saves.
+def check_nonfinite(options: SaveOptions, path: str) -> None:
+    """Checks that NaN and infinities are not looked for where a storage writer of others saves.
 
     Raises:
-        InvalidRequestError: It can't.
+        InvalidRequestError: They are.
     """
-    asked = [
-        name
-        for name, is_set in (
-            ("stats=True", options.stats),
-            (f"nonfinite={options.nonfinite!r}", _looks(options)),
-        )
-        if is_set
-    ]
-    if asked:
+    if options.nonfinite != "ignore":
         raise InvalidRequestError(
-            f"SaveOptions({', '.join(asked)}) needs a storage of ray_dcp, but this save goes "
-            f"through {path} storage; leave it out, or save to a path or URL",
-            key=asked[0].partition("=")[0],
+            f"SaveOptions(nonfinite={options.nonfinite!r}) needs a storage of ray_dcp, but this "
+            f"save goes through {path} storage; leave it out, or save to a path or URL",
+            key="nonfinite",
         )
 
 
-def measured(take: Callable[[], Capture], options: SaveOptions, rank: int) -> Callable[[], Capture]:
-    """Returns what captures as `take` does, and looks at the values as the options ask.
+def checking_finite(
+    take: Callable[[], Capture], options: SaveOptions, rank: int
+) -> Callable[[], Capture]:
+    """Returns what captures as `take` does, and looks for NaN and infinities if it is to.
 
     Args:
         take: Captures the state.
-        options: `stats` and `nonfinite` count.
+        options: `nonfinite` counts.
         rank: Of this process, for messages.
 
     Raises:
         NonFiniteError: When it is called: there are NaN or infinities, and they are refused.
     """
-    if not options.stats and not _looks(options):
+    if options.nonfinite == "ignore":
         return take
 
     def look() -> Capture:
         captured = take()
-        parts = list(_parts(captured))
-        bad = [part for part in parts if part[2].num_nan or part[2].num_inf]
-        warnings = captured.warnings
-        if bad and _looks(options):
-            told = _told(bad, rank)
-            if options.nonfinite == "refuse":
-                raise NonFiniteError(
-                    f"{told}. Nothing was saved, as SaveOptions(nonfinite='refuse') asks",
-                    rank=rank,
-                    key=bad[0][0],
-                )
-            if rank:
-                # Why here: of what a save notes only the first rank's is shown, as most of it is
-                # the same on all; this no other rank knows.
-                warn(told, UserWarning, stacklevel=2)
-            warnings = (*warnings, told)
-        stats = encode_parts(parts) if options.stats else b""
-        return replace(captured, warnings=warnings, stats=stats)
+        bad = list(_nonfinite_items(captured))
+        if not bad:
+            return captured
+        told = _told(bad, rank)
+        if options.nonfinite == "refuse":
+            raise NonFiniteError(
+                f"{told}. Nothing was saved, as SaveOptions(nonfinite='refuse') asks",
+                rank=rank,
+                key=bad[0][0],
+            )
+        if rank:
+            # Why here: of what a save notes only the first rank's is shown, as most of it is
+            # the same on all; this no other rank knows.
+            warn(told, UserWarning, stacklevel=2)
+        return replace(captured, warnings=(*captured.warnings, told))
 
     return look
 
 
-def part_stats(raw: npt.NDArray[Any], dtype: str) -> PartStats:
-    """Returns the numbers of values.
+def nonfinite_of(raw: npt.NDArray[Any], dtype: str) -> NonFinite:
+    """Returns how many values are NaN and infinite.
 
     Args:
         raw: One dimension of `raw_dtype(dtype)`.
         dtype: Name of a torch dtype, one of `READABLE`.
 
     Examples:
-        >>> part_stats(np.array([3.0, -4.0, np.nan], np.float32), "float32")
-        PartStats(num_elements=3, square_sum=25.0, absmax=4.0, num_nan=1, num_inf=0)
+        >>> nonfinite_of(np.array([3.0, -4.0, np.nan], np.float32), "float32")
+        (1, 0)
     """
-    found = PartStats(0, 0.0, 0.0, 0, 0)
+    num_nan = num_inf = 0
     for low in range(0, len(raw), _SLAB_ELEMENTS):
-        found = added(found, _slab_stats(as_numbers(raw[low : low + _SLAB_ELEMENTS], dtype)))
-    return found
+        values = as_numbers(raw[low : low + _SLAB_ELEMENTS], dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if np.isfinite(np.vdot(values, values).real):
+                continue
+            size = np.abs(values)
+        # Why once more: only here is something not finite, or so large that its square is not.
+        num_nan += int(np.count_nonzero(np.isnan(size)))
+        num_inf += int(np.count_nonzero(np.isinf(size)))
+    return num_nan, num_inf
 
 
-def part_stats_on_device(tensors: Sequence[torch.Tensor]) -> list[PartStats]:
-    """Returns the numbers of plain tensors of one device, made there.
+def nonfinite_on_device(tensors: Sequence[torch.Tensor]) -> list[NonFinite]:
+    """Returns `nonfinite_of` of plain tensors of one device, made there.
 
-    Complexity: one copy to the host for all, and about 200 MiB of the device's memory.
+    Complexity: one copy to the host for all, and a few copies of a piece (`_PIECE_ELEMENTS`) on
+    the device.
 
     Examples:
-        >>> part_stats_on_device([torch.tensor([3.0, -4.0, torch.nan])])
-        [PartStats(num_elements=3, square_sum=25.0, absmax=4.0, num_nan=1, num_inf=0)]
+        >>> nonfinite_on_device([torch.tensor([3.0, -4.0, torch.nan])])
+        [(1, 0)]
     """
-    found = [PartStats(0, 0.0, 0.0, 0, 0) for _ in tensors]
+    found = [(0, 0)] * len(tensors)
     pieces = [
         (index, piece)
         for index, tensor in enumerate(tensors)
@@ -571,12 +570,9 @@ def part_stats_on_device(tensors: Sequence[torch.Tensor]) -> list[PartStats]:
         for piece in _pieces(tensor.detach())
     ]
     if pieces:
-        numbers = torch.stack([_piece_stats(piece) for _, piece in pieces]).tolist()
-        for (index, piece), (square_sum, absmax, num_nan, num_inf) in zip(
-            pieces, numbers, strict=True
-        ):
-            one = PartStats(piece.numel(), square_sum, absmax, int(num_nan), int(num_inf))
-            found[index] = added(found[index], one)
+        counts = torch.stack([_nonfinite_of_piece(piece) for _, piece in pieces]).tolist()
+        for (index, _), (num_nan, num_inf) in zip(pieces, counts, strict=True):
+            found[index] = (found[index][0] + num_nan, found[index][1] + num_inf)
     return found
 
 
@@ -591,68 +587,32 @@ def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [piece for half in halves for piece in _pieces(half)]
 
 
-def _piece_stats(piece: torch.Tensor) -> torch.Tensor:
-    """Returns float64[4]: sum of squares, largest, number of NaN and of infinities."""
+def _nonfinite_of_piece(piece: torch.Tensor) -> torch.Tensor:
+    """Returns int64[2]: number of NaN and of infinities."""
     size = piece.to(torch.complex128 if piece.is_complex() else torch.float64).abs()
-    is_nan, is_inf = size.isnan(), size.isinf()
-    size = size.masked_fill_(is_nan | is_inf, 0.0)
-    numbers = (size.square().sum(), size.amax(), is_nan.sum(), is_inf.sum())
-    return torch.stack([number.to(torch.float64) for number in numbers])
+    return torch.stack([size.isnan().sum(), size.isinf().sum()])
 
 
-def _slab_stats(values: npt.NDArray[Any]) -> PartStats:
-    count = len(values)
-    with np.errstate(over="ignore", invalid="ignore"):
-        total = float(np.vdot(values, values).real)
-        if np.isfinite(total):
-            return PartStats(count, total, _largest(values), 0, 0)
-        size = np.abs(values)
-        # Why once more: only here is something not finite, or so large that its square is not.
-        num_nan = int(np.count_nonzero(np.isnan(size)))
-        num_inf = int(np.count_nonzero(np.isinf(size)))
-        size = size[np.isfinite(size)]
-        total = float(np.dot(size, size))
-    return PartStats(count, total, float(size.max(initial=0.0)), num_nan, num_inf)
-
-
-def _largest(values: npt.NDArray[Any]) -> float:
-    if not len(values) or np.iscomplexobj(values):
-        return float(np.abs(values).max(initial=0.0))
-    return max(float(values.max()), -float(values.min()))
-
-
-def _looks(options: SaveOptions) -> bool:
-    return options.nonfinite != "ignore"
-
-
-def _parts(captured: Capture) -> Iterator[Part]:
-    columns: Columns = captured.columns
-    rows = zip(
-        columns.name.tolist(),
-        columns.dtype.tolist(),
-        columns.ndim.tolist(),
-        columns.offset.tolist(),
-        columns.size.tolist(),
-        strict=True,
-    )
-    source = captured.source
+def _nonfinite_items(captured: Capture) -> Iterator[tuple[str, NonFinite, int]]:
+    """Yields name, counts and number of values of each item that has NaN or infinities."""
+    columns, source = captured.columns, captured.source
     readable = np.array([*(dtype in READABLE for dtype in columns.dtypes), False])
-    looked_at = (columns.kind == Kind.TENSOR) & readable[columns.dtype]
-    there = np.flatnonzero(looked_at).tolist()
-    found = source.stats(there) if isinstance(source, TensorBytes) else {}
-    for row, (name, code, ndim, offset, size) in enumerate(rows):
-        if looked_at[row]:
-            numbers = found.get(row)
-            if numbers is None:
-                dtype = columns.dtypes[code]
-                numbers = part_stats(np.frombuffer(source(row), raw_dtype(dtype)), dtype)
-            yield columns.names[name], (*offset[:ndim], *size[:ndim]), numbers
+    rows = np.flatnonzero((columns.kind == Kind.TENSOR) & readable[columns.dtype]).tolist()
+    found = source.nonfinite(rows) if isinstance(source, TensorBytes) else {}
+    for row in rows:
+        counts = found.get(row)
+        if counts is None:
+            dtype = columns.dtypes[columns.dtype[row]]
+            counts = nonfinite_of(np.frombuffer(source(row), raw_dtype(dtype)), dtype)
+        if any(counts):
+            size = columns.size[row, : columns.ndim[row]]
+            yield columns.names[columns.name[row]], counts, int(size.prod())
 
 
-def _told(bad: list[Part], rank: int) -> str:
+def _told(bad: list[tuple[str, NonFinite, int]], rank: int) -> str:
     some = ", ".join(
-        f"{name!r} ({part.num_nan} NaN and {part.num_inf} infinite of {part.num_elements})"
-        for name, _, part in bad[:_MOST_NAMED]
+        f"{name!r} ({num_nan} NaN and {num_inf} infinite of {num_elements})"
+        for name, (num_nan, num_inf), num_elements in bad[:_MOST_NAMED]
     )
     more = f" and {len(bad) - _MOST_NAMED} more tensors" if len(bad) > _MOST_NAMED else ""
     return f"expected finite values on rank {rank}, found {some}{more}"

@@ -31,7 +31,6 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.safe_pickle import PickleMachine, damaged
 from ray_dcp.format.safetensors import MAX_HEADER_BYTES
-from ray_dcp.format.tensor_stats import MAX_STATS_BYTES, TensorStats, decode_stats, stats_key
 from ray_dcp.format.torch_items import stored_records
 from ray_dcp.io.checkpoint import Checkpoint, read_checkpoint
 from ray_dcp.io.reader import read_item
@@ -39,7 +38,7 @@ from ray_dcp.io.threads import run_tasks
 from ray_dcp.options import LoadOptions
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import Told, open_storage
-from ray_dcp.store.storage import OneFile, Storage, read_if_there
+from ray_dcp.store.storage import OneFile, Storage
 from ray_dcp.view.difference import CheckpointDiff, diff_checkpoints
 from ray_dcp.view.listing import num_ranks
 from ray_dcp.view.naming import nearest
@@ -301,22 +300,6 @@ class CheckpointView:
                 if name in self.tensors
             }
         )
-
-    @cached_property
-    def stats(self) -> Mapping[str, TensorStats]:
-        """Norm, largest value and counts of NaN and infinities of each tensor when it was saved.
-
-        Empty unless it was saved with `SaveOptions(stats=True)`.
-
-        Raises:
-            DamagedCheckpointError: They are there and can't be read; the checkpoint needs them not.
-            StorageError: The storage refused.
-        """
-        if self.attempt is None:
-            return MappingProxyType({})
-        key = stats_key(self.attempt)
-        data = read_if_there(self.storage, key, MAX_STATS_BYTES + 1)
-        return MappingProxyType({} if data is None else decode_stats(data, key=key))
 
     @cached_property
     def files(self) -> tuple[FileInfo, ...]:

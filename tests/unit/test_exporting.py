@@ -273,14 +273,13 @@ def test_wrong_imports_are_refused(tmp_path: Path):
 
 @pytest.mark.parametrize("container", ["torch_save", "safetensors"])
 def test_a_copy_is_the_same_checkpoint_elsewhere(tmp_path: Path, container: str):
-    source = checkpoints.save(tmp_path / "source", container=container, stats=True)
-    source = checkpoints.save(tmp_path / "source", container=container, stats=True)
+    source = checkpoints.save(tmp_path / "source", container=container)
+    source = checkpoints.save(tmp_path / "source", container=container)
     told: list[tuple[int, int]] = []
     view = ray_dcp.copy(source, tmp_path / "copy", told=lambda *one: told.append(one))
     before, own = ray_dcp.open(source).attempt, view.attempt
     assert own != before
     assert view.verify() == ray_dcp.open(source).verify()
-    assert view.stats == ray_dcp.open(source).stats
     assert view.trace == replace(ray_dcp.open(source).trace, attempt=own)
     files = [ray_dcp.open(path).checkpoint.manifest.files for path in (source, tmp_path / "copy")]
     assert files[0].digests == files[1].digests
@@ -332,12 +331,12 @@ class Failing(LocalStorage):
         return super().open_writer(key, sync=sync)
 
 
-@pytest.mark.parametrize("at", [".distcp", "chunks.", "manifest-", "stats."])
+@pytest.mark.parametrize("at", [".distcp", "chunks.", "manifest-", "trace."])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), StorageError("disk full")])
 def test_a_copy_that_fails_or_is_interrupted_anywhere_is_taken_back(
     tmp_path: Path, at: str, error: BaseException
 ):
-    view = ray_dcp.open(checkpoints.save(tmp_path / "source", stats=True))
+    view = ray_dcp.open(checkpoints.save(tmp_path / "source"))
     plan = plan_copy(view.storage, view.checkpoint)
     is_retried = at == "manifest-" and isinstance(error, StorageError)
     failing = Failing(tmp_path / "copy", error, at, 1 + is_retried)

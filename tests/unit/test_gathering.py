@@ -158,7 +158,7 @@ OTHER_CALLS = [
     {"target": Target("memory://y")}, {"options": SaveOptions(num_threads=3)},
 ]  # fmt: skip
 MORE_TO_SAY = [
-    {"known": b""}, {"asked": 1}, {"stats": b"stats"}, {"columns": b"rows"}, {"contents": b"8"},
+    {"known": b""}, {"asked": 1}, {"columns": b"rows"}, {"contents": b"8"},
     {"target": Target("memory://x", filesystem="fs")}, {"error": errors.CheckpointError("no")},
 ]  # fmt: skip
 

@@ -91,7 +91,7 @@ def test_a_manifest_of_a_made_up_attempt_has_a_save_delete_nobody_elses_files(ou
     """The names that an attempt gives to its files have exactly its id in them."""
     signed(ours, attempt="a")
     theirs = [
-        "trace.a.json", "stats.a.json", "chunks.a.table", "__0_7.a.distcp",
+        "trace.a.json", "chunks.a.table", "__0_7.a.distcp",
         "a/rank-00000-part-00000.safetensors", ".tmp-0123456789ab-chunks.a.table",
     ]  # fmt: skip
     (ours / "a").mkdir()

@@ -60,8 +60,7 @@ def line_chart(series: Series, title: str = "") -> Picture:
 def picture_norms(run: RunView, include: str = "*") -> Picture:
     """Returns the norms of tensors over the steps of a run.
 
-    Of steps that were saved with `SaveOptions(stats=True)` they are known; of others the tensors
-    are read.
+    The tensors are read.
 
     Args:
         run: As `ray_dcp.open` gives it.
@@ -84,10 +83,9 @@ def norms_of(run: RunView, include: str = "*") -> dict[str, list[tuple[float, fl
     for step in run:
         if step.step is None or not step.is_readable:
             continue
-        stats = step.view.stats
         for name, info in step.view.tensors.items():
             if fnmatchcase(name, include) and info.dtype in READABLE and info.num_bytes:
-                norm = stats[name].norm if name in stats else _norm(step.view[name])
+                norm = _norm(step.view[name])
                 found.setdefault(name, []).append((float(step.step), norm))
     if not found:
         raise InvalidRequestError(

@@ -1,9 +1,8 @@
-"""Numbers about tensors that a save leaves, and what is done about NaN and infinities."""
+"""What a save does about NaN and infinities."""
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,26 +11,27 @@ import pytest
 import torch
 
 import ray_dcp
-from ray_dcp.commit_protocol.aggregation import batch_of
-from ray_dcp.commit_protocol.messages import OpKey, SaveJoin, Target
+from ray_dcp.commit_protocol.messages import OpKey, Target
 from ray_dcp.core.dtypes import raw_dtype
 from ray_dcp.errors import (
-    DamagedCheckpointError,
     InvalidRequestError,
     NonFiniteError,
     UnsupportedValueError,
 )
-from ray_dcp.format.tensor_stats import PartStats, combine, encode_stats, stats_key
 from ray_dcp.options import SaveOptions
-from ray_dcp.planning.fingerprint import FINGERPRINT_BYTES
 from ray_dcp.torch_adapter import device_copy
-from ray_dcp.torch_adapter.capture import capture, measured, part_stats, part_stats_on_device
+from ray_dcp.torch_adapter.capture import (
+    capture,
+    checking_finite,
+    nonfinite_of,
+    nonfinite_on_device,
+)
 from ray_dcp.torch_adapter.tensors import host_bytes
 from tests.gpu.played import Played
 from tests.inline_ranks import run_ranks
 from tests.rank_saves import save_rank
 
-STATS = SaveOptions(stats=True)
+REFUSE = SaveOptions(nonfinite="refuse")
 
 
 def results(states: list[dict], path: Path, options: SaveOptions):
@@ -42,7 +42,7 @@ def results(states: list[dict], path: Path, options: SaveOptions):
             save_rank(
                 OpKey("save", 0), rank=rank, world_size=world_size, target=Target(str(path)),
                 options=options,
-                capture=measured(
+                capture=checking_finite(
                     partial(capture, state, rank=rank, world_size=world_size, options=options),
                     options, rank,
                 ),
@@ -50,66 +50,6 @@ def results(states: list[dict], path: Path, options: SaveOptions):
             for rank, state in enumerate(states)
         ]
     )  # fmt: skip
-
-
-def state() -> dict:
-    generator = torch.Generator().manual_seed(1)
-    return {
-        "w": torch.randn(70_000, 3, generator=generator),
-        "half": torch.randn(33, generator=generator).bfloat16(),
-        "complex": torch.randn(5, generator=generator, dtype=torch.complex64),
-        "int": torch.arange(-9, 4),
-        "empty": torch.zeros(0, 2),
-        "tiny": torch.randn(4, generator=generator).to(torch.float8_e4m3fn),
-        "flag": torch.tensor(True),
-        "object": "text",
-    }
-
-
-def expected(tensor: torch.Tensor) -> tuple[float, float]:
-    wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).abs()
-    return float(wide.norm()), float(wide.max()) if wide.numel() else 0.0
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
-def test_norms_of_a_save_are_those_of_its_tensors(
-    tmp_path: Path, container: str, asynchronous: bool
-):
-    values = state()
-    options = SaveOptions(stats=True, container=container)
-    save = ray_dcp.async_save if asynchronous else ray_dcp.save
-    handle = save(values, checkpoint_id=tmp_path / "a", options=options)
-    if asynchronous:
-        handle.committed()
-    found = ray_dcp.open(tmp_path / "a").stats
-    assert set(found) == set(values) - {"object"}
-    for name, one in found.items():
-        assert (one.norm, one.absmax) == pytest.approx(expected(values[name]), rel=1e-9), name
-        assert (one.is_finite, one.num_elements) == (True, values[name].numel())
-
-
-def test_without_the_option_nothing_is_left(tmp_path: Path):
-    ray_dcp.save(state(), checkpoint_id=tmp_path / "a")
-    assert not list((tmp_path / "a").glob("stats.*"))
-    assert ray_dcp.open(tmp_path / "a").stats == {}
-
-
-def test_what_several_ranks_hold_counts_once_and_shards_are_put_together(tmp_path: Path):
-    big = torch.arange(3_000_000.0)  # so large that it is cut over its holders
-    states = [{"shared": torch.full((10,), 2.0), "big": big} for _ in range(3)]
-    for result in results(states, tmp_path / "a", STATS):
-        result.get()
-    found = ray_dcp.open(tmp_path / "a").stats
-    assert found["shared"].norm == pytest.approx(40**0.5)
-    assert found["big"].norm == pytest.approx(float(big.double().norm()))
-    assert found["big"].num_elements == 3_000_000
-
-
-def test_a_tensor_of_which_a_part_is_not_known_has_no_numbers():
-    half = PartStats(2, 8.0, 2.0, 0, 0)
-    assert combine([[("w", (0, 2), half)]], {"w": 4}) == {}
-    assert set(combine([[("w", (0, 2), half)], [("w", (2, 2), half)]], {"w": 4})) == {"w"}
 
 
 @pytest.mark.parametrize("refused_on", [[1], [0, 2]])
@@ -168,38 +108,16 @@ def test_many_bad_tensors_are_named_up_to_a_point(tmp_path: Path):
 
 
 def test_values_whose_squares_overflow_are_not_mistaken_for_infinities():
-    found = part_stats(np.array([1e200, -2e200]), "float64")
-    assert (found.num_nan, found.num_inf, found.absmax) == (0, 0, 2e200)
-    stats = combine([[("w", (0, 2), found)]], {"w": 2})
-    assert b'"inf"' in encode_stats("a", stats)
+    assert nonfinite_of(np.array([1e200, -2e200]), "float64") == (0, 0)
 
 
 @pytest.mark.parametrize("position", [0, 65_535, 65_536, 199_999])
 def test_a_single_nan_is_found_wherever_it_is(position: int):
     values = np.ones(200_000, np.float32)
     values[position] = np.nan
-    found = part_stats(values, "float32")
-    assert (found.num_nan, found.num_inf, found.num_elements) == (1, 0, 200_000)
-    assert (found.square_sum, found.absmax) == (199_999.0, 1.0)
-
-
-def test_numbers_that_are_damaged_are_an_error_and_the_checkpoint_is_none(tmp_path: Path):
-    ray_dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a", options=STATS)
-    view = ray_dcp.open(tmp_path / "a")
-    (tmp_path / "a" / stats_key(view.attempt)).write_bytes(b'{"format": 1}')
-    with pytest.raises(DamagedCheckpointError, match="does not need it"):
-        _ = ray_dcp.open(tmp_path / "a").stats
-    assert view.verify().ok
-    assert ray_dcp.open(tmp_path / "a")["w"][0] == 1
-
-
-def test_numbers_go_with_their_checkpoint(tmp_path: Path):
-    for _ in range(2):
-        ray_dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a", options=STATS)
-    assert len(list((tmp_path / "a").glob("stats.*"))) == 1
-    assert ray_dcp.collect(tmp_path / "a").deleted == ()
-    ray_dcp.delete(tmp_path / "a")
-    assert not list((tmp_path / "a").glob("stats.*"))
+    assert nonfinite_of(values, "float32") == (1, 0)
+    values[position] = -np.inf
+    assert nonfinite_of(values, "float32") == (0, 1)
 
 
 def test_storages_of_others_can_not_promise_it(tmp_path: Path):
@@ -208,25 +126,11 @@ def test_storages_of_others_can_not_promise_it(tmp_path: Path):
     class Theirs(FileSystemWriter):
         pass
 
-    for options in (STATS, SaveOptions(nonfinite="refuse")):
-        with pytest.raises(InvalidRequestError, match="needs a storage of ray_dcp"):
-            ray_dcp.save(
-                {"w": torch.ones(1)}, storage_writer=Theirs(tmp_path / "a"), options=options
-            )
+    with pytest.raises(InvalidRequestError, match="needs a storage of ray_dcp"):
+        ray_dcp.save({"w": torch.ones(1)}, storage_writer=Theirs(tmp_path / "a"), options=REFUSE)
     with pytest.raises(InvalidRequestError, match="nonfinite must be one of"):
         SaveOptions(nonfinite="raise")
     assert not issubclass(NonFiniteError, UnsupportedValueError)
-
-
-def test_ranks_that_join_in_one_message_tell_their_own_numbers():
-    joins = [
-        SaveJoin(
-            OpKey("s", 0), rank, 2, Target("memory://x"), STATS, b"", known=b"k",
-            fingerprint=b"f" * FINGERPRINT_BYTES, stats=bytes([rank]),
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    assert [join.stats for join in batch_of(joins).requests()] == [b"\0", b"\1"]
 
 
 def test_every_rank_warns_of_its_own_values_and_the_first_of_them_once(tmp_path: Path):
@@ -246,7 +150,7 @@ def test_every_rank_warns_of_its_own_values_and_the_first_of_them_once(tmp_path:
 @pytest.mark.parametrize(
     "dtype", ["float32", "bfloat16", "float8_e5m2", "complex64", "int64", "bool"]
 )
-def test_a_device_measures_as_the_host_does(dtype, monkeypatch):
+def test_a_device_counts_as_the_host_does(dtype, monkeypatch):
     monkeypatch.setattr("ray_dcp.torch_adapter.capture._PIECE_ELEMENTS", 50)
     torch.manual_seed(3)
     tensors = [100 * torch.randn(shape) for shape in ((), (0,), (7,), (40, 9), (3, 4, 30))]
@@ -258,16 +162,13 @@ def test_a_device_measures_as_the_host_does(dtype, monkeypatch):
         tensors = [tensor.nan_to_num(0, 0, 0) for tensor in tensors]
     tensors = [tensor.to(of_dtype) for tensor in tensors]
     tensors += [tensor.movedim(0, -1) for tensor in tensors[2:]]
-    found = part_stats_on_device(tensors)
-    for tensor, one in zip(tensors, found, strict=True):
-        raw = np.frombuffer(host_bytes(tensor), raw_dtype(dtype))
-        expected = part_stats(raw, dtype)
-        assert one.square_sum == pytest.approx(expected.square_sum)
-        assert replace(one, square_sum=0.0) == replace(expected, square_sum=0.0)
+    raws = [np.frombuffer(host_bytes(tensor), raw_dtype(dtype)) for tensor in tensors]
+    assert nonfinite_on_device(tensors) == [nonfinite_of(raw, dtype) for raw in raws]
 
 
-def test_values_on_devices_are_measured_there_with_one_copy_to_the_host(monkeypatch):
+def test_values_on_devices_are_counted_there_with_one_copy_to_the_host(monkeypatch):
     tensors = {str(number): torch.full((number + 1,), 2.0) for number in range(5)}
+    tensors["3"][1] = torch.nan
     monkeypatch.setattr(device_copy, "CUDA", Played(*list(tensors.values())[1:]))
     asked = []
     real = host_bytes
@@ -275,7 +176,6 @@ def test_values_on_devices_are_measured_there_with_one_copy_to_the_host(monkeypa
         "ray_dcp.torch_adapter.capture.host_bytes", lambda one: asked.append(one) or real(one)
     )
     take = partial(capture, tensors, rank=0, world_size=1)
-    stats = measured(take, SaveOptions(stats=True), 0)().stats
+    with pytest.raises(NonFiniteError, match=r"'3' \(1 NaN and 0 infinite of 4\)"):
+        checking_finite(take, REFUSE, 0)()
     assert len(asked) == 1
-    monkeypatch.undo()
-    assert stats == measured(take, SaveOptions(stats=True), 0)().stats
