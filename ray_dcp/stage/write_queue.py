@@ -713,7 +713,7 @@ class Job:
     reports: dict[int, StageReport] = field(default_factory=dict)
     """By position in `plan.files`."""
     written_bytes: int = 0
-    moved_s: float = field(default_factory=time.monotonic)
+    moved_s: float = field(default_factory=lambda: time.monotonic())
     """When bytes last reached the storage, or the job began; by the monotonic clock."""
     turns: set[_Turn] = field(default_factory=set)
     """Of its writers."""

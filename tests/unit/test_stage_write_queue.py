@@ -447,11 +447,17 @@ def test_writers_that_hang_in_a_storage_hold_no_other_save_up(places, monkeypatc
     what = share([2 * MIB] * 8, part_bytes=2 * MIB)
     gate = Gate()
     hanging, other = Target(str(places[0].url) + "-hangs"), places[0]
-    node = Node(40, lambda t: gate.opener(t) if t == hanging else open_storage(t))
+    came = []
+
+    def opener(target):
+        came.append(target)  # in its turn
+        return gate.opener(target) if target == hanging else open_storage(target)
+
+    node = Node(40, opener)
     real, ahead_s = time.monotonic, [0.0]
     monkeypatch.setattr(write_queue.time, "monotonic", lambda: real() + ahead_s[0])
-    node.rank(what, hanging, "hangs").stage()
-    assert gate.reached.wait(60)
+    node.rank(what, hanging, "hangs", options=SaveOptions(num_threads=4)).stage()
+    assert eventually(lambda: len(came) == 4, 60)  # all turns
     second = node.rank(what, other, "goes on")
     try:
         if how == "cancelled":
