@@ -104,8 +104,16 @@ def verdicts(
     found = []
     for one in kind.damages():
         kind.spoil(one)
-        report = ray_dcp.verify(path)
-        problems, notes = list(report.problems), " ".join(report.notes)
+        try:
+            report = ray_dcp.verify(path)
+        except CheckpointError as error:
+            # One name of a field in the place of another: that looks as if a newer torch wrote it.
+            is_theirs = one.file == ".metadata" and not kind.is_ours
+            if not is_theirs or "a newer torch wrote this checkpoint" not in error.message:
+                raise
+            problems, notes = [], error.message
+        else:
+            problems, notes = list(report.problems), " ".join(report.notes)
         # Careful: a load may publish `.metadata` again.
         loaded = kind.load()
         kind.repair(one)
