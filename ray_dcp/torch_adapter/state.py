@@ -88,6 +88,8 @@ def stateful_to_state_dict(
     Examples:
         >>> model = nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> _ = optimizer.step()
         >>> state = stateful_to_state_dict({"model": model, "optimizer": optimizer, "step": 3})
         >>> sorted(state["model"]), sorted(state["optimizer"]["state"]), state["step"]
         (['bias', 'weight'], ['bias', 'weight'], 3)
