@@ -402,11 +402,10 @@ class WriteQueue:
             return () if channel is None else tuple(channel.allocator.owned(owner))
 
     def warm(self, index: int) -> None:
-        """Touches the memory of a slot, unless that has happened."""
+        """Touches the memory of a slot, all of it: a save may have filled only a part."""
         channel = self._channels["shared"]
-        with self._lock:
-            if index in channel.allocator.warm or channel.arena is None:
-                return
+        if channel.arena is None:
+            return
         channel.arena.touch(index)
         with self._lock:
             channel.allocator.warm.add(index)

@@ -510,6 +510,16 @@ def test_memory_that_only_ranks_that_are_gone_have_used_is_given_back(places):
     assert same_files(*places)
 
 
+def test_warming_touches_the_rest_of_a_slot_that_a_small_save_has_used(places):
+    node = Node(4)
+    node.rank(share([100]), places[0], owner="rank").stage()
+    assert node.idle()
+    assert memory(node.arena) < SLOT
+    for index in node.queue.expect("rank", 2 * SLOT, "shared"):
+        node.queue.warm(index)
+    assert memory(node.arena) >= 2 * SLOT
+
+
 # --- The memory tier ------------------------------------------------------------------------------
 
 
