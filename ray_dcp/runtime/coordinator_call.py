@@ -128,7 +128,7 @@ def call_actor(
                 )
         except (RaySystemError, RayActorError, RayError, ConnectionError) as error:
             raise _out_of_reach(error, who, rank, own) from error
-        threading.Event().wait(min(pause_s, max(0.0, left_s())))
+        _pause(min(pause_s, left_s()))
         pause_s = min(2 * pause_s, _PAUSE_S[1])
 
 
@@ -147,6 +147,10 @@ def check_ray(who: str, rank: int | None = None) -> None:
             f"ray.shutdown() after the last save or load has ended; to go on, connect again",
             rank=rank,
         )
+
+
+def _pause(seconds: float) -> None:
+    threading.Event().wait(max(0.0, seconds))
 
 
 def _sent(send: Callable[[Any], Any], actor: Any, who: str, rank: int | None) -> Any:
@@ -200,7 +204,7 @@ def _out_of_reach(
     end_s = time.monotonic() + SEEN_S
     while own is not None and time.monotonic() < end_s:
         own.check(rank)
-        threading.Event().wait(_PAUSE_S[0])
+        _pause(_PAUSE_S[0])
     return ParticipantError(
         f"Expected {who} to be reachable, but Ray says {type(error).__name__}: {error}. Look "
         f"whether the Ray cluster still runs, then restart the ranks",

@@ -18,6 +18,8 @@ from tests.chaos import victims
 from tests.chaos.arena import Arena
 from tests.chaos.cells import PARTICIPANTS, PHASES, SIGNALS, Cell, Result, chosen, is_in_phase
 from tests.chaos.matrix import CELLS, CI, NOT_PLAYED
+from tests.chaos.scenes import REPEAT
+from tests.chaos.traps import function_at
 
 IN_CI = [cell for cell in chosen(CELLS) if cell.name in CI]
 
@@ -74,6 +76,13 @@ def test_what_is_played_each_time_has_each_participant_and_each_phase():
     assert {cell.participant for cell in killed} == set(PARTICIPANTS)
     assert {cell.phase for cell in killed} == set(PHASES)
     assert {cell.blow for cell in IN_CI} == set(SIGNALS)
+
+
+def test_every_trap_is_at_a_function_that_there_is():
+    places = {cell.trap.where for cell in CELLS if cell.trap} | {REPEAT}
+    assert len(places) > 5
+    for place in places:
+        assert callable(function_at(place)[2])
 
 
 def test_cells_are_chosen_by_parts_and_patterns_of_their_names_and_come_by_group():

@@ -91,7 +91,7 @@ def set_trap(trap: Trap, blow: Blow) -> None:
             spring()
         return value
 
-    holder, name, original = _function(trap.where)
+    holder, name, original = function_at(trap.where)
     setattr(holder, name, trapped)
 
 
@@ -102,7 +102,7 @@ def set_trap_in(actor: Any, trap: Trap, blow: Blow) -> None:
 
 def count_calls(where: str) -> None:
     """Counts the calls of a function in this process from now on."""
-    holder, name, original = _function(where)
+    holder, name, original = function_at(where)
     _counts[where] = 0
 
     def counting(*args: Any, **kwargs: Any) -> Any:
@@ -117,7 +117,8 @@ def counted(where: str) -> int:
     return _counts[where]
 
 
-def _function(where: str) -> tuple[Any, str, Callable[..., Any]]:
+def function_at(where: str) -> tuple[Any, str, Callable[..., Any]]:
+    """Returns what holds the function `"module:name"`, its name in it, and the function."""
     module, _, name = where.partition(":")
     holder = importlib.import_module(module)
     return holder, name, getattr(holder, name)
