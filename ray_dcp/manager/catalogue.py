@@ -295,6 +295,7 @@ def _look_into(
     if (
         found is not None
         and found.is_known
+        and found.attempt
         and found.last_slot == last
         and any(found.attempt in table for table in tables)
     ):

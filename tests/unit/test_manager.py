@@ -274,6 +274,20 @@ def test_what_others_wrote_is_read_and_never_deleted(manage):
     assert Path(manager.path, "step-00000001", "notes.txt").read_text() == "mine"
 
 
+def test_a_checkpoint_of_another_program_that_is_gone_is_not_listed_for_what_lies_there_now(manage):
+    manager = manage(1)
+    theirs = Path(manager.path, "step-00000003")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock.save(state(3), checkpoint_id=theirs, no_dist=True)
+    assert manager.all_steps() == [3]
+    for file in theirs.iterdir():
+        file.unlink()
+    for left in ("__0_0.0123456789abcdef.distcp", "chunks.0123456789abcdef.table"):
+        (theirs / left).write_bytes(b"of a save that crashed")
+    assert manager.all_steps() == []
+
+
 def test_what_a_crash_left_is_removed_after_a_later_commit(manage):
     manager = manage(1)
     manager.save(5, state(5))
