@@ -572,7 +572,7 @@ class Coordination:
                 f"session is saving to {first.url}. Wait for its handle, or save under another id",
                 checkpoint_id=first.url,
             )
-            return self._after(first, first.refuse(error))
+            return self._after(first, first.give_up(error))
         if len(under_way) < most:
             return self._after(first, first.begin())
         if first.options.when_full == "skip":
@@ -581,7 +581,7 @@ class Coordination:
                 f"(SaveOptions.max_pending={most}, when_full='skip')",
                 checkpoint_id=first.url,
             )
-            return self._after(first, first.refuse(error))
+            return self._after(first, first.give_up(error))
         return ()
 
     # The stagers of asynchronous saves

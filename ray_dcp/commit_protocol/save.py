@@ -463,14 +463,6 @@ class SaveMachine(Operation):
                 return self._build()
         return self.begin()
 
-    def refuse(self, error: CheckpointError) -> Commands:
-        """Fails this save before it starts.
-
-        Args:
-            error: Why, for all ranks.
-        """
-        return self._fail(error)
-
     def begin(self) -> Commands:
         """Asks ranks for their rows; with all of them, reads the records.
 
