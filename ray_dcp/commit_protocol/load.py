@@ -128,7 +128,7 @@ class LoadMachine(Operation):
                 task = ReadCheckpoint(self._target)
                 return self._step("opening", task, self._options.plan_timeout_s)
             case "planning":
-                # Only if every rank leaves something: one that takes all leaves none to nobody.
+                # Why of every rank: a rank that takes all sends none, and then nothing is left.
                 if len(self._untaken) == self.world_size:
                     untaken = Untaken.of_all(list(self._untaken.values()))
                     if untaken is not None:

@@ -332,7 +332,7 @@ class LoadReady:
     error: CheckpointError | None = None
     needs: ReadNeeds | None = None
     untaken: Untaken | None = None
-    """None: this rank takes everything, or nobody has to."""
+    """None: this rank takes everything."""
 
 
 @dataclass(frozen=True)
