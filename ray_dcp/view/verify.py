@@ -407,7 +407,11 @@ def verify_opened(
         folders = ()
         reports.append(VerifyReport(0, (Problem(error.key or "", None, 0, 0, error.message),)))
     for folder in folders:
-        reports.append(_verify_item(place_below(path or "", folder), folder, told))
+        try:
+            reports.append(_verify_item(place_below(path or "", folder), folder, told))
+        except KeyboardInterrupt as error:
+            found = [error.report] if isinstance(error, VerifyInterrupted) else []
+            raise VerifyInterrupted(_joined([*reports, *found])) from error
     return _joined(reports)
 
 
@@ -445,9 +449,14 @@ def items_of(storage: Storage, checkpoint: Checkpoint) -> tuple[str, ...]:
 
 def _verify_item(path: AnyPlace, folder: str, told: Told | None) -> VerifyReport:
     try:
-        report = verify(path, told=told)
+        return _in_folder(folder, verify(path, told=told))
     except CheckpointNotFoundError as error:
         return VerifyReport(0, (Problem(folder, None, 0, 0, error.message),))
+    except VerifyInterrupted as error:
+        raise VerifyInterrupted(_in_folder(folder, error.report)) from error
+
+
+def _in_folder(folder: str, report: VerifyReport) -> VerifyReport:
     problems, unread = (
         tuple(replace(one, file=f"{folder}/{one.file}") for one in some)
         for some in (report.problems, report.unread)

@@ -17,7 +17,9 @@ import ray_dcp
 from ray_dcp.cli import output
 from ray_dcp.cli.main import main
 from ray_dcp.errors import InvalidRequestError, StorageError
+from ray_dcp.manager import Item
 from ray_dcp.store.local import LocalStorage
+from ray_dcp.view.verify import VerifyInterrupted
 from tests import checkpoints
 
 
@@ -112,6 +114,36 @@ def test_a_verify_that_is_interrupted_has_what_it_found(
     with pytest.raises(KeyboardInterrupt) as raised:
         ray_dcp.verify(tmp_path, told=interrupt)
     assert [one.file.rpartition("/")[2] for one in raised.value.report.problems] == [files[0].name]
+
+
+@pytest.mark.parametrize("when", ["opened", "checked"])
+def test_a_verify_that_is_interrupted_in_an_item_has_what_it_found_in_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+):
+    items = {"first": Item(), "second": Item()}
+    with ray_dcp.CheckpointManager(tmp_path, 1, items=items) as manager:
+        manager.save(5, {name: {"w": torch.ones(300)} for name in items})
+    step = tmp_path / "step-00000005"
+    damaged = [checkpoints.data_file(step / name) for name in items]
+    for file in damaged:
+        checkpoints.flip(file, file.stat().st_size // 2)
+    read, seen = LocalStorage.read, list[int]()
+
+    def interrupted(self: LocalStorage, key: str, *more: object) -> bytes:
+        if when == "opened" and self.url.endswith("second") and key.endswith(".distcp"):
+            raise KeyboardInterrupt
+        return read(self, key, *more)
+
+    def told(done: int, total: int) -> None:
+        seen.append(done)
+        if len(seen) == 3:  # of the step's own file and of each item's
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalStorage, "read", interrupted)
+    with pytest.raises(VerifyInterrupted) as raised:
+        ray_dcp.verify(step, told=told)
+    found = [step / one.file for one in raised.value.report.problems]
+    assert found == damaged[: {"opened": 1, "checked": 2}[when]]
 
 
 @pytest.mark.parametrize("tag", ["latest", "best", "500", "step-1"])
