@@ -452,6 +452,8 @@ def _verify_item(path: AnyPlace, folder: str, told: Told | None) -> VerifyReport
         return _in_folder(folder, verify(path, told=told))
     except CheckpointNotFoundError as error:
         return VerifyReport(0, (Problem(folder, None, 0, 0, error.message),))
+    except StorageError as error:
+        return VerifyReport(0, (), unread=(Problem(folder, None, 0, 0, error.message),))
     except VerifyInterrupted as error:
         raise VerifyInterrupted(_in_folder(folder, error.report)) from error
 

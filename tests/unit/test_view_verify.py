@@ -12,8 +12,11 @@ import ray_dcp
 from ray_dcp.errors import StorageError, UncommittedCheckpointError
 from ray_dcp.format.metadata import decode_metadata
 from ray_dcp.io.checkpoint import read_checkpoint
+from ray_dcp.manager import Item
 from ray_dcp.store.fault_injection import Fault, FaultyStorage
+from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import Entry
 from ray_dcp.view.verify import verify_checkpoint
 from tests import checkpoints, numpy_ranks
 
@@ -122,6 +125,27 @@ def test_a_file_that_can_not_be_read_is_told_and_the_others_are_checked(saved_ch
     assert (report.ok, report.problems) == (False, ())
     (unread,) = report.unread
     assert "unreadable: input/output error" in unread.what
+
+
+def test_an_item_that_can_not_be_listed_hides_no_damage_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    items = {"first": Item(), "second": Item()}
+    with ray_dcp.CheckpointManager(tmp_path, 1, items=items) as manager:
+        manager.save(5, {name: {"w": torch.ones(300)} for name in items})
+    file = checkpoints.data_file(tmp_path / "step-00000005" / "first")
+    checkpoints.flip(file, file.stat().st_size // 2)
+    listed = LocalStorage.list
+
+    def refused(self: LocalStorage, prefix: str = "") -> list[Entry]:
+        if self.url.endswith("second"):
+            raise StorageError("input/output error")
+        return listed(self, prefix)
+
+    monkeypatch.setattr(LocalStorage, "list", refused)
+    report = ray_dcp.verify(tmp_path / "step-00000005")
+    assert [one.file for one in report.problems] == [f"first/{file.name}"]
+    assert [(one.file, one.what) for one in report.unread] == [("second", "input/output error")]
 
 
 @pytest.mark.parametrize("effect", ["before", "flip"])
