@@ -233,7 +233,7 @@ class Writer:
         self._costs = SaveCosts()
         self._durable_s = 0.0
         self._preemption_saved = False
-        self._is_known = False
+        self._is_known = self._is_fenced = False
         self._unpublished = 0
 
     def look(self) -> Catalogue:
@@ -614,8 +614,10 @@ class Writer:
             now_s=self._now(),
             last_s=max((one.created_s for one in self.catalogue.steps.values()), default=0.0),
         )
-        if not had_it:
+        self._is_fenced &= had_it
+        if not self._is_fenced:
             unsure = self.root.fence("another process writes to the run", None)
+            self._is_fenced = True
             if unsure:
                 logger.warning("%s", unsure)
         if not had_it or not self._is_known:
