@@ -35,6 +35,7 @@ from ray_dcp.core.processes import OwnProcess
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
 from ray_dcp.format.names import READING
 from ray_dcp.io.reserve import freeing, keep_reserve
+from ray_dcp.io.threads import start
 from ray_dcp.manager.catalogue import FOLDER, Root
 from ray_dcp.store.storage import KeyExistsError, Storage, read_if_there
 
@@ -147,6 +148,9 @@ def renewed(beat: Callable[[int], object], every_s: float) -> Callable[[], None]
 
     Returns:
         What ends that, and waits for a renewal that is in progress.
+
+    Raises:
+        LimitError: No thread can be started.
     """
     over = threading.Event()
 
@@ -161,8 +165,7 @@ def renewed(beat: Callable[[int], object], every_s: float) -> Callable[[], None]
         over.set()
         thread.join(every_s)
 
-    thread = threading.Thread(target=run, name="ray_dcp beat", daemon=True)
-    thread.start()
+    thread = start(run, "ray_dcp beat")
     return stop
 
 
@@ -238,6 +241,7 @@ class WriterLease:
         Raises:
             CheckpointExistsError: Another process has it, and lives; or somebody else took it
                 from this one.
+            LimitError: There is no thread to renew it.
             StorageError: The storage failed.
         """
         if self.is_taken:
@@ -258,11 +262,11 @@ class WriterLease:
                 continue
             if has_failed:
                 logger.info("%s was written by %s, which has ended", self._root.url, holder)
+            if self._beats and storage.traits.shared:
+                self._stop = renewed(partial(self._beat, number + 1), self._lease_s / _BEATS)
             self._number = number + 1
             self._remove_older(storage)
             keep_reserve(storage)
-            if self._beats and storage.traits.shared:
-                self._stop = renewed(self._beat, self._lease_s / _BEATS)
             return
         raise CheckpointExistsError(
             f"{self._root.url} changed its writer {_MOST_TRIES} times meanwhile; which jobs write "
@@ -373,8 +377,8 @@ class WriterLease:
         found = (_RIGHT.fullmatch(entry.key) for entry in storage.list("writer-"))
         storage.delete([one[0] for one in found if one and int(one[1]) < self._number])
 
-    def _beat(self, number: int) -> None:
-        self._root.shared.write(_name(self._number, "beat"), str(number).encode())
+    def _beat(self, number: int, beat: int) -> None:
+        self._root.shared.write(_name(number, "beat"), str(beat).encode())
 
 
 _LONGEST_RUN_S = 90 * 24 * 3600.0
@@ -437,9 +441,14 @@ class Lease:
     def __enter__(self) -> Lease:
         storage = self._root.shared
         storage.write(self._key, self._holder.encode())
-        self.unsure = self._root.fence(f"step {self._step} is read by {self._holder}", self._step)
-        if self._beats and storage.traits.shared:
-            self._stop = renewed(self._beat, self._lease_s / _BEATS)
+        try:
+            reason = f"step {self._step} is read by {self._holder}"
+            self.unsure = self._root.fence(reason, self._step)
+            if self._beats and storage.traits.shared:
+                self._stop = renewed(self._beat, self._lease_s / _BEATS)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -19,7 +19,7 @@ from pyarrow import fs as arrow
 
 import ray_dcp
 from ray_dcp import errors
-from ray_dcp.format.manifest import DeleteRecord, decode_record
+from ray_dcp.format.manifest import AbortRecord, DeleteRecord, decode_record
 from ray_dcp.format.names import CATALOGUE
 from ray_dcp.format.step_info import StepInfo, decode_info, encode_info
 from ray_dcp.io.records import Announced
@@ -141,7 +141,7 @@ def test_a_writer_on_another_machine_is_left_alone_until_it_beats_no_more(storag
     first = right(storage, ELSEWHERE)
     first.take()
     numbers, waited = iter(range(1, 100)), []
-    second = right(storage, wait=lambda _: first._beat(next(numbers)))
+    second = right(storage, wait=lambda _: first._beat(1, next(numbers)))
     with pytest.raises(errors.CheckpointExistsError, match="on elsewhere, which lives"):
         second.take()
     first.check()
@@ -462,6 +462,40 @@ def test_what_was_announced_before_is_deleted_no_more_after(storage, event):
     with pytest.raises(errors.CheckpointExistsError, match="somebody who keeps it"):
         delete(root.below(mark.name), opener=root.opener, attempt=mark.attempt, expected=attempt)
     assert 1 in look(root, settings().names).steps
+
+
+@pytest.fixture
+def without_aborts(monkeypatch):
+    """A storage that takes no abort record, until that is undone."""
+    writes = MemoryStorage.write
+
+    def write(self, key, data, **how):
+        if "/manifest-" in key and isinstance(decode_record(data), AbortRecord):
+            raise errors.StorageError("the network is gone")
+        return writes(self, key, data, **how)
+
+    monkeypatch.setattr(MemoryStorage, "write", write)
+    return monkeypatch
+
+
+def test_a_writer_that_could_not_end_a_deletion_does_so_before_it_saves(storage, without_aborts):
+    attempt = save_step(writer_of(storage), storage, 1, OLD)
+    root, mark = root_of(storage), announce(storage)
+    writer = writer_of(storage)
+    with pytest.raises(errors.StorageError, match="the network is gone"):
+        writer.begin(3)
+    without_aborts.undo()
+    writer.begin(3)
+    with pytest.raises(errors.CheckpointExistsError, match="somebody who keeps it"):
+        delete(root.below(mark.name), opener=root.opener, attempt=mark.attempt, expected=attempt)
+
+
+def test_a_reader_that_could_not_end_a_deletion_keeps_nothing(storage, without_aborts):
+    save_step(writer_of(storage), storage, 1, OLD)
+    announce(storage)
+    with pytest.raises(errors.StorageError, match="the network is gone"):
+        read_by_another(root_of(storage))
+    assert [e.key for e in storage.list(FOLDER) if "reading/" in e.key] == []
 
 
 def test_the_record_of_a_deletion_that_failed_deletes_nothing_when_it_arrives(storage, monkeypatch):

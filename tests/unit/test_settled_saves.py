@@ -353,3 +353,20 @@ def test_a_thread_for_what_follows_a_commit_is_not_needed(no_threads, tmp_path, 
             assert manager.save_async(step, state_of(step))
         manager.join()
         assert manager.all_steps() == [2]
+
+
+def test_a_lease_without_a_thread_that_renews_it_is_none(no_threads, monkeypatch, tmp_path):
+    with ray_dcp.CheckpointManager(tmp_path, save_interval=1) as manager:
+        manager.save(1, state_of(1))
+        no_threads("ray_dcp beat")
+        with pytest.raises(errors.LimitError, match="start a thread"), manager.reading(1):
+            pass
+        monkeypatch.undo()
+        manager.delete(1)
+    no_threads("ray_dcp beat")
+    with ray_dcp.CheckpointManager(tmp_path, save_interval=1) as manager:
+        with pytest.raises(errors.LimitError, match="start a thread"):
+            manager.save(2, state_of(2))
+        monkeypatch.undo()
+        manager.save(2, state_of(2))
+        assert manager.all_steps() == [2]
