@@ -329,11 +329,13 @@ class Writer:
             StorageError: The storage failed.
         """
         self._take_lease()
-        if self._had_no_room is not None:
-            self.make_room(step, metrics)
         metrics = check_metrics(metrics, self._settings.kept)
         metadata = check_metadata(metadata)
         tags = frozenset(check_tag(tag) for tag in tags)
+        if self._had_no_room is not None:
+            with self.lock:
+                self._check_step(step, replace=replace)  # a call that is refused makes no room
+            self.make_room(step, metrics)
         with self.lock:
             self._check_step(step, replace=replace)
             if not wanted():

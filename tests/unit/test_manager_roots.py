@@ -498,6 +498,19 @@ def test_a_reader_that_could_not_end_a_deletion_keeps_nothing(storage, without_a
     assert [e.key for e in storage.list(FOLDER) if "reading/" in e.key] == []
 
 
+@pytest.mark.parametrize("call", [{"step": 2}, {"step": 4, "tags": ["a tag"]}])
+def test_a_call_that_is_refused_makes_no_room_for_a_save(storage, call):
+    writer = writer_of(storage, max_to_keep=2)
+    for step in (1, 2):
+        save_step(writer, storage, step, OLD)
+    writer.finish(writer.begin(3), False, no_space=True)
+    with pytest.raises(errors.InvalidRequestError):
+        writer.begin(**call)
+    assert list(writer.look().steps) == [1, 2]
+    writer.begin(4)
+    assert list(writer.look().steps) == [2]
+
+
 def test_the_record_of_a_deletion_that_failed_deletes_nothing_when_it_arrives(storage, monkeypatch):
     writer = writer_of(storage)
     root = root_of(storage)
