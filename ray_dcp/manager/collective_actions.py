@@ -370,8 +370,8 @@ class CollectiveActions:
         except BaseException:
             for handle in handles:
                 handle.cancel()
-            self._record(place, False)
-            raise
+            with self._recorded(place):
+                raise
         # Why now: calls are numbered in the order of the calls, which threads don't keep.
         key = self.session().next_key() if self.settings.named else None
 
@@ -522,15 +522,12 @@ class CollectiveActions:
             no_space = isinstance(error, StorageError) and is_full(error)
             raise
         finally:
-            self._record(place, committed, no_space=no_space)
-
-    def _record(self, place: StepTarget, committed: bool | None, *, no_space: bool = False) -> None:
-        what = f"the end of step {place.step}"
-        timeout_s = self.settings.unnamed.save_options.commit_timeout_s
-        with contained(f"Recording {what}"):
-            if self.session().rank == 0:
-                finish = partial(self.writer.finish, place, committed, no_space=no_space)
-                within(timeout_s, what, finish)
+            what = f"the end of step {place.step}"
+            timeout_s = self.settings.unnamed.save_options.commit_timeout_s
+            with contained(f"Recording {what}"):
+                if self.session().rank == 0:
+                    finish = partial(self.writer.finish, place, committed, no_space=no_space)
+                    within(timeout_s, what, finish)
 
 
 def _perform_after(place: StepTarget, task: Task) -> Result:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint.state_dict_saver as stock
 
+import ray_dcp
 from ray_dcp import errors
 from ray_dcp.manager import (
     AtSteps,
@@ -23,6 +24,7 @@ from ray_dcp.manager import (
     KeepEverySteps,
     LatestN,
     OnPreemption,
+    collective_actions,
     preemption,
 )
 from ray_dcp.manager.preemption import Preemption
@@ -286,6 +288,21 @@ def test_a_checkpoint_of_another_program_that_is_gone_is_not_listed_for_what_lie
     for left in ("__0_0.0123456789abcdef.distcp", "chunks.0123456789abcdef.table"):
         (theirs / left).write_bytes(b"of a save that crashed")
     assert manager.all_steps() == []
+
+
+def test_a_save_that_is_committed_before_its_call_is_interrupted_keeps_its_tags(
+    manage, monkeypatch
+):
+    def interrupted(*args, **how):
+        ray_dcp.async_save(*args, **how).committed(60)
+        raise KeyboardInterrupt
+
+    manager = manage(1)
+    monkeypatch.setattr(collective_actions, "async_save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        manager.save_async(5, state(5), tags=["good"])
+    assert manager.all_steps() == [5]
+    assert manager.step_info(5).tags == {"good"}
 
 
 def test_what_a_crash_left_is_removed_after_a_later_commit(manage):
