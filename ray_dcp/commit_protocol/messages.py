@@ -197,7 +197,6 @@ class PartsWritten:
     """Whose bytes."""
     attempt: str
     epoch: int
-    stager: str
     files: tuple[FileReceipt, ...] = ()
     error: CheckpointError | None = None
 

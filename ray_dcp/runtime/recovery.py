@@ -131,24 +131,15 @@ class StagerWatch:
         self._carry_out(self._coordination.stager_lost(name, why))
 
 
-def parts_written(report: StageReport, stager: str = "") -> PartsWritten:
+def parts_written(report: StageReport) -> PartsWritten:
     """Returns a stager's report as the protocol's message.
 
     Args:
         report: Of one file, by the stager.
-        stager: Who; for messages.
     """
     key, epoch = report.key.save
     files = () if report.receipt is None else (report.receipt,)
-    return PartsWritten(
-        key,
-        report.key.rank,
-        report.key.attempt,
-        epoch,
-        stager,
-        files,
-        report.error,
-    )
+    return PartsWritten(key, report.key.rank, report.key.attempt, epoch, files, report.error)
 
 
 @dataclass
@@ -367,5 +358,5 @@ def _reported(
         if share.is_sealed:
             name = share.key
             found.append(PartsHeld(key, name.rank, attempt, epoch, stager))
-        found += [parts_written(report, stager) for report in share.reports]
+        found += map(parts_written, share.reports)
     return found

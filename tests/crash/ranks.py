@@ -95,9 +95,7 @@ def _save_staged(
     held = PartsHeld(key, rank, go.attempt, go.epoch, f"stager {rank}")
     yield held
     written = save.write(go, captured.source, captured.deferred)
-    yield PartsWritten(
-        key, rank, go.attempt, go.epoch, f"stager {rank}", written.files, written.error
-    )
+    yield PartsWritten(key, rank, go.attempt, go.epoch, written.files, written.error)
     told = SaveStaged(key, rank, go.attempt, go.epoch, held=held)
     return (yield from save.outcome(go, told))
 

@@ -78,7 +78,7 @@ class StagedPlay(Play):
 
     def written(self, rank, *files, key=KEY, error=None, attempt="a1"):
         receipts = tuple(map(receipt_file, files))
-        return self.send(PartsWritten(key, rank, attempt, 1, f"s{rank}", receipts, error))
+        return self.send(PartsWritten(key, rank, attempt, 1, receipts, error))
 
     def staged(self, rank, *, key=KEY, error=None, attempt="a1"):
         return self.send(SaveStaged(key, rank, attempt, 1, error))

@@ -197,10 +197,10 @@ def test_an_asynchronous_save_is_staged_while_it_is_written():
     recorder = SaveRecorder(join(0, staged=True), 0.0, 0.0)
     recorder.record_request(join(0, staged=True), 1.0)
     recorder.record_answer(go(0), 2.0)
-    recorder.record_request(PartsWritten(KEY, 0, ATTEMPT, 1, "st", (receipt(0, 5),)), 2.5)
+    recorder.record_request(PartsWritten(KEY, 0, ATTEMPT, 1, (receipt(0, 5),)), 2.5)
     recorder.record_request(PartsHeld(KEY, 0, ATTEMPT, 1, "st"), 3.0)
-    recorder.record_request(PartsWritten(KEY, 0, ATTEMPT, 1, "st", (receipt(1, 6),)), 4.0)
-    recorder.record_request(PartsWritten(KEY, 0, ATTEMPT, 1, "st", (receipt(1, 6),)), 9.0)
+    recorder.record_request(PartsWritten(KEY, 0, ATTEMPT, 1, (receipt(1, 6),)), 4.0)
+    recorder.record_request(PartsWritten(KEY, 0, ATTEMPT, 1, (receipt(1, 6),)), 9.0)
     trace = recorder.trace(10.0)
     assert trace is not None
     assert trace.mode == "async_save"
