@@ -406,16 +406,8 @@ class RankLoad:
             CheckpointError: What has to be read for it can't be.
         """
         for trial in work.trials():
-            table, wanted = checkpoint.table, trial.wanted
-            prepare = partial(
-                prepare_reads,
-                self._storage,
-                table,
-                plan_reads(table, wanted),
-                wanted,
-                options=self.options,
-            )
-            prepared = self._in_time(prepare, "find what is stored")
+            read_plan = plan_reads(checkpoint.table, trial.wanted)
+            prepared = self.prepare(checkpoint, trial, read_plan)
             self._fill(self._storage, checkpoint, trial, prepared)
 
     def needs(self, prepared: Prepared) -> ReadNeeds | None:
