@@ -36,8 +36,10 @@ from ray_dcp.integrations.train.joining import (
     target_of_run,
 )
 from ray_dcp.integrations.train.save_requests import Asked, SaveRequests, ask_all
+from ray_dcp.io.records import Announced
 from ray_dcp.manager.catalogue import Catalogue, Root
 from ray_dcp.manager.leases import Lease, LeaseHolder
+from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.view.listing import list_run
 from tests.polling import eventually
 
@@ -192,6 +194,19 @@ def test_a_second_run_of_one_name_is_refused_while_the_first_lives_but_no_later_
     storage.write("writer-00000003.json", elsewhere.encode())
     assert take_lease(root, "run-3", "run", beats=False, wait=waited.append).is_taken
     assert waited
+
+
+def test_what_an_earlier_group_is_about_to_delete_stays_when_the_next_one_has_the_lease(
+    tmp_path: Path,
+):
+    root, name = Root(Target(str(tmp_path))), folder(1).name
+    ray_dcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / name)
+    mark = Announced(1, "0123456789abcdef", name)  # its record is on its way
+    root.shared.write(mark.key, b"")
+    assert take_lease(root, "run-1", "run", beats=False).is_taken
+    with pytest.raises(CheckpointExistsError, match="somebody who keeps it"):
+        delete(root.below(name), attempt=mark.attempt)
+    assert len(list_run(tmp_path).steps) == 1
 
 
 # --- where it goes -------------------------------------------------------------------------------

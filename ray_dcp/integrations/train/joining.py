@@ -481,6 +481,8 @@ def join(
 def take_lease(root: Root, run_id: str, name: str, **how: Any) -> WriterLease:
     """Returns the writer lease of a run, taken: at once from an earlier group of the same run.
 
+    What that group announced to delete stays from now on.
+
     Args:
         root: Of the run.
         run_id: Of this `fit()`.
@@ -504,6 +506,9 @@ def take_lease(root: Root, run_id: str, name: str, **how: Any) -> WriterLease:
             f"under the same name",
             checkpoint_id=root.url,
         ) from error
+    unsure = root.fence("another worker group writes to the run", None)
+    if unsure:
+        logger.warning("%s", unsure)
     return lease
 
 
