@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from ray_dcp.commit_protocol.liveness import AwakeClock, Heartbeat, HeartbeatAck, beat_interval_s
 from ray_dcp.commit_protocol.messages import Left, OpKey
@@ -246,6 +246,8 @@ class HeartbeatSender:
                 del self._sent[one]
             try:
                 self._take(beat, ray_calls.get(ref))
+            except RayTaskError:
+                raise  # it lives, and has an error of its own
             except RayError as error:
                 self._fresh = isinstance(error, ActorDiedError)
                 # Why: a dead coordinator is not silent, and its plans are lost.

@@ -9,10 +9,11 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from ray_dcp.commit_protocol.liveness import Heartbeat, HeartbeatAck
 from ray_dcp.commit_protocol.messages import Left, OpKey, Refused
-from ray_dcp.errors import DeadlineError, StorageError
+from ray_dcp.errors import DeadlineError, InternalError, StorageError
 from ray_dcp.runtime import heartbeat, ray_calls, ray_private
 from ray_dcp.runtime.heartbeat import HeartbeatSender
 from ray_dcp.runtime.rank_progress import RankProgress
@@ -146,4 +147,16 @@ def test_a_rank_that_moves_bytes_stops_when_the_save_has_failed_elsewhere(coordi
     coordinator.answers = {"outcomes": {key: Refused(full)}}
     assert eventually(lambda: progress.stop.asked, 20)
     assert progress.stop.error is full
+    sender.remove(progress)
+
+
+def test_a_coordinator_that_fails_at_a_heartbeat_is_in_the_log(coordinator, monkeypatch, caplog):
+    def fail(_):
+        raise RayTaskError("beat", "no traceback", InternalError("Please report this"))
+
+    monkeypatch.setattr(ray_calls, "get", fail)
+    sender = HeartbeatSender(lambda fresh: coordinator, "s", 0, "the coordinator")
+    progress = RankProgress()
+    sender.add(progress, TIMEOUT_S)
+    assert eventually(lambda: "Please report this" in caplog.text, 20)
     sender.remove(progress)
