@@ -86,7 +86,7 @@ def collect(
     storage = opener(target)
     place = look_at(storage)
     check_ours(place)
-    _check_readable(place)
+    _check_readable(place, "collected")
     warnings = [] if dry_run else _published(place, target)
     found = _dead(place, anonymous=abort_unfinished, all_dead=abort_unfinished and dry_run)
     fenced: tuple[str, ...] = ()
@@ -104,9 +104,9 @@ def collect(
     return replace(report, fenced=fenced, warnings=(*warnings, *report.warnings))
 
 
-def _check_readable(place: Listing) -> None:
+def _check_readable(place: Listing, done: str) -> None:
     for _, error in sorted(place.standing.unreadable.items()):
-        error.message += ". Nothing is collected before it is clear what stands: move it away"
+        error.message += f". Nothing is {done} before it is clear what stands: move it away"
         error.checkpoint_id = error.checkpoint_id or place.storage.url
         raise error
 
@@ -281,11 +281,8 @@ def _check_deletable(place: Listing) -> None:
 def _check_expected(place: Listing, expected: str | None) -> None:
     if expected is None:
         return
-    for _, error in sorted(place.standing.unreadable.items()):
-        # Why: it may be the commit of another checkpoint, or what ended this deletion.
-        error.message += ". Nothing is deleted before it is clear what stands"
-        error.checkpoint_id = error.checkpoint_id or place.storage.url
-        raise error
+    # Why: it may be the commit of another checkpoint, or what ended this deletion.
+    _check_readable(place, "deleted")
     manifest = place.standing.manifest
     found = "" if manifest is None else manifest.attempt
     if found != expected:
