@@ -371,7 +371,7 @@ class Coordinator:
         self._performing = 0
         self._plans = StagedPlans(name, self._coordination, self._carry_out, namespace)
         self._stagers = StagerWatch(
-            self._coordination, self._carry_out, namespace, self._plans.lost
+            self._coordination, self._carry_out, namespace, self._plans.lost, self._awake
         )
         self._resumed = asyncio.Event()
         self._watching: dict[OpKey, asyncio.Future[None]] = {}

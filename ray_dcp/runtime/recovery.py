@@ -50,6 +50,7 @@ class StagerWatch:
         carry_out: Does what it commands.
         namespace: Ray namespace of the stagers.
         lost: Called for each stager that is lost, before `coordination` is.
+        clock: Seconds in which this process could listen (`liveness.AwakeClock`).
     """
 
     def __init__(
@@ -58,11 +59,13 @@ class StagerWatch:
         carry_out: Callable[[tuple[Command, ...]], None],
         namespace: str,
         lost: Callable[[str], None],
+        clock: Callable[[], float],
     ) -> None:
         self._coordination = coordination
         self._carry_out = carry_out
         self._namespace = namespace
         self._on_lost = lost
+        self._clock = clock
         self._seen: dict[str, _Seen] = {}
         self._lost: set[str] = set()
 
@@ -74,7 +77,7 @@ class StagerWatch:
 
     async def look(self) -> None:
         """Looks once at all stagers that are needed now."""
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._clock()
         needed = self._coordination.stagers()
         self._lost &= needed.keys()
         self._seen = {name: self._seen.get(name, _Seen(heard_s=now_s)) for name in needed}
@@ -110,7 +113,7 @@ class StagerWatch:
             return
         except RayError:
             return  # a connection broke: only silence beyond the bound is a loss
-        seen.heard_s = asyncio.get_running_loop().time()
+        seen.heard_s = self._clock()
         if process != name:
             self._lose(name, "another stager has its place")
 

@@ -21,7 +21,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 import ray_dcp
 from ray_dcp.commit_protocol.aggregation import Batches, MessageBatch
 from ray_dcp.commit_protocol.coordination import Coordination
-from ray_dcp.commit_protocol.liveness import Heartbeat, HeartbeatAck
+from ray_dcp.commit_protocol.liveness import AwakeClock, Heartbeat, HeartbeatAck
 from ray_dcp.commit_protocol.messages import Ack, Left, PartsHeld, SaveStaged, Target
 from ray_dcp.errors import InternalError
 from ray_dcp.runtime import ray_calls, ray_private
@@ -312,13 +312,17 @@ def test_a_save_that_had_ended_does_not_keep_the_next_one_waiting(tmp_path, ende
     assert (tmp_path / "c" / ".metadata").exists() == (ended == "committed")
 
 
+def watch_of(play, lost, clock):
+    return StagerWatch(play.coordination, lambda commands: None, "namespace", lost.append, clock)
+
+
 def test_a_stager_that_is_lost_is_one_warning_with_its_ranks(cluster, caplog):
     play = StagedPlay(world_size=2)
     play.to_staged()
     lost = []
 
     async def story():
-        watch = StagerWatch(play.coordination, lambda commands: None, "namespace", lost.append)
+        watch = watch_of(play, lost, lambda: 0.0)
         for _ in range(5):
             await watch.look()
             await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
@@ -329,6 +333,17 @@ def test_a_stager_that_is_lost_is_one_warning_with_its_ranks(cluster, caplog):
     assert sorted(message[:14] for message in told) == ["Lost stager s0", "Lost stager s1"]
     assert all("ranks [" in message and "operation 0" in message for message in told)
     assert {"s0", "s1"} == set(lost)
+
+
+class Answering:
+    """A stager that says who it is."""
+
+    def __init__(self, name):
+        self._name = name
+        self.name = SimpleNamespace(remote=self._ask)
+
+    async def _ask(self):
+        return self._name
 
 
 class Unreachable:
@@ -342,7 +357,7 @@ class Unreachable:
         raise self.error
 
 
-def test_a_broken_connection_to_a_stager_is_no_loss_and_its_death_is(cluster, monkeypatch):
+def test_a_broken_connection_to_a_stager_is_no_loss_and_its_death_is(cluster):
     play = StagedPlay(world_size=2)
     play.to_staged()
     cluster.stagers["s0"] = Unreachable(ActorUnavailableError("connection reset", b"0" * 16))
@@ -350,10 +365,8 @@ def test_a_broken_connection_to_a_stager_is_no_loss_and_its_death_is(cluster, mo
     lost = []
 
     async def story():
-        loop = asyncio.get_running_loop()
-        now_s = [loop.time()]
-        monkeypatch.setattr(loop, "time", lambda: now_s[0])
-        watch = StagerWatch(play.coordination, lambda commands: None, "namespace", lost.append)
+        now_s = [0.0]
+        watch = watch_of(play, lost, lambda: now_s[0])
         for _ in range(5):
             await watch.look()
             await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
@@ -365,6 +378,25 @@ def test_a_broken_connection_to_a_stager_is_no_loss_and_its_death_is(cluster, mo
 
     assert set(asyncio.run(story())) == {"s1"}
     assert set(lost) == {"s0", "s1"}
+
+
+def test_a_coordinator_that_was_stopped_for_long_takes_no_stager_for_frozen(cluster):
+    play = StagedPlay(world_size=2)
+    play.to_staged()
+    for name in ("s0", "s1"):
+        cluster.stagers[name] = Answering(name)
+    lost, now_s = [], [0.0]
+    clock = AwakeClock(lambda: now_s[0], 1.0)
+
+    async def story():
+        watch = watch_of(play, lost, clock)
+        for stopped_s in (0.5, 0.5, 3600.0, 0.5):
+            await watch.look()
+            await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+            now_s[0] += stopped_s
+
+    asyncio.run(story())
+    assert lost == []
 
 
 def test_a_stager_out_of_reach_for_a_moment_is_asked_again_what_it_holds(cluster):
