@@ -228,7 +228,7 @@ class SaveMachine(Operation):
     def is_under_way(self) -> bool:
         """It was let in and has no outcome yet: it may hold a copy of the state.
 
-        One whose vote a storage keeps open after its ranks were told is in nobody's way.
+        A save whose ranks have an outcome, while a storage keeps its vote open, blocks no other.
         """
         return self._outcome is None and self.phase not in ("joining", "queued")
 

@@ -6,8 +6,8 @@ there may have held them; what only a thread of the parent could end is forgotte
 and idle memory are not taken over. `tests/unit/test_forks.py` has the list, and finds what is
 missing there. Ids of attempts, files and leases come from the system at each use.
 
-What is given to users (sessions, handles, managers) stays the parent's. A child may not use it, and
-is told so by `OwnProcess`.
+What is given to users (sessions, handles, managers) stays the parent's: `OwnProcess` refuses
+its use in a child.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reports of what is settled: none of them may turn a committed save, or a load, into a failure.
 
 After a commit, and after the last byte of a load has its place, there are only reports: warnings,
-which may be errors (`python -W error`), logs, whose handlers may raise, and what the user's own
-objects are told. All of them go through here.
+which may be errors (`python -W error`), logs, whose handlers may raise, and calls of the user's own
+objects. All of them go through here.
 """
 
 from __future__ import annotations

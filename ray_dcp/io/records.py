@@ -323,7 +323,7 @@ def fence(
 
 
 def _abort(storage: Storage, attempt: str, reason: str) -> bool:
-    """Ends a deletion by a record; tells whether it is decided now."""
+    """Ends a deletion by a record; returns whether it is decided now."""
     record = encode_record(AbortRecord(attempt=attempt, reason=reason, rank=None))
     for _ in range(_MOST_TRIES):
         slots = read_slots(storage, tolerant=True)

@@ -226,7 +226,7 @@ def same_file_is_published(
 def _comes(
     storage: Storage, key: str, start: int, num_bytes: int, is_so: Callable[[bytes], bool]
 ) -> bool:
-    """Tells whether what is expected comes, at least once in a few reads."""
+    """Returns whether at least one of a few reads gives what is expected."""
     return any(is_so(storage.read(key, start, num_bytes)) for _ in range(_READ_TIMES))
 
 

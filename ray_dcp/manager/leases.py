@@ -118,7 +118,7 @@ def _started(pid: int) -> str | None:
 
 
 def _exists(pid: int) -> bool:
-    """Tells whether there is a process, also where /proc hides those of other users (hidepid)."""
+    """Returns whether a process exists, also where /proc hides those of other users (hidepid)."""
     try:
         os.kill(pid, 0)
     except PermissionError:

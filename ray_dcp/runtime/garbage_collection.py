@@ -240,7 +240,7 @@ def delete(
 
 
 def _make_room(place: Listing) -> bool:
-    """Removes what nothing needs, on a full disk; tells whether there was any of it.
+    """Removes what nothing needs, on a full disk; returns whether there was any.
 
     That is what a record decides against, and the trace of what stands.
     """

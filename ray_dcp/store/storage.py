@@ -298,7 +298,7 @@ _WAY_OUT = {
 
 
 def is_full(error: CheckpointError | str) -> bool:
-    """Tells whether an error, or its text, says that a disk or a quota is full.
+    """Returns whether an error, or its text, reports a full disk or quota.
 
     Examples:
         >>> is_full(os_failure(OSError(errno.ENOSPC, ""), "write", "a", "/run/a"))

@@ -515,7 +515,7 @@ SUFFIX = ".safetensors"
 
 
 def is_safetensors(path: str | os.PathLike[str]) -> bool:
-    """Tells whether a file of this machine is one of safetensors, by its name or how it begins."""
+    """Returns whether a local file is a safetensors file, by its name or its first bytes."""
     if os.fspath(path).endswith(SUFFIX):
         return True
     with Path(path).open("rb") as file:
