@@ -157,11 +157,12 @@ class Shards(torch.Tensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        found = [part for (offset, _), part in self._parts() if offset == tuple(index.offset or ())]
-        if not found:
+        held, offset = self._parts(), tuple(index.offset or ())
+        numbers = [number for number, ((at, _), _) in enumerate(held) if at == offset]
+        if not numbers:
             raise ValueError(f"{index.fqn!r} has no part at {index.offset} on this rank")
-        number = index.index if index.index is not None and index.index < len(found) else 0
-        return found[number if len(found) > 1 else 0]
+        # Why not the first alone: a part without elements begins where the next one does.
+        return held[index.index if index.index in numbers else numbers[0]][1]
 
     def _parts(self) -> tuple[tuple[Box, torch.Tensor], ...]:
         plain = self.detach().as_subclass(torch.Tensor)

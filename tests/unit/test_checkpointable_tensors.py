@@ -199,6 +199,15 @@ def test_planner_hooks_see_the_parts(tmp_path: Path) -> None:
     check_holds(native["m"]["w"])
 
 
+def test_planner_hooks_tell_parts_apart_that_begin_at_one_place(tmp_path: Path) -> None:
+    parts = [rows(4, 2), rows(0, 0), rows(0, 4)]
+    ray_dcp.save({"w": holding(parts)}, checkpoint_id=tmp_path, planner=OwnSave())
+    assert torch.equal(ray_dcp.read_state_dict(tmp_path)["w"], FULL)
+    target = empty(parts)
+    ray_dcp.load({"w": target}, checkpoint_id=tmp_path, planner=OwnLoad())
+    check_holds(target)
+
+
 @pytest.mark.parametrize("stager", [None, BlockingAsyncStager])
 def test_what_is_staged_keeps_its_parts(tmp_path: Path, stager: Any) -> None:
     state = {"m": [{"w": holding([rows(0, 2), rows(2, 4)])}], "note": "a"}
