@@ -181,7 +181,7 @@ def for_planner(state: Any) -> Any:
     the tensors is loaded into those of the state; `take_back` does the rest.
 
     Args:
-        state: Nested dicts, lists and tuples.
+        state: Nested dicts and lists. What is in a tuple is part of an object, in DCP as here.
     """
     return state if _SEES_THEM else _shown(state)
 
@@ -206,10 +206,10 @@ def _shown(value: Any) -> Any:
         copied = value.copy()
         copied.update(made)
         return copied
-    if type(value) in (list, tuple):
+    if type(value) is list:
         shown = [_shown(item) for item in value]
         same = all(new is old for new, old in zip(shown, value, strict=True))
-        return value if same else type(value)(shown)
+        return value if same else shown
     return value
 
 
@@ -220,12 +220,12 @@ def take_back(state: Any, shown: Any) -> None:
         state: The argument of `for_planner`.
         shown: What it returned.
     """
-    if shown is state or isinstance(shown, Shards):
+    if shown is state:
         return
     for key in shown if isinstance(shown, dict) else range(len(shown)):
         value = shown[key]
         old = state.get(key) if isinstance(state, dict) else state[key]
-        if type(value) is type(old) and isinstance(value, (dict, list, tuple)):
+        if type(value) is type(old) and isinstance(value, (dict, list)):
             take_back(old, value)
         elif value is not old and not isinstance(value, Shards):
             state[key] = value

@@ -208,6 +208,19 @@ def test_planner_hooks_tell_parts_apart_that_begin_at_one_place(tmp_path: Path) 
     check_holds(target)
 
 
+def test_planner_hooks_leave_a_tuple_the_object_that_it_is(tmp_path: Path) -> None:
+    state = {"w": holding([rows(0, 6)]), "pair": (holding(BY_TWO[0]), 1)}
+    for planner in (None, OwnSave()):
+        path = tmp_path / type(planner).__name__
+        ray_dcp.save(state, checkpoint_id=path, planner=planner)
+        target: dict[str, Any] = {"w": empty([rows(0, 6)]), "pair": (empty(BY_TWO[0]), 0)}
+        ray_dcp.load(target, checkpoint_id=path, planner=planner and OwnLoad())
+        check_holds(target["w"])
+        assert type(target["pair"][0]) is torch.Tensor
+        assert torch.equal(target["pair"][0], state["pair"][0])
+        assert target["pair"][1] == 1
+
+
 @pytest.mark.parametrize("stager", [None, BlockingAsyncStager])
 def test_what_is_staged_keeps_its_parts(tmp_path: Path, stager: Any) -> None:
     state = {"m": [{"w": holding([rows(0, 2), rows(2, 4)])}], "note": "a"}
