@@ -41,6 +41,8 @@ class LoadTargets:
     """By key, sorted; `Stateful` values as their state."""
     parts: Mapping[str, Any]
     """What takes the loaded state, of those."""
+    optimizers: list[Any] = field(default_factory=list)
+    """Those of the parts that are `optimizer_part`s."""
     left: set[str] = field(default_factory=set)
     """Names that are read, but belong to nothing in the state dict."""
     whole: list[str] = field(default_factory=list)
@@ -48,8 +50,8 @@ class LoadTargets:
 
     @property
     def casts(self) -> list[Cast]:
-        """What parts hold in another dtype than it was loaded in."""
-        return [cast for part in self.parts.values() for cast in getattr(part, "casts", ())]
+        """What optimizers hold in another dtype than it was loaded in."""
+        return [cast for part in self.optimizers for cast in part.casts]
 
     def put_back(self, state_dict: MutableMapping[str, Any]) -> None:
         """Hands the loaded state to the `Stateful` values and replaces all others.
@@ -147,6 +149,7 @@ def stateful_to_load_targets(
         elif isinstance(value, torch.optim.Optimizer):
             asked = part.asked(str(key), stored, prefixes, strict=strict is not False)
             parts[key], targets.values[key] = part, asked.state
+            targets.optimizers.append(part)
             targets.left.update(asked.left)
             targets.whole.extend([str(key)] if asked.is_whole else [])
         else:

@@ -333,6 +333,23 @@ def test_an_optimizer_that_needs_a_closure_is_loaded_before_its_first_step(tmp_p
     assert of_all(other) == of_all(state)
 
 
+def test_what_a_stateful_of_the_users_own_has_beside_its_state_is_its_own(tmp_path: Path):
+    class Counter:
+        casts = optimizers = 5
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"n": 1}
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.loaded = state_dict["n"]
+
+    state = {"c": Counter()}
+    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    report = ray_dcp.load(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert state["c"].loaded == 1
+    assert not report.cast
+
+
 def test_a_state_dict_of_the_users_own_keeps_its_names(tmp_path: Path):
     class Quantised(nn.Linear):
         def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
