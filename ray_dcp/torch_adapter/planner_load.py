@@ -39,7 +39,6 @@ from ray_dcp.torch_adapter.sink import (
     target_problem,
 )
 from ray_dcp.torch_adapter.state import LoadTargets, stateful_to_load_targets
-from ray_dcp.torch_adapter.subclasses import copy_into
 from ray_dcp.torch_adapter.targets import ItemPlacer, Targets, cast_problem, first_chunks
 from ray_dcp.torch_adapter.tensors import dtype_name, dtype_of, is_plain, no_target_reason
 
@@ -106,7 +105,7 @@ class PlannerSink(TensorSink):
             item, target = self._items.pop(row), self._made(row)
             temporary = self._temporary.pop(row, None)
             if temporary is not None:
-                copy_into(target, temporary)
+                self._put(row, temporary)
             elif self._direct[row]:
                 increment_version([target])
             self._call(

@@ -177,6 +177,13 @@ class OwnLoad(DefaultLoadPlanner):
     """A planner whose hooks run."""
 
 
+class LateLoad(DefaultLoadPlanner):
+    """A planner that resolves tensors itself, so that each is resolved when its bytes are there."""
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        return super().resolve_tensor(read_item)
+
+
 @pytest.fixture(autouse=True)
 def allowed() -> Iterator[None]:
     with torch.serialization.safe_globals([TwoTensor, Coded, Scaled, Factor, Hidden]):
@@ -247,7 +254,9 @@ def save(saver: str, state: dict[str, Any], path: Path) -> None:
 
 SAVERS = ("stock", "native", "hooks")
 savers = pytest.mark.parametrize("saver", SAVERS)
-planners = pytest.mark.parametrize("planner", [None, OwnLoad], ids=["native", "hooks"])
+planners = pytest.mark.parametrize(
+    "planner", [None, OwnLoad, LateLoad], ids=["native", "hooks", "late hooks"]
+)
 
 
 # Stock DCP detaches, which leaves attributes behind.
