@@ -362,6 +362,9 @@ class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
     def _is_staged(self, error: BaseException | None = None) -> None:
         staged = self.staging_completion
         staged._settle(None, error)
+        with staged._registering:
+            # Why: with nobody to call, who comes later is called at once.
+            staged._registered = staged._registered or None
         if staged._registered:
             # Why a thread: the save goes on, and a callback may take long, or wait for its end.
             # Suppressed: there are no more threads; they are called when the save ends.

@@ -161,7 +161,7 @@ def test_no_callback_breaks_the_thread_that_ends_a_save(gate: Gate, tmp_path, ca
 
 def test_a_callback_of_staging_may_wait_for_the_end_of_its_save(tmp_path):
     options = SaveOptions(staging="background")
-    go_on, told = threading.Event(), threading.Event()
+    told = threading.Event()
 
     class Slow:
         def __reduce__(self) -> Any:
@@ -174,11 +174,21 @@ def test_a_callback_of_staging_may_wait_for_the_end_of_its_save(tmp_path):
         handle.result(PATIENCE_S)
         told.set()
 
-    handle.staging_completion.add_done_callback(lambda future: go_on.wait(0) or None)
     # Called in this thread where it is staged already.
     handle.staging_completion.add_done_callback(waits)
     handle.committed(PATIENCE_S)
     assert told.wait(PATIENCE_S)
+
+
+def test_a_callback_of_staging_that_comes_late_is_called_at_once(gate: Gate, tmp_path):  # noqa: F811
+    handle = ray_dcp.async_save(state_of(1), checkpoint_id=tmp_path / "c")
+    handle.staged(PATIENCE_S)
+    called: list[bool] = []
+    handle.staging_completion.add_done_callback(lambda _: called.append(handle.done()))
+    assert called == [False]
+    gate.open.set()
+    handle.result(PATIENCE_S)
+    assert called == [False]
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit])
