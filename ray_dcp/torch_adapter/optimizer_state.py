@@ -447,7 +447,7 @@ class _Named:
             parameter = table.get(str(key))
             if parameter is not None:
                 values[id(parameter)] = value
-            elif not any(key in group["params"] for group in loaded["param_groups"]):
+            elif not any(key in (g.get("params") or ()) for g in loaded["param_groups"]):
                 others[key] = value
             elif self._is_strict:
                 check_all_taken([f"{self._key}.state.{key}"], strict=None)

@@ -397,6 +397,18 @@ def test_tensors_that_fit_are_filled_in_place_and_others_are_not_cast_into(tmp_p
 # What belongs to no parameter
 
 
+def test_state_under_a_key_that_is_no_parameter_comes_back_beside_a_new_group(tmp_path: Path):
+    def make(num_groups: int) -> State:
+        weights = [nn.Parameter(torch.ones(2)) for _ in range(num_groups)]
+        return {"o": torch.optim.SGD([{"params": [weight]} for weight in weights], lr=0.1)}
+
+    state, other = make(1), make(2)
+    state["o"].state["shared"] = {"seen": torch.full((3,), 2.0)}
+    save(state, tmp_path / "c")
+    load(other, tmp_path / "c", strict=False)
+    assert other["o"].state["shared"]["seen"].tolist() == [2.0] * 3
+
+
 def test_state_under_a_key_that_is_no_parameter_comes_back(tmp_path: Path):
     class Counts(torch.optim.AdamW):
         def step(self, closure: Any = None) -> None:
