@@ -467,7 +467,8 @@ class _Named:
                 state[numbers[id(parameter)]] = value
             stays = group if options is None or not self._is_whole else self._absent
             kept = {k: v for k, v in group.items() if k in stays or k == "param_names"}
-            packed.append({**kept, **(options or {}), "params": own})
+            new = {k: _beside(v, group.get(k)) for k, v in (options or {}).items()}
+            packed.append({**kept, **new, "params": own})
         rest = {k: v for k, v in loaded.items() if k not in ("state", "param_groups", OTHER_STATE)}
         return {**rest, "state": {**state, **others}, "param_groups": packed}
 
@@ -874,6 +875,15 @@ def _moved(value: Any, device: torch.device, *, everything: bool) -> Any:
         return {k: _moved(v, device, everything=everything) for k, v in value.items()}
     if type(value) is list:
         return [_moved(each, device, everything=everything) for each in value]
+    return value
+
+
+def _beside(value: Any, own: Any) -> Any:
+    """Returns the value of a group's option with its tensors on the devices of those there."""
+    if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor) and not own.is_meta:
+        return value.to(own.device)
+    if type(value) is tuple and isinstance(own, tuple) and len(value) == len(own):
+        return tuple(map(_beside, value, own))
     return value
 
 

@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ray_dcp
 from ray_dcp import warming
 from ray_dcp.errors import MissingKeyError, StateDictError
+from ray_dcp.torch_adapter.optimizer_state import Stored, StoredValue
+from ray_dcp.torch_adapter.state import stateful_to_load_targets
 from tests.thread_ranks import run_as_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -392,6 +395,29 @@ def test_tensors_that_fit_are_filled_in_place_and_others_are_not_cast_into(tmp_p
     assert inner["exp_avg"] is before["exp_avg"]
     assert state["o"].param_groups[0] is group
     assert group["lr"] is rate
+
+
+def test_options_that_groups_share_come_back_on_their_device():
+    """On fake devices, as the process has no others: a graph of CUDA refuses one on the CPU."""
+    values = {
+        f"o.param_groups.{number}.{option}": StoredValue(
+            ("o", "param_groups", number, option), (), torch.float32 if option == "lr" else None
+        )
+        for number in range(2)
+        for option in ("lr", "betas", "params")
+    }
+    with FakeTensorMode():
+        weights = [nn.Parameter(torch.empty(2, device="cuda")) for _ in range(2)]
+        optimizer = torch.optim.AdamW([{"params": [weight]} for weight in weights])
+        rate, *betas = (torch.empty((), device="cuda") for _ in range(3))
+        for group in optimizer.param_groups:
+            group.update(lr=rate, betas=tuple(betas))
+        targets = stateful_to_load_targets({"o": optimizer}, Stored(values, values.__getitem__))
+        for number, group in enumerate(targets.values["o"]["param_groups"]):
+            group.update(params=[number], betas=(torch.zeros(()), torch.zeros(())))
+        targets.put_back({"o": optimizer})
+        for group in optimizer.param_groups:
+            assert {one.device.type for one in (group["lr"], *group["betas"])} == {"cuda"}
 
 
 # What belongs to no parameter
