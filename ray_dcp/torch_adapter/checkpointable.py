@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from operator import index
 from typing import Any
 
 import torch
@@ -90,26 +91,30 @@ def parts(tensor: Any, fqn: str) -> tuple[tuple[Box, torch.Tensor], ...]:
 
     Source: `torch/distributed/checkpoint/protocol.py`, `_validate_checkpointable_tensor_metadata`.
     """
-    whole, local = global_shape(tensor), tuple(tensor.shape)
-    fields = tensor.global_offsets, tensor.local_offsets, tensor.local_sizes
+    local = tuple(tensor.shape)
+    try:
+        whole = tuple(map(index, tensor.global_shape))
+        fields = [[tuple(map(index, one)) for one in getattr(tensor, name)] for name in FIELDS[1:]]
+    except TypeError as error:
+        told = f"expected a tuple of whole numbers as shape and for each part ({error})"
+        raise _contradiction(fqn, told) from error
     if len(set(map(len, fields))) != 1:
         raise _contradiction(
             fqn, f"expected one entry a part in each, found {[*map(len, fields)]} of them"
         )
     found = []
     for offset, start, size in zip(*fields, strict=True):
-        box = tuple(offset), tuple(size)
-        if not (_is_inside(*box, whole) and _is_inside(tuple(start), box[1], local)):
+        if not (_is_inside(offset, size, whole) and _is_inside(start, size, local)):
             raise _contradiction(
                 fqn,
-                f"the part at {box[0]} of {box[1]} lies outside of the global shape {whole}, or "
-                f"at {tuple(start)} outside of the local shape {local}",
+                f"the part at {offset} of {size} lies outside of the global shape {whole}, or at "
+                f"{start} outside of the local shape {local}",
             )
         part = tensor
         for dim, (low, length) in enumerate(zip(start, size, strict=True)):
             if length != part.shape[dim]:
                 part = part.detach().narrow(dim, low, length)
-        found.append((box, part))
+        found.append(((offset, size), part))
     return tuple(found)
 
 
@@ -122,7 +127,7 @@ def _is_inside(offset: tuple[int, ...], size: tuple[int, ...], shape: tuple[int,
 
 def _contradiction(fqn: str, what: str) -> UnsupportedValueError:
     return UnsupportedValueError(
-        f"the attributes {', '.join(FIELDS[1:])} of {fqn!r} don't fit: {what}; correct them, or "
+        f"the attributes {', '.join(FIELDS)} of {fqn!r} don't fit: {what}; correct them, or "
         f"delete {FIELDS[0]} to save it as an ordinary tensor",
         key=fqn,
     )

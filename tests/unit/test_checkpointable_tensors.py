@@ -133,6 +133,9 @@ def test_a_scalar_and_a_rank_without_parts(tmp_path: Path) -> None:
         ({"local_offsets": ((0, 0), (-1, 0))}, "lies outside"),
         ({"global_shape": (6,)}, "lies outside"),
         ({"global_offsets": ((0, 0), (6, 0))}, "lies outside"),
+        ({"global_offsets": (0, 0)}, "tuple of whole numbers"),
+        ({"local_sizes": ((2, 4), (1, 0.5))}, "tuple of whole numbers"),
+        ({"global_shape": 24}, "tuple of whole numbers"),
     ],
 )
 def test_attributes_that_contradict_each_other_are_refused_by_name(
