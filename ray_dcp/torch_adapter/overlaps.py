@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ray_dcp.core.checksums import num_blocks
 from ray_dcp.core.values import ChunkTable, Int64Array
 from ray_dcp.planning.reads import Wanted
 from ray_dcp.torch_adapter.replica_digests import bytes_digest
@@ -109,7 +108,7 @@ def _groups(parts: list[Part]) -> Iterator[list[Part]]:
     for part in parts:
         same.setdefault(_geometry(part[1]), []).append(part)
     alike = list(same.values())
-    views = [_bytes_of(some[0][1]) for some in alike]
+    views = [np.asarray(_Memory(some[0][1])) for some in alike]
     ends = [some[0][1].data_ptr() + extent(some[0][1]) for some in alike]
     group = list(range(len(alike)))
     for first, some in enumerate(alike):
@@ -143,10 +142,6 @@ class _Memory:
         self.__array_interface__ = {
             "version": 3, "typestr": "|u1", "data": place, "shape": shape, "strides": strides
         }  # fmt: skip
-
-
-def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    return np.asarray(_Memory(tensor))
 
 
 def _is_shared(one: np.ndarray, other: np.ndarray) -> bool:
@@ -204,12 +199,10 @@ def _stored(table: ChunkTable, wanted: Wanted, row: int) -> dict[_Chunk, bytes]:
         chunks[meets].tolist(), low[meets].tolist(), length[meets].tolist(), strict=True
     ):
         block, count = int(table.block_bytes[chunk]), int(table.payload_bytes[chunk])
-        begin = int(table.check_start[chunk])
-        checks = table.checks[begin : begin + num_blocks(count, block)] if block else ()
         inside = all(p >= 0 and p + n <= s for p, n, s in zip(place, shape, size, strict=True))
         dtype = int(table.dtype[number])
         key = _Chunk(tuple(place), tuple(shape), dtype, count, block, inside)
-        found[key] = np.asarray(checks).tobytes()
+        found[key] = table.checks[slice(*table.check_start[chunk : chunk + 2])].tobytes()
     return found
 
 
