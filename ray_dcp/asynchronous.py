@@ -54,7 +54,7 @@ from ray_dcp.runtime.rank_progress import LEAVING_S, Activity
 from ray_dcp.runtime.rank_save import RankSave
 from ray_dcp.runtime.session import Disconnected, shut_down_meanwhile, until_disconnected
 from ray_dcp.runtime.staging_backend import Finish, StagingBackend, staging_backend_of
-from ray_dcp.torch_adapter.checkpointable import give_fields, noted_fields
+from ray_dcp.torch_adapter.checkpointable import fields_of, give_fields
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route
 from ray_dcp.torch_adapter.lazy_metadata import CommittedMetadata
 from ray_dcp.torch_adapter.state import stateful_to_state_dict
@@ -135,7 +135,7 @@ _step_hooks: WeakKeyDictionary[Any, _StepHook] = WeakKeyDictionary()
 
 
 class SaveFuture(Future[T]):
-    """A future that its save alone ends: whatever its holders do, the save goes on and ends it.
+    """A future that only its save ends, whatever its holders do.
 
     It can't be cancelled. Callbacks come once all futures of the save are done, so that they may
     wait for one another; what they raise is logged.
@@ -680,7 +680,7 @@ class _StagedByUser(_Save):
         self._key = None if self._decision.path == FOREIGN else key
         try:
             state = stateful_to_state_dict(state_dict)
-            fields, staged = noted_fields(state), stager.stage(state)
+            fields, staged = fields_of(state), stager.stage(state)
             del state
         except BaseException as error:
             self._account.end(error)

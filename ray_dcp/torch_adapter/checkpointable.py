@@ -1,7 +1,7 @@
-"""Plain tensors that say which parts of a global tensor they hold: `CheckpointableTensor` of DCP.
+"""Plain tensors whose attributes are the parts of a global tensor that they hold.
 
-Such a tensor has the attributes of `FIELDS`, whatever its class, and whatever the torch: DCP looks
-at them since torch 2.14. `for_planner` is how planners of an older torch come to see them too.
+DCP calls them `CheckpointableTensor`, and reads their attributes (`FIELDS`) since torch 2.14; here
+they count for every class and every torch. `for_planner` shows them to planners of an older torch.
 """
 
 from __future__ import annotations
@@ -46,30 +46,30 @@ def copy_fields(of: Any, to: Any) -> None:
         setattr(to, name, getattr(of, name))
 
 
-def noted_fields(state: Any) -> Any:
+def fields_of(state: Any) -> Any:
     """Returns the parts that the tensors of a nested state dict hold, for `give_fields`."""
     if is_checkpointable(state):
         return tuple(state.shape), {name: getattr(state, name) for name in FIELDS}
     if isinstance(state, Mapping):
-        found = {key: noted for key, value in state.items() if (noted := noted_fields(value))}
+        found = {key: fields for key, value in state.items() if (fields := fields_of(value))}
     elif isinstance(state, (list, tuple)):
-        found = {key: noted for key, value in enumerate(state) if (noted := noted_fields(value))}
+        found = {key: fields for key, value in enumerate(state) if (fields := fields_of(value))}
     else:
         return None
     return found
 
 
-def give_fields(noted: Any, copied: Any) -> None:
+def give_fields(fields: Any, copied: Any) -> None:
     """Gives the tensors of a copy of a state dict the parts that those of the state dict hold.
 
     Why: some of torch's stagers copy the elements alone, and a part would be saved as the whole.
     """
-    if isinstance(noted, tuple):
-        shape, fields = noted
+    if isinstance(fields, tuple):
+        shape, own = fields
         if isinstance(copied, torch.Tensor) and tuple(copied.shape) == shape:
-            vars(copied).update(fields)
+            vars(copied).update(own)
         return
-    for key, one in (noted or {}).items():
+    for key, one in (fields or {}).items():
         with suppress(LookupError, TypeError):  # a stager of the user may leave out what it likes
             give_fields(one, copied[key])
 

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StoredValue:
-    """What a checkpoint tells of one value before it is read."""
+    """What is known of a stored value before it is read."""
 
     path: NamePath | None = None
     """Where it sat when it was saved."""
@@ -67,7 +67,7 @@ class Stored:
 
     @classmethod
     def of(cls, metadata: Metadata) -> Stored:
-        """Returns what DCP's metadata tells."""
+        """Returns what DCP's metadata has."""
         items, paths = metadata.state_dict_metadata, metadata.planner_data
 
         def value(name: str) -> StoredValue:

@@ -233,7 +233,7 @@ def targets_with_planner(
 
 
 def _refuse_targets(planner: LoadPlanner, rank: int) -> None:
-    """Raises where no planner can fill a tensor, which torch's ones do not say by name."""
+    """Raises where no planner can fill a tensor; torch's own would raise without its name."""
     flat = getattr(planner, "state_dict", None)
     problems = [
         f"{name!r} {reason}"

@@ -301,7 +301,7 @@ class TensorSink:
 
 
 def increment_version(changed: list[torch.Tensor]) -> None:
-    """Tells autograd that tensors were written to behind its back."""
+    """Reports to autograd that tensors were written to behind its back."""
     try:
         torch.autograd.graph.increment_version(changed)
     except RuntimeError:  # Inference tensors have no version; a step more of others is no harm.

@@ -3,7 +3,7 @@
 What a subclass is made of are the tensors and the rest that its `__tensor_flatten__` gives; of one
 without, its elements and its attributes. Between two tensors of a class whose rest is equal each
 tensor is copied by its name. Else only `copy_` of the classes can do it, which may round, or do
-half of it, and tells nobody: so what is in the target then is compared with what was to be there.
+half of it, without an error: so what is in the target then is compared with what was to be there.
 """
 
 from __future__ import annotations
