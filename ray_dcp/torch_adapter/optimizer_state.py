@@ -673,8 +673,7 @@ class _FlatParameters:
         self._key = ""
 
     def state_dict(self) -> dict[str, Any]:
-        with primed(self._optimizer, when=not self._optimizer.state):
-            return self._named()
+        return self._named()
 
     def asked(self, key: str, stored: Stored, prefixes: Sequence[str], *, strict: bool) -> Asked:
         self._key = key
@@ -717,14 +716,12 @@ class _FlatParameters:
 
 
 @contextmanager
-def primed(optimizer: torch.optim.Optimizer, *, when: bool = True) -> Iterator[None]:
+def primed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Gives it the state of step 0 where it has none, for the time of the block."""
-    made: list[torch.Tensor] = []
-    if when:
-        try:
-            made = prime(optimizer)
-        except Exception:  # noqa: BLE001 - whatever its step raises: it has no state then
-            made = []
+    try:
+        made = prime(optimizer)
+    except Exception:  # noqa: BLE001 - whatever its step raises: it has no state then
+        made = []
     try:
         yield
     finally:

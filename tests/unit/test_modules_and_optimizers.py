@@ -259,23 +259,38 @@ def test_several_optimizers_and_schedulers_of_one_model(tmp_path: Path):
     assert [g["initial_lr"] for g in later["first"].param_groups] == [0.1]
 
 
+def flat_one(seed: int, use_orig_params: bool) -> dict[str, Any]:
+    """Returns a model of FSDP1, and its optimizer."""
+    model = FullyShardedDataParallel(
+        plain("AdamW", seed)["model"],
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+    )
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_a_save_takes_no_step_with_flat_parameters(use_orig_params: bool, tmp_path: Path):
+    state, stepped = flat_one(1, use_orig_params), flat_one(2, use_orig_params)
+    loss = state["model"](torch.ones(2, 4)).sum()
+    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    loss.backward()
+    assert not any(".state." in name for name in ray_dcp.open(tmp_path / "c"))
+    step(stepped)
+    ray_dcp.load(stepped, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert not stepped["optimizer"].state
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_what_the_helper_for_flat_parameters_casts_is_reported(
     use_orig_params: bool, tmp_path: Path
 ):
-    def flat_one(seed: int) -> dict[str, Any]:
-        state = plain("AdamW", seed)
-        cpu = torch.device("cpu")
-        model = FullyShardedDataParallel(
-            state["model"], use_orig_params=use_orig_params, device_id=cpu
-        )
-        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-
     def moments(state: dict[str, Any]) -> list[Any]:
         return [value["exp_avg"].tolist() for value in state["optimizer"].state.values()]
 
-    state, other = flat_one(1), flat_one(2)
+    state, other = (flat_one(seed, use_orig_params) for seed in (1, 2))
     step(state)
     ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
     assert ray_dcp.load(other, checkpoint_id=tmp_path / "c", no_dist=True).cast == ()
