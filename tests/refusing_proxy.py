@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import http.client
-import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.http_proxy import HttpProxy, ProxyHandler
 
 CUT = 0
 """In place of a status: the connection is closed without an answer."""
@@ -49,7 +49,7 @@ class Refusal:
         return is_hit
 
 
-class RefusingProxy:
+class RefusingProxy(HttpProxy):
     """Passes requests on to a server on this machine, but for those that are to be refused."""
 
     def __init__(self, port: int) -> None:
@@ -67,30 +67,24 @@ class RefusingProxy:
         """When each request came and when its answer went, by a clock that never goes back."""
         proxy = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
+        class Handler(ProxyHandler):
             _server: http.client.HTTPConnection | None = None
-
-            def log_message(self, *_: object) -> None:
-                """Says nothing."""
 
             def finish(self) -> None:
                 if self._server is not None:
                     self._server.close()
                 super().finish()
 
-            def handle_any(self) -> None:
+            def pass_on(self) -> None:
                 began_s = time.monotonic()
-                # Why: who was refused gives up its other requests in the midst of them.
                 try:
-                    self._pass_on()
-                except OSError:
-                    self.close_connection = True
-                proxy.lasted.append((began_s, time.monotonic()))
+                    self._answer()
+                finally:
+                    proxy.lasted.append((began_s, time.monotonic()))
 
-            def _pass_on(self) -> None:
+            def _answer(self) -> None:
                 threading.Event().wait(proxy.delay_s)
-                body = self.rfile.read(int(self.headers.get("content-length") or 0))
+                body = self.body()
                 proxy.seen.append(f"{self.command} {self.path}")
                 if body and proxy.alters(self.command, self.path):
                     proxy.num_altered += 1
@@ -102,14 +96,7 @@ class RefusingProxy:
                     return
                 if self._server is None:
                     self._server = http.client.HTTPConnection("127.0.0.1", port)
-                # Why unchanged: the client has signed the headers, its Host among them.
-                self._server.putrequest(
-                    self.command, self.path, skip_host=True, skip_accept_encoding=True
-                )
-                for name, value in self.headers.items():
-                    self._server.putheader(name, value)
-                self._server.endheaders(body or None)
-                answer = self._server.getresponse()
+                answer = self.ask(self._server, body)
                 data = answer.read()
                 if refused is not None:
                     self._refuse(refused)
@@ -126,25 +113,13 @@ class RefusingProxy:
                 self.end_headers()
                 self.wfile.write(data)
 
-            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any  # noqa: N815
-
             def _refuse(self, refusal: Refusal) -> None:
                 if refusal.status == CUT:
-                    self.close_connection = True
-                    self.connection.shutdown(socket.SHUT_RDWR)
-                    return
-                text = f"<Error><Code>{refusal.code}</Code><Message>no</Message></Error>".encode()
-                self.send_response_only(refusal.status)
-                self.send_header("content-length", str(len(text)))
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(text)
+                    self.cut()
+                else:
+                    self.refuse(refusal.status, refusal.code)
 
-        self._listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._listener.daemon_threads = True
-        self._listener.block_on_close = False
-        self.port: int = self._listener.server_address[1]
-        threading.Thread(target=self._listener.serve_forever, args=(0.01,), daemon=True).start()
+        super().__init__(Handler)
 
     def forget(self) -> None:
         """Counts from here."""
@@ -159,8 +134,3 @@ class RefusingProxy:
             if began_s >= last_s:
                 count, last_s = count + 1, ended_s
         return count
-
-    def close(self) -> None:
-        """Takes no more connections."""
-        self._listener.shutdown()
-        self._listener.server_close()

@@ -11,13 +11,26 @@ import sysconfig
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from ray_dcp.store.location import Location
 from ray_dcp.testing.dev_store import DevStore
 
 _SERVER = "ray_dcp-s3-"
+
+
+class Proxy(Protocol):
+    """Passes on to a server on this machine what reaches a port."""
+
+    port: int
+
+    def close(self) -> None:
+        """Takes no more connections."""
+
+
+P = TypeVar("P", bound=Proxy)
 
 
 def shared_memory() -> set[str]:
@@ -38,6 +51,23 @@ def server_on_memory_disk() -> Iterator[DevStore]:
 def fresh_place(server: DevStore) -> Location:
     """Returns a place that no other test uses."""
     return server.location / uuid.uuid4().hex
+
+
+def port_of(server: DevStore) -> int:
+    """Returns the port of a server on this machine."""
+    return int(server.endpoint.rpartition(":")[2])
+
+
+def proxy_before(server: DevStore, make: Callable[[int], P]) -> Iterator[P]:
+    """Yields a proxy, made for the port of the server that it stands before."""
+    with contextlib.closing(make(port_of(server))) as proxy:
+        yield proxy
+
+
+def through(proxy: Proxy, place: Location, **options: object) -> Location:
+    """Returns a place as it is reached through a proxy, with more options."""
+    endpoint = f"http://127.0.0.1:{proxy.port}"
+    return Location(place.url, {**place.storage_options, "endpoint": endpoint, **options})
 
 
 def unfinished_uploads(place: Location) -> list[str]:

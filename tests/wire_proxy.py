@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import http.client
 import random
-import socket
 import sys
 import threading
 import time
@@ -18,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
@@ -34,7 +32,8 @@ from ray_dcp.errors import (
 from ray_dcp.store.location import Location
 from ray_dcp.store.object_storage import ObjectStorage
 from ray_dcp.testing.dev_store import DevStore
-from tests.s3_server import fresh_place, server_on_memory_disk
+from tests.http_proxy import HttpProxy, ProxyHandler
+from tests.s3_server import fresh_place, port_of, server_on_memory_disk, through
 
 FAULTS = (
     "drop", "lost", "swallow", "stall", "truncate", "shorten", "flip", "flip-request", "stale",
@@ -47,7 +46,7 @@ answer. `swallow`: there is never an answer. `stall`: in the midst of a body not
 the one before. The others are statuses, in place of what the server does or after it (`-done`)."""
 
 
-class WireProxy:
+class WireProxy(HttpProxy):
     """Passes requests on to a server on this machine, some of them badly.
 
     Args:
@@ -71,39 +70,25 @@ class WireProxy:
         self._over = threading.Event()
         proxy = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_: object) -> None:
-                """Says nothing."""
-
-            def handle_any(self) -> None:
-                # Why: who gave up a request closed its connection.
-                try:
-                    self._pass_on()
-                except OSError:
-                    self.close_connection = True
-
-            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any  # noqa: N815
-
-            def _pass_on(self) -> None:
-                body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        class Handler(ProxyHandler):
+            def pass_on(self) -> None:
+                body = self.body()
                 is_listing = self.command == "GET" and "list-type=2" in self.path
                 fault = proxy._fault(self.command, is_listing, bool(body))
                 if fault == "drop":
-                    return self._cut()
+                    return self.cut()
                 if fault == "swallow":
                     proxy._over.wait(60)
-                    return self._cut()
+                    return self.cut()
                 if fault in ("503", "429"):
-                    return self._refuse(int(fault))
+                    return self.refuse(int(fault), "SlowDown")
                 if fault == "flip-request":
                     body = proxy._flipped(body)
                 status, headers, data = self._ask(body)
                 if fault == "lost":
-                    return self._cut()
+                    return self.cut()
                 if fault in ("503-done", "429-done"):
-                    return self._refuse(int(fault[:3]))
+                    return self.refuse(int(fault[:3]), "SlowDown")
                 if is_listing and status == 200:
                     data = proxy._listing(self.path, data, stale=fault == "stale")
                 length = len(data)
@@ -123,42 +108,17 @@ class WireProxy:
                     self.wfile.write(data[: len(data) // 2])
                     if fault == "stall":
                         proxy._over.wait(60)
-                    return self._cut()
+                    return self.cut()
                 if not is_head:
                     self.wfile.write(data)
                 return None
 
             def _ask(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-                server = http.client.HTTPConnection("127.0.0.1", port)
-                # Why unchanged: the client has signed the headers, its Host among them.
-                server.putrequest(
-                    self.command, self.path, skip_host=True, skip_accept_encoding=True
-                )
-                for name, value in self.headers.items():
-                    server.putheader(name, value)
-                server.endheaders(body or None)
-                answer = server.getresponse()
-                found = answer.status, answer.getheaders(), answer.read()
-                server.close()
-                return found
+                with closing(http.client.HTTPConnection("127.0.0.1", port)) as server:
+                    answer = self.ask(server, body)
+                    return answer.status, answer.getheaders(), answer.read()
 
-            def _cut(self) -> None:
-                self.close_connection = True
-                self.connection.shutdown(socket.SHUT_RDWR)
-
-            def _refuse(self, status: int) -> None:
-                text = b"<Error><Code>SlowDown</Code><Message>no</Message></Error>"
-                self.send_response_only(status)
-                self.send_header("content-length", str(len(text)))
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(text)
-
-        self._listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._listener.daemon_threads = True
-        self._listener.block_on_close = False
-        self.port: int = self._listener.server_address[1]
-        threading.Thread(target=self._listener.serve_forever, args=(0.01,), daemon=True).start()
+        super().__init__(Handler)
 
     def next_fault(self, fault: str) -> None:
         """Has this happen to the next request, and to no other."""
@@ -168,8 +128,7 @@ class WireProxy:
     def close(self) -> None:
         """Takes no more connections, and lets go of those that stall."""
         self._over.set()
-        self._listener.shutdown()
-        self._listener.server_close()
+        super().close()
 
     def _fault(self, method: str, is_listing: bool, has_body: bool) -> str:
         with self._lock:
@@ -282,16 +241,10 @@ class Play:
         self, server: DevStore, seed: int, share: float, faults: Sequence[str] = FAULTS
     ) -> None:
         self.played = Played()
-        self._proxy = WireProxy(int(server.endpoint.rpartition(":")[2]), seed)
+        self._proxy = WireProxy(port_of(server), seed)
         self._proxy.faults = faults
         self._share = share
         self._place = fresh_place(server)
-        self._options = {
-            **self._place.storage_options,
-            "endpoint": f"http://127.0.0.1:{self._proxy.port}",
-            "retry_timeout_s": RETRY_S,
-            "timeout": f"{REQUEST_S}s",
-        }
         self._may_stand: dict[str, set[int]] = {}
         """Numbers of the states that may be in a folder; 0 for none."""
 
@@ -308,7 +261,7 @@ class Play:
 
     def _round(self, number: int, name: str) -> None:
         clean = self._place / name
-        there = Location(clean.url, self._options)
+        there = through(self._proxy, clean, retry_timeout_s=RETRY_S, timeout=f"{REQUEST_S}s")
         before = self._may_stand.setdefault(name, {0})
         self._proxy.share = self._share
         error = self._tried("save", number, lambda: ray_dcp.save(

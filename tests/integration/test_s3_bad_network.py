@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ray_dcp.errors import StorageError
-from ray_dcp.store.location import Location
 from ray_dcp.store.opening import open_storage
+from tests.s3_server import proxy_before, through
 from tests.wire_proxy import FAULTS, RETRY_S, Play, WireProxy
 
 QUICK = tuple(fault for fault in FAULTS if fault not in ("swallow", "stall"))
@@ -26,9 +26,7 @@ def test_no_save_is_lost_or_invented_and_no_load_is_wrong(server, share, faults,
 
 @pytest.fixture
 def proxy(server):
-    proxy = WireProxy(int(server.endpoint.rpartition(":")[2]))
-    yield proxy
-    proxy.close()
+    yield from proxy_before(server, WireProxy)
 
 
 @pytest.fixture
@@ -37,8 +35,7 @@ def far(place, proxy):
     clean = open_storage(place)
     clean.write("a", bytes(range(256)) * 40)
     clean.write("b/c", b"1")
-    options = {"endpoint": f"http://127.0.0.1:{proxy.port}", "retry_timeout_s": RETRY_S}
-    return open_storage(Location(place.url, {**place.storage_options, **options}))
+    return open_storage(through(proxy, place, retry_timeout_s=RETRY_S))
 
 
 @pytest.mark.parametrize("fault", ["truncate", "shorten", "drop", "lost", "503", "429-done"])

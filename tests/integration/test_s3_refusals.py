@@ -22,7 +22,7 @@ from ray_dcp.store.retry import Retrying
 from tests.inline_ranks import run_ranks
 from tests.numpy_ranks import save_ranks, state_of
 from tests.refusing_proxy import CUT, Refusal, RefusingProxy
-from tests.s3_server import unfinished_uploads
+from tests.s3_server import proxy_before, through, unfinished_uploads
 
 PART = 5 << 20
 
@@ -40,17 +40,11 @@ REFUSALS = {
 
 @pytest.fixture
 def proxy(server):
-    proxy = RefusingProxy(int(server.endpoint.rpartition(":")[2]))
-    yield proxy
-    proxy.close()
+    yield from proxy_before(server, RefusingProxy)
 
 
-def through(proxy: RefusingProxy, place: Location, retry_timeout_s: int = 1) -> Location:
-    return Location(
-        place.url,
-        {**place.storage_options, "endpoint": f"http://127.0.0.1:{proxy.port}",
-         "request_bytes": PART, "retry_timeout_s": retry_timeout_s},
-    )  # fmt: skip
+def far(proxy: RefusingProxy, place: Location, retry_timeout_s: int = 1) -> Location:
+    return through(proxy, place, request_bytes=PART, retry_timeout_s=retry_timeout_s)
 
 
 def is_part(method: str, path: str) -> bool:
@@ -92,7 +86,7 @@ def test_what_is_refused_in_the_midst_of_a_save_is_told_and_the_previous_one_sta
     place, proxy, refusal
 ):
     status, code, told = REFUSALS[refusal]
-    there = through(proxy, place)
+    there = far(proxy, place)
     ray_dcp.save({"w": torch.ones(4)}, checkpoint_id=there, no_dist=True)
     proxy.refusal = Refusal(status, code, is_part, after=1)
     new = {"w": torch.zeros(4 * PART // 4)}
@@ -110,7 +104,7 @@ def test_what_is_refused_in_the_midst_of_a_save_is_told_and_the_previous_one_sta
 @pytest.mark.parametrize("refusal", ["throttling", "a cut connection"])
 def test_what_passes_is_waited_for(place, proxy, refusal):
     status, code, _ = REFUSALS[refusal]
-    there = through(proxy, place, 60)
+    there = far(proxy, place, 60)
     proxy.refusal = Refusal(status, code, is_part, after=1, times=3)
     new = {"w": torch.arange(4.0 * PART // 4)}
     ray_dcp.save(new, checkpoint_id=there, no_dist=True)
@@ -123,7 +117,7 @@ def test_what_passes_is_waited_for(place, proxy, refusal):
 
 
 def test_a_commit_that_is_refused_is_told_as_unknown_and_can_be_ended(place, proxy):
-    there = through(proxy, place)
+    there = far(proxy, place)
     ray_dcp.save({"w": torch.ones(4)}, checkpoint_id=there, no_dist=True)
     proxy.refusal = Refusal(403, "ExpiredToken", is_manifest)
     with pytest.raises(CommitUnknownError, match=r"manifest-00000002.*ExpiredToken") as raised:
@@ -136,7 +130,7 @@ def test_a_commit_that_is_refused_is_told_as_unknown_and_can_be_ended(place, pro
 
 
 def test_a_commit_that_can_be_read_back_is_one_whatever_was_answered(place, proxy):
-    there = through(proxy, place)
+    there = far(proxy, place)
     proxy.refusal = Refusal(403, "AccessDenied", is_manifest, passes_on=True)
     ray_dcp.save({"w": torch.ones(4)}, checkpoint_id=there, no_dist=True)
     assert proxy.refusal.refused == 1
@@ -144,7 +138,7 @@ def test_a_commit_that_can_be_read_back_is_one_whatever_was_answered(place, prox
 
 
 def test_a_conflict_with_another_request_does_not_fail_a_save(place, proxy):
-    there = through(proxy, place, 60)
+    there = far(proxy, place, 60)
     for hits in (is_data, is_manifest):
         proxy.refusal = Refusal(409, "ConditionalRequestConflict", hits, times=2)
         ray_dcp.save({"w": torch.ones(4)}, checkpoint_id=there, no_dist=True)
@@ -153,7 +147,7 @@ def test_a_conflict_with_another_request_does_not_fail_a_save(place, proxy):
 
 @pytest.mark.parametrize("hits", [is_data, is_part, is_table], ids=["file", "part", "table"])
 def test_what_is_altered_on_its_way_is_not_committed(place, proxy, hits):
-    there = through(proxy, place)
+    there = far(proxy, place)
     ray_dcp.save({"w": torch.ones(4)}, checkpoint_id=there, no_dist=True)
     proxy.alters = hits
     new = {"w": torch.zeros(2 * PART if hits is is_part else 4)}
@@ -167,7 +161,7 @@ def test_what_is_altered_on_its_way_is_not_committed(place, proxy, hits):
 def test_what_is_altered_once_is_sent_again(place, proxy):
     proxy.alters = lambda method, path: method == "PUT" and not proxy.num_altered
     state = {"w": torch.arange(100.0)}
-    ray_dcp.save(state, checkpoint_id=through(proxy, place, 60), no_dist=True)
+    ray_dcp.save(state, checkpoint_id=far(proxy, place, 60), no_dist=True)
     assert proxy.num_altered == 1
     assert torch.equal(ray_dcp.read_state_dict(place)["w"], state["w"])
 
@@ -193,7 +187,7 @@ def test_a_save_has_one_budget_however_often_it_looks_again(
     place, proxy, caplog, status, code, most
 ):
     """Its vote tries again by itself, and so do its ranks when they are told of no outcome."""
-    time, options = Time(), through(proxy, place).storage_options
+    time, options = Time(), far(proxy, place).storage_options
     retrying = Retrying(20.0, clock=time.clock, sleep=time.sleep)
     store, ours = make_store("s3", "ckpt", options)
     root = place.url.removeprefix("s3://ckpt/")
@@ -214,7 +208,7 @@ def test_a_save_has_one_budget_however_often_it_looks_again(
 @pytest.mark.parametrize("refusal", ["throttling", "an expired token"])
 def test_what_is_refused_in_a_load_is_told_with_the_file(place, proxy, refusal):
     status, code, told = REFUSALS[refusal]
-    there = through(proxy, place)
+    there = far(proxy, place)
     ray_dcp.save({"w": torch.ones(4)}, checkpoint_id=there, no_dist=True)
     proxy.refusal = Refusal(status, code, is_read)
     with pytest.raises(StorageError, match=rf"could not read {place.url}/__0_0.*{code}.*{told}"):
@@ -239,7 +233,7 @@ def test_an_answer_that_a_byte_was_changed_in_deletes_no_step(place, proxy, what
             manager.save(step, {"w": torch.ones(3)}, metrics={"loss": loss})
     open_storage(place).delete([f"{FOLDER}/{CATALOGUE}"])
     proxy.alters_answer = alters
-    with manager_at(through(proxy, place)) as manager:
+    with manager_at(far(proxy, place)) as manager:
         manager.save(3, {"w": torch.ones(3)}, metrics={"loss": 0.5})
         manager.join()
         assert proxy.num_altered >= (times or 2)

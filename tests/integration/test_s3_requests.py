@@ -9,23 +9,19 @@ import ray_dcp
 from ray_dcp.manager import CheckpointManager
 from ray_dcp.store.location import Location
 from tests.refusing_proxy import RefusingProxy
-from tests.s3_server import fresh_place
+from tests.s3_server import fresh_place, proxy_before, through
 
 AWAY_S = 0.05
 
 
 @pytest.fixture
 def proxy(server):
-    proxy = RefusingProxy(int(server.endpoint.rpartition(":")[2]))
-    yield proxy
-    proxy.close()
+    yield from proxy_before(server, RefusingProxy)
 
 
 @pytest.fixture
 def place(server, proxy):
-    place = fresh_place(server)
-    endpoint = f"http://127.0.0.1:{proxy.port}"
-    found = Location(place.url, {**place.storage_options, "endpoint": endpoint})
+    found = through(proxy, fresh_place(server))
     # The first save of a process tries what the store can do.
     ray_dcp.save(state(0), checkpoint_id=found / "first", no_dist=True)
     proxy.delay_s = AWAY_S

@@ -16,24 +16,18 @@ from ray_dcp.store.location import Location
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError
 from ray_dcp.testing.storage_conformance import StorageConformance
-from tests.s3_server import CuttingProxy, unfinished_uploads
+from tests.s3_server import CuttingProxy, proxy_before, through, unfinished_uploads
 
 PART = 5 << 20
 
 
 @pytest.fixture
 def proxy(server):
-    proxy = CuttingProxy(int(server.endpoint.rpartition(":")[2]))
-    yield proxy
-    proxy.close()
+    yield from proxy_before(server, CuttingProxy)
 
 
 def with_options(place: Location, **options: object) -> Location:
     return Location(place.url, {**place.storage_options, **options})
-
-
-def through(proxy: CuttingProxy, place: Location, **options: object) -> Location:
-    return with_options(place, endpoint=f"http://127.0.0.1:{proxy.port}", **options)
 
 
 def random_bytes(count: int) -> np.ndarray:
