@@ -24,6 +24,7 @@ from torch.serialization import safe_globals
 import ray_dcp
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.torch_adapter.capture import capture
+from tests.own_planners import OwnLookup, OwnSave
 from tests.random_states import (
     MESHES,
     SAFE_GLOBALS,
@@ -56,20 +57,6 @@ def allowed() -> Iterator[None]:
         yield
 
 
-class OwnSavePlanner(ray_dcp.DefaultSavePlanner):
-    """One of a user's: its hooks are called."""
-
-    def lookup_object(self, index: Any) -> Any:
-        return super().lookup_object(index)
-
-
-class OwnLoadPlanner(ray_dcp.DefaultLoadPlanner):
-    """One of a user's: its hooks are called."""
-
-    def lookup_tensor(self, index: Any) -> Any:
-        return super().lookup_tensor(index)
-
-
 class Way:
     """How one state goes to the disk and back.
 
@@ -83,7 +70,7 @@ class Way:
         self.options = ray_dcp.LoadOptions(weights_only=not code)
 
     def save(self, how: str, state: dict[str, Any], path: Path) -> None:
-        planner = OwnSavePlanner if "hooks" in how else ray_dcp.DefaultSavePlanner
+        planner = OwnSave if "hooks" in how else ray_dcp.DefaultSavePlanner
         told = {"checkpoint_id": path, "no_dist": True}
         if how == "async":
             made = planner(flatten_state_dict=self.flat)
@@ -93,7 +80,7 @@ class Way:
         library.save(state, **told, planner=planner(flatten_state_dict=self.flat))
 
     def load(self, how: str, state: dict[str, Any], path: Path) -> dict[str, Any]:
-        planner = OwnLoadPlanner if "hooks" in how else ray_dcp.DefaultLoadPlanner
+        planner = OwnLookup if "hooks" in how else ray_dcp.DefaultLoadPlanner
         told = {"checkpoint_id": path, "no_dist": True}
         made = planner(flatten_state_dict=self.flat)
         if how == "stock":

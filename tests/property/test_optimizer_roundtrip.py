@@ -28,6 +28,7 @@ from tests import optimizers
 from tests.forked_programs import Programs
 from tests.optimizer_ranks import CASES as CASES_OF_RANKS
 from tests.optimizers import CASES, SAFE_GLOBALS, Net, differences
+from tests.own_planners import OwnLookup, OwnSave
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled:UserWarning",  # stock DCP's word for no_dist
@@ -44,26 +45,12 @@ def allowed() -> Iterator[None]:
 # How a state goes to the disk and back
 
 
-class OwnSavePlanner(ray_dcp.DefaultSavePlanner):
-    """One of a user's: its hooks are called."""
-
-    def lookup_object(self, index: Any) -> Any:
-        return super().lookup_object(index)
-
-
-class OwnLoadPlanner(ray_dcp.DefaultLoadPlanner):
-    """One of a user's: its hooks are called."""
-
-    def lookup_tensor(self, index: Any) -> Any:
-        return super().lookup_tensor(index)
-
-
 def save_ours(state: dict[str, Any], path: Path) -> None:
     ray_dcp.save(state, checkpoint_id=path, no_dist=True)
 
 
 def save_with_hooks(state: dict[str, Any], path: Path) -> None:
-    ray_dcp.save(state, checkpoint_id=path, no_dist=True, planner=OwnSavePlanner())
+    ray_dcp.save(state, checkpoint_id=path, no_dist=True, planner=OwnSave())
 
 
 def save_stock(state: dict[str, Any], path: Path) -> None:
@@ -87,7 +74,7 @@ def load_ours(state: dict[str, Any], path: Path) -> Any:
 
 
 def load_with_hooks(state: dict[str, Any], path: Path) -> Any:
-    return ray_dcp.load(state, checkpoint_id=path, no_dist=True, planner=OwnLoadPlanner())
+    return ray_dcp.load(state, checkpoint_id=path, no_dist=True, planner=OwnLookup())
 
 
 Save = Callable[[dict[str, Any], Path], None]

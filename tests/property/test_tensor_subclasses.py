@@ -10,22 +10,14 @@ import torch
 import torch.distributed.checkpoint as stock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ray_dcp
+from tests.own_planners import OwnLoad, OwnSave
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.float64)
-
-
-class OwnSave(DefaultSavePlanner):
-    """A planner whose hooks run."""
-
-
-class OwnLoad(DefaultLoadPlanner):
-    """A planner whose hooks run."""
 
 
 def plain(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -129,6 +129,17 @@ def held(rank, stager=None):
     return PartsHeld(KEY, rank, "a1", 1, f"s{rank if stager is None else stager}#0")
 
 
+def keep_plan(cluster, world_size=1):
+    """Leaves the plan of a save of which rank 0 was told that its bytes are held."""
+
+    async def story():
+        cluster.add(0)
+        await Actor(planned(world_size)).call(held(0))
+        return dict(cluster.store)
+
+    cluster.store = asyncio.run(story())
+
+
 def another_coordinator():
     """Returns the next coordinator's state after it has looked for what it can take up."""
 
@@ -230,15 +241,7 @@ def test_the_plan_outlives_all_stagers_and_goes_with_its_save(cluster):
 
 
 def test_a_stager_in_the_place_of_one_that_died_is_known_by_its_own_name(cluster):
-    play = planned(1)
-
-    async def story():
-        actor = Actor(play)
-        cluster.add(0)
-        await actor.call(held(0))
-        return dict(cluster.store)
-
-    cluster.store = asyncio.run(story())
+    keep_plan(cluster)
     new = cluster.add(0)
     new.name, new.sealed = "s0#1", [0]
     assert another_coordinator().held_by("s0#1") == {KEY: [0]}
@@ -246,15 +249,8 @@ def test_a_stager_in_the_place_of_one_that_died_is_known_by_its_own_name(cluster
 
 @pytest.mark.parametrize("together", [False, True])
 def test_a_holder_of_which_the_earlier_coordinator_did_not_know_is_asked_too(cluster, together):
-    play = planned()
-
-    async def begin():
-        actor = Actor(play)
-        cluster.add(0).sealed = [0]
-        await actor.call(held(0))
-        return dict(cluster.store)
-
-    cluster.store = asyncio.run(begin())
+    keep_plan(cluster, 2)
+    cluster.stagers["s0"].sealed = [0]
     cluster.add(1).sealed = [1]
 
     async def go_on():
@@ -400,15 +396,7 @@ def test_a_coordinator_that_was_stopped_for_long_takes_no_stager_for_frozen(clus
 
 
 def test_a_stager_out_of_reach_for_a_moment_is_asked_again_what_it_holds(cluster):
-    play = planned(1)
-
-    async def story():
-        actor = Actor(play)
-        cluster.add(0)
-        await actor.call(held(0))
-        return dict(cluster.store)
-
-    cluster.store = asyncio.run(story())
+    keep_plan(cluster)
     cluster.stagers["s0"] = Unreachable(ActorUnavailableError("connection reset", b"0" * 16))
 
     async def go_on():
@@ -424,15 +412,7 @@ def test_a_stager_out_of_reach_for_a_moment_is_asked_again_what_it_holds(cluster
 
 @pytest.mark.parametrize("how", ["cancel", "leave"])
 def test_who_cancels_while_the_next_coordinator_takes_the_save_up_cancels_it(cluster, how):
-    play = planned(1)
-
-    async def story():
-        actor = Actor(play)
-        cluster.add(0)
-        await actor.call(held(0))
-        return dict(cluster.store)
-
-    cluster.store = asyncio.run(story())
+    keep_plan(cluster)
 
     async def go_on():
         after = StagedPlay(epoch=2)
