@@ -298,27 +298,21 @@ class Coordination:
         return commands
 
     def ack(self, beat: Heartbeat, ack: HeartbeatAck) -> HeartbeatAck:
-        """Returns the answer to a heartbeat: what has become of the operations of its rank.
+        """Returns the answer to a heartbeat: which operations of its rank failed, or are queued.
 
         Args:
             beat: To be answered.
             ack: Who answers.
         """
-        outcomes = {key: self.outcome(key) for key in beat.awaits}
         queued = tuple(
             machine.key.seq
             for machine in self._staged_saves(beat.session)
             if machine.is_queued and any(doing.covers(machine.key) for doing in beat.doings)
         )
-        return replace(
-            ack,
-            outcomes={
-                key: outcome if isinstance(outcome, Refused) else None
-                for key, outcome in outcomes.items()
-                if outcome is not None
-            },
-            queued=queued,
-        )
+        failed = {
+            key: outcome for key in beat.awaits if isinstance(outcome := self.outcome(key), Refused)
+        }
+        return replace(ack, failed=failed, queued=queued)
 
     def place(self, session: str, rank: int, place: str) -> None:
         """Registers where a rank is, for messages: `"pid 12 on node-3"`."""

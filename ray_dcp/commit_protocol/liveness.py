@@ -99,8 +99,8 @@ class HeartbeatAck:
     """Where it is, for messages: `"pid 12 on node-3"`."""
     waits: tuple[str, ...] = ()
     """For whom operations have waited for long, in words, to be logged by this rank."""
-    outcomes: Mapping[OpKey, Refused | None] = field(default_factory=dict)
-    """Of `Heartbeat.awaits` those that have ended: why they failed; None where they did not."""
+    failed: Mapping[OpKey, Refused] = field(default_factory=dict)
+    """Why those of `Heartbeat.awaits` failed that did."""
     queued: tuple[int, ...] = ()
     """Numbers of the calls of this rank whose saves wait in the queue."""
     is_up_to_date: bool = True

@@ -274,7 +274,7 @@ class HeartbeatSender:
             self._changed.notify_all()
             working = [(progress.key, progress.stop) for progress in self._active]
         for key, stop in working:
-            refused = None if key is None else ack.outcomes.get(key)
+            refused = None if key is None else ack.failed.get(key)
             if refused is not None:
                 stop.because(refused.error)
 

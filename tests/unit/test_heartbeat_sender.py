@@ -13,7 +13,7 @@ from ray.exceptions import RayTaskError
 
 from ray_dcp.commit_protocol.liveness import Heartbeat, HeartbeatAck
 from ray_dcp.commit_protocol.messages import Left, OpKey, Refused
-from ray_dcp.errors import DeadlineError, InternalError, StorageError
+from ray_dcp.errors import DeadlineError, InternalError, LimitError, StorageError
 from ray_dcp.runtime import heartbeat, ray_calls, ray_private
 from ray_dcp.runtime.heartbeat import HeartbeatSender
 from ray_dcp.runtime.rank_progress import RankProgress
@@ -35,12 +35,13 @@ class Incarnations:
 
     def __init__(self):
         self.life, self.frozen, self.killed, self.pulses = 0, set(), [], None
-        self.beats, self.answers = [], {}
+        self.beats, self.answers, self.num_lost = [], {}, 0
         self.beat = SimpleNamespace(remote=self._sent)
 
     def _sent(self, beat):
         self.beats.append(beat)
-        return Sent(self.life, beat)
+        is_lost = len(self.beats) <= self.num_lost
+        return Sent(-1 if is_lost else self.life, beat)
 
     def get(self, sent):
         return HeartbeatAck("id", sent.life, "pid 1", **self.answers)
@@ -95,6 +96,17 @@ def test_one_that_answers_is_not_found_frozen(coordinator):
     assert coordinator.killed == []
 
 
+def test_a_heartbeat_that_got_lost_does_not_count_once_a_later_one_is_answered(coordinator):
+    sender = HeartbeatSender(lambda fresh: coordinator, "s", 0, "the coordinator")
+    coordinator.num_lost = 1
+    progress = RankProgress()
+    sender.add(progress, TIMEOUT_S)
+    assert eventually(lambda: coordinator.beats, 20)
+    progress.enter("writing")  # which is told at once
+    assert not eventually(lambda: sender.failure(False, True) is not None, 3 * TIMEOUT_S)
+    sender.remove(progress)
+
+
 def test_one_that_lives_and_only_this_rank_can_not_reach_is_not_ended(coordinator):
     sender = HeartbeatSender(lambda fresh: coordinator, "s", 0, "the coordinator")
     coordinator.frozen.add(0)
@@ -134,6 +146,50 @@ def test_what_a_rank_has_left_is_said_until_a_coordinator_knows(coordinator):
     assert not eventually(lambda: len(coordinator.beats) > num_said, 0.3)
 
 
+def test_what_a_rank_has_left_is_not_said_for_ever(coordinator, monkeypatch):
+    monkeypatch.setattr(heartbeat, "OUT_OF_REACH_S", 0.3)
+    sender = HeartbeatSender(lambda fresh: coordinator, "s", 0, "the coordinator")
+    coordinator.answers = {"is_up_to_date": False}
+    sender.leave(Left(OpKey("s", 4), "Ctrl-C", is_interrupt=True), 20.0)
+    progress = RankProgress()
+    sender.add(progress, TIMEOUT_S)
+    assert eventually(lambda: coordinator.beats and not coordinator.beats[-1].left, 20)
+    sender.remove(progress)
+
+
+def test_a_call_that_got_no_thread_is_forgotten(coordinator, monkeypatch):
+    sender = HeartbeatSender(lambda fresh: coordinator, "s", 0, "the coordinator")
+
+    def refuse(*_):
+        raise LimitError("no threads")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(heartbeat, "start", refuse)
+        with pytest.raises(LimitError, match="no threads"):
+            sender.add(RankProgress(), TIMEOUT_S)
+    progress = RankProgress()
+    sender.add(progress, TIMEOUT_S)
+    assert eventually(lambda: coordinator.beats, 20)
+    assert len(coordinator.beats[-1].doings) == 1
+    sender.remove(progress)
+
+
+def test_the_time_in_the_queue_is_counted_from_answer_to_answer(coordinator):
+    sender = HeartbeatSender(lambda fresh: coordinator, "s", 0, "the coordinator")
+    progress, key = RankProgress(), OpKey("s", 4)
+    progress.begin(key)
+    sender.add(progress, TIMEOUT_S)
+    started_s = time.monotonic()
+    assert eventually(lambda: time.monotonic() > started_s + 4 * TIMEOUT_S, 20)
+    num_beats, began_s = len(coordinator.beats), time.monotonic()
+    assert num_beats > 1
+    coordinator.answers = {"queued": (4,)}
+    assert eventually(lambda: sender.queued_s(key) > 0, 20)
+    assert sender.queued_s(key) < time.monotonic() - began_s + 2 * TIMEOUT_S
+    assert sender.queued_s(OpKey("s", 5)) == 0
+    sender.remove(progress)
+
+
 def test_a_rank_that_moves_bytes_stops_when_the_save_has_failed_elsewhere(coordinator):
     sender = HeartbeatSender(lambda fresh: coordinator, "s", 0, "the coordinator")
     progress, key = RankProgress(), OpKey("s", 4)
@@ -144,7 +200,7 @@ def test_a_rank_that_moves_bytes_stops_when_the_save_has_failed_elsewhere(coordi
     full = StorageError("full")
     progress.enter("writing")
     assert eventually(lambda: coordinator.beats[-1].awaits == (key,), 20)
-    coordinator.answers = {"outcomes": {key: Refused(full)}}
+    coordinator.answers = {"failed": {key: Refused(full)}}
     assert eventually(lambda: progress.stop.asked, 20)
     assert progress.stop.error is full
     sender.remove(progress)
