@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
@@ -218,6 +218,17 @@ def test_subclasses_that_are_one_object_are_compared_by_their_items(
         assert not one.a.any()
 
 
+def test_subclasses_that_share_a_part_of_them_are_no_one_object(tmp_path: Any) -> None:
+    first, second, third = (torch.full((4,), float(number)) for number in range(1, 4))
+    with torch.serialization.safe_globals([TwoTensor]):
+        saved(tmp_path / "c", {"a": TwoTensor(first, second), "b": TwoTensor(second, third)})
+    memory = [torch.zeros(4) for _ in range(3)]
+    target = {"a": TwoTensor(*memory[:2]), "b": TwoTensor(*memory[1:])}
+    with torch.serialization.safe_globals([TwoTensor]):
+        load(target, tmp_path / "c")
+    assert [one.tolist() for one in memory] == [first.tolist(), second.tolist(), third.tolist()]
+
+
 def test_sharded_and_plain_names_of_one_memory_are_compared(tmp_path: Any) -> None:
     with as_rank(0, 1):
         mesh = init_device_mesh("cpu", (1,))
@@ -245,6 +256,43 @@ def test_values_that_ranks_cut_differently_are_read_and_compared(tmp_path: Any) 
     save_on_ranks(states, tmp_path / "c")
     one = torch.zeros(1 << 21)
     load_on_ranks([{"a": one, "b": one}], tmp_path / "c")
+    assert torch.equal(one, value)
+
+
+def test_parts_are_compared_by_what_they_hold_and_not_by_whole_chunks(tmp_path: Any) -> None:
+    value = torch.arange(8.0)
+    other = torch.cat([value[:4], -value[4:]])
+    saved(tmp_path / "c", {"a": value, "b": other})
+
+    def part(memory: torch.Tensor, start: int) -> Any:
+        made: Any = memory.view(4)
+        made.global_shape, made.global_offsets = (8,), ((start,),)
+        made.local_offsets, made.local_sizes = ((0,),), ((4,),)
+        return made
+
+    one = torch.zeros(4)
+    load({"a": part(one, 0), "b": part(one, 0)}, tmp_path / "c")
+    assert torch.equal(one, value[:4])
+    with pytest.raises(errors.StateDictError, match="'a' and 'b'"):
+        load({"a": part(one, 4), "b": part(one, 4)}, tmp_path / "c")
+    assert torch.equal(one, value[:4])
+
+
+@pytest.mark.parametrize(
+    "view", [torch.conj, lambda one: one.conj().imag, torch._neg_view], ids=["conj", "imag", "neg"]
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_conjugate_and_negative_views_are_compared_by_what_they_show(
+    view: Callable[[torch.Tensor], torch.Tensor], way: str, tmp_path: Any
+) -> None:
+    value = torch.complex(torch.arange(4.0), torch.arange(4.0) + 9)
+    shown = view(value).resolve_conj().resolve_neg().clone()
+    saved(tmp_path / "c", {"a": value, "b": shown, "off": shown + 1})
+    one = torch.zeros(4, dtype=torch.complex64)
+    load({"a": one, "b": view(one)}, tmp_path / "c", **WAYS[way]())
+    assert torch.equal(one, value)
+    with pytest.raises(errors.StateDictError, match="'a' and 'off'"):
+        load({"a": one, "off": view(one)}, tmp_path / "c", **WAYS[way]())
     assert torch.equal(one, value)
 
 
@@ -297,6 +345,8 @@ SLICES = st.tuples(
 )  # fmt: skip
 
 
+# Two that lie between each other, and a third that has elements of both.
+@example([(0, 6, 1, 0, 6, 2, False), (0, 6, 1, 1, 6, 2, False), (0, 1, 1, 2, 4, 1, False)])
 @given(st.lists(SLICES, min_size=2, max_size=6))
 def test_groups_are_those_with_a_common_element(cuts: list[Any]) -> None:
     base = torch.arange(36).reshape(6, 6)

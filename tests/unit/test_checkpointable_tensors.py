@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import ray_dcp
 from ray_dcp import errors
+from tests.own_planners import OwnLoad, OwnSave
 
 from .adapter_support import load_on_ranks, save_on_ranks
 
@@ -152,7 +152,7 @@ def test_attributes_that_contradict_each_other_are_refused_by_name(
 
 
 def test_a_part_that_is_held_by_nobody_fails_the_save(tmp_path: Path) -> None:
-    with pytest.raises(errors.CheckpointError, match="w"):
+    with pytest.raises(errors.CoverageError, match="'w'"):
         ray_dcp.save({"w": holding([rows(0, 4)])}, checkpoint_id=tmp_path)
 
 
@@ -172,14 +172,6 @@ def test_one_attribute_alone_makes_no_part_of_a_tensor(tmp_path: Path) -> None:
     target.global_shape = (99,)
     ray_dcp.load({"w": target}, checkpoint_id=tmp_path)
     assert torch.equal(target, FULL)
-
-
-class OwnSave(DefaultSavePlanner):
-    """A planner whose hooks run."""
-
-
-class OwnLoad(DefaultLoadPlanner):
-    """A planner whose hooks run."""
 
 
 def test_planner_hooks_see_the_parts(tmp_path: Path) -> None:
@@ -222,6 +214,16 @@ def test_planner_hooks_leave_a_tuple_the_object_that_it_is(tmp_path: Path) -> No
         assert type(target["pair"][0]) is torch.Tensor
         assert torch.equal(target["pair"][0], state["pair"][0])
         assert target["pair"][1] == 1
+
+
+@pytest.mark.parametrize("planner", [None, OwnSave])
+def test_a_part_of_a_parameter_is_stored_as_one(tmp_path: Path, planner: Any) -> None:
+    parameter = torch.nn.Parameter(FULL.clone())
+    state = {"w": marked(parameter, (6, 4), [rows(0, 6)], [(0, 0)]), "v": holding([rows(0, 6)])}
+    ray_dcp.save(state, checkpoint_id=tmp_path, planner=planner and planner())
+    stored = stock.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    found = {name: item.properties.requires_grad for name, item in stored.items()}
+    assert found == {"w": True, "v": False}
 
 
 @pytest.mark.parametrize("stager", [None, BlockingAsyncStager])

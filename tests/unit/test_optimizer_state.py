@@ -186,6 +186,29 @@ def test_empty_groups_keep_their_options(sizes: tuple[int, ...], tmp_path: Path)
     check_both(state, other, tmp_path / "c")
 
 
+def test_groups_that_share_the_tensor_of_an_option_get_values_of_their_own(tmp_path: Path):
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
+        return torch.optim.AdamW(groups, lr=torch.tensor(0.5), foreach=False)
+
+    state, other = made(make), made(make, 2)
+    assert other["o"].param_groups[0]["lr"] is other["o"].param_groups[1]["lr"]
+    for number, group in enumerate(state["o"].param_groups):
+        group["lr"] = torch.tensor(0.5**number)
+    step(state)
+    check_both(state, other, tmp_path / "c")
+
+
+def test_an_option_that_a_group_was_saved_without_goes_from_it(tmp_path: Path):
+    state, other = made(grouped(2, 2)), made(grouped(2, 2), 2)
+    state["o"].param_groups[0]["initial_lr"] = 3.0
+    for group in other["o"].param_groups:
+        group["initial_lr"] = 4.0
+    step(state)
+    check_both(state, other, tmp_path / "c")
+    assert ["initial_lr" in group for group in other["o"].param_groups] == [True, False]
+
+
 def test_groups_are_found_by_their_parameters_in_whatever_order(tmp_path: Path):
     state, other = made(grouped(1, 2, 1)), made(grouped(1, 2, 1, order=(2, 0, 1)), 2)
     step(state)
@@ -244,6 +267,21 @@ def test_numbers_of_parameters_need_groups_of_the_same_sizes(tmp_path: Path):
     with pytest.raises(StateDictError, match="as many parameters in the same order"):
         load({"o": other["o"]}, tmp_path / "c")
     assert held(other) == before
+
+
+def test_numbers_are_not_taken_for_names_of_parameters_in_a_list(tmp_path: Path):
+    def listed(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.ParameterList([torch.rand(3), torch.rand(3)])
+        return model, torch.optim.AdamW([model[1], model[0]])
+
+    (model, optimizer), (other, others) = listed(1), listed(2)
+    (model[0].sum() + 5 * model[1].sum()).backward()
+    optimizer.step()
+    ray_dcp.save({"o": optimizer}, checkpoint_id=tmp_path / "c", no_dist=True)
+    load({"m": other, "o": others}, tmp_path / "c", prefixes=["o"])
+    for one, two in zip(model, other, strict=True):
+        assert shown(others.state[two]) == shown(optimizer.state[one])
 
 
 def test_names_of_parameters_need_their_module(tmp_path: Path):
@@ -501,8 +539,8 @@ class Library(torch.optim.AdamW):
         for parameter, state in self.state.items():
             if self.does == "drop" and parameter.dim() == 1:
                 del state["exp_avg"]
-            elif self.does == "change":
-                state["exp_avg"] = state["exp_avg"] + 1
+            elif self.does in ("change", "copy"):
+                state["exp_avg"] = state["exp_avg"] + (self.does == "change")
         if self.does == "options":
             self.param_groups[0]["lr"] = 5.0
 
@@ -526,6 +564,17 @@ def test_a_library_that_takes_the_state_is_compared_with_it(
     with caplog.at_level(logging.WARNING, "ray_dcp"):
         load(other, tmp_path / "d")
     assert "gave options of its own to o.param_groups.0.lr" in caplog.text
+
+
+def test_what_is_nan_for_a_library_is_what_was_saved(tmp_path: Path):
+    state, other = made(library), made(library, 2)
+    step(state)
+    state["o"].state[state["m"][0].weight]["exp_avg"][0] = torch.nan
+    save(state, tmp_path / "c")
+    other["o"].does = "copy"
+    load(other, tmp_path / "c")
+    is_nan = other["o"].state[other["m"][0].weight]["exp_avg"].isnan()
+    assert is_nan.any(dim=1).tolist() == [True, False, False, False]
 
 
 def test_what_a_library_casts_is_reported(tmp_path: Path):
@@ -572,6 +621,20 @@ def test_only_what_the_prefixes_name_changes(tmp_path: Path):
     assert held(other)[0]["0.weight"] == held(state)[0]["0.weight"]
     assert held(other)[0]["2.weight"] == before[0]["2.weight"]
     assert held(other)[1] == before[1]
+
+
+def test_a_prefix_may_name_one_value_of_the_state_of_a_parameter(tmp_path: Path):
+    state, other = made(adamw), made(adamw, 2)
+    step(state)
+    step(other, 2)
+    save(state, tmp_path / "c")
+    before = held(other)
+    load(other, tmp_path / "c", prefixes=["o.state.0.weight.exp_avg"])
+    found, saved = held(other), held(state)[0]["0.weight"]
+    assert found[0].pop("0.weight") == {
+        **before[0].pop("0.weight"), "exp_avg": saved["exp_avg"]
+    }  # fmt: skip
+    assert found == before
 
 
 # Stages of a pipeline

@@ -23,6 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ray_dcp
 from ray_dcp import conversion, errors
+from tests.own_planners import OwnLoad, OwnSave
 
 from .adapter_support import as_rank, load_on_ranks, save_on_ranks
 
@@ -141,6 +142,21 @@ class Factor(torch.Tensor):
         raise NotImplementedError(f"{func}")
 
 
+class FactorOfAnyDtype(Factor):
+    """Shows float32, whatever it is made of."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, factor: Any) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """What the codes of a class mean: no number or text, which would be copied as an attribute."""
+
+    points: int
+
+
 class Hidden(torch.Tensor):
     """A wrapper that does not tell what it is made of; its pickle does."""
 
@@ -169,14 +185,6 @@ class Hidden(torch.Tensor):
         raise NotImplementedError(f"{func}")
 
 
-class OwnSave(DefaultSavePlanner):
-    """A planner whose hooks run."""
-
-
-class OwnLoad(DefaultLoadPlanner):
-    """A planner whose hooks run."""
-
-
 class LateLoad(DefaultLoadPlanner):
     """A planner that resolves tensors itself, so that each is resolved when its bytes are there."""
 
@@ -186,7 +194,9 @@ class LateLoad(DefaultLoadPlanner):
 
 @pytest.fixture(autouse=True)
 def allowed() -> Iterator[None]:
-    with torch.serialization.safe_globals([TwoTensor, Coded, Scaled, Factor, Hidden]):
+    with torch.serialization.safe_globals(
+        [TwoTensor, Coded, Scaled, Factor, FactorOfAnyDtype, Grid, Hidden]
+    ):
         yield
 
 
@@ -290,6 +300,7 @@ def test_a_subclass_comes_back_without_a_target_and_in_copies(
     save(saver, state, tmp_path / "c")
     found = ray_dcp.read_state_dict(tmp_path / "c")
     assert type(found["w"]) is type(state["w"])
+    assert not isinstance(found["w"], torch.nn.Parameter)
     assert parts(found["w"]) == parts(state["w"])
     assert type(found["plain"]) is torch.Tensor
     conversion.dcp_to_torch_save(tmp_path / "c", tmp_path / "w.pt")
@@ -359,7 +370,7 @@ def test_plain_values_go_into_a_subclass_that_keeps_them(
     assert (target.dequantize() - values).abs().max() < 0.01
 
 
-@pytest.mark.parametrize("forgets", ["hidden", "shared"])
+@pytest.mark.parametrize("forgets", ["hidden", "shared", "rest"])
 @savers
 @planners
 def test_a_copy_that_loses_something_is_an_error_that_names_it(
@@ -368,12 +379,43 @@ def test_a_copy_that_loses_something_is_an_error_that_names_it(
     if forgets == "hidden":
         monkeypatch.setattr(Hidden, "forgets", True)
         state, target = Hidden(VALUES.clone(), VALUES + 1), Hidden(VALUES * 0, VALUES * 0)
-    else:
+    elif forgets == "shared":
         memory = VALUES * 0
         state, target = halves(), TwoTensor(memory, memory)
+    else:
+        state, target = Factor(VALUES.clone(), Grid(2)), Factor(VALUES * 0, Grid(4))
     save(saver, {"w": state}, tmp_path)
+    for dtype in ("widen", "cast"):
+        with pytest.raises(errors.UnsupportedValueError, match=r"'w'.*other values"):
+            ray_dcp.load(
+                {"w": target},
+                checkpoint_id=tmp_path,
+                planner=planner and planner(),
+                options=ray_dcp.LoadOptions(dtype=dtype),
+            )
+
+
+@savers
+@planners
+def test_what_a_class_is_made_of_is_widened_and_rounded_only_if_asked(
+    tmp_path: Path, saver: str, planner: Any
+) -> None:
+    def loaded(own: torch.dtype, **how: Any) -> Any:
+        target = FactorOfAnyDtype(torch.zeros(6, 4, dtype=own), 1.0)
+        ray_dcp.load(
+            {"w": target},
+            checkpoint_id=tmp_path,
+            planner=planner and planner(),
+            options=ray_dcp.LoadOptions(**how),
+        )
+        return target.inner
+
+    values = torch.rand(6, 4, generator=torch.Generator().manual_seed(1))
+    save(saver, {"w": FactorOfAnyDtype(values, 2.5)}, tmp_path)
+    assert torch.equal(loaded(torch.float64), values.double())
     with pytest.raises(errors.UnsupportedValueError, match=r"'w'.*other values"):
-        ray_dcp.load({"w": target}, checkpoint_id=tmp_path, planner=planner and planner())
+        loaded(torch.bfloat16)
+    assert torch.equal(loaded(torch.bfloat16, dtype="cast"), values.bfloat16())
 
 
 @savers
