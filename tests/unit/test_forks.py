@@ -340,3 +340,50 @@ def test_idle_memory_is_private_and_begun_anew():
 
 def test_a_process_has_one_session():
     assert session_alone() is session_alone()
+
+
+IN_A_SAVE = """
+pids = []
+
+class Forks:
+    def state_dict(self):
+        pids.append(os.fork())
+        if not pids[0]:
+            signal.alarm(100)
+        return state(1)
+
+    def load_state_dict(self, _):
+        pass
+
+try:
+    ray_dcp.save({"inner": Forks()}, checkpoint_id=f"{root}/c")
+    code = 0
+except ray_dcp.errors.InvalidRequestError as error:
+    code = 7 if "anew in the child" in str(error) else 1
+if not pids[0]:
+    os._exit(code)
+print(code, ended(*pids))
+"""
+
+
+def test_a_child_that_is_forked_in_the_midst_of_a_save_does_not_go_on_with_it(programs, tmp_path):
+    assert run(programs, IN_A_SAVE, tmp_path) == "0 [7]"
+    assert ray_dcp.verify(tmp_path / "c").ok
+
+
+READING = """
+from contextlib import ExitStack
+from pathlib import Path
+from ray_dcp.manager import CheckpointManager
+
+with CheckpointManager(root, 1, chkpt_on_preemption=False) as manager, ExitStack() as stack:
+    manager.save(1, state(1))
+    stack.enter_context(manager.reading(1))
+    print(ended(child(stack.close)), len(list(Path(root).glob("*/reading/*"))))
+    stack.close()
+    print(len(list(Path(root).glob("*/reading/*"))))
+"""
+
+
+def test_a_child_that_leaves_what_its_parent_reads_does_not_end_the_lease(programs, tmp_path):
+    assert run(programs, READING, tmp_path).split() == ["[0]", "1", "0"]

@@ -87,6 +87,16 @@ def test_a_damaged_record_decides_nothing_and_names_the_way_out(storage):
     assert value_at(storage) == 1
 
 
+def test_a_record_in_the_slot_of_an_earlier_one_is_damage(storage):
+    save(storage)
+    save(storage)
+    storage.write(record_key(1), storage.read(record_key(2)))
+    storage.delete([record_key(2)])
+    with pytest.raises(errors.DamagedCheckpointError, match="files changed places") as caught:
+        read_checkpoint(storage)
+    assert caught.value.key == record_key(1)
+
+
 @pytest.mark.parametrize("look", [read_checkpoint, find_checkpoint])
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
 def test_a_damaged_table_is_told(storage, damage, look):

@@ -149,14 +149,15 @@ class StaleListings(StorageWrapper):
         return []
 
 
-@pytest.mark.parametrize("what", ["listing", "byte"])
+@pytest.mark.parametrize("what", ["listing", *range(1, 5)])
 def test_a_writer_that_meets_its_own_file_takes_no_bad_network_for_another_writer(storage, what):
     """As after an answer to its create that was lost, so that it was asked again."""
     arrays = arrays_of((3, 5), (1500, 1000))
     plan = plan_of(arrays)
     write_file(storage, plan, "a1", source=source_of(arrays), deferred=no_deferred)
-    faulty = FaultyStorage(storage, [Fault(operation="read", effect="flip")])
-    seen = StaleListings(storage) if what == "listing" else faulty
+    seen = StaleListings(storage)
+    if what != "listing":
+        seen = FaultyStorage(storage, [Fault(operation="read", effect="flip", nth=what)])
     receipt = write_file(seen, plan, "a1", source=source_of(arrays), deferred=no_deferred)
     assert receipt.num_bytes == storage.list()[0].num_bytes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from ray_dcp.format.manifest import AbortRecord, DeleteRecord, decode_record
 from ray_dcp.format.names import CATALOGUE
 from ray_dcp.format.step_info import StepInfo, decode_info, encode_info
 from ray_dcp.io.records import Announced
+from ray_dcp.io.reserve import RESERVE, freeing, keep_reserve
 from ray_dcp.manager import CheckpointManager, LatestN
 from ray_dcp.manager import writer as removal
 from ray_dcp.manager.catalogue import FOLDER, look, publish
@@ -726,3 +728,19 @@ def test_a_deletion_that_never_works_is_given_up_and_told_and_found_by_the_next_
     assert "could not be deleted in 2 tries" in caplog.text
     save_step(writer_of(storage, max_to_keep=1), storage, 3, NEW)
     assert folders_of(storage) == {"step-00000003", FOLDER}
+
+
+def test_only_a_full_disk_costs_the_reserve():
+    storage = MemoryStorage("reserve")
+    for said, num_tries in (("no route", 1), ("[ENOSPC]", 2), ("[EDQUOT]", 2)):
+        keep_reserve(storage)
+        there = []
+
+        def work(said=said, there=there):
+            there.append(RESERVE in {entry.key for entry in storage.list()})
+            raise errors.StorageError(said)
+
+        with pytest.raises(errors.StorageError, match=re.escape(said)):
+            freeing(storage, work)
+        assert there == [True, False][:num_tries]
+        assert [entry.key for entry in storage.list()] == [RESERVE]

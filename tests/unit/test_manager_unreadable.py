@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import ray_dcp
@@ -109,6 +109,30 @@ def test_one_read_that_gives_another_byte_changes_nothing(tmp_path, monkeypatch,
     assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
 
 
+def test_what_is_not_known_is_not_known_to_the_next_process_either(tmp_path):
+    crashed_run(tmp_path).write_bytes(b"")
+    for step in (3, 4):
+        with manager_of(tmp_path) as manager:
+            manager.save(step, state(step), metrics={"loss": LOSSES[3]})
+            manager.join()
+            assert 1 in manager.all_steps()
+
+
+def test_an_info_that_was_listed_and_is_gone_makes_no_step_go(tmp_path, monkeypatch):
+    crashed_run(tmp_path)
+    real = LocalStorage.read
+
+    def read(self, key, *where):
+        is_gone = "step-00000001/step-info-" in f"{self.url}/{key}"
+        return real(self, f"{key}.gone" if is_gone else key, *where)
+
+    monkeypatch.setattr(LocalStorage, "read", read)
+    with manager_of(tmp_path) as manager:
+        manager.save(3, state(3), metrics={"loss": LOSSES[3]})
+        manager.join()
+        assert 1 in manager.all_steps()
+
+
 POLICIES = st.recursive(
     st.one_of(
         st.builds(LatestN, st.integers(1, 4)),
@@ -125,6 +149,9 @@ POLICIES = st.recursive(
 )
 
 
+# Where the best goes, what is not known may be the best, or the worst.
+@example(policy=~BestN(1, "loss", "max"), losses=[2, 5, 1], at=1, seed=0)
+@example(policy=~BestN(1, "loss", "min"), losses=[2, 0, 3], at=1, seed=0)
 @given(
     policy=POLICIES,
     losses=st.lists(st.integers(0, 5), min_size=2, max_size=8),

@@ -301,6 +301,7 @@ def test_what_the_slots_say_decides_a_commit(play, vote):
         play.done(Published())
     elif outcome is not CommitUnknownError:
         assert isinstance(play.task, CollectReplaced)
+        assert play.task.keys[-1] == BUILT.table_key
         play.done(Finished())
     assert type(told(play)) is outcome
     assert said in str(told(play))
@@ -651,6 +652,15 @@ def test_a_save_that_is_cancelled_before_anybody_has_joined_fails_the_first_who_
     assert type(play.join(1).error) is SaveCancelledError
 
 
+def test_a_rank_that_left_before_anybody_joined_fails_those_who_do():
+    play = Play(world_size=2)
+    assert play.coordination.withdraw(1, Left(KEY, "its disk is gone")) == ()
+    play.join(0)
+    error = play.errors("SaveJoin")[0]
+    assert (type(error), error.rank) == (ParticipantError, 1)
+    assert "it left the call: its disk is gone" in error.message
+
+
 @pytest.mark.parametrize("first", [False, True])
 def test_ranks_that_join_again_after_a_restart_do_not_wait_for_one_that_went_on(first):
     play = Play(world_size=3)
@@ -659,7 +669,8 @@ def test_ranks_that_join_again_after_a_restart_do_not_wait_for_one_that_went_on(
         assert play.coordination.present(at_work) == ()
         assert isinstance(play.coordination.outcome(KEY), Refused)
     play.join(0)
-    play._take(play.coordination.present(at_work))
+    if not first:
+        play._take(play.coordination.present(at_work))
     play.join(1)
     error = play.errors("SaveJoin")[0]
     assert (type(error), error.rank) == (ParticipantError, 2)

@@ -250,7 +250,9 @@ def test_a_stager_that_is_lost_before_its_rank_waits_fails_the_save_too(play):
 
 def test_a_stager_that_has_nothing_more_to_write_may_be_lost(play):
     play.to_staged()
+    assert play.coordination.held_by("s1") == {KEY: [1]}
     play.write_all(ranks=[1])
+    assert play.coordination.held_by("s1") == {}
     play.lose_stager("s1")
     play.write_all(ranks=[0])
     commit(play)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.logger import _dcp_logger
 import ray_dcp
 from ray_dcp import asynchronous, errors, events
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime import staging_backend
+from ray_dcp.runtime import inline, staging_backend
 from ray_dcp.runtime.inline import session_alone
 from tests.unit.test_async_inline import Gate, gate  # noqa: F401 - a fixture
 
@@ -114,6 +114,24 @@ def test_a_save_that_its_process_left_in_a_hanging_storage_is_in_nobodys_way(
     assert_holds(tmp_path / "2", 2)
 
 
+def test_after_an_interrupt_in_the_midst_of_a_decision_the_next_call_begins_anew(
+    monkeypatch, tmp_path
+):
+    before, receive = session_alone(), inline.Shell.receive
+
+    def interrupted(shell, request):
+        receive(shell, request)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(inline.Shell, "receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ray_dcp.save(state_of(1), checkpoint_id=tmp_path / "c")
+    assert session_alone() is not before
+    ray_dcp.save(state_of(2), checkpoint_id=tmp_path / "c")
+    assert_holds(tmp_path / "c", 2)
+
+
 # Futures that users hold
 
 
@@ -193,8 +211,11 @@ def test_a_callback_of_staging_that_comes_late_is_called_at_once(gate: Gate, tmp
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit])
 def test_a_listener_of_events_that_raises_leaves_an_asynchronous_save_as_it_is(tmp_path, error):
+    heard = []
+
     def listener(event: events.Event) -> None:
         if event.is_end:
+            heard.append(event)
             raise error("a listener")
 
     unsubscribe = events.subscribe(listener)
@@ -202,6 +223,7 @@ def test_a_listener_of_events_that_raises_leaves_an_asynchronous_save_as_it_is(t
         ray_dcp.async_save(state_of(1), checkpoint_id=tmp_path / "c").committed(PATIENCE_S)
     finally:
         unsubscribe()
+    assert heard
     assert_holds(tmp_path / "c", 1)
 
 
@@ -274,18 +296,20 @@ def test_a_log_handler_that_raises_fails_neither_save_nor_load(tmp_path, name):
 
 def test_a_writer_that_takes_no_save_id_does_not_fail_what_is_committed(tmp_path):
     writer = torch.distributed.checkpoint.FileSystemWriter(tmp_path / "c")
-    kind = type(writer)
+    kind, tried = type(writer), []
 
     class Refuses:
         def __get__(self, *_: object) -> str:
             return "mine"
 
-        def __set__(self, *_: object) -> None:
+        def __set__(self, _: object, save_id: str) -> None:
+            tried.append(save_id)
             raise AttributeError("no")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kind, "save_id", Refuses(), raising=False)
         ray_dcp.save(state_of(1), storage_writer=writer)
+    assert ray_dcp.outcome(tmp_path / "c", tried[-1]) == "committed"
     assert_holds(tmp_path / "c", 1)
 
 
