@@ -11,6 +11,7 @@ import pytest
 from ray_dcp.commit_protocol.commands import (
     Answer,
     BuildCommit,
+    CreateRecord,
     Failed,
     Finished,
     OutcomeRead,
@@ -355,6 +356,18 @@ def test_two_saves_are_under_way_when_two_are_allowed(play):
     play.to_staged()
     join_second(play, max_pending=2)
     assert isinstance(play.task, ReadRecords)
+
+
+def test_a_save_whose_vote_stays_open_after_its_ranks_were_told_holds_no_other_up(play):
+    play.to_staged()
+    play.write_all()
+    play.done(BUILT)
+    play.done(Finished())
+    assert isinstance(play.task, CreateRecord)
+    play.expire()
+    assert type(play.staged(0).error) is CommitUnknownError
+    join_second(play)
+    assert isinstance(play.todo[-1].task, ReadRecords)
 
 
 def test_a_save_is_skipped_on_all_ranks_or_on_none(play):

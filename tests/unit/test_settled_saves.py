@@ -313,6 +313,22 @@ def test_a_writer_that_takes_no_save_id_does_not_fail_what_is_committed(tmp_path
     assert_holds(tmp_path / "c", 1)
 
 
+def test_an_interrupt_after_the_commit_leaves_the_step_committed_for_its_manager(tmp_path):
+    def interrupt(event: events.Event) -> None:
+        if event.is_end:
+            raise KeyboardInterrupt
+
+    with ray_dcp.CheckpointManager(tmp_path, 1, chkpt_on_preemption=False) as manager:
+        unsubscribe = events.subscribe(interrupt)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                manager.save(1, state_of(1), tags=("keep",))
+        finally:
+            unsubscribe()
+        assert manager.step_info(1).tags == {"keep"}
+        assert manager.all_steps() == [1]
+
+
 def test_a_policy_that_raises_after_the_commit_does_not_fail_the_step(tmp_path, caplog):
     class Wrong(ray_dcp.manager.LatestN):
         def keep(self, *_: object, **__: object) -> Any:

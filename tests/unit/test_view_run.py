@@ -217,6 +217,14 @@ def test_what_can_be_no_tag_and_no_note_is_refused_and_nothing_is_written(run: P
     assert view.refresh().step(10).tags == ()
 
 
+def test_a_tag_is_not_the_name_of_a_folder_which_it_would_hide(run: Path):
+    first, second = (step.name for step in ray_dcp.open(run).steps[:2])
+    with pytest.raises(InvalidRequestError, match=f"tag '{second}' is the name of a folder"):
+        ray_dcp.open(run).tag(first, "good", second)
+    assert "good" not in ray_dcp.open(run).step(first).tags
+    ray_dcp.open(run).tag(first, second, remove=True)  # such a tag of an earlier version goes
+
+
 def test_a_tag_on_several_steps_names_none_of_them_and_one_without_number_takes_none(run: Path):
     checkpoints.save(run / "final")
     view = ray_dcp.open(run).tag(10, "x").tag(20, "x")
