@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ray_dcp.store.fault_injection import Call, Fault, Script
+from tests.fault_injection import Call, Fault, Script
 
 
 class ChangeScript(Script):

@@ -31,9 +31,8 @@ from ray_dcp.errors import (
 )
 from ray_dcp.store.location import Location
 from ray_dcp.store.object_storage import ObjectStorage
-from ray_dcp.testing.dev_store import DevStore
 from tests.http_proxy import HttpProxy, ProxyHandler
-from tests.s3_server import fresh_place, port_of, server_on_memory_disk, through
+from tests.s3_server import DevStore, fresh_place, port_of, server_on_memory_disk, through
 
 FAULTS = (
     "drop", "lost", "swallow", "stall", "truncate", "shorten", "flip", "flip-request", "stale",

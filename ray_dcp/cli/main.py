@@ -44,7 +44,6 @@ COMMANDS = {
     "watch": ("listing:watch", "Print what happens to a run, until Ctrl-C."),
     "metadata": ("changing:metadata", "Write the .metadata that a save left out, for stock DCP."),
     "demo": ("demo:demo", "Train, save, kill, resume on fewer and more ranks."),
-    "devstore": ("devstore:devstore", "Run a local S3 server, to try things without a cloud."),
 }
 
 JSON, DEBUG, VERBOSE = (f"ray_dcp.{name}" for name in ("json", "debug", "verbose"))

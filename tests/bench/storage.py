@@ -22,8 +22,8 @@ import ray_dcp
 from ray_dcp.fsspec_filesystem import FsspecReader, FsspecWriter
 from ray_dcp.store.object_storage import budget_of
 from ray_dcp.store.object_stores import ObjectOptions, make_store
-from ray_dcp.testing.dev_store import DevStore
 from tests.bench.measure import interleaved, show
+from tests.s3_server import DevStore
 
 State = dict[str, torch.Tensor]
 

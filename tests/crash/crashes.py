@@ -25,7 +25,6 @@ import torch.distributed.checkpoint.state_dict_saver as stock
 from ray_dcp.errors import CheckpointError, CommitUnknownError, InvalidRequestError, StorageError
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.garbage_collection import collect, delete
-from ray_dcp.store.fault_injection import CrashError, Fault, Script
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.storage import Storage
 from tests.crash.array_states import ArrayCapture, State
@@ -41,6 +40,7 @@ from tests.crash.interruptions import (
 from tests.crash.invariants import INVARIANTS, Aftermath, Invariant, Told, all_keys, expect, is_same
 from tests.crash.ranks import load_state
 from tests.crash.registry import NEW, NEXT, OLD, Operation, Place, directory_of
+from tests.fault_injection import CrashError, Fault, Script
 
 # --- The operations -------------------------------------------------------------------------------
 

@@ -18,9 +18,9 @@ from unittest import mock
 from ray_dcp.errors import InvalidRequestError, StorageError
 from ray_dcp.io import checkpoint
 from ray_dcp.runtime import tasks
-from ray_dcp.store.fault_injection import Call, CrashError, Effect, Fault, Script
 from ray_dcp.store.storage import Storage
 from tests.crash.registry import directory_of
+from tests.fault_injection import Call, CrashError, Effect, Fault, Script
 
 
 @contextmanager

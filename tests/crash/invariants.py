@@ -26,7 +26,6 @@ from ray_dcp.format.save_trace import trace_key
 from ray_dcp.io.checkpoint import METADATA_KEY, read_checkpoint
 from ray_dcp.io.records import read_slots
 from ray_dcp.runtime.tasks import outcome
-from ray_dcp.store.fault_injection import Fault, Operation, Script
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.storage import Entry, Storage
@@ -35,6 +34,7 @@ from ray_dcp.view.verify import verify_checkpoint
 from tests.crash.array_states import State, same_state
 from tests.crash.ranks import load_state, save_state
 from tests.crash.registry import NEXT
+from tests.fault_injection import Fault, Operation, Script
 
 _STOCK_FILE = re.compile(r"__\d+_\d+\.distcp")
 

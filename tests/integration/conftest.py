@@ -25,7 +25,7 @@ from tests.s3_server import fresh_place, server_on_memory_disk
 if TYPE_CHECKING:
     from ray_dcp.runtime.worker_group import WorkerGroup
     from ray_dcp.store.location import Location
-    from ray_dcp.testing.dev_store import DevStore
+    from tests.s3_server import DevStore
 
 THIRD_PARTY_WARNINGS = (
     # Stock DCP says so when it is used in one process, which tests of our files do on purpose.
@@ -92,7 +92,7 @@ def servers() -> Iterator[DevStore]:
 @pytest.fixture(scope="module")
 def server(servers: DevStore) -> DevStore:
     """A real S3 server; one for all modules, as it takes seconds to start and to stop."""
-    if not lives(servers.pid or 0):
+    if not lives(servers.pid):
         servers.stop()
         servers.start()
     return servers

@@ -15,7 +15,7 @@ import pytest
 from ray_dcp.errors import StorageError
 from ray_dcp.store.location import Location
 from ray_dcp.store.opening import open_storage
-from ray_dcp.testing.storage_conformance import StorageConformance
+from ray_dcp.testing import StorageConformance
 from tests.azurite import PORT, azurite
 from tests.crash.crashes import check_crashes
 from tests.races import race_often

@@ -15,7 +15,7 @@ from ray_dcp.store import create_probe
 from ray_dcp.store.location import Location
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError
-from ray_dcp.testing.storage_conformance import StorageConformance
+from ray_dcp.testing import StorageConformance
 from tests.s3_server import CuttingProxy, proxy_before, through, unfinished_uploads
 
 PART = 5 << 20

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from ray_dcp.manager.catalogue import FOLDER, look
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.testing import CrashError, Fault, Script
 from tests.crash.crashes import check_crashes
 from tests.crash.interruptions import interrupted_system
 from tests.crash.invariants import (
@@ -23,6 +22,7 @@ from tests.crash.invariants import (
     standing_state,
 )
 from tests.crash.registry import NEW, NEXT, OLD, Operation
+from tests.fault_injection import CrashError, Fault, Script
 from tests.manager_places import folders_of, newest_state, root_of, save_step, writer_of
 from tests.manager_places import settings as manager_settings
 from tests.manager_play import play

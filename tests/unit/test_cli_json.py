@@ -19,8 +19,8 @@ from tests import checkpoints, cli_story
 
 SCHEMA = json.loads(files("ray_dcp.cli").joinpath("schema.json").read_text())
 
-RUN_ELSEWHERE = {"demo", "devstore"}
-"""Commands that start servers."""
+RUN_ELSEWHERE = {"demo"}
+"""Commands that start a Ray."""
 
 
 def printed(*arguments: object, exit_code: int = 0) -> Any:
@@ -70,7 +70,7 @@ def test_each_command_prints_what_the_schema_says(tmp_path: Path):
         (["ls"], "MissingParameter"),
         (["ls", ".", "--nope"], "NoSuchOption"),
         (["nope"], "UsageError NoSuchCommand"),
-        (["devstore", "--port", "99999"], "BadParameter"),
+        (["show", ".", "--depth", "0"], "BadParameter"),
         (["reshard", "nothing", "--to", "x"], "CheckpointNotFoundError"),
     ],
 )

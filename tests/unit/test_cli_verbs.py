@@ -201,7 +201,7 @@ def test_files_of_other_kinds_are_one_line_and_exit_code_2(tmp_path: Path):
     for command in (["import", tmp_path / "a.txt", tmp_path / "x"], ["show", tmp_path / "a.txt"],
                     ["diff", tmp_path / "a.txt", tmp_path], ["verify", tmp_path / "a.txt"],
                     ["cp", tmp_path / "a.txt", tmp_path / "x"], ["ls", tmp_path / "a.txt"],
-                    ["devstore", "--port", "0"]):  # fmt: skip
+                    ["watch", tmp_path, "--looks", "0"]):  # fmt: skip
         assert len(refused(*command).splitlines()) == 1, command
 
 

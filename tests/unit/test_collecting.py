@@ -29,7 +29,6 @@ from ray_dcp.io.records import read_slots
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.garbage_collection import collect, delete
 from ray_dcp.runtime.tasks import outcome, perform, settle
-from ray_dcp.store.fault_injection import Fault, FaultyStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
@@ -37,6 +36,7 @@ from ray_dcp.store.storage import StorageTraits
 from ray_dcp.view.checkpoint_view import open as open_view
 from ray_dcp.view.listing import list_checkpoints
 from tests.checkpoints import check_stock, save_stock, stock_load
+from tests.fault_injection import Fault, FaultyStorage
 from tests.inline_ranks import run_ranks
 from tests.numpy_ranks import (
     load_and_check,

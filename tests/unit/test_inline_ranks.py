@@ -38,9 +38,9 @@ from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.records import standing_records
 from ray_dcp.runtime.tasks import outcome, perform
-from ray_dcp.store.fault_injection import FaultyStorage
 from ray_dcp.store.memory import MemoryStorage
 from tests.checkpoints import check_stock, save_stock, stock_load
+from tests.fault_injection import FaultyStorage
 from tests.inline_ranks import run_ranks
 from tests.numpy_ranks import (
     load_and_check,

@@ -16,11 +16,11 @@ from ray_dcp.io import read_jobs, reader
 from ray_dcp.io.reader import read_chunks
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Wanted, plan_reads
-from ray_dcp.store.fault_injection import FaultyStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.storage import LOCAL_DISK, OBJECT_STORE
 from tests.descriptors import open_below
+from tests.fault_injection import FaultyStorage
 from tests.unit.io_cases import Chunk, Piece, Sink, file_plan, pad, raw, table_of, write_file
 
 FILE = "__0_0.a1.distcp"

@@ -13,11 +13,11 @@ from ray_dcp.core.checksums import block_bytes_for, block_checks, digest
 from ray_dcp.io.threads import Stop, run_tasks
 from ray_dcp.io.writer import write_part, write_pieces
 from ray_dcp.options import SaveOptions
-from ray_dcp.store.fault_injection import Fault, FaultyStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.storage import StorageWrapper
 from tests.descriptors import open_below
+from tests.fault_injection import Fault, FaultyStorage
 from tests.unit.io_cases import Piece, file_plan, rank_plan, raw, write_file
 
 KEY = "__0_0.a1.distcp"

@@ -97,7 +97,6 @@ TORCH_INSIDE_CALLS = {"view.tensor_handle", "cli.demo"}
 # Modules below the entrypoints that read the environment, each with its reason.
 ENVIRONMENT_READERS = {
     "store.object_stores": "whether the endpoint that obstore takes from there has TLS",
-    "testing.dev_store": "what the server that it starts inherits",
     "runtime.private_ray": "RAY_ADDRESS, and what Ray itself reads when it starts",
 }
 

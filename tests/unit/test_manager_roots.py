@@ -30,13 +30,13 @@ from ray_dcp.manager import writer as removal
 from ray_dcp.manager.catalogue import FOLDER, look, publish
 from ray_dcp.manager.leases import Lease, Readers, WriterLease, this_process
 from ray_dcp.runtime.garbage_collection import delete
-from ray_dcp.store.fault_injection import Fault, Script
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import Location
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.storage import KeyMissingError
 from tests.crash.registry import NEW, NEXT, OLD, Place
 from tests.crash.unconditional_storage import UnconditionalStorage
+from tests.fault_injection import Fault, Script
 from tests.manager_places import (
     HERE,
     folders_of,

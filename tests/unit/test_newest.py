@@ -35,12 +35,12 @@ from ray_dcp.format.manifest import AbortRecord, encode_record, record_key
 from ray_dcp.options import LoadOptions
 from ray_dcp.runtime import rank_load
 from ray_dcp.runtime.rank_load import StepRange, falls_back, load_newest_rank
-from ray_dcp.store.fault_injection import Fault, FaultyStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.view.listing import StepFolder, list_run
 from tests import checkpoints
+from tests.fault_injection import Fault, FaultyStorage
 from tests.inline_ranks import run_ranks
 from tests.numpy_ranks import NumpyWork, save, state_of
 from tests.rank_saves import load_rank

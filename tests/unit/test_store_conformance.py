@@ -13,14 +13,14 @@ from pyarrow import fs as arrow
 
 from ray_dcp.store import local
 from ray_dcp.store.arrow_storage import ArrowStorage
-from ray_dcp.store.fault_injection import FaultyStorage
 from ray_dcp.store.fsspec_storage import FsspecStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import Location
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.object_storage import ObjectStorage
 from ray_dcp.store.object_stores import ObjectOptions
-from ray_dcp.testing.storage_conformance import StorageConformance
+from ray_dcp.testing import StorageConformance
+from tests.fault_injection import FaultyStorage
 from tests.races import race_often
 
 # --- Conformance ----------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ import ray_dcp
 from ray_dcp.errors import DamagedCheckpointError, InternalError, InvalidRequestError, StorageError
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
-from ray_dcp.testing import CrashError, Fault, FaultyStorage, Script
 from tests.crash.interruptions import CALLS
 from tests.crash.ranks import load_state
 from tests.crash.registry import NEW, Place
+from tests.fault_injection import CrashError, Fault, FaultyStorage, Script
 
 # --- Fault scripts -------------------------------------------------------------------------------
 

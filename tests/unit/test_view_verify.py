@@ -13,12 +13,12 @@ from ray_dcp.errors import StorageError, UncommittedCheckpointError
 from ray_dcp.format.metadata import decode_metadata
 from ray_dcp.io.checkpoint import read_checkpoint
 from ray_dcp.manager import Item
-from ray_dcp.store.fault_injection import Fault, FaultyStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Entry
 from ray_dcp.view.verify import verify_checkpoint
 from tests import checkpoints, numpy_ranks
+from tests.fault_injection import Fault, FaultyStorage
 
 
 @pytest.fixture

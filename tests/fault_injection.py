@@ -117,18 +117,6 @@ class Script:
 
     Raises:
         InvalidRequestError: A fault is slow, and there is no `sleep`.
-
-    Examples:
-        >>> import errno
-        >>> from ray_dcp.store.memory import MemoryStorage
-        >>> with Script([Fault(operation="write", key="a*", error=errno.ENOSPC)]) as script:
-        ...     storage = script.wrap(MemoryStorage("doc"))
-        ...     try:
-        ...         storage.write("a1", b"1")
-        ...     except StorageError as error:
-        ...         print(error)
-        could not write memory://doc/a1: [ENOSPC] No space left on device; free space there, or \
-save elsewhere [key a1]
     """
 
     def __init__(
@@ -237,16 +225,6 @@ class FaultyStorage(StorageWrapper):
     Args:
         inner: The storage that does the work.
         script: Faults, or the script that several storages share.
-
-    Examples:
-        >>> from ray_dcp.store.memory import MemoryStorage
-        >>> storage = FaultyStorage(MemoryStorage("doc"), [Fault(operation="read", key="a*")])
-        >>> storage.list()
-        []
-        >>> storage.assert_hit()
-        Traceback (most recent call last):
-        ...
-        ray_dcp.errors.InternalError: scripted faults were never hit: read of 'a*' (call 1)
     """
 
     def __init__(self, inner: Storage, script: Script | Sequence[Fault] = ()) -> None:
