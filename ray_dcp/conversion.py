@@ -12,8 +12,10 @@ instead of one; `check_stands` checks afterwards that all were of one and the sa
 from __future__ import annotations
 
 import dataclasses
+import json
 import mmap
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -39,7 +41,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.safetensors import ALL_CODES, header, packed
 from ray_dcp.io.checkpoint import CheckpointReplacedError, find_checkpoint, read_checkpoint
-from ray_dcp.io.consolidation import file_name, remove_replaced, write_index
+from ray_dcp.io.plain_files import INDEX_NAME, plain_files
 from ray_dcp.io.reader import locate_item, read_item
 from ray_dcp.io.threads import run_tasks, threads_for
 from ray_dcp.operations import CheckpointId
@@ -486,6 +488,10 @@ def dcp_to_torch_save(
         check_stands(dcp_checkpoint_dir, stands)
 
 
+_FILE_NAME = re.compile(r"(shard-\d{5,}-)?model-\d{5,}-of-\d{5,}\.safetensors")
+"""As the hub and torch's `HuggingFaceStorageWriter` name files."""
+
+
 def dcp_to_safetensors(
     dcp_checkpoint_dir: CheckpointId,
     output_dir: str | os.PathLike[str],
@@ -533,8 +539,8 @@ def dcp_to_safetensors(
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     file_of: dict[str, str] = {}
     progress = added_up(told, stored)
-    for index, entries in enumerate(files, start=1):
-        name = file_name(index, len(files))
+    for number, entries in enumerate(files, start=1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         file_of.update((each.fqn, name) for each in entries)
         _write_safetensors(
             Path(output_dir, name),
@@ -545,8 +551,12 @@ def dcp_to_safetensors(
             casts=dtype is not None,
         )
     check_stands(dcp_checkpoint_dir, stands)
-    write_index(output_dir, file_of, sum(map(bytes_of, stored)))
-    remove_replaced(output_dir, set(file_of.values()))
+    index = {"metadata": {"total_size": sum(map(bytes_of, stored))}, "weight_map": file_of}
+    storage = open_storage(output_dir)
+    storage.write(INDEX_NAME, json.dumps(index, indent=2).encode())
+    # Why: whoever reads the folder would read what was written there before as well.
+    before = [entry.key for entry in plain_files(storage) if _FILE_NAME.fullmatch(entry.key)]
+    storage.delete(key for key in before if key not in file_of.values())
 
 
 def torch_save_to_dcp(
@@ -653,7 +663,7 @@ def _write_safetensors(
     casts: bool,
 ) -> None:
     entries = packed((e.fqn, dtype_name(e.dtype or torch.uint8), e.shape) for e in stored)
-    head = header(entries, {"format": "pt"}, codes=ALL_CODES)
+    head = header(entries, {"format": "pt"})
     with _published(path) as temporary, Path(temporary).open("w+b") as stream:
         stream.write(head)
         stream.truncate(len(head) + sum(map(bytes_of, stored)))

@@ -58,9 +58,8 @@ def save(
         checkpoint_id: Path or URL of the checkpoint, a `Location` with options for it, or a ready
             filesystem. Relative paths are taken from this rank's working directory.
         storage_writer: A `FileSystemWriter` or `FsspecWriter` is taken at its word and done
-            natively, a `HuggingFaceStorageWriter` as whole files that replace the old ones; any
-            other writer, also a subclass of these, is called as DCP calls it, without ray_dcp's
-            guarantees.
+            natively; any other writer, also a subclass of these, is called as DCP calls it, without
+            ray_dcp's guarantees.
         planner: A default planner is done natively; of any other the hooks are called.
         process_group: The ranks that save together; the default group if None.
         no_dist: Save as a single process, whatever the process group.

@@ -13,9 +13,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from ray_dcp.core.checks import check_above_0, check_whole
 from ray_dcp.errors import InvalidRequestError
 
-__all__ = ["Container", "DtypePolicy", "KeyMap", "LoadOptions", "SaveOptions", "Verify", "WhenFull"]
+__all__ = ["DtypePolicy", "KeyMap", "LoadOptions", "SaveOptions", "Verify", "WhenFull"]
 
-Container = Literal["torch_save", "safetensors"]
 DtypePolicy = Literal["widen", "error", "cast", "keep"]
 KeyMap = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], "str | None"]
 ShareReads = Literal["auto"] | bool
@@ -23,6 +22,11 @@ Verify = Literal["always", "sample", "never"]
 WhenFull = Literal["wait", "skip"]
 
 MIB = 1 << 20
+
+INSTEAD_OF_SAFETENSORS = (
+    "save as it is by default, and make safetensors files of the checkpoint with "
+    "ray_dcp.export(path, target, 'hf') or `ray-dcp export --format hf`"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,20 +38,20 @@ class SaveOptions:
             what is accepted.
 
     Examples:
-        >>> SaveOptions(container="safetensors").overwrite
+        >>> SaveOptions(num_threads=4).overwrite
         True
-        >>> SaveOptions(container="zip")
+        >>> SaveOptions(replicas="first")
         Traceback (most recent call last):
         ...
-        ray_dcp.errors.InvalidRequestError: SaveOptions.container must be one of \
-'torch_save', 'safetensors', but is 'zip' [key container]
+        ray_dcp.errors.InvalidRequestError: SaveOptions.replicas must be one of \
+'warn', 'check', but is 'first' [key replicas]
     """
 
     overwrite: bool = True
     """Replace a committed checkpoint of the same id, atomically. False refuses, as DCP does with
     `FileSystemWriter(overwrite=False)`."""
-    container: Container = "torch_save"
-    """`torch_save`: DCP's own format. `safetensors`: flat files for other readers."""
+    container: Literal["torch_save"] = "torch_save"
+    """How data files are made: as DCP's own. For safetensors files, `export` the checkpoint."""
     replicas: Literal["warn", "check"] = "warn"
     """What to do when ranks hold different values where one is expected: take the lowest rank's
     and warn, or refuse."""
@@ -232,7 +236,8 @@ def _check_fields(options: SaveOptions | LoadOptions) -> None:
         expected = None
         if get_origin(hint) is Literal:
             choices = get_args(hint)
-            expected = None if value in choices else f"one of {', '.join(map(repr, choices))}"
+            some = "one of " * (len(choices) > 1)
+            expected = None if value in choices else f"{some}{', '.join(map(repr, choices))}"
         elif hint is bool and not isinstance(value, bool):
             expected = "True or False"
         elif hint == ShareReads and not isinstance(value, bool) and value != "auto":
@@ -242,8 +247,9 @@ def _check_fields(options: SaveOptions | LoadOptions) -> None:
         elif hint is float:
             check_above_0(value, f"{cls.__name__}.{name}")
         if expected is not None:
+            way_out = f": {INSTEAD_OF_SAFETENSORS}" if name == "container" else ""
             raise InvalidRequestError(
-                f"{type(options).__name__}.{name} must be {expected}, but is {value!r}", key=name
+                f"{cls.__name__}.{name} must be {expected}, but is {value!r}{way_out}", key=name
             )
 
 

@@ -67,13 +67,6 @@ def save_ours(path: Path) -> Path:
     return path
 
 
-def save_safetensors(path: Path) -> Path:
-    """Saves in the safetensors container: packed files, and a companion for what they lack."""
-    options = ray_dcp.SaveOptions(part_bytes=12_000, container="safetensors")
-    ray_dcp.save(state(), checkpoint_id=path, no_dist=True, options=options)
-    return path
-
-
 def save_stock(path: Path) -> Path:
     """Saves with torch's own DCP."""
     return checkpoints.save_stock(path, state())
@@ -105,7 +98,7 @@ def save_hub(path: Path) -> Path:
 
 SAVES: dict[str, Callable[[Path], Path]] = {
     "ours": save_ours,
-    "safetensors": save_safetensors,
+    "safetensors": checkpoints.put_safetensors,
     "stock": save_stock,
     "zstd": save_stock_zstd,
     "hub": save_hub,

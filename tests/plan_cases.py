@@ -8,13 +8,15 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import strategies as st
 
-from ray_dcp.commit_protocol.messages import FileReceipt
+from ray_dcp.commit_protocol.messages import FileReceipt, FileReceipts
 from ray_dcp.core.columns import ColumnsBuilder
 from ray_dcp.core.dtypes import ITEMSIZE
-from ray_dcp.core.values import Columns, GlobalPlan, Kind
+from ray_dcp.core.values import ChunkTable, Columns, GlobalPlan, Kind
+from ray_dcp.format.table_places import placed
 from ray_dcp.io.writer import write_part
 from ray_dcp.options import SaveOptions
 from ray_dcp.planning.global_plan import rank_plan
+from ray_dcp.planning.receipts import checked_receipts
 from ray_dcp.store.memory import MemoryStorage
 
 DTYPES = ("float32", "bfloat16", "uint8", "complex64", "float8_e4m3fn")
@@ -149,6 +151,11 @@ def write(
     files = {entry.key: storage.read(entry.key) for entry in storage.list()}
     assert len(files) == len(receipts)
     return files, receipts
+
+
+def finish_table(plan: GlobalPlan, attempt: str, receipts: FileReceipts) -> ChunkTable:
+    """Returns the table of what was written, without checksums."""
+    return placed(plan.table, attempt, checked_receipts(plan, attempt, receipts))
 
 
 def item_bytes(known: dict[str, Tensor], columns: Columns, row: int) -> np.ndarray:

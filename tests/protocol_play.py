@@ -58,16 +58,16 @@ def empty_table(files=()) -> ChunkTable:
 def planned(world_size, disagreements="") -> Planned:
     table = empty_table(f"__{rank}_0.{{attempt}}.distcp" for rank in range(world_size))
     plan = GlobalPlan(
-        world_size, "torch_save", table, np.zeros(0, np.int32), np.zeros(0, np.int32),
+        world_size, table, np.zeros(0, np.int32), np.zeros(0, np.int32),
         np.zeros(0, np.int64), np.arange(world_size, dtype=np.int32),
-        np.zeros(world_size, np.int64), (b"",) * world_size, (), bytes(32),
+        np.zeros(world_size, np.int64), (), bytes(32),
     )  # fmt: skip
-    parts = tuple(RankPlan(rank, "torch_save", ()) for rank in range(world_size))
+    parts = tuple(RankPlan(rank, ()) for rank in range(world_size))
     return Planned(plan, parts, disagreements=disagreements)
 
 
 def receipt_file(rank) -> FileReceipt:
-    return FileReceipt(rank, f"__{rank}_0.a1.distcp", 4, bytes(16), np.zeros(1, np.uint64))
+    return FileReceipt(rank, f"__{rank}_0.a1.distcp", 4, bytes(16))
 
 
 def join_of(rank, world_size=2, *, key=KEY, rows=b"c", **changed) -> SaveJoin:

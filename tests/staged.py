@@ -71,13 +71,12 @@ def share(
     sizes: list[int],
     deferred: list[bytes] = (),
     *,
-    container: str = "torch_save",
     part_bytes: int = 1 << 30,
     seed: int = 0,
 ) -> Share:
     """Returns a share of uint8 tensors of these lengths and objects of these bytes."""
     items = _items(sizes, deferred, seed)
-    plan = make_plan([items.columns], container=container, part_bytes=part_bytes)
+    plan = make_plan([items.columns], part_bytes=part_bytes)
     return Share(items, rank_plan(plan, 0), sum(sizes) + sum(map(len, deferred)))
 
 

@@ -92,7 +92,7 @@ class StagedWorld:
         for rank in range(len(nodes)):
             self.send(join_of(rank, len(nodes), staged=True))
         parts = tuple(
-            RankPlan(rank, "torch_save", tuple(map(file_plan, sorted(own))))
+            RankPlan(rank, tuple(map(file_plan, sorted(own))))
             for rank, own in enumerate(self.files)
         )
         self.plan = replace(planned(len(nodes)), parts=parts)

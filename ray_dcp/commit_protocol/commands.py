@@ -68,7 +68,6 @@ class MakePlan:
 
     columns: tuple[bytes, ...]
     """Encoded `Columns` by rank; empty where they may follow from the others'."""
-    container: str
     part_bytes: int
     to_lowest_rank: bool = False
     """`SaveOptions.dedup_save_to_lowest_rank`."""
@@ -170,7 +169,7 @@ class PublishMetadata:
     slot: int
     """Where this attempt's manifest is."""
     metadata: bytes | None
-    """None removes a `.metadata`: the container has none."""
+    """None removes a `.metadata`: the save made none."""
 
 
 @dataclass(frozen=True)

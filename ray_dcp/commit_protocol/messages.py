@@ -13,16 +13,15 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from ray_dcp.core.checksums import DIGEST_BYTES, digest
+from ray_dcp.core.checksums import DIGEST_BYTES
 from ray_dcp.core.grouping import offsets_of, within
-from ray_dcp.core.values import Int32Array, Int64Array, RankPlan, UInt64Array
-from ray_dcp.errors import CheckpointError, DamagedCheckpointError, InternalError
+from ray_dcp.core.values import Int32Array, Int64Array, RankPlan
+from ray_dcp.errors import CheckpointError, InternalError
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.planning.reads import RankShare, ReadNeeds
 
@@ -150,8 +149,6 @@ class FileReceipt:
     """Length of the whole file."""
     digest: bytes
     """xxh3-128 over all block checksums of the file, in order (16 bytes)."""
-    checks: UInt64Array
-    """Block checksums of all its chunks: fixed ones in file order, then deferred ones."""
     deferred: tuple[DeferredPlace, ...] = ()
 
 
@@ -435,8 +432,6 @@ SaveReply = SaveGo | SaveAgain | SendItems | SaveOutcome | Ack
 Reply = SaveReply | LoadGo | LoadProceed | LoadOutcome | Exchanged | Refused | Renumbered
 
 
-_T = TypeVar("_T", bound=np.generic)
-
 _SEPARATOR = "\n"
 """Between keys: no key that we give has one."""
 
@@ -450,8 +445,6 @@ class FileReceipts:
         keys: All keys, one a line.
         num_bytes: int64[f].
         digests: 16 bytes for each file.
-        count: int64[f], how many block checksums each has.
-        parts: uint64[…], those of all files one after another, in any number of arrays.
         num_places: int64[f], how many deferred items each has.
         places: int64[k, 4], row, item offset, item bytes and block bytes of each.
     """
@@ -460,8 +453,6 @@ class FileReceipts:
     keys: str
     num_bytes: Int64Array
     digests: bytes
-    count: Int64Array
-    parts: tuple[UInt64Array, ...]
     num_places: Int64Array
     places: Int64Array
 
@@ -469,7 +460,7 @@ class FileReceipts:
         return len(self.file)
 
     def __iter__(self) -> Iterator[FileReceipt]:
-        starts, firsts = offsets_of(self.count).tolist(), offsets_of(self.num_places).tolist()
+        firsts = offsets_of(self.num_places).tolist()
         keys = self.keys.split(_SEPARATOR)
         for index, file in enumerate(self.file.tolist()):
             places = self.places[firsts[index] : firsts[index + 1]].tolist()
@@ -477,26 +468,15 @@ class FileReceipts:
                 file,
                 keys[index],
                 int(self.num_bytes[index]),
-                self.digest_of(index),
-                self.checks[starts[index] : starts[index + 1]],
+                self.digests[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)],
                 tuple(DeferredPlace(*place) for place in places),
             )
-
-    @cached_property
-    def checks(self) -> UInt64Array:
-        """The block checksums of all files."""
-        # Why late: a commit of 10,000 ranks has 100 MB of them and needs no second copy.
-        return _joined(self.parts, np.uint64)
 
     @property
     def lengths(self) -> list[tuple[str, int]]:
         """Key and length of each file."""
         keys = self.keys.split(_SEPARATOR) if len(self) else []
         return list(zip(keys, self.num_bytes.tolist(), strict=True))
-
-    def digest_of(self, index: int) -> bytes:
-        """Returns the digest of one file's block checksums."""
-        return self.digests[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)]
 
     def take(self, order: Int64Array) -> FileReceipts:
         """Returns some of them, in an order.
@@ -508,45 +488,14 @@ class FileReceipts:
             return self
         keys = self.keys.split(_SEPARATOR)
         digests = np.frombuffer(self.digests, np.uint8).reshape(-1, DIGEST_BYTES)
-        checks = _rows(offsets_of(self.count), order)
         places = _rows(offsets_of(self.num_places), order)
         return FileReceipts(
             self.file[order],
             _SEPARATOR.join(map(keys.__getitem__, order.tolist())),
             self.num_bytes[order],
             digests[order].tobytes(),
-            self.count[order],
-            (self.checks[checks],),
             self.num_places[order],
             self.places[places],
-        )
-
-    def bad_digests(self) -> list[str]:
-        """Returns the keys of those whose checksums do not have their digest.
-
-        Files without any are passed over: their checksums may be at their own end.
-        """
-        starts = offsets_of(self.count).tolist()
-        bad = [
-            index
-            for index in np.flatnonzero(self.count).tolist()
-            if digest(self.checks[starts[index] : starts[index + 1]]) != self.digest_of(index)
-        ]
-        keys = self.keys.split(_SEPARATOR) if bad else []
-        return [keys[index] for index in bad]
-
-
-def check_digests(receipts: FileReceipts) -> None:
-    """Checks that the checksums are those that were sent.
-
-    Raises:
-        DamagedCheckpointError: They are not; all files concerned are named.
-    """
-    bad = receipts.bad_digests()
-    if bad:
-        raise DamagedCheckpointError(
-            "the checksums in a receipt arrived other than they were sent, for "
-            f"{', '.join(sorted(bad))}: save again"
         )
 
 
@@ -574,8 +523,6 @@ def pack_receipts(receipts: Iterable[FileReceipt]) -> FileReceipts:
         _SEPARATOR.join([one.key for one in found]),
         _column([one.num_bytes for one in found]),
         b"".join([one.digest for one in found]),
-        _column([len(one.checks) for one in found]),
-        (_joined([one.checks for one in found], np.uint64),),
         _column([len(one.deferred) for one in found]),
         np.array(places, dtype=np.int64).reshape(-1, 4),
     )
@@ -589,23 +536,18 @@ def join_receipts(parts: Sequence[FileReceipts | FileReceipt]) -> FileReceipts:
 
     Raises:
         InternalError: Two are of one file.
-        DamagedCheckpointError: What came together is not what was sent.
     """
     alone = [part for part in parts if isinstance(part, FileReceipt)]
     tables = [part for part in parts if isinstance(part, FileReceipts) and len(part)]
     if alone:
         tables.append(pack_receipts(sorted(alone, key=lambda one: one.file)))
-    for table in tables:
-        check_digests(table)
     tables.sort(key=lambda table: int(table.file[0]))
     whole = FileReceipts(
-        _joined([table.file for table in tables], np.int64),
+        _joined([table.file for table in tables]),
         _SEPARATOR.join([table.keys for table in tables]),
-        _joined([table.num_bytes for table in tables], np.int64),
+        _joined([table.num_bytes for table in tables]),
         b"".join([table.digests for table in tables]),
-        _joined([table.count for table in tables], np.int64),
-        tuple(part for table in tables for part in table.parts),
-        _joined([table.num_places for table in tables], np.int64),
+        _joined([table.num_places for table in tables]),
         np.concatenate([np.zeros((0, 4), np.int64), *(table.places for table in tables)]),
     )
     whole = whole.take(np.argsort(whole.file, kind="stable"))
@@ -629,5 +571,5 @@ def _column(values: list[int]) -> Int64Array:
     return np.array(values, dtype=np.int64)
 
 
-def _joined(parts: Sequence[npt.NDArray[_T]], dtype: type[_T]) -> npt.NDArray[_T]:
-    return np.concatenate([np.zeros(0, dtype=dtype), *parts]) if len(parts) != 1 else parts[0]
+def _joined(parts: Sequence[Int64Array]) -> Int64Array:
+    return np.concatenate([np.zeros(0, np.int64), *parts])

@@ -162,7 +162,6 @@ class Planning:
         joins = [self._joins[rank] for rank in range(self._world_size)]
         return MakePlan(
             tuple(self._rows.get(join.fingerprint, b"") for join in joins),
-            options.container,
             options.part_bytes,
             options.dedup_save_to_lowest_rank,
             tuple(join.contents for join in joins),

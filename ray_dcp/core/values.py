@@ -125,7 +125,7 @@ class ChunkTable:
         size: int64[c, D], lengths of the box. A chunk of volume 0 is legal.
         file: int32[c], index into `files`.
         item_offset: int64[c], first byte of the framed item in its file (a `torch.save` zip, or
-            for safetensors the payload itself).
+            for safetensors files the payload itself).
         item_bytes: int64[c], length of the framed item.
         payload_offset: int64[c], first raw byte in the file; -1 when only the item's own header
             tells (checkpoints written by stock DCP).
@@ -183,7 +183,6 @@ class FilePlan:
     Attributes:
         file: Index into the global plan's `files`.
         key: Key with `{attempt}` where the attempt id goes.
-        header: Bytes at the start of the file (the safetensors header; empty for `torch_save`).
         num_bytes: Where the fixed items end, and the first deferred item may start.
         dtypes: Vocabulary of dtype names.
         row: int32[m], row of the rank's `Columns` that the piece comes from.
@@ -197,13 +196,12 @@ class FilePlan:
         payload_offset: int64[m], where its raw bytes start in the file.
         payload_bytes: int64[m].
         block_bytes: int64[m], length of its checksum blocks.
-        deferred: int32[k], rows of the rank's `Columns` that follow, in this order.
-        checks_at_end: See `GlobalPlan`.
+        deferred: int32[k], rows of the rank's `Columns` that follow, in this order; behind them the
+            file ends with its block checksums (`checksums.end_checks`).
     """
 
     file: int
     key: str
-    header: bytes
     num_bytes: int
     dtypes: tuple[str, ...]
     row: Int32Array
@@ -218,7 +216,6 @@ class FilePlan:
     payload_bytes: Int64Array
     block_bytes: Int64Array
     deferred: Int32Array
-    checks_at_end: bool = False
 
 
 @dataclass(frozen=True)
@@ -226,7 +223,6 @@ class RankPlan:
     """All that one rank writes: its part of a global plan."""
 
     rank: int
-    container: str
     files: tuple[FilePlan, ...]
 
 
@@ -260,7 +256,6 @@ class GlobalPlan:
 
     Attributes:
         world_size: Number of ranks.
-        container: `SaveOptions.container`.
         table: The planned chunk table; `files` hold `{attempt}` where the attempt id goes. Its
             chunks are sorted by (file, payload_offset), with a file's deferred chunks after its
             fixed ones.
@@ -269,7 +264,6 @@ class GlobalPlan:
         source_start: int64[c], first byte of the chunk in that item's C-order bytes.
         file_rank: int32[f], the rank that writes the file; ascending.
         file_bytes: int64[f], length of the fixed area of the file.
-        file_headers: Bytes at the start of each file.
         disagreements: `(fqn, ranks)` for items whose content differed between ranks; the lowest
             rank's copy is planned, whole.
         digest: 32 bytes that name the plan.
@@ -277,25 +271,15 @@ class GlobalPlan:
     """
 
     world_size: int
-    container: str
     table: ChunkTable
     source_rank: Int32Array
     source_row: Int32Array
     source_start: Int64Array
     file_rank: Int32Array
     file_bytes: Int64Array
-    file_headers: tuple[bytes, ...]
     disagreements: tuple[tuple[str, tuple[int, ...]], ...]
     digest: bytes
     groups: ValueGroups = NO_GROUPS
-
-    @property
-    def checks_at_end(self) -> bool:
-        """Each file ends with its own block checksums (`checksums.end_checks`).
-
-        They then are in no receipt. A safetensors file must end with its last tensor.
-        """
-        return self.container == "torch_save"
 
     @cached_property
     def fixed_bytes(self) -> int:

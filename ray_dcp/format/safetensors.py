@@ -1,7 +1,7 @@
-"""The header of a safetensors file, with what DCP's Hugging Face reader needs in it.
+"""The header of a safetensors file, with the places of shards in it as DCP writes them.
 
 A file is 8 bytes of length, a JSON header and the raw bytes of its tensors, packed without gaps.
-Which tensors go where is planned elsewhere; the bytes are read by the chunk table.
+The bytes are read by the chunk table.
 Source: https://huggingface.co/docs/safetensors/index#format and
 torch/distributed/checkpoint/_hf_utils.py.
 """
@@ -26,34 +26,26 @@ DATA_ALIGNMENT = 4096
 MAX_HEADER_BYTES = 100_000_000
 """Longest header that the safetensors library accepts."""
 
-DTYPE_CODE = MappingProxyType(
-    {
-        "bfloat16": "BF16",
-        "float16": "F16",
-        "float32": "F32",
-        "float64": "F64",
-        "int16": "I16",
-        "int32": "I32",
-        "int64": "I64",
-        "int8": "I8",
-        "uint8": "U8",
-    }
-)
-"""Dtypes that both the safetensors library and DCP's reader know. DCP's reader takes any other
-code for the default dtype, so tensors of other dtypes go to the companion file.
-Source: torch/distributed/checkpoint/_hf_utils.py `DTYPE_MAP`."""
-
-_READABLE = {code: dtype for dtype, code in DTYPE_CODE.items()} | {
+_READABLE = {
+    "BF16": "bfloat16",
     "BOOL": "bool",
     "C64": "complex64",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2": "float8_e5m2",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "I8": "int8",
     "U16": "uint16",
     "U32": "uint32",
     "U64": "uint64",
+    "U8": "uint8",
 }
 ALL_CODES = MappingProxyType({dtype: code for code, dtype in _READABLE.items()})
 """Every dtype of torch that the safetensors library knows."""
@@ -109,19 +101,16 @@ def packed(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> list[Entry]:
 def header(
     entries: Sequence[tuple[str, str, tuple[int, ...], int, int]],
     metadata: Mapping[str, str] | None = None,
-    *,
-    codes: Mapping[str, str] = DTYPE_CODE,
 ) -> bytes:
     """Returns the bytes before the data; their length is a multiple of 4,096.
 
     Args:
         entries: `(name, dtype, size, begin, end)` in the order of their bytes, without gaps.
         metadata: The `__metadata__` of the file, for example `sharding_metadata(...)`.
-        codes: How dtypes are spelled, `DTYPE_CODE` or `ALL_CODES`.
 
     Raises:
-        UnsupportedValueError: A dtype is not in `codes`, a name is reserved, or the header would
-            be longer than other readers accept.
+        UnsupportedValueError: A dtype is not in `ALL_CODES`, a name is reserved, or the header
+            would be longer than other readers accept.
         InternalError: The entries leave gaps, overlap, or one name comes twice.
 
     Examples:
@@ -135,14 +124,14 @@ def header(
         if name == "__metadata__":
             raise UnsupportedValueError(
                 "safetensors files hold no tensor named '__metadata__': the format uses that name "
-                "for itself; rename it, leave it out, or save with container='torch_save'",
+                "for itself; rename it, or leave it out",
                 key=name,
             )
-        code = codes.get(dtype)
+        code = ALL_CODES.get(dtype)
         if code is None:
             raise UnsupportedValueError(
-                f"Expected one of the dtypes {', '.join(codes)} in a safetensors file, found "
-                f"{dtype}; it belongs into the companion file",
+                f"Expected one of the dtypes {', '.join(ALL_CODES)} in a safetensors file, found "
+                f"{dtype}; leave it out",
                 key=name,
             )
         if begin != position or end != begin + prod(size) * ITEMSIZE[dtype] or name in fields:
@@ -158,7 +147,7 @@ def header(
     if len(text) > MAX_HEADER_BYTES:
         raise UnsupportedValueError(
             f"Expected a safetensors header of at most {MAX_HEADER_BYTES} bytes, found {len(text)}"
-            "; lower part_bytes, or save with container='torch_save'"
+            "; put fewer tensors into a file"
         )
     return struct.pack("<Q", len(text)) + text
 
@@ -196,19 +185,13 @@ def parse_header(data: bytes, file_bytes: int | None = None) -> SafetensorsHeade
     return SafetensorsHeader(tuple(entries), metadata, 8 + length)
 
 
-def sharding_metadata(
-    offsets: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]] | None = None
-) -> dict[str, str]:
+def sharding_metadata(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
     """Returns the `__metadata__` by which DCP's reader finds each tensor's place.
 
     Args:
         offsets: Where the file's chunk starts in its global tensor, by FQN.
-        shapes: Global shapes by FQN. DCP's reader does not look at them; ours can tell by them
-            that a file is missing.
     """
     info = {name: {"saved_offsets": list(offset)} for name, offset in offsets.items()}
-    for name, shape in (shapes or {}).items():
-        info[name]["global_shape"] = list(shape)
     return {"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0", "format": "pt"}
 
 
@@ -223,7 +206,7 @@ def saved_offsets(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]] | N
 
 
 def global_shapes(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """Returns the global shapes that `sharding_metadata` was given; none for files of others.
+    """Returns the global shapes that early versions of ray_dcp added; none for files of others.
 
     Raises:
         DamagedCheckpointError: It is no sharding info.

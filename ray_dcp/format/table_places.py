@@ -34,7 +34,7 @@ class DeferredRows(NamedTuple):
 def checks_follow(manifest: Manifest) -> bool:
     """Whether the data files end with their block checksums; else the chunk table has them.
 
-    Why not always: a safetensors file must end with its last tensor.
+    Why not always: the files of early versions in the container `safetensors` end with a tensor.
     """
     return manifest.container == "torch_save"
 

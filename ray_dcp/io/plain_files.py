@@ -7,7 +7,6 @@ Such a folder has no manifest and no `.metadata`: a model of the Hugging Face hu
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,16 +48,15 @@ def plain_files(storage: Storage) -> list[Entry]:
     return [e for e in storage.list() if e.key.endswith(".safetensors") and "/" not in e.key]
 
 
-def plain_table(storage: Storage, only: Collection[str] | None = None) -> ChunkTable:
+def plain_table(storage: Storage) -> ChunkTable:
     """Returns the chunk table of the safetensors files in a storage's root.
 
     A tensor's global shape is what its chunks reach to, as for DCP's reader, unless the file says
-    it: those that `ray_dcp.save` wrote do. Where several files hold a tensor whole or in part, the
-    index decides if there is one: a tensor that it names is taken from the file that it names.
+    it. Where several files hold a tensor whole or in part, the index decides if there is one: a
+    tensor that it names is taken from the file that it names.
 
     Args:
         storage: Where the files are.
-        only: Names of the files that count, without an index; all that are there if None.
 
     Raises:
         DamagedCheckpointError: A header is damaged, a file cut off, one tensor has two dtypes
@@ -66,7 +64,7 @@ def plain_table(storage: Storage, only: Collection[str] | None = None) -> ChunkT
         UnsupportedValueError: A tensor has a dtype that is not read here.
         StorageError: A file can't be read.
     """
-    files = [file for file in plain_files(storage) if only is None or file.key in only]
+    files = plain_files(storage)
     by_file: list[list[_Found]] = [[] for _ in files]
 
     def read(index: int) -> None:
@@ -87,7 +85,7 @@ def plain_table(storage: Storage, only: Collection[str] | None = None) -> ChunkT
     for chunk in found:
         by_name.setdefault(chunk.tensor.name, []).append(chunk)
     shared = [name for name, own in by_name.items() if len(own) > 1]
-    if shared and only is None:
+    if shared:
         named = _named_by_index(storage)
         for name in shared:
             if (file_name := named.get(name)) is not None:

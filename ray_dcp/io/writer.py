@@ -18,7 +18,7 @@ from __future__ import annotations
 import mmap
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -34,14 +34,12 @@ from ray_dcp.core.checksums import (
     num_blocks,
 )
 from ray_dcp.core.grouping import group_rows
-from ray_dcp.core.values import FilePlan, Int64Array, RankPlan, UInt64Array
+from ray_dcp.core.values import FilePlan, Int64Array, RankPlan
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InternalError, SaveCancelledError
 from ray_dcp.format.torch_items import Frame, torch_save_frame
 from ray_dcp.io.threads import Stop, run_tasks
 from ray_dcp.options import SaveOptions
 from ray_dcp.store.storage import KeyExistsError, PartWriter, Storage
-
-_NO_FRAME = Frame(b"", b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +103,7 @@ def pieces_of(plan: FilePlan, key: str, *, small_bytes: int, pack_bytes: int) ->
             f"{header_bytes[at]} + {plan.payload_bytes[at]} + {footer_bytes[at]}",
             key,
         )
-    ends = np.concatenate([[len(plan.header)], plan.item_offset + plan.item_bytes])
+    ends = np.concatenate([[0], plan.item_offset + plan.item_bytes])
     gaps = np.concatenate([plan.item_offset, [plan.num_bytes]]) - ends
     if int(gaps.min()) < 0:
         at = int(np.argmin(gaps))
@@ -136,14 +134,10 @@ def contradiction(expected: str, found: str, key: str) -> InternalError:
 
 def _frames(plan: FilePlan) -> tuple[list[Frame], Int64Array]:
     """Returns the distinct frames, and which of them each piece has."""
-    framed = np.flatnonzero(plan.item_bytes != plan.payload_bytes)
-    dtype, ndim, size = plan.dtype[framed], plan.ndim[framed], plan.size[framed]
-    first, own = group_rows([dtype, ndim, *size.T])
-    distinct = zip(dtype[first].tolist(), ndim[first].tolist(), size[first].tolist(), strict=True)
-    frames = [torch_save_frame(plan.dtypes[code], tuple(s[:count])) for code, count, s in distinct]
-    frame = np.full(len(plan.row), len(frames))
-    frame[framed] = own
-    return [*frames, _NO_FRAME], frame
+    first, frame = group_rows([plan.dtype, plan.ndim, *plan.size.T])
+    columns = (plan.dtype[first], plan.ndim[first], plan.size[first])
+    distinct = zip(*(column.tolist() for column in columns), strict=True)
+    return [torch_save_frame(plan.dtypes[dtype], tuple(s[:n])) for dtype, n, s in distinct], frame
 
 
 def _runs(plan: FilePlan, small_bytes: int, pack_bytes: int) -> list[Run]:
@@ -176,13 +170,9 @@ class Region(NamedTuple):
 
 
 def same_file_is_published(
-    storage: Storage,
-    receipt: FileReceipt,
-    regions: Sequence[Region],
-    *,
-    checks_at_end: bool = False,
+    storage: Storage, receipt: FileReceipt, regions: Sequence[Region], checks: Checks
 ) -> bool:
-    """Tells whether the file under a receipt's key has its length and all its checksums.
+    """Returns whether the file under a receipt's key has the length, checksums and bytes of it.
 
     What differs is read once more, as it may have been altered on its way here. No listing is
     asked: it may be older than the file.
@@ -190,13 +180,13 @@ def same_file_is_published(
     Args:
         storage: Where to look.
         receipt: What was to be published.
-        regions: Where the receipt's checksums belong, in their order.
-        checks_at_end: The file has to end with them.
+        regions: Where the checksums belong, in their order.
+        checks: The block checksums.
 
     Raises:
         StorageError: The file can't be read.
     """
-    tail = end_checks(0, receipt.checks) if checks_at_end else b""
+    tail = end_checks(0, checks)
     # Why one before and one behind: of an empty range a storage does not tell where the file ends.
     low = max(0, receipt.num_bytes - max(len(tail), 1))
 
@@ -212,7 +202,7 @@ def same_file_is_published(
         for start in range(0, region.num_bytes, step):
             length = min(step, region.num_bytes - start)
             count = num_blocks(length, region.block_bytes)
-            expected = receipt.checks[done : done + count]
+            expected = checks[done : done + count]
 
             def is_so(data: bytes, block: int = region.block_bytes, so: Checks = expected) -> bool:
                 return np.array_equal(block_checks(data, block), so)
@@ -450,8 +440,7 @@ class PartFile:
         return self._finish(tuple(places))
 
     def _write_fixed(self) -> None:
-        """Writes the header and all planned pieces."""
-        self._append(self._plan.header)
+        """Writes all planned pieces."""
         pieces = pieces_of(self._plan, self._key, small_bytes=_SMALL_BYTES, pack_bytes=_PACK_BYTES)
         for run in pieces.runs:
             if run.is_large:
@@ -491,15 +480,13 @@ class PartFile:
     def _finish(self, places: tuple[DeferredPlace, ...]) -> FileReceipt:
         """Hands on all that is left of the file; returns what is to be told of it."""
         checks = np.array(self._checks, dtype=np.uint64)
-        if self._plan.checks_at_end:
-            self._append(end_checks(self._end, checks))
+        self._append(end_checks(self._end, checks))
         self.flush()
         return FileReceipt(
             file=self._plan.file,
             key=self._key,
             num_bytes=self._end,
             digest=digest(checks),
-            checks=checks,
             deferred=places,
         )
 
@@ -514,8 +501,8 @@ class PartFile:
             self._writer.commit()
         except KeyExistsError as exc:
             regions = [*self._fixed_regions(), *self._deferred_regions]
-            at_end = self._plan.checks_at_end
-            if not same_file_is_published(storage, receipt, regions, checks_at_end=at_end):
+            checks = np.array(self._checks, dtype=np.uint64)
+            if not same_file_is_published(storage, receipt, regions, checks):
                 raise CheckpointExistsError(
                     f"expected to publish {self._key} or to find the same bytes under it, but "
                     f"other bytes are there: two writers use one attempt id, or what was sent was "
@@ -585,9 +572,6 @@ class PartFile:
         plan = self._plan
         columns = (plan.payload_offset, plan.payload_bytes, plan.block_bytes)
         return [Region(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
-
-
-_NO_CHECKS: UInt64Array = np.zeros(0, dtype=np.uint64)
 
 
 def part_key(plan: FilePlan, attempt: str) -> str:
@@ -681,5 +665,4 @@ def write_pieces(
         if isinstance(exc, CheckpointError) and exc.key is None:
             exc.key = key
         raise
-    # Why not before: what somebody else published is compared with them.
-    return replace(receipt, checks=_NO_CHECKS) if file_plan.checks_at_end else receipt
+    return receipt

@@ -34,7 +34,7 @@ class Item:
         InvalidRequestError: A field has a value that it can't have.
 
     Examples:
-        >>> Item(save_options=SaveOptions(container="safetensors")).load_options.verify
+        >>> Item(save_options=SaveOptions(num_threads=4)).load_options.verify
         'always'
     """
 

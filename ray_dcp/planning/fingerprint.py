@@ -42,7 +42,6 @@ def fingerprint(
     columns: Columns,
     *,
     world_size: int,
-    container: str,
     part_bytes: int,
     to_lowest_rank: bool = False,
 ) -> bytes:
@@ -51,8 +50,7 @@ def fingerprint(
     Args:
         columns: What the rank holds. Of `value`, only counts where there is one.
         world_size: Number of ranks.
-        container: As for `make_plan`.
-        part_bytes: As there.
+        part_bytes: As for `make_plan`.
         to_lowest_rank: As there.
 
     Complexity:
@@ -63,13 +61,11 @@ def fingerprint(
         >>> def of(dtype, value):
         ...     builder = ColumnsBuilder()
         ...     _ = builder.tensor("w", dtype, (4, 2), value=value)
-        ...     return fingerprint(
-        ...         builder.build(), world_size=2, container="torch_save", part_bytes=1 << 30
-        ...     )
+        ...     return fingerprint(builder.build(), world_size=2, part_bytes=1 << 30)
         >>> of("float32", 1) == of("float32", 2), of("float32", 1) == of("bfloat16", 1)
         (True, False)
     """
-    options = (world_size, container, part_bytes, to_lowest_rank)
+    options = (world_size, part_bytes, to_lowest_rank)
     items, number = _items_of(columns, options), number_in(columns.names, world_size)
     return _named(items, columns, number)
 
@@ -80,7 +76,6 @@ class Fingerprints:
     Args:
         columns: What one of them holds.
         world_size: As for `fingerprint`.
-        container: As there.
         part_bytes: As there.
         to_lowest_rank: As there.
 
@@ -93,11 +88,10 @@ class Fingerprints:
         columns: Columns,
         *,
         world_size: int,
-        container: str,
         part_bytes: int,
         to_lowest_rank: bool = False,
     ) -> None:
-        options = (world_size, container, part_bytes, to_lowest_rank)
+        options = (world_size, part_bytes, to_lowest_rank)
         self._items = _items_of(columns, options)
         names = without_rank(columns, world_size).names
         self.has_own = any(is_own(name, world_size) for name in names)

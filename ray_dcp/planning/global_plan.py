@@ -46,7 +46,6 @@ costs a storage as much as a large one, and with 10,000 ranks there would be as 
 def make_plan(
     columns: Sequence[Columns],
     *,
-    container: str = "torch_save",
     part_bytes: int = 1 << 30,
     min_piece_bytes: int = MIN_PIECE_BYTES,
     min_writer_bytes: int = 0,
@@ -62,7 +61,6 @@ def make_plan(
 
     Args:
         columns: What each rank holds; the index is the rank. At least one.
-        container: `"torch_save"` or `"safetensors"`.
         part_bytes: Aimed length of a file, from 1.
         min_piece_bytes: Replicated boxes are not cut into smaller pieces than this, from 1.
         min_writer_bytes: A rank to which bytes are given that others hold as well writes at least
@@ -100,18 +98,16 @@ def make_plan(
         to_lowest_rank=to_lowest_rank,
         nodes=nodes,
     )
-    layout = lay_out(held, pieces, container=container, part_bytes=part_bytes)
+    layout = lay_out(held, pieces, part_bytes=part_bytes)
     row = pieces.held[layout.piece]
     plan = GlobalPlan(
         world_size=len(columns),
-        container=container,
         table=layout.table,
         source_rank=held.rank[row],
         source_row=held.row[row],
         source_start=pieces.start[layout.piece],
         file_rank=layout.file_rank,
         file_bytes=layout.file_bytes,
-        file_headers=layout.file_headers,
         disagreements=pieces.disagreements,
         digest=b"",
         groups=group_values(held, boxes, pieces.differing),
@@ -128,13 +124,12 @@ def _check(columns: Sequence[Columns]) -> None:
 def _digest_of(plan: GlobalPlan) -> bytes:
     """Returns 32 bytes that name all that the ranks will do and tell.
 
-    File headers follow from the rest, and disagreements change only where items come from.
+    Disagreements change only where items come from.
     """
     table, groups = plan.table, plan.groups
-    choices = (plan.world_size, plan.container)
     arrays = (plan.source_rank, plan.source_row, plan.source_start, plan.file_bytes)
     words = [
-        *choices, table.names, table.paths, table.dtypes, table.files, groups.told,
+        plan.world_size, table.names, table.paths, table.dtypes, table.files, groups.told,
     ]  # fmt: skip
     state = blake2b(json.dumps(words).encode(), digest_size=32)
     columns: tuple[npt.NDArray[Any], ...] = (
@@ -170,7 +165,6 @@ def pack_for_commit(plan: GlobalPlan) -> bytes:
         "source_rank": None,
         "source_row": plan.source_row[plan.table.payload_offset < 0],
         "source_start": None,
-        "file_headers": (),
         "groups": NO_GROUPS,
     }
     return pickle.dumps(few, pickle.HIGHEST_PROTOCOL)
@@ -201,7 +195,7 @@ def rank_plan(plan: GlobalPlan, rank: int) -> RankPlan:
     # Invariant: files are in the order of their ranks.
     start, stop = run_of(plan.file_rank, rank)
     files = tuple(_file_plan(plan, file) for file in range(start, stop))
-    return RankPlan(rank, plan.container, files)
+    return RankPlan(rank, files)
 
 
 class RankPlans(Sequence[RankPlan]):
@@ -240,7 +234,6 @@ def _file_plan(plan: GlobalPlan, file: int) -> FilePlan:
     return FilePlan(
         file=file,
         key=table.files[file],
-        header=plan.file_headers[file],
         num_bytes=int(plan.file_bytes[file]),
         dtypes=table.dtypes,
         row=plan.source_row[own],
@@ -255,5 +248,4 @@ def _file_plan(plan: GlobalPlan, file: int) -> FilePlan:
         payload_bytes=table.payload_bytes[own],
         block_bytes=table.block_bytes[own],
         deferred=plan.source_row[chunks[fixed:]],
-        checks_at_end=plan.checks_at_end,
     )

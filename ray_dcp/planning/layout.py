@@ -10,11 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ray_dcp.core.checksums import block_bytes_for_many
-from ray_dcp.core.dtypes import ITEMSIZE
-from ray_dcp.core.grouping import group_rows, offsets_of
-from ray_dcp.core.values import BoolArray, ChunkTable, Int32Array, Int64Array, Kind
-from ray_dcp.format.safetensors import DTYPE_CODE, header, sharding_metadata
-from ray_dcp.format.safetensors import packed as packed_entries
+from ray_dcp.core.values import ChunkTable, Int32Array, Int64Array, Kind
 from ray_dcp.format.torch_items import frame_bytes_many
 from ray_dcp.planning.merge import Held
 from ray_dcp.planning.sharing import ITEM_COST_BYTES, Pieces
@@ -34,56 +30,34 @@ class Layout(NamedTuple):
         piece: int64[c], row of `Pieces`; by (file, place), a file's deferred pieces last.
         file_rank: int32[f].
         file_bytes: int64[f], where the last fixed item ends.
-        file_headers: Bytes at the start of each file.
     """
 
     table: ChunkTable
     piece: Int64Array
     file_rank: Int32Array
     file_bytes: Int64Array
-    file_headers: tuple[bytes, ...]
 
 
-def lay_out(
-    held: Held,
-    pieces: Pieces,
-    *,
-    container: str,
-    part_bytes: int,
-) -> Layout:
+def lay_out(held: Held, pieces: Pieces, *, part_bytes: int) -> Layout:
     """Gives every piece a part file of its rank and a place in it.
 
-    In a `torch_save` file come the small payloads, each 64-aligned, so that one read takes in
-    many; then the large ones, each on a page; then the deferred ones. A safetensors file is
-    packed, dtypes with long elements first, holds each FQN once, and leaves the rest to a
-    companion `torch_save` file.
+    First come the small payloads, each 64-aligned, so that one read takes in many; then the large
+    ones, each on a page; then the deferred ones.
 
     Args:
         held: Items of all ranks.
         pieces: What is written.
-        container: `"torch_save"` or `"safetensors"`.
         part_bytes: Aimed length of a file; a rank's share is cut into near-equal parts.
     """
-    kind = held.kind[pieces.held]
-    packed = np.zeros(len(pieces.held), dtype=bool)
-    if container == "safetensors":
-        safe = np.array([*(name in DTYPE_CODE for name in held.dtypes), False], dtype=bool)
-        packed = safe[held.dtype[pieces.held]] & (kind == Kind.TENSOR)
-    order = _in_file_order(held, pieces, packed)
-    order, file, part = _in_parts(held, pieces, packed, order, part_bytes)
+    order = _in_file_order(held, pieces)
+    file, part = _in_parts(held, pieces, order, part_bytes)
     first = np.flatnonzero(np.diff(file, prepend=-1))
     file_rank = held.rank[pieces.held[order[first]]]
-    file_packed = packed[order[first]]
-    headers = _headers(held, pieces, order, file, file_packed)
     keys = tuple(
-        f"{{attempt}}/rank-{rank:05d}-part-{index:05d}.safetensors"
-        if is_packed
-        else f"__{rank}_{index}.{{attempt}}.distcp"
-        for rank, index, is_packed in zip(
-            file_rank.tolist(), part.tolist(), file_packed.tolist(), strict=True
-        )
+        f"__{rank}_{index}.{{attempt}}.distcp"
+        for rank, index in zip(file_rank.tolist(), part.tolist(), strict=True)
     )
-    payload, head, foot, end = _places(held, pieces, order, file, packed, headers)
+    payload, head, foot, end = _places(held, pieces, order, file, len(keys))
     late, row = payload < 0, pieces.held[order]
     length = np.where(late, -1, pieces.num_bytes[order])
     table = ChunkTable(
@@ -108,34 +82,28 @@ def lay_out(
         check_start=np.zeros(len(row) + 1, dtype=np.int64),
         checks=np.zeros(0, dtype=np.uint64),
     )
-    return Layout(table, order, file_rank, end, headers)
+    return Layout(table, order, file_rank, end)
 
 
-def _in_file_order(held: Held, pieces: Pieces, packed: BoolArray) -> Int64Array:
-    """Returns the pieces by rank, container, section of the file, row."""
-    itemsize = np.array([*(ITEMSIZE.get(name, 0) for name in held.dtypes), 0], dtype=np.int64)
+def _in_file_order(held: Held, pieces: Pieces) -> Int64Array:
+    """Returns the pieces by rank, section of the file, row."""
     section = np.where(pieces.num_bytes >= LARGE_BYTES, 1, 0)
     section[held.kind[pieces.held] != Kind.TENSOR] = 2
-    section[packed] = 16 - itemsize[held.dtype[pieces.held[packed]]]
     rank = held.rank[pieces.held].astype(np.int64)
-    code = ((rank * 2 + ~packed) * 32 + section) * len(held.rank) + pieces.held
+    code = (rank * 3 + section) * len(held.rank) + pieces.held
     # Why stable: pieces of one row stay in the order of their bytes.
     return np.argsort(code, kind="stable")
 
 
 def _in_parts(
-    held: Held,
-    pieces: Pieces,
-    packed: BoolArray,
-    order: Int64Array,
-    part_bytes: int,
-) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Returns `(order, file of each piece, part number of each file)`."""
+    held: Held, pieces: Pieces, order: Int64Array, part_bytes: int
+) -> tuple[Int64Array, Int64Array]:
+    """Returns `(file of each piece, part number of each file)`."""
     if len(order) == 0:
-        return order, order, order
-    share = held.rank[pieces.held].astype(np.int64) * 2 + ~packed
+        return order, order
+    rank = held.rank[pieces.held[order]]
     weight = pieces.num_bytes[order] + ITEM_COST_BYTES
-    first = np.flatnonzero(np.diff(share[order], prepend=-1))
+    first = np.flatnonzero(np.diff(rank, prepend=-1))
     starts = np.append(first, len(order))
     total = np.add.reduceat(weight, first)
     parts = np.maximum(-(-total // part_bytes), 1)
@@ -143,77 +111,31 @@ def _in_parts(
     line = np.cumsum(weight)
     before = np.repeat(line[first] - weight[first], np.diff(starts))
     part = (line - before - weight // 2) // np.repeat(step, np.diff(starts))
-    if packed.any():
-        order, part = _one_per_name(held, pieces, packed, order, part)
     fresh = np.ones(len(order), dtype=bool)
-    fresh[1:] = (np.diff(share[order]) != 0) | (np.diff(part) != 0)
+    fresh[1:] = (np.diff(rank) != 0) | (np.diff(part) != 0)
     file = np.cumsum(fresh) - 1
-    owner = share[order[fresh]]
+    owner = rank[fresh]
     leaders = np.flatnonzero(np.diff(owner, prepend=-1))
     number = np.arange(len(owner)) - np.repeat(leaders, np.diff(np.append(leaders, len(owner))))
-    return order, file, number
-
-
-def _one_per_name(
-    held: Held, pieces: Pieces, packed: BoolArray, order: Int64Array, part: Int64Array
-) -> tuple[Int64Array, Int64Array]:
-    """Moves further pieces of an FQN in a safetensors file to files of their own."""
-    rank = held.rank[pieces.held[order]].astype(np.int64)
-    tensor = np.where(packed[order], held.name[pieces.held[order]], -1)
-    _, group = group_rows([rank, part, tensor])
-    by_group = np.argsort(group, kind="stable")
-    starts = offsets_of(np.bincount(group))
-    turn = np.empty(len(order), dtype=np.int64)
-    turn[by_group] = np.arange(len(order)) - starts[group[by_group]]
-    turn[~packed[order]] = 0
-    part = part * (int(turn.max()) + 1) + turn
-    again = np.lexsort((part, ~packed[order], rank))
-    return order[again], part[again]
-
-
-def _headers(
-    held: Held, pieces: Pieces, order: Int64Array, file: Int64Array, packed: BoolArray
-) -> tuple[bytes, ...]:
-    """Returns the bytes at the start of each file."""
-    starts = offsets_of(np.bincount(file, minlength=len(packed)))
-    return tuple(
-        _header(held, pieces, order[starts[index] : starts[index + 1]]) if is_packed else b""
-        for index, is_packed in enumerate(packed.tolist())
-    )
-
-
-def _header(held: Held, pieces: Pieces, own: Int64Array) -> bytes:
-    tensors, offsets = [], {}
-    for piece, row in zip(own.tolist(), pieces.held[own].tolist(), strict=True):
-        name, ndim = held.names[held.name[row]], int(held.ndim[row])
-        dtype = held.dtypes[held.dtype[row]]
-        tensors.append((name, dtype, pieces.size[piece, :ndim].tolist()))
-        offsets[name] = pieces.offset[piece, :ndim].tolist()
-    return header(packed_entries(tensors), sharding_metadata(offsets))
+    return file, number
 
 
 def _places(
-    held: Held,
-    pieces: Pieces,
-    order: Int64Array,
-    file: Int64Array,
-    packed: BoolArray,
-    headers: tuple[bytes, ...],
+    held: Held, pieces: Pieces, order: Int64Array, file: Int64Array, num_files: int
 ) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
     """Returns `(payload offset, header bytes, footer bytes, end of each file's fixed area)`."""
     rows = pieces.held[order]
     length = pieces.num_bytes[order]
     fixed = held.kind[rows] == Kind.TENSOR
-    framed = np.flatnonzero(fixed & ~packed[order])
+    framed = np.flatnonzero(fixed)
     head, foot = np.zeros((2, len(order)), dtype=np.int64)
     head[framed], foot[framed] = _frames(held, rows[framed], pieces.size[order[framed]])
     payload = np.full(len(order), -1, dtype=np.int64)
-    end = np.array([len(data) for data in headers], dtype=np.int64)
+    end = np.zeros(num_files, dtype=np.int64)
     large = length >= LARGE_BYTES
     for which, alignment in (
-        (fixed & packed[order], 1),
-        (fixed & ~packed[order] & ~large, SMALL_ALIGNMENT),
-        (fixed & ~packed[order] & large, LARGE_ALIGNMENT),
+        (fixed & ~large, SMALL_ALIGNMENT),
+        (fixed & large, LARGE_ALIGNMENT),
     ):
         at = np.flatnonzero(which)
         tail = length[at] + foot[at]

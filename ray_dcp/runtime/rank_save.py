@@ -438,7 +438,6 @@ def _first(
     name = fingerprint(
         columns,
         world_size=join.world_size,
-        container=options.container,
         part_bytes=options.part_bytes,
         to_lowest_rank=options.dedup_save_to_lowest_rank,
     )

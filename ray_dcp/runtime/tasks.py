@@ -82,16 +82,16 @@ from ray_dcp.format.manifest import (
     record_key,
 )
 from ray_dcp.format.metadata import encode_metadata
-from ray_dcp.format.table import encode_table, end_of
-from ray_dcp.format.table_places import place_runs
+from ray_dcp.format.table import end_of
+from ray_dcp.format.table_places import place_runs, placed
 from ray_dcp.io.checkpoint import METADATA_KEY, find_checkpoint
 from ray_dcp.io.records import read_slots, used_slots
 from ray_dcp.io.threads import at_once, run_tasks, threads_for
 from ray_dcp.planning.fingerprint import Fingerprints, alike, fingerprint
-from ray_dcp.planning.finish import checked_receipts, finish_table
 from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, encoded_table, make_plan, rank_plan
 from ray_dcp.planning.merge import with_contents
 from ray_dcp.planning.reads import Ranges, ReadShares, share_reads
+from ray_dcp.planning.receipts import checked_receipts
 from ray_dcp.planning.regular import Regular, infer
 from ray_dcp.runtime.records import (
     confirm_record,
@@ -128,7 +128,6 @@ def plan_of(task: MakePlan) -> Planned | RowsMissing:
     ]
     plan = make_plan(
         columns,
-        container=task.container,
         part_bytes=task.part_bytes,
         min_writer_bytes=MIN_WRITER_BYTES,
         to_lowest_rank=task.to_lowest_rank,
@@ -213,7 +212,6 @@ def _options(task: MakePlan) -> dict[str, Any]:
     """Returns what fingerprints depend on beside the columns."""
     return {
         "world_size": len(task.columns),
-        "container": task.container,
         "part_bytes": task.part_bytes,
         "to_lowest_rank": task.to_lowest_rank,
     }
@@ -236,15 +234,14 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
 
     Raises:
         InternalError: Receipts and plan do not fit.
-        DamagedCheckpointError: A receipt has changed on its way.
     """
     plan, key = task.plan, f"chunks.{task.attempt}.table"
     receipts = join_receipts(task.receipts)
     places = checked_receipts(plan, task.attempt, receipts)
-    table = _shared_table(plan) if plan.checks_at_end else _own_table(task, receipts)
+    table = _shared_table(plan)
     metadata = None
-    if plan.container == "torch_save" and task.stock_metadata:
-        finished = finish_table(plan, task.attempt, receipts)
+    if task.stock_metadata:
+        finished = placed(plan.table, task.attempt, places)
         url = task.target.url
         metadata = encode_metadata(finished, checkpoint_id=url, attempt=task.attempt)
     record = encode_record(
@@ -252,7 +249,7 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
             attempt=task.attempt,
             epoch=task.epoch,
             world_size=plan.world_size,
-            container=plan.container,
+            container="torch_save",
             created_s=time.time(),
             files=FilesColumns(
                 tuple(receipts.keys.split("\n")) if len(receipts) else (),
@@ -268,7 +265,7 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
             payload_bytes=plan.fixed_bytes + int(places[:, 1].sum()),
             previous_slot=task.previous_slot,
             decided=task.decided,
-            deferred=place_runs(places) if plan.checks_at_end else (),
+            deferred=place_runs(places),
             table_end=None if table.end is None else replace(table.end, key=key),
         )
     )
@@ -284,12 +281,6 @@ def _shared_table(plan: GlobalPlan) -> _Table:
     if found is None:
         found = _shared[plan] = _table(encoded_table(plan))
     return found
-
-
-def _own_table(task: BuildCommit, receipts: FileReceipts) -> _Table:
-    """Returns a chunk table with the checksums, as the data files have no room for them."""
-    table = finish_table(task.plan, task.attempt, receipts)
-    return _table(encode_table(replace(table, files=task.plan.table.files)))
 
 
 def _table(data: bytes) -> _Table:

@@ -136,10 +136,9 @@ def plan_digest(plan: RankPlan) -> bytes:
     Complexity:
         O(bytes of the plan), 0.1 ms for a thousand pieces.
     """
-    parts: list[bytes] = [repr((plan.rank, plan.container)).encode()]
+    parts: list[bytes] = [repr(plan.rank).encode()]
     for file in plan.files:
-        scalars = (file.file, file.key, file.num_bytes, file.dtypes, len(file.header))
-        parts += [repr(scalars).encode(), file.header]
+        parts.append(repr((file.file, file.key, file.num_bytes, file.dtypes)).encode())
         parts += [np.ascontiguousarray(column).tobytes() for column in _columns_of(file)]
     return digest_bytes(b"".join(len(part).to_bytes(8, "little") + part for part in parts))
 

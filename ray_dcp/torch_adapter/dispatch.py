@@ -29,10 +29,9 @@ except ModuleNotFoundError:  # torch before 2.15; later ones warn of this module
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core.reporting import contained
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.options import INSTEAD_OF_SAFETENSORS, LoadOptions, SaveOptions
 from ray_dcp.store.location import AnyPlace, Location, is_place, split_url
 from ray_dcp.store.opening import absolute_target, as_target, place_by_fsspec
-from ray_dcp.torch_adapter.hugging_face import HuggingFaceFiles
 from ray_dcp.torch_adapter.torch_save_reader import TorchSaveReader
 
 
@@ -218,6 +217,8 @@ def _place(storage: Any, checkpoint_id: Any, argument: str) -> Route:
         stand_in = _stand_in(storage, checkpoint_id)
         if stand_in is not None:
             return Route(path=FOREIGN, reason=f"{kind} works on the ranks", storage=stand_in)
+        if type(storage) is hf_storage.HuggingFaceStorageWriter:
+            _local_path(storage, checkpoint_id or storage.path, INSTEAD_OF_SAFETENSORS)
         if checkpoint_id is not None and not isinstance(checkpoint_id, (str, os.PathLike)):
             raise InvalidRequestError(
                 f"{kind} does its own work and takes a path or URL, not a "
@@ -266,7 +267,11 @@ def _target_of(storage: Any, checkpoint_id: Any) -> Target:
     return place_by_fsspec(moved.url) if is_text and moved.filesystem is None else moved
 
 
-def _local_path(storage: Any, path: Any) -> str:
+def _local_path(
+    storage: Any,
+    path: Any,
+    way_out: str = "pass that as checkpoint_id, which takes the place of the path",
+) -> str:
     """Returns the path that a storage of torch's was given.
 
     Raises:
@@ -277,7 +282,7 @@ def _local_path(storage: Any, path: Any) -> str:
     if rest and scheme.isalnum():
         raise InvalidRequestError(
             f"{type(storage).__name__} takes a local path, but was given the URL {scheme}://"
-            f"{rest.lstrip('/')}; pass that as checkpoint_id, which takes the place of the path",
+            f"{rest.lstrip('/')}; {way_out}",
             key="checkpoint_id",
         )
     return text
@@ -285,14 +290,7 @@ def _local_path(storage: Any, path: Any) -> str:
 
 def _stand_in(storage: Any, checkpoint_id: Any) -> Any:
     """Returns what works on the ranks as one of torch's storages is set to; None for all others."""
-    cls = type(storage)
-    if cls is hf_storage.HuggingFaceStorageWriter:
-        if _shadowed(storage) or type(storage.fs) is not filesystem.FileSystem:
-            return None
-        whole = storage.consolidated_output_path or storage.path
-        place = checkpoint_id or _local_path(storage, whole)
-        return HuggingFaceFiles(storage, absolute_target(place))
-    if cls is format_utils.BroadcastingTorchSaveReader and not _shadowed(storage):
+    if type(storage) is format_utils.BroadcastingTorchSaveReader and not _shadowed(storage):
         path = checkpoint_id or storage.checkpoint_id
         if not isinstance(path, (str, os.PathLike)):
             raise InvalidRequestError(
@@ -342,14 +340,18 @@ def _has_extensions(storage: Any) -> bool:
 def _writer_options(writer: Any) -> dict[str, object]:
     """Returns `SaveOptions` for those arguments that differ from torch's defaults."""
     options: dict[str, object] = {}
+    if writer.serialization_format is filesystem.SerializationFormat.SAFETENSORS:
+        raise InvalidRequestError(
+            f"{type(writer).__name__} must have serialization_format=TORCH_SAVE, but has "
+            f"SAFETENSORS, of which DCP reads nothing back: {INSTEAD_OF_SAFETENSORS}",
+            key="serialization_format",
+        )
     if not writer.sync_files:
         options["sync_files"] = False
     if not writer.overwrite:
         options["overwrite"] = False
     if writer.thread_count != 1:
         options["num_threads"] = _threads(writer.thread_count)
-    if writer.serialization_format is filesystem.SerializationFormat.SAFETENSORS:
-        options["container"] = "safetensors"
     return options
 
 

@@ -252,7 +252,7 @@ def index_problem(storage: Storage, key: str, table: ChunkTable) -> Problem | No
 
 
 def is_header_of(data: bytes, table: ChunkTable, rows: Sequence[int]) -> bool:
-    """Whether these are the bytes that we write before the chunks of a safetensors file.
+    """Whether a save in the container `safetensors` wrote these bytes before a file's chunks.
 
     Args:
         data: The file up to its first raw byte.

@@ -165,9 +165,8 @@ def receipt_of(file: FilePlan, attempt: str) -> FileReceipt:
     for row in file.deferred.tolist():
         deferred.append(DeferredPlace(row, num_bytes, OBJECT_BYTES, OBJECT_BYTES))
         num_bytes += OBJECT_BYTES
-    if file.checks_at_end:
-        num_bytes, checks = length_with_checks(num_bytes, count), checks[:0]
-    return FileReceipt(file.file, key, num_bytes, name, checks, tuple(deferred))
+    num_bytes = length_with_checks(num_bytes, count)
+    return FileReceipt(file.file, key, num_bytes, name, tuple(deferred))
 
 
 class Written(MemoryStorage):

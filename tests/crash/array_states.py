@@ -25,6 +25,15 @@ from ray_dcp.planning.reads import ReadPlan, Wanted
 from ray_dcp.runtime.rank_load import LoadWork
 
 State = Mapping[str, Any]
+
+GOLDEN_ARRAYS: State = {
+    "w": np.arange(300, dtype=np.float32).reshape(20, 15),
+    "rep.bias": np.arange(7, dtype=np.float16),
+    "rep.scalar": np.array(7, np.int64),
+    "empty": np.zeros((0, 4), np.float32),
+}
+"""What is in the checkpoints of arrays of `tests/golden`."""
+
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 

@@ -27,7 +27,8 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.garbage_collection import collect, delete
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.storage import Storage
-from tests.crash.array_states import ArrayCapture, State
+from tests import checkpoints
+from tests.crash.array_states import GOLDEN_ARRAYS, ArrayCapture, State
 from tests.crash.interruptions import (
     ALL_VARIANTS,
     CRASHES,
@@ -45,7 +46,7 @@ from tests.fault_injection import CrashError, Fault, Script
 # --- The operations -------------------------------------------------------------------------------
 
 
-SAFETENSORS = SaveOptions(container="safetensors", num_threads=1)
+MORE_ARRAYS: State = {name: np.asarray(value + 1) for name, value in GOLDEN_ARRAYS.items()}
 
 
 def torch_state(state: State) -> dict[str, Any]:
@@ -140,8 +141,11 @@ def _load_new(place: Place) -> None:
     load_state(place.storage, NEW)
 
 
-def _safe_old(place: Place) -> None:
-    place.save(OLD, options=SAFETENSORS)
+def _put_safetensors(place: Place) -> None:
+    """Puts what an early version saved in the container `safetensors`."""
+    folder = checkpoints.GOLDEN / "format-1-safetensors"
+    for file in folder.rglob("*.*"):
+        place.storage.write(str(file.relative_to(folder)), file.read_bytes())
 
 
 def _save_old(place: Place) -> None:
@@ -152,14 +156,14 @@ def _save_new(place: Place) -> str:
     return place.save(NEW, 2)
 
 
+def _save_more(place: Place) -> str:
+    return place.save(MORE_ARRAYS, 2)
+
+
 def _staged_new(place: Place) -> str:
     # Two of the ranks share a node.
     options = SaveOptions(num_threads=1)
     return place.save(NEW, 3, staged=True, nodes=("x", "x", "y"), options=options)
-
-
-def _safe_new(place: Place) -> str:
-    return place.save(NEW, 2, options=SAFETENSORS)
 
 
 def _collect(place: Place, **how: bool) -> None:
@@ -180,13 +184,9 @@ OPERATIONS = (
     Operation(
         name="save.staged", prepare=_old_and_leftovers, run=_staged_new, previous=OLD, new=NEW
     ),
-    Operation(name="save.first_safetensors", prepare=_nothing, run=_safe_new, new=NEW),
     Operation(
-        name="save.overwrite_safetensors", prepare=_safe_old, run=_safe_new, previous=OLD, new=NEW
-    ),
-    Operation(
-        name="save.overwrite_by_safetensors", prepare=_save_old, run=_safe_new, previous=OLD,
-        new=NEW,
+        name="save.overwrite_safetensors", prepare=_put_safetensors, run=_save_more,
+        previous=GOLDEN_ARRAYS, new=MORE_ARRAYS,
     ),
     Operation(
         name="save.aborted", prepare=_save_old, run=save_with_a_failing_rank, previous=OLD,
@@ -196,7 +196,8 @@ OPERATIONS = (
         name="load.repairs_metadata", prepare=_not_published, run=_load_new, previous=NEW, new=NEW
     ),
     Operation(name="delete", prepare=_old_and_leftovers, run=delete_at, previous=OLD),
-    Operation(name="delete.safetensors", prepare=_safe_old, run=delete_at, previous=OLD),
+    Operation(name="delete.safetensors", prepare=_put_safetensors, run=delete_at,
+              previous=GOLDEN_ARRAYS),
     Operation(name="delete.again", prepare=_half_deleted, run=delete_at),
     Operation(
         name="collect", prepare=_replaced_and_leftovers, run=_collect, previous=OLD, new=OLD

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch.distributed.checkpoint as stock
 
 import ray_dcp
 from ray_dcp.errors import MissingKeyError, ShapeMismatchError
+from ray_dcp.format.safetensors import ALL_CODES
 from tests import numpy_ranks
 from tests.exchange_cases import (
     DTYPES,
@@ -24,10 +23,7 @@ from tests.exchange_cases import (
     blanks,
     differences,
     layouts,
-    nested,
-    objects,
     raw,
-    same,
 )
 
 pytestmark = pytest.mark.filterwarnings(
@@ -36,9 +32,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:TypedStorage is deprecated:UserWarning",  # stock DCP of torch 2.9, on every save
 )
 
-SAFETENSORS = ray_dcp.SaveOptions(container="safetensors")
-PACKED = ("bfloat16", "float16", "float32", "float64", "int16", "int32", "int64", "int8", "uint8")
-"""Dtypes that are put into safetensors files."""
+KNOWN = ("bfloat16", "float16", "float32", "float64", "int16", "int32", "int64", "int8", "uint8")
+"""Dtypes that DCP's reader knows in safetensors files; it takes others for the default dtype."""
 
 
 def saved_by_library(name: str) -> bool:
@@ -54,10 +49,11 @@ def saved_by_library(name: str) -> bool:
 SAVED = [name for name in DTYPES if saved_by_library(name)]
 
 
-def save(path: Path, state: dict[str, Any], **options: Any) -> Path:
-    chosen = ray_dcp.SaveOptions(container="safetensors", **options)
-    ray_dcp.save(state, checkpoint_id=path, no_dist=True, options=chosen)
-    return path
+def export(path: Path, state: dict[str, Any], **options: Any) -> Path:
+    """Saves a state; returns the folder of the safetensors files that are made of it."""
+    ray_dcp.save(state, checkpoint_id=path / "a", no_dist=True)
+    ray_dcp.dcp_to_safetensors(path / "a", path / "hf", **options)
+    return path / "hf"
 
 
 def load(path: Path, into: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -70,12 +66,6 @@ def load_stock(folder: Path, into: dict[str, Any], **options: Any) -> dict[str, 
     reader = stock.HuggingFaceStorageReader(str(folder), **options)
     stock.load(into, storage_reader=reader, no_dist=True)
     return into
-
-
-def folder_of(path: Path) -> Path:
-    """Returns the folder with the safetensors files of a checkpoint."""
-    (folder,) = {file.parent for file in path.rglob("*.safetensors")}
-    return folder
 
 
 def load_package(folder: Path) -> dict[str, torch.Tensor]:
@@ -91,99 +81,47 @@ def load_package(folder: Path) -> dict[str, torch.Tensor]:
 # Ours
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", KNOWN)
 def test_dcps_reader_and_the_safetensors_library_read_ours(tmp_path, name):
     state = layouts(getattr(torch, name))
-    folder = folder_of(save(tmp_path / "a", state))
+    folder = export(tmp_path, state)
     assert differences(load_stock(folder, blanks(state)), state) == []
     assert differences(load_package(folder), state) == []
-    assert differences(load(tmp_path / "a", blanks(state)), state) == []
+    assert differences(load(folder, blanks(state)), state) == []
+
+
+@pytest.mark.parametrize("name", sorted(ALL_CODES))
+def test_the_safetensors_library_reads_every_dtype_of_ours(tmp_path, name):
+    state = {"matrix": bits(getattr(torch, name), 5, 7), "scalar": bits(getattr(torch, name))}
+    assert differences(load_package(export(tmp_path, state)), state) == []
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_ours_in_many_parts_is_read(tmp_path, num_threads):
     state = {f"layer.{i}.w": bits(torch.float32, 40, i) for i in range(20)}
-    folder = folder_of(save(tmp_path / "a", state, part_bytes=9000, num_threads=num_threads))
-    assert len(list(folder.iterdir())) > 3
+    folder = export(tmp_path, state, file_bytes=9000)
+    assert len(list(folder.glob("*.safetensors"))) > 3
     assert differences(load_stock(folder, blanks(state), thread_count=num_threads), state) == []
     assert differences(load_package(folder), state) == []
-    assert differences(load(tmp_path / "a", blanks(state)), state) == []
+    assert differences(load(folder, blanks(state)), state) == []
 
 
-def test_what_safetensors_lacks_comes_back_from_the_companion_file(tmp_path):
-    state = {
-        **{name: layouts(getattr(torch, name)) for name in ("float32", "bool", "float8_e4m3fn")},
-        **{name: layouts(getattr(torch, name)) for name in ("complex64", "uint16", "int8")},
-        "objects": objects(),
-        "nested": nested(),
-    }
-    path = save(tmp_path / "a", state)
-    assert differences(load(path, blanks(state)), state) == []
-    assert len(list(path.glob("__0_0.*.distcp"))) == 1
-    assert not (path / ".metadata").exists()
-    packed = load_package(folder_of(path))
-    assert {str(tensor.dtype)[6:] for tensor in packed.values()} <= set(PACKED)
-    assert same(packed["float32.sliced"], state["float32"]["sliced"].contiguous())
-    assert same(packed["nested.rng.1"], state["nested"]["rng"][1])
-
-
-def test_a_state_without_any_tensor_that_safetensors_knows_is_saved_and_read(tmp_path):
-    state = {"flag": torch.tensor(True), "n": 1}
-    path = save(tmp_path / "a", state)
-    assert not list(path.rglob("*.safetensors"))
-    assert differences(load(path, blanks(state)), state) == []
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_shards_of_several_ranks_are_read_as_whole_tensors(tmp_path, world_size):
-    state = numpy_ranks.state_of(7, flags=np.array([True, False, True]))
-    numpy_ranks.save(state, world_size, str(tmp_path / "a"), options=SAFETENSORS)
-    folder = folder_of(tmp_path / "a")
-    assert len(list(folder.iterdir())) == world_size
-    tensors = {
-        name: torch.from_numpy(value)
-        for name, value in state.items()
-        if isinstance(value, np.ndarray)
-    }
-    packed = {name: value for name, value in tensors.items() if name != "flags"}
-    assert differences(load_stock(folder, blanks(packed)), packed) == []
-    assert differences(load(tmp_path / "a", blanks(tensors)), tensors) == []
-    assert differences(joined(folder), packed) == []
-
-
-def joined(folder: Path) -> dict[str, torch.Tensor]:
-    """Returns whole tensors from shards, put together as DCP's metadata in the headers says."""
-    boxes: dict[str, list[tuple[list[int], torch.Tensor]]] = collections.defaultdict(list)
-    for file in folder.glob("*.safetensors"):
-        with safetensors.safe_open(file, framework="pt") as opened:
-            places = json.loads(opened.metadata()["DCP_SHARDING_INFO"])
-            for name in opened.keys():  # noqa: SIM118 - no mapping
-                boxes[name].append((places[name]["saved_offsets"], opened.get_tensor(name)))
-    whole = {}
-    for name, parts in boxes.items():
-        ends = [[o + n for o, n in zip(offset, t.shape, strict=True)] for offset, t in parts]
-        shape = [max(sizes) for sizes in zip(*ends, strict=True)]
-        whole[name] = torch.full(shape, 99, dtype=parts[0][1].dtype)
-        for offset, tensor in parts:
-            at = tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))
-            whole[name][at] = tensor
-    return whole
-
-
-def test_a_save_over_another_leaves_one_folder_for_dcps_reader(tmp_path):
-    save(tmp_path / "a", {"w": bits(torch.float32, 5), "old": torch.ones(2)})
-    state = {"w": bits(torch.float32, 9)}
-    save(tmp_path / "a", state)
-    folder = folder_of(tmp_path / "a")
-    assert differences(load_package(folder), state) == []
-    assert differences(load_stock(folder, blanks(state)), state) == []
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_shards_of_several_ranks_become_whole_tensors(tmp_path, world_size):
+    state = numpy_ranks.state_of(7)
+    numpy_ranks.save(state, world_size, str(tmp_path / "a"))
+    names = [name for name, value in state.items() if isinstance(value, np.ndarray)]
+    tensors = {name: torch.from_numpy(state[name]) for name in names}
+    ray_dcp.dcp_to_safetensors(tmp_path / "a", tmp_path / "hf", include=names)
+    assert differences(load_package(tmp_path / "hf"), tensors) == []
+    assert differences(load_stock(tmp_path / "hf", blanks(tensors)), tensors) == []
 
 
 # Files of others
 
 
 def test_the_safetensors_library_knows_all_that_is_put_into_its_files():
-    assert {*PACKED, "bool", "float8_e4m3fn", "complex64", "uint64"} <= set(SAVED)
+    assert {*KNOWN, "bool", "float8_e4m3fn", "complex64", "uint64"} <= set(SAVED)
 
 
 @pytest.mark.parametrize("name", SAVED)

@@ -40,17 +40,16 @@ def state_of(step):
     return {name: whole_state_of(step)[name] for name in ("a", "rep.scalar", "step")}
 
 
-CONTAINERS = ["torch_save", "safetensors"]
 STATES = [state_of(step) for step in range(9)]
 
 
-def saving(url, step, world_size, container):
+def saving(url, step, world_size):
     """A whole save: its ranks and its coordinator in one actor."""
 
     def program(actor):
         ranks = save_ranks(
             STATES[step], world_size, url, session=f"save-{step}", opener=actor.opener,
-            options=SaveOptions(container=container, num_threads=1),
+            options=SaveOptions(num_threads=1),
         )  # fmt: skip
         results = run_ranks(ranks, performer=partial(perform, opener=actor.opener))
         kinds = {type(result.error) for result in results}
@@ -88,21 +87,17 @@ def standing(url):
 @given(
     st.integers(0, 2**32),
     st.lists(st.sampled_from(["copy", "save", "delete", "collect"]), min_size=1, max_size=3),
-    st.sampled_from(CONTAINERS),
     st.integers(0, 2),
     st.sampled_from([0.0, 0.02]),
 )
-def test_a_copy_beside_others_is_whole_or_not_there_and_harms_none(
-    seed, others, container, before, crashes
-):
+def test_a_copy_beside_others_is_whole_or_not_there_and_harms_none(seed, others, before, crashes):
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(copying, "_NUM_THREADS", 1):
         root, sources = Path(folder, "target"), Path(folder, "sources")
         root.mkdir()
         url = str(root)
         for step in (0, 1):
             for _ in range(step + 1):  # its slot is not always the one of the copy
-                save(STATES[step], 1, str(sources / str(step)), session="source",
-                     options=SaveOptions(container=container))  # fmt: skip
+                save(STATES[step], 1, str(sources / str(step)), session="source")
         for _ in range(before):
             save(STATES[7], 1, url, session="before")
             delete(url)
@@ -111,7 +106,7 @@ def test_a_copy_beside_others_is_whole_or_not_there_and_harms_none(
         for number, kind in enumerate(others):
             programs.append({
                 "copy": copying_from(sources / "1", url),
-                "save": saving(url, 2 + number, 1, container),
+                "save": saving(url, 2 + number, 1),
                 "delete": deleting(url),
                 "collect": collecting(url, abort_unfinished=True),
             }[kind])  # fmt: skip

@@ -16,11 +16,10 @@ from ray_dcp.core.values import Kind
 from ray_dcp.io.reader import prepare_reads, read_prepared
 from ray_dcp.io.shared_read import SharedReadStorage
 from ray_dcp.options import LoadOptions
-from ray_dcp.planning.finish import finish_table
 from ray_dcp.planning.global_plan import make_plan
 from ray_dcp.planning.reads import Ranges, ShareCost, Wanted, merged, plan_reads, share_reads
 from ray_dcp.store.memory import MemoryStorage
-from tests.plan_cases import Case, Piece, Tensor, box_bytes, truth, write
+from tests.plan_cases import Case, Piece, Tensor, box_bytes, finish_table, truth, write
 from tests.thread_peers import Board, ThreadExchange
 from tests.unit.io_cases import Sink
 

@@ -21,7 +21,7 @@ from ray_dcp.planning.sharing import node_numbers
 from ray_dcp.runtime import tasks
 from ray_dcp.runtime.tasks import perform
 
-NAMED = {"container": "torch_save", "part_bytes": 1 << 20}
+NAMED = {"part_bytes": 1 << 20}
 
 
 def task_of(columns, sent):
@@ -31,7 +31,7 @@ def task_of(columns, sent):
         encode(without_contents(own)) if rank in sent else b"" for rank, own in enumerate(columns)
     )
     contents = tuple(map(contents_of, columns))
-    return MakePlan(rows, "torch_save", 1 << 20, False, contents, names)
+    return MakePlan(rows, 1 << 20, False, contents, names)
 
 
 class Tensor:

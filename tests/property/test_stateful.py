@@ -63,13 +63,12 @@ INCIDENTS = (
 MUST_BE_REACHED = (
     *INCIDENTS, "save committed", "save failed", "save open", "told unknown", "told exists",
     "race", "lost race", "thaw", "zombie moved", "open outcome: was committed",
-    "open outcome: was not", "overwrite", "overwrite refused", "safetensors",
+    "open outcome: was not", "overwrite", "overwrite refused",
     "loaded at another size", "stock DCP loaded", "outcome committed", "outcome aborted",
     "load beside a save", "two places", "nothing stands", "delete committed", "delete open",
     "delete beside a save", "collect", "collect fenced", "dry run", "nothing is left",
 )  # fmt: skip
 
-CONTAINERS = ("torch_save", "safetensors")
 NOT_OURS = ("notes.txt", "sub/model.bin")
 
 
@@ -83,7 +82,6 @@ crashes = st.builds(Incident, st.integers(8, 28), st.just("power"))
 saves = st.fixed_dictionaries(
     {
         "world_size": st.integers(1, 3),
-        "container": st.sampled_from(["torch_save", "torch_save", "safetensors"]),
         "overwrite": st.sampled_from([True, True, True, False]),
         "part_bytes": st.sampled_from([1 << 30, 2048]),
         "again": st.booleans(),
@@ -250,7 +248,7 @@ class Checkpoints(RuleBasedStateMachine):
         )
         self.changes[key] = place, change
         options = SaveOptions(
-            num_threads=1, container=how["container"], overwrite=how["overwrite"],
+            num_threads=1, overwrite=how["overwrite"],
             part_bytes=how["part_bytes"],
         )  # fmt: skip
         state = state_of(self.last_value)
@@ -268,7 +266,6 @@ class Checkpoints(RuleBasedStateMachine):
 
             process = self.world.start(f"rank {rank} of save {self.last_value}", work, session)
             self.owners[process] = place, change
-        REACHED["safetensors"] += how["container"] == "safetensors"
         return place, change
 
     def begin_delete(self, place: Place) -> tuple[Place, Change]:
@@ -504,7 +501,7 @@ TestCheckpoints = Checkpoints.TestCase
 TestCheckpoints.settings = QUICK
 
 
-HOW = {"world_size": 2, "container": "torch_save", "overwrite": True, "part_bytes": 2048}
+HOW = {"world_size": 2, "overwrite": True, "part_bytes": 2048}
 
 
 @pytest.mark.parametrize("what", INCIDENTS)
@@ -514,7 +511,7 @@ def test_each_incident_at_many_moments_of_a_save(what):
     machine.make_places(local=True)
     try:
         for at in range(8, 44, 8):
-            how = {**HOW, "again": at % 16 == 0, "container": CONTAINERS[at % 3 == 0]}
+            how = {**HOW, "again": at % 16 == 0}
             machine.save(0, how, order, [Incident(at, what, at)])
             if machine.world.frozen():
                 machine.thaw(set(range(6)), {**how, "overwrite": False}, 0, order, [])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ray_dcp.core.checksums import block_bytes_for
+from ray_dcp.core.checksums import block_bytes_for, block_checks
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.core.values import ChunkTable, FilePlan, RankPlan
 from ray_dcp.format.torch_items import torch_save_frame
@@ -36,22 +36,18 @@ def file_plan(
     *,
     file=0,
     key="__0_0.{attempt}.distcp",
-    container="torch_save",
-    header=b"",
     deferred=(),
     block_bytes=None,
     large=64 << 10,
 ):
     """Lays pieces out as the planner does: large payloads on pages, others on 64 bytes."""
     dtypes = tuple(sorted({p.dtype for p in pieces})) or ("float32",)
-    end = len(header)
+    end = 0
     columns = {n: [] for n in ("item_offset", "item_bytes", "payload_offset", "payload_bytes")}
     for piece in pieces:
         num_bytes = int(np.prod(piece.size, dtype=np.int64)) * ITEMSIZE[piece.dtype]
-        before, after = (0, 0)
-        if container == "torch_save":
-            frame = torch_save_frame(piece.dtype, piece.size)
-            before, after = len(frame.header), len(frame.footer)
+        frame = torch_save_frame(piece.dtype, piece.size)
+        before, after = len(frame.header), len(frame.footer)
         alignment = 4096 if num_bytes >= large else 64
         payload = end + before + -(end + before) % alignment
         columns["item_offset"].append(payload - before)
@@ -65,7 +61,6 @@ def file_plan(
     return FilePlan(
         file=file,
         key=key,
-        header=header,
         num_bytes=end,
         dtypes=dtypes,
         row=np.array([p.row for p in pieces], np.int32),
@@ -81,7 +76,7 @@ def file_plan(
 
 
 def rank_plan(*files, rank=0):
-    return RankPlan(rank=rank, container="torch_save", files=tuple(files))
+    return RankPlan(rank=rank, files=tuple(files))
 
 
 def write_file(storage, plan, attempt, *, source, deferred, sync=True):
@@ -107,6 +102,10 @@ def table_of(names, dtypes, shapes, chunks, plan, receipt, *, key=None) -> Chunk
     width = max([len(s) for s in shapes], default=1) or 1
     vocabulary = tuple(dict.fromkeys(dtypes))
     counts = -(-plan.payload_bytes // plan.block_bytes)
+    checks = np.zeros(0, np.uint64)
+    if receipt is not None:
+        each = zip(chunks, plan.block_bytes.tolist(), strict=True)
+        checks = np.concatenate([block_checks(raw(one.data), block) for one, block in each])
     return ChunkTable(
         names=tuple(names),
         paths=(None,) * len(names),
@@ -127,7 +126,7 @@ def table_of(names, dtypes, shapes, chunks, plan, receipt, *, key=None) -> Chunk
         payload_bytes=plan.payload_bytes,
         block_bytes=plan.block_bytes,
         check_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        checks=np.zeros(0, np.uint64) if receipt is None else receipt.checks,
+        checks=checks,
     )
 
 

@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import _extension, filesystem
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 
+import ray_dcp
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.fsspec_filesystem import FsspecReader, FsspecWriter
@@ -84,12 +85,32 @@ def test_arguments_of_the_writer_become_options(tmp_path):
         per_thread_copy_ahead=1,
         cache_staged_state_dict=True,
         overwrite=False,
-        serialization_format=filesystem.SerializationFormat.SAFETENSORS,
     )
     decision = decide_save(None, writer)
     assert decision.apply(SaveOptions()) == SaveOptions(
-        sync_files=False, num_threads=7, overwrite=False, container="safetensors"
+        sync_files=False, num_threads=7, overwrite=False
     )
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        lambda path: ray_dcp.save(
+            {}, checkpoint_id=path, options=SaveOptions(container="safetensors")
+        ),
+        lambda path: ray_dcp.save(
+            {},
+            storage_writer=dcp.FileSystemWriter(
+                path, serialization_format=filesystem.SerializationFormat.SAFETENSORS
+            ),
+        ),
+    ],
+)
+def test_safetensors_are_refused_with_the_way_out_before_a_file_is_made(tmp_path, save):
+    told = r"but (is 'safetensors'|has SAFETENSORS).*ray_dcp\.export\(path, target, 'hf'\)"
+    with pytest.raises(InvalidRequestError, match=told):
+        save(tmp_path / "a")
+    assert not (tmp_path / "a").exists()
 
 
 def test_what_the_caller_set_stands_against_the_writer(tmp_path):

@@ -102,9 +102,9 @@ def test_a_verify_that_is_interrupted_has_what_it_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     state = {f"w{i}": torch.full((1 << 10,), float(i)) for i in range(8)}
-    options = ray_dcp.SaveOptions(container="safetensors", part_bytes=4096)
+    options = ray_dcp.SaveOptions(part_bytes=4096)
     ray_dcp.save(state, checkpoint_id=tmp_path, no_dist=True, options=options)
-    files = sorted(tmp_path.rglob("*.safetensors"))
+    files = sorted(tmp_path.glob("*.distcp"))
     checkpoints.flip(files[0], files[0].stat().st_size - 1)
 
     def interrupt(done: int, total: int) -> None:

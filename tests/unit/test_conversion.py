@@ -267,6 +267,28 @@ def test_what_safetensors_lacks_is_named(tmp_path: Path):
     assert not (tmp_path / "hf").exists()
 
 
+def test_the_name_that_safetensors_reserves_is_refused(tmp_path: Path):
+    ray_dcp.save({"__metadata__": torch.ones(2)}, checkpoint_id=tmp_path / "c")
+    with pytest.raises(UnsupportedValueError, match=r"'__metadata__'.*rename it"):
+        ray_dcp.dcp_to_safetensors(tmp_path / "c", tmp_path / "hf")
+    assert not list((tmp_path / "hf").iterdir())
+
+
+def test_files_of_an_earlier_conversion_or_save_are_not_left_beside_the_new_ones(tmp_path: Path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "adapter.safetensors").write_bytes(b"mine")
+    for value, file_bytes in ((1.0, 8), (2.0, 1 << 20)):
+        ray_dcp.save({name: torch.full((4,), value) for name in "ab"}, checkpoint_id=tmp_path / "c")
+        ray_dcp.dcp_to_safetensors(tmp_path / "c", tmp_path / "hf", file_bytes=file_bytes)
+        (tmp_path / "hf" / "shard-00001-model-00001-of-00001.safetensors").touch()
+    ray_dcp.dcp_to_safetensors(tmp_path / "c", tmp_path / "hf")
+    assert sorted(file.name for file in (tmp_path / "hf").iterdir()) == [
+        "adapter.safetensors", "model-00001-of-00001.safetensors", "model.safetensors.index.json",
+    ]  # fmt: skip
+    found = load_file(tmp_path / "hf" / "model-00001-of-00001.safetensors")
+    assert {name: value[0].item() for name, value in found.items()} == {"a": 2.0, "b": 2.0}
+
+
 # --- the reader ---------------------------------------------------------------------------------
 
 

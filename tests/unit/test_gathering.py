@@ -150,7 +150,7 @@ def join(rank, **changes):
 
 def receipt_of(file, key=None, places=()):
     checks = np.arange(file + 1, dtype=np.uint64)
-    return FileReceipt(file, key or f"__{file}_0.a1.distcp", 10, digest(checks), checks, places)
+    return FileReceipt(file, key or f"__{file}_0.a1.distcp", 10, digest(checks), places)
 
 
 OTHER_CALLS = [
@@ -183,27 +183,11 @@ def test_a_receipt_that_failed_or_is_not_like_the_others_travels_as_it_is(change
         assert batch_of([failed, other]).content == (failed, other)
 
 
-def test_checksums_that_change_on_the_way_are_noticed_by_both():
-    bad = replace(receipt_of(1), checks=np.arange(2, dtype=np.uint64) + np.uint64(1))
-    message = batch_of([SaveReceipt(OpKey("run", 0), 0, "a1", 1, (bad,))])
-    assert isinstance(message.content, tuple)
-    good = pack_receipts([receipt_of(1), receipt_of(2)])
-    changed = replace(good, parts=(good.parts[0] + np.uint64(1),))
-    with pytest.raises(errors.DamagedCheckpointError, match=r"__1_0\.a1.*__2_0\.a1"):
-        join_receipts([changed])
-    swapped = replace(good, digests=good.digests[16:] + good.digests[:16])
-    with pytest.raises(errors.DamagedCheckpointError):
-        join_receipts([swapped])
-    assert join_receipts([good]).checks.tolist() == [0, 1, 0, 1, 2]
-
-
 def test_receipts_are_joined_by_file():
     whole = join_receipts([receipt_of(5), pack_receipts([receipt_of(1), receipt_of(7)])])
     assert whole.file.tolist() == [1, 5, 7]
     assert [one.key for one in whole] == [f"__{file}_0.a1.distcp" for file in (1, 5, 7)]
-    assert [one.checks.tolist() for one in whole] == [
-        receipt_of(file).checks.tolist() for file in (1, 5, 7)
-    ]
+    assert [one.digest for one in whole] == [receipt_of(file).digest for file in (1, 5, 7)]
     with pytest.raises(errors.InternalError, match="one receipt for file 5, but found two"):
         join_receipts([receipt_of(5), receipt_of(5, key="again")])
     with pytest.raises(errors.InternalError, match="of one line"):

@@ -22,20 +22,15 @@ from ray_dcp.io.checkpoint import newest_record
 from ray_dcp.options import SaveOptions
 from ray_dcp.store.opening import open_storage
 from tests import warm_ranks
-from tests.crash.array_states import State, same_state
+from tests.checkpoints import GOLDEN
+from tests.crash.array_states import GOLDEN_ARRAYS, State, same_state
 from tests.crash.ranks import load_state
 from tests.format_cases import difference
 from tests.warm_ranks import Warm
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 ATTEMPT = "0123456789abcdef"
 
-ARRAYS = {
-    "w": np.arange(300, dtype=np.float32).reshape(20, 15),
-    "rep.bias": np.arange(7, dtype=np.float16),
-    "rep.scalar": np.array(7, np.int64),
-    "empty": np.zeros((0, 4), np.float32),
-}
+ARRAYS = GOLDEN_ARRAYS
 OBJECTS = ARRAYS | {"step": 7, "note": "golden"}
 
 
@@ -47,7 +42,8 @@ class Golden:
     """Of each rank."""
     chunks: int
     has_groups: bool = False
-    container: str = "torch_save"
+    is_written: bool = True
+    """Whether saves go on to write it."""
     stock_metadata: bool = False
 
     @property
@@ -57,7 +53,7 @@ class Golden:
 
 CASES = {
     "arrays": Golden([ARRAYS] * 3, 8),
-    "safetensors": Golden([ARRAYS] * 3, 8, container="safetensors"),
+    "safetensors": Golden([ARRAYS] * 3, 8, is_written=False),
     "objects": Golden([OBJECTS] * 3, 10, stock_metadata=True),
     "groups": Golden([OBJECTS] * 3, 10, has_groups=True),
 }
@@ -74,9 +70,7 @@ def saved(name: str, path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(warm_ranks, "new_attempt", lambda: ATTEMPT)
         patch.setattr(table_format, "GROUP_ROWS", 3 if case.has_groups else 1 << 16)
-        options = SaveOptions(
-            num_threads=1, container=case.container, stock_metadata=case.stock_metadata
-        )
+        options = SaveOptions(num_threads=1, stock_metadata=case.stock_metadata)
         warm = Warm(len(case.states), str(path))
         for result in warm.save(list(case.states), options=options):
             result.get()
@@ -122,13 +116,15 @@ def test_its_table_is_of_the_kind_that_it_stands_for(name: str, golden: Path) ->
 
 def test_a_save_writes_what_was_written(name: str, golden: Path, tmp_path: Path) -> None:
     """Byte by byte, but for clocks, paths, and what other libraries do inside of their formats."""
+    if not CASES[name].is_written:
+        return
     saved(name, tmp_path / "now")
     now = {one.relative_to(tmp_path / "now"): one for one in (tmp_path / "now").rglob("*.*")}
     then = {one.relative_to(golden): one for one in golden.rglob("*.*")}
     assert {*now} == {*then}
     has_objects = "step" in CASES[name].state
     for key, one in then.items():
-        if key.suffix in (".distcp", ".safetensors") and not has_objects:
+        if key.suffix == ".distcp" and not has_objects:
             assert now[key].read_bytes() == one.read_bytes(), key
     mine, its = (decode_table(table_of(one)) for one in (tmp_path / "now", golden))
     assert difference(mine, its) == []

@@ -56,9 +56,8 @@ def flip(storage, key):
     storage.write(key, data)
 
 
-@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
-def test_a_committed_save_is_found_and_read(storage, container):
-    checkpoint = save(storage, container=container)
+def test_a_committed_save_is_found_and_read(storage):
+    checkpoint = save(storage)
     assert (checkpoint.kind, checkpoint.slot) == ("native", 1)
     assert checkpoint.checkpoint_id == storage.url
     assert not checkpoint.metadata_is_stale
@@ -182,13 +181,12 @@ def test_metadata_that_can_not_be_read_beside_ours_is_foreign(storage):
         read_checkpoint(storage)
 
 
-@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
-def test_the_foreign_metadata_that_a_commit_replaces_is_only_stale(storage, container):
+def test_the_foreign_metadata_that_a_commit_replaces_is_only_stale(storage):
     stock_save(storage)
     before = storage.read(".metadata")
-    save(storage, container=container)
+    save(storage)
     storage.write(".metadata", before)
-    assert read_checkpoint(storage).metadata_is_stale == (container == "torch_save")
+    assert read_checkpoint(storage).metadata_is_stale
     assert value_at(storage) == 1
 
 

@@ -73,8 +73,8 @@ def test_the_receipt_has_the_checksums_of_what_is_stored(storage):
         assert place.block_bytes == block_bytes_for(len(item))
         expected.append(block_checks(item, place.block_bytes))
     assert [place.row for place in receipt.deferred] == [4, 5]
-    np.testing.assert_array_equal(receipt.checks, np.concatenate(expected))
-    assert receipt.digest == digest(receipt.checks)
+    assert receipt.digest == digest(np.concatenate(expected))
+    assert stored.endswith(np.concatenate(expected).astype("<u8").tobytes())
     assert receipt.num_bytes == len(stored)
 
 
@@ -243,13 +243,10 @@ class Busy:
         return storage
 
 
-@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
 @pytest.mark.parametrize("sync", [True, False])
-def test_what_is_stored_has_its_checksum_also_where_tensors_change_meanwhile(
-    storage, container, sync
-):
+def test_what_is_stored_has_its_checksum_also_where_tensors_change_meanwhile(storage, sync):
     arrays = [np.zeros(size, np.float32) for size in (3, 30_000, 700, 900_000, 3_000_001)]
-    plan = plan_of(arrays, container=container, header=b"h" * 24)
+    plan = plan_of(arrays)
     busy = Busy(arrays)
     receipt = write_file(
         busy.on(storage), plan, "a1", source=busy.source, deferred=no_deferred, sync=sync
@@ -260,7 +257,7 @@ def test_what_is_stored_has_its_checksum_also_where_tensors_change_meanwhile(
         block_checks(storage.read(KEY, int(start), int(length)), int(block_bytes))
         for start, length, block_bytes in places
     ]
-    assert np.array_equal(np.concatenate(stored), receipt.checks)
+    assert receipt.digest == digest(np.concatenate(stored))
 
 
 class Parts:

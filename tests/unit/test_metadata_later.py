@@ -11,6 +11,7 @@ from click.testing import CliRunner
 import ray_dcp
 from ray_dcp.cli.main import main
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
+from tests import checkpoints
 
 stock_load = partial(dcp.load, no_dist=True)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -64,8 +65,7 @@ def test_what_has_no_use_for_it_is_refused(tmp_path):
     with pytest.raises(InvalidRequestError, match="stock DCP"):
         ray_dcp.write_metadata(tmp_path / "stock")
     assert (tmp_path / "stock" / ".metadata").read_bytes() == before
-    options = ray_dcp.SaveOptions(container="safetensors")
-    ray_dcp.save(state_of(1), checkpoint_id=tmp_path / "flat", options=options)
+    checkpoints.put_safetensors(tmp_path / "flat")
     with pytest.raises(InvalidRequestError, match="safetensors"):
         ray_dcp.write_metadata(tmp_path / "flat")
 

@@ -14,7 +14,6 @@ from ray_dcp.options import LoadOptions, SaveOptions
 BOTH = [SaveOptions, LoadOptions]
 
 CHOICES = [
-    (SaveOptions, "container", ["torch_save", "safetensors"]),
     (SaveOptions, "replicas", ["warn", "check"]),
     (SaveOptions, "objects", ["warn", "refuse"]),
     (SaveOptions, "nonfinite", ["ignore", "warn", "refuse"]),

@@ -177,8 +177,7 @@ def test_metadata_written_after_a_later_commit_is_put_right(tmp_path):
     check_stock(path, state_of(2))
 
 
-@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
-def test_a_commit_that_a_rank_finds_on_storage_is_published_for_stock_dcp(tmp_path, container):
+def test_a_commit_that_a_rank_finds_on_storage_is_published_for_stock_dcp(tmp_path):
     path = str(tmp_path)
     save(state_of(1), 1, path)
 
@@ -198,12 +197,9 @@ def test_a_commit_that_a_rank_finds_on_storage_is_published_for_stock_dcp(tmp_pa
         except GoneError:
             raise StorageError("the coordinator is gone") from None
 
-    (rank,) = save_ranks(state_of(2), 1, path, options=SaveOptions(container=container))
+    (rank,) = save_ranks(state_of(2), 1, path)
     assert drive(rank, call).slot == 2
     load_and_check(state_of(2), 1, path)
-    if container == "safetensors":
-        assert not (tmp_path / ".metadata").exists()
-        return
     check_stock(path, state_of(2))
 
 

@@ -11,31 +11,27 @@ from dataclasses import fields, replace
 import numpy as np
 import pyarrow
 import pytest
-from safetensors.numpy import load as load_safetensors
 
 from ray_dcp.commit_protocol.messages import FileReceipt, FileReceipts, join_receipts
-from ray_dcp.core.checksums import digest
 from ray_dcp.core.columns import ColumnsBuilder, check, decode, encode
 from ray_dcp.core.grouping import group_rows
 from ray_dcp.core.packing import pack_record, unpack_record
 from ray_dcp.core.values import ChunkTable, Columns, GlobalPlan, IntKey, Kind
 from ray_dcp.errors import (
     CoverageError,
-    DamagedCheckpointError,
     InternalError,
     InvalidRequestError,
     RankDisagreementError,
     UnsupportedValueError,
 )
 from ray_dcp.planning.coverage import Coverage, check_coverage
-from ray_dcp.planning.finish import finish_table
 from ray_dcp.planning.global_plan import make_plan, rank_plan
 from ray_dcp.planning.reads import Wanted, block_ranges, plan_reads, slabs
 from ray_dcp.torch_adapter.capture import capture
 from tests.conflicts import ALL, CONFLICTS, Boxes
 from tests.crash.ranks import save_ranks
 from tests.inline_ranks import run_ranks
-from tests.plan_cases import Case, Piece, Tensor, truth, write
+from tests.plan_cases import Case, Piece, Tensor, finish_table, write
 
 # --- What a rank holds, as columns ----------------------------------------------------------------
 
@@ -153,7 +149,7 @@ def test_a_gap_alone_stays_a_coverage_error(tmp_path, rank):
 # --- Receipts that fit the plan -------------------------------------------------------------------
 
 
-def planned(container: str = "torch_save") -> tuple[GlobalPlan, dict[int, FileReceipt]]:
+def planned() -> tuple[GlobalPlan, dict[int, FileReceipt]]:
     shards = (Piece((0,), (9000,), (0,)), Piece((9000,), (9000,), (1,)))
     case = Case(
         2,
@@ -164,7 +160,7 @@ def planned(container: str = "torch_save") -> tuple[GlobalPlan, dict[int, FileRe
         ),
     )
     columns = case.columns()
-    plan = make_plan(columns, container=container)
+    plan = make_plan(columns)
     return plan, write(case, columns, plan, "a1")[1]
 
 
@@ -177,17 +173,11 @@ def _deferred(receipt: FileReceipt, **changes: int) -> FileReceipt:
     return replace(receipt, deferred=(first, *receipt.deferred[1:]))
 
 
-def _some_checks(receipt: FileReceipt) -> FileReceipt:
-    checks = np.ones(2, np.uint64)
-    return replace(receipt, checks=checks, digest=digest(checks))
-
-
 @pytest.mark.parametrize(
     "change",
     [
         lambda r: replace(r, key="__1_0.a2.distcp"),
         lambda r: replace(r, num_bytes=r.num_bytes + 1),
-        _some_checks,
         lambda r: replace(r, deferred=r.deferred[::-1]),
         lambda r: replace(r, deferred=r.deferred[:1]),
         lambda r: _deferred(r, item_offset=5),
@@ -212,16 +202,6 @@ def test_missing_and_unplanned_files_are_told_together() -> None:
         finish_table(plan, "a1", join_receipts([replace(receipts[0], file=7)]))
     for told in ("file 7 is not planned", "__0_0.a1.distcp of rank 0", "__1_0.a1.distcp of rank 1"):
         assert told in str(caught.value)
-
-
-def test_checksums_that_changed_on_the_way_are_damage() -> None:
-    plan, receipts = planned("safetensors")
-    assert np.diff(finish_table(plan, "a1", joined(receipts)).check_start).tolist() == [9, 9, 1, 1]
-    checks = receipts[0].checks.copy()
-    checks[1] ^= np.uint64(1)
-    receipts[0] = replace(receipts[0], checks=checks)
-    with pytest.raises(DamagedCheckpointError, match="a1/rank-00000-part-00000"):
-        finish_table(plan, "a1", joined(receipts))
 
 
 # --- The plan of all ranks ------------------------------------------------------------------------
@@ -318,25 +298,6 @@ def state() -> Case:
             whole("o", "", (), Kind.OBJECT),
         ),
     )
-
-
-def test_safetensors_files_are_read_by_the_library_and_the_rest_goes_to_a_companion() -> None:
-    case = state()
-    columns = case.columns()
-    plan = make_plan(columns, container="safetensors")
-    files, receipts = write(case, columns, plan, "a1")
-    names = ["a1/rank-00000-part-00000.safetensors", "a1/rank-00000-part-00001.safetensors"]
-    assert list(files) == ["__0_0.a1.distcp", *names]
-    first, second = (load_safetensors(bytes(files[name])) for name in names)
-    known = {tensor.fqn: truth(tensor) for tensor in case.tensors if tensor.dtype}
-    assert sorted(first) == ["a", "b", "c", "e"]
-    assert list(second) == ["b"]
-    both = {**first, "b": np.concatenate([first["b"], second["b"]])}
-    for fqn, array in both.items():
-        assert array.tobytes() == known[fqn].tobytes(), fqn
-    table = finish_table(plan, "a1", joined(receipts))
-    companion = table.file == table.files.index("__0_0.a1.distcp")
-    assert [table.names[t] for t in table.tensor[companion]] == ["d", "o"]
 
 
 def test_boxes_without_elements_are_kept_once_and_never_beside_others_at_their_place() -> None:

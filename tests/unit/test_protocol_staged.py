@@ -54,7 +54,7 @@ def staged_plan(world_size):
     """Returns a plan in which rank r writes the files 2 r and 2 r + 1."""
     found = planned(world_size)
     parts = tuple(
-        RankPlan(rank, "torch_save", tuple(file_plan(FILES_OF_A_RANK * rank + i) for i in range(2)))
+        RankPlan(rank, tuple(file_plan(FILES_OF_A_RANK * rank + i) for i in range(2)))
         for rank in range(world_size)
     )
     return replace(found, parts=parts)
@@ -63,7 +63,7 @@ def staged_plan(world_size):
 def file_plan(file):
     ints = np.zeros(0, np.int64)
     return FilePlan(
-        file, f"__{file}.{{attempt}}.distcp", b"", 0, (), ints, ints, ints, ints, ints, ints,
+        file, f"__{file}.{{attempt}}.distcp", 0, (), ints, ints, ints, ints, ints, ints,
         ints, ints, ints, ints, ints, ints,
     )  # fmt: skip
 

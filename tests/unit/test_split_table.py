@@ -1,9 +1,5 @@
 """The chunk table is encoded once for all saves of a plan; `.metadata` follows from it."""
 
-from dataclasses import replace
-
-import pytest
-
 import ray_dcp
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.format.metadata import encode_metadata
@@ -11,7 +7,6 @@ from ray_dcp.format.table import encode_table
 from ray_dcp.io.checkpoint import newest_record, read_checkpoint
 from ray_dcp.options import SaveOptions
 from ray_dcp.planning import global_plan
-from ray_dcp.runtime import tasks
 from ray_dcp.store.opening import open_storage
 from tests.crash.array_states import same_state, sample_state
 from tests.crash.ranks import load_state
@@ -20,28 +15,23 @@ from tests.warm_ranks import Warm, committed
 WITHOUT = SaveOptions(num_threads=1, stock_metadata=False)
 
 
-@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
-def test_it_loads_verifies_and_is_encoded_once(container, tmp_path, monkeypatch):
-    options = replace(WITHOUT, container=container)
+def test_it_loads_verifies_and_is_encoded_once(tmp_path, monkeypatch):
     made = []
 
     def counted(table):
         made.append(table)
         return encode_table(table)
 
-    for module in (tasks, global_plan):
-        monkeypatch.setattr(module, "encode_table", counted)
+    monkeypatch.setattr(global_plan, "encode_table", counted)
     warm = Warm(2, str(tmp_path / "ckpt"))
     tables = []
     for step in range(3):
-        committed(warm.save(sample_state(step), options=options))
+        committed(warm.save(sample_state(step), options=WITHOUT))
         storage = open_storage(Target(warm.url))
         assert same_state(sample_state(step), load_state(storage, sample_state(step), 3))
         tables.append(newest_record(storage).manifest.table.digest)
     assert warm.was_warm
-    # Only where the data files have no room for them, the table has the checksums of one save.
-    num_tables = 1 if container == "torch_save" else 3
-    assert len(made) == len(set(tables)) == num_tables
+    assert len(made) == len(set(tables)) == 1
     assert ray_dcp.verify(warm.url).ok
     # Nothing of the earlier attempts is left.
     kept = {entry.key for entry in storage.list()}

@@ -389,14 +389,13 @@ def lengths_of(what):
 @given(
     sizes=SIZES,
     deferred=st.lists(st.integers(0, 3 * MIB).map(bytes), max_size=3),
-    container=st.sampled_from(["torch_save", "safetensors"]),
     part_bytes=st.sampled_from([MIB, 4 * MIB, 1 << 30]),
     window_bytes=st.sampled_from([2 * MIB, 3 * MIB, 64 * MIB]),
 )
 def test_segments_cover_each_piece_once_in_order_and_fit_their_windows(
-    sizes, deferred, container, part_bytes, window_bytes
+    sizes, deferred, part_bytes, window_bytes
 ):
-    what = share(sizes, deferred, container=container, part_bytes=part_bytes)
+    what = share(sizes, deferred, part_bytes=part_bytes)
     lengths = lengths_of(what)
     layout = lay_out_windows(what.plan, lengths, window_bytes)
     assert layout.total_bytes == what.num_bytes
@@ -478,11 +477,10 @@ def state() -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
-def test_every_kind_of_tensor_is_staged_as_it_is_written(container, tmp_path: Path):
+def test_every_kind_of_tensor_is_staged_as_it_is_written(tmp_path: Path):
     tensors = state()
     captured = capture(tensors, rank=0, world_size=1)
-    plan = make_plan([captured.columns], container=container, part_bytes=6 * MIB)
+    plan = make_plan([captured.columns], part_bytes=6 * MIB)
     what = Share(captured, rank_plan(plan, 0), 0)
     places = Target(str(tmp_path / "staged")), Target(str(tmp_path / "rank"))
     write_part(

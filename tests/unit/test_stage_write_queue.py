@@ -77,11 +77,9 @@ def places(tmp_path: Path) -> tuple[Target, Target]:
 MIXED = [5 * MIB + 123, 7, 0, 100_000, 3 * MIB, 64 << 10, 1, 4096, 2 * MIB, 70_001, 0]
 
 
-@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
 @pytest.mark.parametrize("num_slots", [4, 40])
-def test_it_writes_the_bytes_that_the_rank_would_have_written(container, num_slots, places):
-    what = share(MIXED * 3, [b"pickled", b"", os.urandom(3 * MIB)], container=container,
-                 part_bytes=9 * MIB)  # fmt: skip
+def test_it_writes_the_bytes_that_the_rank_would_have_written(num_slots, places):
+    what = share(MIXED * 3, [b"pickled", b"", os.urandom(3 * MIB)], part_bytes=9 * MIB)
     expected = what.written(places[1])
     node = Node(num_slots)
     rank = node.rank(what, places[0])

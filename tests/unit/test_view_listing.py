@@ -74,7 +74,7 @@ def test_a_checkpoint_is_listed_once_also_as_the_root_itself(tmp_path: Path):
 
 
 def test_the_folder_of_a_safetensors_attempt_belongs_to_its_checkpoint(tmp_path: Path):
-    path = checkpoints.save(tmp_path / "step-1", container="safetensors")
+    path = checkpoints.put_safetensors(tmp_path / "step-1")
     assert list(path.rglob("*/*.safetensors"))
     (item,) = list_checkpoints(tmp_path)
     assert (item.name, item.state) == ("step-1", "committed")

@@ -36,17 +36,12 @@ def payload_of(path: Path, name: str) -> tuple[Path, int, int]:
 
 
 @pytest.mark.parametrize("world_size", [1, 5])
-@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
-def test_an_undamaged_checkpoint_is_ok_and_every_byte_of_its_files_was_compared(
-    container: str, world_size: int
-):
-    url = f"memory://verify-{container}-{world_size}"
-    options = ray_dcp.SaveOptions(container=container)
-    numpy_ranks.save(numpy_ranks.state_of(), world_size, url, options=options)
+def test_an_undamaged_checkpoint_is_ok_and_every_byte_of_its_files_was_compared(world_size: int):
+    url = f"memory://verify-{world_size}"
+    numpy_ranks.save(numpy_ranks.state_of(), world_size, url)
     report = ray_dcp.verify(url)
     assert (report.ok, report.problems, report.notes) == (True, (), ())
-    if container == "torch_save":
-        assert report.checked_bytes == ray_dcp.open(url).num_bytes
+    assert report.checked_bytes == ray_dcp.open(url).num_bytes
 
 
 def test_damage_is_told_by_file_tensor_and_block(copied: Path):

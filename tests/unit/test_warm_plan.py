@@ -181,7 +181,6 @@ def test_another_world_size_is_cold(warm):
 @pytest.mark.parametrize(
     "options",
     [
-        SaveOptions(num_threads=1, container="safetensors"),
         SaveOptions(num_threads=1, part_bytes=4096),
         SaveOptions(num_threads=1, dedup_save_to_lowest_rank=True),
     ],
@@ -362,7 +361,7 @@ def test_a_fingerprint_of_another_version_is_refused():
     builder = ColumnsBuilder()
     builder.tensor("w", "float32", (4,))
     rows = encode(builder.build())
-    result = perform(MakePlan((rows,), "torch_save", 1 << 30, False, (b"",), (bytes(32),)))
+    result = perform(MakePlan((rows,), 1 << 30, False, (b"",), (bytes(32),)))
     assert isinstance(result, Failed)
     assert type(result.error) is RankDisagreementError
     assert "same version" in result.error.message

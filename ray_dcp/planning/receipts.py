@@ -1,8 +1,7 @@
-"""From a plan and its files' receipts to the chunk table of what was written."""
+"""Whether the receipts of a plan's files are those of what was planned."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -11,32 +10,8 @@ import numpy as np
 from ray_dcp.commit_protocol.messages import FileReceipts
 from ray_dcp.core.checksums import length_with_checks, num_blocks_many
 from ray_dcp.core.grouping import offsets_of
-from ray_dcp.core.values import BoolArray, ChunkTable, GlobalPlan, Int64Array
+from ray_dcp.core.values import BoolArray, GlobalPlan, Int64Array
 from ray_dcp.errors import InternalError
-from ray_dcp.format.table_places import placed
-
-
-def finish_table(plan: GlobalPlan, attempt: str, receipts: FileReceipts) -> ChunkTable:
-    """Returns the planned table with checksums, the places of deferred items and final keys.
-
-    A deferred chunk's payload is its whole item: `payload_offset` is `item_offset`, and its block
-    checksums cover all of it.
-
-    Args:
-        plan: The plan. With `checks_at_end` the table has no checksums.
-        attempt: Id of the attempt under which the files were written.
-        receipts: The receipt of each of the plan's files, in their order.
-
-    Raises:
-        InternalError: Receipts and plan do not fit: a file is missing or not planned, has another
-            key or length, another number of checksums, or deferred items other than planned. All
-            such files are named.
-    """
-    table = placed(plan.table, attempt, checked_receipts(plan, attempt, receipts))
-    # Careful: a plan whose files have the checksums leads to a table without any.
-    block_bytes = 0 * table.block_bytes if plan.checks_at_end else table.block_bytes
-    check_start = offsets_of(num_blocks_many(table.payload_bytes, block_bytes))
-    return replace(table, check_start=check_start, checks=receipts.checks)
 
 
 def checked_receipts(plan: GlobalPlan, attempt: str, receipts: FileReceipts) -> Int64Array:
@@ -44,14 +19,15 @@ def checked_receipts(plan: GlobalPlan, attempt: str, receipts: FileReceipts) -> 
 
     Args:
         plan: The plan.
-        attempt: As for `finish_table`.
-        receipts: As there.
+        attempt: Id of the attempt under which the files were written.
+        receipts: The receipt of each of the plan's files, in their order.
 
     Returns:
         int64[k, 3]: item offset, item bytes and block bytes of each deferred chunk.
 
     Raises:
-        InternalError: As `finish_table` does.
+        InternalError: Receipts and plan do not fit: a file is missing or not planned, has another
+            key or length, or deferred items other than planned. All such files are named.
     """
     keys = [key.replace("{attempt}", attempt) for key in plan.table.files]
     there, files = {*receipts.file.tolist()}, {*range(len(keys))}
@@ -61,9 +37,8 @@ def checked_receipts(plan: GlobalPlan, attempt: str, receipts: FileReceipts) -> 
     ]
     if not wrong:
         wrong = [
-            f"{keys[file]} of rank {plan.file_rank[file]}: its key, its length, the number of its "
-            f"checksums or the places of its deferred items, found "
-            f"{replace(next(iter(receipts.take(np.array([file])))), checks=receipts.checks[:0])}"
+            f"{keys[file]} of rank {plan.file_rank[file]}: its key, its length or the places of "
+            f"its deferred items, found {next(iter(receipts.take(np.array([file]))))}"
             for file in np.flatnonzero(_misfits(plan, keys, receipts)).tolist()
         ]
     if wrong:
@@ -90,10 +65,7 @@ def _misfits(plan: GlobalPlan, keys: list[str], receipts: FileReceipts) -> BoolA
     expected = plan.file_bytes.copy()
     expected[has] = ends[starts[has + 1] - 1]
     late = np.diff(offsets_of(num_blocks_many(places[:, 2], places[:, 3]))[starts])
-    checks = shape.fixed_checks + late
-    if plan.checks_at_end:
-        expected, checks = length_with_checks(expected, checks), np.zeros_like(checks)
-    found = (receipts.num_bytes != expected) | (receipts.count != checks)
+    found = receipts.num_bytes != length_with_checks(expected, shape.fixed_checks + late)
     found[np.repeat(np.arange(len(keys)), num_places)[wrong]] = True
     return np.asarray(found)
 
