@@ -22,8 +22,15 @@ from ray_dcp.torch_adapter.tensors import extent, host_bytes, is_plain, parts_wi
 _MOST_WORK = 1 << 20
 """What is harder to tell apart (views with many odd strides) is taken to share memory."""
 
-Part = tuple[int, torch.Tensor]
-"""A row and a tensor that holds memory of its target."""
+
+class Part(NamedTuple):
+    """A strided tensor that holds memory of a target."""
+
+    row: int
+    """Of the target."""
+    tensor: torch.Tensor
+    number: int = 0
+    """Which of `parts_with_memory` it is."""
 
 
 def sharing(
@@ -53,13 +60,14 @@ def sharing(
             target = tensors[row]
             if isinstance(target, torch.Tensor):
                 parts = [target] if is_plain(target) else parts_with_memory(target)
-                others += [(row, part) for part in parts if _has_place(part)]
+                others += [Part(row, one, n) for n, one in enumerate(parts) if _has_place(one)]
     address = np.array(
-        [*map(torch.Tensor.data_ptr, targets), *(part.data_ptr() for _, part in others)], np.uint64
+        [*map(torch.Tensor.data_ptr, targets), *(one.tensor.data_ptr() for one in others)],
+        np.uint64,
     )
     if len(address) < 2:
         return []
-    length = np.array([extent(part) for _, part in others], np.int64)
+    length = np.array([extent(one.tensor) for one in others], np.int64)
     end = address + np.concatenate([num_bytes[rows], length]).astype(np.uint64)
     order = np.argsort(address, kind="stable")
     reach = np.maximum.accumulate(end[order])
@@ -70,13 +78,13 @@ def sharing(
     def part_of(index: int) -> Part:
         if index < len(rows):
             row = int(rows[index])
-            return row, tensors[row]
+            return Part(row, tensors[row])
         return others[index - len(rows)]
 
     first = np.flatnonzero(begins)
     stop = [*first[1:].tolist(), len(order)]
     return [
-        sorted(group, key=lambda part: part[0])
+        sorted(group, key=lambda one: one.row)
         for low, high in zip(first.tolist(), stop, strict=True)
         if high - low > 1
         for group in _groups([part_of(index) for index in order[low:high].tolist()])
@@ -106,17 +114,17 @@ def _groups(parts: list[Part]) -> Iterator[list[Part]]:
     """Yields those that share memory, of parts in the order of their addresses."""
     same: dict[tuple[Any, ...], list[Part]] = {}
     for part in parts:
-        same.setdefault(_geometry(part[1]), []).append(part)
+        same.setdefault(_geometry(part.tensor), []).append(part)
     alike = list(same.values())
-    views = [np.asarray(_Memory(some[0][1])) for some in alike]
-    ends = [some[0][1].data_ptr() + extent(some[0][1]) for some in alike]
+    views = [np.asarray(_Memory(some[0].tensor)) for some in alike]
+    ends = [some[0].tensor.data_ptr() + extent(some[0].tensor) for some in alike]
     group = list(range(len(alike)))
     for first, some in enumerate(alike):
         for second in range(first + 1, len(alike)):
-            other = alike[second][0][1]
+            other = alike[second][0].tensor
             if other.data_ptr() >= ends[first]:
                 break
-            if group[first] == group[second] or some[0][1].device != other.device:
+            if group[first] == group[second] or some[0].tensor.device != other.device:
                 continue
             if _is_shared(views[first], views[second]):
                 old, new = group[second], group[first]
@@ -125,7 +133,7 @@ def _groups(parts: list[Part]) -> Iterator[list[Part]]:
         members = [
             part for some, own in zip(alike, group, strict=True) if own == number for part in some
         ]
-        if len({row for row, _ in members}) > 1:
+        if len({one.row for one in members}) > 1:
             yield members
 
 
@@ -214,19 +222,17 @@ class Trial:
 
     Attributes:
         is_same: Whether all are the same places.
-        can_tell: Whether the values of the members can be compared: else they are different parts
-            of tensor subclasses.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
-        self.is_same = len({_geometry(tensor) for _, tensor in parts}) == 1
-        self.can_tell = self.is_same or all(is_plain(tensor) for _, tensor in parts)
+        tensors = [one.tensor for one in parts]
+        self.is_same = len(set(map(_geometry, tensors))) == 1
         self._digest: Any = None
-        if self.is_same or not self.can_tell:
+        if self.is_same:
             return
-        self._low = min(tensor.data_ptr() for _, tensor in parts)
-        num_bytes = max(tensor.data_ptr() + extent(tensor) for _, tensor in parts) - self._low
+        self._low = min(tensor.data_ptr() for tensor in tensors)
+        num_bytes = max(tensor.data_ptr() + extent(tensor) for tensor in tensors) - self._low
         self._memory = np.zeros(num_bytes, np.uint8)
         self._owner = np.zeros(num_bytes, np.min_scalar_type(len(parts)))
 
@@ -240,7 +246,7 @@ class Trial:
         Returns:
             A member that has another value at a place that both have; None when there is none.
         """
-        target = self._parts[member][1]
+        target = self._parts[member].tensor
         value = value.to(target.dtype)
         if target.is_conj():
             value = value.conj()

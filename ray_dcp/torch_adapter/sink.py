@@ -166,13 +166,21 @@ class TensorSink:
         self._stored.append(stored)
         self._direct.append(False)
 
-    def sharing(self, num_bytes: Int64Array) -> list[list[Part]]:
+    def sharing(
+        self, num_bytes: Int64Array, other: TensorSink, others_bytes: Int64Array
+    ) -> list[list[Part]]:
         """Returns groups of rows whose targets share memory; see `overlaps.sharing`.
 
         Args:
             num_bytes: int64[n], of each row as stored.
+            other: A sink whose rows are counted on from those of this one.
+            others_bytes: int64[m], of each of its rows.
         """
-        return sharing(self._tensors, self._direct, num_bytes)
+        return sharing(
+            [*self._tensors, *other._tensors],
+            [*self._direct, *other._direct],
+            np.concatenate([num_bytes, others_bytes]),
+        )
 
     def buffer(self, row: int) -> memoryview:
         """Returns the writable bytes of a row; the same memory until `done`."""

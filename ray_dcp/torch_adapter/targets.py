@@ -78,6 +78,7 @@ from ray_dcp.torch_adapter.tensors import (
     loses_nothing,
     lost_memory,
     no_target_reason,
+    parts_with_memory,
 )
 
 
@@ -571,6 +572,21 @@ class Targets:
         check_all_taken(untaken.refused_of(self.stored), strict=self.strict)
 
 
+def _part_of(values: Sequence[torch.Tensor], target: torch.Tensor, part: Part) -> Any:
+    """Returns the stored value of a part of a target; None where it can't be told."""
+    if len(values) != 1:
+        return None
+    if is_plain(target) and not is_plain(values[0]):
+        value = torch.empty(part.tensor.shape, dtype=part.tensor.dtype)
+        copy_into(value, values[0])
+        return value
+    stored, held = parts_with_memory(values[0]), parts_with_memory(target)
+    if len(stored) != len(held) or not (is_plain(target) or type(values[0]) is type(target)):
+        return None
+    value = stored[part.number]
+    return value if value.shape == part.tensor.shape else None
+
+
 class ItemPlacer:
     """Puts whole `torch.save` items of tensor chunks into the boxes that want parts of them.
 
@@ -641,15 +657,12 @@ class ItemPlacer:
             StateDictError: Some get different values.
         """
         differ: dict[tuple[str, str], None] = {}
-        raw, opaque = self._raw, self._opaque
-        groups = [(parts, raw) for parts in self._raw_sink.sharing(_num_bytes(raw))]
-        for parts in self._opaque_sink.sharing(_num_bytes(opaque)):
-            # Why all or nothing: which bytes of an item are of which part is not known.
-            if are_same([self._opaque_sink.target(row) for row, _ in parts]):
-                groups.append((parts, opaque))
-        for parts, wanted in groups:
-            names = [self._table.names[wanted.tensor[row]] for row, _ in parts]
-            for one, other in (yield from self._conflicts(parts, wanted)):
+        groups = self._raw_sink.sharing(
+            _num_bytes(self._raw), self._opaque_sink, _num_bytes(self._opaque)
+        )
+        for parts in groups:
+            names = [self._name(one.row) for one in parts]
+            for one, other in (yield from self._conflicts(parts)):
                 first, second = sorted((names[one], names[other]))
                 differ[first, second] = None
         if differ:
@@ -657,39 +670,85 @@ class ItemPlacer:
             more = f"; and {len(differ) - _MOST_SHOWN} more" if len(differ) > _MOST_SHOWN else ""
             raise StateDictError(
                 f"{len(differ)} pair(s) of the state dict share memory, but the checkpoint has "
-                f"different values for them: {told}{more}. Nothing was changed. Give each a tensor "
-                f"of its own, as by .clone(), or load one of them alone",
+                f"different values for them, or it can't be told: {told}{more}. Nothing was "
+                f"changed. Give each a tensor of its own, as by .clone(), or load one of them "
+                f"alone",
                 key=next(iter(differ))[1],
             )
 
-    def _conflicts(
-        self, parts: Sequence[Part], wanted: Wanted
-    ) -> Generator[Targets, None, list[tuple[int, int]]]:
+    def _conflicts(self, parts: Sequence[Part]) -> Generator[Targets, None, list[tuple[int, int]]]:
         """Returns which members of a group have different values, after yielding trial loads."""
         trial, others = Trial(parts), range(1, len(parts))
+        rows = [one.row for one in parts]
+        at = [self._row(row) for row in rows]
+        wanted = at[0][0]
         # Why not with verify="never": the checksums were not read then.
-        if trial.is_same and self._options.verify != "never":
-            alike = [stored_alike(self._table, wanted, parts[0][0], parts[i][0]) for i in others]
+        if (
+            trial.is_same
+            and self._options.verify != "never"
+            and all(place[0] is wanted for place in at)
+            and self._are_one(rows)
+        ):
+            alike = [stored_alike(self._table, wanted, at[0][1], at[i][1]) for i in others]
             # Why not always: there are several pickles of one value.
             if all(alike) or (wanted is self._raw and None not in alike):
                 return [(0, i) for i, same in zip(others, alike, strict=True) if not same]
+        # Why: so it may be saved in several parts, or as another class than it is now.
+        is_whole = self._are_one(rows) and not all(
+            wanted is self._raw and is_plain(self._target(row))
+            for row, (wanted, _) in zip(rows, at, strict=True)
+        )
         found: list[tuple[int, int]] = []
-        for member, (row, _) in enumerate(parts):
-            if wanted is self._opaque:
-                values: list[torch.Tensor] = []
-                chunks = self._opaque_plan.chunk[self._opaque_plan.wanted == row].tolist()
-                takers = [(chunk, partial(self._keep, values, chunk)) for chunk in chunks]
-                yield self._with(Boxes({}))._trial(takers)
+        for member, one in enumerate(parts):
+            values = yield from self._values(one.row)
+            if is_whole:
                 other = trial.put_whole(values)
-            elif trial.can_tell:
-                boxes, value = self._alone(row)
-                yield self._with(boxes)._trial()
+            elif (value := _part_of(values, self._target(one.row), one)) is not None:
                 other = trial.put(member, value)
             else:
-                other = None
+                other = 0 if member else 1
             if other is not None:
                 found.append((other, member))
         return found
+
+    def _are_one(self, rows: Sequence[int]) -> bool:
+        """Whether all parts of the targets of several rows are the same places of memory."""
+        return len(set(rows)) == len(rows) and are_same([*map(self._target, rows)])
+
+    def _row(self, row: int) -> tuple[Wanted, int]:
+        """Returns the boxes that a row of both together is of, and which it is of those."""
+        num_raw = len(self._raw.tensor)
+        return (self._raw, row) if row < num_raw else (self._opaque, row - num_raw)
+
+    def _name(self, row: int) -> str:
+        wanted, own = self._row(row)
+        return str(self._table.names[wanted.tensor[own]])
+
+    def _target(self, row: int) -> torch.Tensor:
+        wanted, own = self._row(row)
+        return (self._raw_sink if wanted is self._raw else self._opaque_sink).target(own)
+
+    def _values(self, row: int) -> Generator[Targets, None, list[torch.Tensor]]:
+        """Returns what a row is to be filled with, as stored, after yielding a trial load."""
+        wanted, own = self._row(row)
+        found: list[torch.Tensor] = []
+        if wanted is self._opaque:
+            chunks = self._opaque_plan.chunk[self._opaque_plan.wanted == own].tolist()
+            takers = [(chunk, partial(self._keep, found, chunk)) for chunk in chunks]
+            yield self._with(Boxes({}))._trial(takers)
+            return found
+        boxes, value = self._alone(own)
+        placer = self._with(boxes)
+
+        def place(chunk: int, data: bytes) -> None:
+            self._keep(found, chunk, data)
+            if is_plain(target) or is_plain(found[-1]):
+                found.pop()
+                placer.place_item(chunk, data)
+
+        target = self._target(row)
+        yield replace(placer._trial(), place_item=place)
+        return found or [value]
 
     def _keep(self, values: list[torch.Tensor], chunk: int, data: bytes) -> None:
         values.append(self._load(chunk, data))

@@ -218,6 +218,49 @@ def test_subclasses_that_are_one_object_are_compared_by_their_items(
         assert not one.a.any()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("shared", ["another's", "a plain tensor's", "one object's"])
+@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("by", ["ray_dcp", "stock"])
+def test_parts_of_subclasses_that_share_memory_are_compared(
+    by: str, equal: bool, shared: str, tmp_path: Any
+) -> None:
+    one, two, three = (torch.full((4,), float(number)) for number in range(1, 4))
+    other = two + (not equal)
+    memory = [torch.zeros(4) for _ in range(3)]
+    both = TwoTensor(*memory[:2])
+    stored, target = {
+        "another's": (
+            {"a": TwoTensor(one, two), "b": TwoTensor(other, three)},
+            {"a": both, "b": TwoTensor(*memory[1:])},
+        ),
+        "a plain tensor's": (
+            {"a": TwoTensor(one, two), "b": other},
+            {"a": both, "b": memory[1]},
+        ),
+        "one object's": (
+            {"a": TwoTensor(one, two), "b": TwoTensor(one, other)},
+            {"a": both, "b": both},
+        ),
+    }[shared]
+    with torch.serialization.safe_globals([TwoTensor]):
+        how = {"checkpoint_id": tmp_path / "c", "no_dist": True}
+        (ray_dcp.save if by == "ray_dcp" else dcp.save)(stored, **how)
+        if not equal:
+            with pytest.raises(errors.StateDictError, match="'a' and 'b'"):
+                load(target, tmp_path / "c")
+            assert not any(memory.any() for memory in memory)
+            return
+        load(target, tmp_path / "c")
+    for name, value in stored.items():
+        found = target[name]
+        if isinstance(value, TwoTensor):
+            assert torch.equal(found.a, value.a)
+            assert torch.equal(found.b, value.b)
+        else:
+            assert torch.equal(found, value)
+
+
 def test_subclasses_that_share_a_part_of_them_are_no_one_object(tmp_path: Any) -> None:
     first, second, third = (torch.full((4,), float(number)) for number in range(1, 4))
     with torch.serialization.safe_globals([TwoTensor]):
@@ -364,5 +407,5 @@ def test_groups_are_those_with_a_common_element(cuts: list[Any]) -> None:
         touched = [group for group in expected if any(places[other] & own for other in group)]
         expected = [group for group in expected if group not in touched]
         expected.append({row}.union(*touched))
-    rows = [{row for row, _ in group} for group in found]
+    rows = [{one.row for one in group} for group in found]
     assert sorted(map(sorted, rows)) == sorted(sorted(g) for g in expected if len(g) > 1)
