@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from ray_dcp.commit_protocol.messages import Left, OpKey, SaveOutcome
 from ray_dcp.core import reporting
 from ray_dcp.core.checks import check_wait
+from ray_dcp.core.phases import STAGE, STAGED
 from ray_dcp.core.processes import OwnProcess
 from ray_dcp.core.reporting import contained
 from ray_dcp.errors import (
@@ -57,6 +58,7 @@ from ray_dcp.runtime.staging_backend import Finish, StagingBackend, staging_back
 from ray_dcp.torch_adapter.checkpointable import fields_of, give_fields
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route
 from ray_dcp.torch_adapter.lazy_metadata import CommittedMetadata
+from ray_dcp.torch_adapter.operation_log import OperationLog
 from ray_dcp.torch_adapter.state import stateful_to_state_dict
 
 T = TypeVar("T")
@@ -94,7 +96,7 @@ class SaveReport:
     seconds: Mapping[str, float] = field(default_factory=dict)
     """How long each phase took that has ended: `capture`, `plan` (until all ranks had joined and
     the plan was there), `stage` (the copy), `write` and `commit`. Where a stager writes, `write`
-    lasts until the commit, and there is no `commit`."""
+    lasts until the commit, and there is no `commit`. A save that failed did so in the last one."""
     bytes_staged: int = 0
     """Bytes that this rank copied."""
     bytes_written: int = 0
@@ -102,14 +104,12 @@ class SaveReport:
     rank: int = 0
     """This rank."""
     waited_s: float | None = None
-    """With `SaveOptions(staging="background")`: how long `SaveHandle.staged` and `before_step` held
-    training up, in seconds. None where the call copied."""
-
-    @property
-    def stall_s(self) -> float:
-        """How long training waited: `capture`, `plan`, and `stage` or `waited_s`, in seconds."""
-        stage_s = self.seconds.get("stage", 0.0) if self.waited_s is None else self.waited_s
-        return self.seconds.get("capture", 0.0) + self.seconds.get("plan", 0.0) + stage_s
+    """Where a thread copies, as with `SaveOptions(staging="background")`: how long
+    `SaveHandle.staged` and `before_step` held training up, in seconds. None where the call copied.
+    """
+    stall_s: float = 0.0
+    """How long training waited: for `capture`, `plan` and `stage` as far as the call did them, and
+    `waited_s`, in seconds."""
 
 
 class _StepHook:
@@ -230,7 +230,6 @@ class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
         self.staging_completion: SaveFuture[None] = SaveFuture()
         self.upload_completion: SaveFuture[Any] = SaveFuture()
         self._source: _Save | None = None
-        self._waited_s = 0.0
         self._looked_at = False
 
     def staged(self, timeout_s: float | None = None) -> None:
@@ -243,11 +242,12 @@ class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
             DeadlineError: It took longer.
             CheckpointError: Staging failed on this rank.
         """
-        began_s = time.perf_counter()
+        began_s, is_staged = time.perf_counter(), self.staging_completion.done()
         try:
             self._wait_for(self.staging_completion, timeout_s, "be staged")
         finally:
-            self._waited_s += time.perf_counter() - began_s
+            if self._source is not None and not is_staged:
+                self._source.progress.waited_s += time.perf_counter() - began_s
 
     def before_step(self, *optimizers: Any) -> None:
         """Lets the next step of each optimizer wait until the state is staged.
@@ -339,7 +339,7 @@ class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
     @property
     def progress(self) -> SaveProgress:
         """How far this rank's share is."""
-        written, total = self._source.progress() if self._source else (0, 0)
+        written, total = self._source.moved() if self._source else (0, 0)
         if self.done():
             failed = Future.exception(self) is not None
             return SaveProgress(*(("failed", written) if failed else ("committed", total)), total)
@@ -422,6 +422,7 @@ def run_async_save(
     *,
     stager: AsyncStager | None = None,
     use_collectives: bool = True,
+    log: OperationLog | None = None,
 ) -> SaveHandle:
     """Stages on this rank and returns the handle of the save that goes on.
 
@@ -433,6 +434,7 @@ def run_async_save(
         checkpoint_id: As given there.
         stager: As given there.
         use_collectives: For foreign storages.
+        log: Gets the phases.
 
     Raises:
         CheckpointError: The session can't be used. What fails later is told by the handle.
@@ -448,9 +450,9 @@ def run_async_save(
         else:
             stager = own = DefaultStager(StagingOptions(False, False, False, False))
     if stager is None:
-        _NativeSave(handle, decision, session, options).begin(state_dict)
+        _NativeSave(handle, decision, session, options, log).begin(state_dict)
     else:
-        _StagedByUser(handle, decision, session, options).begin(
+        _StagedByUser(handle, decision, session, options, log).begin(
             stager, state_dict, checkpoint_id, use_collectives=use_collectives, own=own
         )
     return handle
@@ -465,13 +467,24 @@ class _Save:
     _in_background = False
 
     def __init__(
-        self, handle: SaveHandle, decision: Route, session: RankSession, options: SaveOptions
+        self,
+        handle: SaveHandle,
+        decision: Route,
+        session: RankSession,
+        options: SaveOptions,
+        log: OperationLog | None = None,
     ) -> None:
         self._handle = handle
         self._decision = decision
         self._session = session
         self._options = options
-        self._account = account_of("async_save", session, handle.checkpoint_id, decision.path)
+        # Why named now: in the order of the users' calls.
+        self._name = session.next_key()
+        self._activity = session.activity(options.heartbeat_timeout_s, self._name)
+        self.progress = self._activity.progress
+        self._account = account_of(
+            "async_save", self._activity, handle.checkpoint_id, decision.path, log
+        )
         self._staging = ""
         handle._source = self
 
@@ -481,31 +494,29 @@ class _Save:
             return False
         return self._session.cancel(self._key, "SaveHandle.cancel was called")
 
-    def progress(self) -> tuple[int, int]:
+    def moved(self) -> tuple[int, int]:
         """Returns bytes written and bytes in all, of this rank."""
         return (0, 0) if self._backend is None else self._backend.progress()
 
     def report(self) -> SaveReport:
         """Returns what was done so far."""
+        progress = self.progress
         return SaveReport(
             path=self._decision.path,
             # Why each time: how bytes got to the stager is known when they are there.
             staging=self._staging if self._backend is None else self._backend.kind,
             rank=self._session.rank,
-            attempt=self._account.attempt,
-            plan=self._account.plan,
-            seconds=dict(self._account.seconds),
-            bytes_staged=self._account.bytes.get("stage", 0),
-            bytes_written=self._account.bytes_written,
-            waited_s=self._waited_s(),
+            attempt=progress.attempt,
+            plan=progress.plan,
+            seconds=dict(progress.seconds),
+            bytes_staged=progress.bytes.get("stage", 0),
+            bytes_written=progress.bytes.get("write", 0),
+            waited_s=progress.waited_s if self._in_background else None,
+            stall_s=progress.held_s,
         )
-
-    def _waited_s(self) -> float | None:
-        return self._handle._waited_s if self._in_background else None
 
     def _end(self, metadata: Metadata | None, error: BaseException | None) -> None:
         """Ends the handle; what is counted is counted before anybody hears of it."""
-        self._account.waited_s = self._waited_s()
         try:
             self._account.end(error)
         finally:  # also when a listener ends its thread by SystemExit
@@ -554,7 +565,7 @@ class _Save:
                 self._handle.checkpoint_id,
                 timeout_s,
                 self._handle.checkpoint_id,
-                self._account.attempt,
+                self.progress.attempt,
             )
         self._handle._log_if_unseen()
 
@@ -568,7 +579,7 @@ class _NativeSave(_Save):
         # Why not for hooks: a planner's own code would be asked in another thread.
         self._in_background = options.staging == "background" and self._decision.path != HOOKS
         with ExitStack() as stack:
-            activity = stack.enter_context(self._session.activity(options.heartbeat_timeout_s))
+            activity = stack.enter_context(self._activity)
             try:
                 stages = [self._plan(activity, state_dict)]
                 if not self._in_background:
@@ -597,8 +608,7 @@ class _NativeSave(_Save):
         self, session: Activity, state_dict: Mapping[str, Any]
     ) -> Callable[[], Callable[[], Metadata]]:
         """Returns what stages the state as it is now, and returns what ends the save."""
-        target, options, progress = target_of(self._decision), self._options, session.progress
-        account, call = self._account, self._account.watching(session.call)
+        target, options, progress = target_of(self._decision), self._options, self.progress
         capture = capture_of(self._decision, session, state_dict, options)
 
         backend = self._backend = staging_backend_of(self._session)
@@ -614,9 +624,8 @@ class _NativeSave(_Save):
             memory=session.plans,
             node=session.node,
         )
-        go, captured = drive(save.join(capture), call)
+        go, captured = drive(save.join(capture), session.call)
         self._key = progress.key or self._key
-        account.planned(go)
         noted = (*captured.warnings, *go.warnings)
         if self._in_background:
             # Suppressed: staging raises it again, where the other ranks are told.
@@ -624,10 +633,13 @@ class _NativeSave(_Save):
                 for file in go.plan.files:
                     for row in file.deferred.tolist():
                         captured.deferred(row)
+            progress.release(progress.enter(STAGE))
 
         def stage() -> Callable[[], Metadata]:
+            progress.enter(STAGE)
             error, rest = backend.stage(save, go, captured)
-            account.done("stage", backend.num_bytes)
+            progress.count(backend.num_bytes)
+            progress.release(progress.enter(STAGED))
             self._handle._is_staged(error)
             return partial(finish, rest)
 
@@ -635,9 +647,9 @@ class _NativeSave(_Save):
             committed = False
             try:
                 connection = getattr(self._session, "connection", None)
-                connected = until_disconnected(call, connection)
+                connected = until_disconnected(session.call, connection)
                 outcome: SaveOutcome = drive(rest, connected)
-                committed = progress.over = True
+                committed = True
             except Disconnected as error:
                 failed = shut_down_meanwhile(target.url, go.attempt, session.rank)
                 raise failed from error.__cause__
@@ -674,10 +686,9 @@ class _StagedByUser(_Save):
             own: The stager, where it is closed when it is not needed any more.
         """
         self._staging = type(stager).__name__
-        # Why now: the call is named in the order of the users' calls.
-        key = self._session.next_key()
+        self.progress.enter(STAGE)
         # Why not of another storage: nothing there could stop it.
-        self._key = None if self._decision.path == FOREIGN else key
+        self._key = None if self._decision.path == FOREIGN else self._name
         try:
             state = stateful_to_state_dict(state_dict)
             fields, staged = fields_of(state), stager.stage(state)
@@ -687,18 +698,13 @@ class _StagedByUser(_Save):
             if own is not None:
                 own.close()
             raise
+        self._in_background = isinstance(staged, Future)
         if isinstance(staged, Future):
             staged.add_done_callback(lambda done: self._handle._is_staged(done.exception()))
-        else:
-            self._account.done("stage")
 
         def finish() -> Metadata:
             try:
-                if isinstance(staged, Future):
-                    copied = staged.result()
-                    self._account.done("stage")
-                else:
-                    copied = staged
+                copied = staged.result() if isinstance(staged, Future) else staged
                 give_fields(fields, copied)
                 return run_save(
                     self._decision,
@@ -709,18 +715,19 @@ class _StagedByUser(_Save):
                     stateful=False,
                     use_collectives=use_collectives,
                     account=self._account,
-                    key=key,
+                    activity=self._activity,
                 )
             finally:
                 if own is not None:
                     own.close()
 
-        if not self._go_on(finish, key) and own is not None:
+        if not self._go_on(finish, self._name) and own is not None:
             own.close()
         if not isinstance(staged, Future):
             if stager.should_synchronize_after_execute:
                 stager.synchronize_staging()
             self._handle._is_staged()
+        self.progress.release()
 
 
 # --- the end of the process ---------------------------------------------------------------------

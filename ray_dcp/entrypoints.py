@@ -185,6 +185,7 @@ def async_save(
             checkpoint_id,
             stager=async_stager,
             use_collectives=use_collectives,
+            log=log,
         )
         log.uploading(handle)
         return handle
@@ -354,7 +355,7 @@ def load_newest(
     """
     check_plug_in(planner, "planner", LoadPlanner, SavePlanner)
     _check_options(options, LoadOptions)
-    with OperationLog("load_newest", checkpoint_id=run, planner=planner):
+    with OperationLog("load_newest", checkpoint_id=run, planner=planner) as log:
         report = run_load_newest(
             session := session_for(process_group, no_dist),
             state_dict,
@@ -362,6 +363,7 @@ def load_newest(
             absolute_target(run),
             planner,
             StepRange(at_most=at_most, newer_than=newer_than),
+            log,
         )
     if session.rank == 0:
         for path, error in report.damaged:

@@ -32,9 +32,10 @@ class Event:
     """One thing that happened on one rank.
 
     A save emits `save.capture`, `save.plan`, `save.stage`, `save.write` and `save.commit`, each
-    when that phase has ended and as far as it got, and then exactly one end: `save.committed`,
-    `save.failed`, `save.cancelled`, `save.skipped` or `save.unknown`. A load emits `load.plan`,
-    `load.read` and `load.finish`, and then `load.loaded` or `load.failed`.
+    when that phase has ended, by success or by what ends the save, and then exactly one end:
+    `save.committed`, `save.failed`, `save.cancelled`, `save.skipped` or `save.unknown`. A load
+    emits `load.plan`, `load.read` and `load.finish`, and then `load.loaded` or `load.failed`. The
+    seconds of the phases add up to those of the end.
 
     Examples:
         >>> event = Event(name="save.stage", checkpoint_id="/run/step-1", seconds=0.5, num_bytes=8)

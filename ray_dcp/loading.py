@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from ray_dcp.commit_protocol.messages import Reply, Request, Target
+from ray_dcp.core.phases import AWAIT_STAGED
 from ray_dcp.errors import CheckpointError, InvalidRequestError, MissingKeyError
 from ray_dcp.io.checkpoint import Checkpoint
 from ray_dcp.operations import (
@@ -83,12 +84,8 @@ def run_load(
     options = decision.apply(options or LoadOptions())
     url = decision.target.url if decision.target is not None else checkpoint_id
     memory = memory_of(session)
-    with (
-        account_of("load", session, url, decision.path) as account,
-        session.activity(options.heartbeat_timeout_s) as activity,
-    ):
-        if log is not None:
-            activity.progress.on_enter = log.enter
+    activity = session.activity(options.heartbeat_timeout_s)
+    with account_of("load", activity, url, decision.path, log), activity:
         if decision.target is not None:
             _await_staged(memory, decision.target.url, activity, options)
         steps = _load_steps(
@@ -103,8 +100,8 @@ def run_load(
             peers=_peers_of(session),
             memory=memory,
         )
-        report = drive(steps, account.watching(activity.call))
-        return replace(report, seconds=dict(account.seconds))
+        report = drive(steps, activity.call)
+    return replace(report, seconds=dict(activity.progress.seconds))
 
 
 def run_load_newest(
@@ -114,6 +111,7 @@ def run_load_newest(
     run: Target,
     planner: LoadPlanner | None,
     steps: StepRange,
+    log: OperationLog | None = None,
 ) -> LoadReport:
     """Loads the newest good checkpoint of a run on this rank and reports.
 
@@ -124,6 +122,7 @@ def run_load_newest(
         run: With its absolute path or URL.
         planner: As given there.
         steps: Which may be loaded.
+        log: Gets the phases.
 
     Raises:
         CheckpointError: As `load_newest` does.
@@ -149,10 +148,8 @@ def run_load_newest(
             memory=memory,
         )
 
-    with (
-        account_of("load", session, run.url, NATIVE) as account,
-        session.activity(options.heartbeat_timeout_s) as activity,
-    ):
+    activity = session.activity(options.heartbeat_timeout_s)
+    with account_of("load", activity, run.url, NATIVE, log), activity:
         _await_staged(memory, run.url, activity, options)
         found = drive(
             load_newest_rank(
@@ -164,10 +161,13 @@ def run_load_newest(
                 timeout_s=options.plan_timeout_s,
                 load=load,
             ),
-            account.watching(activity.call),
+            activity.call,
         )
     return replace(
-        found.value, step=found.step, skipped=found.skipped, seconds=dict(account.seconds)
+        found.value,
+        step=found.step,
+        skipped=found.skipped,
+        seconds=dict(activity.progress.seconds),
     )
 
 
@@ -214,6 +214,7 @@ def _load_steps(
             decision.planner or DefaultLoadPlanner(allow_partial_load=options.strict is False),
             checkpoint_id=checkpoint_id,
             stateful=stateful,
+            clock=session.progress,
         )
         return LoadReport(
             loaded=(),
@@ -318,7 +319,7 @@ def _peers_of(session: object) -> Peers:
 def _await_staged(memory: NodeMemory, url: str, session: Activity, options: LoadOptions) -> None:
     """Waits for what is staged and will be committed."""
     if options.from_memory:
-        session.progress.enter("waiting for a save that is staged")
+        session.progress.enter(AWAIT_STAGED)
         memory.await_staged(url, options.plan_timeout_s, session.progress.stop)
 
 

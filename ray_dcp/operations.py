@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from ray_dcp.commit_protocol.messages import Left, OpKey, Target
 from ray_dcp.core import reporting
+from ray_dcp.core.phases import CAPTURE
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.inline import session_alone
@@ -72,7 +73,7 @@ def run_save(
     use_collectives: bool = True,
     log: OperationLog | None = None,
     account: Account | None = None,
-    key: OpKey | None = None,
+    activity: Activity | None = None,
 ) -> Metadata:
     """Saves on this rank and returns the metadata of the committed checkpoint.
 
@@ -87,19 +88,20 @@ def run_save(
         use_collectives: For foreign storages.
         log: Gets the phases.
         account: Of whoever emits the end of the save; by default it is emitted here.
-        key: Of this call, if the session named it before.
+        activity: That of `account`.
 
     Raises:
         CheckpointError: As `save` does.
     """
     options = decision.apply(options or SaveOptions())
     url = decision.target.url if decision.target else checkpoint_id
+    activity = activity or session.activity(options.heartbeat_timeout_s)
+    progress = activity.progress
     with ExitStack() as stack:
         if account is None:
-            account = stack.enter_context(account_of("save", session, url, decision.path))
-        activity = stack.enter_context(session.activity(options.heartbeat_timeout_s, key))
-        if log is not None:
-            activity.progress.on_enter = log.enter
+            stack.enter_context(account_of("save", activity, url, decision.path, log))
+        progress.enter(CAPTURE)
+        stack.enter_context(activity)
         if decision.path == FOREIGN:
             check_nonfinite(options, FOREIGN)
             steps = foreign_save(
@@ -110,9 +112,9 @@ def run_save(
                 checkpoint_id=checkpoint_id,
                 use_collectives=use_collectives,
                 stateful=stateful,
+                clock=progress,
             )
             metadata: Metadata = drive(steps, activity.call)
-            account.done("write")
             return metadata
         target = target_of(decision)
         take = capture_of(
@@ -129,11 +131,11 @@ def run_save(
             world_size=session.world_size,
             target=target,
             options=options,
-            progress=activity.progress,
+            progress=progress,
             memory=activity.plans,
             node=activity.node,
         )
-        outcome = drive(save.run(take), account.watching(activity.call))
+        outcome = drive(save.run(take), activity.call)
     if session.rank == 0:
         for warning in outcome.warnings:
             reporting.warn(warning, stacklevel=3)
@@ -141,13 +143,22 @@ def run_save(
     return CommittedMetadata.of(target, outcome)
 
 
-def account_of(mode: str, session: RankCalls, url: CheckpointId | None, path: str) -> Account:
-    """Returns what times one save or load of this rank, and emits its events."""
+def account_of(
+    mode: str,
+    activity: Activity,
+    url: CheckpointId | None,
+    path: str,
+    log: OperationLog | None = None,
+) -> Account:
+    """Returns what emits the events of one save or load of this rank; `log` gets its steps."""
+    if log is not None:
+        activity.progress.on_step = log.enter
     return Account(
         mode,
         None if url is None else str(url),
-        rank=session.rank,
-        world_size=session.world_size,
+        activity.progress,
+        rank=activity.rank,
+        world_size=activity.world_size,
         path=path,
     )
 

@@ -82,21 +82,21 @@ class BatchedReceipts:
     ranks: tuple[int, ...]
     num_files: tuple[int, ...]
     """Of each rank."""
-    staged_s: tuple[float, ...]
+    staged: tuple[tuple[float, int], ...]
     files: FileReceipts
 
     def requests(self) -> list[SaveReceipt]:
         """Returns what the ranks sent."""
         files = iter(self.files)
-        each = zip(self.ranks, self.num_files, self.staged_s, strict=True)
+        each = zip(self.ranks, self.num_files, self.staged, strict=True)
         return [
             replace(
                 self.first,
                 rank=rank,
                 files=tuple(next(files) for _ in range(count)),
-                staged_s=staged_s,
+                staged=staged,
             )
-            for rank, count, staged_s in each
+            for rank, count, staged in each
         ]
 
 
@@ -145,7 +145,7 @@ def batch_of(requests: Iterable[Request]) -> MessageBatch:
 
 
 _OF_JOINS = frozenset({"rank", "fingerprint", "values", "capture_s", "node"})
-_OF_RECEIPTS = frozenset({"rank", "files", "staged_s"})
+_OF_RECEIPTS = frozenset({"rank", "files", "staged"})
 """The fields of each rank; all others have to be the same."""
 
 
@@ -190,8 +190,8 @@ def _written(
         return tuple(requests)
     packed = pack_receipts(file for receipt in receipts for file in receipt.files)
     counts = tuple([len(receipt.files) for receipt in receipts])
-    staged_s = tuple([receipt.staged_s for receipt in receipts])
-    return BatchedReceipts(replace(first, files=()), ranks, counts, staged_s, packed)
+    staged = tuple([receipt.staged for receipt in receipts])
+    return BatchedReceipts(replace(first, files=()), ranks, counts, staged, packed)
 
 
 @dataclass(eq=False)

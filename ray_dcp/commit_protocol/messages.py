@@ -162,8 +162,8 @@ class SaveReceipt:
     epoch: int
     files: tuple[FileReceipt, ...] = ()
     error: CheckpointError | None = None
-    staged_s: float = 0.0
-    """How long the rank copied before training went on, in seconds: for the trace."""
+    staged: tuple[float, int] = (0.0, 0)
+    """How long the rank copied before it wrote, in seconds, and how many bytes: for the trace."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,8 @@ class PartsHeld:
     epoch: int
     stager: str
     """Name of this stager, different for each process that ever was one."""
+    num_bytes: int = 0
+    """How many were copied: for the trace."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Times the phases of saves and loads, as events and as Prometheus metrics `dcp_*`.
 
-`Account` times one save or load on one rank, and emits its events. It looks at the requests that
-the rank sends and at the replies that it gets, and so needs nothing of the code that it times.
+`Account` emits the events of one save or load on one rank, as its phases end (`RankProgress`).
 
 The metrics, of staging memory too, go through `ray.util.metrics`. Ray exports them on each node's
 metrics port, with the prefix `ray_` and, for counters, the suffix `_total`; the exporter comes with
@@ -10,8 +9,9 @@ events or metrics reaches a save.
 
 `Tracing` keeps the notes of the saves of a coordinator (`SaveRecorder`), and writes the trace of
 each beside the checkpoint once its record exists, while `.metadata` is published and what the save
-replaced is deleted. One clock for all ranks: a phase ends when the message that ends it arrives. A
-rank reports as durations what it did before its first message, and what it copied between messages.
+replaced is deleted. Its clock is the coordinator's, one for all ranks: a phase ends when the
+message that ends it arrives. What a rank did before its first message, and what it copied between
+messages, it reports as durations of its own clock.
 """
 
 from __future__ import annotations
@@ -41,20 +41,13 @@ from ray_dcp.commit_protocol.commands import (
     WriteTable,
 )
 from ray_dcp.commit_protocol.messages import (
-    LoadDone,
-    LoadOutcome,
-    LoadProceed,
-    LoadReady,
     OpKey,
     PartsHeld,
     PartsWritten,
     Refused,
-    Reply,
     Request,
     SaveAgain,
-    SaveGo,
     SaveJoin,
-    SaveOutcome,
     SaveReceipt,
     SaveStaged,
     Target,
@@ -72,6 +65,7 @@ from ray_dcp.format.save_trace import (
     trace_key,
 )
 from ray_dcp.io.threads import start
+from ray_dcp.runtime.rank_progress import RankProgress
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 
@@ -169,135 +163,61 @@ _inherited: list[bool] = []
 os.register_at_fork(after_in_child=lambda: _inherited.extend([True] * _ray_is_up()))
 
 
-STALL = ("capture", "plan", "stage")
-"""Phases of an asynchronous save for which training waits, unless it stages in the background."""
-
-
 class Account:
-    """Times one save or load on one rank. As a context manager it also emits the end.
+    """Tells of one save or load on one rank: emits its events, as its phases end.
+
+    As a context manager it also ends the phases, and emits how it ended.
 
     Args:
         mode: `"save"`, `"async_save"` or `"load"`.
         checkpoint_id: Path or URL, if it is known.
+        progress: Of the rank, new.
         rank: This rank.
         world_size: Number of ranks.
         path: Which way it goes; see `SaveReport.path`.
-        clock: Seconds that never go back.
 
     Attributes:
-        seconds: How long each phase took so far.
-        bytes: Bytes that each phase moved, of those that move some.
-        attempt: Of a save, once it is planned.
-        plan: Of a save, once it is planned: see `SaveReport.plan`.
-        waited_s: See `SaveReport.waited_s`.
-
-    Examples:
-        >>> now = iter([0.0, 2.0, 5.0])
-        >>> account = Account("async_save", "/run/step-1", clock=lambda: next(now))
-        >>> account.done("stage", 100)
-        >>> account.seconds, account.bytes
-        ({'stage': 2.0}, {'stage': 100})
+        progress: As given.
     """
 
     def __init__(
         self,
         mode: str,
         checkpoint_id: str | None,
+        progress: RankProgress,
         *,
         rank: int = 0,
         world_size: int = 1,
         path: str = "native",
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.seconds: dict[str, float] = {}
-        self.bytes: dict[str, int] = {}
-        self.attempt: str | None = None
-        self.plan: str | None = None
-        self.waited_s: float | None = None
+        self.progress = progress
+        progress.on_phase = self._emit
         self._mode = mode
         self._kind = "load" if mode == "load" else "save"
         self._checkpoint_id = checkpoint_id
         self._rank, self._world_size, self._path = rank, world_size, path
-        self._clock = clock
-        self._began_s = self._last_s = clock()
-        self._planned_bytes = self._memory_bytes = 0
-        self._lock = threading.Lock()
-        self._ended = self._is_good = False
-
-    @property
-    def stall_s(self) -> float:
-        """How long training has waited for it so far, in seconds."""
-        if self._mode != "async_save":
-            return sum(self.seconds.values())
-        if self.waited_s is not None:
-            return sum(self.seconds.get(phase, 0.0) for phase in STALL[:2]) + self.waited_s
-        return sum(self.seconds.get(phase, 0.0) for phase in STALL)
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes of this rank's part files that are known to be durable."""
-        return self.bytes.get("write", 0)
-
-    def done(self, phase: str, num_bytes: int = 0) -> None:
-        """Notes that a phase ended, which began when the one before did.
-
-        Args:
-            phase: See `Event`.
-            num_bytes: That it moved.
-        """
-        with self._lock:
-            now_s = self._clock()
-            took_s, self._last_s = now_s - self._last_s, now_s
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + took_s
-            if num_bytes:
-                self.bytes[phase] = self.bytes.get(phase, 0) + num_bytes
-        self._emit(phase, took_s, num_bytes)
-
-    def planned(self, go: SaveGo) -> None:
-        """Notes what this rank is to write: where stagers write, nobody reports how much that was.
-
-        Args:
-            go: Its part of the plan.
-        """
-        self._planned_bytes = sum(file.num_bytes for file in go.plan.files)
-
-    def watching(self, call: Callable[[Request], Reply]) -> Callable[[Request], Reply]:
-        """Returns what calls the coordinator and notes the phases that end with it.
-
-        Args:
-            call: Returns the coordinator's reply.
-        """
-
-        def watched(request: Request) -> Reply:
-            self._on_request(request)
-            reply = call(request)
-            self._on_reply(reply)
-            return reply
-
-        return watched
 
     def end(self, error: BaseException | None = None) -> None:
-        """Emits how it ended, once.
+        """Ends the last phase and emits how it ended, once.
 
         Args:
             error: What it raised.
         """
-        with self._lock:
-            if self._ended:
-                return
-            self._ended = True
-            took_s = self._clock() - self._began_s
-        if self._is_good and not isinstance(error, CheckpointError):
-            error = None  # what came after the outcome, as Ctrl-C, does not undo it
-        outcome = outcome_of(error, "loaded" if self._kind == "load" else "committed")
+        progress = self.progress
+        if progress.is_good and not isinstance(error, CheckpointError):
+            error = None
+        took_s = progress.end(error)
+        if took_s is None:
+            return
+        is_load = self._kind == "load"
         self._emit(
-            outcome,
+            outcome_of(error, "loaded" if is_load else "committed"),
             took_s,
-            self.bytes.get("read", 0) if self._kind == "load" else self.bytes_written,
+            progress.bytes.get("read" if is_load else "write", 0),
             error=None if error is None else f"{type(error).__name__}: {error}",
-            stall_s=None if self._kind == "load" else self.stall_s,
-            staged_bytes=self.bytes.get("stage", 0),
-            memory_bytes=self._memory_bytes,
+            stall_s=None if is_load else progress.held_s,
+            staged_bytes=progress.bytes.get("stage", 0),
+            memory_bytes=progress.memory_bytes,
         )
 
     def __enter__(self) -> Account:
@@ -305,37 +225,6 @@ class Account:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.end(error)
-
-    def _on_request(self, request: Request) -> None:
-        match request:
-            case SaveJoin() if "capture" not in self.seconds:
-                self.done("capture")
-            case SaveReceipt():
-                self.done("write", sum(file.num_bytes for file in request.files))
-            case LoadReady():
-                self.done("plan")
-            case LoadDone():
-                self._memory_bytes += request.counts.bytes_from_memory
-                self.done("read", request.counts.bytes_read)
-
-    def _on_reply(self, reply: Reply) -> None:
-        match reply:
-            case SaveAgain():
-                self.attempt = reply.attempt
-                self.plan = reply.origin
-                self.done("plan")
-            case SaveOutcome() if "write" in self.seconds:
-                self._is_good = True
-                self.done("commit")
-            case SaveOutcome():
-                self._is_good = True
-                # A stager wrote: this rank can't distinguish its writing from the commit.
-                self.done("write", self._planned_bytes)
-            case LoadProceed():
-                self.done("plan")
-            case LoadOutcome():
-                self._is_good = True
-                self.done("finish")
 
     def _emit(self, outcome: str, seconds: float, num_bytes: int, **more: object) -> None:
         with contained("An event"):
@@ -346,8 +235,8 @@ class Account:
                 world_size=self._world_size,
                 mode=self._mode,
                 path=self._path,
-                attempt=self.attempt,
-                plan=self.plan,
+                attempt=self.progress.attempt,
+                plan=self.progress.plan,
                 seconds=seconds,
                 num_bytes=num_bytes,
                 **more,  # type: ignore[arg-type]
@@ -390,6 +279,7 @@ class SaveRecorder:
         self._planned: dict[int, float] = {}
         self._staged_s: dict[int, float] = {}
         self._written: dict[int, float] = {}
+        self._staged_bytes: dict[int, int] = {}
         self._bytes: dict[int, dict[int, int]] = {}
         self._where: dict[int, str] = {}
         self._tasks: list[tuple[str, float, float]] = []
@@ -417,11 +307,16 @@ class SaveRecorder:
         match request:
             case SaveReceipt():
                 # Who copied and then wrote itself did so one after the other; a stager does both.
-                self._by_stagers = self._by_stagers and not request.staged_s
-                if request.staged_s and rank in self._planned:
-                    self._staged_s.setdefault(rank, self._planned[rank] + request.staged_s)
+                staged_s, staged_bytes = request.staged
+                self._by_stagers = self._by_stagers and not staged_s
+                if staged_s and rank in self._planned:
+                    self._staged_s.setdefault(rank, self._planned[rank] + staged_s)
+                    self._staged_bytes[rank] = staged_bytes
                 self._wrote(request, now_s)
-            case PartsHeld() | SaveStaged():
+            case PartsHeld():
+                self._staged_s.setdefault(rank, now_s)
+                self._staged_bytes[rank] = request.num_bytes
+            case SaveStaged():
                 self._staged_s.setdefault(rank, now_s)
             case PartsWritten():
                 self._wrote(request, now_s)
@@ -484,12 +379,15 @@ class SaveRecorder:
         self, phase: str, starts: dict[int, float], stops: dict[int, float], zero_s: float
     ) -> RankTimes:
         ranks = sorted(starts.keys() & stops.keys())
-        moved = [sum(self._bytes.get(rank, {}).values()) for rank in ranks]
+        moved = {
+            "stage": self._staged_bytes,
+            "write": {rank: sum(files.values()) for rank, files in self._bytes.items()},
+        }.get(phase, {})
         return RankTimes.of(
             ranks,
             [starts[rank] - zero_s for rank in ranks],
             [stops[rank] - zero_s for rank in ranks],
-            moved if phase in ("stage", "write") else None,
+            [moved.get(rank, 0) for rank in ranks],
         )
 
 

@@ -42,6 +42,7 @@ from ray_dcp.commit_protocol.messages import (
     Target,
     Untaken,
 )
+from ray_dcp.core.phases import COMPARE, FINISH, JOIN, OPEN, PLAN_READS, READ, READY, Step
 from ray_dcp.core.values import ChunkTable
 from ray_dcp.errors import (
     CheckpointError,
@@ -280,12 +281,12 @@ class RankLoad:
         progress.begin(key)
         with naming_checkpoint(self.target.url):
             storage, error = result_or_error(self.open, "opening the storage", rank)
-            progress.enter("waiting")
+            progress.enter(JOIN)
             go = yield LoadJoin(key, rank, self.world_size, self.target, self.options, error)
             if not isinstance(go, LoadGo) or storage is None:
                 raise reply_error(go, rank)
 
-            progress.enter("planning")
+            progress.enter(PLAN_READS)
             checkpoint, error = result_or_error(partial(self.checkpoint, go), "opening", rank)
             work: LoadWork | None = None
             prepared: Prepared | None = None
@@ -298,7 +299,7 @@ class RankLoad:
                     compare = partial(self.compare_overlaps, checkpoint, work)
                     what = "comparing targets that share memory"
                     _, error = result_or_error(compare, what, rank)
-            progress.enter("waiting")
+            progress.enter(READY)
             if progress.abandoned is not None:
                 raise located(progress.abandoned, self.target.url)
             may_share = self.world_size > 1 and prepared is not None
@@ -311,14 +312,17 @@ class RankLoad:
                 raise error or reply_error(proceed, rank)
             fill = partial(self.fill, checkpoint, work, prepared, proceed)
             counts, error = result_or_error(fill, "reading", rank)
-            progress.enter("waiting")
+            counts = counts or ReadCounts()
+            progress.count(counts.bytes_read)
+            progress.memory_bytes += counts.bytes_from_memory
+            progress.enter(FINISH)
             if progress.abandoned is not None:
                 raise located(progress.abandoned, self.target.url)
-            counts = counts or ReadCounts()
             outcome = yield LoadDone(key, rank, counts, error)
             progress.over = True
             if not isinstance(outcome, LoadOutcome):
                 raise reply_error(outcome, rank)
+            progress.succeed()
             return LoadResult(outcome.counts, checkpoint, counts)
 
     def open(self) -> Storage:
@@ -330,7 +334,7 @@ class RankLoad:
                 for `plan_timeout_s`.
             CheckpointError: It can't be opened.
         """
-        self.progress.enter("opening")
+        self.progress.enter(OPEN)
         with _ended:
             alone = _ended.wait_for(lambda: not _hung, self.options.plan_timeout_s)
         if not alone:
@@ -408,7 +412,7 @@ class RankLoad:
         for trial in work.trials():
             read_plan = plan_reads(checkpoint.table, trial.wanted)
             prepared = self.prepare(checkpoint, trial, read_plan)
-            self._fill(self._storage, checkpoint, trial, prepared)
+            self._fill(self._storage, checkpoint, trial, prepared, step=COMPARE)
 
     def needs(self, prepared: Prepared) -> ReadNeeds | None:
         """Returns what this rank may get from others or read for them; None: nothing.
@@ -509,11 +513,12 @@ class RankLoad:
         prepared: Prepared,
         shared: SharedReadStorage | None = None,
         most_threads: int | None = None,
+        step: Step = READ,
     ) -> ReadCounts:
         table, options = checkpoint.table, self.options
         if most_threads is not None:
             options = replace(options, num_threads=min(options.num_threads, most_threads))
-        self.progress.enter("reading", prepared.read_plan.bytes_needed)
+        self.progress.enter(step, prepared.read_plan.bytes_needed)
         end_s = time.monotonic() + options.read_timeout_s
 
         def chunks() -> ReadStats:

@@ -1,14 +1,13 @@
 """One call of the user on one rank: how far it is, whether it is to stop, and its session.
 
 `RankProgress` is filled by the thread that saves or loads and by the storage that it uses; the
-heartbeat sender reads it. `Activity` is the call from begin to end. While it lasts the rank sends
-heartbeats. A rank that leaves it by an error before the end (Ctrl-C, a coordinator out of reach)
-fails the call on every rank instead of letting the others wait.
+heartbeat sender reads it, as do events and reports. `Activity` is the call from begin to end.
+While it lasts the rank sends heartbeats. A rank that leaves it by an error before the end (Ctrl-C,
+a coordinator out of reach) fails the call on every rank instead of letting the others wait.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +15,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ray_dcp.commit_protocol.liveness import Doing
-from ray_dcp.commit_protocol.messages import Left, OpKey, Renumbered, Reply, Request
+from ray_dcp.commit_protocol.messages import (
+    Left,
+    OpKey,
+    PlanOrigin,
+    Renumbered,
+    Reply,
+    Request,
+)
+from ray_dcp.core.phases import PhaseClock
 from ray_dcp.errors import CheckpointError, DeadlineError, SaveCancelledError
 from ray_dcp.io.threads import Stop
 from ray_dcp.store.storage import Entry, PartWriter, Storage, StorageWrapper
@@ -26,8 +33,8 @@ if TYPE_CHECKING:
     from ray_dcp.runtime.session import Session
 
 
-class RankProgress:
-    """What one rank does now. Safe to use from several threads.
+class RankProgress(PhaseClock):
+    """What one rank does now, and how it came there. Safe to use from several threads.
 
     Args:
         clock: Seconds that never go back.
@@ -35,32 +42,33 @@ class RankProgress:
     Attributes:
         key: The save or load of this call, once it has begun.
         over: That save or load has its outcome on this rank.
+        is_good: And that is no failure.
         stop: Asked to stop when going on is of no use: it failed elsewhere, or was cancelled.
         abandoned: Why its coordinator will never answer; None while it may.
-        on_enter: Told every phase that begins.
-        phase: In which phase it is; see `liveness.Doing`.
+        attempt: Of a save, once it is planned.
+        plan: Of a save, once it is planned: see `SaveReport.plan`.
+        memory_bytes: Of a load, those of its bytes that came from the memory of the nodes.
 
     Examples:
+        >>> from ray_dcp.core.phases import WRITE
         >>> progress = RankProgress(lambda: 0.0)
-        >>> progress.enter("writing", total_bytes=100)
+        >>> _ = progress.enter(WRITE, total_bytes=100)
         >>> progress.moved(40)
         >>> progress.doing.done_bytes, progress.doing.phase
         (40, 'writing')
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__(clock)
         self.key: OpKey | None = None
-        self.over = False
+        self.over = self.is_good = False
         self.stop = Stop()
         self.abandoned: CheckpointError | None = None
-        self.on_enter: Callable[[str], None] = lambda _: None
-        self._clock = clock
-        self._lock = threading.Lock()
+        self.attempt: str | None = None
+        self.plan: PlanOrigin | None = None
+        self.memory_bytes = 0
         self._first_seq: int | None = None
         self._last_seq = -1
-        self.phase = "beginning"
-        self._entered_s = self._moved_s = clock()
-        self._done_bytes = self._total_bytes = 0
         self._at: dict[object, str] = {}
 
     def names(self, key: OpKey) -> None:
@@ -71,7 +79,8 @@ class RankProgress:
 
     def begin(self, key: OpKey) -> None:
         """Notes that a save or load begins: the one that a rank must not leave silently."""
-        self.key, self.over, self.stop, self.abandoned = key, False, Stop(), None
+        self.key, self.stop, self.abandoned = key, Stop(), None
+        self.over = self.is_good = False
         self.names(key)
 
     def renumber(self, seq: int) -> None:
@@ -86,19 +95,9 @@ class RankProgress:
         self.abandoned = error
         self.stop.because(error)
 
-    def enter(self, phase: str, total_bytes: int = 0) -> None:
-        """Notes that a phase begins; see `liveness.Doing`."""
-        with self._lock:
-            self.phase = phase
-            self._entered_s = self._moved_s = self._clock()
-            self._done_bytes, self._total_bytes = 0, total_bytes
-        self.on_enter(phase)
-
-    def moved(self, num_bytes: int) -> None:
-        """Notes that bytes went to the storage or came from it."""
-        with self._lock:
-            self._done_bytes += num_bytes
-            self._moved_s = self._clock()
+    def succeed(self) -> None:
+        """Notes the outcome: what comes after it, as Ctrl-C, does not undo it."""
+        self.over = self.is_good = True
 
     @contextmanager
     def at(self, key: str) -> Iterator[None]:
@@ -121,12 +120,12 @@ class RankProgress:
     def is_working(self) -> bool:
         """Whether this rank moves bytes, and has to be notified of a failure elsewhere."""
         # Why not "opening": that is before it joins.
-        return self.phase in ("planning", "writing", "reading")
+        return self.step.doing in ("planning", "writing", "reading")
 
     @property
     def waits_for_others(self) -> bool:
         """Whether it may wait for another rank, and has to be notified of its failure."""
-        return self.is_working or self.phase == "staging"
+        return self.is_working or self.step.doing == "staging"
 
     @property
     def doing(self) -> Doing:
@@ -136,8 +135,8 @@ class RankProgress:
             return Doing(
                 first_seq=self._last_seq if self._first_seq is None else self._first_seq,
                 last_seq=self._last_seq,
-                phase=self.phase,
-                phase_s=now_s - self._entered_s,
+                phase=self.step.doing,
+                phase_s=now_s - self._step_s,
                 done_bytes=self._done_bytes,
                 total_bytes=self._total_bytes,
                 quiet_s=now_s - self._moved_s,

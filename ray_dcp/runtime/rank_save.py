@@ -39,6 +39,7 @@ from ray_dcp.commit_protocol.planning import PlanCache
 from ray_dcp.commit_protocol.save import replaced_since
 from ray_dcp.commit_protocol.vote import Fenced, Lost, Won
 from ray_dcp.core.columns import encode
+from ray_dcp.core.phases import CAPTURE, COMMIT, PLAN, STAGED, WRITE
 from ray_dcp.core.values import Columns, Int32Array, RankPlan
 from ray_dcp.errors import (
     CheckpointError,
@@ -250,7 +251,6 @@ class RankSave:
         go, captured = yield from self.join(capture)
         receipt = self.write(go, captured.source, captured.deferred)
         outcome = yield from self.outcome(go, receipt)
-        self.progress.over = True
         warnings = dict.fromkeys([*captured.warnings, *go.warnings, *outcome.warnings])
         return replace(outcome, warnings=tuple(warnings))
 
@@ -267,7 +267,7 @@ class RankSave:
         """
         rank, options, progress, plans = self.rank, self.options, self.progress, self.memory
         progress.begin(self.key)
-        progress.enter("capturing")
+        progress.enter(CAPTURE)
         captured, error = result_or_error(capture, "capturing the state dict", rank)
         join = SaveJoin(
             self.key,
@@ -285,8 +285,8 @@ class RankSave:
             first = partial(_first, join, captured.columns, plans)
             described, error = result_or_error(first, "encoding the plan", rank)
             join, known = described or (replace(join, error=error), None)
-        join = replace(join, capture_s=progress.doing.phase_s)
-        progress.enter("waiting")
+        progress.enter(PLAN)
+        join = replace(join, capture_s=progress.seconds["capture"])
         with naming_checkpoint(self.target.url):
             reply = yield join
             while isinstance(reply, SendItems) and captured is not None:
@@ -294,6 +294,8 @@ class RankSave:
                 answer, error = result_or_error(again, "encoding the plan", rank)
                 join = answer or replace(join, error=error, asked=join.asked + 1)
                 reply = yield join
+            if isinstance(reply, SaveAgain):
+                progress.attempt, progress.plan = reply.attempt, reply.origin
             if isinstance(reply, SaveAgain) and not isinstance(reply, SaveGo):
                 if known is None or reply.digest != known.digest:
                     raise InternalError(
@@ -308,16 +310,13 @@ class RankSave:
             plans.put(join.fingerprint, Remembered(reply.digest, reply.plan, *reply.groups))
         return reply, captured
 
-    def write(
-        self, go: SaveGo, source: Source, deferred: Deferred, *, staged_s: float = 0.0
-    ) -> SaveReceipt:
+    def write(self, go: SaveGo, source: Source, deferred: Deferred) -> SaveReceipt:
         """Writes what the plan gives to this rank; returns the receipt, which may be a failure.
 
         Args:
             go: What this rank writes.
             source: Gives an item's bytes.
             deferred: Gives a deferred item's bytes.
-            staged_s: See `SaveReceipt`.
         """
         progress, rank, timeout_s = self.progress, self.rank, self.options.write_timeout_s
 
@@ -334,10 +333,14 @@ class RankSave:
         overdue = partial(
             progress.overdue, "write its part", "SaveOptions.write_timeout_s", timeout_s, rank
         )
-        progress.enter("writing", sum(file.num_bytes for file in go.plan.files))
+        progress.enter(WRITE, sum(file.num_bytes for file in go.plan.files))
         in_time = partial(run_within, write, timeout_s, progress.stop, overdue)
         files, error = result_or_error(in_time, "writing", rank)
-        return SaveReceipt(self.key, rank, go.attempt, go.epoch, files or (), error, staged_s)
+        progress.count(sum(file.num_bytes for file in files or ()))
+        # Why not of a stager of the user's: it copied before this save began.
+        copied = self.staged and "stage" in progress.seconds
+        staged = (progress.seconds["stage"], progress.bytes.get("stage", 0)) if copied else (0.0, 0)
+        return SaveReceipt(self.key, rank, go.attempt, go.epoch, files or (), error, staged)
 
     def outcome(
         self, go: SaveGo, request: SaveReceipt | SaveStaged
@@ -353,10 +356,11 @@ class RankSave:
             CommitUnknownError: Neither coordinator nor storage report whether it was committed.
         """
         rank, progress = self.rank, self.progress
-        progress.enter("waiting")
-        if progress.abandoned is not None:
-            return self._settled(go, progress.abandoned)
+        # Why: the rank of a stager can't distinguish its writing from the commit.
+        progress.enter(STAGED if isinstance(request, SaveStaged) else COMMIT)
         try:
+            if progress.abandoned is not None:
+                raise progress.abandoned
             outcome = yield request
         except CheckpointError as unanswered:
             outcome = self._settled(go, unanswered)
@@ -368,6 +372,10 @@ class RankSave:
             outcome = self._settled(go, reply_error(outcome, rank))
         if not isinstance(outcome, SaveOutcome):
             raise reply_error(outcome, rank)
+        if isinstance(request, SaveStaged):
+            # Why the plan's: nobody reports to this rank how much a stager wrote.
+            progress.count(sum(file.num_bytes for file in go.plan.files))
+        progress.succeed()
         return outcome
 
     def _settled(self, go: SaveGo, unanswered: CheckpointError) -> SaveOutcome:

@@ -8,7 +8,6 @@ rank waits for the outcome, also if the rank died. A process that is alone holds
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -130,19 +129,15 @@ class InProcessBackend:
         self, save: RankSave, go: SaveGo, captured: Captured
     ) -> tuple[CheckpointError | None, Finish]:
         """See `StagingBackend.stage`."""
-        began_s = time.perf_counter()
         copy, error = result_or_error(partial(self._copy, go, captured), "staging", save.rank)
-        staged_s = time.perf_counter() - began_s
         self._rank_progress = save.progress
         save = replace(save, opener=self._opener)
 
         def finish() -> Finish:
             if copy is None:
-                receipt = SaveReceipt(
-                    save.key, save.rank, go.attempt, go.epoch, error=error, staged_s=staged_s
-                )
+                receipt = SaveReceipt(save.key, save.rank, go.attempt, go.epoch, error=error)
             else:
-                receipt = save.write(go, *copy, staged_s=staged_s)
+                receipt = save.write(go, *copy)
                 self._ended = receipt.error is None
                 # Why now: with the outcome the next save begins, and may have this memory.
                 self._give_back(reuse=self._ended)
@@ -231,8 +226,6 @@ class StagerBackend:
         held: PartsHeld | None = None
         error: CheckpointError | None = None
         if go.plan.files:
-            # Why: it may wait for room that a frozen rank has, and hears of the failure by this.
-            save.progress.enter("staging")
             hand_over = partial(self._transfer, save, go, captured)
             held, error = result_or_error(hand_over, "staging", save.rank)
         # Why not `save.key`: the call may have another number by now.
@@ -273,7 +266,7 @@ class StagerBackend:
         """Reports to the coordinator who holds the bytes; only then may the rank die."""
         own = staged.key
         key, epoch = own.save
-        held = PartsHeld(key, own.rank, own.attempt, epoch, staged.stager)
+        held = PartsHeld(key, own.rank, own.attempt, epoch, staged.stager, staged.num_bytes)
         reply = self._session.call(held)
         if not isinstance(reply, Ack):
             raise reply_error(reply, own.rank)

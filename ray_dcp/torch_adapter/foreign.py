@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from ray_dcp.core import phases
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -117,6 +118,7 @@ def foreign_save(
     checkpoint_id: CheckpointId | None = None,
     use_collectives: bool = True,
     stateful: bool = True,
+    clock: phases.PhaseClock | None = None,
 ) -> Steps[Metadata]:
     """Saves with a `StorageWriter` that ray_dcp knows nothing about.
 
@@ -133,6 +135,7 @@ def foreign_save(
             and calls `finish`.
         stateful: Replace top-level `Stateful` values by their state, as `save` does and
             `save_state_dict` does not.
+        clock: Of this save.
 
     Returns:
         The `Metadata` that `finish` was given: on the coordinator rank that very object, on the
@@ -147,6 +150,7 @@ def foreign_save(
     """
     name = type(writer).__name__
     planner = DefaultSavePlanner() if planner is None else planner
+    clock = clock or phases.PhaseClock()
     metadata: Metadata | None = None
 
     def local_plan() -> SavePlan:
@@ -159,7 +163,9 @@ def foreign_save(
         set_up_save_planner(planner, for_planner(state), meta, is_coordinator=is_coordinator)
         how = {"rank": group.rank, "use_collectives": use_collectives}
         _call(writer.set_up_storage_writer, is_coordinator, **how)
-        return writer.prepare_local_plan(planner.create_local_plan())
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+        clock.enter(phases.PLAN)
+        return plan
 
     def global_plan(plans: list[SavePlan]) -> list[SavePlan]:
         nonlocal metadata
@@ -167,9 +173,12 @@ def foreign_save(
         return writer.prepare_global_plan(plans)
 
     def write(plan: SavePlan) -> Any:
-        written = writer.write_data(planner.finish_plan(plan), planner)
+        clock.enter(phases.PLUG_IN_WRITE)
+        under_way = writer.write_data(planner.finish_plan(plan), planner)
         doing = f"{name}.write_data"
-        return await_future(written, group.timeout_s, doing=doing, rank=group.rank)
+        written = await_future(under_way, group.timeout_s, doing=doing, rank=group.rank)
+        clock.enter(phases.COMMIT)
+        return written
 
     def finish(results: list[Any]) -> Sealed:
         if metadata is None:
@@ -208,6 +217,7 @@ def foreign_load(
     *,
     checkpoint_id: CheckpointId | None = None,
     stateful: bool = True,
+    clock: phases.PhaseClock | None = None,
 ) -> Steps[None]:
     """Loads with a `StorageReader` that ray_dcp knows nothing about, in place.
 
@@ -223,6 +233,7 @@ def foreign_load(
         checkpoint_id: What to load, in the plug-in's terms.
         stateful: Load into the state of top-level `Stateful` values, as `load` does and
             `load_state_dict` does not.
+        clock: Of this load.
 
     Raises:
         CheckpointError: Something failed on some rank; the same error on every rank, with
@@ -232,11 +243,13 @@ def foreign_load(
     Source: `torch/distributed/checkpoint/state_dict_loader.py`, `load` and `_load_state_dict`.
     """
     planner = DefaultLoadPlanner() if planner is None else planner
+    clock = clock or phases.PhaseClock()
     loaded: LoadTargets | None = None
     shown: Any = None
 
     def local_plan() -> LoadPlan:
         nonlocal loaded, shown
+        clock.enter(phases.PLAN_READS)
         if checkpoint_id is not None:
             reader.reset(checkpoint_id)  # type: ignore[arg-type]
         metadata, is_global = _read_metadata(group, reader)
@@ -250,15 +263,19 @@ def foreign_load(
         refuse_lost_memory(planner)
         how = {"rank": group.rank, "use_collectives": is_global}
         _call(reader.set_up_storage_reader, metadata, group.is_coordinator, **how)
-        return reader.prepare_local_plan(planner.create_local_plan())
+        plan = reader.prepare_local_plan(planner.create_local_plan())
+        clock.enter(phases.READY)
+        return plan
 
     def global_plan(plans: list[LoadPlan]) -> list[LoadPlan]:
         return reader.prepare_global_plan(planner.create_global_plan(plans))
 
     def read(plan: LoadPlan) -> None:
+        clock.enter(phases.PLUG_IN_READ)
         under_way = reader.read_data(planner.finish_plan(plan), planner)
         doing = f"{type(reader).__name__}.read_data"
         await_future(under_way, group.timeout_s, doing=doing, rank=group.rank)
+        clock.enter(phases.FINISH)
 
     def put_back() -> None:
         take_back(state_dict if loaded is None else loaded.values, shown)

@@ -12,25 +12,11 @@ from typing import Any
 from torch.distributed import c10d_logger
 from torch.distributed.checkpoint import logger as _stock
 
+from ray_dcp.core.phases import Step
 from ray_dcp.core.reporting import contained
 
 DCP_LOGGER: logging.Logger = _stock._dcp_logger
 """The logger that DCP's own functions use: handlers that a job put there hear ray_dcp too."""
-
-_PHASES = {
-    "capturing": "local_step",
-    "planning": "local_step",
-    "opening": "read_metadata",
-    "staging": "write_data",
-    "writing": "write_data",
-    "reading": "read_data",
-}
-"""Phases of a rank, and what DCP calls them. What a rank waits for depends on what it did."""
-_WAITS = {
-    "local_step": "global_step",
-    "write_data": "finish_checkpoint",
-    "read_data": "finish_load",
-}
 
 
 class OperationLog:
@@ -68,10 +54,10 @@ class OperationLog:
             if value is not None:
                 self._fields[name] = type(value).__name__
         self._begun_s: dict[str, float] = {}
-        self._phase: str | None = None
+        self._phase = ""
 
     def __enter__(self) -> OperationLog:
-        self._tell(self.operation, "start")
+        self._tell(self.operation, "start", time.perf_counter())
         return self
 
     def __exit__(
@@ -80,19 +66,17 @@ class OperationLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._end_phase(error)
-        self._end(self.operation, error)
+        self._end(self.operation, time.perf_counter(), error)
 
-    def enter(self, phase: str) -> None:
-        """Notes that a rank begins with something else; see `RankProgress.enter`."""
-        name = _PHASES.get(phase)
-        if phase == "waiting" and self._phase is not None:
-            name = _WAITS.get(self._phase)
-        if name is None or name == self._phase:
+    def enter(self, step: Step | None, now_s: float, error: BaseException | None = None) -> None:
+        """Notes that a rank begins with something else; see `PhaseClock.on_step`."""
+        if step is not None and step.dcp in ("", self._phase):
             return
-        self._end_phase(None)
-        self._phase = name
-        self._tell(name, "start")
+        if self._phase:
+            self._end(self._phase, now_s, error)
+        self._phase = "" if step is None else step.dcp
+        if self._phase:
+            self._tell(self._phase, "start", now_s)
 
     def uploading(self, handle: Any) -> None:
         """Tells of what goes on in the background, to its end.
@@ -100,39 +84,32 @@ class OperationLog:
         Args:
             handle: A future.
         """
-        self._tell("upload", "start")
+        self._tell("upload", "start", time.perf_counter())
 
         def ended(future: Any) -> None:
             error = None if future.cancelled() else Future.exception(future)
-            self._end("upload", error)
+            self._end("upload", time.perf_counter(), error)
 
         # Why the base's methods: a handle notes who looks at it, and to log is not to look.
         Future.add_done_callback(handle, ended)
 
-    def _end_phase(self, error: BaseException | None) -> None:
-        phase, self._phase = self._phase, None
-        if phase is not None:
-            self._end(phase, error)
+    def _end(self, phase: str, now_s: float, error: BaseException | None) -> None:
+        self._tell(phase, "end" if error is None else "exception", now_s, error)
 
-    def _end(self, phase: str, error: BaseException | None) -> None:
-        self._tell(phase, "end" if error is None else "exception", error)
-
-    def _tell(self, phase: str, event: str, error: BaseException | None = None) -> None:
+    def _tell(
+        self, phase: str, event: str, now_s: float, error: BaseException | None = None
+    ) -> None:
         """Logs the dict that DCP's decorator would log."""
-        with contained(f"The log of {self.operation}"):
-            self._log(phase, event, error)
-
-    def _log(self, phase: str, event: str, error: BaseException | None) -> None:
-        now_s = time.monotonic()
         if event == "start":
             self._begun_s[phase] = now_s
         level = logging.DEBUG if error is None else logging.ERROR
-        if not DCP_LOGGER.isEnabledFor(level):
-            return
-        message = {**self._fields, **c10d_logger._get_msg_dict(phase)}
-        message |= {"event": event, "time": time.time_ns(), "log_exceptions": True}
-        if event == "end":
-            message["times_spent"] = int((now_s - self._begun_s[phase]) * 1e9)
-        if error is not None:
-            message["error"] = f"{error}"
-        DCP_LOGGER.log(level, message)
+        with contained(f"The log of {self.operation}"):
+            if not DCP_LOGGER.isEnabledFor(level):
+                return
+            message = {**self._fields, **c10d_logger._get_msg_dict(phase)}
+            message |= {"event": event, "time": time.time_ns(), "log_exceptions": True}
+            if event == "end":
+                message["times_spent"] = int((now_s - self._begun_s[phase]) * 1e9)
+            if error is not None:
+                message["error"] = f"{error}"
+            DCP_LOGGER.log(level, message)

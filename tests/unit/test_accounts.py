@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,10 +18,13 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import ray_dcp
 from ray_dcp import errors, events
+from ray_dcp.core.phases import READ, STAGE, WRITE, Step
 from ray_dcp.events import LOGGER_NAME, Event, outcome_of
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime import metrics
+from ray_dcp.runtime import metrics, rank_save, staging_backend
 from ray_dcp.runtime.metrics import Account
+from ray_dcp.runtime.rank_progress import RankProgress
+from ray_dcp.store.opening import open_storage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -186,18 +191,23 @@ def test_a_save_that_ends_before_it_is_planned_has_one_end_too(
     assert told.end["error"].startswith(error.__name__)
 
 
+def moved(account: Account, step: Step, num_bytes: int) -> None:
+    account.progress.enter(step)
+    account.progress.count(num_bytes)
+
+
 def test_only_rank_0_counts_what_is_one_for_all_ranks_and_written_is_what_was_committed(counted):
-    with suppress(errors.SaveCancelledError), Account("save", "/c") as account:
-        account.done("write", 9)
+    with suppress(errors.SaveCancelledError), Account("save", "/c", RankProgress()) as account:
+        moved(account, WRITE, 9)
         raise errors.SaveCancelledError("after the last byte")
     assert counted("dcp_written_bytes") == {}
     for rank in (0, 1):
-        account = Account("async_save", "/c", rank=rank, world_size=2)
-        account.done("stage", 7)
-        account.done("write", 9)
+        account = Account("async_save", "/c", RankProgress(), rank=rank, world_size=2)
+        moved(account, STAGE, 7)
+        moved(account, WRITE, 9)
         account.end()
-        with Account("load", "/c", rank=rank, world_size=2) as load:
-            load.done("read", 5)
+        with Account("load", "/c", RankProgress(), rank=rank, world_size=2) as load:
+            moved(load, READ, 5)
     assert counted("dcp_saves") == {("save", "cancelled"): 1, ("async_save", "committed"): 1}
     assert counted("dcp_loads") == {("loaded",): 1}
     assert counted("dcp_staged_bytes") == {(): 14}
@@ -228,7 +238,7 @@ def test_one_line_for_a_save_at_level_info_and_the_rest_below(told, tmp_path):
     ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
     assert told.levels == [logging.DEBUG] * (len(told.levels) - 1) + [logging.INFO]
     told.levels.clear()
-    Account("save", "/c", rank=1, world_size=2).end()
+    Account("save", "/c", RankProgress(), rank=1, world_size=2).end()
     assert told.levels == [logging.DEBUG]
 
 
@@ -313,7 +323,7 @@ def test_a_handler_on_dcps_logger_hears_what_dcp_would_tell(
 
 
 def test_an_account_ends_once_and_the_memory_of_a_node_is_a_gauge(told, counted):
-    account = Account("save", "/c")
+    account = Account("save", "/c", RankProgress())
     account.end(errors.SaveCancelledError("by hand"))
     account.end()
     assert told.names == ["save.cancelled"]
@@ -322,3 +332,237 @@ def test_an_account_ends_once_and_the_memory_of_a_node_is_a_gauge(told, counted)
     metrics.staging_memory(32, 64)
     assert counted("dcp_staging_used_bytes") == {(): 32}
     assert counted("dcp_staging_limit_bytes") == {(): 128}
+
+
+# All of them by one clock
+
+
+DCP_NAMES = {
+    "save": {
+        "local_step": "capture",
+        "global_step": "plan",
+        "stage_state_dict": "stage",
+        "write_data": "write",
+        "finish_checkpoint": "commit",
+    },
+    "load": {"read_data": "read", "finish_load": "finish"},
+}
+"""What DCP's logger calls the phases. Those of a load's plan are several there."""
+
+
+class OwnWriter(stock.FileSystemWriter):
+    """A storage that ray_dcp knows nothing about."""
+
+
+class OwnReader(stock.FileSystemReader):
+    """A storage that ray_dcp knows nothing about."""
+
+
+class OwnPlanner(stock.DefaultSavePlanner):
+    """A planner whose hooks are called."""
+
+
+def stager(*, is_async: bool) -> DefaultStager:
+    return DefaultStager(StagingOptions(False, False, is_async, False))
+
+
+SAVES: dict[str, dict[str, Any]] = {
+    "native": {},
+    "safetensors": {"options": SaveOptions(container="safetensors")},
+    "planner hooks": {"planner": OwnPlanner},
+    "foreign storage": {"storage_writer": OwnWriter},
+}
+ASYNC_SAVES: dict[str, dict[str, Any]] = {
+    **SAVES,
+    "background": {"options": SaveOptions(staging="background")},
+    "a stager of the user's": {"async_stager": lambda: stager(is_async=False)},
+    "one that copies in a thread": {"async_stager": lambda: stager(is_async=True)},
+}
+FAILURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "capture": ({"x": torch.empty(3, device="meta")}, {}),
+    "plan": ({}, {"options": SaveOptions(overwrite=False)}),
+    "write": ({}, {"broken": True}),
+}
+
+
+def how(place: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """Returns arguments, with what is made for each call; a storage knows its place."""
+    made = {name: value() for name, value in given.items() if name in ("planner", "async_stager")}
+    if "storage_writer" in given:
+        made["storage_writer"] = given["storage_writer"](place)
+    return {"checkpoint_id": place, **given, **made}
+
+
+@pytest.fixture
+def broken_disk(monkeypatch):
+    """Lets no part file be written from now on."""
+
+    def refuse(*_: object, **__: object):
+        raise errors.StorageError("no space left")
+
+    def breaks() -> None:
+        monkeypatch.setattr(rank_save, "write_part", refuse)
+
+    return breaks
+
+
+class Readers:
+    """What everything that tells of an operation has told, which must be one story."""
+
+    def __init__(self, heard: list[Event], logged: list[dict[str, Any]], counted: Any) -> None:
+        self.heard, self.logged, self.counted = heard, logged, counted
+
+    def agree(self, operation: str, seconds: Any = None, stall_s: float | None = None) -> None:
+        """Asserts that all tell the same of the only operation so far."""
+        *phases, end = self.heard
+        assert [event.name for event in self.heard if event.is_end] == [end.name]
+        by_phase: dict[str, float] = {}
+        for event in phases:
+            by_phase[event.outcome] = by_phase.get(event.outcome, 0.0) + event.seconds
+        assert sum(by_phase.values()) == pytest.approx(end.seconds, abs=1e-6), "a gap"
+        if seconds is not None:
+            assert seconds == pytest.approx(by_phase, abs=1e-9)
+        named: dict[str, float] = {}
+        for each in self.logged:
+            phase = DCP_NAMES[operation].get(each["func_name"])
+            if phase is not None and each["event"] == "end":
+                named[phase] = named.get(phase, 0.0) + each["times_spent"] / 1e9
+            elif phase is not None and each["event"] == "exception":
+                named[phase] = by_phase[phase]
+        told = {phase: s for phase, s in by_phase.items() if (operation, phase) != ("load", "plan")}
+        assert named == pytest.approx(told, abs=1e-6)
+        if operation == "load":
+            assert sum(self.counted("dcp_load_seconds").values()) == end.seconds
+            return
+        stalls = self.counted("dcp_save_stall_seconds")
+        assert list(stalls.values()) == [pytest.approx(end.stall_s)]
+        durable = sum(self.counted("dcp_save_durable_seconds").values())
+        assert durable == (end.seconds if end.outcome == "committed" else 0)
+        assert end.stall_s == pytest.approx(end.seconds if stall_s is None else stall_s)
+
+
+@pytest.fixture
+def readers(heard, logged, counted) -> Readers:
+    return Readers(heard, logged, counted)
+
+
+def agrees_with_trace(heard: list[Event], place: Path) -> None:
+    """Asserts that what a rank tells the coordinator of its phases is what it tells elsewhere."""
+    trace = ray_dcp.open(place).trace
+    assert trace is not None
+    spans = {span.phase: span for span in trace.spans if span.rank == 0}
+    told = {event.outcome: event for event in heard}
+    for phase in ("capture", "stage"):
+        if phase in spans:
+            assert spans[phase].seconds == pytest.approx(told[phase].seconds, abs=3e-5), phase
+            assert spans[phase].num_bytes == told[phase].num_bytes
+    assert spans["write"].num_bytes == told["write"].num_bytes
+
+
+@pytest.mark.parametrize("given", SAVES.values(), ids=SAVES)
+def test_whoever_tells_of_a_save_tells_the_same(given, readers, tmp_path):
+    place = tmp_path / "c"
+    ray_dcp.save(state(), **how(place, given))
+    readers.agree("save")
+    if "storage_writer" not in given:
+        agrees_with_trace(readers.heard, place)
+    assert [event.outcome for event in readers.heard] == [
+        "capture", "plan", "write", "commit", "committed",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", ASYNC_SAVES.values(), ids=ASYNC_SAVES)
+def test_whoever_tells_of_an_asynchronous_save_tells_the_same(given, readers, tmp_path):
+    place = tmp_path / "c"
+    began_s = time.perf_counter()
+    handle = ray_dcp.async_save(state(), **how(place, given))
+    called_s = time.perf_counter() - began_s
+    handle.committed(180)
+    report = handle.report()
+    readers.agree("save", report.seconds, report.stall_s)
+    assert report.stall_s - (report.waited_s or 0.0) <= called_s
+    phases = {event.outcome: event.num_bytes for event in readers.heard}
+    assert set(phases) == {"capture", "plan", "stage", "write", "commit", "committed"}
+    assert (phases["stage"], phases["write"]) == (report.bytes_staged, report.bytes_written)
+    if "storage_writer" not in given and "async_stager" not in given:
+        agrees_with_trace(readers.heard, place)
+
+
+@pytest.mark.parametrize("save", [ray_dcp.save, ray_dcp.async_save])
+@pytest.mark.parametrize("phase", FAILURES)
+def test_a_save_that_fails_spends_its_time_in_the_phase_that_failed(
+    save, phase, readers, broken_disk, tmp_path
+):
+    more, given = FAILURES[phase]
+    given = {**given}
+    ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
+    for told in (readers.heard, readers.logged):
+        told.clear()
+    before = readers.counted("dcp_save_durable_seconds")
+    if given.pop("broken", False):
+        broken_disk()
+    with pytest.raises(errors.CheckpointError):
+        save({**state(), **more}, checkpoint_id=tmp_path / "c", **given).result(180)
+    assert readers.heard[-1].name == "save.failed"
+    assert readers.heard[-1].seconds == pytest.approx(
+        sum(event.seconds for event in readers.heard[:-1]), abs=1e-6
+    )
+    assert readers.counted("dcp_save_durable_seconds") == before
+    if save is ray_dcp.save:
+        assert readers.heard[-1].stall_s == pytest.approx(readers.heard[-1].seconds)
+        failed = [each["func_name"] for each in readers.logged if each["event"] == "exception"]
+        assert failed[-1] == "save"
+        assert len(failed) == 2, "the phase, then the whole"
+
+
+@pytest.mark.parametrize("end", ["cancelled", "skipped"])
+def test_a_save_that_is_given_up_tells_where_its_time_went(end, readers, monkeypatch, tmp_path):
+    gate = threading.Event()
+
+    def held(target: Any) -> Any:
+        assert gate.wait(180)
+        return open_storage(target)
+
+    make = staging_backend.InProcessBackend
+    monkeypatch.setattr(staging_backend, "InProcessBackend", lambda: make(held))
+    options = SaveOptions(max_pending=1, when_full="skip")
+    try:
+        first = ray_dcp.async_save(state(), checkpoint_id=tmp_path / "c", options=options)
+        handle = first
+        if end == "skipped":
+            handle = ray_dcp.async_save(state(), checkpoint_id=tmp_path / "d", options=options)
+        assert end == "skipped" or first.cancel()
+    finally:
+        gate.set()
+    with pytest.raises(errors.SaveCancelledError):
+        handle.committed(180)
+    with suppress(errors.SaveCancelledError):
+        first.committed(180)
+    told = [event for event in readers.heard if event.checkpoint_id == handle.checkpoint_id]
+    assert told[-1].name == f"save.{end}"
+    by_phase = {event.outcome: event.seconds for event in told[:-1]}
+    assert handle.report().seconds == pytest.approx(by_phase, abs=1e-9)
+    assert sum(by_phase.values()) == pytest.approx(told[-1].seconds, abs=1e-6)
+    assert handle.report().stall_s == pytest.approx(told[-1].stall_s)
+
+
+@pytest.mark.parametrize("reader", [None, OwnReader], ids=["native", "foreign storage"])
+def test_whoever_tells_of_a_load_tells_the_same(reader, readers, tmp_path):
+    ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
+    for told in (readers.heard, readers.logged):
+        told.clear()
+    given = {"storage_reader": reader(tmp_path / "c")} if reader else {}
+    report = ray_dcp.load(state(), checkpoint_id=tmp_path / "c", **given)
+    readers.agree("load", report.seconds)
+    assert [event.outcome for event in readers.heard] == ["plan", "read", "finish", "loaded"]
+
+
+def test_a_load_that_falls_back_a_step_tells_of_all_that_it_tried(readers, tmp_path, recwarn):
+    for step in (1, 2):
+        ray_dcp.save(state(), checkpoint_id=tmp_path / f"step-{step}")
+    next((tmp_path / "step-2").glob("*.distcp")).unlink()
+    for told in (readers.heard, readers.logged):
+        told.clear()
+    report = ray_dcp.load_newest(state(), tmp_path)
+    assert report.step == 1
+    readers.agree("load", report.seconds)

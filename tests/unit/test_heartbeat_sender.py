@@ -13,6 +13,7 @@ from ray.exceptions import RayTaskError
 
 from ray_dcp.commit_protocol.liveness import Heartbeat, HeartbeatAck
 from ray_dcp.commit_protocol.messages import Left, OpKey, Refused
+from ray_dcp.core.phases import WRITE
 from ray_dcp.errors import DeadlineError, InternalError, LimitError, StorageError
 from ray_dcp.runtime import heartbeat, ray_calls, ray_private
 from ray_dcp.runtime.heartbeat import HeartbeatSender
@@ -198,7 +199,7 @@ def test_a_rank_that_moves_bytes_stops_when_the_save_has_failed_elsewhere(coordi
     assert eventually(lambda: coordinator.beats, 20)
     assert coordinator.beats[-1].awaits == ()  # it has not joined yet
     full = StorageError("full")
-    progress.enter("writing")
+    progress.enter(WRITE)
     assert eventually(lambda: coordinator.beats[-1].awaits == (key,), 20)
     coordinator.answers = {"failed": {key: Refused(full)}}
     assert eventually(lambda: progress.stop.asked, 20)

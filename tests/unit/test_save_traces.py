@@ -196,14 +196,14 @@ def test_an_asynchronous_save_is_staged_while_it_is_written():
     recorder.record_request(join(0, staged=True), 1.0)
     recorder.record_answer(go(0), 2.0)
     recorder.record_request(PartsWritten(KEY, 0, ATTEMPT, 1, (receipt(0, 5),)), 2.5)
-    recorder.record_request(PartsHeld(KEY, 0, ATTEMPT, 1, "st"), 3.0)
+    recorder.record_request(PartsHeld(KEY, 0, ATTEMPT, 1, "st", 7), 3.0)
     recorder.record_request(PartsWritten(KEY, 0, ATTEMPT, 1, (receipt(1, 6),)), 4.0)
     recorder.record_request(PartsWritten(KEY, 0, ATTEMPT, 1, (receipt(1, 6),)), 9.0)
     trace = recorder.trace(10.0)
     assert trace is not None
     assert trace.mode == "async_save"
     spans = {span.phase: (span.start_s, span.stop_s, span.num_bytes) for span in trace.spans}
-    assert spans["stage"] == (1.5, 2.5, 11)
+    assert spans["stage"] == (1.5, 2.5, 7)
     assert spans["write"] == (1.5, 3.5, 11)
     assert trace.stall_s == 2.5
 
@@ -212,7 +212,7 @@ def test_a_process_alone_tells_how_long_it_copied():
     recorder = SaveRecorder(join(0), 0.0, 0.0)
     recorder.record_request(join(0), 1.0)
     recorder.record_answer(go(0), 2.0)
-    recorder.record_request(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5),), None, 0.25), 3.0)
+    recorder.record_request(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5),), None, (0.25, 4)), 3.0)
     trace = recorder.trace(4.0)
     assert trace is not None
     spans = {span.phase: (span.start_s, span.stop_s) for span in trace.spans}

@@ -1,0 +1,153 @@
+"""The phases of a save or load on one rank, by one clock. Pure.
+
+The code that saves or loads advances a `PhaseClock` from step to step. Heartbeats, events, metrics,
+reports, DCP's logger and what a rank reports for the trace are readers of it: none of them has
+another clock. (The trace itself has the coordinator's, as it compares ranks.)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank does at a time, under the names that its readers have for it."""
+
+    phase: str
+    """Of events and reports; see `Event`."""
+    doing: str
+    """Of heartbeats; see `Doing.phase`."""
+    dcp: str = ""
+    """Of DCP's logger; empty where that has none."""
+
+
+BEGIN = Step("", "beginning")
+"""Before the first step, to which this time counts."""
+
+CAPTURE = Step("capture", "capturing", "local_step")
+PLAN = Step("plan", "waiting", "global_step")
+STAGE = Step("stage", "staging", "stage_state_dict")
+WRITE = Step("write", "writing", "write_data")
+STAGED = Step("write", "waiting", "write_data")
+"""The bytes are held, and are written by whoever holds them, or later."""
+PLUG_IN_WRITE = Step("write", "writing with a plug-in", "write_data")
+COMMIT = Step("commit", "waiting", "finish_checkpoint")
+
+AWAIT_STAGED = Step("plan", "waiting for a save that is staged")
+OPEN = Step("plan", "opening", "read_metadata")
+JOIN = Step("plan", "waiting", "read_metadata")
+PLAN_READS = Step("plan", "planning", "local_step")
+COMPARE = Step("plan", "reading", "local_step")
+READY = Step("plan", "waiting", "global_step")
+READ = Step("read", "reading", "read_data")
+PLUG_IN_READ = Step("read", "reading with a plug-in", "read_data")
+FINISH = Step("finish", "waiting", "finish_load")
+
+
+class PhaseClock:
+    """The course of one save or load on one rank. Safe to use from several threads.
+
+    Every moment from its begin to its end is in exactly one phase; phases may come again.
+
+    Args:
+        clock: Seconds that never go back.
+
+    Attributes:
+        step: What the rank does.
+        seconds: How long each phase took that has ended.
+        bytes: Bytes that each phase moved, of those that moved some.
+        waited_s: How long training has waited for it after `release`, in seconds.
+        on_step: Gets each step, when it began, and None as the last; then also the error.
+        on_phase: Gets each phase that has ended, how long it took, and the bytes that it moved.
+
+    Examples:
+        >>> now = iter([0.0, 1.0, 3.0, 6.0])
+        >>> phases = PhaseClock(lambda: next(now))
+        >>> _ = phases.enter(STAGE)
+        >>> phases.count(100)
+        >>> _ = phases.enter(WRITE)
+        >>> phases.end(), phases.seconds, phases.bytes
+        (6.0, {'stage': 3.0, 'write': 3.0}, {'stage': 100})
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.step = BEGIN
+        self.seconds: dict[str, float] = {}
+        self.bytes: dict[str, int] = {}
+        self.waited_s = 0.0
+        self.on_step: Callable[[Step | None, float, BaseException | None], None] = lambda *_: None
+        self.on_phase: Callable[[str, float, int], None] = lambda *_: None
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._began_s = self._phase_s = self._step_s = self._moved_s = clock()
+        self._released_s: float | None = None
+        self._ended_s: float | None = None
+        self._counted_bytes = self._done_bytes = self._total_bytes = 0
+
+    def enter(self, step: Step, total_bytes: int = 0) -> float:
+        """Begins a step, and ends the one before; does nothing after the end. Returns when.
+
+        Args:
+            step: The next one.
+            total_bytes: To be moved in it, where that is known.
+        """
+        return self._advance(step, total_bytes, None)
+
+    def end(self, error: BaseException | None = None) -> float | None:
+        """Ends the last phase. Returns how long all of it took; None where it has ended before.
+
+        Args:
+            error: Why it failed.
+        """
+        return None if self._ended_s is not None else self._advance(None, 0, error) - self._began_s
+
+    def release(self, at_s: float | None = None) -> None:
+        """Notes that training goes on from a moment, by default from now; the first call counts."""
+        if self._released_s is None:
+            self._released_s = self._clock() if at_s is None else at_s
+
+    @property
+    def held_s(self) -> float:
+        """How long training has waited for it, in seconds."""
+        until_s = [s for s in (self._released_s, self._ended_s) if s is not None]
+        return min(until_s, default=self._clock()) - self._began_s + self.waited_s
+
+    def count(self, num_bytes: int) -> None:
+        """Adds bytes that the phase has moved, for good."""
+        with self._lock:
+            self._counted_bytes += num_bytes
+
+    def moved(self, num_bytes: int) -> None:
+        """Notes that bytes went to the storage or came from it: that the step goes on."""
+        with self._lock:
+            self._done_bytes += num_bytes
+            self._moved_s = self._clock()
+
+    def _advance(self, step: Step | None, total_bytes: int, error: BaseException | None) -> float:
+        ended = None
+        with self._lock:
+            if self._ended_s is not None:
+                return self._ended_s
+            now_s, phase = self._clock(), self.step.phase
+            if self.step is BEGIN and step is not None:
+                now_s = self._began_s
+            elif phase and (step is None or step.phase != phase):
+                ended = (phase, now_s - self._phase_s, self._counted_bytes)
+                self.seconds[phase] = self.seconds.get(phase, 0.0) + ended[1]
+                if ended[2]:
+                    self.bytes[phase] = self.bytes.get(phase, 0) + ended[2]
+                self._phase_s, self._counted_bytes = now_s, 0
+            if step is None:
+                self._ended_s = now_s
+            else:
+                self.step = step
+            self._step_s = self._moved_s = now_s
+            self._done_bytes, self._total_bytes = 0, total_bytes
+        if ended is not None:
+            self.on_phase(*ended)
+        self.on_step(step, now_s, error)
+        return now_s
