@@ -7,6 +7,7 @@ for requests that no operation can accept.
 from __future__ import annotations
 
 import copy
+import pickle
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
@@ -65,6 +66,35 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'' if len(ordered) == 1 else 's'} {', '.join(runs) or '(none)'}"
 
 
+Failure = tuple[BaseException, traceback.StackSummary]
+"""What `CheckpointError.failures` holds for each rank that failed."""
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Returns an error and where it was raised, as a pair that survives pickling.
+
+    An exception that can't be pickled and read back is replaced by a `CheckpointError` that has
+    its class and message: a rank whose error can't travel must not make the others wait.
+
+    Args:
+        error: What was raised on this rank.
+    """
+    # Why rebuilt: frames keep their code object since Python 3.13, which does not pickle.
+    stack = traceback.StackSummary.from_list(
+        [
+            (frame.filename, frame.lineno or 0, frame.name, frame.line or "")
+            for frame in traceback.extract_tb(error.__traceback__)
+        ]
+    )
+    try:
+        if type(pickle.loads(pickle.dumps(error))) is type(error):
+            return error, stack
+    except Exception:  # noqa: BLE001, S110 - whatever user classes raise in __reduce__ or __init__
+        pass
+    kind = f"{type(error).__module__}.{type(error).__qualname__}"
+    return CheckpointError(f"{kind} (which can't be pickled): {error}"), stack
+
+
 def located(
     error: CheckpointError, checkpoint_id: str | None, rank: int | None = None
 ) -> CheckpointError:
@@ -113,7 +143,7 @@ def combine(errors: Mapping[int, CheckpointError], checkpoint_id: str | None) ->
     return combined.with_failures({rank: _failure(errors[rank], rank) for rank in sorted(errors)})
 
 
-def _failure(error: CheckpointError, rank: int) -> tuple[BaseException, traceback.StackSummary]:
+def _failure(error: CheckpointError, rank: int) -> Failure:
     own = error.failures
     if rank in own and own[rank][0] is not error:
         return own[rank]

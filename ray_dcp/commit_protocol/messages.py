@@ -26,8 +26,7 @@ from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.planning.reads import RankShare, ReadNeeds
 
 PlanOrigin = Literal["cold", "warm"]
-"""Where the plan of a save is from: made for it; of an earlier save of the job; read beside the
-checkpoints, where another job had left it."""
+"""Where the plan of a save is from: made for it, or of an earlier save of the job."""
 
 
 @dataclass(frozen=True)

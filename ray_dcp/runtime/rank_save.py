@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import pickle
 import traceback
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +18,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
-from ray_dcp.commit_protocol.error_aggregation import located
+from ray_dcp.commit_protocol.error_aggregation import failure_of, located
 from ray_dcp.commit_protocol.messages import (
     FileReceipt,
     OpKey,
@@ -166,17 +165,15 @@ def reported(error: Exception, doing: str, rank: int) -> CheckpointError:
         doing: During what, in words.
         rank: Where.
     """
-    if isinstance(error, CheckpointError):
+    failure = failure_of(error)
+    if failure[0] is error and isinstance(error, CheckpointError):
         placed = copy.copy(error)
         if placed.rank is None:
             placed.rank = rank
     else:
         placed = CheckpointError(f"{doing} failed: {type(error).__name__}: {error}", rank=rank)
         placed.__cause__ = error
-    known = {} if placed._failures is None else placed.failures
-    if rank not in known:
-        stack = _plain(traceback.extract_tb(error.__traceback__))
-        known = {**known, rank: (_portable(error), stack)}
+    known = {rank: failure, **({} if placed._failures is None else placed.failures)}
     # Why a note: the traceback is lost when the error is pickled to another process.
     frames = traceback.format_tb(error.__traceback__)[-3:]
     if not isinstance(error, CheckpointError):  # whose own message is not repeated
@@ -184,22 +181,6 @@ def reported(error: Exception, doing: str, rank: int) -> CheckpointError:
     lines = "".join(frames)
     placed.__notes__ = [*getattr(placed, "__notes__", ()), f"On rank {rank}, {doing}:\n{lines}"]
     return placed.with_failures(known)
-
-
-def _plain(stack: traceback.StackSummary) -> traceback.StackSummary:
-    # Why: a frame keeps its code object since Python 3.13, which can't be pickled.
-    return traceback.StackSummary.from_list(
-        [(frame.filename, frame.lineno or 0, frame.name, frame.line or "") for frame in stack]
-    )
-
-
-def _portable(error: Exception) -> BaseException:
-    """Returns the error if it survives a pickle, or one with the same text."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - user classes can raise anything here
-        return CheckpointError(f"{type(error).__name__}: {error}")
-    return error
 
 
 ROWS_AT_ONCE = 64

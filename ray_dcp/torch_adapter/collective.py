@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ray_dcp.commit_protocol.error_aggregation import Failure, failure_of
 from ray_dcp.commit_protocol.messages import Exchange, Exchanged, OpKey, Refused, Reply
 from ray_dcp.errors import (
     CheckpointError,
@@ -32,28 +33,6 @@ from ray_dcp.errors import (
 )
 
 T = TypeVar("T")
-
-Failure = tuple[BaseException, traceback.StackSummary]
-"""What `CheckpointError.failures` holds for each rank that failed."""
-
-
-def failure_of(error: BaseException) -> Failure:
-    """Returns an error and where it was raised, as a pair that survives pickling.
-
-    An exception that can't be pickled and read back is replaced by a `CheckpointError` that has
-    its class and message: a rank whose error can't travel must not make the others wait.
-
-    Args:
-        error: What was raised on this rank.
-    """
-    # Why rebuilt: frames keep their code object since Python 3.13, which does not pickle.
-    stack = traceback.StackSummary.from_list(
-        [
-            (frame.filename, frame.lineno or 0, frame.name, frame.line or "")
-            for frame in traceback.extract_tb(error.__traceback__)
-        ]
-    )
-    return (error if _survives_pickling(error) else _stand_in(error)), stack
 
 
 def call_user_code(doing: str, code: Callable[[], T], *, rank: int) -> T:
@@ -130,19 +109,6 @@ def _line(error: BaseException) -> str:
 def _note(rank: int, failure: Failure) -> str:
     error, stack = failure
     return f"rank {rank}, most recent call last:\n{''.join(stack.format())}{_line(error)}"
-
-
-def _survives_pickling(error: BaseException) -> bool:
-    try:
-        copy = pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - whatever user classes raise in __reduce__ or __init__
-        return False
-    return type(copy) is type(error)
-
-
-def _stand_in(error: BaseException) -> CheckpointError:
-    kind = f"{type(error).__module__}.{type(error).__qualname__}"
-    return CheckpointError(f"{kind} (which can't be pickled): {error}")
 
 
 Steps = Generator[Exchange, Reply, T]

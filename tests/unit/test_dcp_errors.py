@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,3 +107,48 @@ def test_a_save_is_named_by_writer_and_checkpoint_alike(tmp_path: Path, kind: st
     assert writer.save_id is not None
     if kind == "planner":
         assert [str(each.checkpoint_id) for each in told] == [str(tmp_path / "c")]
+
+
+class OwnError(ray_dcp.CheckpointError):
+    """Made of other arguments than ray_dcp's, which a copy or a pickle of it lacks."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"code {code}")
+
+
+class TurnsIntoADict(Exception):
+    """Pickles as something that can't be raised."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (dict, ())
+
+
+class Raises:
+    """A stateful value whose state can't be had."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def state_dict(self) -> dict[str, Any]:
+        raise self.error
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise self.error
+
+
+class OwnPlanner(stock.DefaultSavePlanner):
+    """A planner whose hooks are called."""
+
+
+@pytest.mark.parametrize("error", [OwnError(3), TurnsIntoADict("code 3")])
+@pytest.mark.parametrize("planner", [None, OwnPlanner], ids=["native", "planner hooks"])
+def test_an_error_that_no_message_can_hold_is_reported_by_name(tmp_path: Path, error, planner):
+    place, kind = tmp_path / "c", type(error).__name__
+    with pytest.raises(ray_dcp.CheckpointError, match=f"{kind}: code 3") as caught:
+        ray_dcp.save(
+            {"x": Raises(error)}, checkpoint_id=place, planner=planner() if planner else None
+        )
+    stand_in, _ = caught.value.failures[0]
+    assert type(stand_in) is ray_dcp.CheckpointError
+    assert f"{kind} (which can't be pickled): code 3" in stand_in.message
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
