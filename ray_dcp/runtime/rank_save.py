@@ -39,6 +39,7 @@ from ray_dcp.commit_protocol.save import replaced_since
 from ray_dcp.commit_protocol.vote import Fenced, Lost, Won
 from ray_dcp.core.columns import encode
 from ray_dcp.core.phases import CAPTURE, COMMIT, PLAN, STAGED, WRITE
+from ray_dcp.core.reporting import contained
 from ray_dcp.core.values import Columns, Int32Array, RankPlan
 from ray_dcp.errors import (
     CheckpointError,
@@ -47,6 +48,7 @@ from ray_dcp.errors import (
     ParticipantError,
     RankDisagreementError,
 )
+from ray_dcp.format.manifest import Manifest, decode_record
 from ray_dcp.io.threads import Stop, run_within
 from ray_dcp.io.writer import Deferred, Source, write_part
 from ray_dcp.options import SaveOptions
@@ -354,8 +356,8 @@ class RankSave:
         if not isinstance(outcome, SaveOutcome):
             raise reply_error(outcome, rank)
         if isinstance(request, SaveStaged):
-            # Why the plan's: nobody reports to this rank how much a stager wrote.
-            progress.count(sum(file.num_bytes for file in go.plan.files))
+            with contained("The count of what a stager wrote"):
+                progress.count(_written(go, outcome))
         progress.succeed()
         return outcome
 
@@ -437,6 +439,15 @@ def _first(
     few = join.world_size <= ROWS_AT_ONCE
     rows = encode(without_contents(columns)) if few else b""
     return replace(join, fingerprint=name, columns=rows, contents=contents_of(columns)), None
+
+
+def _written(go: SaveGo, outcome: SaveOutcome) -> int:
+    """Returns how much a stager wrote for a rank, which nobody reports to it."""
+    record = decode_record(outcome.manifest) if outcome.manifest else None
+    files = record.files if isinstance(record, Manifest) else None
+    # Why the plan's, without objects and checksums: the manifest is so long that nobody gets it.
+    written = [file if files is None else files[file.file] for file in go.plan.files]
+    return sum(file.num_bytes for file in written)
 
 
 def _again(join: SaveJoin, asked: SendItems, columns: Columns) -> SaveJoin:

@@ -32,6 +32,11 @@ def test_a_state_that_changes_right_after_staging_is_saved_as_it_was(ranks, tmp_
         assert [one.error for one in came] == [None, None]
         assert came[0].value.staging == "stager"
         assert came[0].value.path == "native"
+        attempt = came[0].value.attempt
+        assert [one.value.bytes_written for one in came] == [
+            sum(file.stat().st_size for file in Path(path).glob(f"__{rank}_*.{attempt}.distcp"))
+            for rank in range(NUM_RANKS)
+        ]
         assert ranks.run(programs.mixed_is, path, step) == [True, True]
     assert ray_dcp.verify(path).ok
 

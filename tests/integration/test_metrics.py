@@ -11,6 +11,7 @@ import ray
 import torch
 
 import ray_dcp
+from ray_dcp import events
 from ray_dcp.errors import CheckpointExistsError
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import metrics
@@ -87,11 +88,32 @@ def test_rays_exporter_shows_what_saves_and_loads_did(session, tmp_path):
     assert series("ray_dcp_load_seconds_count") == 1 + 1  # One is of the test above.
 
 
-def test_a_report_of_a_rank_with_a_stager_tells_its_phases_and_bytes(session, tmp_path):
-    handle = ray_dcp.async_save(state(), checkpoint_id=tmp_path / "c")
+@pytest.mark.parametrize("staging", ["call", "background"])
+def test_whoever_tells_of_a_save_through_a_stager_tells_the_same(session, tmp_path, staging):
+    heard: list[events.Event] = []
+    unsubscribe = events.subscribe(heard.append)
+    options = SaveOptions(staging=staging)
+    handle = ray_dcp.async_save(
+        {**state(), "step": [3]}, checkpoint_id=tmp_path / "c", options=options
+    )
     handle.committed(180)
+    unsubscribe()
     report = handle.report()
     assert report.staging == "stager"
     assert list(report.seconds) == ["capture", "plan", "stage", "write"]
-    assert report.bytes_staged == 4_000_000
-    assert 4_000_000 <= report.bytes_written < 4_050_000
+    assert 4_000_000 <= report.bytes_staged < 4_010_000
+    *phases, end = heard
+    assert report.seconds == pytest.approx({event.outcome: event.seconds for event in phases})
+    assert sum(report.seconds.values()) == pytest.approx(end.seconds, abs=1e-6)
+    assert report.stall_s == pytest.approx(end.stall_s)
+    waited = report.seconds["stage"] if report.waited_s is None else report.waited_s
+    assert report.stall_s == pytest.approx(
+        report.seconds["capture"] + report.seconds["plan"] + waited
+    )
+    spans = {
+        span.phase: span for span in ray_dcp.open(tmp_path / "c").trace.spans if span.rank == 0
+    }
+    assert spans["capture"].seconds == pytest.approx(report.seconds["capture"], abs=3e-5)
+    assert spans["stage"].num_bytes == report.bytes_staged
+    written = sum(file.stat().st_size for file in (tmp_path / "c").glob("*.distcp"))
+    assert (report.bytes_written, spans["write"].num_bytes) == (written, written)
