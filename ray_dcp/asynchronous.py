@@ -44,12 +44,12 @@ from ray_dcp.io.threads import start
 from ray_dcp.operations import (
     CheckpointId,
     RankSession,
-    account_of,
     capture_of,
     run_save,
     target_of,
 )
 from ray_dcp.options import SaveOptions
+from ray_dcp.runtime.metrics import Account
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_progress import LEAVING_S, Activity
 from ray_dcp.runtime.rank_save import RankSave
@@ -463,7 +463,6 @@ class _Save:
 
     _backend: StagingBackend | None = None
     """Stages the bytes, where ray_dcp does that itself."""
-    _key: OpKey | None = None
     _in_background = False
 
     def __init__(
@@ -480,19 +479,22 @@ class _Save:
         self._options = options
         # Why named now: in the order of the users' calls.
         self._name = session.next_key()
-        self._activity = session.activity(options.heartbeat_timeout_s, self._name)
-        self.progress = self._activity.progress
-        self._account = account_of(
-            "async_save", self._activity, handle.checkpoint_id, decision.path, log
-        )
+        activity = session.activity(options.heartbeat_timeout_s, self._name)
+        self._account = Account("async_save", handle.checkpoint_id, activity, decision.path, log)
+        self.progress = activity.progress
         self._staging = ""
         handle._source = self
 
     def cancel(self) -> bool:
         """Asks the coordinator to fail the save."""
-        if self._key is None:
+        # Why not of another storage: nothing there could stop it.
+        if self._decision.path == FOREIGN:
             return False
         return self._session.cancel(self._key, "SaveHandle.cancel was called")
+
+    @property
+    def _key(self) -> OpKey:
+        return self.progress.key or self._name
 
     def moved(self) -> tuple[int, int]:
         """Returns bytes written and bytes in all, of this rank."""
@@ -522,12 +524,11 @@ class _Save:
         finally:  # also when a listener ends its thread by SystemExit
             self._handle._end(metadata, error)
 
-    def _go_on(self, finish: Callable[[], Metadata], key: OpKey) -> bool:
+    def _go_on(self, finish: Callable[[], Metadata]) -> bool:
         """Runs the rest in a thread of its own, which ends the handle.
 
         Args:
             finish: The rest.
-            key: Of the save.
 
         Returns:
             Whether there is such a thread; without one the save has failed.
@@ -550,7 +551,7 @@ class _Save:
             start(run, f"ray_dcp save {self._handle.checkpoint_id}")
         except LimitError as error:
             _running.discard(self)
-            self._session.leave(Left(key, error.message), LEAVING_S)
+            self._session.leave(Left(self._key, error.message), LEAVING_S)
             self._end(None, error)
             return False
         return True
@@ -579,7 +580,7 @@ class _NativeSave(_Save):
         # Why not for hooks: a planner's own code would be asked in another thread.
         self._in_background = options.staging == "background" and self._decision.path != HOOKS
         with ExitStack() as stack:
-            activity = stack.enter_context(self._activity)
+            activity = stack.enter_context(self._account.activity)
             try:
                 stages = [self._plan(activity, state_dict)]
                 if not self._in_background:
@@ -599,7 +600,7 @@ class _NativeSave(_Save):
                 # Why popped: it holds the state, which may go when it is staged.
                 return stages.pop()()() if stages else finish()
 
-        if not self._go_on(finish_all, activity.progress.key or activity.next_key()):
+        if not self._go_on(finish_all):
             rest.close()
             if self._backend is not None:
                 self._backend.release(committed=False)
@@ -612,20 +613,8 @@ class _NativeSave(_Save):
         capture = capture_of(self._decision, session, state_dict, options)
 
         backend = self._backend = staging_backend_of(self._session)
-        self._key = session.next_key()
-        save = RankSave(
-            self._key,
-            rank=session.rank,
-            world_size=session.world_size,
-            target=target,
-            options=options,
-            staged=True,
-            progress=progress,
-            memory=session.plans,
-            node=session.node,
-        )
+        save = RankSave.of(session, target, options, staged=True)
         go, captured = drive(save.join(capture), session.call)
-        self._key = progress.key or self._key
         noted = (*captured.warnings, *go.warnings)
         if self._in_background:
             # Suppressed: staging raises it again, where the other ranks are told.
@@ -687,8 +676,6 @@ class _StagedByUser(_Save):
         """
         self._staging = type(stager).__name__
         self.progress.enter(STAGE)
-        # Why not of another storage: nothing there could stop it.
-        self._key = None if self._decision.path == FOREIGN else self._name
         try:
             state = stateful_to_state_dict(state_dict)
             fields, staged = fields_of(state), stager.stage(state)
@@ -715,13 +702,12 @@ class _StagedByUser(_Save):
                     stateful=False,
                     use_collectives=use_collectives,
                     account=self._account,
-                    activity=self._activity,
                 )
             finally:
                 if own is not None:
                     own.close()
 
-        if not self._go_on(finish, self._name) and own is not None:
+        if not self._go_on(finish) and own is not None:
             own.close()
         if not isinstance(staged, Future):
             if stager.should_synchronize_after_execute:

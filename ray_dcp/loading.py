@@ -23,12 +23,12 @@ from ray_dcp.operations import (
     CheckpointId,
     RankSession,
     StateDict,
-    account_of,
     target_of,
     text_of,
 )
 from ray_dcp.options import LoadOptions
 from ray_dcp.runtime.memory_tier import NodeMemory, memory_of
+from ray_dcp.runtime.metrics import Account
 from ray_dcp.runtime.rank_load import (
     LoadResult,
     LoadWork,
@@ -85,7 +85,7 @@ def run_load(
     url = decision.target.url if decision.target is not None else checkpoint_id
     memory = memory_of(session)
     activity = session.activity(options.heartbeat_timeout_s)
-    with account_of("load", activity, url, decision.path, log), activity:
+    with Account("load", url, activity, decision.path, log), activity:
         if decision.target is not None:
             _await_staged(memory, decision.target.url, activity, options)
         steps = _load_steps(
@@ -149,7 +149,7 @@ def run_load_newest(
         )
 
     activity = session.activity(options.heartbeat_timeout_s)
-    with account_of("load", activity, run.url, NATIVE, log), activity:
+    with Account("load", run.url, activity, NATIVE, log), activity:
         _await_staged(memory, run.url, activity, options)
         found = drive(
             load_newest_rank(
@@ -163,12 +163,8 @@ def run_load_newest(
             ),
             activity.call,
         )
-    return replace(
-        found.value,
-        step=found.step,
-        skipped=found.skipped,
-        seconds=dict(activity.progress.seconds),
-    )
+    seconds = dict(activity.progress.seconds)
+    return replace(found.value, step=found.step, skipped=found.skipped, seconds=seconds)
 
 
 def _load_steps(

@@ -73,7 +73,6 @@ def run_save(
     use_collectives: bool = True,
     log: OperationLog | None = None,
     account: Account | None = None,
-    activity: Activity | None = None,
 ) -> Metadata:
     """Saves on this rank and returns the metadata of the committed checkpoint.
 
@@ -88,20 +87,18 @@ def run_save(
         use_collectives: For foreign storages.
         log: Gets the phases.
         account: Of whoever emits the end of the save; by default it is emitted here.
-        activity: That of `account`.
 
     Raises:
         CheckpointError: As `save` does.
     """
     options = decision.apply(options or SaveOptions())
     url = decision.target.url if decision.target else checkpoint_id
-    activity = activity or session.activity(options.heartbeat_timeout_s)
-    progress = activity.progress
     with ExitStack() as stack:
         if account is None:
-            stack.enter_context(account_of("save", activity, url, decision.path, log))
-        progress.enter(CAPTURE)
-        stack.enter_context(activity)
+            activity = session.activity(options.heartbeat_timeout_s)
+            account = stack.enter_context(Account("save", url, activity, decision.path, log))
+        account.activity.progress.enter(CAPTURE)
+        activity = stack.enter_context(account.activity)
         if decision.path == FOREIGN:
             check_nonfinite(options, FOREIGN)
             steps = foreign_save(
@@ -112,7 +109,7 @@ def run_save(
                 checkpoint_id=checkpoint_id,
                 use_collectives=use_collectives,
                 stateful=stateful,
-                clock=progress,
+                clock=activity.progress,
             )
             metadata: Metadata = drive(steps, activity.call)
             return metadata
@@ -125,42 +122,13 @@ def run_save(
             coordinator_rank=coordinator_rank,
             stateful=stateful,
         )
-        save = RankSave(
-            activity.next_key(),
-            rank=session.rank,
-            world_size=session.world_size,
-            target=target,
-            options=options,
-            progress=progress,
-            memory=activity.plans,
-            node=activity.node,
-        )
+        save = RankSave.of(activity, target, options)
         outcome = drive(save.run(take), activity.call)
     if session.rank == 0:
         for warning in outcome.warnings:
             reporting.warn(warning, stacklevel=3)
     decision.committed(outcome.attempt)
     return CommittedMetadata.of(target, outcome)
-
-
-def account_of(
-    mode: str,
-    activity: Activity,
-    url: CheckpointId | None,
-    path: str,
-    log: OperationLog | None = None,
-) -> Account:
-    """Returns what emits the events of one save or load of this rank; `log` gets its steps."""
-    if log is not None:
-        activity.progress.on_step = log.enter
-    return Account(
-        mode,
-        None if url is None else str(url),
-        activity.progress,
-        rank=activity.rank,
-        world_size=activity.world_size,
-        path=path,
-    )
 
 
 def text_of(checkpoint_id: CheckpointId | None) -> str | None:

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray_dcp import events
 from ray_dcp.commit_protocol.aggregation import MessageBatch
@@ -65,9 +65,12 @@ from ray_dcp.format.save_trace import (
     trace_key,
 )
 from ray_dcp.io.threads import start
-from ray_dcp.runtime.rank_progress import RankProgress
+from ray_dcp.runtime.rank_progress import Activity
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
+
+if TYPE_CHECKING:
+    from ray_dcp.torch_adapter.operation_log import OperationLog
 
 logger = logging.getLogger(__name__)
 
@@ -170,32 +173,30 @@ class Account:
 
     Args:
         mode: `"save"`, `"async_save"` or `"load"`.
-        checkpoint_id: Path or URL, if it is known.
-        progress: Of the rank, new.
-        rank: This rank.
-        world_size: Number of ranks.
+        place: Path or URL, if it is known.
+        activity: New, of the call on this rank.
         path: Which way it goes; see `SaveReport.path`.
+        log: Gets the steps.
 
     Attributes:
-        progress: As given.
+        activity: As given.
     """
 
     def __init__(
         self,
         mode: str,
-        checkpoint_id: str | None,
-        progress: RankProgress,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
+        place: object,
+        activity: Activity,
         path: str = "native",
+        log: OperationLog | None = None,
     ) -> None:
-        self.progress = progress
-        progress.on_phase = self._emit
         self._mode = mode
         self._kind = "load" if mode == "load" else "save"
-        self._checkpoint_id = checkpoint_id
-        self._rank, self._world_size, self._path = rank, world_size, path
+        self._checkpoint_id = None if place is None else str(place)
+        self.activity, self._path = activity, path
+        activity.progress.on_phase = self._emit
+        if log is not None:
+            activity.progress.on_step = log.enter
 
     def end(self, error: BaseException | None = None) -> None:
         """Ends the last phase and emits how it ended, once.
@@ -203,7 +204,7 @@ class Account:
         Args:
             error: What it raised.
         """
-        progress = self.progress
+        progress = self.activity.progress
         if progress.is_good and not isinstance(error, CheckpointError):
             error = None
         took_s = progress.end(error)
@@ -227,16 +228,17 @@ class Account:
         self.end(error)
 
     def _emit(self, outcome: str, seconds: float, num_bytes: int, **more: object) -> None:
+        activity = self.activity
         with contained("An event"):
             event = Event(
                 name=f"{self._kind}.{outcome}",
                 checkpoint_id=self._checkpoint_id,
-                rank=self._rank,
-                world_size=self._world_size,
+                rank=activity.rank,
+                world_size=activity.world_size,
                 mode=self._mode,
                 path=self._path,
-                attempt=self.progress.attempt,
-                plan=self.progress.plan,
+                attempt=activity.progress.attempt,
+                plan=activity.progress.plan,
                 seconds=seconds,
                 num_bytes=num_bytes,
                 **more,  # type: ignore[arg-type]
@@ -292,19 +294,16 @@ class SaveRecorder:
             now_s: When.
             where: Process and node of the rank.
         """
-        if isinstance(request, SaveJoin):
-            self._begun.setdefault(request.rank, now_s - request.capture_s)
-            self._joined.setdefault(request.rank, now_s)
-            if where:
-                self._where[request.rank] = where
-            return
-        if not isinstance(request, SaveReceipt | SaveStaged | PartsHeld | PartsWritten):
-            return
-        failed = not isinstance(request, PartsHeld) and request.error is not None
-        if request.attempt != self.attempt or failed:
-            return
         rank = request.rank
+        is_of_it = getattr(request, "attempt", self.attempt) == self.attempt
         match request:
+            case SaveJoin():
+                self._begun.setdefault(rank, now_s - request.capture_s)
+                self._joined.setdefault(rank, now_s)
+                if where:
+                    self._where[rank] = where
+            case _ if not is_of_it or getattr(request, "error", None) is not None:
+                return
             case SaveReceipt():
                 # Who copied and then wrote itself did so one after the other; a stager does both.
                 staged_s, staged_bytes = request.staged

@@ -42,7 +42,7 @@ from ray_dcp.commit_protocol.messages import (
     Target,
     Untaken,
 )
-from ray_dcp.core.phases import COMPARE, FINISH, JOIN, OPEN, PLAN_READS, READ, READY, Step
+from ray_dcp.core.phases import COMPARE, FINISH, JOIN, OPEN, PLAN, PLAN_READS, READ, Step
 from ray_dcp.core.values import ChunkTable
 from ray_dcp.errors import (
     CheckpointError,
@@ -299,7 +299,7 @@ class RankLoad:
                     compare = partial(self.compare_overlaps, checkpoint, work)
                     what = "comparing targets that share memory"
                     _, error = result_or_error(compare, what, rank)
-            progress.enter(READY)
+            progress.enter(PLAN)
             if progress.abandoned is not None:
                 raise located(progress.abandoned, self.target.url)
             may_share = self.world_size > 1 and prepared is not None

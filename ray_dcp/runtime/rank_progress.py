@@ -15,14 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ray_dcp.commit_protocol.liveness import Doing
-from ray_dcp.commit_protocol.messages import (
-    Left,
-    OpKey,
-    PlanOrigin,
-    Renumbered,
-    Reply,
-    Request,
-)
+from ray_dcp.commit_protocol.messages import Left, OpKey, Renumbered, Reply, Request
 from ray_dcp.core.phases import PhaseClock
 from ray_dcp.errors import CheckpointError, DeadlineError, SaveCancelledError
 from ray_dcp.io.threads import Stop
@@ -65,7 +58,7 @@ class RankProgress(PhaseClock):
         self.stop = Stop()
         self.abandoned: CheckpointError | None = None
         self.attempt: str | None = None
-        self.plan: PlanOrigin | None = None
+        self.plan: str | None = None
         self.memory_bytes = 0
         self._first_seq: int | None = None
         self._last_seq = -1

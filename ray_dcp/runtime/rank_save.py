@@ -54,7 +54,7 @@ from ray_dcp.io.writer import Deferred, Source, write_part
 from ray_dcp.options import SaveOptions
 from ray_dcp.planning.fingerprint import fingerprint
 from ray_dcp.planning.merge import contents_of, digests_of, without_contents
-from ray_dcp.runtime.rank_progress import RankProgress, WatchedStorage
+from ray_dcp.runtime.rank_progress import Activity, RankProgress, WatchedStorage
 from ray_dcp.runtime.records import republish
 from ray_dcp.runtime.tasks import settle
 from ray_dcp.store.opening import open_storage
@@ -217,6 +217,23 @@ class RankSave:
     """Plans of earlier saves of this rank's session; this one's is added."""
     node: str = ""
     """Names the node of this rank, where that is known."""
+
+    @classmethod
+    def of(
+        cls, activity: Activity, target: Target, options: SaveOptions, *, staged: bool = False
+    ) -> RankSave:
+        """Returns the next operation of a call of the user."""
+        return cls(
+            activity.next_key(),
+            rank=activity.rank,
+            world_size=activity.world_size,
+            target=target,
+            options=options,
+            staged=staged,
+            progress=activity.progress,
+            memory=activity.plans,
+            node=activity.node,
+        )
 
     def run(self, capture: Callable[[], Captured]) -> Generator[Request, Reply, SaveOutcome]:
         """Returns the whole part of a rank that writes its own files.

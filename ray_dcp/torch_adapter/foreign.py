@@ -264,7 +264,7 @@ def foreign_load(
         how = {"rank": group.rank, "use_collectives": is_global}
         _call(reader.set_up_storage_reader, metadata, group.is_coordinator, **how)
         plan = reader.prepare_local_plan(planner.create_local_plan())
-        clock.enter(phases.READY)
+        clock.enter(phases.PLAN)
         return plan
 
     def global_plan(plans: list[LoadPlan]) -> list[LoadPlan]:

@@ -22,8 +22,8 @@ from ray_dcp.core.phases import READ, STAGE, WRITE, Step
 from ray_dcp.events import LOGGER_NAME, Event, outcome_of
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import metrics, rank_save, staging_backend
+from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.metrics import Account
-from ray_dcp.runtime.rank_progress import RankProgress
 from ray_dcp.store.opening import open_storage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
@@ -191,22 +191,29 @@ def test_a_save_that_ends_before_it_is_planned_has_one_end_too(
     assert told.end["error"].startswith(error.__name__)
 
 
+def account_of(mode: str, rank: int = 0) -> Account:
+    activity = InlineSession().activity(60.0)
+    activity.rank, activity.world_size = rank, 2
+    return Account(mode, "/c", activity)
+
+
 def moved(account: Account, step: Step, num_bytes: int) -> None:
-    account.progress.enter(step)
-    account.progress.count(num_bytes)
+    progress = account.activity.progress
+    progress.enter(step)
+    progress.count(num_bytes)
 
 
 def test_only_rank_0_counts_what_is_one_for_all_ranks_and_written_is_what_was_committed(counted):
-    with suppress(errors.SaveCancelledError), Account("save", "/c", RankProgress()) as account:
+    with suppress(errors.SaveCancelledError), account_of("save") as account:
         moved(account, WRITE, 9)
         raise errors.SaveCancelledError("after the last byte")
     assert counted("dcp_written_bytes") == {}
     for rank in (0, 1):
-        account = Account("async_save", "/c", RankProgress(), rank=rank, world_size=2)
+        account = account_of("async_save", rank=rank)
         moved(account, STAGE, 7)
         moved(account, WRITE, 9)
         account.end()
-        with Account("load", "/c", RankProgress(), rank=rank, world_size=2) as load:
+        with account_of("load", rank=rank) as load:
             moved(load, READ, 5)
     assert counted("dcp_saves") == {("save", "cancelled"): 1, ("async_save", "committed"): 1}
     assert counted("dcp_loads") == {("loaded",): 1}
@@ -238,7 +245,7 @@ def test_one_line_for_a_save_at_level_info_and_the_rest_below(told, tmp_path):
     ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
     assert told.levels == [logging.DEBUG] * (len(told.levels) - 1) + [logging.INFO]
     told.levels.clear()
-    Account("save", "/c", RankProgress(), rank=1, world_size=2).end()
+    account_of("save", rank=1).end()
     assert told.levels == [logging.DEBUG]
 
 
@@ -323,7 +330,7 @@ def test_a_handler_on_dcps_logger_hears_what_dcp_would_tell(
 
 
 def test_an_account_ends_once_and_the_memory_of_a_node_is_a_gauge(told, counted):
-    account = Account("save", "/c", RankProgress())
+    account = account_of("save")
     account.end(errors.SaveCancelledError("by hand"))
     account.end()
     assert told.names == ["save.cancelled"]
