@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -441,6 +441,9 @@ def run_async_save(
         Exception: What a stager of the user's raised.
     """
     options = decision.apply(options or SaveOptions())
+    if decision.path == HOOKS:
+        # Why: a planner's own code would be asked in another thread.
+        options = replace(options, staging="call")
     name = decision.target.url if decision.target is not None else str(checkpoint_id)
     handle = SaveHandle(name)
     own = None
@@ -576,9 +579,7 @@ class _NativeSave(_Save):
 
     def begin(self, state_dict: Mapping[str, Any]) -> None:
         """Plans the save, and stages the state, in the caller's thread."""
-        options = self._options
-        # Why not for hooks: a planner's own code would be asked in another thread.
-        self._in_background = options.staging == "background" and self._decision.path != HOOKS
+        self._in_background = self._options.staging == "background"
         with ExitStack() as stack:
             activity = stack.enter_context(self._account.activity)
             try:

@@ -22,6 +22,8 @@ from ray_dcp.errors import DamagedCheckpointError
 PHASES = ("capture", "plan", "stage", "write")
 """Phases of a rank, in their order; see `Span.phase`."""
 
+HELD_BY = "capture plan stage"
+
 MOST_RANKS = 64
 """Ranks whose spans are listed; of more, the latest of each phase and a sample."""
 MOST_STRAGGLERS = 24
@@ -114,6 +116,9 @@ class SaveTrace:
     phases: tuple[PhaseSummary, ...] = ()
     stragglers: tuple[Straggler, ...] = ()
     """The latest first; at most 24."""
+    held_by: str = HELD_BY
+    """Phases of an asynchronous save for which training waits: not `stage` where a thread copies,
+    though a rank may have waited for that too. Left out of the file where it is the usual."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -130,7 +135,8 @@ class SaveTrace:
         """How long training waited for the slowest rank, in seconds."""
         if self.mode != "async_save":
             return self.committed_s
-        ends = [s.stop_s for s in self.spans if s.rank is not None and s.phase != "write"]
+        held_by = self.held_by.split()
+        ends = [s.stop_s for s in self.spans if s.rank is not None and s.phase in held_by]
         return max(ends, default=0.0)
 
     def lanes(self) -> dict[int | None, tuple[Span, ...]]:
@@ -256,6 +262,8 @@ def encode_trace(trace: SaveTrace) -> bytes:
     """
     told: dict[str, Any] = {"format": _FORMAT, "version": _VERSION}
     told |= {f.name: getattr(trace, f.name) for f in fields(trace)}
+    if trace.held_by == HELD_BY:
+        del told["held_by"]
     parts = []
     for name, value in told.items():
         if name in ("spans", "phases", "stragglers"):
@@ -291,7 +299,7 @@ def decode_trace(data: bytes, *, key: str = "") -> SaveTrace:
             name: tuple(_row(kind, row) for row in found[name]) for name, kind in _ROWS.items()
         }
         about = {
-            field.name: _checked(str(field.type), found[field.name])
+            field.name: _checked(str(field.type), found.get(field.name, field.default))
             for field in fields(SaveTrace)
             if field.name not in rows
         }

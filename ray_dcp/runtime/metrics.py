@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -275,6 +276,7 @@ class SaveRecorder:
         self.attempt = ""
         self._world_size = first.world_size
         self._by_stagers = first.staged
+        self._in_background = first.options.staging == "background"
         self._unix_s = unix_s - now_s
         self._begun: dict[int, float] = {}
         self._joined: dict[int, float] = {}
@@ -351,7 +353,7 @@ class SaveRecorder:
             "stage": (planned, held),
             "write": ({**planned, **held} if not self._by_stagers else planned, written),
         }
-        return make_trace(
+        trace = make_trace(
             self.attempt,
             "async_save" if held else "save",
             self._world_size,
@@ -364,6 +366,7 @@ class SaveRecorder:
             {phase: self._times(phase, *steps[phase], zero_s) for phase in PHASES},
             where=self._where,
         )
+        return replace(trace, held_by="capture plan") if self._in_background else trace
 
     def _wrote(self, request: SaveReceipt | PartsWritten, now_s: float) -> None:
         files = self._bytes.setdefault(request.rank, {})

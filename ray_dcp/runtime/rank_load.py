@@ -322,7 +322,7 @@ class RankLoad:
             progress.over = True
             if not isinstance(outcome, LoadOutcome):
                 raise reply_error(outcome, rank)
-            progress.succeed()
+            progress.is_good = True
             return LoadResult(outcome.counts, checkpoint, counts)
 
     def open(self) -> Storage:

@@ -35,7 +35,7 @@ class RankProgress(PhaseClock):
     Attributes:
         key: The save or load of this call, once it has begun.
         over: That save or load has its outcome on this rank.
-        is_good: And that is no failure.
+        is_good: And that is no failure: what comes after it, as Ctrl-C, does not undo it.
         stop: Asked to stop when going on is of no use: it failed elsewhere, or was cancelled.
         abandoned: Why its coordinator will never answer; None while it may.
         attempt: Of a save, once it is planned.
@@ -87,10 +87,6 @@ class RankProgress(PhaseClock):
         """Notes that there is no coordinator any more that knows this save or load."""
         self.abandoned = error
         self.stop.because(error)
-
-    def succeed(self) -> None:
-        """Notes the outcome: what comes after it, as Ctrl-C, does not undo it."""
-        self.over = self.is_good = True
 
     @contextmanager
     def at(self, key: str) -> Iterator[None]:

@@ -338,8 +338,8 @@ class RankSave:
         files, error = result_or_error(in_time, "writing", rank)
         progress.count(sum(file.num_bytes for file in files or ()))
         # Why not of a stager of the user's: it copied before this save began.
-        copied = self.staged and "stage" in progress.seconds
-        staged = (progress.seconds["stage"], progress.bytes.get("stage", 0)) if copied else (0.0, 0)
+        copied = progress.seconds.get("stage", 0.0), progress.bytes.get("stage", 0)
+        staged = copied if self.staged else (0.0, 0)
         return SaveReceipt(self.key, rank, go.attempt, go.epoch, files or (), error, staged)
 
     def outcome(
@@ -375,7 +375,7 @@ class RankSave:
         if isinstance(request, SaveStaged):
             with contained("The count of what a stager wrote"):
                 progress.count(_written(go, outcome))
-        progress.succeed()
+        progress.over = progress.is_good = True
         return outcome
 
     def _settled(self, go: SaveGo, unanswered: CheckpointError) -> SaveOutcome:

@@ -45,14 +45,12 @@ class OperationLog:
             "checkpoint_id": None if given is None else str(given),
             "uuid": str(uuid.uuid4().int),
         }
-        named = {
-            "storage_writer": storage_writer,
-            "storage_reader": storage_reader,
-            "planner": planner,
-        }
-        for name, value in named.items():
-            if value is not None:
-                self._fields[name] = type(value).__name__
+        named = [
+            ("storage_writer", storage_writer),
+            ("storage_reader", storage_reader),
+            ("planner", planner),
+        ]
+        self._fields |= {name: type(each).__name__ for name, each in named if each is not None}
         self._begun_s: dict[str, float] = {}
         self._phase = ""
 

@@ -221,6 +221,9 @@ def test_its_report_counts_what_training_waited_and_not_the_copy(gate, tmp_path)
     assert report.stall_s == pytest.approx(
         report.seconds["capture"] + report.seconds["plan"] + report.waited_s
     )
+    trace = ray_dcp.open(tmp_path / "c").trace
+    (plan,) = (span for span in trace.spans if (span.rank, span.phase) == (0, "plan"))
+    assert trace.stall_s == plan.stop_s, "though it waited for the copy as well"
     called = ray_dcp.async_save(state, checkpoint_id=tmp_path / "d")
     called.committed(180)
     assert called.report().waited_s is None
@@ -237,3 +240,5 @@ def test_a_planner_s_hooks_are_asked_in_the_call(gate, tmp_path):
     )
     assert handle.staging_completion.done()
     handle.committed(180)
+    trace = ray_dcp.open(tmp_path / "c").trace
+    assert trace.stall_s == max(span.stop_s for span in trace.spans if span.phase == "stage")
