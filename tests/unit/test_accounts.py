@@ -564,6 +564,32 @@ def test_whoever_tells_of_a_load_tells_the_same(reader, readers, tmp_path):
     assert [event.outcome for event in readers.heard] == ["plan", "read", "finish", "loaded"]
 
 
+def test_what_a_load_reads_to_compare_targets_is_of_its_plan(readers, tmp_path):
+    whole = torch.arange(1000.0)
+    ray_dcp.save({"a": whole[:600], "b": whole[400:]}, checkpoint_id=tmp_path / "c")
+    for told in (readers.heard, readers.logged):
+        told.clear()
+    target = torch.zeros(1000)
+    report = ray_dcp.load({"a": target[:600], "b": target[400:]}, checkpoint_id=tmp_path / "c")
+    assert torch.equal(target, whole)
+    readers.agree("load", report.seconds)
+    assert [event.outcome for event in readers.heard] == ["plan", "read", "finish", "loaded"]
+
+
+@pytest.mark.parametrize("call", [ray_dcp.save, ray_dcp.load])
+def test_an_interrupt_after_the_outcome_does_not_undo_it(call, told, monkeypatch, tmp_path):
+    ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
+    told.events.clear()
+
+    def interrupted(*_: object):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(InlineSession, "end_call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        call(state(), checkpoint_id=tmp_path / "c")
+    assert told.end["name"] in ("save.committed", "load.loaded")
+
+
 def test_a_load_that_falls_back_a_step_tells_of_all_that_it_tried(readers, tmp_path, recwarn):
     for step in (1, 2):
         ray_dcp.save(state(), checkpoint_id=tmp_path / f"step-{step}")
