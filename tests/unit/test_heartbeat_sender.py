@@ -103,7 +103,7 @@ def test_a_heartbeat_that_got_lost_does_not_count_once_a_later_one_is_answered(c
     progress = RankProgress()
     sender.add(progress, TIMEOUT_S)
     assert eventually(lambda: coordinator.beats, 20)
-    progress.enter("writing")  # which is told at once
+    progress.enter(WRITE)  # which is told at once
     assert not eventually(lambda: sender.failure(False, True) is not None, 3 * TIMEOUT_S)
     sender.remove(progress)
 
