@@ -375,7 +375,6 @@ def stager(*, is_async: bool) -> DefaultStager:
 
 SAVES: dict[str, dict[str, Any]] = {
     "native": {},
-    "safetensors": {"options": SaveOptions(container="safetensors")},
     "planner hooks": {"planner": OwnPlanner},
     "foreign storage": {"storage_writer": OwnWriter},
 }
