@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
@@ -163,7 +164,9 @@ def foreign_save(
         set_up_save_planner(planner, for_planner(state), meta, is_coordinator=is_coordinator)
         how = {"rank": group.rank, "use_collectives": use_collectives}
         _call(writer.set_up_storage_writer, is_coordinator, **how)
-        plan = writer.prepare_local_plan(planner.create_local_plan())
+        plan = planner.create_local_plan()
+        refuse_lost_as_safetensors(writer, plan)
+        plan = writer.prepare_local_plan(plan)
         clock.enter(phases.PLAN)
         return plan
 
@@ -345,6 +348,35 @@ def refuse_lost_memory(planner: SavePlanner | LoadPlanner) -> None:
     if lost:
         raise UnsupportedValueError(
             f"{len(lost)} value(s) of the state dict can't be saved or loaded: {'; '.join(lost)}"
+        )
+
+
+def refuse_lost_as_safetensors(writer: StorageWriter, plan: SavePlan) -> None:
+    """Raises where torch's `HuggingFaceStorageWriter` would lose a value without an error.
+
+    Of an object it makes a file that nobody can read, and when it consolidates it writes 0 for
+    every tensor of no dimension.
+
+    Args:
+        writer: Any storage writer.
+        plan: Of this rank.
+
+    Raises:
+        UnsupportedValueError: There are such values; all are named.
+    """
+    if not isinstance(writer, HuggingFaceStorageWriter):
+        return
+    lost = []
+    for item in plan.items:
+        if item.tensor_data is None:
+            lost.append(f"{item.index.fqn!r} is no tensor")
+        elif not item.tensor_data.size and writer.enable_consolidation:
+            lost.append(f"{item.index.fqn!r} has no dimension, and would be consolidated as 0")
+    if lost:
+        raise UnsupportedValueError(
+            f"HuggingFaceStorageWriter can't write {len(lost)} value(s): "
+            f"{'; '.join(sorted(lost))}. Leave them out, or save without storage_writer "
+            f"and use export"
         )
 
 

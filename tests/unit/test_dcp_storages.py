@@ -14,7 +14,12 @@ from obstore.store import MemoryStore
 from safetensors.torch import save, save_file
 
 import ray_dcp
-from ray_dcp.errors import CoverageError, DamagedCheckpointError, InvalidRequestError
+from ray_dcp.errors import (
+    CoverageError,
+    DamagedCheckpointError,
+    InvalidRequestError,
+    UnsupportedValueError,
+)
 from ray_dcp.store.opening import open_storage
 
 pytestmark = [
@@ -134,6 +139,26 @@ def test_a_url_for_the_hugging_face_writer_is_refused_with_the_way_out(tmp_path,
     with pytest.raises(InvalidRequestError, match=r"URL s3://b/x; save as it is.*export"):
         ray_dcp.save({"w": torch.ones(1)}, storage_writer=writer, checkpoint_id=how.get("id"))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("consolidates", [False, True])
+def test_what_the_hugging_face_writer_would_lose_is_refused_before_a_file_is_made(
+    tmp_path: Path, consolidates: bool
+):
+    values = {"step": torch.tensor(3.0), "note": "text", "w": torch.ones(2)}
+    writer = ray_dcp.HuggingFaceStorageWriter(
+        str(tmp_path), save_distributed=True, enable_consolidation=consolidates
+    )
+    told = "'note' is no tensor" + "; 'step' has no dimension, .* as 0" * consolidates
+    with pytest.raises(UnsupportedValueError, match=rf"{told}\. Leave them out.*export"):
+        ray_dcp.save(values, storage_writer=writer)
+    assert not list(tmp_path.rglob("*.*"))
+    if not consolidates:
+        del values["note"]
+        ray_dcp.save(values, storage_writer=writer)
+        found = {"step": torch.zeros(()), "w": torch.zeros(2)}
+        ray_dcp.load(found, storage_reader=ray_dcp.HuggingFaceStorageReader(str(tmp_path)))
+        assert found["step"] == 3.0
 
 
 def test_a_subclass_of_the_hugging_face_writer_does_its_own_work(tmp_path: Path):
