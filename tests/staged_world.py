@@ -236,7 +236,7 @@ class StagedWorld:
         for rank, file in sorted((r, file) for r, own in stager.shares.items() for file in own):
             if file in stager.written:
                 continue
-            report = PartsWritten(KEY, rank, "a1", 1, stager.name, (receipt_file(file),))
+            report = PartsWritten(KEY, rank, "a1", 1, (receipt_file(file),))
             stager.written[file] = report
             try:
                 self.send(report)
