@@ -1,8 +1,7 @@
-"""The coordinator: an async actor that carries out what `Coordination` commands, and no more.
+"""The coordinator of a Ray session: an async actor that runs a `CoordinatorLoop`.
 
 One per session, detached. Ray restarts it when it dies, and it exits by itself when nobody needs
-it. It decides nothing: `ray_dcp.commit_protocol` decides, and `tasks` reaches the storage. Work
-that may hang for ever runs in a thread of its own, so that the event loop never blocks.
+it.
 
 `Membership` keeps the living ranks where a restarted coordinator finds them. *Why*: when a machine
 with the coordinator and some ranks is lost, the next coordinator must know which ranks are missing;
@@ -18,26 +17,22 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import astuple, replace
-from functools import partial
+from dataclasses import astuple
 from itertools import count
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from ray_dcp.commit_protocol.aggregation import BatchedReplies, Batches, MessageBatch
-from ray_dcp.commit_protocol.commands import Answer, Arm, Command, Disarm, Perform, step_of
-from ray_dcp.commit_protocol.coordination import Coordination
-from ray_dcp.commit_protocol.liveness import AwakeClock, Heartbeat, HeartbeatAck
+from ray_dcp.commit_protocol.commands import Command
+from ray_dcp.commit_protocol.liveness import HeartbeatAck
 from ray_dcp.commit_protocol.load import Listen, ReadMessage, SharedReads, UnitUpdate
 from ray_dcp.commit_protocol.messages import (
     Ack,
     OpKey,
     PartsHeld,
-    Refused,
     Reply,
     Request,
     SaveStaged,
@@ -45,21 +40,15 @@ from ray_dcp.commit_protocol.messages import (
 from ray_dcp.core.checks import check_above_0
 from ray_dcp.errors import (
     CheckpointError,
-    InternalError,
     InvalidRequestError,
     RankDisagreementError,
 )
-from ray_dcp.io.threads import begin
 from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.actor_names import MOST_CALLS, NAMESPACE, coordinator_name, pulse_name
-from ray_dcp.runtime.metrics import Tracing
+from ray_dcp.runtime.coordinator_loop import CoordinatorLoop, Member
 from ray_dcp.runtime.ray_private import Caller
 from ray_dcp.runtime.recovery import StagedPlans, StagerWatch, parts_written
-from ray_dcp.runtime.tasks import new_attempt, perform
 from ray_dcp.stage.values import StageReport
-
-Member = tuple[str, int]
-"""A session's name and a rank."""
 
 
 class Membership:
@@ -325,22 +314,16 @@ WATCH_S = 0.5
 PULSE_S = 0.5
 """How often the coordinator writes that it lives while operations run, in seconds."""
 
-SILENCE_LOOK_S = 1.0
-"""How often to look who has been silent for too long, in seconds."""
-
 QUIET_WATCH_S = 5.0
 """The same while no operation runs; one that begins is looked at at once."""
 
 logger = logging.getLogger(__name__)
 
-Waiting = tuple[OpKey, int, str]
 
+class Coordinator(CoordinatorLoop):
+    """The loop as an actor: Ray tells it who died, and keeps what its next incarnation needs.
 
-class Coordinator:
-    """Answers the requests of a session's ranks.
-
-    *Invariant*: everything but `tasks.perform` and Ray's tables happens in the event loop's thread,
-    one event after the other, as `Coordination` needs it.
+    Ray's tables are asked in threads.
 
     Args:
         name: Of this actor: what its epoch is counted under.
@@ -349,35 +332,18 @@ class Coordinator:
     """
 
     def __init__(self, name: str, lease_s: float, namespace: str = NAMESPACE) -> None:
+        # Why not in a thread: nothing else runs before the constructor returns.
+        super().__init__(ray_private.next_epoch(name))
         self._name = name
         self._lease_s = lease_s
-        # Why not in a thread: nothing else runs before the constructor returns.
-        self.epoch = ray_private.next_epoch(name)
-        self._loop = asyncio.get_running_loop()
-        self._awake = AwakeClock(self._loop.time, SILENCE_LOOK_S)
-        self._coordination = Coordination(
-            epoch=self.epoch, new_attempt=new_attempt, clock=self._awake
-        )
-        self._batches = Batches()
         self._shared_reads = SharedReadDispatch(lambda key: key not in self._coordination.active)
         self._rendezvous = Rendezvous(lambda: secrets.token_hex(6))
-        self._tracing = Tracing()
-        self._waiting: dict[Waiting, list[asyncio.Future[Reply]]] = {}
-        self._timers: dict[OpKey, asyncio.TimerHandle] = {}
         self._members = Membership(name)
         self._has_pulse = False
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._called = asyncio.Event()
-        self._performing = 0
         self._plans = StagedPlans(name, self._coordination, self._carry_out, namespace)
         self._stagers = StagerWatch(
             self._coordination, self._carry_out, namespace, self._plans.lost, self._awake
         )
-        self._resumed = asyncio.Event()
-        self._watching: dict[OpKey, asyncio.Future[None]] = {}
-        self._beats: dict[Member, asyncio.Future[None]] = {}
-        """By session and rank the heartbeat whose answer is held back."""
-        self._last_call_s = self._loop.time()
         self._self = ray.get_runtime_context().current_actor
         actor_id = ray.get_runtime_context().get_actor_id() or ""
         lives, me = ray_private.life_of(actor_id).num_restarts, ray_private.this_caller(os.getpid())
@@ -396,10 +362,9 @@ class Coordinator:
         for watch in watches:
             self._tasks.add(ray_calls.run_for_ever(watch, self._self, no_restart=False))
 
-    async def info(self) -> dict[str, Any]:
-        """Returns what this incarnation is: `epoch`, `pid`, `node_id`, `active` operations."""
-        node, active = ray.get_runtime_context().get_node_id(), self._coordination.active
-        return {"epoch": self.epoch, "pid": os.getpid(), "node_id": node, "active": active}
+    @property
+    def _node_id(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
 
     async def enter(
         self, rank: int, world_size: int, token: str, timeout_s: float
@@ -423,109 +388,18 @@ class Coordinator:
     async def call(
         self, request: Request, caller: Caller | None = None, silence_s: float | None = None
     ) -> Reply:
-        """Returns the reply to a request, when it has one; the same may come again meanwhile.
+        """See `CoordinatorLoop.call`.
 
         Args:
-            request: Of the rank.
+            request: As there.
             caller: Who the rank is for Ray; without it, nobody sees it die.
-            silence_s: See `Coordination.receive`.
+            silence_s: As there.
         """
-        self._note_call()
-        if caller is not None:
-            self._register(request.key.session, request.rank, caller)
-        self._tracing.record_request(request, caller)
-        await self._resumed.wait()
-        at = (request.key, request.rank, step_of(request))
-        future: asyncio.Future[Reply] = self._loop.create_future()
-        self._waiting.setdefault(at, []).append(future)
-        try:
-            self._carry_out(self._coordination.receive(request, silence_s=silence_s))
-            self._note_holders([request])
-        except CheckpointError as error:
-            self._forget(at, future)
-            return Refused(error)
-        try:
-            reply = await future
-            if isinstance(request, PartsHeld) and isinstance(reply, Ack):
-                # Why first: the rank may die once it has it, and this actor with it.
-                await self._plans.hold(request)
-            return reply
-        finally:
-            self._forget(at, future)
-            self._last_call_s = self._loop.time()
-
-    async def call_batch(
-        self, message: MessageBatch, callers: Sequence[Caller], silence_s: float | None = None
-    ) -> BatchedReplies:
-        """Returns the replies to a gatherer's ranks, as soon as there are any; as `call`.
-
-        Args:
-            message: May come again, for those of its ranks without a reply.
-            callers: Who they are for Ray; empty when they are registered.
-            silence_s: See `Coordination.receive`.
-        """
-        self._note_call()
-        for rank, caller in zip(message.ranks, callers, strict=bool(callers)):
-            self._register(message.key.session, rank, caller)
-        self._tracing.record_batch(message, callers)
-        await self._resumed.wait()
-        self._note_holders(message.content if isinstance(message.content, tuple) else ())
-        batch = self._batches.add(message)
-        batch.future = self._loop.create_future()
-        try:
-            commands, refused = self._coordination.receive_batch(message, silence_s=silence_s)
-            for rank, reply in refused.items():
-                batch.put((rank,), reply)
-            self._carry_out(commands)
-            replies: BatchedReplies = await batch.future
-            return replies
-        finally:
-            self._batches.remove(batch)
-
-    async def register(self, session: str, rank: int, caller: Caller) -> None:
-        """Registers a rank: from now on its death is detected, also before it calls.
-
-        Args:
-            session: Name of the session.
-            rank: Who.
-            caller: Who it is for Ray.
-        """
-        self._note_call()
-        self._register(session, rank, caller)
-
-    async def beat(self, beat: Heartbeat) -> HeartbeatAck:
-        """Accepts a heartbeat; answers when an operation that the rank awaits has its outcome.
-
-        Before that when the rank sends the next one, or `beat.hold_s` is over.
-        """
-        waits = self._coordination.heartbeat(beat)
-        end_s = self._loop.time() + beat.hold_s
-        at, answered = (beat.session, beat.rank), self._loop.create_future()
-        _set(self._beats.get(at))
-        self._beats[at] = answered
-        try:
-            if not self._resumed.is_set():
-                # Suppressed: the answer says so.
-                with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._resumed.wait(), beat.hold_s)
-            if not self._resumed.is_set():
-                return replace(self._ack, waits=waits, is_up_to_date=False)
-            self._carry_out(self._coordination.present(beat))
-            outcomes = [
-                self._watching.setdefault(key, self._loop.create_future())
-                for key in beat.awaits
-                if self._coordination.outcome(key) is None
-            ]
-            if outcomes and len(outcomes) == len(beat.awaits) and not beat.left:
-                await asyncio.wait(
-                    [answered, *outcomes],
-                    timeout=max(0.0, end_s - self._loop.time()),
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-            return self._coordination.ack(beat, replace(self._ack, waits=waits))
-        finally:
-            if self._beats.get(at) is answered:
-                del self._beats[at]
+        reply = await super().call(request, caller, silence_s)
+        if isinstance(request, PartsHeld) and isinstance(reply, Ack):
+            # Why first: the rank may die once it has it, and this actor with it.
+            await self._plans.hold(request)
+        return reply
 
     async def take_report(self, report: StageReport) -> bool:
         """Accepts a stager's report of a file; returns whether the save still needs it.
@@ -539,22 +413,10 @@ class Coordinator:
         """Accepts a rank's message of a shared read; see `SharedReadDispatch.share`."""
         return await self._shared_reads.share(message)
 
-    async def cancel(self, key: OpKey, reason: str) -> bool:
-        """Cancels a save; returns whether that was still possible, also when asked again."""
-        self._called.set()
-        await self._resumed.wait()
-        self._carry_out(self._coordination.cancel(key, reason))
-        return self._coordination.is_cancelled(key)
-
     async def leave(self, session: str, rank: int) -> None:
-        """Removes a rank that has closed its session and will not call again.
-
-        *Why it is lost*: what it has joined and not ended would wait for it, and this actor too.
-        """
+        """See `CoordinatorLoop.leave`."""
         self._members.remove(session, rank)
-        self._called.set()
-        await self._resumed.wait()
-        self._carry_out(self._coordination.lost(session, [rank], "it has closed its session"))
+        await super().leave(session, rank)
 
     def _note_holders(self, requests: Sequence[Request]) -> None:
         """Notes which stagers hold bytes of saves: another coordinator has to find them."""
@@ -563,112 +425,15 @@ class Coordinator:
         if any(noted):
             self._start(self._plans.keep())
 
-    def _note_call(self) -> None:
-        self._last_call_s = self._loop.time()
-        self._called.set()
-
     def _register(self, session: str, rank: int, caller: Caller) -> None:
         self._members.add(session, rank, caller)
-        self._coordination.place(session, rank, str(caller))
-
-    def _forget(self, at: Waiting, future: asyncio.Future[Reply]) -> None:
-        futures = self._waiting.get(at, [])
-        if future in futures:
-            futures.remove(future)
-        if not futures:
-            self._waiting.pop(at, None)
-
-    # Commands
+        super()._register(session, rank, caller)
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
-        for command in commands:
-            match command:
-                case Answer(key, ranks, step, reply):
-                    self._batches.answer(command)
-                    self._tracing.record_answer(command)
-                    for rank in ranks if self._waiting else ():
-                        self._resolve((key, rank, step), reply)
-                case Perform():
-                    self._performing += 1
-                    self._start(self._perform(command))
-                case Arm():
-                    self._disarm(command.key)
-                    self._timers[command.key] = self._loop.call_later(
-                        command.after_s, self._expire, command.key, command.phase
-                    )
-                case Disarm():
-                    self._disarm(command.key)
-        self._answer_gatherers()
-        for key in [*self._watching]:
-            if self._coordination.outcome(key) is not None:
-                self._watching.pop(key).set_result(None)
+        super()._carry_out(commands)
         self._shared_reads.tidy()
 
-    def _resolve(self, at: Waiting, reply: Reply) -> None:
-        for future in self._waiting.pop(at, []):
-            if not future.done():
-                future.set_result(reply)
-
-    def _answer_gatherers(self) -> None:
-        """Ends the calls of gatherers that have replies."""
-        for batch in self._batches.ready():
-            if not batch.future.done():
-                batch.future.set_result(BatchedReplies(tuple(batch.replies)))
-
-    def _disarm(self, key: OpKey) -> None:
-        timer = self._timers.pop(key, None)
-        if timer is not None:
-            timer.cancel()
-
-    def _expire(self, key: OpKey, phase: str) -> None:
-        self._timers.pop(key, None)
-        self._carry_out(self._coordination.expired(key, phase))
-
-    async def _perform(self, command: Perform) -> None:
-        try:
-            # Why not asyncio.to_thread: a few tasks that hang would fill its pool.
-            work = begin(partial(self._tracing.perform, command, perform), "ray_dcp task")
-            result = await asyncio.wrap_future(work)
-            self._carry_out(self._coordination.performed(command.key, command.task, result))
-        except Exception as error:  # noqa: BLE001 - nobody else would ever see it
-            self._fail_operation(command.key, error)
-        finally:
-            self._performing -= 1
-
-    def _fail_operation(self, key: OpKey, error: Exception) -> None:
-        """Fails an operation that contradicted itself on every rank that waits for it."""
-        refused = Refused(
-            InternalError(
-                f"The coordinator contradicted itself in operation {key.seq}: "
-                f"{type(error).__name__}: {error}. Please report this"
-            )
-        )
-        for at in [at for at in self._waiting if at[0] == key]:
-            self._resolve(at, refused)
-        self._batches.refuse(key, refused)
-        self._answer_gatherers()
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        # Why kept: the event loop itself holds tasks weakly.
-        self._tasks.add(task := asyncio.ensure_future(work))
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("A task of the coordinator ended early", exc_info=task.exception())
-
     # Life and death
-
-    async def _check_silence(self) -> None:
-        """Looks for ranks that are silent. Apart from `_watch`, which may wait for Ray's tables."""
-        while True:
-            await asyncio.sleep(SILENCE_LOOK_S)
-            self._awake.tick()
-            try:
-                self._carry_out(self._coordination.check_silence())
-            except CheckpointError as error:
-                logger.warning("Ranks that freeze are only seen at deadlines: %s", error)
 
     async def _pulse(self) -> None:
         """Writes to the control store that this process lives, for ranks that can't reach it."""
@@ -697,7 +462,7 @@ class Coordinator:
             try:
                 for session, rank, caller in await self._members.take_dead():
                     reason = f"Ray says that its process ({caller}) has ended"
-                    self._carry_out(self._coordination.lost(session, [rank], reason))
+                    self._lose(session, rank, reason)
                 await self._members.keep()
                 # Why a task: a stager that is frozen must not keep it from seeing who died.
                 if not self._plans.is_busy:
@@ -726,11 +491,6 @@ class Coordinator:
     def _is_idle(self) -> bool:
         busy = self._performing or self._rendezvous.num_waiting or self._waiting or self._batches
         return not (busy or self._coordination.active)
-
-
-def _set(future: asyncio.Future[None] | None) -> None:
-    if future is not None and not future.done():
-        future.set_result(None)
 
 
 @ray_calls.unless_lost

@@ -1,0 +1,319 @@
+"""The event loop of a coordinator: carries out what `Coordination` commands, without Ray.
+
+It decides nothing: `ray_dcp.commit_protocol` decides, and `tasks` reaches the storage. Work that
+may hang for ever runs in a thread of its own, so that the event loop never blocks. `Coordinator`
+is the actor of a Ray session, which adds what Ray knows; a socket session runs the loop as it is,
+in a thread of rank 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import platform
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ray_dcp.commit_protocol.aggregation import BatchedReplies, Batches, MessageBatch
+from ray_dcp.commit_protocol.commands import Answer, Arm, Command, Disarm, Perform, step_of
+from ray_dcp.commit_protocol.coordination import Coordination
+from ray_dcp.commit_protocol.liveness import AwakeClock, Heartbeat, HeartbeatAck
+from ray_dcp.commit_protocol.messages import OpKey, Refused, Reply, Request
+from ray_dcp.errors import CheckpointError, InternalError
+from ray_dcp.io.threads import begin
+from ray_dcp.runtime.metrics import Tracing
+from ray_dcp.runtime.tasks import new_attempt, perform
+
+SILENCE_LOOK_S = 1.0
+"""How often to look who has been silent for too long, in seconds."""
+
+logger = logging.getLogger(__name__)
+
+Member = tuple[str, int]
+"""A session's name and a rank."""
+
+Waiting = tuple[OpKey, int, str]
+
+
+class CoordinatorLoop:
+    """Answers the requests of a session's ranks. To be made in the event loop that runs it.
+
+    *Invariant*: everything but `tasks.perform` happens in the event loop's thread, one event after
+    the other, as `Coordination` needs it.
+
+    Args:
+        epoch: See `Coordination`.
+    """
+
+    def __init__(self, epoch: int = 1) -> None:
+        self.epoch = epoch
+        self._loop = asyncio.get_running_loop()
+        self._awake = AwakeClock(self._loop.time, SILENCE_LOOK_S)
+        self._coordination = Coordination(
+            epoch=self.epoch, new_attempt=new_attempt, clock=self._awake
+        )
+        self._batches = Batches()
+        self._tracing = Tracing()
+        self._waiting: dict[Waiting, list[asyncio.Future[Reply]]] = {}
+        self._timers: dict[OpKey, asyncio.TimerHandle] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._called = asyncio.Event()
+        self._performing = 0
+        self._resumed = asyncio.Event()
+        """Set once what an earlier incarnation had planned is taken up."""
+        self._watching: dict[OpKey, asyncio.Future[None]] = {}
+        self._beats: dict[Member, asyncio.Future[None]] = {}
+        """By session and rank the heartbeat whose answer is held back."""
+        self._last_call_s = self._loop.time()
+        self._ack = HeartbeatAck("", 0, f"pid {os.getpid()} on {platform.node()}")
+
+    async def info(self) -> dict[str, Any]:
+        """Returns what this incarnation is: `epoch`, `pid`, `node_id`, `active` operations."""
+        active = self._coordination.active
+        return {
+            "epoch": self.epoch,
+            "pid": os.getpid(),
+            "node_id": self._node_id,
+            "active": active,
+        }
+
+    @property
+    def _node_id(self) -> str:
+        return platform.node()
+
+    async def call(
+        self, request: Request, caller: Any = None, silence_s: float | None = None
+    ) -> Reply:
+        """Returns the reply to a request, when it has one; the same may come again meanwhile.
+
+        Args:
+            request: Of the rank.
+            caller: The rank's process; its text is for messages.
+            silence_s: See `Coordination.receive`.
+        """
+        self._note_call()
+        if caller is not None:
+            self._register(request.key.session, request.rank, caller)
+        self._tracing.record_request(request, caller)
+        await self._resumed.wait()
+        at = (request.key, request.rank, step_of(request))
+        future: asyncio.Future[Reply] = self._loop.create_future()
+        self._waiting.setdefault(at, []).append(future)
+        try:
+            self._carry_out(self._coordination.receive(request, silence_s=silence_s))
+            self._note_holders([request])
+        except CheckpointError as error:
+            self._forget(at, future)
+            return Refused(error)
+        try:
+            return await future
+        finally:
+            self._forget(at, future)
+            self._last_call_s = self._loop.time()
+
+    async def call_batch(
+        self, message: MessageBatch, callers: Sequence[Any], silence_s: float | None = None
+    ) -> BatchedReplies:
+        """Returns the replies to a gatherer's ranks, as soon as there are any; as `call`.
+
+        Args:
+            message: May come again, for those of its ranks without a reply.
+            callers: Their processes; empty when they are registered.
+            silence_s: See `Coordination.receive`.
+        """
+        self._note_call()
+        for rank, caller in zip(message.ranks, callers, strict=bool(callers)):
+            self._register(message.key.session, rank, caller)
+        self._tracing.record_batch(message, callers)
+        await self._resumed.wait()
+        self._note_holders(message.content if isinstance(message.content, tuple) else ())
+        batch = self._batches.add(message)
+        batch.future = self._loop.create_future()
+        try:
+            commands, refused = self._coordination.receive_batch(message, silence_s=silence_s)
+            for rank, reply in refused.items():
+                batch.put((rank,), reply)
+            self._carry_out(commands)
+            replies: BatchedReplies = await batch.future
+            return replies
+        finally:
+            self._batches.remove(batch)
+
+    async def register(self, session: str, rank: int, caller: Any) -> None:
+        """Registers a rank: from now on its death is detected, also before it calls.
+
+        Args:
+            session: Name of the session.
+            rank: Who.
+            caller: Its process.
+        """
+        self._note_call()
+        self._register(session, rank, caller)
+
+    async def beat(self, beat: Heartbeat) -> HeartbeatAck:
+        """Accepts a heartbeat; answers when an operation that the rank awaits has its outcome.
+
+        Before that when the rank sends the next one, or `beat.hold_s` is over.
+        """
+        waits = self._coordination.heartbeat(beat)
+        end_s = self._loop.time() + beat.hold_s
+        at, answered = (beat.session, beat.rank), self._loop.create_future()
+        _set(self._beats.get(at))
+        self._beats[at] = answered
+        try:
+            if not self._resumed.is_set():
+                # Suppressed: the answer says so.
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._resumed.wait(), beat.hold_s)
+            if not self._resumed.is_set():
+                return replace(self._ack, waits=waits, is_up_to_date=False)
+            self._carry_out(self._coordination.present(beat))
+            outcomes = [
+                self._watching.setdefault(key, self._loop.create_future())
+                for key in beat.awaits
+                if self._coordination.outcome(key) is None
+            ]
+            if outcomes and len(outcomes) == len(beat.awaits) and not beat.left:
+                await asyncio.wait(
+                    [answered, *outcomes],
+                    timeout=max(0.0, end_s - self._loop.time()),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+            return self._coordination.ack(beat, replace(self._ack, waits=waits))
+        finally:
+            if self._beats.get(at) is answered:
+                del self._beats[at]
+
+    async def cancel(self, key: OpKey, reason: str) -> bool:
+        """Cancels a save; returns whether that was still possible, also when asked again."""
+        self._called.set()
+        await self._resumed.wait()
+        self._carry_out(self._coordination.cancel(key, reason))
+        return self._coordination.is_cancelled(key)
+
+    async def leave(self, session: str, rank: int) -> None:
+        """Removes a rank that has closed its session and will not call again.
+
+        *Why it is lost*: what it has joined and not ended would wait for it, and this process too.
+        """
+        self._called.set()
+        await self._resumed.wait()
+        self._lose(session, rank, "it has closed its session")
+
+    def _note_holders(self, requests: Sequence[Request]) -> None:
+        """Notes who holds bytes of saves, where another coordinator has to find them."""
+
+    def _note_call(self) -> None:
+        self._last_call_s = self._loop.time()
+        self._called.set()
+
+    def _register(self, session: str, rank: int, caller: Any) -> None:
+        self._coordination.place(session, rank, str(caller))
+
+    def _lose(self, session: str, rank: int, reason: str) -> None:
+        self._carry_out(self._coordination.lost(session, [rank], reason))
+
+    def _forget(self, at: Waiting, future: asyncio.Future[Reply]) -> None:
+        futures = self._waiting.get(at, [])
+        if future in futures:
+            futures.remove(future)
+        if not futures:
+            self._waiting.pop(at, None)
+
+    # Commands
+
+    def _carry_out(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            match command:
+                case Answer(key, ranks, step, reply):
+                    self._batches.answer(command)
+                    self._tracing.record_answer(command)
+                    for rank in ranks if self._waiting else ():
+                        self._resolve((key, rank, step), reply)
+                case Perform():
+                    self._performing += 1
+                    self._start(self._perform(command))
+                case Arm():
+                    self._disarm(command.key)
+                    self._timers[command.key] = self._loop.call_later(
+                        command.after_s, self._expire, command.key, command.phase
+                    )
+                case Disarm():
+                    self._disarm(command.key)
+        self._answer_gatherers()
+        for key in [*self._watching]:
+            if self._coordination.outcome(key) is not None:
+                self._watching.pop(key).set_result(None)
+
+    def _resolve(self, at: Waiting, reply: Reply) -> None:
+        for future in self._waiting.pop(at, []):
+            if not future.done():
+                future.set_result(reply)
+
+    def _answer_gatherers(self) -> None:
+        """Ends the calls of gatherers that have replies."""
+        for batch in self._batches.ready():
+            if not batch.future.done():
+                batch.future.set_result(BatchedReplies(tuple(batch.replies)))
+
+    def _disarm(self, key: OpKey) -> None:
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _expire(self, key: OpKey, phase: str) -> None:
+        self._timers.pop(key, None)
+        self._carry_out(self._coordination.expired(key, phase))
+
+    async def _perform(self, command: Perform) -> None:
+        try:
+            # Why not asyncio.to_thread: a few tasks that hang would fill its pool.
+            work = begin(partial(self._tracing.perform, command, perform), "ray_dcp task")
+            result = await asyncio.wrap_future(work)
+            self._carry_out(self._coordination.performed(command.key, command.task, result))
+        except Exception as error:  # noqa: BLE001 - nobody else would ever see it
+            self._fail_operation(command.key, error)
+        finally:
+            self._performing -= 1
+
+    def _fail_operation(self, key: OpKey, error: Exception) -> None:
+        """Fails an operation that contradicted itself on every rank that waits for it."""
+        refused = Refused(
+            InternalError(
+                f"The coordinator contradicted itself in operation {key.seq}: "
+                f"{type(error).__name__}: {error}. Please report this"
+            )
+        )
+        for at in [at for at in self._waiting if at[0] == key]:
+            self._resolve(at, refused)
+        self._batches.refuse(key, refused)
+        self._answer_gatherers()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        # Why kept: the event loop itself holds tasks weakly.
+        self._tasks.add(task := asyncio.ensure_future(work))
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("A task of the coordinator ended early", exc_info=task.exception())
+
+    async def _check_silence(self) -> None:
+        """Looks for ranks that are silent. Apart from `_watch`, which may wait for Ray's tables."""
+        while True:
+            await asyncio.sleep(SILENCE_LOOK_S)
+            self._awake.tick()
+            try:
+                self._carry_out(self._coordination.check_silence())
+            except CheckpointError as error:
+                logger.warning("Ranks that freeze are only seen at deadlines: %s", error)
+
+
+def _set(future: asyncio.Future[None] | None) -> None:
+    if future is not None and not future.done():
+        future.set_result(None)
