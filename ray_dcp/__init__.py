@@ -79,12 +79,12 @@ if TYPE_CHECKING:
     from ray_dcp.options import LoadOptions as LoadOptions
     from ray_dcp.options import SaveOptions as SaveOptions
     from ray_dcp.protocol import CheckpointableTensor as CheckpointableTensor
+    from ray_dcp.runtime.discovery import connect as connect
     from ray_dcp.runtime.garbage_collection import collect as collect
     from ray_dcp.runtime.garbage_collection import delete as delete
     from ray_dcp.runtime.records import CollectReport as CollectReport
     from ray_dcp.runtime.records import write_metadata as write_metadata
     from ray_dcp.runtime.session import Session as Session
-    from ray_dcp.runtime.session import connect as connect
     from ray_dcp.runtime.tasks import outcome as outcome
     from ray_dcp.runtime.worker_group import WorkerGroup as WorkerGroup
     from ray_dcp.stage.values import StagerOptions as StagerOptions
@@ -120,7 +120,7 @@ _HOMES: dict[str, str] = {
     "copy": "ray_dcp.exporting",
     "export": "ray_dcp.exporting",
     "import_checkpoint": "ray_dcp.exporting",
-    "connect": "ray_dcp.runtime.session",
+    "connect": "ray_dcp.runtime.discovery",
     "Session": "ray_dcp.runtime.session",
     "WorkerGroup": "ray_dcp.runtime.worker_group",
     "LoadReport": "ray_dcp.torch_adapter.load_report",

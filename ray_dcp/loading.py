@@ -305,11 +305,9 @@ def _peers_of(session: object) -> Peers:
     coordinator = getattr(session, "coordinator", None)
     if coordinator is None:
         return Peers()
-    from ray_dcp.runtime import private_ray
     from ray_dcp.runtime.shared_reads import RayPeers
 
-    # Why not there: Ray ends a rank that is at the object store of a raylet when that dies.
-    return Peers() if private_ray.joined() is not None else RayPeers(coordinator)
+    return RayPeers(coordinator)
 
 
 def _await_staged(memory: NodeMemory, url: str, session: Activity, options: LoadOptions) -> None:

@@ -22,12 +22,12 @@ from ray_dcp.core import reporting
 from ray_dcp.core.phases import CAPTURE
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.options import SaveOptions
+from ray_dcp.runtime.discovery import current_session
 from ray_dcp.runtime.inline import session_alone
 from ray_dcp.runtime.metrics import Account
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_progress import Activity
 from ray_dcp.runtime.rank_save import RankSave
-from ray_dcp.runtime.session import current_session
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import as_target
 from ray_dcp.torch_adapter.capture import Capture, capture, check_nonfinite, checking_finite

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from ray_dcp.operations import StateDict, session_for
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.staging_backend import warm_process
 from ray_dcp.stage.values import StagerOptions
 from ray_dcp.torch_adapter.device_copy import pin_for
@@ -67,7 +66,7 @@ def warm_up(
     # that nobody goes on to import there.
     for module in _MODULES:
         importlib.import_module(module)
-    if isinstance(session, InlineSession):
+    if session.stages_itself:
         return warm_process(share_bytes(state, session.world_size))
     options = options or SaveOptions()
     return warm_staging(session, state, options, stager)

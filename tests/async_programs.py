@@ -22,7 +22,8 @@ import ray_dcp
 from ray_dcp.errors import LimitError
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime import memory_tier
-from ray_dcp.runtime.session import Session, current_session
+from ray_dcp.runtime.discovery import current_session
+from ray_dcp.runtime.ray_session import RaySession
 from ray_dcp.stage.values import StagerOptions
 from tests.attempts import Attempt, attempt
 from tests.held_writes import hold_writes
@@ -225,7 +226,7 @@ def save_kept(path: str, step: int, keep: int = 1) -> int:
     return step
 
 
-def await_kept(session: Session, attempt_id: str | None, num_files: int) -> None:
+def await_kept(session: RaySession, attempt_id: str | None, num_files: int) -> None:
     """Returns when the stager of this node keeps so many files of an attempt."""
     stager = session.staging().link().handle
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import ray
 
-from ray_dcp.runtime.session import Session
+from ray_dcp.runtime.ray_session import RaySession
 from ray_dcp.store import local
 from tests.polling import eventually
 
 
-def hold_writes(session: Session, gate: Path) -> None:
+def hold_writes(session: RaySession, gate: Path) -> None:
     """Has the stager of this node begin no write to a local file before `gate` is there.
 
     A stager that takes its place does not wait.

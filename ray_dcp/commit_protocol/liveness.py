@@ -22,6 +22,11 @@ from ray_dcp.errors import DeadlineError
 LONG_WAIT_S = 30.0
 """A wait for other ranks that lasts longer is logged, once, in seconds."""
 
+OUT_OF_REACH_S = 300.0
+"""How long an actor may be out of reach before a call fails, in seconds: Ray may take a minute to
+see that a node is lost, and more to start a process on one that is busy. *Why* so long: where the
+call of one rank fails and that of another succeeds, the second waits for the first."""
+
 LONGEST_INTERVAL_S = 5.0
 BEATS_IN_TIMEOUT = 6
 """Heartbeats that fit into a timeout: some may be late or lost before anybody is blamed."""

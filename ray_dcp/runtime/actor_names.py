@@ -1,4 +1,6 @@
-"""Names of the detached actors: by role, protocol version, and session or node.
+"""Names in Ray: of the cluster to use, and of the detached actors.
+
+An actor's name has its role, the protocol version, and session or node.
 
 The protocol version is part of every name, so that a job with a newer ray_dcp never talks to an
 actor that an older one left.
@@ -6,6 +8,7 @@ actor that an older one left.
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 
@@ -16,7 +19,7 @@ PROTOCOL_VERSION = 2
 """Rises with every change of the messages between ranks, coordinators and stagers."""
 
 LEASE_S = 120.0
-"""How long a detached actor, or a private Ray, stays when nobody uses it, in seconds.
+"""How long a detached actor stays when nobody uses it, in seconds.
 
 Longer than any pause between two ranks that start; short enough that nobody finds it in the way.
 An actor that left is made again by the next call.
@@ -27,6 +30,11 @@ MOST_CALLS = 1_000_000
 """Calls that may wait at once: each rank waits in two or three. Ray lets 1000 in by default, and
 with more ranks than that the last one to join would never be admitted."""
 _SUFFIX = re.compile(r"(?<=[0-9])-[0-9a-f]{16}$")
+
+
+def named_address() -> str | None:
+    """Returns the cluster that the user named with `RAY_ADDRESS`, if any."""
+    return os.environ.get("RAY_ADDRESS") or None
 
 
 def coordinator_name(session: str) -> str:

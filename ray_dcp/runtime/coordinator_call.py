@@ -19,17 +19,12 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from ray_dcp.commit_protocol.liveness import LONG_WAIT_S
+from ray_dcp.commit_protocol.liveness import LONG_WAIT_S, OUT_OF_REACH_S
 from ray_dcp.errors import CheckpointError, DeadlineError, InternalError, ParticipantError
 from ray_dcp.runtime import private_ray, ray_calls, ray_private
 from ray_dcp.runtime.private_ray import PrivateRay
 
 logger = logging.getLogger(__name__)
-
-OUT_OF_REACH_S = 300.0
-"""How long an actor may be out of reach before a call fails, in seconds: Ray may take a minute to
-see that a node is lost, and more to start a process on one that is busy. *Why* so long: where the
-call of one rank fails and that of another succeeds, the second waits for the first."""
 
 MOST_MADE = 20
 """How often an actor that died for good is made anew for one call."""

@@ -1,87 +1,179 @@
-"""Session discovery from a torch process group or the Ray Train context: its ranks, and its Ray.
+"""How a process finds its session: `connect`, a torch process group, or the Ray Train context.
 
-Making a session is collective: one broadcast from the group's first rank and one gather of errors,
-so that either every rank has the session or every rank raises. If the first rank finds no Ray, it
-starts one for the job.
-
-If that Ray is lost, each rank attaches to the next one with its next call. That is no collective,
-as ranks notice the loss at different times: the job's store has the address of the next one, and
-the ranks' calls keep their numbers, so that its coordinator knows which ranks a call waits for.
-
-The ranks of a job find their session in one way: all by their process group, or all by `connect`. A
-rank that uses `connect` never takes part in the group's broadcast, and the others would wait there
-until the group's own timeout. The job's store, which torch has anyway, shows which way each rank
-uses: see `await_group`.
+Making the session of a group is collective: one broadcast from the group's first rank and one
+gather of errors, so that either every rank has the session or every rank raises. The first rank
+decides: where it is in a Ray, or `RAY_ADDRESS` names one, all come to that; else they talk over
+sockets. No Ray is ever started here.
 """
 
 from __future__ import annotations
 
-import logging
 import secrets
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import sys
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ray_dcp.commit_protocol.error_aggregation import name_ranks
-from ray_dcp.commit_protocol.liveness import LONG_WAIT_S
-from ray_dcp.core.processes import ProcessLock
-from ray_dcp.errors import (
-    CheckpointError,
-    InvalidRequestError,
-    ParticipantError,
-    RankDisagreementError,
-)
-from ray_dcp.runtime import private_ray, ray_private
-from ray_dcp.runtime.actor_names import group_name
-from ray_dcp.runtime.attach import attach, attach_named, attached_address, leave_lost
-from ray_dcp.runtime.private_ray import PrivateRay, start_private_ray
-
-if TYPE_CHECKING:
-    from ray_dcp.runtime.session import GroupSessions, Session
-
-
-_STORE_KEY = "ray_dcp/private_ray"
-
-_START_S = 120.0
-"""How long a private Ray may take to start, in seconds."""
-_ANSWER_S = 30.0
-"""How much longer the other ranks wait for its address, in seconds."""
-
-_continuing = ProcessLock()
-_refused: set[int] = set()
-"""Numbers of the private Rays that did not start, as far as this process knows."""
-
-logger = logging.getLogger(__name__)
+from ray_dcp.core.checks import check_above_0
+from ray_dcp.errors import CheckpointError, InvalidRequestError, ParticipantError
+from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE, group_name, named_address
+from ray_dcp.runtime.process_group import await_group, connect_announced, job_store
+from ray_dcp.runtime.session import Session, sessions
+from ray_dcp.runtime.socket_session import forget_key, join_by_store
 
 
 @dataclass(frozen=True)
 class _Invite:
-    """What the first rank broadcasts: which Ray, and the session's name."""
+    """What the first rank broadcasts."""
 
-    address: str
-    token_path: str | None
     name: str
+    """Of the session."""
+    address: str | None
+    """Of the Ray that all are to be in; None: there is none."""
 
 
-def session_of(
-    process_group: Any, make: type[Session], sessions: GroupSessions, *, lease_s: float
+def connect(
+    address: str | None = None,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    name: str | None = None,
+    namespace: str = NAMESPACE,
+    timeout_s: float = 600.0,
+    lease_s: float = LEASE_S,
+) -> Session:
+    """Returns the session of this process among ranks that know each other only by a name.
+
+    Every rank calls it; it returns when all have. From then on `save` and `load` use it, until it
+    is closed.
+
+    Args:
+        address: Ray cluster. `RAY_ADDRESS` counts when it is None, and the cluster that this
+            process is connected to; no other cluster is ever used.
+        rank: Number of this process, from 0.
+        world_size: Number of processes.
+        name: What the processes share; may be left out by one that is alone. The same name may be
+            used again by the next run of the job.
+        namespace: Ray namespace for the coordinator.
+        timeout_s: How long to wait for the other ranks, in seconds.
+        lease_s: How long an unused coordinator stays, in seconds.
+
+    Raises:
+        InvalidRequestError: No cluster was named, an argument is wrong, or this process has an
+            open session from another `connect`.
+        ParticipantError: The cluster can't be reached, or a rank did not come.
+    """
+    check_connect(address, rank, world_size, name, timeout_s)
+    check_above_0(lease_s, "lease_s")
+    from ray_dcp.runtime.attach import attach_named
+    from ray_dcp.runtime.ray_session import RaySession
+
+    if attach_named(address) is None:
+        raise InvalidRequestError(
+            "Expected a Ray cluster, but none was named. Give connect(address=...), set "
+            "RAY_ADDRESS, or call ray.init() first",
+            key="address",
+        )
+    shared = name or f"alone-{secrets.token_hex(6)}"
+    place = RaySession(shared, rank, world_size, namespace=namespace, lease_s=lease_s)
+    with connect_announced():
+        generation = place.enter(secrets.token_hex(8), timeout_s)
+    session = RaySession(
+        f"{shared}/{generation}",
+        rank,
+        world_size,
+        actor=shared,
+        namespace=namespace,
+        lease_s=lease_s,
+    )
+    session.register()
+    sessions.explicit = session
+    return session
+
+
+def current_session(
+    process_group: Any = None, no_dist: bool = False, *, lease_s: float = LEASE_S
 ) -> Session | None:
+    """Returns this rank's session for a group, after making it when it is the first time.
+
+    The first call for a group is collective over that group; later ones are not. Looked for in
+    this order: an explicit `connect`; the initialised torch process group; the Ray Train context.
+
+    Args:
+        process_group: A torch process group; None for the whole job.
+        no_dist: This process saves or loads alone.
+        lease_s: How long the coordinator's actor stays when it is unused, in seconds.
+
+    Returns:
+        None for a process that is alone: `InlineSession` does it, without Ray.
+
+    Raises:
+        InvalidRequestError: This process is not in the group.
+        ParticipantError: Some rank can't come to the session; raised on all ranks.
+    """
+    if no_dist:
+        return None
+    if process_group is None and sessions.explicit is not None:
+        return sessions.explicit
+    if process_group is None and not may_be_distributed():
+        return None
+    return session_of(process_group, lease_s=check_above_0(lease_s, "lease_s"))
+
+
+def may_be_distributed() -> bool:
+    """Returns whether this process could be a rank: it uses Ray, or a process group of several."""
+    distributed = sys.modules.get("torch.distributed")
+    if "ray" in sys.modules or distributed is None or not distributed.is_available():
+        return "ray" in sys.modules
+    return bool(distributed.is_initialized() and distributed.get_world_size() > 1)
+
+
+def check_connect(address: Any, rank: Any, world_size: Any, name: Any, timeout_s: Any) -> None:
+    """Raises `InvalidRequestError` for arguments that `connect` can't use, or a second connect."""
+    if address is not None and (not isinstance(address, str) or not address):
+        raise InvalidRequestError(
+            f"Expected address to name a Ray cluster, such as 'host:6379' or 'auto', but found "
+            f"{address!r}",
+            key="address",
+        )
+    numbers = (rank, world_size)
+    if any(isinstance(n, bool) or not isinstance(n, int) for n in numbers) or not (
+        0 <= rank < world_size
+    ):
+        raise InvalidRequestError(
+            f"Expected a rank from 0 to world_size - 1, but found rank={rank!r}, "
+            f"world_size={world_size!r}. Give each process its own number",
+            key="rank",
+        )
+    if name is None and world_size > 1:
+        raise InvalidRequestError(
+            f"Expected a name that the {world_size} ranks share, but found none. Give "
+            f"connect(name=...), the same on every rank",
+            key="name",
+        )
+    if name is not None and (not isinstance(name, str) or not name):
+        raise InvalidRequestError(
+            f"Expected name to be a string of at least one character, but found {name!r}",
+            key="name",
+        )
+    check_above_0(timeout_s, "timeout_s")
+    if sessions.explicit is not None:
+        raise InvalidRequestError(
+            f"Expected one connect at a time, but {sessions.explicit!r} is open. Close it first",
+            rank=rank,
+        )
+
+
+def session_of(process_group: Any, *, lease_s: float) -> Session | None:
     """Returns the session for a group, after making it; None where the process is alone.
 
     Args:
         process_group: A torch process group; None for the whole job.
-        make: What a rank makes once it knows the name, its rank and the number of ranks.
-        sessions: Those that this process has; the new one is added.
         lease_s: How long what is started for the session stays unused, in seconds.
 
     Raises:
         InvalidRequestError: This process is not in the group.
         RankDisagreementError: Another rank uses `connect`.
-        ParticipantError: Some rank can't come to the session's Ray.
+        ParticipantError: Some rank can't come to the session.
     """
     import torch.distributed as dist
 
@@ -92,11 +184,9 @@ def session_of(
                 "it is not. Call torch.distributed.init_process_group first, or leave it out",
                 key="process_group",
             )
-        return _train_session(make, sessions, lease_s)
+        return _train_session(lease_s)
     group = dist.group.WORLD if process_group is None else process_group
     known, session = sessions.of(group)
-    if session is not None and session.connection.is_lost:
-        return _continued(group, session, sessions)
     if known:
         return session
     # Why: a second thread's broadcast would get in between, and each take the other's answer.
@@ -105,46 +195,13 @@ def session_of(
         if not known:
             if process_group is None:
                 ranks = dist.get_process_group_ranks(group)
-                await_group(ray_private.job_store(), ranks, dist.get_rank())
-            session = _make(dist, group, make, lease_s)
+                await_group(job_store(), ranks, dist.get_rank())
+            session = _make(dist, group, lease_s)
             sessions.set(group, session)
     return session
 
 
-def _continued(group: Any, lost: Session, sessions: GroupSessions) -> Session:
-    """Returns the session after one whose private Ray was lost: not collective."""
-    with _continuing:
-        _, session = sessions.of(group)
-        if session is not None and session is not lost:
-            return session
-        if ray_private.job_store() is None:
-            lost.connection.check()
-        try:
-            # Why first: the next one ends when nobody has come to it for the lease.
-            leave_lost()
-            own = _private_ray_of_the_job(lost.lease_s)
-            attach(own.address, own.token_path)
-            session = lost.continued(Path(own.directory).name)
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise ParticipantError(
-                f"Coming to another Ray after the job's own was lost failed: "
-                f"{type(error).__name__}: {error}. Call again",
-                rank=lost.rank,
-            ) from error
-        sessions.set(group, session)
-        logger.warning(
-            "The Ray that this job had started for itself was lost; rank %d goes on with another "
-            "one at %s. If that happens again, look at the memory of this machine, or set "
-            "RAY_ADDRESS",
-            lost.rank,
-            own.address,
-        )
-        return session
-
-
-def _make(dist: Any, group: Any, make: type[Session], lease_s: float) -> Session | None:
+def _make(dist: Any, group: Any, lease_s: float) -> Session | None:
     rank = dist.get_rank(group)
     if rank < 0:
         raise InvalidRequestError(
@@ -156,106 +213,66 @@ def _make(dist: Any, group: Any, make: type[Session], lease_s: float) -> Session
     world_size = dist.get_world_size(group)
     if world_size == 1:
         return None
-    call, error = _invite(dist, group, lease_s) if rank == 0 else (None, None)
+    call, error = _invite(dist, group) if rank == 0 else (None, None)
     box: list[Any] = [call or error]
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
     session = None
     if isinstance(box[0], _Invite):
-        session, error = _join_session(box[0], make, rank, world_size, lease_s)
+        session, error = _join_session(box[0], rank, world_size, lease_s)
     else:
         error = box[0]
     errors: list[CheckpointError | None] = [None] * world_size
     dist.all_gather_object(errors, error, group=group)
+    if rank == 0 and isinstance(call, _Invite) and call.address is None:
+        forget_key(job_store(), call.name)
     failed = {index: found for index, found in enumerate(errors) if found is not None}
     if failed:
+        if session is not None:
+            session.close()
         raise _combined(failed, world_size)
     return session
 
 
-def _invite(dist: Any, group: Any, lease_s: float) -> tuple[_Invite | None, CheckpointError | None]:
+def _invite(dist: Any, group: Any) -> tuple[_Invite | None, CheckpointError | None]:
     """Returns what to broadcast; an error too, or the other ranks would wait."""
     ranks = dist.get_process_group_ranks(group)
     name = group_name(ranks[0], len(ranks))
+    if not _is_named():
+        return _Invite(name, None), None
+    from ray_dcp.runtime.attach import attach_named
+
     try:
-        address = attach_named(None)
-        joined = private_ray.joined()
-        if address is not None:
-            token_path = None if joined is None else joined.token_path
-            return _Invite(address, token_path, name), None
-        own = _private_ray_of_the_job(lease_s)
-        return _Invite(own.address, own.token_path, name), None
+        return _Invite(name, attach_named(None)), None
     except CheckpointError as error:
         return None, error
     except Exception as error:  # noqa: BLE001 - the other ranks wait in the broadcast
-        failed = ParticipantError(f"Starting a Ray failed: {type(error).__name__}: {error}", rank=0)
+        failed = ParticipantError(f"Using Ray failed: {type(error).__name__}: {error}", rank=0)
         return None, failed
 
 
-def _private_ray_of_the_job(lease_s: float) -> PrivateRay:
-    """Returns the Ray of this job, started by whoever of its ranks asks first.
-
-    Several groups of one job may make their first session at the same time; the job's store lets
-    one of them start it. Where the store can't be had, each group's first rank starts its own.
-    Those that were lost, or did not start, have numbers, too: the next one follows them.
-    """
-    store, number = ray_private.job_store(), 0
-    while True:
-        if number not in _refused:
-            own = _private_ray(store, number, lease_s)
-            if not own.is_lost:
-                return own
-        number += 1
-
-
-def _private_ray(store: Any, number: int, lease_s: float) -> PrivateRay:
-    key = f"{_STORE_KEY}/{number}"
-    if store is None or store.add(f"{key}/asked", 1) == 1:
-        try:
-            own = start_private_ray(lease_s=lease_s, start_timeout_s=_START_S)
-        except CheckpointError as error:
-            _refused.add(number)
-            if store is not None:
-                store.set(f"{key}/address", f"error {error}")
-            raise
-        logger.info(
-            "No Ray was named, so this job has started one of its own at %s: about 0.8 GB of "
-            "memory on this machine, files in %s. It ends %g s after its last use (process %d). "
-            "To use a cluster instead, set RAY_ADDRESS",
-            own.address,
-            own.directory,
-            lease_s,
-            own.supervisor_pid,
-        )
-        if store is not None:
-            store.set(f"{key}/address", own.encode())
-        return own
-    try:
-        store.wait([f"{key}/address"], timedelta(seconds=_START_S + _ANSWER_S))
-    except RuntimeError as error:  # torch's own timeout error is one, in every version
-        _refused.add(number)
-        raise ParticipantError(
-            f"Expected another rank to start a Ray within {_START_S + _ANSWER_S:g} s, but there is "
-            f"no answer ({error}). Look whether it lives, then call again"
-        ) from error
-    answer = bytes(store.get(f"{key}/address")).decode()
-    if answer.startswith("error "):
-        _refused.add(number)
-        raise ParticipantError(f"Another rank could not start a Ray: {answer[6:]}")
-    return PrivateRay.decode(answer)
+def _is_named() -> bool:
+    """Returns whether there is a Ray to use: this process is in it, or `RAY_ADDRESS` names it."""
+    ray = sys.modules.get("ray")
+    return named_address() is not None or bool(ray is not None and ray.is_initialized())
 
 
 def _join_session(
-    call: _Invite, make: type[Session], rank: int, world_size: int, lease_s: float
+    call: _Invite, rank: int, world_size: int, lease_s: float
 ) -> tuple[Session | None, CheckpointError | None]:
     try:
-        attach(call.address, call.token_path)
-        session = make(call.name, rank, world_size, lease_s=lease_s)
+        if call.address is None:
+            return join_by_store(job_store(), call.name, rank, world_size), None
+        from ray_dcp.runtime.attach import attach
+        from ray_dcp.runtime.ray_session import RaySession
+
+        attach(call.address)
+        session = RaySession(call.name, rank, world_size, lease_s=lease_s)
         session.register()
     except CheckpointError as error:
         return None, error
     except Exception as error:  # noqa: BLE001 - the other ranks wait in the gather
         return None, ParticipantError(
-            f"Connecting to Ray failed: {type(error).__name__}: {error}", rank=rank
+            f"Connecting to the other ranks failed: {type(error).__name__}: {error}", rank=rank
         )
     return session, None
 
@@ -277,10 +294,13 @@ def _combined(failed: dict[int, CheckpointError], world_size: int) -> Checkpoint
     )
 
 
-def _train_session(make: type[Session], sessions: GroupSessions, lease_s: float) -> Session | None:
+def _train_session(lease_s: float) -> Session | None:
     """Returns the session of a Ray Train worker that has no torch process group."""
-    if attached_address() is None:
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
         return None
+    from ray_dcp.runtime import ray_private
+
     ranks = ray_private.train_ranks()
     if ranks is None or ranks[1] == 1:
         return None
@@ -289,96 +309,16 @@ def _train_session(make: type[Session], sessions: GroupSessions, lease_s: float)
         if not known:
             from ray.train.collective import broadcast_from_rank_zero
 
+            from ray_dcp.runtime.ray_session import RaySession
+
             rank, world_size, experiment = ranks
             word = broadcast_from_rank_zero(secrets.token_hex(8))
-            session = make(f"train-{experiment}-{word}", rank, world_size, lease_s=lease_s)
-            session.register()
-            sessions.set(_TrainGroup, session)
+            made = RaySession(f"train-{experiment}-{word}", rank, world_size, lease_s=lease_s)
+            made.register()
+            sessions.set(_TrainGroup, made)
+            return made
     return session
 
 
 class _TrainGroup:
     """Stands for the worker group of Ray Train: a worker process lives in only one."""
-
-
-LOOK_S = 10.0
-"""How long to wait for the others before it is asked whether they will ever come, in seconds."""
-
-LONGEST_S = 1800.0
-"""After this the group's own collective names who is missing, in seconds: torch's default."""
-
-_KEY = "ray_dcp/discovery"
-
-
-def announce_connect(connected: bool = True) -> None:
-    """Notes in the job's store that this rank uses `connect`, if there is a process group already.
-
-    Args:
-        connected: False takes that back: the rank closed its session, or could not connect.
-    """
-    store, rank = ray_private.job_place()
-    if store is not None and connected:
-        store.set(f"{_KEY}/connect/{rank}", "connect")
-    elif store is not None:
-        store.delete_key(f"{_KEY}/connect/{rank}")
-
-
-@contextmanager
-def connect_announced() -> Iterator[None]:
-    """Announces that this rank uses `connect`; takes it back when that fails."""
-    announce_connect()
-    try:
-        yield
-    except BaseException:
-        announce_connect(False)
-        raise
-
-
-def await_group(store: Any, ranks: Sequence[int], rank: int, look_s: float = LOOK_S) -> None:
-    """Returns when all ranks of a group have come to make their session, or could still.
-
-    Args:
-        store: The job's store; None: nobody can be asked.
-        ranks: Of the group, in the default group.
-        rank: This one, in the default group.
-        look_s: How often to look, in seconds.
-
-    Raises:
-        RankDisagreementError: A rank that is awaited uses `connect`.
-    """
-    if store is None:
-        return
-    group = f"{_KEY}/{len(ranks)}-{min(ranks)}-{max(ranks)}"
-    store.set(f"{group}/{rank}", "group")
-    missing = [other for other in ranks if other != rank]
-    begin_s, is_logged = time.monotonic(), False
-    while missing and (waited_s := time.monotonic() - begin_s) < LONGEST_S:
-        if waited_s >= LONG_WAIT_S and not is_logged:
-            logger.warning(
-                "Rank %d has waited %.0f s to make a session: %s of the process group called "
-                "neither save nor load. All ranks of a group have to",
-                rank,
-                waited_s,
-                name_ranks(missing),
-            )
-            is_logged = True
-        if _all_set(store, [f"{group}/{other}" for other in missing], look_s):
-            return
-        missing = [other for other in missing if not store.check([f"{group}/{other}"])]
-        connected = [other for other in missing if store.check([f"{_KEY}/connect/{other}"])]
-        if connected:
-            store.delete_key(f"{group}/{rank}")
-            raise RankDisagreementError(
-                f"Expected all ranks to come to one session, but {name_ranks(connected)} called "
-                f"ray_dcp.connect, and rank {rank} relies on the torch process group. Call "
-                f"connect on every rank, or on none",
-                rank=rank,
-            )
-
-
-def _all_set(store: Any, keys: list[str], look_s: float) -> bool:
-    try:
-        store.wait(keys, timedelta(seconds=look_s))
-    except RuntimeError:  # torch's own timeout error is one, in every version
-        return False
-    return True

@@ -4,6 +4,8 @@ A heartbeat says what the coordinator can't see: that this process lives, which 
 present for, how far it is, and what it has left. The coordinator holds the answer back until there
 is an outcome or the next heartbeat is due, so that a rank that moves bytes learns at once that the
 save has failed elsewhere. A coordinator that does not answer is frozen or gone.
+
+How a heartbeat gets there is the session's: `RayHeartbeatSender` and `SocketHeartbeatSender`.
 """
 
 from __future__ import annotations
@@ -11,20 +13,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import Any
 
-import ray
-from ray.exceptions import ActorDiedError, RayError, RayTaskError
-
-from ray_dcp.commit_protocol.liveness import AwakeClock, Heartbeat, HeartbeatAck, beat_interval_s
+from ray_dcp.commit_protocol.liveness import (
+    OUT_OF_REACH_S,
+    AwakeClock,
+    Heartbeat,
+    HeartbeatAck,
+    beat_interval_s,
+)
 from ray_dcp.commit_protocol.messages import Left, OpKey
 from ray_dcp.errors import CheckpointError, DeadlineError, LimitError, ParticipantError
 from ray_dcp.io.threads import start
-from ray_dcp.runtime import private_ray, ray_calls, ray_private
-from ray_dcp.runtime.actor_names import coordinator_name, pulse_name
-from ray_dcp.runtime.coordinator_call import OUT_OF_REACH_S
 from ray_dcp.runtime.rank_progress import RankProgress
 
 FIRST_HEARTBEAT_S = 1.0
@@ -32,10 +34,6 @@ FIRST_HEARTBEAT_S = 1.0
 
 TICK_S = 1.0
 """How long the sender waits at most before it checks again, in seconds."""
-
-KILL_S = 15.0
-"""Seconds that a process which is being ended may take, before it counts as frozen again: Ray
-asks it first, and one that is stopped does not answer."""
 
 MOST_UNANSWERED = 3
 """Heartbeats that are sent without an answer; a coordinator that is frozen gets no more."""
@@ -46,26 +44,19 @@ LEFT_TIMEOUT_S = 60.0
 logger = logging.getLogger(__name__)
 
 
-class HeartbeatSender:
+class HeartbeatSender(ABC):
     """Sends heartbeats for all calls of one session, in one thread that ends with the last.
 
     Args:
-        reach: Returns the coordinator's handle; its argument asks for a fresh one.
         session: Name of the session.
         rank: This rank.
         who: The coordinator in words, for errors.
-        actor: What the coordinator is called after.
     """
 
-    def __init__(
-        self, reach: Callable[[bool], Any], session: str, rank: int, who: str, actor: str = ""
-    ) -> None:
-        self._reach = reach
+    def __init__(self, session: str, rank: int, who: str) -> None:
         self._session = session
         self._rank = rank
         self._who = who
-        self._pulse_name = pulse_name(coordinator_name(actor))
-        self._own = private_ray.joined()
         self._changed = threading.Condition()
         self._active: dict[RankProgress, float] = {}
         self._left: dict[Left, float] = {}
@@ -76,9 +67,6 @@ class HeartbeatSender:
         self._first_send_s = 0.0
         self._ack: HeartbeatAck | None = None
         self._frozen: CheckpointError | None = None
-        self._num_restarts: int | None = None
-        """Of the coordinator, when it was seen last."""
-        self._killed_s, self._killed_restarts = float("-inf"), 0
         self._begin()
 
     def _begin(self) -> None:
@@ -87,9 +75,6 @@ class HeartbeatSender:
         self._sent: dict[Any, tuple[float, Heartbeat]] = {}
         self._named: object = None
         self._next_s = self._acked_s = 0.0
-        self._fresh = False
-        self._actor_id = ""
-        self._pulse: str | None = None
 
     def add(self, progress: RankProgress, timeout_s: float) -> None:
         """Begins to send heartbeats for a call of the user.
@@ -178,7 +163,7 @@ class HeartbeatSender:
                 if not is_told:
                     logger.warning("Beating to %s failed, and is tried again: %r", self._who, error)
             with self._changed:
-                if not ray.is_initialized():
+                if not self._is_up:
                     self._left.clear()
                 self._changed.notify_all()
                 if not self._active and not self._left:
@@ -186,13 +171,12 @@ class HeartbeatSender:
                     return
                 self._changed.wait(TICK_S)
 
-    @ray_private.starting_no_ray()
     def _send_all(self) -> None:
         while True:
             with self._changed:
                 now_s = time.monotonic()
                 self._left = {left: end_s for left, end_s in self._left.items() if end_s > now_s}
-                if not (self._active or self._left) or not ray.is_initialized():
+                if not (self._active or self._left) or not self._is_up:
                     return
                 active = dict(self._active)
                 wait_s = self._first_send_s - now_s
@@ -200,9 +184,6 @@ class HeartbeatSender:
                     self._changed.wait(min(wait_s, TICK_S))
                     self._clock.tick()
                     continue
-            if self._own is not None and self._own.is_lost:
-                self._abandon(self._own.lost(self._rank))
-                return
             timeout_s = min(active.values(), default=LEFT_TIMEOUT_S)
             interval_s = beat_interval_s(timeout_s)
             now_s = self._clock.tick()
@@ -212,10 +193,7 @@ class HeartbeatSender:
             if (now_s >= self._next_s or named != self._named) and (
                 len(self._sent) < MOST_UNANSWERED
             ):
-                actor = self._reach(self._fresh)
-                self._fresh, self._actor_id = False, ray_private.id_of(actor)
-                with ray_calls.inside():
-                    self._sent[actor.beat.remote(beat)] = (now_s, beat)
+                self._sent[self._send(beat)] = (now_s, beat)
                 self._named, self._next_s = named, now_s + interval_s
             self._listen(min(interval_s, TICK_S))
             self._check_coordinator(timeout_s)
@@ -237,29 +215,25 @@ class HeartbeatSender:
             with self._changed:
                 self._changed.wait(wait_s)
             return
-        done, _ = ray_calls.wait([*self._sent], num_returns=1, timeout=wait_s)
-        for ref in done:
+        for ref in self._answered(wait_s):
             before = [*self._sent]
             _, beat = self._sent[ref]
             # Why those before: whoever answers one lives, and the others may have been lost.
             for one in before[: before.index(ref) + 1]:
                 del self._sent[one]
-            try:
-                self._take(beat, ray_calls.get(ref))
-            except RayTaskError:
-                raise  # it lives, and has an error of its own
-            except RayError as error:
-                self._fresh = isinstance(error, ActorDiedError)
-                # Why: a dead coordinator is not silent, and its plans are lost.
-                self._sent.clear()
-                if self._is_gone():
-                    self._abandon(self._died())
-                with self._changed:
-                    self._changed.wait(wait_s)
+            ack = self._ack_of(ref)
+            if ack is not None:
+                self._take(beat, ack)
+                continue
+            # Why: a dead coordinator is not silent, and its plans are lost.
+            self._sent.clear()
+            if self._is_gone():
+                self._abandon(self._died())
+            with self._changed:
+                self._changed.wait(wait_s)
 
     def _take(self, beat: Heartbeat, ack: HeartbeatAck) -> None:
-        self._ack, self._frozen, self._pulse = ack, None, None
-        self._num_restarts = ack.num_restarts
+        self._ack, self._frozen = ack, None
         for wait in ack.waits:
             logger.warning("%s", wait)
         now_s = self._clock()
@@ -280,16 +254,6 @@ class HeartbeatSender:
 
     # The coordinator's end
 
-    def _is_gone(self) -> bool:
-        """Whether the incarnation that answered last has ended, by Ray's tables."""
-        heard = self._ack
-        if heard is None:
-            return False
-        try:
-            return ray_private.life_of(heard.actor_id).num_restarts != heard.num_restarts
-        except (CheckpointError, RayError):
-            return False
-
     def _abandon(self, error: CheckpointError) -> None:
         """Ends what moves bytes for a coordinator that will never answer."""
         with self._changed:
@@ -298,72 +262,57 @@ class HeartbeatSender:
             progress.abandon(error)
 
     def _died(self) -> ParticipantError:
-        where = f" ({self._ack.place})" if self._ack else ""
         return ParticipantError(
-            f"Expected {self._who} to live until the end, but its process{where} died. Call again",
+            f"Expected {self._who} to live until the end, but its process{self._where} died. Call "
+            f"again",
             rank=self._rank,
         )
 
-    def _silent(self, silent_s: float, lives: bool) -> DeadlineError:
-        where = f" ({self._ack.place})" if self._ack else ""
-        if lives:
-            why = (
-                f"it lives, as Ray's control store says: rank {self._rank} can't reach it. Look at "
-                f"the network between the two nodes, and call again"
-            )
-        else:
-            why = (
-                "its process is frozen (stopped, swapped out, or a thread holds the GIL). Another "
-                "takes its place: call again; raise heartbeat_timeout_s if such pauses are normal"
-            )
+    def _silent(self, silent_s: float, why: str) -> DeadlineError:
         return DeadlineError(
-            f"Expected {self._who}{where} to answer heartbeats, but it has not for "
+            f"Expected {self._who}{self._where} to answer heartbeats, but it has not for "
             f"{silent_s:.0f} s: {why}",
             rank=self._rank,
         )
 
-    def _last_pulse(self) -> str | None:
-        """Returns what the coordinator last wrote to the control store; None where unknown."""
-        with suppress(CheckpointError, RayError):
-            return ray_private.recall(self._pulse_name) or None
-        return None
+    @property
+    def _where(self) -> str:
+        return f" ({self._ack.place})" if self._ack else ""
 
-    def _replace(self, num_restarts: int) -> None:
-        """Has Ray end the incarnation that is frozen, and start the next.
+    @property
+    def _silent_s(self) -> float:
+        """How long the oldest heartbeat without an answer has been under way, in seconds."""
+        now_s = self._clock()
+        return now_s - min((sent_s for sent_s, _ in self._sent.values()), default=now_s)
 
-        *Why*: all that is saved in this session would fail until somebody killed it by hand. That
-        it thaws meanwhile does no harm: the next one has a higher epoch.
-        """
-        with suppress(CheckpointError, RayError, ValueError):
-            if not self._is_gone():
-                ray_calls.kill(self._reach(False), no_restart=False)
-                self._killed_s, self._killed_restarts = time.monotonic(), num_restarts
+    # What a session adds
+
+    @property
+    def _is_up(self) -> bool:
+        """Whether this process can reach a coordinator at all."""
+        return True
 
     @property
     def _is_being_replaced(self) -> bool:
-        return time.monotonic() < self._killed_s + KILL_S
+        """Whether another coordinator takes the place of one that was frozen."""
+        return False
 
+    @abstractmethod
+    def _send(self, beat: Heartbeat) -> Any:
+        """Sends a heartbeat; returns what its answer is known by."""
+
+    @abstractmethod
+    def _answered(self, wait_s: float) -> list[Any]:
+        """Returns which heartbeats have an answer, or failed, once there is one or time is over."""
+
+    @abstractmethod
+    def _ack_of(self, ref: Any) -> HeartbeatAck | None:
+        """Returns the answer; None for a heartbeat that did not get there."""
+
+    @abstractmethod
+    def _is_gone(self) -> bool:
+        """Whether the coordinator that answered last has ended."""
+
+    @abstractmethod
     def _check_coordinator(self, timeout_s: float) -> None:
-        now_s = self._clock()
-        silent_s = now_s - min((sent_s for sent_s, _ in self._sent.values()), default=now_s)
-        if self._pulse is None and silent_s > timeout_s / 2:
-            self._pulse = self._last_pulse()
-        if silent_s <= timeout_s:
-            return
-        heard, life = self._ack, ray_private.life_of(self._actor_id)
-        before, self._num_restarts = self._num_restarts, life.num_restarts
-        ends = heard is not None and heard.num_restarts == life.num_restarts
-        is_killed = self._is_being_replaced and life.num_restarts == self._killed_restarts
-        # Why the second: the heartbeats without an answer were sent to the one before.
-        late = (is_killed and heard is None) or before not in (None, life.num_restarts)
-        if late or not (life.is_running or ends):
-            # Why: one that is being started, or started anew, is late and not frozen. One that
-            # has answered and is just being ended, as another rank found it frozen, is.
-            self._sent = {ref: (now_s, beat) for ref, (_, beat) in self._sent.items()}
-            return
-        # Why: one that this rank alone can't reach works for all others.
-        lives = self._pulse is not None and self._last_pulse() not in (None, self._pulse)
-        if self._frozen is None and not lives:
-            self._replace(life.num_restarts)
-        self._frozen = self._silent(silent_s, lives)
-        self._abandon(self._frozen)
+        """Notes that the coordinator is frozen, if it was silent for too long."""

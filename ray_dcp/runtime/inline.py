@@ -120,6 +120,7 @@ class InlineSession:
     world_size = 1
     node = ""
     skipped_calls = 0
+    stages_itself = True
 
     def __init__(
         self,

@@ -392,24 +392,6 @@ def signal_handlers_kept() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def job_place() -> tuple[Any, int | None]:
-    """Returns the store of torch's default process group and this rank in it, if there is one."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return None, None
-    return job_store(), distributed.get_rank()
-
-
-def job_store() -> Any:
-    """Returns the store of torch's default process group; None when it can't be had."""
-    try:
-        from torch.distributed import distributed_c10d
-    except ImportError:
-        return None
-    get = getattr(distributed_c10d, "_get_default_store", None)
-    return None if get is None else get()
-
-
 def train_ranks() -> tuple[int, int, str] | None:
     """Returns (rank, world size, experiment) inside a Ray Train worker; None elsewhere."""
     if "ray.train" not in sys.modules or ray.get_runtime_context().get_actor_id() is None:

@@ -1,8 +1,9 @@
-"""`Session`: how a rank calls its coordinator, and how it finds the other ranks.
+"""`Session`: how a rank calls its coordinator. `discovery` makes it.
 
 A session is made once: by `connect`, from the Ray Train context, or from the initialised torch
 process group, which serves one broadcast and one gather. After that no operation uses the group.
-`attach` and `private_ray` have how a process attaches to a Ray.
+Where somebody named a Ray it is a `RaySession`, else a `SocketSession`; a process that is alone has
+an `InlineSession`. A session is only how a message gets to the coordinator and back.
 
 `CallTimeouts` are the outermost bounds of a rank's calls, longer than all of the coordinator's own
 deadlines: for a coordinator that sends heartbeats and yet never answers. One that is dead or frozen
@@ -17,18 +18,14 @@ in a process without Ray starts a new cluster, without being asked.
 
 from __future__ import annotations
 
-import logging
-import os
-import secrets
-import sys
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ray_dcp.commit_protocol.error_aggregation import Opening, name_ranks
-from ray_dcp.commit_protocol.liveness import LONG_WAIT_S
+from ray_dcp.commit_protocol.error_aggregation import Opening
 from ray_dcp.commit_protocol.messages import (
     Exchange,
     Left,
@@ -41,7 +38,6 @@ from ray_dcp.commit_protocol.messages import (
     Request,
     SaveStaged,
 )
-from ray_dcp.core.checks import check_above_0
 from ray_dcp.core.processes import OwnProcess, ProcessLock
 from ray_dcp.errors import (
     CheckpointError,
@@ -51,50 +47,9 @@ from ray_dcp.errors import (
     ParticipantError,
 )
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE, memory_owner
+from ray_dcp.runtime.heartbeat import HeartbeatSender
 from ray_dcp.runtime.rank_progress import Activity, RankProgress
 from ray_dcp.runtime.rank_save import PlanMemory
-
-if TYPE_CHECKING:
-    from ray_dcp.runtime.staging import RankStaging
-    from ray_dcp.stage.values import StagerOptions
-
-
-def check_connect(address: Any, rank: Any, world_size: Any, name: Any, timeout_s: Any) -> None:
-    """Raises `InvalidRequestError` for arguments that `connect` can't use, or a second connect."""
-    if address is not None and (not isinstance(address, str) or not address):
-        raise InvalidRequestError(
-            f"Expected address to name a Ray cluster, such as 'host:6379' or 'auto', but found "
-            f"{address!r}",
-            key="address",
-        )
-    numbers = (rank, world_size)
-    if any(isinstance(n, bool) or not isinstance(n, int) for n in numbers) or not (
-        0 <= rank < world_size
-    ):
-        raise InvalidRequestError(
-            f"Expected a rank from 0 to world_size - 1, but found rank={rank!r}, "
-            f"world_size={world_size!r}. Give each process its own number",
-            key="rank",
-        )
-    if name is None and world_size > 1:
-        raise InvalidRequestError(
-            f"Expected a name that the {world_size} ranks share, but found none. Give "
-            f"connect(name=...), the same on every rank",
-            key="name",
-        )
-    if name is not None and (not isinstance(name, str) or not name):
-        raise InvalidRequestError(
-            f"Expected name to be a string of at least one character, but found {name!r}",
-            key="name",
-        )
-    check_above_0(timeout_s, "timeout_s")
-    if sessions.explicit is not None:
-        raise InvalidRequestError(
-            f"Expected one connect at a time, but {sessions.explicit!r} is open. Close it first",
-            rank=rank,
-        )
-
 
 MARGIN_S = 120.0
 """How much longer than the coordinator's own deadlines a rank waits for it, in seconds: the
@@ -148,22 +103,23 @@ class CallTimeouts:
         return save.write_timeout_s + _COMMIT_PHASES * save.commit_timeout_s + MARGIN_S
 
 
-logger = logging.getLogger(__name__)
-
-
-class Session:
+class Session(ABC):
     """The operations of one rank in one group of ranks, over one coordinator.
 
-    Calls may come from several threads. It owns nothing but its place.
+    Calls may come from several threads. `RaySession` and `SocketSession` say how a message gets to
+    the coordinator.
 
     Args:
         name: Of this session, the same on all its ranks and never used before.
         rank: This process, from 0.
         world_size: Number of ranks.
-        actor: What the coordinator is called after; the session's name by default.
-        namespace: Ray namespace of the coordinator.
-        lease_s: How long an unused coordinator stays, in seconds.
+        who: The coordinator in words, for errors.
+        node: Names the node of this rank.
+        heartbeats: Sends them.
     """
+
+    stages_itself = True
+    """Whether this process holds the bytes of its asynchronous saves; else a stager does."""
 
     def __init__(
         self,
@@ -171,35 +127,21 @@ class Session:
         rank: int,
         world_size: int,
         *,
-        actor: str | None = None,
-        namespace: str = NAMESPACE,
-        lease_s: float = LEASE_S,
+        who: str,
+        node: str,
+        heartbeats: HeartbeatSender,
     ) -> None:
         self.name = name
         self.rank = rank
         self.world_size = world_size
         self.closed = False
-        self._actor = actor or name
-        self._who = f"the coordinator of session {self._actor!r}"
-        self.namespace = namespace
-        self.lease_s = check_above_0(lease_s, "lease_s")
+        self.node = node
+        self._who = who
         self._process = OwnProcess()
         self._lock = threading.Lock()
-        self._staging: RankStaging | None = None
-        self._staging_lock = threading.Lock()
         self._next_seq, self.skipped_calls, self.plans = 0, 0, PlanMemory()
-        self._handle: Any = None
-        from ray_dcp.runtime import ray_private
-
-        self._caller = ray_private.this_caller(os.getpid())
-        self.node, _ = ray_private.this_connection() or ("", "")
-        from ray_dcp.runtime.gatherer import GatheredCalls
-        from ray_dcp.runtime.heartbeat import HeartbeatSender
-
-        self.connection = Connection(repr(self), rank)
         self._timeouts = CallTimeouts()
-        self._heartbeats = HeartbeatSender(self._reach, self.name, rank, self._who, self._actor)
-        self._gathered = GatheredCalls(rank, world_size, self._actor, namespace, lease_s)
+        self._heartbeats = heartbeats
 
     def __repr__(self) -> str:
         return f"Session({self.name!r}, rank={self.rank}, world_size={self.world_size})"
@@ -248,11 +190,14 @@ class Session:
         outlives_restart = is_held or isinstance(request, Opening)
         timeout_s = self._timeouts.of(request)
         try:
-            reply: Reply = self._gathered.call(request, self._caller, silence_s) or self._ask(
-                lambda actor: actor.call.remote(request, self._caller, silence_s),
-                timeout_s,
-                lambda failed: self._heartbeats.failure(failed, outlives_restart, is_held),
-                lambda: self._heartbeats.queued_s(request.key),
+            reply: Reply = self._batched(request, silence_s) or self._ask(
+                "call",
+                request,
+                self._caller,
+                silence_s,
+                timeout_s=timeout_s,
+                given_up=lambda failed: self._heartbeats.failure(failed, outlives_restart, is_held),
+                uncounted_s=lambda: self._heartbeats.queued_s(request.key),
             )
         except (ParticipantError, DeadlineError) as error:
             self.leave(Left(request.key, f"{type(error).__name__}: {error.message}"))
@@ -276,38 +221,8 @@ class Session:
             InvalidRequestError: The session was closed.
         """
         self._check_open()
-        cancelled: bool = self._ask(lambda actor: actor.cancel.remote(key, reason), MARGIN_S)
+        cancelled: bool = self._ask("cancel", key, reason, timeout_s=MARGIN_S)
         return cancelled
-
-    # For asynchronous saves
-
-    def staging(self, options: StagerOptions | None = None) -> RankStaging:
-        """Returns this rank's place at its node's stager, made on first use.
-
-        Args:
-            options: For a stager that is made now.
-
-        Raises:
-            ParticipantError: No stager starts.
-        """
-        from ray_dcp.runtime.staging import RankStaging
-
-        self._check_open()
-        self.connection.check()
-        with self._staging_lock:
-            if self._staging is None:
-                self._staging = RankStaging(
-                    f"{self.name}:{self.rank}",
-                    owner=memory_owner(self._actor, self.rank),
-                    namespace=self.namespace,
-                    lease_s=self.lease_s,
-                    options=options,
-                )
-            return self._staging
-
-    def coordinator(self) -> Any:
-        """Returns the handle of the coordinator."""
-        return self._reach(False)
 
     # For an activity
 
@@ -331,127 +246,55 @@ class Session:
     def coordinator_info(self) -> dict[str, Any]:
         """Returns what the coordinator reports of itself: `epoch`, `pid`, `node_id`, `active`."""
         self._check_open()
-        info: dict[str, Any] = self._ask(lambda actor: actor.info.remote(), MARGIN_S)
+        info: dict[str, Any] = self._ask("info", timeout_s=MARGIN_S)
         return info
-
-    def register(self) -> None:
-        """Registers this rank with the coordinator, which then detects its death.
-
-        Raises:
-            ParticipantError: The coordinator is out of reach.
-        """
-        self._check_open()
-        self._ask(lambda actor: actor.register.remote(self.name, self.rank, self._caller), MARGIN_S)
-
-    def enter(self, token: str, timeout_s: float) -> str:
-        """Returns the generation on which this rank and all others of the name agree.
-
-        Args:
-            token: Tells this process from an earlier one of the same rank.
-            timeout_s: How long to wait for the others, in seconds.
-
-        Raises:
-            DeadlineError: Some rank did not come in time; the message names them.
-            RankDisagreementError: The ranks differ about their number.
-        """
-        answer = self._enter(token, min(timeout_s, LONG_WAIT_S))
-        if not isinstance(answer, str) and timeout_s > LONG_WAIT_S:
-            logger.warning(
-                "Rank %d has waited %g s to connect as %r: %s did not come yet",
-                self.rank,
-                LONG_WAIT_S,
-                self._actor,
-                name_ranks(answer),
-            )
-            answer = self._enter(token, timeout_s - LONG_WAIT_S)
-        if isinstance(answer, str):
-            return answer
-        raise DeadlineError(
-            f"Expected {self.world_size} ranks to connect as {self._actor!r} within "
-            f"{timeout_s:g} s, but ranks {answer} did not come. Start them, or correct world_size",
-            rank=self.rank,
-        )
-
-    def _enter(self, token: str, timeout_s: float) -> str | list[int]:
-        answer: str | list[int] = self._ask(
-            lambda actor: actor.enter.remote(self.rank, self.world_size, token, timeout_s),
-            timeout_s + MARGIN_S,
-        )
-        return answer
-
-    def continued(self, where: str) -> Session:
-        """Returns the session that takes the place of this one, whose private Ray was lost.
-
-        Its calls go on with the numbers of this one, so that ranks which come to it at different
-        calls know whom they wait for. This process is in the next Ray already.
-
-        Args:
-            where: Names that Ray, the same on all ranks.
-
-        Raises:
-            ParticipantError: Its coordinator is out of reach.
-        """
-        after = Session(
-            f"{self.name}-{where}",
-            self.rank,
-            self.world_size,
-            namespace=self.namespace,
-            lease_s=self.lease_s,
-        )
-        with self._lock:
-            after._next_seq, after.skipped_calls = self._next_seq, self.skipped_calls
-        after.register()
-        if self._staging is not None:
-            self._staging.close()
-        return after
 
     def close(self) -> None:
         """Leaves the session. Never raises for a coordinator that is gone already."""
-        if self.closed:
-            return
-        self.closed = True
-        if not self._process.is_this:
-            return
-        if sessions.explicit is self:
-            from ray_dcp.runtime.discovery import announce_connect
+        if not self.closed:
+            self.closed = True
+            if self._process.is_this:
+                self._close()
 
-            announce_connect(False)
-            sessions.explicit = None
-        self._gathered.close()
-        if self._staging is not None:
-            self._staging.close()
-        if self._handle is not None and self.connection.is_up:
-            self._handle.leave.remote(self.name, self.rank)
+    # What a kind of session adds
 
+    @property
+    @abstractmethod
+    def _caller(self) -> Any:
+        """This process, as the coordinator registers it; its text is for messages."""
+
+    @abstractmethod
     def _ask(
         self,
-        send: Any,
+        method: str,
+        *arguments: Any,
         timeout_s: float,
         given_up: Callable[[bool], CheckpointError | None] = lambda _: None,
         uncounted_s: Callable[[], float] = lambda: 0.0,
     ) -> Any:
-        from ray_dcp.runtime.coordinator_call import call_actor
+        """Returns what a method of the coordinator returns; repeats the call where that may help.
 
-        return call_actor(
-            self._who,
-            self._reach,
-            send,
-            timeout_s=timeout_s,
-            rank=self.rank,
-            given_up=given_up,
-            uncounted_s=uncounted_s,
-        )
+        Args:
+            method: Of `CoordinatorLoop`.
+            arguments: Of it.
+            timeout_s: For everything, repeats included, in seconds.
+            given_up: Asked now and then why it is of no use to wait any longer. Its argument:
+                whether the coordinator was out of reach meanwhile.
+            uncounted_s: Returns how much of the time so far does not count, in seconds.
 
-    def _reach(self, fresh: bool) -> Any:
-        from ray_dcp.runtime.coordinator import coordinator_of
+        Raises:
+            DeadlineError: No answer in time.
+            ParticipantError: The coordinator is gone, or out of reach.
+            CheckpointError: What the method raised, or `given_up` returned.
+        """
 
-        self.connection.check()
-        with self._lock:
-            if fresh or self._handle is None:
-                self._handle = coordinator_of(
-                    self._actor, namespace=self.namespace, lease_s=self.lease_s
-                )
-            return self._handle
+    def _batched(self, request: Request, silence_s: float | None) -> Reply | None:
+        """Returns the reply to a request that went together with others; None where none did."""
+        return None
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Lets go of what this session has."""
 
     def _check_open(self) -> None:
         self._process.check(
@@ -463,98 +306,6 @@ class Session:
                 f"the one that ray_dcp.connect returned before",
                 rank=self.rank,
             )
-
-
-def connect(
-    address: str | None = None,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    name: str | None = None,
-    namespace: str = NAMESPACE,
-    timeout_s: float = 600.0,
-    lease_s: float = LEASE_S,
-) -> Session:
-    """Returns the session of this process among ranks that know each other only by a name.
-
-    Every rank calls it; it returns when all have. From then on `save` and `load` use it, until it
-    is closed.
-
-    Args:
-        address: Ray cluster. `RAY_ADDRESS` counts when it is None, and the cluster that this
-            process is connected to; no other cluster is ever used.
-        rank: Number of this process, from 0.
-        world_size: Number of processes.
-        name: What the processes share; may be left out by one that is alone. The same name may be
-            used again by the next run of the job.
-        namespace: Ray namespace for the coordinator.
-        timeout_s: How long to wait for the other ranks, in seconds.
-        lease_s: How long an unused coordinator stays, in seconds.
-
-    Raises:
-        InvalidRequestError: No cluster was named, an argument is wrong, or this process has an
-            open session from another `connect`.
-        ParticipantError: The cluster can't be reached, or a rank did not come.
-    """
-    check_connect(address, rank, world_size, name, timeout_s)
-    check_above_0(lease_s, "lease_s")
-    from ray_dcp.runtime.attach import attach_named
-    from ray_dcp.runtime.discovery import connect_announced
-
-    if attach_named(address) is None:
-        raise InvalidRequestError(
-            "Expected a Ray cluster, but none was named. Give connect(address=...), set "
-            "RAY_ADDRESS, or call ray.init() first",
-            key="address",
-        )
-    shared = name or f"alone-{secrets.token_hex(6)}"
-    place = Session(shared, rank, world_size, namespace=namespace, lease_s=lease_s)
-    with connect_announced():
-        generation = place.enter(secrets.token_hex(8), timeout_s)
-    session = Session(
-        f"{shared}/{generation}",
-        rank,
-        world_size,
-        actor=shared,
-        namespace=namespace,
-        lease_s=lease_s,
-    )
-    session.register()
-    sessions.explicit = session
-    return session
-
-
-def current_session(
-    process_group: Any = None, no_dist: bool = False, *, lease_s: float = LEASE_S
-) -> Session | None:
-    """Returns this rank's session for a group, after making it when it is the first time.
-
-    The first call for a group is collective over that group; later ones are not. Looked for in
-    this order: an explicit `connect`; the Ray Train context; the initialised torch process group.
-
-    Args:
-        process_group: A torch process group; None for the whole job.
-        no_dist: This process saves or loads alone.
-        lease_s: How long what is started for the session stays when it is unused, in seconds.
-
-    Returns:
-        None for a process that is alone: `InlineSession` does it, without Ray.
-
-    Raises:
-        InvalidRequestError: This process is not in the group.
-        ParticipantError: Some rank can't come to the session's Ray; raised on all ranks.
-    """
-    if no_dist:
-        return None
-    if process_group is None and sessions.explicit is not None:
-        return sessions.explicit
-    if process_group is None and not may_be_distributed():
-        return None
-    from ray_dcp.runtime import discovery
-
-    return discovery.session_of(
-        process_group, Session, sessions, lease_s=check_above_0(lease_s, "lease_s")
-    )
 
 
 class GroupSessions:
@@ -605,14 +356,6 @@ class GroupSessions:
 sessions = GroupSessions()
 """Those of this process. In a child that was forked they stay, and refuse calls: without them it
 would save alone, to the same places."""
-
-
-def may_be_distributed() -> bool:
-    """Returns whether this process could be a rank: it uses Ray, or a process group of several."""
-    distributed = sys.modules.get("torch.distributed")
-    if "ray" in sys.modules or distributed is None or not distributed.is_available():
-        return "ray" in sys.modules
-    return bool(distributed.is_initialized() and distributed.get_world_size() > 1)
 
 
 class Connection:

@@ -25,11 +25,11 @@ import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_dcp.commit_protocol.liveness import OUT_OF_REACH_S
 from ray_dcp.core.checks import check_above_0
 from ray_dcp.errors import CheckpointError, LimitError
 from ray_dcp.runtime import metrics, ray_calls, ray_private
 from ray_dcp.runtime.actor_names import NAMESPACE, stager_name
-from ray_dcp.runtime.coordinator_call import OUT_OF_REACH_S
 from ray_dcp.runtime.ray_private import Caller, store_bytes
 from ray_dcp.stage.memory import free_memory_bytes
 from ray_dcp.stage.memory_tier import Part, TierEntry, registered_name

@@ -1,14 +1,14 @@
 """Staging backends: where the bytes of an asynchronous save are while training goes on.
 
 In a job with Ray the stager of the node holds them (`StagerBackend`), and writes them while the
-rank waits for the outcome, also if the rank died. A process that is alone holds them itself
-(`InProcessBackend`), in memory that it does not train with.
+rank waits for the outcome, also if the rank died. A process without Ray, alone or one of several,
+holds them itself (`InProcessBackend`), in memory that it does not train with.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -27,10 +27,9 @@ from ray_dcp.commit_protocol.messages import (
     SaveReceipt,
     SaveStaged,
 )
-from ray_dcp.core.values import FilePlan
+from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError, LimitError
 from ray_dcp.io.threads import begin
-from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_progress import RankProgress
 from ray_dcp.runtime.rank_save import (
     Captured,
@@ -39,13 +38,13 @@ from ray_dcp.runtime.rank_save import (
     reply_error,
     result_or_error,
 )
-from ray_dcp.stage.copying import fill_rows, filler_of
+from ray_dcp.stage.copying import Filler, fill_rows, filler_of
 from ray_dcp.stage.memory import PIECE_BYTES, Lease, PrivateMemory
 from ray_dcp.stage.values import StageKey
 from ray_dcp.store.opening import open_storage
 
 if TYPE_CHECKING:
-    from ray_dcp.runtime.session import Session
+    from ray_dcp.runtime.ray_session import RaySession
     from ray_dcp.runtime.staging import Staged
 
 Finish = Generator[Request, Reply, SaveOutcome]
@@ -89,9 +88,7 @@ def staging_backend_of(session: Any) -> StagingBackend:
     Args:
         session: Of this rank: a `Session`, or an `InlineSession` for a process that is alone.
     """
-    if isinstance(session, InlineSession):
-        return InProcessBackend()
-    return StagerBackend(session)
+    return InProcessBackend() if session.stages_itself else StagerBackend(session)
 
 
 _memory = PrivateMemory()
@@ -137,7 +134,8 @@ class InProcessBackend:
             if copy is None:
                 receipt = SaveReceipt(save.key, save.rank, go.attempt, go.epoch, error=error)
             else:
-                receipt = save.write(go, *copy)
+                part, staged, deferred = copy
+                receipt = save.write(replace(go, plan=part), staged, deferred)
                 self._ended = receipt.error is None
                 # Why now: with the outcome the next save begins, and may have this memory.
                 self._give_back(reuse=self._ended)
@@ -164,12 +162,11 @@ class InProcessBackend:
 
     def _copy(
         self, go: SaveGo, captured: Captured
-    ) -> tuple[Callable[[int], memoryview], Callable[[int], bytes]]:
-        """Copies every item of the plan, whole: a process that is alone writes all of each."""
-        files = go.plan.files
-        rows = sorted({row for file in files for row in file.row.tolist()})
-        filler = filler_of(captured.source)
-        lengths = _planned_lengths(files) if rows else []
+    ) -> tuple[RankPlan, Callable[[int], memoryview], Callable[[int], bytes]]:
+        """Copies what this rank writes of each item; returns the plan of a file of these copies."""
+        plan, rows, first, lengths = _cut(go.plan)
+        files = plan.files
+        filler = _CutFiller(filler_of(captured.source), dict(zip(rows, first, strict=True)))
         ends = np.cumsum(lengths, dtype=np.int64)
         self.num_bytes = int(ends[-1]) if rows else 0
         try:
@@ -192,16 +189,53 @@ class InProcessBackend:
             start, end = places[row]
             return whole[start:end]
 
-        return staged, deferred.__getitem__
+        return plan, staged, deferred.__getitem__
 
 
-def _planned_lengths(files: Sequence[FilePlan]) -> list[int]:
-    """Returns the length of each row of a plan that has all of each, by rising row."""
-    row = np.concatenate([file.row for file in files])
-    _, place = np.unique(row, return_inverse=True)
-    lengths = np.zeros(place.max(initial=-1) + 1, dtype=np.int64)
-    np.add.at(lengths, place, np.concatenate([file.payload_bytes for file in files]))
-    return list(lengths.tolist())
+def _cut(plan: RankPlan) -> tuple[RankPlan, list[int], list[int], list[int]]:
+    """Returns the plan over items that are cut to what this rank writes of them.
+
+    Returns:
+        The plan; by rising row the rows, the first byte of each that is written, and how many
+        from there on are.
+    """
+    if not any(len(file.row) for file in plan.files):
+        return plan, [], [], []
+    row = np.concatenate([file.row for file in plan.files])
+    start = np.concatenate([file.source_start for file in plan.files])
+    end = start + np.concatenate([file.payload_bytes for file in plan.files])
+    rows, place = np.unique(row, return_inverse=True)
+    first = np.full(len(rows), np.iinfo(np.int64).max)
+    last = np.zeros(len(rows), dtype=np.int64)
+    np.minimum.at(first, place, start)
+    np.maximum.at(last, place, end)
+    files = tuple(
+        replace(file, source_start=file.source_start - first[np.searchsorted(rows, file.row)])
+        for file in plan.files
+    )
+    return replace(plan, files=files), rows.tolist(), first.tolist(), (last - first).tolist()
+
+
+class _CutFiller:
+    """Implements `Filler` for items without their first bytes.
+
+    Args:
+        inner: For the whole items.
+        first: By row how many bytes are left out.
+    """
+
+    def __init__(self, inner: Filler, first: Mapping[int, int]) -> None:
+        self.pin, self.finish = inner.pin, inner.finish
+        self._inner, self._first = inner, first
+
+    def fill(self, row: int, start: int, target: np.ndarray) -> None:
+        self._inner.fill(row, start + self._first[row], target)
+
+    def fill_many(
+        self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int], target: np.ndarray
+    ) -> None:
+        own = [start + self._first[row] for row, start in zip(rows, starts, strict=True)]
+        self._inner.fill_many(rows, own, lengths, target)
 
 
 class StagerBackend:
@@ -213,7 +247,7 @@ class StagerBackend:
 
     kind = "stager"
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: RaySession) -> None:
         self.num_bytes = 0
         self._session = session
         self._staged: Staged | None = None

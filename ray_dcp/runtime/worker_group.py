@@ -26,7 +26,7 @@ from ray_dcp.commit_protocol.error_aggregation import name_ranks
 from ray_dcp.core.checks import check_above_0
 from ray_dcp.core.processes import OwnProcess
 from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError, ParticipantError
-from ray_dcp.runtime import private_ray, ray_calls, ray_private
+from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.attach import attach_named
 from ray_dcp.runtime.session import sessions
 from ray_dcp.store.location import AnyPlace
@@ -91,7 +91,7 @@ class Rank:
         if rank != 0:
             self._store = dist.TCPStore(address, port, None, False, timeout=timeout)
         if local:
-            private_ray.prefer_loopback_for_gloo()
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "gloo", store=self._store, rank=rank, world_size=world_size, timeout=timeout
         )

@@ -68,7 +68,7 @@ def _restore(ranks: int, rounds: int, num_bytes: int, root: Path, table: Table) 
 def _connected() -> Any:
     """Returns the session of this rank; one that is alone has to ask for one with a stager."""
     import ray_dcp
-    from ray_dcp.runtime.session import current_session
+    from ray_dcp.runtime.discovery import current_session
 
     return current_session() or ray_dcp.connect(name="kept")
 

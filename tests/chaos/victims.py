@@ -23,7 +23,7 @@ import ray_dcp
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime import ray_private
 from ray_dcp.runtime.actor_names import NAMESPACE, coordinator_name, stager_name
-from ray_dcp.runtime.session import current_session
+from ray_dcp.runtime.discovery import current_session
 from tests.attempts import sound_state
 from tests.chaos.cells import Trap
 from tests.chaos.judging import Told

@@ -12,7 +12,7 @@ import sys
 
 import ray
 
-from ray_dcp.runtime.session import Session
+from ray_dcp.runtime.ray_session import RaySession
 from tests.gated_storage import Gate
 from tests.integration.test_heartbeats import try_save
 
@@ -20,7 +20,7 @@ from tests.integration.test_heartbeats import try_save
 def main(address: str, name: str, rank: str, world_size: str, path: str) -> None:
     """Saves until the interrupt."""
     ray.init(address, log_to_driver=False, configure_logging=False, namespace="interrupted")
-    session = Session(name, int(rank), int(world_size))
+    session = RaySession(name, int(rank), int(world_size))
     session.register()
     print("ready", flush=True)
     sys.stdin.readline()

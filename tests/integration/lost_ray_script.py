@@ -25,8 +25,8 @@ import torch.distributed as dist
 import ray_dcp
 from ray_dcp.errors import CheckpointError, LimitError
 from ray_dcp.options import LoadOptions
+from ray_dcp.runtime.discovery import current_session
 from ray_dcp.runtime.private_ray import joined
-from ray_dcp.runtime.session import current_session
 from ray_dcp.stage.memory import MemoryAddress, StagingMemory
 from ray_dcp.store.local import LocalStorage
 from tests.polling import eventually, session_members

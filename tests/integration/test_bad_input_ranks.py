@@ -28,7 +28,7 @@ from ray_dcp.errors import (
     UnsupportedValueError,
 )
 from ray_dcp.options import LoadOptions
-from ray_dcp.runtime.session import current_session
+from ray_dcp.runtime.discovery import current_session
 from tests.attempts import (
     attempt,
     files_at,

@@ -17,7 +17,7 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import gatherer
 from ray_dcp.runtime.actor_names import NAMESPACE, gatherer_name
 from ray_dcp.runtime.rank_load import drive
-from ray_dcp.runtime.session import Session
+from ray_dcp.runtime.ray_session import RaySession
 from ray_dcp.store.opening import open_storage
 from tests.crash.array_states import ArrayCapture, same_state, sample_state
 from tests.crash.ranks import load_state
@@ -33,7 +33,7 @@ class Job:
     def __init__(self, path):
         self.url = str(path / "ckpt")
         self.name = f"test-{secrets.token_hex(4)}"
-        self.sessions = [Session(self.name, rank, WORLD, lease_s=30.0) for rank in range(WORLD)]
+        self.sessions = [RaySession(self.name, rank, WORLD, lease_s=30.0) for rank in range(WORLD)]
 
     def save(self, state, threads):
         def one(session, key):

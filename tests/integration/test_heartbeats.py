@@ -23,7 +23,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.rank_load import drive
-from ray_dcp.runtime.session import Session
+from ray_dcp.runtime.ray_session import RaySession
 from ray_dcp.runtime.tasks import outcome
 from ray_dcp.store.opening import open_storage
 from tests.gated_storage import Gate
@@ -65,7 +65,7 @@ class Other:
     """The last rank, in a process that may be hit when its bytes begin to be written."""
 
     def ready(self, name: str, rank: int, world_size: int) -> int:
-        self.session = Session(name, rank, world_size)
+        self.session = RaySession(name, rank, world_size)
         self.session.register()
         return os.getpid()
 
@@ -81,7 +81,7 @@ def ranks(num_here: int, *, world_size: int | None = None):
     """Gives the sessions of ranks that are threads of this process."""
     name = f"test-{secrets.token_hex(4)}"
     world_size = world_size or num_here
-    sessions = [Session(name, rank, world_size) for rank in range(num_here)]
+    sessions = [RaySession(name, rank, world_size) for rank in range(num_here)]
     try:
         yield sessions
     finally:

@@ -14,18 +14,19 @@ from ray_dcp.commit_protocol.messages import Exchange, Exchanged, Refused
 from ray_dcp.errors import DeadlineError, InvalidRequestError
 from ray_dcp.runtime import ray_private
 from ray_dcp.runtime.actor_names import NAMESPACE, coordinator_name
-from ray_dcp.runtime.session import Session, connect, current_session
+from ray_dcp.runtime.discovery import connect, current_session
+from ray_dcp.runtime.ray_session import RaySession
 from tests.polling import eventually, lives
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 
-def fresh_sessions(world_size: int, lease_s: float = 60.0) -> list[Session]:
+def fresh_sessions(world_size: int, lease_s: float = 60.0) -> list[RaySession]:
     name = f"test-{secrets.token_hex(4)}"
-    return [Session(name, rank, world_size, lease_s=lease_s) for rank in range(world_size)]
+    return [RaySession(name, rank, world_size, lease_s=lease_s) for rank in range(world_size)]
 
 
-def exchange(session: Session, key, timeout_s: float = 60.0):
+def exchange(session: RaySession, key, timeout_s: float = 60.0):
     """Every rank sends its number to every rank."""
     outbox = {rank: bytes([session.rank]) for rank in range(session.world_size)}
     request = Exchange(
@@ -34,7 +35,7 @@ def exchange(session: Session, key, timeout_s: float = 60.0):
     return session.call(request)
 
 
-def coordinator_lives(session: Session) -> bool:
+def coordinator_lives(session: RaySession) -> bool:
     try:
         ray.get_actor(coordinator_name(session.name), namespace=NAMESPACE)
     except ValueError:
@@ -106,7 +107,7 @@ def test_a_restarted_coordinator_still_knows_whom_to_miss(threads):
     (session,) = fresh_sessions(1)
     victim = Victim.remote()
     victim_pid = ray.get(victim.register.remote(session.name))
-    waits = Session(session.name, 0, 2)
+    waits = RaySession(session.name, 0, 2)
     before = waits.coordinator_info()
     kept = f"roster:{coordinator_name(session.name)}"
     assert eventually(lambda: str(victim_pid) in ray_private.recall(kept))
@@ -125,7 +126,7 @@ class Victim:
     """Rank 1 of 2, which dies before it calls."""
 
     def register(self, name: str) -> int:
-        Session(name, 1, 2).register()
+        RaySession(name, 1, 2).register()
         return os.getpid()
 
 
@@ -161,7 +162,7 @@ def test_ranks_connect_by_name_and_a_restarted_job_of_that_name_gets_a_new_sessi
     name = f"job-{secrets.token_hex(4)}"
 
     def come(rank: int) -> str:
-        place = Session(name, rank, 2)
+        place = RaySession(name, rank, 2)
         return place.enter(secrets.token_hex(4), 30.0)
 
     generations = []
@@ -173,7 +174,7 @@ def test_ranks_connect_by_name_and_a_restarted_job_of_that_name_gets_a_new_sessi
 
 
 def test_a_rank_that_never_connects_is_named():
-    place = Session(f"job-{secrets.token_hex(4)}", 1, 3)
+    place = RaySession(f"job-{secrets.token_hex(4)}", 1, 3)
     with pytest.raises(DeadlineError, match=r"ranks \[0, 2\] did not come"):
         place.enter("a", 0.5)
 

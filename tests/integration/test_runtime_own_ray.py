@@ -22,8 +22,8 @@ from ray.exceptions import RaySystemError
 from ray_dcp.errors import InvalidRequestError, ParticipantError
 from ray_dcp.runtime.attach import attach
 from ray_dcp.runtime.coordinator import coordinator_of
+from ray_dcp.runtime.discovery import current_session
 from ray_dcp.runtime.private_ray import start_private_ray
-from ray_dcp.runtime.session import current_session
 from ray_dcp.runtime.stager import stager_of
 from tests.forked_programs import REPOSITORY, Program, Programs
 from tests.polling import eventually, lives, session_members

@@ -12,7 +12,7 @@ import ray
 
 from ray_dcp.commit_protocol.messages import Exchange
 from ray_dcp.errors import InvalidRequestError, ParticipantError
-from ray_dcp.runtime.session import current_session
+from ray_dcp.runtime.discovery import current_session
 from ray_dcp.runtime.worker_group import WorkerGroup, this_rank
 from tests.polling import eventually, lives
 

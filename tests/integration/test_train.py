@@ -30,7 +30,7 @@ from ray_dcp.integrations.train.callback import SaveBeforeResize
 from ray_dcp.integrations.train.joining import join, run_facts
 from ray_dcp.runtime.actor_names import NAMESPACE, coordinator_name
 from ray_dcp.runtime.attach import attached_address
-from ray_dcp.runtime.session import current_session
+from ray_dcp.runtime.discovery import current_session
 from tests import programs, train_programs, tune_trials
 from tests.held_writes import hold_writes
 from tests.integration.test_frameworks import example

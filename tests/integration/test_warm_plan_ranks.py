@@ -10,7 +10,7 @@ import torch
 import ray_dcp
 from ray_dcp.commit_protocol.messages import Reply, Request, SaveAgain, SaveGo, SaveJoin, SendItems
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime.session import current_session
+from ray_dcp.runtime.discovery import current_session
 from tests.polling import eventually
 
 NUM_RANKS = 2

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import ray_dcp
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.options import SaveOptions
+from ray_dcp.runtime.discovery import current_session
 from ray_dcp.runtime.private_ray import joined
-from ray_dcp.runtime.session import current_session
 from tests import async_programs, programs
 from tests.integration.dcp_examples_runner import exchanged
 from tests.polling import eventually

@@ -8,7 +8,7 @@ from itertools import chain, repeat
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-from ray_dcp.runtime.coordinator_call import OUT_OF_REACH_S
+from ray_dcp.commit_protocol.liveness import OUT_OF_REACH_S
 from ray_dcp.runtime.stager import REPORT_TRIES, deliver
 from ray_dcp.stage.values import StageKey, StageReport
 from tests.protocol_play import KEY

@@ -48,6 +48,7 @@ from ray_dcp.operations import session_for
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.memory_tier import NodeMemory
 from ray_dcp.runtime.ray_private import TESTED
+from ray_dcp.runtime.ray_session import RaySession
 from ray_dcp.runtime.session import Session
 from ray_dcp.store.location import Location, split_url
 from ray_dcp.store.opening import absolute_target, as_target
@@ -473,7 +474,7 @@ def join(
     owns = isinstance(session, InlineSession)
     if owns:
         # Why with Ray although alone: its stager keeps what is staged when this worker is killed.
-        session = Session(f"train-{facts.name}-{word}", 0, 1)
+        session = RaySession(f"train-{facts.name}-{word}", 0, 1)
         session.register()
     return Group(root, number, word, session, owns, has_steps, lease, retention)
 
