@@ -35,8 +35,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 FIRST = ("unit", "property")
 """Folders whose tests start no cluster: what they find is known within minutes."""
 LONGEST = (
-    "test_train", "test_matrix", "test_cluster_configs", "test_torchrun", "test_lost_ray",
-    "test_runtime_own_ray", "test_async_bad_input", "test_async_saves", "test_heartbeats",
+    "test_train", "test_matrix", "test_cluster_configs", "test_torchrun",
+    "test_async_bad_input", "test_async_saves", "test_heartbeats",
     "test_runtime_stager", "test_shared_reads", "test_memory_tier", "test_runtime_workers",
     "test_bad_input_ranks", "test_runtime_coordinator", "test_reshard", "test_metrics",
     "test_frameworks", "test_full_disk", "test_manager_ranks",

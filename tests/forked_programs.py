@@ -28,6 +28,16 @@ PRELOADED = (
 )  # fmt: skip
 """Careful: nothing that draws one of Ray's ids, as in `forked_workers`."""
 
+# Settings of this test run, or of a Ray around it, that a plain script would not have.
+NOT_A_SCRIPT = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")
+
+
+def plain_environment(**more: str) -> dict[str, str]:
+    """Returns the environment of a script that knows nothing of tests, nor of Ray."""
+    kept = {name: value for name, value in os.environ.items() if name not in NOT_A_SCRIPT}
+    return {**kept, "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo", **more}
+
+
 LIMIT_S = 400.0
 """How long a program may take, in seconds."""
 

@@ -493,7 +493,6 @@ class Coordinator(CoordinatorLoop):
         return not (busy or self._coordination.active)
 
 
-@ray_calls.unless_lost
 @ray_private.starting_no_ray()
 def coordinator_of(session: str, *, namespace: str = NAMESPACE, lease_s: float) -> Any:
     """Returns the handle of a session's coordinator, after making it if there is none.

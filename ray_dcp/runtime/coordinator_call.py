@@ -21,8 +21,7 @@ from ray.exceptions import (
 
 from ray_dcp.commit_protocol.liveness import LONG_WAIT_S, OUT_OF_REACH_S
 from ray_dcp.errors import CheckpointError, DeadlineError, InternalError, ParticipantError
-from ray_dcp.runtime import private_ray, ray_calls, ray_private
-from ray_dcp.runtime.private_ray import PrivateRay
+from ray_dcp.runtime import ray_calls, ray_private
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +36,6 @@ LOOK_S = 0.5
 
 _PAUSE_S = (0.05, 2.0)
 """The first pause before a call is repeated, and the longest, in seconds."""
-
-SEEN_S = 5.0
-"""How long it takes at most until a private Ray that died is known to be lost, in seconds."""
 
 T = TypeVar("T")
 
@@ -79,20 +75,16 @@ def call_actor(
     def left_s() -> float:
         return begun_s + timeout_s + uncounted_s() - time.monotonic()
 
-    # Why kept: this process may be in the next one when this is lost.
-    own = private_ray.joined()
     failed = fresh = is_logged = False
     num_made, pause_s = 0, _PAUSE_S[0]
     lost_s: float | None = None
     while True:
-        if own is not None:
-            own.check(rank)
         begin_s = time.monotonic()
         try:
             actor = handle(fresh)
             check_ray(who, rank)
             answer = _sent(send, actor, who, rank)
-            _await(answer, left_s, lambda: given_up(failed), who, rank, own)  # noqa: B023
+            _await(answer, left_s, lambda: given_up(failed), who, rank)  # noqa: B023
             return ray_calls.get(answer, timeout=max(0.0, left_s()))
         except GetTimeoutError:
             raise DeadlineError(
@@ -111,7 +103,7 @@ def call_actor(
                 lost_s, pause_s = now_s, _PAUSE_S[0]
             is_over = now_s >= lost_s + OUT_OF_REACH_S or left_s() <= 0
             if num_made >= MOST_MADE or is_over:
-                raise _out_of_reach(error, who, rank, own) from error
+                raise _out_of_reach(error, who, rank) from error
             if now_s - lost_s > LONG_WAIT_S and not is_logged:
                 is_logged = True
                 logger.warning(
@@ -122,7 +114,7 @@ def call_actor(
                     OUT_OF_REACH_S,
                 )
         except (RaySystemError, RayActorError, RayError, ConnectionError) as error:
-            raise _out_of_reach(error, who, rank, own) from error
+            raise _out_of_reach(error, who, rank) from error
         _pause(min(pause_s, left_s()))
         pause_s = min(2 * pause_s, _PAUSE_S[1])
 
@@ -165,17 +157,14 @@ def _await(
     given_up: Callable[[], CheckpointError | None],
     who: str,
     rank: int | None,
-    own: PrivateRay | None,
 ) -> None:
     """Returns when there is an answer or time is over.
 
     Raises:
-        ParticipantError: Ray was shut down meanwhile, or lost.
+        ParticipantError: Ray was shut down meanwhile.
         CheckpointError: What `given_up` returned meanwhile.
     """
     while True:
-        if own is not None:
-            own.check(rank)
         check_ray(who, rank)
         reason = given_up()
         if reason is not None:
@@ -193,13 +182,7 @@ def _raised_by(error: RayTaskError, who: str, rank: int | None) -> CheckpointErr
     return InternalError(f"{who} failed: {error}", rank=rank)
 
 
-def _out_of_reach(
-    error: Exception, who: str, rank: int | None, own: PrivateRay | None = None
-) -> ParticipantError:
-    end_s = time.monotonic() + SEEN_S
-    while own is not None and time.monotonic() < end_s:
-        own.check(rank)
-        _pause(_PAUSE_S[0])
+def _out_of_reach(error: Exception, who: str, rank: int | None) -> ParticipantError:
     return ParticipantError(
         f"Expected {who} to be reachable, but Ray says {type(error).__name__}: {error}. Look "
         f"whether the Ray cluster still runs, then restart the ranks",

@@ -152,7 +152,6 @@ class Gatherer:
                 ray_calls.kill(self._self, no_restart=True)
 
 
-@ray_calls.unless_lost
 @ray_private.starting_no_ray()
 def gatherer_of(coordinator: str, ranks: range, *, namespace: str, lease_s: float) -> Any:
     """Returns the handle of a group's gatherer, after making it if there is none.

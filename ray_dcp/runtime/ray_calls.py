@@ -4,9 +4,6 @@
 save would do so when another thread shuts Ray down between its check and its call, and then wait
 for ever for an answer that the new cluster can't have. These raise `RaySystemError` instead.
 
-A call that asks the control store would wait for ever, too, if that has died. If it is the control
-store of a private Ray, `unless_lost` ends the wait.
-
 *Why* a count of the threads inside: Ray ends the whole process, by `_exit(1)`, when a thread is
 in its core worker while `ray.shutdown` takes it down. So `ray.shutdown` waits until no thread of
 this package is (`ray_private.survive_shutdown`), and none stays longer than `SLICE_S` to wait.
@@ -15,24 +12,17 @@ this package is (`ray_private.survive_shutdown`), and none stays longer than `SL
 from __future__ import annotations
 
 import asyncio
-import copy
-import functools
 import inspect
 import logging
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
-from concurrent import futures
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import ray
-
-from ray_dcp.errors import ParticipantError
-from ray_dcp.runtime import private_ray
 
 __all__ = ["get", "get_actor", "inside", "kill", "nodes", "put", "wait", "wait_until_left"]
 
@@ -40,58 +30,7 @@ SLICE_S = 0.1
 """Seconds that a thread which waits for an answer stays inside Ray at most; so much longer may
 `ray.shutdown` take."""
 
-LOOK_S = 0.5
-"""How often a call that waits looks whether its Ray is lost, in seconds."""
-
-MOST_S = 60.0
-"""How long the control store of a private Ray may take to answer, in seconds."""
-
 logger = logging.getLogger(__name__)
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def unless_lost(call: Callable[P, T]) -> Callable[P, T]:
-    """Makes a call raise `ParticipantError` once the private Ray that it waits for is lost.
-
-    Nothing changes for a process that is in another Ray, or in none.
-
-    Args:
-        call: May wait for ever. Runs in a thread of its own, which is left then.
-    """
-
-    @functools.wraps(call)
-    def watched(*args: P.args, **kwargs: P.kwargs) -> T:
-        own = private_ray.joined()
-        if own is None:
-            return call(*args, **kwargs)
-        own.check()
-        answer: futures.Future[T] = futures.Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(call(*args, **kwargs))
-            except BaseException as error:  # noqa: BLE001 - raised where the answer is awaited
-                answer.set_exception(error)
-
-        asking = threading.Thread(target=run, name="ray_dcp asks Ray", daemon=True)
-        asking.start()
-        end_s = time.monotonic() + MOST_S
-        while time.monotonic() < end_s:
-            futures.wait([answer], LOOK_S)
-            if answer.done():
-                return answer.result()
-            if own.is_lost:
-                _forget(asking)
-                raise own.lost()
-        raise ParticipantError(
-            f"Expected the Ray that this job started for itself at {own.address} to answer within "
-            f"{MOST_S:g} s, but it did not. Look whether its processes are frozen, then call again"
-        )
-
-    return watched
-
 
 # Ray wraps each of them, by functools.wraps, in what starts a cluster.
 _get = inspect.unwrap(ray.get)
@@ -130,17 +69,9 @@ def inside() -> Iterator[None]:
     finally:
         with _changed:
             _threads[me] -= 1
-            # Less than 0 of a thread that was forgotten, and came back all the same.
-            if _threads[me] <= 0:
+            if not _threads[me]:
                 del _threads[me]
                 _changed.notify_all()
-
-
-def _forget(thread: threading.Thread) -> None:
-    """Makes `ray.shutdown` not wait for a thread that hangs for ever: its Ray is lost."""
-    with _changed:
-        _threads.pop(thread, None)
-        _changed.notify_all()
 
 
 def wait_until_left(timeout_s: float) -> bool:
@@ -154,9 +85,7 @@ def wait_until_left(timeout_s: float) -> bool:
 
 
 def get(refs: Any, timeout: float | None = None) -> Any:
-    """Returns what `ray.get` does, also of what `put` returned."""
-    if isinstance(refs, Carried):
-        return refs.value
+    """Returns what `ray.get` does."""
     end_s = _end_s(timeout)
     several = [refs] if isinstance(refs, ray.ObjectRef) else list(dict.fromkeys(refs))
     if several:
@@ -187,37 +116,18 @@ def _end_s(timeout: float | None) -> float:
     return float("inf") if timeout is None else time.monotonic() + timeout
 
 
-@dataclass(frozen=True, eq=False)
-class Carried:
-    """Stands for a reference to a value, and has the value in it."""
-
-    value: Any
-
-    def __await__(self) -> Generator[None, None, Any]:
-        yield from ()
-        return self.value
-
-
 def put(value: Any) -> Any:
-    """Returns what `ray.put` does; with a private Ray a `Carried` copy of the value.
-
-    *Why*: Ray ends a process that is at the object store of a raylet when that dies, and a rank is
-    not to end with a Ray that it never asked for.
-    """
-    if private_ray.joined() is not None:
-        return Carried(copy.deepcopy(value))
+    """Returns what `ray.put` does."""
     with inside():
         return _put(value)
 
 
-@unless_lost
 def get_actor(name: str, namespace: str | None = None) -> Any:
     """Returns what `ray.get_actor` does."""
     with inside():
         return _get_actor(name, namespace)
 
 
-@unless_lost
 def kill(actor: Any, *, no_restart: bool = True) -> None:
     """Does what `ray.kill` does."""
     with inside():
@@ -254,7 +164,6 @@ def run_for_ever(
     return task
 
 
-@unless_lost
 def nodes() -> list[dict[str, Any]]:
     """Returns what `ray.nodes` does."""
     with inside():

@@ -1,4 +1,4 @@
-"""The one module that uses what Ray (and once torch) keeps private: store, tables, settings.
+"""The one module that uses what Ray keeps private: store, tables, settings.
 
 Checked with the Ray versions of `TESTED`. When a private name is gone, the error names it and which
 Ray to use; nothing else of the runtime depends on Ray's internals.
@@ -7,8 +7,6 @@ Ray to use; nothing else of the runtime depends on Ray's internals.
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import platform
 import signal
 import sys
@@ -22,7 +20,7 @@ import ray
 from ray.exceptions import RaySystemError
 
 from ray_dcp.errors import InternalError
-from ray_dcp.runtime import private_ray, ray_calls
+from ray_dcp.runtime import ray_calls
 
 TESTED = ("2.60",)
 """Ray versions with which this module was tested."""
@@ -196,7 +194,6 @@ def recall(name: str) -> str:
     return (_control_store("get", name) or b"").decode()
 
 
-@ray_calls.unless_lost
 def names_from(prefix: str) -> list[str]:
     """Returns the names that begin so and under which something is kept by `remember`."""
     found = _control_store("list", prefix)
@@ -242,7 +239,6 @@ class Life:
     """Its process is up, and not just being started."""
 
 
-@ray_calls.unless_lost
 @_private("the table of actors")
 def life_of(actor_id: str) -> Life:
     """Returns an actor's entry in Ray's tables. Blocks for about a millisecond.
@@ -290,92 +286,6 @@ def _actor_ended(state: Any, caller: Caller) -> bool:
         return False
     restarted = entry.get("Pid") not in (0, caller.pid)
     return entry["State"] in ("DEAD", "RESTARTING") or restarted
-
-
-class ClusterUse:
-    """Reports whether anybody uses a cluster, without becoming one of its drivers.
-
-    Args:
-        address: `host:port` of the cluster's control store.
-    """
-
-    @_private("a look at the control store")
-    def __init__(self, address: str) -> None:
-        from ray._private.state import GlobalState
-
-        raylet: Any = importlib.import_module("ray._raylet")
-        options = raylet.GcsClientOptions.create(
-            address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False
-        )
-        self._state = GlobalState()
-        self._state._initialize_global_state(options)
-
-    @_private("the tables of jobs and actors")
-    def in_use(self) -> bool:
-        """Returns whether a driver is connected or an actor lives.
-
-        Raises:
-            InternalError: The control store does not answer, or not as expected.
-        """
-        if any(not job["IsDead"] for job in self._state.job_table()):
-            return True
-        actors = self._state.actor_table(None)
-        return any(actor["State"] != "DEAD" for actor in actors.values())
-
-
-def has_ray_client() -> bool:
-    """Returns whether `ray start` would start a Ray Client server, at a fixed port."""
-    return importlib.util.find_spec("grpc") is not None
-
-
-@contextmanager
-def loopback_addresses() -> Iterator[None]:
-    """Makes `ray.init` take 127.0.0.1 as it is, instead of this machine's outer address."""
-    module = _constants()
-    before = module.ENABLE_RAY_CLUSTER
-    module.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        module.ENABLE_RAY_CLUSTER = before
-
-
-@_private("a cluster on the loopback interface")
-def _constants() -> Any:
-    return importlib.import_module("ray._private.ray_constants")
-
-
-@_private("token authentication")
-def local_token() -> None:
-    """Makes this process read its authentication settings and token again."""
-    raylet: Any = importlib.import_module("ray._raylet")
-
-    raylet.Config.initialize("")
-    raylet.AuthenticationTokenLoader.instance().reset_cache()
-
-
-@_private("the handler of uncaught exceptions")
-def uncaught_errors_untold() -> None:
-    """Makes Ray's handler of uncaught exceptions send them to no private Ray.
-
-    *Why*: it sends them to the control store before they are shown. Where that has died it waits
-    for ever: the process would neither show what is wrong nor end.
-    """
-    from ray._private import state
-
-    # Why now: later it might be too late for that, and the handler does it first.
-    state.state._connect_and_get_accessor()
-    _send_to_no_private_ray(state.state)
-
-
-@functools.cache
-def _send_to_no_private_ray(state: Any) -> None:
-    send = state.add_worker
-
-    def add_worker(*values: Any) -> Any:
-        return send(*values) if private_ray.joined() is None else None
-
-    state.add_worker = add_worker
 
 
 @contextmanager

@@ -368,11 +368,10 @@ class Connection:
 
     def __init__(self, who: str, rank: int) -> None:
         # Why here: a process that is alone has no need of Ray.
-        from ray_dcp.runtime import private_ray, ray_private
+        from ray_dcp.runtime import ray_private
 
         ray_private.survive_shutdown()
         self._who, self._rank = who, rank
-        self._own = private_ray.joined()
         self._now = ray_private.this_connection
         self._made_with = self._now()
 
@@ -381,19 +380,8 @@ class Connection:
         """Whether it is the same still."""
         return self._made_with is not None and self._now() == self._made_with
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether it is to a private Ray that has died; see `PrivateRay.is_lost`."""
-        return self._own is not None and self._own.is_lost
-
-    def check_own(self) -> None:
-        """Raises `ParticipantError` when it is lost."""
-        if self._own is not None:
-            self._own.check(self._rank)
-
     def check(self) -> None:
-        """Raises `ParticipantError` when it is lost, or not up."""
-        self.check_own()
+        """Raises `ParticipantError` when it is not up."""
         if not self.is_up:
             raise ParticipantError(
                 f"Expected the Ray that {self._who} was made with, but this process has shut it "
@@ -413,8 +401,7 @@ def until_disconnected(
     """Returns what calls the coordinator, or raises `Disconnected`.
 
     *Why* not as for any other rank that gets no answer, which votes against its own save: the
-    stager and the coordinator may live, in a cluster that this process only left. Where a Ray of
-    our own was lost they do not, and its error is raised.
+    stager and the coordinator may live, in a cluster that this process only left.
 
     Args:
         call: Returns the coordinator's reply.
@@ -425,8 +412,6 @@ def until_disconnected(
         try:
             return call(request)
         except (ParticipantError, SystemExit) as error:
-            if connection is not None:
-                connection.check_own()
             # Ray ends the threads that wait for it by SystemExit when it is shut down.
             if isinstance(error, ParticipantError) and (connection is None or connection.is_up):
                 raise

@@ -407,7 +407,6 @@ async def deliver(
     return None
 
 
-@ray_calls.unless_lost
 @ray_private.starting_no_ray()
 def stager_of(
     node_id: str,

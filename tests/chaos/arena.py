@@ -34,6 +34,7 @@ from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE, coordinator_name
 from ray_dcp.runtime.coordinator import Coordinator
 from ray_dcp.runtime.worker_group import WorkerGroup
 from tests.bench.processes import born, descendants
+from tests.chaos.loopback import loopback_addresses
 from tests.integration import forked_workers
 from tests.polling import eventually, lives
 
@@ -61,7 +62,7 @@ class Arena:
         # Why: Ray writes the address of the newest cluster there, and everybody reads it.
         os.environ["RAY_TMPDIR"] = str(self.directory)
         (self.directory / "ray").mkdir()
-        self._loopback = ray_private.loopback_addresses()
+        self._loopback = loopback_addresses()
         self._loopback.__enter__()
         with ray_private.signal_handlers_kept():
             self.cluster = Cluster(

@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 import ray_dcp
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.runtime import ray_private
 from ray_dcp.runtime.actor_names import NAMESPACE, coordinator_name, stager_name
 from ray_dcp.runtime.discovery import current_session
 from tests.attempts import sound_state
 from tests.chaos.cells import Trap
 from tests.chaos.judging import Told
+from tests.chaos.loopback import loopback_addresses
 from tests.chaos.traps import Blow, read_mark, set_trap, set_trap_in
 from tests.polling import eventually
 
@@ -154,7 +154,7 @@ def spring_trap(ranks: Any, trap: Trap, blow: Blow, *, rank: int, actor: str) ->
 
 def drive(address: str, order: dict[str, Any]) -> None:
     """Does what `order` says with ranks of its own; it is the one that is hit."""
-    with ray_private.loopback_addresses():
+    with loopback_addresses():
         ray.init(address, log_to_driver=False, configure_logging=False, namespace="victim")
     path, marks, phase = order["path"], order["marks"], order["phase"]
     with ray_dcp.WorkerGroup(3, resources={"head": 1}) as ranks:

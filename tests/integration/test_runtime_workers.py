@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import ray
@@ -14,6 +16,7 @@ from ray_dcp.commit_protocol.messages import Exchange
 from ray_dcp.errors import InvalidRequestError, ParticipantError
 from ray_dcp.runtime.discovery import current_session
 from ray_dcp.runtime.worker_group import WorkerGroup, this_rank
+from tests.forked_programs import plain_environment
 from tests.polling import eventually, lives
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -218,3 +221,25 @@ def test_what_is_no_function_is_refused(ranks):
         ranks.run("train")
     with pytest.raises(InvalidRequestError):
         ranks.save("/tmp/x", {"a": 1})
+
+
+GROUP = """
+import ray
+from ray_dcp.runtime.worker_group import WorkerGroup
+if __name__ == "__main__":
+    with WorkerGroup(1) as ranks:
+        print(ranks.run(lambda: 7), ray.get_runtime_context().gcs_address)
+"""
+
+
+def test_a_worker_group_leaves_alone_a_cluster_that_nobody_named(programs):
+    # Why so short: Ray's sockets lie below it.
+    with tempfile.TemporaryDirectory(prefix="rd", dir="/tmp") as folder:
+        newest = Path(folder) / "ray" / "ray_current_cluster"
+        newest.parent.mkdir()
+        newest.write_text("127.0.0.1:9")
+        environment = plain_environment(RAY_TMPDIR=folder, RAY_AUTH_MODE="disabled")
+        (ended,) = programs.run("-c", GROUP, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("[7] ")
+    assert not ended.stdout.endswith("127.0.0.1:9\n")

@@ -25,8 +25,6 @@ HANDLED = {
     "events._lock": "a new one; listeners stay, as handlers of logs do",
     "manager.preemption._listeners": "listen only in the process that asked for it",
     "manager.manager._open": "cleared: nothing of the parent's is closed at a child's exit",
-    "runtime.discovery._continuing": "a new one",
-    "runtime.private_ray_supervisor._stop": "a process of its own, which does not fork",
     "runtime.rank_load._ended": "a new one; reads that hang do so in the parent",
     "runtime.ray_calls._changed": "a new one; the threads inside of Ray are the parent's",
     "runtime.ray_private._asked": "of each thread",

@@ -57,9 +57,11 @@ HOMES = {
     "ray": (
         {"runtime", "integrations"},
         {
+            "runtime.coordinator_loop",
             "runtime.inline",
             "runtime.rank_load",
             "runtime.rank_save",
+            "runtime.socket_session",
             "runtime.staging_backend",
             "runtime.tasks",
         },
@@ -97,7 +99,8 @@ TORCH_INSIDE_CALLS = {"view.tensor_handle", "cli.demo"}
 # Modules below the entrypoints that read the environment, each with its reason.
 ENVIRONMENT_READERS = {
     "store.object_stores": "whether the endpoint that obstore takes from there has TLS",
-    "runtime.private_ray": "RAY_ADDRESS, and what Ray itself reads when it starts",
+    "runtime.actor_names": "RAY_ADDRESS",
+    "runtime.worker_group": "the interface that gloo uses, which it sets",
 }
 
 
@@ -360,6 +363,15 @@ def test_this_file_would_notice_a_loaded_torch():
 
 def test_importing_the_package_loads_neither_ray_nor_torch():
     assert loaded_by("import ray_dcp; ray_dcp.SaveOptions; ray_dcp.CheckpointError") == set()
+
+
+def test_a_process_that_is_alone_looks_for_its_session_without_ray():
+    program = (
+        "from ray_dcp.runtime.discovery import current_session\n"
+        "assert current_session() is None\n"
+        "import ray_dcp.operations, ray_dcp.asynchronous, ray_dcp.loading\n"
+    )
+    assert loaded_by(program) == {"torch"}
 
 
 def test_a_manager_of_one_process_loads_no_ray(tmp_path: Path):

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
-import errno
-import fcntl
-import os
-import pickle
-import platform
-import shutil
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
 from contextlib import ExitStack
 from itertools import repeat
-from pathlib import Path
 
-import numpy as np
 import pytest
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RaySystemError
 
 from ray_dcp.errors import CommitUnknownError, DeadlineError, ParticipantError
-from ray_dcp.runtime import attach, coordinator_call, private_ray, ray_calls, ray_private
+from ray_dcp.runtime import attach, coordinator_call, ray_calls, ray_private
+from ray_dcp.runtime.coordinator import coordinator_of
 from ray_dcp.runtime.coordinator_call import call_actor
+from ray_dcp.runtime.discovery import connect
 from ray_dcp.runtime.session import (
     Connection,
     Disconnected,
-    connect,
     shut_down_meanwhile,
     until_disconnected,
 )
+from ray_dcp.runtime.stager import stager_of
 
 
 @pytest.fixture
@@ -97,102 +86,6 @@ def test_an_answer_is_an_answer(connected):
     connection = Connection("s", 0)
     connected(None)
     assert until_disconnected(lambda request: request + 1, connection)(1) == 2
-
-
-@pytest.fixture
-def own(tmp_path, monkeypatch):
-    """A private Ray that this process is in, as long as its supervisor locks the folder."""
-    own = private_ray.PrivateRay("127.0.0.1:7", str(tmp_path / "rdcp"), "", 77, platform.node())
-    Path(own.directory).mkdir()
-    monkeypatch.setattr(private_ray, "joined", lambda: own)
-    return own
-
-
-@pytest.fixture
-def supervisor(own):
-    """Its supervisor; `close` is its death."""
-    with ExitStack() as stack:
-        lock = os.open(own.directory, os.O_RDONLY)
-        stack.callback(os.close, lock)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield stack
-
-
-def test_a_ray_of_our_own_is_lost_with_the_lock_of_its_keeper(own, supervisor):
-    assert not own.is_lost
-    own.check()
-    supervisor.close()
-    assert own.is_lost
-    with pytest.raises(ParticipantError, match=r"it was lost.*next save or load starts") as caught:
-        own.check(rank=3)
-    assert caught.value.rank == 3
-    own.remove()
-    assert own.is_lost
-    assert not Path(own.directory).exists()
-
-
-def test_of_a_ray_of_our_own_on_another_machine_nothing_is_known(own):
-    Path(own.directory).rmdir()
-    assert own.is_lost
-    assert not dataclasses.replace(own, machine="another").is_lost
-
-
-def test_a_call_that_would_wait_for_ever_ends_when_the_ray_of_our_own_is_lost(own, supervisor):
-    began, never = threading.Event(), threading.Event()
-
-    def hang():
-        began.set()
-        never.wait()
-
-    def die():
-        began.wait()
-        supervisor.close()
-
-    threading.Thread(target=die).start()
-    with pytest.raises(ParticipantError, match="it was lost"):
-        ray_calls.unless_lost(hang)()
-    never.set()
-
-
-def test_a_call_to_a_ray_of_our_own_that_lives_is_as_without_it(own, supervisor):
-    assert ray_calls.unless_lost(lambda a, b: a + b)(1, b=2) == 3
-    with pytest.raises(KeyError):
-        ray_calls.unless_lost(lambda: {}[1])()
-
-
-def test_a_value_is_not_put_into_the_store_of_a_ray_of_our_own(own, supervisor):
-    async def awaited() -> np.ndarray:
-        return await sent
-
-    value = np.arange(3)
-    sent = pickle.loads(pickle.dumps(ray_calls.put(value)))
-    value[:] = 0  # as the next window does
-    assert ray_calls.get(sent).tolist() == asyncio.run(awaited()).tolist() == [0, 1, 2]
-    kept = ray_calls.put(value)
-    value[:] = 7
-    assert ray_calls.get(kept).tolist() == [0, 0, 0]
-
-
-def test_no_call_is_made_to_a_ray_of_our_own_that_is_lost(own, supervisor):
-    supervisor.close()
-    with pytest.raises(ParticipantError, match="it was lost"):
-        ray_calls.unless_lost(lambda: pytest.fail("it is called"))()
-    with pytest.raises(ParticipantError, match="it was lost"):
-        call_actor("x", lambda fresh: pytest.fail("it is reached"), failing, timeout_s=5.0)
-
-
-@pytest.mark.parametrize("error", [ParticipantError("shut down"), SystemExit(0)])
-def test_no_answer_of_a_ray_of_our_own_that_is_lost_is_no_disconnection(
-    connected, own, supervisor, error
-):
-    connection = Connection("s", 0)
-    assert not connection.is_lost
-    supervisor.close()
-    connected(None)
-    with pytest.raises(ParticipantError, match="it was lost"):
-        until_disconnected(failing(error), connection)(None)
-    with pytest.raises(ParticipantError, match="it was lost"):
-        connection.check()
 
 
 def test_the_outcome_of_a_save_that_was_left_is_unknown():
@@ -334,39 +227,9 @@ def test_a_cluster_that_can_not_be_reached_ends_the_connect(nobody_accepts, monk
             connect()
 
 
-def test_a_full_tmp_is_an_error_that_reaches_the_ranks_that_wait_for_the_private_ray(monkeypatch):
-    """By an error of ours: that one alone reaches the other ranks, through the job's store."""
-
-    def full(**_: object) -> str:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/rdcp")
-
-    monkeypatch.setattr(tempfile, "mkdtemp", full)
-    with pytest.raises(ParticipantError, match=r"in /tmp, but: .* No space left on device"):
-        private_ray.start_private_ray()
-
-
-@pytest.mark.parametrize("says", ["The current node timed out during startup.", "no such file"])
-def test_a_ray_of_our_own_that_a_busy_machine_starts_too_slowly_is_started_again(monkeypatch, says):
-    made = []
-
-    def supervisor(
-        directory: Path, token: Path, order: private_ray.SupervisorOrder
-    ) -> subprocess.Popen[bytes]:
-        made.append(directory)
-        if len(made) == 2:
-            found = private_ray.PrivateRay("127.0.0.1:7", str(directory), str(token), 7)
-            (directory / private_ray.READY).write_text(found.encode())
-        (directory / private_ray.LOG).write_text(says)
-        process = subprocess.Popen([sys.executable, "-c", ""])
-        process.wait()
-        return process
-
-    monkeypatch.setattr(private_ray, "_start_supervisor", supervisor)
-    if says == "no such file":
-        with pytest.raises(ParticipantError, match="no such file"):
-            private_ray.start_private_ray()
-        assert len(made) == 1
-    else:
-        assert private_ray.start_private_ray().directory == str(made[1])
-        shutil.rmtree(made[1])
-    assert not made[0].exists()
+@pytest.mark.parametrize("make", [coordinator_of, stager_of], ids=["coordinator", "stager"])
+def test_an_actor_of_ours_is_not_made_in_a_ray_that_nobody_asked_for(make):
+    # As in a thread that follows a save, when another one has just shut Ray down.
+    with pytest.raises(RaySystemError):
+        make("a" * 56, lease_s=60.0)
+    assert not ray.is_initialized()

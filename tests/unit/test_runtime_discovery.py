@@ -9,9 +9,9 @@ import torch
 from torch.distributed import HashStore, TCPStore
 
 from ray_dcp.errors import RankDisagreementError
-from ray_dcp.runtime import discovery, ray_private
-from ray_dcp.runtime.discovery import announce_connect, await_group, connect_announced
-from ray_dcp.runtime.session import GroupSessions, Session
+from ray_dcp.runtime import discovery, process_group
+from ray_dcp.runtime.process_group import announce_connect, await_group, connect_announced
+from ray_dcp.runtime.session import GroupSessions
 from tests.polling import eventually
 
 QUICK_S = 0.05
@@ -29,7 +29,7 @@ def announce(store, monkeypatch):
     """Announces that a rank uses `connect`, or takes it back."""
 
     def run(rank, connected=True):
-        monkeypatch.setattr(ray_private, "job_place", lambda: (store, rank))
+        monkeypatch.setattr(process_group, "job_place", lambda: (store, rank))
         announce_connect(connected)
 
     return run
@@ -73,7 +73,7 @@ def test_a_rank_that_calls_connect_later_is_seen_too(store, announce):
 
 
 def test_a_connect_that_fails_is_taken_back(store, monkeypatch):
-    monkeypatch.setattr(ray_private, "job_place", lambda: (store, 0))
+    monkeypatch.setattr(process_group, "job_place", lambda: (store, 0))
 
     def connect():
         with connect_announced():
@@ -93,7 +93,7 @@ def test_without_a_store_nobody_is_asked():
 
 
 def test_a_rank_that_waits_for_long_names_who_is_missing(store, caplog, monkeypatch):
-    monkeypatch.setattr(discovery, "LONG_WAIT_S", 4 * QUICK_S)
+    monkeypatch.setattr(process_group, "LONG_WAIT_S", 4 * QUICK_S)
     with ThreadPoolExecutor(3) as pool, caplog.at_level("WARNING"):
         waits = waiting(pool, store, [0, 1, 2], [1])
         assert eventually(lambda: caplog.messages)
@@ -124,14 +124,12 @@ def test_two_threads_make_the_first_session_of_a_group_once(monkeypatch):
 
     monkeypatch.setattr(sessions, "of", of)
     monkeypatch.setattr(discovery, "_make", make)
+    monkeypatch.setattr(discovery, "sessions", sessions)
     torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         group = torch.distributed.group.WORLD
         with ThreadPoolExecutor(2) as pool:
-            for one in [
-                pool.submit(discovery.session_of, group, Session, sessions, lease_s=1.0)
-                for _ in range(2)
-            ]:
+            for one in [pool.submit(discovery.session_of, group, lease_s=1.0) for _ in range(2)]:
                 assert one.result(60) is None
     finally:
         torch.distributed.destroy_process_group()

@@ -1,0 +1,140 @@
+"""A plain training script of several ranks, some of which die; it knows nothing of Ray.
+
+Usage: RANK=… WORLD_SIZE=… python -m tests.integration.socket_rank <what> <folder>
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import ray_dcp
+from ray_dcp.commit_protocol.commands import CreateRecord
+from ray_dcp.options import SaveOptions
+from ray_dcp.runtime import coordinator_loop, rank_save
+from tests.polling import eventually
+
+HEARTBEAT_S = 3.0
+"""`heartbeat_timeout_s` of the saves."""
+
+
+def whole() -> torch.Tensor:
+    return torch.arange(48.0).reshape(12, 4)
+
+
+def reshard(folder: str) -> dict[str, Any]:
+    """Saves what is sharded in one way, in the background, and loads it in another."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {"w": distribute_tensor(whole(), mesh, [Shard(0)]), "step": 3}
+    first_s = time.monotonic()
+    ray_dcp.save(state, checkpoint_id=f"{folder}/sync")
+    saved_s = time.monotonic()
+    handle = ray_dcp.async_save(state, checkpoint_id=f"{folder}/async")
+    handle.staged(180)
+    state["w"].to_local().zero_()
+    handle.committed(180)
+    found = {"w": distribute_tensor(torch.zeros(12, 4), mesh, [Shard(1)]), "step": 0}
+    ray_dcp.load(found, checkpoint_id=f"{folder}/async")
+    same = torch.equal(found["w"].full_tensor(), whole()) and found["step"] == 3
+    return {
+        "same": same,
+        "staging": handle.report().staging,
+        "first_call_s": saved_s - first_s,
+        "children": [
+            int(child)
+            for task in Path("/proc/self/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ],
+        "has_ray": "ray" in sys.modules and sys.modules["ray"].is_initialized(),
+    }
+
+
+def struck(what: str, folder: str, is_victim: bool) -> dict[str, Any]:
+    """Saves twice, while a rank is struck; tells how that ended, and how long after the blow."""
+    blow = Path(folder, "blow")
+
+    def strike(kind: signal.Signals) -> Callable[..., None]:
+        def now(*_: Any, **__: Any) -> None:
+            # Why written elsewhere first: others look for it.
+            note = Path(folder, "note")
+            note.write_text(str(time.time()))
+            note.rename(blow)
+            os.kill(os.getpid(), kind)
+
+        return now
+
+    when, mode = what.split()
+    if is_victim:
+        if when == "before":
+            strike(signal.SIGKILL)()
+        elif when == "freezes":
+            rank_save.write_part = strike(signal.SIGSTOP)
+        elif when == "committed":
+            perform = coordinator_loop.perform
+
+            def perform_and_die(task: Any) -> Any:
+                result = perform(task)
+                if isinstance(task, CreateRecord):
+                    strike(signal.SIGKILL)()
+                return result
+
+            coordinator_loop.perform = perform_and_die
+        else:
+            rank_save.write_part = strike(signal.SIGKILL)
+    facts: dict[str, Any] = {}
+    state = {f"own {dist.get_rank()}": torch.ones(10)}
+    # Why once: a frozen rank that never joined is only missing at the deadline of planning.
+    for place in ("second", "third") if when != "freezes" else ("second",):
+        try:
+            options = SaveOptions(heartbeat_timeout_s=HEARTBEAT_S)
+            if mode == "async":
+                saving = ray_dcp.async_save(
+                    state, checkpoint_id=f"{folder}/{place}", options=options
+                )
+                saving.committed(300)
+            else:
+                ray_dcp.save(state, checkpoint_id=f"{folder}/{place}", options=options)
+            facts[place] = ["", None, "saved"]
+        except ray_dcp.CheckpointError as error:
+            facts[place] = [type(error).__name__, error.rank, error.message]
+        if "after_s" not in facts:
+            eventually(blow.exists)
+            facts["after_s"] = time.time() - float(blow.read_text())
+    return facts
+
+
+def main(what: str, folder: str) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    if what == "reshard":
+        facts = reshard(folder)
+    else:
+        ray_dcp.save({"first": torch.ones(3)}, checkpoint_id=f"{folder}/first")
+        victim, _, what = what.partition(" ")
+        if rank == int(victim):
+            # A worker of a data loader may outlive its parent, with all that it inherited.
+            worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+            worker.start()
+            Path(folder, f"worker-{rank}").write_text(str(worker.pid))
+        dist.barrier()
+        facts = struck(what, folder, rank == int(victim))
+    print(json.dumps({"rank": rank, **facts}), flush=True)
+    if what != "reshard":
+        os._exit(0)  # the process group waits for the dead
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

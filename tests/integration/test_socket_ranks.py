@@ -1,0 +1,144 @@
+"""Processes without Ray save over sockets; those that die are named soon, and leave nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ray_dcp
+from tests.forked_programs import Programs, plain_environment
+from tests.integration.socket_rank import HEARTBEAT_S
+from tests.polling import lives
+
+SCRIPT = ("-m", "tests.integration.socket_rank")
+
+SOON_S = 30.0
+"""Far less than any timeout of a save; on a quiet machine it takes 0.1 to 0.7 s."""
+
+
+def told(printed: str) -> dict[str, Any]:
+    """Returns what a rank told."""
+    (line,) = [line for line in printed.splitlines() if line.startswith("{")]
+    return json.loads(line)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_ranks_save_and_load_resharded(num_ranks: int, tmp_path: Path, programs: Programs):
+    (own := tmp_path / "tmp").mkdir()
+    environment = plain_environment(TMPDIR=str(own))
+    ended = programs.run(*SCRIPT, "reshard", str(tmp_path), ranks=num_ranks, env=environment)
+    assert [one.returncode for one in ended] == [0] * num_ranks, ended
+    for facts in map(told, (one.stdout for one in ended)):
+        assert facts["same"]
+        assert facts["staging"] == "process"
+        assert not facts["has_ray"]
+        assert facts["children"] == []
+    assert list(own.iterdir()) == []
+    for place in ("sync", "async"):
+        assert ray_dcp.verify(tmp_path / place).ok
+        assert ray_dcp.open(tmp_path / place).world_size == num_ranks
+
+
+def struck(what: str, folder: Path, programs: Programs, num_ranks: int = 3) -> list[dict[str, Any]]:
+    """Returns what the ranks tell that were not struck; the victim is ended."""
+    victim = int(what.split()[0])
+    folder.joinpath("tmp").mkdir()
+    with ExitStack() as stack:
+        environment = plain_environment(TMPDIR=str(folder / "tmp"), MASTER_ADDR="127.0.0.1")
+        port = free_port()
+        ranks = [
+            programs.start(
+                *SCRIPT, what, str(folder),
+                env={**environment, "RANK": str(rank), "WORLD_SIZE": str(num_ranks),
+                     "MASTER_PORT": str(port)},
+            )
+            for rank in range(num_ranks)
+        ]  # fmt: skip
+        for one in ranks:
+            stack.callback(one.kill)
+        stack.callback(end_worker, folder / f"worker-{victim}")
+        others = [one for rank, one in enumerate(ranks) if rank != victim]
+        facts = [told(one.stdout.read()) for one in others]
+        assert [one.wait() for one in others] == [0] * len(others)
+        if "freezes" not in what:
+            assert ranks[victim].wait() == -signal.SIGKILL
+        assert list((folder / "tmp").iterdir()) == []
+        return facts
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
+
+
+def end_worker(path: Path) -> None:
+    # Suppressed: it was not started.
+    with suppress(FileNotFoundError, ProcessLookupError):
+        pid = int(path.read_text())
+        assert lives(pid), "it was to outlive the rank, with all that it inherited"
+        os.kill(pid, signal.SIGKILL)
+
+
+def check_aborted(folder: Path) -> None:
+    """Checks that what failed is not there, and what stood before is."""
+    assert ray_dcp.verify(folder / "first").ok
+    for place in ("second", "third"):
+        with pytest.raises(ray_dcp.CheckpointNotFoundError):
+            ray_dcp.verify(folder / place)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("when", ["before", "writes"])
+def test_a_rank_that_is_killed_is_named_soon(
+    when: str, mode: str, tmp_path: Path, programs: Programs
+):
+    for facts in struck(f"1 {when} {mode}", tmp_path, programs):
+        assert facts["after_s"] < SOON_S
+        for place in ("second", "third"):
+            kind, rank, message = facts[place]
+            assert (kind, rank) == ("ParticipantError", 1)
+            assert "its connection to rank 0 closed" in message
+    check_aborted(tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_rank_0_that_is_killed_while_it_writes_fails_the_save_and_the_next_by_name(
+    mode: str, tmp_path: Path, programs: Programs
+):
+    for facts in struck(f"0 writes {mode}", tmp_path, programs):
+        assert facts["after_s"] < SOON_S
+        for place in ("second", "third"):
+            kind, rank, message = facts[place]
+            assert (kind, rank) == ("ParticipantError", 0)
+            assert "Expected rank 0 to live" in message
+    check_aborted(tmp_path)
+
+
+def test_rank_0_that_is_killed_when_it_has_committed_fails_nothing_that_stands(
+    tmp_path: Path, programs: Programs
+):
+    for facts in struck("0 committed sync", tmp_path, programs):
+        assert facts["after_s"] < SOON_S
+        assert facts["second"][2] == "saved"
+        assert facts["third"][:2] == ["ParticipantError", 0]
+    assert ray_dcp.verify(tmp_path / "second").ok
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_freezes_is_named_after_the_heartbeat_timeout(
+    victim: int, tmp_path: Path, programs: Programs
+):
+    for facts in struck(f"{victim} freezes sync", tmp_path, programs):
+        assert HEARTBEAT_S / 2 < facts["after_s"] < SOON_S + HEARTBEAT_S
+        kind, _, message = facts["second"]
+        assert kind == "DeadlineError"
+        assert f"rank {victim}" in message
+        assert "frozen" in message

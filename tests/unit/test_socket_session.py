@@ -1,0 +1,386 @@
+"""The socket session: real sockets between threads of this process that play ranks."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from multiprocessing import AuthenticationError
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch.distributed import HashStore, PrefixStore, TCPStore
+
+import ray_dcp
+from ray_dcp import operations
+from ray_dcp.commit_protocol.messages import Exchange, Exchanged, Refused
+from ray_dcp.errors import DeadlineError, InternalError, InvalidRequestError, ParticipantError
+from ray_dcp.runtime import rank_save, socket_session
+from ray_dcp.runtime.discovery import current_session
+from ray_dcp.runtime.rank_progress import RankProgress
+from ray_dcp.runtime.socket_session import (
+    SocketHeartbeatSender,
+    SocketLink,
+    SocketSession,
+    join_by_store,
+)
+from tests.polling import eventually
+
+NUM_RANKS = 3
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(NUM_RANKS) as pool:
+        yield pool
+
+
+@pytest.fixture
+def sessions(pool) -> Iterator[list[SocketSession]]:
+    store = HashStore()
+    joined = [pool.submit(join_by_store, store, "s", rank, NUM_RANKS) for rank in range(NUM_RANKS)]
+    sessions = [one.result(60) for one in joined]
+    yield sessions
+    for session in reversed(sessions):
+        session.close()
+
+
+def exchange(session: SocketSession, timeout_s: float = 60.0) -> Any:
+    outbox = dict.fromkeys(range(session.world_size), f"from {session.rank}".encode())
+    key = session.next_key()
+    reply = session.call(
+        Exchange(key, session.rank, session.world_size, "t", outbox, timeout_s), silence_s=60.0
+    )
+    return reply.error if isinstance(reply, Refused) else reply
+
+
+def all_exchange(pool: ThreadPoolExecutor, sessions: list[SocketSession]) -> list[Any]:
+    return [one.result(60) for one in [pool.submit(exchange, each) for each in sessions]]
+
+
+def test_ranks_reach_one_coordinator(pool, sessions):
+    for _ in range(2):
+        assert all(isinstance(reply, Exchanged) for reply in all_exchange(pool, sessions))
+    assert {session.coordinator_info()["pid"] for session in sessions} == {
+        sessions[0].coordinator_info()["pid"]
+    }
+
+
+class Tattles:
+    """Tells when it is unpickled."""
+
+    seen: ClassVar[list[str]] = []
+
+    def __reduce__(self):
+        return (Tattles.seen.append, ("unpickled",))
+
+
+def address_of(sessions: list[SocketSession]) -> tuple[str, int]:
+    return sessions[0]._link.address
+
+
+def test_who_does_not_know_the_key_is_refused_and_nothing_of_it_is_unpickled(
+    pool, sessions, caplog
+):
+    with pytest.raises((AuthenticationError, EOFError, OSError)):
+        SocketLink("s", 1, "a stranger", address_of(sessions), b"a wrong key")
+    with socket.create_connection(address_of(sessions)) as stranger:
+        data = (1).to_bytes(8, "big") + pickle.dumps(Tattles())
+        stranger.sendall(len(data).to_bytes(4, "big") + data)
+        stranger.settimeout(60)
+        while stranger.recv(1 << 16):  # the challenge; the end is that the connection is closed
+            pass
+    assert eventually(lambda: sum("Refused a connection" in one for one in caplog.messages) >= 2)
+    assert Tattles.seen == []
+    assert all(isinstance(reply, Exchanged) for reply in all_exchange(pool, sessions))
+
+
+def test_who_connects_and_says_nothing_keeps_nobody_waiting_and_is_dropped(
+    pool, sessions, monkeypatch
+):
+    monkeypatch.setattr(socket_session, "HANDSHAKE_S", 1.0)
+    with socket.create_connection(address_of(sessions)) as silent:
+        assert all(isinstance(reply, Exchanged) for reply in all_exchange(pool, sessions))
+        silent.settimeout(60)
+        while silent.recv(1 << 16):
+            pass
+
+
+def break_connection(session: SocketSession) -> None:
+    session._link._channel._sock.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_connection_that_breaks_is_made_again_and_what_is_unanswered_is_sent_again(
+    pool, sessions, monkeypatch
+):
+    monkeypatch.setattr(socket_session, "RETURN_S", 60.0)
+    before = sessions[1]._link._channel
+    early = [pool.submit(exchange, session) for session in sessions[1:]]
+    assert eventually(lambda: sessions[1]._link._unanswered)
+    break_connection(sessions[1])
+    assert eventually(lambda: sessions[1]._link._channel is not before)
+    assert not early[0].done()
+    assert isinstance(exchange(sessions[0]), Exchanged)
+    assert all(isinstance(one.result(60), Exchanged) for one in early)
+
+
+def test_a_rank_that_does_not_come_back_is_named_before_it_calls_and_while_it_does(pool, sessions):
+    early = [pool.submit(exchange, session) for session in sessions[:2]]
+    assert eventually(lambda: sessions[1]._link._unanswered)
+    sessions[2]._link.close()  # as the end of its process does
+    for reply in [*(one.result(60) for one in early), *all_exchange(pool, sessions[:2])]:
+        assert isinstance(reply, ParticipantError)
+        assert reply.rank == 2
+        assert "rank 2 to take part, but it was lost: its process (pid " in reply.message
+
+
+def test_the_end_of_rank_0_fails_what_waits_and_what_is_called_later_by_name(pool, sessions):
+    early = [pool.submit(exchange, session) for session in sessions[1:]]
+    assert eventually(lambda: all(session._link._unanswered for session in sessions[1:]))
+    sessions[0].close()
+    for one in early:
+        reply = one.result(60)  # it has said that it leaves
+        assert isinstance(reply, ParticipantError)
+        assert "it has closed its session" in reply.message
+    assert eventually(lambda: all(session._link.ended for session in sessions[1:]))
+    for session in sessions[1:]:
+        with pytest.raises(ParticipantError, match="Expected rank 0 to live") as caught:
+            exchange(session)
+        assert caught.value.rank == 0
+        with pytest.raises(ParticipantError, match="Expected rank 0 to live"):
+            session.cancel(session.next_key(), "test")
+    with pytest.raises(InvalidRequestError, match="closed"):
+        exchange(sessions[0])
+
+
+def test_a_rank_that_moves_bytes_stops_when_rank_0_has_ended(sessions):
+    progress = RankProgress()
+    with sessions[1].activity(60.0) as activity:
+        progress = activity.progress
+        progress.begin(activity.next_key())
+        progress.enter("writing")
+        sessions[0].close()
+        assert eventually(lambda: progress.stop.asked)
+        assert isinstance(progress.abandoned, ParticipantError)
+        progress.over = True
+
+
+def test_a_message_that_can_not_be_read_fails_its_call_alone(pool, sessions):
+    link = sessions[1]._link
+    for wrong in (("info", 1, 2, 3), ("_carry_out", ())):
+        answer: Future[Any] = link.ask(*wrong)
+        with pytest.raises(InternalError):
+            answer.result(60)
+    number, answer = next(link._numbers), Future()
+    link._unanswered[number] = ((), answer)
+    link._channel._outgoing.put(number.to_bytes(8, "big") + b"no pickle")
+    with pytest.raises(InternalError, match="The coordinator failed"):
+        answer.result(60)
+    assert all(isinstance(reply, Exchanged) for reply in all_exchange(pool, sessions))
+
+
+def test_a_call_that_is_given_up_is_not_sent_again(sessions):
+    with pytest.raises(DeadlineError, match=r"to answer within 0\.1 s"):
+        sessions[1]._ask("call", sent_by(sessions[1]), None, None, timeout_s=0.1)
+    assert sessions[1]._link._unanswered == {}
+
+
+def sent_by(session: SocketSession) -> Exchange:
+    return Exchange(session.next_key(), session.rank, session.world_size, "t", {}, 60.0)
+
+
+def test_a_rank_0_that_is_silent_is_found_frozen_and_its_work_is_given_up():
+    link = SimpleNamespace(ended=None, on_end=None, ask=lambda *_: Future())
+    sender = SocketHeartbeatSender(link, "s", 1, "the coordinator")
+    progress = RankProgress()
+    progress.enter("writing")
+    sender.add(progress, 0.6)
+    try:
+        assert eventually(lambda: progress.abandoned is not None)
+    finally:
+        sender.remove(progress)
+    error = sender.failure(False, True)
+    assert type(error) is DeadlineError
+    assert "the process of rank 0 is frozen" in error.message
+
+
+def test_a_rank_that_does_not_come_and_a_store_that_is_not_there_are_told(monkeypatch):
+    monkeypatch.setattr(socket_session, "JOIN_S", 0.2)
+    with pytest.raises(ParticipantError, match="all ranks to come to the session"):
+        join_by_store(HashStore(), "s", 0, 2)
+    with pytest.raises(ParticipantError, match="rank 0 to come to the session"):
+        join_by_store(HashStore(), "s", 1, 2)
+    with pytest.raises(ParticipantError, match="set RAY_ADDRESS"):
+        join_by_store(None, "s", 1, 2)
+
+
+def test_a_rank_0_that_can_not_listen_fails_every_rank(pool, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(98, "Address already in use")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    store = HashStore()
+    joined = [pool.submit(join_by_store, store, "s", rank, 2) for rank in range(2)]
+    with pytest.raises(OSError, match="Address already in use"):
+        joined[0].result(60)
+    with pytest.raises(ParticipantError, match=r"Rank 0 can't be reached: .*Address already"):
+        joined[1].result(60)
+
+
+def test_nobody_at_the_address_of_rank_0_is_told_with_the_way_out():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = free.getsockname()
+    store = HashStore()
+    store.set("ray_dcp/socket/s/address", f'["{address[0]}", {address[1]}, "00"]')
+    with pytest.raises(ParticipantError, match=r"ConnectionRefusedError.*Set MASTER_ADDR"):
+        join_by_store(store, "s", 1, 2)
+
+
+def test_rank_0_listens_on_the_interface_of_the_store():
+    store = TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=20))
+    assert socket_session._host_of(PrefixStore("a", PrefixStore("b", store))) == "127.0.0.1"
+    assert socket_session._host_of(HashStore()) is None
+    assert socket_session._address_towards("127.0.0.1") == "127.0.0.1"
+    assert socket_session._address_towards("no such host.invalid") == "127.0.0.1"
+    # A name of its own machine is that of the loopback interface; the others are elsewhere.
+    there = [("a", "127.0.1.1"), ("b", "10.9.8.7")]
+    assert socket_session._interface(there) == socket_session._address_towards("10.9.8.7")
+
+
+def test_a_closed_coordinator_leaves_no_thread_and_no_descriptor(pool, sessions):
+    all_exchange(pool, sessions)
+    for session in reversed(sessions):
+        session.close()
+        session.close()
+    assert eventually(
+        lambda: not any(thread.name.startswith("ray_dcp ") for thread in threading.enumerate())
+    )
+    assert socket_session._open == set()
+
+
+def test_without_torch_distributed_a_process_group_is_refused():
+    with pytest.raises(InvalidRequestError, match="init_process_group"):
+        current_session(object())
+
+
+# Whole saves and loads.
+
+
+def as_ranks(
+    pool: ThreadPoolExecutor,
+    sessions: list[SocketSession],
+    monkeypatch: pytest.MonkeyPatch,
+    work: Callable[[int], Any],
+) -> list[Any]:
+    """Returns what work gave or raised on each rank, in a thread of its own."""
+    here = threading.local()
+    monkeypatch.setattr(
+        operations, "current_session", lambda *_: None if _[1] else getattr(here, "session", None)
+    )
+
+    def run(session: SocketSession) -> Any:
+        here.session = session
+        try:
+            return work(session.rank)
+        except Exception as error:
+            return error
+
+    return list(pool.map(run, sessions, timeout=300))
+
+
+def test_an_asynchronous_save_is_staged_in_each_process_and_loads(
+    pool, sessions, monkeypatch, tmp_path
+):
+    """What several ranks hold is shared out: each stages its part of it, and no more."""
+    everybodys = torch.arange(16 << 20, dtype=torch.float32)
+    small = [torch.full((7,), float(number)) for number in range(40)]
+    options = ray_dcp.SaveOptions(part_bytes=16 << 20)
+
+    def save(rank: int) -> Any:
+        state = {
+            "all": everybodys.clone(), f"own {rank}": torch.full((9,), rank), "step": 5,
+            "small": [one.clone() for one in small],
+        }  # fmt: skip
+        handle = ray_dcp.async_save(state, checkpoint_id=tmp_path / "a", options=options)
+        handle.staged(60)
+        for tensor in (state["all"], state[f"own {rank}"], *state["small"]):
+            tensor.zero_()
+        handle.committed(60)
+        return handle.report()
+
+    reports = as_ranks(pool, sessions, monkeypatch, save)
+    assert {report.staging for report in reports} == {"process"}, reports
+    total = everybodys.nbytes + 40 * 28 + NUM_RANKS * 72
+    assert sum(report.bytes_staged for report in reports) == total
+    assert all(report.bytes_staged > total / 4 for report in reports)
+
+    def load(rank: int) -> Any:
+        state = {
+            "all": torch.zeros(16 << 20), f"own {rank}": torch.zeros(9, dtype=torch.int64),
+            "step": 0, "small": [torch.zeros(7) for _ in small],
+        }  # fmt: skip
+        ray_dcp.load(state, checkpoint_id=tmp_path / "a")
+        same = torch.equal(state["all"], everybodys) and state["step"] == 5
+        same &= all(torch.equal(*pair) for pair in zip(state["small"], small, strict=True))
+        return same and state[f"own {rank}"].tolist() == [rank] * 9
+
+    assert as_ranks(pool, sessions, monkeypatch, load) == [True] * NUM_RANKS
+
+
+def test_cancelling_on_one_rank_fails_an_asynchronous_save_on_all(
+    pool, sessions, monkeypatch, tmp_path
+):
+    both = threading.Barrier(NUM_RANKS)
+    held, inner = threading.Event(), rank_save.write_part
+
+    def wait_and_write(*arguments: Any, **named: Any) -> Any:
+        held.wait(60)
+        return inner(*arguments, **named)
+
+    monkeypatch.setattr(rank_save, "write_part", wait_and_write)
+
+    def save(rank: int) -> Any:
+        state = {f"own {rank}": torch.full((9,), rank)}
+        handle = ray_dcp.async_save(state, checkpoint_id=tmp_path / "a")
+        both.wait(60)
+        if rank == 2:
+            assert handle.cancel()
+            held.set()
+        handle.committed(60)
+
+    for error in as_ranks(pool, sessions, monkeypatch, save):
+        assert isinstance(error, ray_dcp.errors.SaveCancelledError), error
+    with pytest.raises(ray_dcp.CheckpointNotFoundError):
+        ray_dcp.verify(tmp_path / "a")
+
+
+def test_an_error_of_one_rank_is_that_of_all_and_the_next_save_works(
+    pool, sessions, monkeypatch, tmp_path
+):
+    def save(rank: int, bad: int | None) -> Any:
+        value = torch.tensor([float("nan") if rank == bad else 1.0])
+        options = ray_dcp.SaveOptions(nonfinite="refuse")
+        ray_dcp.save({f"w{rank}": value}, checkpoint_id=tmp_path / "a", options=options)
+
+    for error in as_ranks(pool, sessions, monkeypatch, lambda rank: save(rank, 1)):
+        assert isinstance(error, ray_dcp.errors.NonFiniteError), error
+        assert error.rank == 1
+    assert as_ranks(pool, sessions, monkeypatch, lambda rank: save(rank, None)) == [None] * 3
+    assert ray_dcp.verify(tmp_path / "a").ok
+
+
+def test_a_manager_and_the_newest_step_work_over_sockets(pool, sessions, monkeypatch, tmp_path):
+    def run(rank: int) -> Any:
+        with ray_dcp.CheckpointManager(tmp_path, 1, max_to_keep=2) as manager:
+            for step in (1, 2, 3):
+                manager.save(step, {"step": step, f"own {rank}": torch.full((3,), step)})
+        found = {"step": 0, f"own {rank}": torch.zeros(3, dtype=torch.int64)}
+        report = ray_dcp.load_newest(found, tmp_path)
+        return report.step, found["step"], found[f"own {rank}"].tolist()
+
+    assert as_ranks(pool, sessions, monkeypatch, run) == [(3, 3, [3, 3, 3])] * NUM_RANKS
