@@ -123,8 +123,9 @@ def async_save(
 
     All ranks of the group call it with the same arguments. When it returns the state may change:
     each rank's bytes are staged. In a job with Ray they are held by a stager of the node, and from
-    then on the save survives the death of its ranks and of the driver; a process that is alone
-    holds them itself. The checkpoint exists when the handle reports it, and not before.
+    then on the save survives the death of its ranks and of the driver; a process without Ray holds
+    them itself, and the save ends with it. The checkpoint exists when the handle reports it, and
+    not before.
 
     The handle reports what goes wrong with the save, the same on every rank; a failed save
     does not stop training. Without `async_stager` the handle is staged when it is returned, unless

@@ -1,1 +1,1 @@
-"""Carries out the protocol: `inline` in one process without Ray, everything else as Ray actors."""
+"""Carries out the protocol: inline in one process, over sockets between several, or by Ray actors."""
