@@ -1,1 +1,1 @@
-"""Carries out the protocol: inline in one process, over sockets between several, or by Ray actors."""
+"""Carries out the protocol: inline in one process, else over sockets or by actors of Ray."""

@@ -3,16 +3,18 @@
 The ranks of a job find their session in one way: all by their process group, or all by `connect`. A
 rank that uses `connect` never takes part in the group's broadcast, and the others would wait there
 until the group's own timeout. The job's store, which torch has anyway, shows which way each rank
-uses: see `await_group`.
+uses: see `await_group`. It also shows by which interface other machines are reached.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import logging
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -121,3 +123,44 @@ def _all_set(store: Any, keys: list[str], look_s: float) -> bool:
     except RuntimeError:  # torch's own timeout error is one, in every version
         return False
     return True
+
+
+def host_of(store: Any) -> str | None:
+    """Returns the host of a store; None for one that is no server."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    host: str | None = getattr(store, "host", None)
+    return host
+
+
+def address_towards(host: str | None) -> str:
+    """Returns the address of the interface by which this machine reaches a host."""
+    # Suppressed: no such host, or no way there.
+    with suppress(OSError):
+        found = socket.getaddrinfo(host or "127.0.0.1", 9, type=socket.SOCK_DGRAM)
+        for family, kind, _, _, address in sorted(found, key=lambda one: one[0]):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing
+                return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def interface_of(places: Sequence[tuple[str, str]]) -> str:
+    """Returns the address on which rank 0 listens.
+
+    Args:
+        places: Of each rank the name of its machine, and its address towards the store.
+
+    Examples:
+        >>> interface_of([("a", "10.0.0.1"), ("b", "10.0.0.2")])
+        '10.0.0.1'
+        >>> interface_of([("a", "127.0.0.1"), ("a", "127.0.0.1")])
+        '127.0.0.1'
+    """
+    (machine, own), *others = places
+    away = [other for other in others if other[0] != machine]
+    if not away or not ipaddress.ip_address(own).is_loopback:
+        return own
+    # Why possible: on its own machine a name often stands for the loopback interface.
+    name, address = away[0]
+    return address_towards(name if ipaddress.ip_address(address).is_loopback else address)

@@ -1,22 +1,18 @@
 """`SocketSession`: the session of a rank of a torch process group that nobody gave a Ray.
 
-Rank 0 runs a `CoordinatorLoop` in a thread. It listens on the interface by which the job's store is
-reached, or the other machines where that is the loopback interface. A random key goes through the
-store, and authenticates both ends of every connection before a byte is unpickled.
+Rank 0 runs the coordinator, a `SocketCoordinator`. It listens on the interface by which the job's
+store is reached, or the other machines where that is the loopback interface. A random key goes
+through the store, and authenticates both ends of every connection.
 
-A connection that closes is a hint: a rank that does not connect again within `RETURN_S` counts as
-dead. A rank whose connection closes connects again, and sends what has no answer yet again. Where
-nobody listens any more rank 0 has ended, and the session with it: what is under way is settled on
-storage, and the next call fails by name. *Rejected:* to elect another coordinator, as the process
-group can't go on without rank 0 either.
+A rank whose connection closes connects again, and sends what has no answer yet again. Where nobody
+listens any more rank 0 has ended, and the session with it: what is under way is settled on storage,
+and the next call fails by name. *Rejected:* to elect another coordinator, as the process group
+can't go on without rank 0 either.
 """
 
 from __future__ import annotations
 
-import asyncio
-import atexit
 import copy
-import ipaddress
 import json
 import logging
 import os
@@ -24,7 +20,6 @@ import pickle
 import platform
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,15 +27,11 @@ from concurrent import futures
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from itertools import count
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from queue import Queue
 from typing import Any, Protocol
 
 from ray_dcp.commit_protocol.liveness import OUT_OF_REACH_S, Heartbeat, HeartbeatAck
-from ray_dcp.core.processes import OwnProcess
 from ray_dcp.errors import (
     CheckpointError,
     DeadlineError,
@@ -49,127 +40,21 @@ from ray_dcp.errors import (
     ParticipantError,
 )
 from ray_dcp.io.threads import start
-from ray_dcp.runtime.coordinator_loop import CoordinatorLoop, Member
 from ray_dcp.runtime.heartbeat import HeartbeatSender
+from ray_dcp.runtime.process_group import address_towards, host_of, interface_of
 from ray_dcp.runtime.session import Session
-
-RETURN_S = 0.5
-"""How long a rank whose connection closed may take to connect again, in seconds."""
+from ray_dcp.runtime.socket_coordinator import HANDSHAKE_S, Channel, SocketCoordinator
 
 JOIN_S = 60.0
 """How long the ranks wait for each other while they connect, in seconds."""
 
-HANDSHAKE_S = 10.0
-"""How long one end may take to authenticate, in seconds."""
-
 LOOK_S = 0.5
 """How often a call that waits looks whether that is still of use, in seconds."""
-
-EXIT_S = 10.0
-"""How long the process of rank 0 goes on at its end until the others have their answers, in
-seconds."""
 
 _PAUSE_S = 0.2
 """Before another try to connect, in seconds."""
 
-_METHODS = frozenset(["call", "beat", "cancel", "leave", "info"])
-"""Of the coordinator, for ranks that connect."""
-
 logger = logging.getLogger(__name__)
-
-_open: set[socket.socket | Connection] = set()
-"""Of this process. *Why*: while a child that was forked has them, the end of its parent closes
-none, and nobody sees it."""
-
-
-def _close_in_child() -> None:
-    for one in list(_open):
-        one.close()
-    _open.clear()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
-
-
-class Channel:
-    """An authenticated connection for numbered messages. Whoever sends one does not wait for that.
-
-    Args:
-        sock: Connected; closed if authentication fails.
-        key: What both ends know.
-        serves: Whether this end has accepted the connection.
-
-    Raises:
-        AuthenticationError: The other end does not know the key.
-        OSError: It is gone, or does not answer.
-    """
-
-    def __init__(self, sock: socket.socket, key: bytes, *, serves: bool) -> None:
-        sock.settimeout(None)
-        self._sock, self._connection = sock, Connection(os.dup(sock.fileno()))
-        _open.update((self._sock, self._connection))
-        self._outgoing: Queue[bytes | None] = Queue()
-        try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            if hasattr(socket, "TCP_KEEPIDLE"):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
-            self._limit_reads(HANDSHAKE_S)
-            steps = [deliver_challenge, answer_challenge]
-            for step in steps if serves else reversed(steps):
-                step(self._connection, key)
-            self._limit_reads(0.0)
-            start(self._send_all, "ray_dcp sends")
-        except BaseException:
-            self.close()
-            raise
-
-    def send(self, number: int, message: Any) -> None:
-        """Sends a message some time later; nothing, where the connection is closed."""
-        self._outgoing.put(number.to_bytes(8, "big") + pickle.dumps(message, -1))
-
-    def receive(self) -> tuple[int, bytes]:
-        """Returns the next message: its number, and what `pickle.loads` makes it of.
-
-        Raises:
-            EOFError: The connection is closed.
-            OSError: The same.
-        """
-        data = self._connection.recv_bytes()
-        return int.from_bytes(data[:8], "big"), data[8:]
-
-    def flush(self, end_s: float) -> None:
-        """Returns when all is sent, or `time.monotonic` is beyond the end."""
-        with self._outgoing.all_tasks_done:
-            self._outgoing.all_tasks_done.wait_for(
-                lambda: not self._outgoing.unfinished_tasks, max(0.0, end_s - time.monotonic())
-            )
-
-    def close(self) -> None:
-        """Closes it; whoever waits in `receive` gets an error."""
-        # Suppressed: the other end closed it first.
-        with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        for one in (self._sock, self._connection):
-            _open.discard(one)
-        self._sock.close()
-        self._outgoing.put(None)
-
-    def _limit_reads(self, timeout_s: float) -> None:
-        # Why not settimeout: it makes the descriptor one that does not block.
-        limit = struct.pack("ll", int(timeout_s), 0)
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-
-    def _send_all(self) -> None:
-        broken = False
-        while (data := self._outgoing.get()) is not None:
-            try:
-                if not broken:
-                    self._connection.send_bytes(data)
-            except OSError:
-                broken = True
-            finally:
-                self._outgoing.task_done()
 
 
 class Link(Protocol):
@@ -187,175 +72,6 @@ class Link(Protocol):
     def close(self) -> None:
         """Ends it."""
         ...
-
-
-class _ServingLoop(CoordinatorLoop):
-    """The loop, with the connections of its ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.channels: dict[Member, Channel] = {}
-        self._resumed.set()
-        self._start(self._check_silence())
-
-    def connected(self, member: Member, place: str, channel: Channel) -> None:
-        """Notes by which connection a rank is reached."""
-        self.channels[member] = channel
-        self._register(*member, place)
-
-    def disconnected(self, member: Member, place: str, channel: Channel) -> None:
-        """Notes that a connection closed."""
-        if self.channels.get(member) is channel:
-            del self.channels[member]
-            self._loop.call_later(RETURN_S, self._check_returned, member, place)
-
-    def _check_returned(self, member: Member, place: str) -> None:
-        if member not in self.channels:
-            reason = f"its process ({place}) has ended, as its connection to rank 0 closed"
-            self._lose(*member, reason)
-
-    async def leave(self, session: str, rank: int) -> None:
-        """See `CoordinatorLoop.leave`."""
-        self.channels.pop((session, rank), None)
-        await super().leave(session, rank)
-
-    def answer(self, channel: Channel, number: int, data: bytes) -> None:
-        """Begins to answer a message."""
-        self._start(self._answer(channel, number, data))
-
-    async def _answer(self, channel: Channel, number: int, data: bytes) -> None:
-        try:
-            method, arguments = pickle.loads(data)
-            if method not in _METHODS:
-                raise InternalError(f"Expected a method of a coordinator, found {method!r}")
-            channel.send(number, (True, await getattr(self, method)(*arguments)))
-        except CheckpointError as error:
-            channel.send(number, (False, error))
-        except Exception as error:  # noqa: BLE001 - the rank would wait for ever
-            text = f"{type(error).__name__}: {error}. Please report this"
-            channel.send(number, (False, InternalError(f"The coordinator failed: {text}")))
-
-    async def idle(self) -> list[Channel]:
-        """Returns the connections, when nothing is under way any more."""
-        while self._performing or self._coordination.active:
-            await asyncio.sleep(0.01)
-        return [*self.channels.values()]
-
-
-class SocketCoordinator:
-    """The coordinator of one session, in threads of rank 0's process; also rank 0's `Link`.
-
-    Args:
-        session: Name of the session.
-        host: Address of the interface on which it listens.
-        key: Authenticates the ranks.
-
-    Raises:
-        OSError: It can't listen there.
-        LimitError: No thread can be started.
-    """
-
-    ended: ParticipantError | None = None
-    on_end: Callable[[], None] = staticmethod(lambda: None)
-
-    def __init__(self, session: str, host: str, key: bytes) -> None:
-        self._session, self._key = session, key
-        self._process = OwnProcess()
-        self._closing = False
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._server = socket.create_server((host, 0), family=family, backlog=1024)
-        _open.add(self._server)
-        self.address: tuple[str, int] = (host, self._server.getsockname()[1])
-        ready: Future[_ServingLoop] = Future()
-        start(partial(self._run, ready), "ray_dcp coordinator")
-        self._serving = ready.result()
-        start(self._accept_all, "ray_dcp accepts")
-        atexit.register(self.close)
-
-    def ask(self, method: str, *arguments: Any) -> Future[Any]:
-        """See `Link.ask`."""
-        if self._closing:
-            failed: Future[Any] = Future()
-            failed.set_exception(ParticipantError("The coordinator was closed", rank=0))
-            return failed
-        call = getattr(self._serving, method)
-        return asyncio.run_coroutine_threadsafe(call(*arguments), self._loop)
-
-    def close(self) -> None:
-        """Ends it, when the other ranks have the answers that there are: for them rank 0 leaves."""
-        if self._closing or not self._process.is_this:
-            return
-        end_s = time.monotonic() + EXIT_S
-        leaves, idle = self.ask("leave", self._session, 0), self.ask("idle")
-        self._closing = True
-        atexit.unregister(self.close)
-        _open.discard(self._server)
-        # Suppressed: nobody is connected, or nobody waits longer.
-        with suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
-        with suppress(Exception):
-            leaves.result(EXIT_S)
-            for channel in idle.result(max(0.0, end_s - time.monotonic())):
-                channel.flush(end_s)
-        for channel in [*self._serving.channels.values()]:
-            channel.close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-
-    def _run(self, ready: Future[_ServingLoop]) -> None:
-        async def begin() -> None:
-            ready.set_result(_ServingLoop())
-
-        self._loop = asyncio.new_event_loop()
-        try:
-            self._loop.run_until_complete(begin())
-            self._loop.run_forever()
-            tasks = asyncio.all_tasks(self._loop)
-            for task in tasks:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        except BaseException as error:
-            with suppress(InvalidStateError):
-                ready.set_exception(error)
-            raise
-        finally:
-            self._loop.close()
-
-    def _accept_all(self) -> None:
-        while not self._closing:
-            try:
-                sock, _ = self._server.accept()
-            except OSError:  # closed, or no more descriptors
-                threading.Event().wait(0.0 if self._closing else _PAUSE_S)
-                continue
-            try:
-                start(partial(self._serve, sock), "ray_dcp serves")
-            except LimitError as error:
-                logger.warning("A rank can't connect: %s", error)
-                sock.close()
-
-    def _serve(self, sock: socket.socket) -> None:
-        try:
-            channel = Channel(sock, self._key, serves=True)
-        except (AuthenticationError, EOFError, OSError, LimitError) as error:
-            logger.warning("Refused a connection to the coordinator: %r", error)
-            return
-        member: Member | None = None
-        place = ""
-        # Suppressed: the connection closed; or this coordinator did, and its loop with it.
-        with suppress(EOFError, OSError, RuntimeError):
-            session, rank, place = pickle.loads(channel.receive()[1])
-            member = (session, rank)
-            self._in_loop(self._serving.connected, member, place, channel)
-            while True:
-                self._in_loop(self._serving.answer, channel, *channel.receive())
-        channel.close()
-        with suppress(RuntimeError):
-            if member is not None:
-                self._in_loop(self._serving.disconnected, member, place, channel)
-
-    def _in_loop(self, call: Callable[..., None], *arguments: Any) -> None:
-        self._loop.call_soon_threadsafe(call, *arguments)
 
 
 class SocketLink:
@@ -627,7 +343,7 @@ def join_by_store(store: Any, name: str, rank: int, world_size: int) -> SocketSe
             rank=rank,
         )
     place = f"pid {os.getpid()} on {platform.node()}"
-    own = [platform.node(), _address_towards(_host_of(store))]
+    own = [platform.node(), address_towards(host_of(store))]
     store.set(f"{_key(name)}/{rank}", json.dumps(own))
     if rank:
         _wait(store, [f"{_key(name)}/address"], "rank 0", rank)
@@ -649,7 +365,7 @@ def join_by_store(store: Any, name: str, rank: int, world_size: int) -> SocketSe
         _wait(store, others, "all ranks", rank)
         places = [json.loads(store.get(other)) for other in others]
         key = secrets.token_bytes(32)
-        coordinator = SocketCoordinator(name, _interface(places), key)
+        coordinator = SocketCoordinator(name, interface_of(places), key)
     except Exception as error:
         store.set(f"{_key(name)}/address", json.dumps(["", 0, f"{type(error).__name__}: {error}"]))
         raise
@@ -680,44 +396,3 @@ def _wait(store: Any, keys: Sequence[str], who: str, rank: int) -> None:
             f"whether it lives, then call again",
             rank=rank,
         ) from error
-
-
-def _host_of(store: Any) -> str | None:
-    """Returns the host of a store; None for one that is no server."""
-    while (inner := getattr(store, "underlying_store", None)) is not None:
-        store = inner
-    host: str | None = getattr(store, "host", None)
-    return host
-
-
-def _address_towards(host: str | None) -> str:
-    """Returns the address of the interface by which this machine reaches a host."""
-    # Suppressed: no such host, or no way there.
-    with suppress(OSError):
-        found = socket.getaddrinfo(host or "127.0.0.1", 9, type=socket.SOCK_DGRAM)
-        for family, kind, _, _, address in sorted(found, key=lambda one: one[0]):
-            with suppress(OSError), socket.socket(family, kind) as probe:
-                probe.connect(address)  # sends nothing
-                return str(probe.getsockname()[0])
-    return "127.0.0.1"
-
-
-def _interface(places: Sequence[tuple[str, str]]) -> str:
-    """Returns the address on which rank 0 listens.
-
-    Args:
-        places: Of each rank the name of its machine, and its address towards the store.
-
-    Examples:
-        >>> _interface([("a", "10.0.0.1"), ("b", "10.0.0.2")])
-        '10.0.0.1'
-        >>> _interface([("a", "127.0.0.1"), ("a", "127.0.0.1")])
-        '127.0.0.1'
-    """
-    (machine, own), *others = places
-    away = [other for other in others if other[0] != machine]
-    if not away or not ipaddress.ip_address(own).is_loopback:
-        return own
-    # Why possible: on its own machine a name often stands for the loopback interface.
-    name, address = away[0]
-    return _address_towards(name if ipaddress.ip_address(address).is_loopback else address)

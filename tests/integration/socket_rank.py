@@ -132,7 +132,11 @@ def main(what: str, folder: str) -> None:
         facts = struck(what, folder, rank == int(victim))
     print(json.dumps({"rank": rank, **facts}), flush=True)
     if what != "reshard":
-        os._exit(0)  # the process group waits for the dead
+        # Why wait: who ends first would be one more that died, and rank 0 the coordinator as well.
+        Path(folder, f"done-{rank}").touch()
+        others = [Path(folder, f"done-{other}") for other in range(dist.get_world_size())]
+        eventually(lambda: all(one.exists() for one in others if one.name != f"done-{victim}"))
+        os._exit(0)  # the process group would wait for the dead
     dist.destroy_process_group()
 
 
