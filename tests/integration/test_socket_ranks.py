@@ -47,7 +47,7 @@ def test_ranks_save_and_load_resharded(num_ranks: int, tmp_path: Path, programs:
 
 
 def left_in(folder: Path) -> list[Path]:
-    """Returns what ranks left among the temporary files, without what torch's compiler has there."""
+    """Returns what ranks left among the temporary files, but for what torch's compiler has."""
     return [path for path in folder.iterdir() if not path.name.startswith("torchinductor")]
 
 
