@@ -168,7 +168,10 @@ class _ServingLoop(CoordinatorLoop):
 
     def _check_returned(self, member: Member, place: str) -> None:
         if member not in self.channels:
-            reason = f"its process ({place}) has ended, as its connection to rank 0 closed"
+            reason = (
+                f"its process ({place}) has ended, or its machine is out of reach, as its "
+                f"connection to rank 0 closed"
+            )
             self._lose(*member, reason)
 
     async def leave(self, session: str, rank: int) -> None:

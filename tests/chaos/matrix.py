@@ -29,7 +29,7 @@ READ = Trap("rank", "ray_dcp.io.reader:read_stored", call=2)
 
 def task(name: str, *, after: bool = False) -> Trap:
     """Returns a trap at a task of the coordinator: before it is begun, or after it is done."""
-    return Trap("coordinator", "ray_dcp.runtime.coordinator:perform", about=name, after=after)
+    return Trap("coordinator", "ray_dcp.runtime.coordinator_loop:perform", about=name, after=after)
 
 
 COMMIT = task("WriteTable")
