@@ -257,9 +257,9 @@ def test_a_closed_coordinator_leaves_no_thread_and_no_descriptor(pool, sessions)
     for session in reversed(sessions):
         session.close()
         session.close()
-    assert eventually(
-        lambda: not any(thread.name.startswith("ray_dcp ") for thread in threading.enumerate())
-    )
+    work = ("sends", "answers", "serves", "accepts", "coordinator")
+    names = {f"ray_dcp {what}" for what in work}
+    assert eventually(lambda: names.isdisjoint(one.name for one in threading.enumerate()))
     assert socket_coordinator._open == set()
 
 
