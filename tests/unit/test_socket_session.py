@@ -19,6 +19,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 import ray_dcp
 from ray_dcp import operations
 from ray_dcp.commit_protocol.messages import Exchange, Exchanged, Refused
+from ray_dcp.core.phases import WRITE
 from ray_dcp.errors import DeadlineError, InternalError, InvalidRequestError, ParticipantError
 from ray_dcp.runtime import process_group, rank_save, socket_coordinator, socket_session
 from ray_dcp.runtime.discovery import current_session
@@ -163,7 +164,7 @@ def test_a_rank_that_moves_bytes_stops_when_rank_0_has_ended(sessions):
     with sessions[1].activity(60.0) as activity:
         progress = activity.progress
         progress.begin(activity.next_key())
-        progress.enter("writing")
+        progress.enter(WRITE)
         sessions[0].close()
         assert eventually(lambda: progress.stop.asked)
         assert isinstance(progress.abandoned, ParticipantError)
@@ -198,7 +199,7 @@ def test_a_rank_0_that_is_silent_is_found_frozen_and_its_work_is_given_up():
     link = SimpleNamespace(ended=None, on_end=None, ask=lambda *_: Future())
     sender = SocketHeartbeatSender(link, "s", 1, "the coordinator")
     progress = RankProgress()
-    progress.enter("writing")
+    progress.enter(WRITE)
     sender.add(progress, 0.6)
     try:
         assert eventually(lambda: progress.abandoned is not None)
