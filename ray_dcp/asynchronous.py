@@ -85,9 +85,9 @@ class SaveReport:
     path: str
     """`"native"`, `"planner hooks"` or `"foreign storage"`: which promises hold."""
     staging: str
-    """Where the bytes were while training went on: `"stager"`, memory that is shared with the
-    node's stager, or `"object_store"`, Ray's, held by that stager (both survive this process);
-    `"process"` (which does not); or the class of the stager that was given."""
+    """Where the bytes were while training went on: `"object_store"`, Ray's, held by the node's
+    stager (they survive this process); `"process"` (they do not); or the class of the stager that
+    was given."""
     attempt: str | None
     """Id of the attempt, for `ray_dcp.outcome`; None before planning."""
     plan: str | None = None

@@ -16,7 +16,6 @@ from ray_dcp.operations import StateDict, session_for
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.staging_backend import warm_process
 from ray_dcp.stage.values import StagerOptions
-from ray_dcp.torch_adapter.device_copy import pin_for
 from ray_dcp.torch_adapter.shards import Layouts, is_sharded, sharded
 from ray_dcp.torch_adapter.state import check_mapping, stateful_to_state_dict
 
@@ -45,8 +44,8 @@ def warm_up(
         process_group: As for `async_save`.
         no_dist: As for `async_save`.
         options: As for `async_save`; `keep_in_memory` counts.
-        stager: How the nodes stage: their budget of memory, and how far their writing steps
-            behind training. Those of the rank that is first on a node count.
+        stager: How the nodes stage: their budget of memory. Those of the rank that is first on a
+            node count.
 
     Returns:
         A future that ends when all is ready; nobody has to wait for it.
@@ -91,9 +90,7 @@ def warm_staging(
     """
     # The last ones that are kept lie beside the one that is being written.
     num_bytes = (1 + options.keep_in_memory) * share_bytes(state, session.world_size)
-    warmed: Future[None] = session.staging(stager).warm(
-        num_bytes, pin=pin_for(list(_tensors(state)))
-    )
+    warmed: Future[None] = session.staging(stager).warm(num_bytes)
     return warmed
 
 

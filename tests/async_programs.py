@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import ray
 import torch
 import torch.distributed as dist
@@ -19,12 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ray_dcp
-from ray_dcp.errors import LimitError
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime import memory_tier
 from ray_dcp.runtime.discovery import current_session
 from ray_dcp.runtime.ray_session import RaySession
-from ray_dcp.stage.values import StagerOptions
 from tests.attempts import Attempt, attempt
 from tests.held_writes import hold_writes
 from tests.polling import eventually
@@ -259,7 +258,7 @@ def kept_is(
     Args:
         path: Of the checkpoint.
         step: Of the values.
-        unreachable: This process can't open the node's memory, as if it were on another machine.
+        unreachable: This process can't map the node's windows, as if it were on another machine.
         opens: File that is made when the load has found a save whose outcome is open.
         **options: Of the load.
     """
@@ -276,8 +275,7 @@ def kept_is(
         expected, loaded = kept_state(step), kept_state(0)
         with ExitStack() as stack:
             if unreachable:
-                no = LimitError("another machine")
-                stack.enter_context(patch.object(memory_tier.StagingMemory, "open", side_effect=no))
+                stack.enter_context(patch.object(memory_tier._Loan, "map", lambda *_: None))
                 stack.enter_context(patch.object(memory_tier, "FETCH_BYTES", 1 << 20))
             if opens:
                 stack.enter_context(patch.object(memory_tier, "_is_open", found_open))
@@ -290,14 +288,17 @@ def kept_is(
 
 
 def scribble(attempt_id: str) -> bool:
-    """Overwrites what this node keeps of an attempt in memory; returns whether it keeps some."""
-    staging = current_session().staging()
-    found = ray.get(staging.link().handle.kept.remote(attempt_id))
-    arena = memory_tier.StagingMemory.open(found.address)
-    for file in found.files:
-        for slot in file.slots:
-            arena.slot_array(slot.index)[:] ^= 255
-    return bool(found.files)
+    """Changes what this node keeps of an attempt in memory; returns whether it keeps some."""
+
+    def spoil(stager: Any) -> bool:
+        kept = [job for job in stager._queue._kept() if job.order.key.attempt == attempt_id]
+        for job in kept:
+            for window in job.windows.values():
+                window.ref = ray.put([np.frombuffer(run, np.uint8) ^ 255 for run in window._runs])
+        return bool(kept)
+
+    stager = current_session().staging().link().handle
+    return bool(ray.get(stager.__ray_call__.remote(spoil)))
 
 
 def stage_kept_and_die(path: str, step: int, gate: str) -> None:
@@ -323,14 +324,17 @@ def stage_kept_and_die(path: str, step: int, gate: str) -> None:
 
 
 def warm(num_bytes: int) -> int:
-    """Gets ready for a state that only this rank has a part of; returns the stager's memory."""
+    """Gets ready for a state that only this rank has a part of; returns what it touched of shm."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {"w": distribute_tensor(torch.zeros(num_bytes // 4), mesh, [Shard(0)])}
+    before = _shared_bytes()
     ray_dcp.warm_up(state).result(180)
-    # The memory of all ranks of the node is counted.
-    dist.barrier()
-    pid = stager_facts()["pid"]
-    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return _shared_bytes() - before
+
+
+def _shared_bytes() -> int:
+    """Returns how much shared memory is present in this process."""
+    status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssShmem"))
 
 
@@ -367,9 +371,3 @@ def save_and_kill_coordinator(path: str, steps: int) -> Attempt:
         return current_session().coordinator_info()["epoch"]
 
     return attempt(save)
-
-
-def choose_memory(memory: str) -> str:
-    """Has this rank stage in one kind of memory; returns how its bytes get to the stager."""
-    staging = current_session().staging(StagerOptions(memory=memory))  # type: ignore[arg-type]
-    return str(staging.info()["channel"])

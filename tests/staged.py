@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,8 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.planning.global_plan import make_plan, rank_plan
 from ray_dcp.stage.copying import HostFiller, fill_window
 from ray_dcp.stage.values import StageKey, StageOrder
-from ray_dcp.stage.windows import plan_digest
-from ray_dcp.stage.write_queue import Channel, WriteQueue
+from ray_dcp.stage.windows import StagingLayout, lay_out_windows, plan_digest
+from ray_dcp.stage.write_queue import WriteQueue
 from ray_dcp.store.opening import open_storage
 
 MIB = 1 << 20
@@ -60,9 +60,9 @@ class Share:
             for file in self.plan.files
         )
         fields = {
-            "owner": "rank 0", "process": "p0", "plan_id": plan_digest(self.plan),
-            "plan": self.plan, "deferred_bytes": lengths, "target": target,
-            "options": SaveOptions(), "channel": "shared", "window_bytes": window_bytes,
+            "process": "p0", "plan_id": plan_digest(self.plan), "plan": self.plan,
+            "deferred_bytes": lengths, "target": target, "options": SaveOptions(),
+            "window_bytes": window_bytes,
         }  # fmt: skip
         return StageOrder(key, **{**fields, **more})
 
@@ -109,44 +109,37 @@ class Rank:
     """A rank that hands a share to a write queue in this process, step by step."""
 
     queue: WriteQueue
-    channel: Channel
     share: Share
     order: StageOrder
     reporter: Any = None
-    slots: list[Any] = field(default_factory=list)
+    num_granted: int = 0
     next_window: int = 0
 
     def begin(self) -> Rank:
-        self.slots = list(self.queue.begin(self.order, self.reporter).slots)
+        self.num_granted = self.queue.begin(self.order, self.reporter).num_windows
         return self
 
     def fill(self, *, deliver: bool = True) -> None:
-        """Fills the next window, after waiting for its slot."""
-        from ray_dcp.stage.windows import lay_out_windows
-
-        layout = lay_out_windows(
-            self.share.plan, self.order.deferred_bytes, self.order.window_bytes
-        )
+        """Fills the next window, after waiting for its room."""
         window = self.next_window
-        while window >= len(self.slots):
-            self.slots += self.queue.more(self.order.key, len(self.slots)).result(180).slots
-        into = self.channel.arena.slot_array(self.slots[window].index)
-        items = self.share.items
-        fill_window(
-            layout, window, into[: layout.used_bytes[window]], HostFiller(items.source),
-            items.deferred,
-        )  # fmt: skip
+        while window >= self.num_granted:
+            more = self.queue.more(self.order.key, self.num_granted)
+            self.num_granted = more.result(180).num_windows
+        layout, items = self.layout, self.share.items
+        into = np.zeros(layout.used_bytes[window], np.uint8)
+        fill_window(layout, window, into, HostFiller(items.source), items.deferred)
         self.next_window += 1
         if deliver:
-            self.queue.deliver(self.order.key, window)
+            self.queue.deliver(self.order.key, window, [into])
+
+    @property
+    def layout(self) -> StagingLayout:
+        order = self.order
+        return lay_out_windows(self.share.plan, order.deferred_bytes, order.window_bytes)
 
     @property
     def num_windows(self) -> int:
-        from ray_dcp.stage.windows import lay_out_windows
-
-        return lay_out_windows(
-            self.share.plan, self.order.deferred_bytes, self.order.window_bytes
-        ).num_windows
+        return self.layout.num_windows
 
     def stage(self) -> None:
         """Hands over everything and waits until it may go on."""

@@ -556,13 +556,15 @@ class PartFile:
         step = max(_SLICE_BYTES // block_bytes, 1) * block_bytes
         for payload in parts:
             for start in range(0, len(payload), step):
-                part = payload[start : start + step]
-                self._checks.frombytes(block_checks(part, block_bytes).tobytes())
-                self._writer.write(part)
-                self._end += len(part)
-                self.flush()
+                self._write_slice(payload[start : start + step], block_bytes)
         if self._end != end:
             raise contradiction(f"a piece up to byte {end}", f"one up to {self._end}", self._key)
+
+    def _write_slice(self, part: memoryview, block_bytes: int) -> None:
+        self._checks.frombytes(block_checks(part, block_bytes).tobytes())
+        self._writer.write(part)
+        self._end += len(part)
+        self.flush()
 
     def _append(self, data: BytesLike) -> None:
         self._pack.append(data)

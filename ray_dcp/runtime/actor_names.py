@@ -9,13 +9,12 @@ actor that an older one left.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 
 NAMESPACE = "ray_dcp"
 """The Ray namespace of all our actors, unless the caller names another."""
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Rises with every change of the messages between ranks, coordinators and stagers."""
 
 LEASE_S = 120.0
@@ -29,7 +28,6 @@ An actor that left is made again by the next call.
 MOST_CALLS = 1_000_000
 """Calls that may wait at once: each rank waits in two or three. Ray lets 1000 in by default, and
 with more ranks than that the last one to join would never be admitted."""
-_SUFFIX = re.compile(r"(?<=[0-9])-[0-9a-f]{16}$")
 
 
 def named_address() -> str | None:
@@ -60,19 +58,3 @@ def stager_name(node_id: str) -> str:
 def group_name(first_rank: int, world_size: int) -> str:
     """Returns a new name for the session of a torch process group."""
     return f"group-{first_rank}-{world_size}-{secrets.token_hex(8)}"
-
-
-def memory_owner(session: str, rank: int) -> str:
-    """Returns under which name a rank's staging memory is kept warm for a later process.
-
-    The sessions of process groups have names that never come again; their ranks have the same
-    place in the next run of the job all the same.
-
-    Examples:
-        >>> memory_owner(group_name(0, 4), 3) == memory_owner(group_name(0, 4), 3)
-        True
-        >>> memory_owner("run-7", 3)
-        'run-7:3'
-    """
-    lasting = _SUFFIX.sub("", session) if session.startswith("group-") else session
-    return f"{lasting}:{rank}"

@@ -1,29 +1,31 @@
-"""The memory tier, for loads: reads what nodes keep in staging memory from there, before storage.
+"""The memory tier, for loads: reads what nodes keep of a checkpoint from there, before storage.
 
-These bytes are verified like those from storage. Nothing here decides what is loaded: only
-committed checkpoints are, and a byte that memory does not have is read from storage.
+Windows of this node are mapped, and copied to where they belong. Of other nodes the stager sends
+the bytes that are asked for, as objects that Ray moves. These bytes are verified like those from
+storage. Nothing here decides what is loaded: only committed checkpoints are, and a byte that memory
+does not have is read from storage.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
-
-from ray_dcp.errors import CheckpointError, LimitError
+from ray_dcp.errors import CheckpointError
 from ray_dcp.io.threads import Stop
 from ray_dcp.runtime.actor_names import NAMESPACE, stager_name
 from ray_dcp.runtime.tasks import outcome
-from ray_dcp.stage.memory import StagingMemory
+from ray_dcp.stage.memory import WindowBytes
 from ray_dcp.stage.memory_tier import Part, TierEntry, TierFile, cut, registered_name
-from ray_dcp.stage.values import InFlight
+from ray_dcp.stage.values import InFlight, StagedWindow
 from ray_dcp.store.storage import Storage, StorageWrapper
 
 ANSWER_S = 10.0
@@ -32,8 +34,11 @@ ANSWER_S = 10.0
 COMMIT_S = 10.0
 """How long a save may stay open after all is written, in seconds, before nobody waits for it."""
 
-FETCH_BYTES = 32 << 20
+FETCH_BYTES = 16 << 20
 """How much of another node's memory is asked for at a time."""
+
+FETCHES_AHEAD = 2
+"""How many of these a thread asks for before the first one has come: Ray moves one meanwhile."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +69,10 @@ class MemoryTierStorage(StorageWrapper):
         self._namespace = namespace
         self._lock = threading.Lock()
         self._files: dict[str, _InMemory] = {}
+        self._lent: list[_Loan] = []
         self._unasked = True
         # Why first alone: most find all they need here, and Ray's tables take a while to answer.
-        self._ask([here])
+        self._ask([here], is_here=True)
         self.is_empty = not (self._files or self._find_others())
 
     @property
@@ -88,6 +94,11 @@ class MemoryTierStorage(StorageWrapper):
         with self._lock:
             self.bytes_from_memory += len(target)
 
+    def close(self) -> None:
+        """Gives back what was mapped: its memory counts until then."""
+        for loan in self._lent:
+            loan.end()
+
     def _find(self, key: str) -> _InMemory | None:
         """Returns where a file is in memory."""
         if key not in self._files and self._unasked:
@@ -96,7 +107,8 @@ class MemoryTierStorage(StorageWrapper):
             self._unasked = False
             # Suppressed: Ray's tables do not answer; it comes from storage.
             with suppress(CheckpointError, RayError):
-                self._ask([_stager(node, self._namespace) for node in self._find_others()])
+                others = [_stager(node, self._namespace) for node in self._find_others()]
+                self._ask(others, is_here=False)
         return self._files.get(key)
 
     def _find_others(self) -> list[str]:
@@ -107,7 +119,7 @@ class MemoryTierStorage(StorageWrapper):
         names = ray_private.names_from(prefix)
         return sorted({name[len(prefix) :] for name in names} - {_node_id()})
 
-    def _ask(self, stagers: list[Any]) -> None:
+    def _ask(self, stagers: list[Any], *, is_here: bool) -> None:
         import ray
 
         from ray_dcp.runtime import ray_calls
@@ -119,17 +131,16 @@ class MemoryTierStorage(StorageWrapper):
         for ref in done:
             # Suppressed: that node has died since.
             with suppress(ray.exceptions.RayError):
-                self._add(ray_calls.get(ref), asked[ref])
+                self._add(ray_calls.get(ref), asked[ref], is_here)
 
-    def _add(self, kept: TierEntry | None, stager: Any) -> None:
+    def _add(self, kept: TierEntry | None, stager: Any, is_here: bool) -> None:
         if kept is None:
             return
-        arena, address = None, kept.address
-        with suppress(LimitError):
-            if address is not None:
-                arena = StagingMemory.mapped_here(address) or StagingMemory.open(address)
+        loan = _Loan(stager) if is_here else None
+        if loan is not None:
+            self._lent.append(loan)
         for file in kept.files:
-            self._files[file.key] = _InMemory(file, arena, stager, kept.channel)
+            self._files[file.key] = _InMemory(file, stager, loan)
 
 
 class NodeMemory:
@@ -218,48 +229,126 @@ def _is_open(one: InFlight) -> bool:
         return False
 
 
-class _InMemory:
-    """One file in the memory of a node: of this machine, or asked of its stager."""
+class _Loan:
+    """Windows of this node's stager that this process has mapped, for one load.
 
-    def __init__(
-        self, file: TierFile, arena: StagingMemory | None, stager: Any, channel: str
-    ) -> None:
-        self._file = file
-        self._arena = arena
+    Args:
+        stager: Handle of the stager.
+    """
+
+    def __init__(self, stager: Any) -> None:
+        from ray_dcp.runtime import ray_private
+
         self._stager = stager
-        self._channel = channel
+        self._who = (ray_private.this_caller(os.getpid()), secrets.token_hex(6))
+        self._lock = threading.Lock()
+        self._windows: dict[StagedWindow, WindowBytes | None] = {}
+
+    def map(self, windows: Sequence[StagedWindow]) -> None:
+        """Maps windows that are kept; once."""
+        import ray
+
+        from ray_dcp.runtime import ray_calls
+
+        with self._lock:
+            wanted = [window for window in windows if window not in self._windows]
+            if not wanted:
+                return
+            self._windows.update(dict.fromkeys(wanted))
+            # Suppressed: they are asked for, or come from storage.
+            with suppress(CheckpointError, ray.exceptions.RayError):
+                asked = self._stager.lend.remote(*self._who, wanted)
+                refs = dict(zip(wanted, ray_calls.get(asked, timeout=ANSWER_S), strict=True))
+                refs = {window: ref for window, ref in refs.items() if ref is not None}
+                for window, runs in zip(
+                    refs, ray_calls.get([*refs.values()], timeout=ANSWER_S), strict=True
+                ):
+                    self._windows[window] = WindowBytes(runs)
+
+    def window(self, window: StagedWindow) -> WindowBytes | None:
+        """Returns the bytes of a window that is mapped."""
+        return self._windows.get(window)
+
+    def end(self) -> None:
+        """Gives everything back."""
+        from ray_dcp.runtime import ray_calls
+
+        with self._lock:
+            self._windows.clear()
+        # Suppressed: the stager is gone, or Ray.
+        with suppress(Exception), ray_calls.inside():
+            self._stager.take_back.remote(*self._who)
+
+
+class _InMemory:
+    """One file in the memory of a node.
+
+    Args:
+        file: Where its bytes lie.
+        stager: Handle of the stager that keeps it.
+        loan: What this process has mapped of that; None on another node.
+    """
+
+    def __init__(self, file: TierFile, stager: Any, loan: _Loan | None) -> None:
+        self._file = file
+        self._stager = stager
+        self._loan = loan
 
     @property
     def is_here(self) -> bool:
-        """Whether this process has mapped it."""
-        return self._arena is not None
+        """Whether its bytes are on this node."""
+        return self._loan is not None
 
     def read_into(self, start: int, target: memoryview) -> bool:
         """Fills `target` with the file's bytes from `start`; returns whether it could."""
         parts = self._file.find(start, len(target))
         if parts is None:
             return False
-        if self._arena is None:
-            return self._fetch(parts, target)
-        return self._arena.read_into(parts, target)
+        return (self._loan is not None and self._copy(parts, target)) or self._fetch(parts, target)
+
+    def _copy(self, parts: Sequence[Part], target: memoryview) -> bool:
+        """Copies from windows that this process has mapped."""
+        loan = self._loan
+        if loan is None:
+            return False
+        loan.map(self._file.all_windows)
+        for part in parts:
+            into, target = target[: part.num_bytes], target[part.num_bytes :]
+            if part.window is None:
+                continue
+            window = loan.window(part.window)
+            if window is None:
+                return False
+            window.read_into(part.offset, into)
+        return True
 
     def _fetch(self, parts: Sequence[Part], target: memoryview) -> bool:
+        """Copies what the stager sends."""
         import ray
 
         from ray_dcp.runtime import ray_calls
 
-        into = np.frombuffer(target, dtype=np.uint8)
-        for low in range(0, len(into), FETCH_BYTES):
-            length = min(FETCH_BYTES, len(into) - low)
-            wanted = cut(parts, low, low + length)
-            try:
-                asked = self._stager.fetch.remote(self._channel, wanted)
-                found = ray_calls.get(asked, timeout=ANSWER_S)
-            except ray.exceptions.RayError:
-                return False
-            if found is None:
-                return False
-            np.copyto(into[low : low + length], found)
+        wanted = [
+            cut(parts, low, min(low + FETCH_BYTES, len(target)))
+            for low in range(0, len(target), FETCH_BYTES)
+        ]
+        asked: deque[Any] = deque()
+        try:
+            for number, some in enumerate(wanted):
+                ahead = wanted[number + len(asked) : number + FETCHES_AHEAD]
+                asked += [self._stager.fetch.remote(more) for more in ahead]
+                runs = ray_calls.get(asked.popleft(), timeout=ANSWER_S)
+                if runs is None:
+                    return False
+                came = WindowBytes(runs)
+                done = 0
+                for part in some:
+                    into, target = target[: part.num_bytes], target[part.num_bytes :]
+                    if part.window is not None:
+                        came.read_into(done, into)
+                        done += part.num_bytes
+        except ray.exceptions.RayError:
+            return False
         return True
 
 

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -461,7 +461,8 @@ class RankLoad:
             return self._fill(storage, checkpoint, work, prepared)
         most = None if memory is None else memory.most_threads
         try:
-            counts = self._fill(source, checkpoint, work, prepared, shared, most)
+            with nullcontext() if memory is None else closing(memory):
+                counts = self._fill(source, checkpoint, work, prepared, shared, most)
         except (DeadlineError, SaveCancelledError):
             raise
         except CheckpointError as error:

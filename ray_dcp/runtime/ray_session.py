@@ -14,7 +14,7 @@ from ray_dcp.commit_protocol.messages import Reply, Request
 from ray_dcp.core.checks import check_above_0
 from ray_dcp.errors import CheckpointError, DeadlineError
 from ray_dcp.runtime import ray_private
-from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE, memory_owner
+from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE
 from ray_dcp.runtime.coordinator import coordinator_of
 from ray_dcp.runtime.coordinator_call import call_actor
 from ray_dcp.runtime.gatherer import GatheredCalls
@@ -88,7 +88,6 @@ class RaySession(Session):
             if self._staging is None:
                 self._staging = RankStaging(
                     f"{self.name}:{self.rank}",
-                    owner=memory_owner(self._actor, self.rank),
                     namespace=self.namespace,
                     lease_s=self.lease_s,
                     options=options,

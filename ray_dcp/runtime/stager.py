@@ -4,7 +4,12 @@ It never pickles or unpickles a value: it gets bytes, and the plan says where th
 are in `ray_dcp.stage`; the actor is a thin shell. Calls are answered at once, whatever is being
 written: the event loop only looks things up, threads write.
 
-`StagingAddress` says how a rank reaches the staging memory of its node.
+Windows are objects of Ray's store, which their rank has put. *Why* they outlive it: the stager maps
+them, and the store keeps what a process has mapped when its owner dies. On this node others can
+map them as well then, by the stager's reference; Ray moves none to another node whose owner is
+dead, so `fetch` returns a copy. (Ray 2.56 removed puts for another owner.)
+
+`StagingAddress` says how a rank reaches the stager of its node.
 """
 
 from __future__ import annotations
@@ -14,7 +19,6 @@ import logging
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,16 +31,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.commit_protocol.liveness import OUT_OF_REACH_S
 from ray_dcp.core.checks import check_above_0
-from ray_dcp.errors import CheckpointError, LimitError
+from ray_dcp.core.processes import pid_namespace
+from ray_dcp.errors import CheckpointError
 from ray_dcp.runtime import metrics, ray_calls, ray_private
 from ray_dcp.runtime.actor_names import NAMESPACE, stager_name
 from ray_dcp.runtime.ray_private import Caller, store_bytes
-from ray_dcp.stage.memory import free_memory_bytes
 from ray_dcp.stage.memory_tier import Part, TierEntry, registered_name
 from ray_dcp.stage.values import (
+    SHARE_OF_STORE,
     Grant,
     InFlight,
-    MemoryAddress,
+    StagedWindow,
     StageKey,
     StageOrder,
     StageProgress,
@@ -44,20 +49,20 @@ from ray_dcp.stage.values import (
     StagerOptions,
     Unknown,
 )
-from ray_dcp.stage.write_queue import WriteQueue, object_channel, shared_channel, step_behind
+from ray_dcp.stage.write_queue import WriteQueue
 
 
 @dataclass(frozen=True)
 class StagingAddress:
-    """How a node's staging memory is reached."""
+    """How a node's stager is reached."""
 
     stager: str
     """Name of the stager, different for each process that ever was one."""
     pid: int
-    arena: MemoryAddress | None
-    """None where there is no shared memory."""
-    object_bytes: int
-    """Longest window that may come as an object of the store."""
+    pid_namespace: str
+    """Where `pid` names it; empty when it is not known."""
+    window_bytes: int
+    """Longest window that it takes."""
 
 
 REPORT_TRIES = 8
@@ -66,13 +71,6 @@ one may take its place."""
 
 logger = logging.getLogger(__name__)
 
-
-SHARE_OF_MEMORY = 0.5
-"""Part of the memory that is free when it starts that staged bytes may take."""
-
-SHARE_OF_STORE = 0.35
-"""Part of a node's object store that staged bytes may take. Ray begins to spill at 80 %, and gives
-memory back up to half a second late."""
 
 STUCK_S = 30.0
 """A writer that is in the storage for so long without a byte counts as stuck, in seconds."""
@@ -86,7 +84,6 @@ ranks that are started anew."""
 class _Rank:
     caller: Caller
     process: str
-    owner: str
     pidfd: int = -1
 
 
@@ -104,24 +101,18 @@ class Stager:
         self._node_id = ray.get_runtime_context().get_node_id()
         self._lease_s = lease_s
         self._ranks: dict[str, _Rank] = {}
-        self._gone: dict[str, float] = {}
-        """Owners of memory that have gone, and when."""
-        self._warming = ThreadPoolExecutor(1, initializer=step_behind, initargs=(19, "idle"))
+        self._warmed: dict[str, int] = {}
+        """How many bytes of the store each rank has touched or will."""
         self._last_call_s = self._loop.time()
-        limit_of_store = max(int(SHARE_OF_STORE * store_bytes(self._node_id)), 1)
-        limit_bytes = options.limit_bytes or int(SHARE_OF_MEMORY * free_memory_bytes())
-        objects = object_channel(min(limit_bytes, limit_of_store), options)
-        channels, arena = {"object_store": objects}, None
-        with suppress(LimitError):
-            channels["shared"] = shared_channel(limit_bytes, options)
-            arena = channels["shared"].arena
-        self._limit_bytes = limit_bytes
-        self._queue = WriteQueue(channels, self._report)
+        share = max(int(SHARE_OF_STORE * store_bytes(self._node_id)), 1)
+        self._limit_bytes = min(options.limit_bytes or share, share)
+        window_bytes = options.window_bytes_within(self._limit_bytes)
+        self._queue = WriteQueue(self._limit_bytes, window_bytes, self._report)
         self._place = StagingAddress(
             f"{stager_name(self._node_id)}#{os.getpid()}-{secrets.token_hex(6)}",
             os.getpid(),
-            arena.address if arena is not None else None,
-            objects.slot_bytes,
+            pid_namespace(),
+            window_bytes,
         )
         self._registered: set[str] = set()
         self._watching = ray_calls.run_for_ever(self._watch(), self._self, no_restart=True)
@@ -140,13 +131,11 @@ class Stager:
         }
 
     async def place(self) -> StagingAddress:
-        """Returns how its memory is reached."""
+        """Returns how it is reached."""
         self._touch()
         return self._place
 
-    async def enter(
-        self, name: str, process: str, caller: Caller, pid: int | None, owner: str
-    ) -> tuple[int, ...]:
+    async def enter(self, name: str, process: str, caller: Caller, pid: int | None) -> None:
         """Takes that a rank is there: while it lives the stager stays, and it sees it die.
 
         Args:
@@ -154,39 +143,36 @@ class Stager:
             process: Names its process.
             caller: Who it is for Ray.
             pid: Its process id, if both are in one process namespace.
-            owner: Names its memory.
-
-        Returns:
-            Slots of shared memory that a rank with such memory had before.
         """
         self._touch()
         before = self._ranks.pop(name, None)
         if before is not None:
             self._unwatch(before)
-            self._gone[before.owner] = self._loop.time()
             if before.process != process:
                 self._queue.process_died(before.process)
-        rank = self._ranks[name] = _Rank(caller, process, owner)
-        self._gone.pop(owner, None)
+        rank = self._ranks[name] = _Rank(caller, process)
         if pid is not None:
             # Suppressed: then Ray's tables tell, a second later.
             with suppress(AttributeError, OSError):
                 rank.pidfd = os.pidfd_open(pid)
                 self._loop.add_reader(rank.pidfd, self._ended, name, process)
-        return self._queue.owned(owner)
 
     async def leave(self, name: str, process: str) -> None:
         """Takes that a rank will not call again."""
         self._touch()
         self._ended(name, process)
 
-    async def warm(self, name: str, num_bytes: int, channel: str) -> tuple[int, ...]:
-        """Returns the slots that a rank will get first; of shared memory when that was touched."""
+    async def warm(self, name: str, num_bytes: int) -> int:
+        """Returns how many bytes of the store a rank may touch: its part of the budget.
+
+        Args:
+            name: Of the rank.
+            num_bytes: How many it will stage.
+        """
         self._touch()
-        slots = self._queue.expect(name, num_bytes, channel)
-        for slot in slots if channel == "shared" else ():
-            await self._loop.run_in_executor(self._warming, self._queue.warm, slot)
-        return tuple(slots)
+        others = sum(taken for other, taken in self._warmed.items() if other != name)
+        self._warmed[name] = max(min(num_bytes, self._limit_bytes - others), 0)
+        return self._warmed[name]
 
     async def name(self) -> str:
         """Returns the name of this process as a stager, at once: so it is known to live."""
@@ -194,7 +180,7 @@ class Stager:
         return self._place.stager
 
     async def begin(self, stager: str, order: StageOrder, reporter: Any) -> Grant | Unknown:
-        """Returns the first slots of what a rank will hand over. See `WriteQueue.begin`.
+        """Returns how much of what a rank will hand over has room. See `WriteQueue.begin`.
 
         Args:
             stager: Who is meant.
@@ -208,38 +194,32 @@ class Stager:
         return self._queue.begin(order, reporter)
 
     async def more(self, key: StageKey, have: int) -> Grant | Unknown:
-        """Returns further slots when there are some. See `WriteQueue.more`."""
+        """Returns how much has room, when that is more. See `WriteQueue.more`."""
         self._touch()
         return await asyncio.wrap_future(self._queue.more(key, have))
 
-    async def deliver(self, key: StageKey, window: int, refs: dict[int, Any] | None = None) -> None:
+    async def deliver(self, key: StageKey, refs: dict[int, Any]) -> None:
         """Accepts full windows. See `WriteQueue.deliver`.
 
         Args:
             key: Whose.
-            window: The last of them.
-            refs: None when the bytes are in the slots; else, by window, the object that has them (a
-                list of uint8 arrays), or None for one of which nothing is needed.
+            refs: By window, the object that has its bytes (a list of uint8 arrays).
         """
         self._touch()
-        if refs is None:
-            self._queue.deliver(key, window)
-            return
         try:
             # Careful: no local name of the arrays may outlive this, or the objects count for ever.
-            objects = await asyncio.gather(*(ref for ref in refs.values() if ref is not None))
-        except Exception as error:  # noqa: BLE001 - the rank reads no answer; it waits in `seal`
+            objects = await asyncio.gather(*refs.values())
+        except Exception as error:  # noqa: BLE001 - the rank hears of it in `seal` and `more`
             first_line, _, _ = str(error).partition("\n")
             self._queue.fail_unreadable(key, f"{type(error).__name__}: {first_line}")
             return
         for number, ref in refs.items():
-            self._queue.deliver(key, number, [] if ref is None else objects.pop(0))
+            lent = ref if isinstance(ref, ray.ObjectRef) else None
+            self._queue.deliver(key, number, objects.pop(0), lent)
 
-    async def seal(
-        self, key: StageKey, window: int, refs: dict[int, Any] | None = None
-    ) -> bool | Unknown:
+    async def seal(self, key: StageKey, refs: dict[int, Any]) -> bool | Unknown:
         """Accepts the last full windows, as `deliver`; returns when all are here."""
-        await self.deliver(key, window, refs)
+        await self.deliver(key, refs)
         return await asyncio.wrap_future(self._queue.seal(key))
 
     async def progress(self, key: StageKey) -> StageProgress | None:
@@ -262,10 +242,26 @@ class Stager:
         self._touch()
         return self._queue.kept(attempt)
 
-    async def fetch(self, channel: str, parts: list[Part]) -> Any:
-        """Returns bytes that are kept, for another process. See `WriteQueue.fetch`."""
+    async def lend(self, caller: Caller, load: str, windows: list[StagedWindow]) -> list[Any]:
+        """Returns references to windows that are kept, for a load on this node; None for others.
+
+        Args:
+            caller: Who loads. What it does not give back comes back with its death.
+            load: Names the load.
+            windows: Which.
+        """
         self._touch()
-        return await asyncio.to_thread(self._queue.fetch, channel, parts)
+        return self._queue.lend((caller, load), windows)
+
+    async def take_back(self, caller: Caller, load: str) -> None:
+        """Accepts that a load uses nothing any more of what was lent to it."""
+        self._touch()
+        self._queue.take_back((caller, load))
+
+    async def fetch(self, parts: list[Part]) -> Any:
+        """Returns bytes that are kept, as arrays. See `WriteQueue.fetch`."""
+        self._touch()
+        return self._queue.fetch(parts)
 
     async def cancel(self, key: StageKey, by_rank: bool = False) -> None:
         """Gives up. See `WriteQueue.cancel`."""
@@ -307,7 +303,7 @@ class Stager:
         if rank is not None and rank.process == process:
             del self._ranks[name]
             self._unwatch(rank)
-            self._gone[rank.owner] = self._loop.time()
+            self._warmed.pop(name, None)
         self._queue.process_died(process)
         self._last_call_s = self._loop.time()
 
@@ -322,18 +318,17 @@ class Stager:
             await asyncio.sleep(min(1.0, self._lease_s / 4))
             metrics.staging_memory(self._queue.used_bytes(), self._limit_bytes)
             unseen = {name: rank for name, rank in self._ranks.items() if rank.pidfd < 0}
-            if unseen:
-                callers = {rank.caller for rank in unseen.values()}
-                # Suppressed: Ray's tables did not answer; they are asked again.
-                with suppress(CheckpointError, RayError):
-                    dead = await asyncio.to_thread(ray_private.gone, callers)
-                    for name, rank in unseen.items():
-                        if rank.caller in dead:
-                            self._ended(name, rank.process)
-            gone_s = self._loop.time() - self._lease_s
-            self._gone = {owner: at_s for owner, at_s in self._gone.items() if at_s > gone_s}
-            present = {*self._gone, *(rank.owner for rank in self._ranks.values())}
-            await asyncio.to_thread(self._queue.shrink, present)
+            loads: list[Any] = self._queue.borrowers()
+            callers = {*(rank.caller for rank in unseen.values()), *(who for who, _ in loads)}
+            # Suppressed: Ray's tables did not answer; they are asked again.
+            with suppress(CheckpointError, RayError):
+                dead = await asyncio.to_thread(ray_private.gone, callers) if callers else set()
+                for name, rank in unseen.items():
+                    if rank.caller in dead:
+                        self._ended(name, rank.process)
+                for load in loads:
+                    if load[0] in dead:
+                        self._queue.take_back(load)
             # Suppressed: loads on this node find what is kept all the same.
             with suppress(CheckpointError, RayError):
                 await self._register()

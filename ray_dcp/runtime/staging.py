@@ -1,11 +1,7 @@
 """The rank's side of staging with Ray: this process's place at the stager of its node.
 
-Bytes go through shared memory that the stager created and this process has mapped, or, where that
-can't be mapped (another container, another machine) or on request, as objects of Ray's store.
-`stage.transfer` hands them over.
-
-`ActorLink` is one process's connection to one stager: its handle, its shared memory if that is
-mapped, and its end.
+Bytes go as objects of Ray's store, which the stager maps; `stage.transfer` hands them over.
+`ActorLink` is one process's connection to one stager: its handle, and its end.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import ray
@@ -27,8 +23,9 @@ from ray.exceptions import RayError
 
 from ray_dcp.commit_protocol.liveness import LONG_WAIT_S
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.core.processes import pid_namespace
 from ray_dcp.core.values import RankPlan
-from ray_dcp.errors import CheckpointError, InvalidRequestError, LimitError, ParticipantError
+from ray_dcp.errors import CheckpointError, ParticipantError
 from ray_dcp.io.threads import Stop, begin
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import ray_calls, ray_private
@@ -36,16 +33,13 @@ from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE
 from ray_dcp.runtime.coordinator_call import call_actor, check_ray
 from ray_dcp.runtime.rank_save import Captured
 from ray_dcp.runtime.stager import StagingAddress, stager_of
-from ray_dcp.stage.copying import Pin, filler_of
-from ray_dcp.stage.memory import StagingMemory
+from ray_dcp.stage.copying import filler_of
 from ray_dcp.stage.transfer import StagerGone, transfer
 from ray_dcp.stage.values import StageKey, StageOrder, StageProgress, StagerOptions
 from ray_dcp.stage.windows import plan_digest
 from ray_dcp.stage.write_queue import step_behind
 
 logger = logging.getLogger(__name__)
-
-Memory = Literal["auto", "shared", "object_store"]
 
 START_S = 300.0
 """How long a stager may take to start and to answer a first call, in seconds: its process imports
@@ -61,24 +55,14 @@ class ActorLink:
     Args:
         handle: Of the actor.
         place: What it said of itself.
-        arena: Its memory, mapped here; None to go through the object store.
         pidfd: Of its process; -1 where it is not seen from here.
     """
 
-    channel: Literal["shared", "object_store"]
-
-    def __init__(
-        self, handle: Any, place: StagingAddress, arena: StagingMemory | None, pidfd: int
-    ) -> None:
+    def __init__(self, handle: Any, place: StagingAddress, pidfd: int) -> None:
         self.handle = handle
         self.stager = place.stager
-        self.arena = arena
-        if arena is None:
-            self.channel, self.window_bytes = "object_store", place.object_bytes
-        else:
-            self.channel, self.window_bytes = "shared", arena.address.slot_bytes
+        self.window_bytes = place.window_bytes
         self.known_plans: set[bytes] = set()
-        self.own_slots: tuple[int, ...] = ()
         self._pidfd = pidfd
 
     def call(
@@ -121,8 +105,7 @@ class ActorLink:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def close(self) -> None:
-        """Lets go of its process and its memory, which stays while somebody reads from it."""
-        self.arena = None
+        """Lets go of its process."""
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
@@ -159,78 +142,8 @@ class _Pulse:
         return None
 
 
-def _mapped(
-    place: StagingAddress, memory: Literal["auto", "shared"]
-) -> tuple[StagingMemory | None, int]:
-    try:
-        if place.arena is None:
-            raise LimitError("the stager could not create any")
-        arena = StagingMemory.open(place.arena)
-    except LimitError as error:
-        if memory == "shared":
-            raise LimitError(
-                f"Expected shared memory of the stager {place.stager}, as "
-                f'StagerOptions(memory="shared") asks for, but {error.message}. Run rank and Ray '
-                f'in one container, as one user, or use memory="auto"',
-                key="memory",
-            ) from error
-        if (place.stager, os.getpid()) not in _warned:
-            _warned.add((place.stager, os.getpid()))
-            logger.warning(
-                "Asynchronous saves of this process are staged in Ray's object store, because the "
-                "memory of the stager %s can't be shared: %s. Run rank and Ray in one container, "
-                'as one user, or ask for it by StagerOptions(memory="object_store")',
-                place.stager,
-                error.message,
-            )
-        return None, -1
-    try:
-        return arena, os.pidfd_open(place.pid)
-    except (AttributeError, OSError):
-        return arena, -1
-
-
-_warned: set[tuple[str, int]] = set()
-"""Stagers and processes, as a forked one has the set of its parent."""
-
-
-def check_worker(memory: str) -> None:
-    """Checks that this process may ask for staging in the object store.
-
-    Raises:
-        InvalidRequestError: It asks, and is no Ray worker.
-    """
-    if memory == "object_store" and not ray_private.is_worker():
-        raise InvalidRequestError(
-            'Expected StagerOptions(memory="object_store") in a Ray worker (an actor or a task, as '
-            "in Ray Train), but this process is a driver: Ray ends a driver that uses the object "
-            "store of a raylet when that dies, and what it put there goes with it. Leave memory "
-            'out (or "shared"), or run the ranks as actors, as ray_dcp.WorkerGroup does',
-            key="memory",
-        )
-
-
 def _gone(stager: str) -> NoReturn:
     raise StagerGone(stager)
-
-
-def map_behind(link: ActorLink) -> None:
-    """Makes the memory that a rank of this name had present in this process, in the background.
-
-    A job that starts anew finds there what it staged last: to load it, or to save the next one.
-    """
-    arena, slots = link.arena, link.own_slots
-    if arena is None or not slots:
-        return
-
-    def touch() -> None:
-        step_behind(19, "idle")
-        # Suppressed: the link was closed meanwhile.
-        with suppress(ValueError):
-            for slot in slots:
-                arena.touch(slot)
-
-    begin(touch, "map")
 
 
 MOST_STAGERS = 3
@@ -249,12 +162,8 @@ class RankStaging:
         namespace: Ray namespace of the stager.
         lease_s: How long an unused stager stays, in seconds.
         options: How the node stages; those of its first rank count.
-        owner: Names its memory: who comes later under the same one gets what this one has warmed.
-            By default `name`.
 
     Raises:
-        InvalidRequestError: The object store is asked for by a process that is no Ray worker.
-        LimitError: Shared memory is asked for and can't be had.
         ParticipantError: The stager does not start or answer.
     """
 
@@ -262,15 +171,11 @@ class RankStaging:
         self,
         name: str,
         *,
-        owner: str | None = None,
         namespace: str = NAMESPACE,
         lease_s: float = LEASE_S,
         options: StagerOptions | None = None,
     ) -> None:
         self.name = name
-        self._memory: Memory = (options or StagerOptions()).memory
-        check_worker(self._memory)
-        self._owner = owner or name
         self._process = f"{os.getpid()}-{secrets.token_hex(6)}"
         node_id = ray.get_runtime_context().get_node_id()
         self._stager: Callable[[], Any] = lambda: stager_of(
@@ -280,20 +185,14 @@ class RankStaging:
         self._link: ActorLink | None = None
         self.link()
 
-    def warm(
-        self,
-        num_bytes: int,
-        *,
-        pin: Pin | None = None,
-    ) -> Future[None]:
-        """Begins to touch the memory for a state of this size, so that its first save is not slow.
+    def warm(self, num_bytes: int) -> Future[None]:
+        """Begins to touch the store for a state of this size, so that its first save is not slow.
 
         In the background, behind everything else. Returns at once; the future ends with it, also
         where it could not be done.
 
         Args:
             num_bytes: Size of the state.
-            pin: Of the device that the state is on.
         """
 
         def touch() -> None:
@@ -301,18 +200,12 @@ class RankStaging:
             # Suppressed: a first save is slower then, and raises what is wrong.
             with suppress(CheckpointError, StagerGone, RayError):
                 link = self.link()
-                arena = link.arena
-                slots = link.call("warm", self._owner, num_bytes, link.channel, timeout_s=WARM_S)
-                if arena is None:
-                    # Why all at once: each is to get a place of its own in the store, as the
-                    # windows of a save do. To touch one costs ten times the copy.
-                    window = np.zeros(link.window_bytes, dtype=np.uint8)
-                    _held = [link.put([window]) for _ in slots]
-                    return
-                for slot in slots:
-                    if pin is not None:
-                        arena.pin_with(pin)
-                    arena.touch(slot)
+                own_bytes = link.call("warm", self.name, num_bytes, timeout_s=WARM_S)
+                # Why all at once: each is to get a place of its own in the store, as the windows
+                # of a save do. To touch one costs ten times the copy.
+                window = np.zeros(link.window_bytes, dtype=np.uint8)
+                starts = range(0, own_bytes, link.window_bytes)
+                _held = [link.put([window[: own_bytes - start]]) for start in starts]
 
         return begin(touch, "warm")
 
@@ -353,19 +246,8 @@ class RankStaging:
         plan_id = plan_digest(plan)
         for _ in range(MOST_STAGERS):
             link = self.link()
-            if link.arena is not None and filler.pin is not None:
-                link.arena.pin_with(filler.pin)
             order = StageOrder(
-                key,
-                self._owner,
-                self._process,
-                plan_id,
-                None,
-                lengths,
-                target,
-                options,
-                link.channel,
-                link.window_bytes,
+                key, self._process, plan_id, None, lengths, target, options, link.window_bytes
             )
             try:
                 num_bytes = transfer(
@@ -390,14 +272,14 @@ class RankStaging:
         )
 
     def info(self) -> dict[str, Any]:
-        """Returns what the stager says of itself, and `channel`: how bytes get there from here."""
+        """Returns what the stager says of itself."""
         link = self.link()
         try:
             found: dict[str, Any] = link.call("info", timeout_s=ENTER_S)
         except StagerGone:
             link = self.replace(link)
             found = link.call("info", timeout_s=ENTER_S)
-        return {**found, "channel": link.channel}
+        return found
 
     def close(self) -> None:
         """Says that this rank stages no more; what it has staged is written."""
@@ -411,8 +293,7 @@ class RankStaging:
         """Returns the way to the stager."""
         with self._lock:
             if self._link is None:
-                self._link = self._connect(self._stager, self._memory)
-                map_behind(self._link)
+                self._link = self._connect(self._stager)
             return self._link
 
     def replace(self, dead: ActorLink) -> ActorLink:
@@ -425,13 +306,12 @@ class RankStaging:
             if self._link is dead or self._link is None:
                 dead.end_stager()
                 dead.close()
-                self._link = self._connect(self._stager, self._memory, dead.stager)
+                self._link = self._connect(self._stager, dead.stager)
             return self._link
 
     def _connect(
         self,
         stager: Callable[[], Any],
-        memory: Memory,
         not_this: str | None = None,
         timeout_s: float = START_S,
     ) -> ActorLink:
@@ -439,12 +319,10 @@ class RankStaging:
 
         Args:
             stager: Returns its handle, after making it if there is none.
-            memory: See `StagerOptions.memory`.
             not_this: A stager that is dead; its name may still be found for a moment.
             timeout_s: How long to try, in seconds.
 
         Raises:
-            LimitError: Its memory is to be shared and can't be.
             ParticipantError: It does not come or answer.
         """
         begin_s, is_logged = time.monotonic(), False
@@ -484,12 +362,15 @@ class RankStaging:
                     f"s; look whether its node is overloaded, and save again"
                 )
             threading.Event().wait(0.1)
-        arena, pidfd = (None, -1) if memory == "object_store" else _mapped(place, memory)
-        link = ActorLink(handle, place, arena, pidfd)
+        pid, pidfd = None, -1
+        if place.pid_namespace and place.pid_namespace == pid_namespace():
+            pid = os.getpid()
+            # Suppressed: it has ended, or this system can't; calls find that out.
+            with suppress(AttributeError, OSError):
+                pidfd = os.pidfd_open(place.pid)
+        link = ActorLink(handle, place, pidfd)
         caller = ray_private.this_caller(os.getpid())
-        pid = None if arena is None else os.getpid()
-        rank = (self.name, self._process, caller, pid, self._owner)
-        link.own_slots = link.call("enter", *rank, timeout_s=timeout_s)
+        link.call("enter", self.name, self._process, caller, pid, timeout_s=timeout_s)
         return link
 
 
@@ -499,7 +380,6 @@ class Staged:
     Attributes:
         key: What the stager knows them by.
         num_bytes: How many.
-        channel: `StageOrder.channel`: how they got there.
         stager: Name of that stager, different for each process that ever was one.
         stall_s: How long `stage` took, in seconds.
     """
@@ -507,7 +387,6 @@ class Staged:
     def __init__(self, link: ActorLink, order: StageOrder, num_bytes: int, stall_s: float) -> None:
         self.key = order.key
         self.num_bytes = num_bytes
-        self.channel = order.channel
         self.stager = link.stager
         self.stall_s = stall_s
         self._link = link

@@ -245,7 +245,7 @@ class StagerBackend:
         session: Of this rank.
     """
 
-    kind = "stager"
+    kind = "object_store"
 
     def __init__(self, session: RaySession) -> None:
         self.num_bytes = 0
@@ -290,8 +290,6 @@ class StagerBackend:
             reporter=session.coordinator(),
             stop=save.progress.stop,
         )
-        if staged.channel == "object_store":
-            self.kind = "object_store"
         self.num_bytes = staged.num_bytes
         self._last = (0, staged.num_bytes)
         return self._report(staged)

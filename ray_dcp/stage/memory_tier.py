@@ -13,38 +13,40 @@ from functools import cached_property
 
 import numpy as np
 
-from ray_dcp.core.values import Int64Array
-from ray_dcp.stage.values import MemoryAddress, Slot
+from ray_dcp.core.values import Int32Array, Int64Array
+from ray_dcp.stage.values import StagedWindow, StageKey
 from ray_dcp.stage.windows import StagingLayout
 
 
 @dataclass(frozen=True)
 class Part:
-    """A run of bytes in one slot, or of frames between such runs, which are nowhere."""
+    """A run of bytes in one window, or of frames between such runs, which are nowhere."""
 
-    slot: Slot | None
+    window: StagedWindow | None
     offset: int
-    """First byte in the slot."""
+    """First byte in the window."""
     num_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
 class TierFile:
-    """Where the bytes of one part file lie in staging memory.
+    """Where the bytes of one part file lie in windows.
 
     Attributes:
         key: Of the file in its checkpoint; it names the attempt.
         start: int64[s], first byte in the file of each run, ascending.
         num_bytes: int64[s].
-        offset: int64[s], first byte in the slot.
-        slots: Of each run.
+        offset: int64[s], first byte in the window.
+        windows: int32[s], of each run, in the share.
+        share: Whose windows they are.
     """
 
     key: str
     start: Int64Array
     num_bytes: Int64Array
     offset: Int64Array
-    slots: tuple[Slot, ...]
+    windows: Int32Array
+    share: StageKey
 
     def find(self, start: int, num_bytes: int) -> list[Part] | None:
         """Returns where a range of the file lies; None when its first or last byte is not there.
@@ -57,13 +59,13 @@ class TierFile:
 
         Examples:
             >>> runs = np.array([[100, 170], [64, 36], [0, 64]])
-            >>> file = TierFile("x", *runs, (Slot(7, 1), Slot(7, 1)))
-            >>> [(part.slot is None, part.offset, part.num_bytes) for part in file.find(120, 60)]
+            >>> file = TierFile("x", *runs, np.array([3, 3]), StageKey("s", 0, "a"))
+            >>> [(part.window is None, part.offset, part.num_bytes) for part in file.find(120, 60)]
             [(False, 20, 44), (True, 0, 6), (False, 64, 10)]
             >>> file.find(0, 200) is None
             True
         """
-        starts, lengths, offsets = self._lists
+        starts, lengths, offsets, windows = self._lists
         run = bisect_right(starts, start) - 1
         found: list[Part] = []
         while num_bytes > 0:
@@ -77,52 +79,51 @@ class TierFile:
             if skip < 0 or left <= 0 or num_bytes <= 0:
                 return None
             length = min(left, num_bytes)
-            found.append(Part(self.slots[run], offsets[run] + skip, length))
+            window = StagedWindow(self.share, windows[run])
+            found.append(Part(window, offsets[run] + skip, length))
             start, num_bytes, run = start + length, num_bytes - length, run + 1
         return found
 
     @cached_property
-    def _lists(self) -> tuple[list[int], list[int], list[int]]:
+    def all_windows(self) -> tuple[StagedWindow, ...]:
+        """All windows that have bytes of it."""
+        return tuple(StagedWindow(self.share, one) for one in np.unique(self.windows).tolist())
+
+    @cached_property
+    def _lists(self) -> tuple[list[int], list[int], list[int], list[int]]:
         # Why: it is asked for each read, and numbers in numpy take ten times as long.
-        return self.start.tolist(), self.num_bytes.tolist(), self.offset.tolist()
+        columns = (self.start, self.num_bytes, self.offset, self.windows)
+        starts, lengths, offsets, windows = (column.tolist() for column in columns)
+        return starts, lengths, offsets, windows
 
 
 @dataclass(frozen=True, eq=False)
 class TierEntry:
     """What one node keeps of one attempt."""
 
-    channel: str
-    """`StageOrder.channel` of the ranks that staged it."""
-    address: MemoryAddress | None
-    """Of the memory that the slots are in; None for objects, which only the stager can read."""
     files: tuple[TierFile, ...]
 
 
-def kept_file(
-    key: str,
-    layout: StagingLayout,
-    index: int,
-    slots: Sequence[Slot],
-) -> TierFile:
+def kept_file(key: str, layout: StagingLayout, index: int, share: StageKey) -> TierFile:
     """Returns where a file lies.
 
     Args:
         key: Of the file.
         layout: Of the rank's share.
         index: Position of the file in the plan.
-        slots: Of the windows.
+        share: Names the share.
     """
     own = slice(*layout.file_first[index : index + 2].tolist())
     num_bytes = layout.num_bytes[own]
     start = layout.file_end[own] - num_bytes
     order = np.argsort(start, kind="stable")
-    windows = layout.window[own][order].tolist()
     return TierFile(
         key=key,
         start=start[order],
         num_bytes=num_bytes[order],
         offset=layout.offset[own][order],
-        slots=tuple(slots[window] for window in windows),
+        windows=layout.window[own][order],
+        share=share,
     )
 
 

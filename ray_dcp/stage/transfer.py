@@ -1,18 +1,20 @@
 """The rank's side of staging: hands a rank's bytes to a stager, window by window.
 
-Pure of Ray: a `Link` carries the calls. Windows lie in memory that both sides have mapped, or go as
-objects of a store.
+Pure of Ray: a `Link` carries the calls. Windows go as objects of a store. What is not in host
+memory, or small, is copied to private memory first, from which the objects are made behind it.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,19 +22,26 @@ from ray_dcp.core.values import RankPlan
 from ray_dcp.io.threads import Stop, begin
 from ray_dcp.stage.copying import (
     Filler,
+    Pin,
     copying_threads,
     drain,
-    fill_window,
     window_parts,
 )
-from ray_dcp.stage.memory import StagingMemory
-from ray_dcp.stage.values import Slot, StageOrder, Unknown
+from ray_dcp.stage.memory import PIECE_BYTES, Lease, PrivateMemory
+from ray_dcp.stage.values import SHARE_OF_STORE, Grant, StageOrder, Unknown
 from ray_dcp.stage.windows import StagingLayout, lay_out_windows
 
 REPORT_S = 0.2
 """How often a rank reports full windows, in seconds. With a report of each window the stager would
 begin to write while the rank still copies, and both would wait for the same memory: a state that is
 copied in less than this has its processors for itself."""
+
+
+logger = logging.getLogger(__name__)
+
+_scratch = PrivateMemory()
+"""Reused from save to save, as pages that are touched and registered with a device."""
+os.register_at_fork(after_in_child=_scratch.begin_anew)
 
 
 class StagerGone(Exception):
@@ -44,10 +53,6 @@ class Link(Protocol):
 
     stager: str
     """Its name, different for each process that ever was one."""
-    arena: StagingMemory | None
-    """Its memory, mapped here; None where that can't be."""
-    channel: Literal["shared", "object_store"]
-    """How windows get there."""
     window_bytes: int
     """Longest window that it takes."""
     known_plans: set[bytes]
@@ -131,10 +136,10 @@ def transfer(
         if isinstance(grant, Unknown):
             raise StagerGone(f"{link.stager} does not know the {grant.what}")
         link.known_plans.add(order.plan_id)
-        _fill_windows(link, order, layout, list(grant.slots), filler, deferred, call)
+        _fill_windows(link, order, layout, grant, filler, deferred, call)
     except BaseException:
         drain(filler)
-        # Why: until the rank says so, its memory is given to nobody else.
+        # Why: until the rank says so, the room of its windows is given to nobody else.
         link.post("cancel", order.key, True)
         raise
     return layout.total_bytes
@@ -144,15 +149,14 @@ def _fill_windows(
     link: Link,
     order: StageOrder,
     layout: StagingLayout,
-    slots: list[Slot],
+    grant: Grant,
     filler: Filler,
     deferred: Callable[[int], bytes],
     call: Callable[..., Any],
 ) -> None:
-    arena = link.arena if order.channel == "shared" else None
     last, reported, reported_s = layout.num_windows - 1, -1, time.monotonic()
 
-    with _WindowObjects(link, order.window_bytes) as objects:
+    with _WindowObjects(link, order.window_bytes, filler.pin) as objects:
 
         def report(method: str, window: int) -> None:
             """Reports that all windows up to this one are full.
@@ -160,28 +164,35 @@ def _fill_windows(
             *Why* each report waits for its answer: one that was lost would hold up what writes.
             """
             nonlocal reported, reported_s
-            filler.finish()
-            refs = None if arena is not None else objects.take(range(reported + 1, window + 1))
-            call(method, order.key, window, refs)
+            call(method, order.key, objects.take(range(reported + 1, window + 1)))
             reported, reported_s = window, time.monotonic()
 
         for window in range(layout.num_windows):
-            while window >= len(slots):
+            while window >= grant.num_windows:
                 # Nothing is written, and so no room made, before the stager knows of it.
                 if reported < window - 1:
                     report("deliver", window - 1)
-                slots.extend(call("more", order.key, len(slots)).slots)
-            used_bytes = int(layout.used_bytes[window])
-            if arena is not None:
-                into = arena.slot_array(slots[window].index)[:used_bytes]
-                fill_window(layout, window, into, filler, deferred, wait=False)
-            else:
-                scratch = objects.scratch()
-                parts = window_parts(layout, window, scratch[:used_bytes], filler, deferred)
-                objects.put(window, parts, scratch)
+                grant = call("more", order.key, grant.num_windows)
+                if grant.missing_bytes:
+                    _warn_of_full_store(grant.missing_bytes, order)
+            scratch = objects.scratch()
+            into = np.frombuffer(scratch.view, np.uint8)[: int(layout.used_bytes[window])]
+            objects.put(window, window_parts(layout, window, into, filler, deferred), scratch)
             if time.monotonic() - reported_s > REPORT_S and window < last:
                 report("deliver", window)
         report("seal", last)
+
+
+def _warn_of_full_store(missing_bytes: int, order: StageOrder) -> None:
+    logger.warning(
+        "What the ranks of this node save to %s is %.3g GB larger than what staged bytes may take "
+        "of its object store: windows follow each other, and training waits for the storage. "
+        "Start Ray with an --object-store-memory that is %.3g GB larger, on a /dev/shm that has as "
+        "much, and raise StagerOptions(limit_bytes=...) where that is set",
+        order.target.url,
+        missing_bytes / 1e9,
+        missing_bytes / SHARE_OF_STORE / 1e9,
+    )
 
 
 class _WindowObjects:
@@ -192,23 +203,30 @@ class _WindowObjects:
     Args:
         link: Puts them.
         window_bytes: Length of the longest.
+        pin: Of the device that some of their bytes come from.
     """
 
-    def __init__(self, link: Link, window_bytes: int) -> None:
+    def __init__(self, link: Link, window_bytes: int, pin: Pin | None) -> None:
         self._link = link
         self._window_bytes = window_bytes
+        self._pin = pin
         self._refs: dict[int, Any] = {}
-        self._free: list[np.ndarray] = []
-        self._begun: deque[tuple[int, Future[Any], np.ndarray]] = deque()
+        self._free: list[Lease] = []
+        self._begun: deque[tuple[int, Future[Any], Lease]] = deque()
 
-    def scratch(self) -> np.ndarray:
-        """Returns memory for the next window (uint8[window_bytes]); waits until one may begin."""
+    def scratch(self) -> Lease:
+        """Returns memory for the next window; waits until one may begin."""
         if len(self._begun) >= copying_threads():
             self._finish_first()
+        if self._free:
+            return self._free.pop()
         # Its pages take memory only where bytes are copied to.
-        return self._free.pop() if self._free else np.empty(self._window_bytes, np.uint8)
+        lease = _scratch.lease(self._window_bytes)
+        for piece in range(-(-self._window_bytes // PIECE_BYTES)):
+            lease.pin(self._pin, piece)
+        return lease
 
-    def put(self, window: int, parts: list[np.ndarray], scratch: np.ndarray) -> None:
+    def put(self, window: int, parts: list[np.ndarray], scratch: Lease) -> None:
         """Begins to put a window.
 
         Args:
@@ -238,3 +256,5 @@ class _WindowObjects:
 
     def __exit__(self, *_: object) -> None:
         wait([future for _, future, _ in self._begun])
+        for lease in (*self._free, *(lease for *_, lease in self._begun)):
+            lease.release()

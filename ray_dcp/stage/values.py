@@ -16,6 +16,10 @@ from ray_dcp.options import SaveOptions
 
 MIB = 1 << 20
 
+SHARE_OF_STORE = 0.5
+"""Part of a node's object store that staged bytes may take. Ray begins to spill at 80 %, and others
+use the store as well."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StagerOptions:
@@ -30,27 +34,22 @@ class StagerOptions:
     """
 
     limit_bytes: int | None = None
-    """Most bytes that all ranks of a node may have staged at a time; by default half of the
-    memory that is free when the stager starts."""
-    memory: Literal["auto", "shared", "object_store"] = "auto"
-    """Where a rank stages: `"shared"` memory of its node's stager; Ray's `"object_store"`, which
-    only Ray workers may ask for; by default shared memory, and the object store with a warning
-    where that can't be shared, as across containers."""
+    """Most bytes that all ranks of a node may have staged at a time; at most half of the node's
+    object store, which is the default."""
     window_bytes: int = 64 * MIB
     """Unit of handing over and of reuse; smaller under a small limit."""
 
     def __post_init__(self) -> None:
         checks = {
             "limit_bytes": self.limit_bytes is None or _is_in(self.limit_bytes, _LEAST_LIMIT),
-            "memory": self.memory in ("auto", "shared", "object_store"),
             "window_bytes": _is_in(self.window_bytes, _LEAST_WINDOW),
         }
         wrong = [name for name, is_right in checks.items() if not is_right]
         if wrong:
             raise InvalidRequestError(
                 f"StagerOptions.{wrong[0]} can't be {getattr(self, wrong[0])!r}: expected "
-                f"limit_bytes of at least {_LEAST_LIMIT}, memory auto, shared or object_store, and "
-                f"window_bytes of at least {_LEAST_WINDOW}",
+                f"limit_bytes of at least {_LEAST_LIMIT}, and window_bytes of at least "
+                f"{_LEAST_WINDOW}",
                 key=wrong[0],
             )
 
@@ -82,33 +81,21 @@ class StageKey:
 
 
 @dataclass(frozen=True)
-class MemoryAddress:
-    """Where another process of this machine finds a stager's shared memory."""
+class StagedWindow:
+    """Names a window of staged bytes."""
 
-    pid: int
-    """A process that has it open."""
-    fd: int
-    """Its descriptor there."""
-    identity: tuple[int, int]
-    """Device and inode: what is found under pid and descriptor must be this."""
-    num_slots: int
-    slot_bytes: int
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One window's place in staging memory."""
-
-    index: int
-    generation: int
-    """How often the slot had been granted: tells whether it holds this window still."""
+    share: StageKey
+    number: int
 
 
 @dataclass(frozen=True)
 class Grant:
-    """Places for a job's next windows; more follow when there is room."""
+    """How many of a job's windows have room; more follow when there is some."""
 
-    slots: tuple[Slot, ...]
+    num_windows: int
+    missing_bytes: int = 0
+    """By how much the budget of the node is smaller than what its ranks stage of this save, in
+    bytes; told once."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +110,6 @@ class StageOrder:
     """Rank → stager: I shall hand over these bytes; write them."""
 
     key: StageKey
-    owner: str
-    """The rank's name on the node: it gets back the memory that it used before."""
     process: str
     """Names the rank's process: what dies."""
     plan_id: bytes
@@ -135,8 +120,6 @@ class StageOrder:
     """For each file the lengths of its deferred items."""
     target: Target
     options: SaveOptions
-    channel: Literal["shared", "object_store"]
-    """Whether windows lie in the stager's memory, or come as objects of Ray's store."""
     window_bytes: int
     """Length of a window."""
 

@@ -17,8 +17,8 @@ import os
 import platform
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,18 +32,18 @@ from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError, LimitError, ParticipantError, SaveCancelledError
 from ray_dcp.io.threads import run_tasks
 from ray_dcp.io.writer import part_key, write_pieces
-from ray_dcp.stage.allocator import SlotAllocator
-from ray_dcp.stage.memory import ObjectSlots, StagingMemory, WindowBytes
+from ray_dcp.stage.budget import Room, WindowBudget
+from ray_dcp.stage.job_state import Event, JobState
+from ray_dcp.stage.memory import WindowBytes
 from ray_dcp.stage.memory_tier import Part, TierEntry, TierFile, kept_file, too_many
 from ray_dcp.stage.values import (
     Grant,
     InFlight,
-    Slot,
+    StagedWindow,
     StageKey,
     StageOrder,
     StageProgress,
     StageReport,
-    StagerOptions,
     Unknown,
 )
 from ray_dcp.stage.windows import StagingLayout, lay_out_windows
@@ -94,27 +94,42 @@ def step_behind(nice: int, io_priority: Literal["low", "idle"]) -> None:
         ctypes.CDLL(None).syscall(number, 1, 0, _IO_PRIORITY[io_priority])
 
 
+LINGER_S = 1.5
+"""How long the memory of a window is in use after its last reference is gone, in seconds. Ray frees
+objects once a second (`free_objects_period_milliseconds`), and has to hear of them."""
+
+
 class WriteQueue:
     """Holds and writes what ranks hand over.
 
-    *Invariant*: a slot is given to somebody else only when no writer reads it and its rank has
-    said that it fills it no more (`deliver`, `seal`, `cancel(by_rank=True)`), or is dead.
+    *Invariant*: a window counts in the budget until nobody refers to its bytes: no writer, no
+    load, and no rank that has not said so (`deliver`, `seal`, `cancel(by_rank=True)`) and lives.
 
     Args:
-        channels: By name: `"shared"` and `"object_store"`, or one of them.
+        limit_bytes: How many bytes of windows there may be at a time.
+        window_bytes: Length of the longest window.
         report: Gets what became of each file, in a thread of its own; returns when the report is
             delivered, or can't be.
         opener: What opens a storage.
+        linger_s: See `LINGER_S`.
     """
 
     def __init__(
         self,
-        channels: dict[str, Channel],
+        limit_bytes: int,
+        window_bytes: int,
         report: Callable[[Any, StageReport], None],
         opener: Callable[[Target], Storage] = open_storage,
+        *,
+        linger_s: float = LINGER_S,
     ) -> None:
-        self._channels = channels
         self._lock = threading.RLock()
+        self._budget: WindowBudget[StageKey] = WindowBudget(limit_bytes)
+        self._window_bytes = window_bytes
+        self._linger_s = linger_s
+        self._leaving: deque[tuple[float, WindowBytes, Room[StageKey]]] = deque()
+        self._lent: dict[Hashable, list[WindowBytes]] = {}
+        self._told_missing = False
         self._jobs: dict[StageKey, Job] = {}
         self._report = report
         self._opener = opener
@@ -123,7 +138,7 @@ class WriteQueue:
         self._layouts: OrderedDict[Hashable, StagingLayout] = OrderedDict()
 
     def begin(self, order: StageOrder, reporter: Any) -> Grant | Unknown:
-        """Takes an order, and returns the first windows' slots; may be none as yet.
+        """Takes an order, and returns how many windows have room; may be none as yet.
 
         The same order again is the same job.
 
@@ -135,31 +150,33 @@ class WriteQueue:
             `Unknown("plan")` when the plan has to be sent with it.
 
         Raises:
-            LimitError: There is no such channel here, or its windows are too short.
+            LimitError: Its windows are too long.
         """
         with self._lock:
             known = self._jobs.get(order.key)
             if known is not None:
-                return Grant(tuple(known.slots))
-            channel = self._channels.get(order.channel)
-            if channel is None or order.window_bytes > channel.slot_bytes:
+                return Grant(known.num_granted)
+            if order.window_bytes > self._window_bytes:
                 raise LimitError(
-                    f"expected windows of at most {channel.slot_bytes if channel else 0} bytes in "
-                    f"the {order.channel} of this node, but found {order.window_bytes}. Give all "
-                    f"nodes the same StagerOptions and equal stores",
+                    f"expected windows of at most {self._window_bytes} bytes in the object store "
+                    f"of this node, but found {order.window_bytes}. Give all nodes the same "
+                    f"StagerOptions and equal stores",
                     key="window_bytes",
                 )
-            job = self._admit(order, reporter, channel)
+            job = self._admit(order, reporter)
             if job is None:
                 return Unknown("plan")
-            windows = [job.layout.files_of(window) for window in range(job.layout.num_windows)]
-            keep = order.options.keep_in_memory > 0
-            channel.allocator.begin(order.key, order.owner, windows, keep=keep)
-            self._pump(channel)
-            return Grant(tuple(job.slots))
+            layout = job.layout
+            windows = [
+                (num_bytes, layout.files_of(number))
+                for number, num_bytes in enumerate(layout.used_bytes.tolist())
+            ]
+            self._budget.begin(order.key, windows, keep=order.options.keep_in_memory > 0)
+            self._pump()
+            return Grant(job.num_granted)
 
     def more(self, key: StageKey, have: int) -> Future[Grant | Unknown]:
-        """Returns the slots of windows from `have` on, as soon as there is one.
+        """Returns how many windows have room, as soon as there are more than `have`.
 
         The future's result is `Unknown("job")` when that is so; it raises why the job ends.
         """
@@ -173,35 +190,30 @@ class WriteQueue:
                 self._settle(job)
         return future
 
-    def deliver(self, key: StageKey, window: int, data: Sequence[np.ndarray] | None = None) -> None:
+    def deliver(
+        self, key: StageKey, window: int, runs: Sequence[np.ndarray], ref: Any = None
+    ) -> None:
         """Accepts a full window. Twice is fine, and so is a job that is not known.
 
         Args:
             key: Whose.
-            window: Which. In shared memory, this one and all before it.
-            data: Its bytes, in runs; None when they are in its slot.
+            window: Which.
+            runs: Its bytes, one run behind the other.
+            ref: What others on this node get the same bytes by; it is held as long as they are.
         """
         with self._lock:
             job = self._jobs.get(key)
-            if job is None or job.error is not None or window >= len(job.slots):
+            if job is None or job.error is not None or job.state.is_at_rest:
                 return
-            if job.is_over and job.rank_is_done:
+            if window in job.windows or window >= job.num_granted:
                 return
-            channel, slots = job.channel, job.slots
-            first = 0 if data is None else window
-            came = [number for number in range(first, window + 1) if number not in job.windows]
-            if not came:
-                return
-            for number in came:
-                if data is not None:
-                    job.windows[number] = channel.objects.hold(slots[number], data)
-                elif channel.arena is not None:
-                    view = channel.arena.slot(slots[number].index)
-                    job.windows[number] = WindowBytes([view])
-                channel.allocator.delivered(key, number)
+            job.windows[window] = WindowBytes(runs, ref)
+            self._budget.delivered(key, window)
+            if job.is_complete:
+                job.to("all_here")
             self._start(job)
             job.changed.notify_all()
-            self._pump(job.channel)
+            self._pump()
             self._settle(job)
 
     def fail_unreadable(self, key: StageKey, reason: str) -> None:
@@ -209,7 +221,7 @@ class WriteQueue:
         with self._lock:
             job = self._jobs.get(key)
             if job is not None:
-                self._fail(job, unreadable(key.rank, reason))
+                self._fail(job, "failed", unreadable(key.rank, reason))
 
     def seal(self, key: StageKey) -> Future[bool | Unknown]:
         """Returns when the rank may go on: all windows are here.
@@ -222,7 +234,9 @@ class WriteQueue:
             if job is None:
                 future.set_result(Unknown("job"))
                 return future
-            job.rank_is_done = job.rank_is_done or len(job.windows) == job.layout.num_windows
+            if job.is_complete:  # it may have no window at all
+                job.to("all_here")
+                self._start(job)
             job.wants_seal.append(future)
             self._settle(job)
         return future
@@ -240,7 +254,8 @@ class WriteQueue:
         found = []
         with self._lock:
             for job in list(self._jobs.values()):
-                missing = set(job.files) - job.reports.keys() if job.is_working else ()
+                is_working = job.state.writers == "working"
+                missing = set(job.files) - job.reports.keys() if is_working else ()
                 for turn in job.turns:
                     if now_s - turn.moved_s > after_s:
                         turn.give_back()
@@ -255,10 +270,7 @@ class WriteQueue:
     def is_needed(self) -> bool:
         """Returns whether a job has bytes that its rank may not have any more."""
         with self._lock:
-            return any(
-                job.error is None and job.rank_is_done and not job.is_over
-                for job in self._jobs.values()
-            )
+            return any(job.state.is_needed for job in self._jobs.values())
 
     def cancel(self, key: StageKey, reason: str = "", *, by_rank: bool = False) -> None:
         """Gives a job up. Nobody is told of its files any more; what was written stays.
@@ -266,16 +278,16 @@ class WriteQueue:
         Args:
             key: Which; one that is not known is fine.
             reason: Why, for the rank if it waits.
-            by_rank: The rank itself says so, and that it fills its slots no more.
+            by_rank: The rank itself says so, and that it hands over nothing more.
         """
         with self._lock:
             job = self._jobs.get(key)
             if job is None:
                 return
-            job.rank_is_done |= by_rank
-            job.is_dropped = True
-            job.tells_error = False
-            self._fail(job, SaveCancelledError(f"staging was cancelled {reason}".strip()))
+            if by_rank:
+                job.to("rank_left")
+            error = SaveCancelledError(f"staging was cancelled {reason}".strip())
+            self._fail(job, "cancelled", error)
 
     def release(self, key: StageKey, *, committed: bool = False) -> None:
         """Forgets a job and its reports; one that is still at work is cancelled first.
@@ -288,23 +300,22 @@ class WriteQueue:
             job = self._jobs.get(key)
             if job is None:
                 return
-            job.is_committed, job.is_released = committed, True
-            if job.is_over and job.rank_is_done:
-                job.is_dropped = not committed
+            if committed and job.is_written:
+                # Maybe only the answer to its last report is missing; then it is kept or forgotten.
+                job.to("committed")
                 self._tidy(job)
-            elif not (committed and job.is_written):
-                self.cancel(key, "because its outcome is known")
-            # Else only the answer to its last report is missing; then it is kept or forgotten.
+                return
+            self.cancel(key, "because its outcome is known")
+            job.to("released")
+            self._tidy(job)
 
     def process_died(self, process: str) -> None:
         """Takes that a rank is dead: what it had handed over whole is written, the rest not."""
         with self._lock:
             for job in list(self._jobs.values()):
-                if job.order.process == process:
-                    job.rank_is_done = True
-                    if len(job.windows) < job.layout.num_windows:
-                        self._fail(job, died(job.order.key.rank))
-                    self._tidy(job)
+                if job.order.process == process and job.state.rank == "filling":
+                    job.to("rank_left")
+                    self._fail(job, "failed", died(job.order.key.rank))
 
     # To be looked at
 
@@ -318,50 +329,17 @@ class WriteQueue:
         """Returns whether the save may still need the reports of a job."""
         with self._lock:
             job = self._jobs.get(key)
-            return job is not None and not (job.is_released or job.is_dropped)
+            return job is not None and job.state.is_reported
 
     def shares(self, attempt: str) -> list[StageProgress]:
         """Returns how far each share of an attempt is."""
         with self._lock:
-            jobs = [job for job in self._jobs.values() if job.order.key.attempt == attempt]
-            return [job.progress() for job in jobs if not job.is_dropped]
-
-    def kept(self, attempt: str) -> TierEntry | None:
-        """Returns what is kept of an attempt; None when nothing is."""
-        with self._lock:
-            jobs = [
-                job
+            return [
+                job.progress()
                 for job in self._jobs.values()
-                if job.is_kept and job.order.key.attempt == attempt and self._keeps(job)
+                if job.order.key.attempt == attempt
+                and (job.state.is_of_use or job.state.is_reported)
             ]
-            if not jobs:
-                return None
-            # Why of one: ranks of a node stage in the same way, but for one in another container.
-            channel, name = jobs[0].channel, jobs[0].order.channel
-            files = {
-                file.key: file
-                for job in jobs
-                if job.channel is channel
-                for file in job.kept_files()
-            }
-            address = None if channel.arena is None else channel.arena.address
-            return TierEntry(name, address, tuple(files.values()))
-
-    def kept_attempts(self) -> set[str]:
-        """Returns the attempts of which something is kept."""
-        with self._lock:
-            return {job.order.key.attempt for job in self._jobs.values() if job.is_kept}
-
-    def fetch(self, channel: str, parts: Sequence[Part]) -> np.ndarray | None:
-        """Returns bytes of staging memory as uint8[n]; None when they are gone.
-
-        Args:
-            channel: Of the `TierEntry`.
-            parts: As `TierFile.find` gave them: one after the other. What is nowhere is 0.
-        """
-        memory = self._channels[channel].arena or self._channels[channel].objects
-        found = np.zeros(sum(part.num_bytes for part in parts), dtype=np.uint8)
-        return found if memory.read_into(parts, found.data) else None
 
     def in_flight(self, url: str) -> list[InFlight]:
         """Returns the saves to a place, or below it, that may still be committed.
@@ -372,62 +350,89 @@ class WriteQueue:
         below = url.rstrip("/") + "/"
         with self._lock:
             return [
-                InFlight(job.order.target, job.order.key.attempt, job.is_over)
+                InFlight(job.order.target, job.order.key.attempt, job.state.writers == "ended")
                 for job in self._jobs.values()
-                if job.error is None
-                and not (job.is_committed or job.is_dropped)
+                if job.state.fate == "open"
                 and (job.order.target.url.rstrip("/") + "/").startswith(below)
             ]
 
     def used_bytes(self) -> int:
-        """Returns how much staging memory is granted now."""
+        """Returns how many bytes of memory windows take now, also those that are about to go."""
         with self._lock:
-            return sum(c.allocator.num_used * c.slot_bytes for c in self._channels.values())
+            return self._budget.used_bytes
 
     def num_active(self) -> int:
         """Returns how many jobs are not over."""
         with self._lock:
-            return sum(not (job.is_over and job.rank_is_done) for job in self._jobs.values())
+            return sum(not job.state.is_at_rest for job in self._jobs.values())
 
-    def expect(self, owner: str, num_bytes: int, channel: str) -> list[int]:
-        """Returns the slots that a rank will get first for so many bytes that go by a channel."""
+    # For loads
+
+    def kept(self, attempt: str) -> TierEntry | None:
+        """Returns what is kept of an attempt; None when nothing is."""
         with self._lock:
-            own = self._channels[channel]
-            return own.allocator.expect(owner, -(-num_bytes // own.slot_bytes))
+            jobs = [job for job in self._kept() if job.order.key.attempt == attempt]
+            files = {file.key: file for job in jobs for file in job.kept_files()}
+            return TierEntry(tuple(files.values())) if files else None
 
-    def owned(self, owner: str) -> tuple[int, ...]:
-        """Returns the slots that a rank had last; one of its name may need them next."""
+    def kept_attempts(self) -> set[str]:
+        """Returns the attempts of which something is kept."""
         with self._lock:
-            channel = self._channels.get("shared")
-            return () if channel is None else tuple(channel.allocator.owned(owner))
+            return {job.order.key.attempt for job in self._kept()}
 
-    def warm(self, index: int) -> None:
-        """Touches the memory of a slot, all of it: a save may have filled only a part."""
-        channel = self._channels["shared"]
-        if channel.arena is None:
-            return
-        channel.arena.touch(index)
-        with self._lock:
-            channel.allocator.warm.add(index)
+    def lend(self, borrower: Hashable, windows: Sequence[StagedWindow]) -> list[Any]:
+        """Returns what others on this node get the bytes of windows by; None for what is gone.
 
-    def shrink(self, owners: Collection[str]) -> None:
-        """Gives memory back to the machine that no rank has used but those that are gone.
+        The windows count until `take_back`.
 
         Args:
-            owners: Those that are there, or may come again: their slots stay warm.
+            borrower: Who gets them.
+            windows: Which.
         """
-        channel = self._channels.get("shared")
-        while channel is not None and channel.arena is not None:
-            # Why one by one: to free a slot takes some milliseconds, in which others wait.
-            with self._lock:
-                index = channel.allocator.cool(owners)
-                if index is None:
-                    return
-                channel.arena.discard(index)
+        refs = []
+        with self._lock:
+            for window in windows:
+                found = self._window(window)
+                refs.append(None if found is None else found.ref)
+                if found is not None and found.ref is not None:
+                    found.borrowers.add(borrower)
+                    self._lent.setdefault(borrower, []).append(found)
+        return refs
+
+    def take_back(self, borrower: Hashable) -> None:
+        """Notes that somebody uses nothing any more of what was lent."""
+        with self._lock:
+            for window in self._lent.pop(borrower, ()):
+                window.borrowers.discard(borrower)
+
+    def borrowers(self) -> list[Hashable]:
+        """Returns to whom something is lent."""
+        with self._lock:
+            return list(self._lent)
+
+    def fetch(self, parts: Sequence[Part]) -> list[np.ndarray] | None:
+        """Returns views of staged bytes, one run behind the other; None when some are gone.
+
+        Args:
+            parts: As `TierFile.find` gave them. What is nowhere is left out.
+        """
+        runs: list[np.ndarray] = []
+        with self._lock:
+            for part in parts:
+                found = None if part.window is None else self._window(part.window)
+                if part.window is not None and (found is None or not found.has_bytes):
+                    return None
+                views = found.views(part.offset, part.num_bytes) if found else ()
+                runs += [np.frombuffer(view, np.uint8) for view in views]
+        return runs
 
     # With the lock held
 
-    def _admit(self, order: StageOrder, reporter: Any, channel: Channel) -> Job | None:
+    def _window(self, window: StagedWindow) -> WindowBytes | None:
+        job = self._jobs.get(window.share)
+        return None if job is None else job.windows.get(window.number)
+
+    def _admit(self, order: StageOrder, reporter: Any) -> Job | None:
         """Returns a new job; None where its plan came neither with it nor with an earlier order."""
         plan = order.plan or self._plans.get(order.plan_id)
         if plan is None:
@@ -438,50 +443,41 @@ class WriteQueue:
         if layout is None:
             layout = lay_out_windows(plan, order.deferred_bytes, order.window_bytes)
         _remember(self._layouts, name, layout)
-        changed = threading.Condition(self._lock)
-        job = self._jobs[order.key] = Job(order, plan, layout, reporter, channel, changed)
-        jobs = self._jobs.values()
-        over = [one for one in jobs if one.is_over and one.rank_is_done and not one.is_kept]
+        over = [one for one in self._jobs.values() if one.state.is_at_rest and not self._keeps(one)]
         for old in over[:-_JOBS_KEPT]:
             self._forget(old)
+        changed = threading.Condition(self._lock)
+        job = self._jobs[order.key] = Job(order, plan, layout, reporter, changed)
         return job
 
     def _keeps(self, job: Job) -> bool:
-        """Returns whether the bytes of a job that has ended stay, and notes that they do."""
-        job.is_kept = (
+        """Returns whether the bytes of a job that is at rest stay."""
+        return (
             job.order.options.keep_in_memory > 0
-            and not job.is_dropped
-            and job.error is None
+            and job.state.is_at_rest
+            and job.state.is_of_use
             and job.is_written
-            and job.channel.allocator.is_whole(job.order.key)
+            and self._budget.is_whole(job.order.key)
         )
-        return job.is_kept
 
-    def _surplus(self) -> list[Job]:
-        """Returns the jobs whose bytes are not to stay any longer."""
-        kept = [job for job in self._jobs.values() if job.is_kept]
-        gone = too_many(
-            [
-                (job.run, job.order.key.attempt, job.order.options.keep_in_memory, job.is_committed)
-                for job in kept
-            ]
-        )
-        return [job for job in kept if job.order.key.attempt in gone or not self._keeps(job)]
+    def _kept(self) -> list[Job]:
+        return [job for job in self._jobs.values() if self._keeps(job)]
 
-    def _pump(self, channel: Channel) -> None:
-        granted = channel.allocator.grants()
-        for grant in granted:
-            if channel.arena is not None:
-                channel.arena.mark(grant.slot)
-            self._jobs[grant.job].slots.append(grant.slot)
-        for grant in channel.allocator.ended():
-            gone = channel.objects.release(grant.slot)
-            if grant.job in self._jobs:
-                self._jobs[grant.job].windows[grant.window] = gone
-            self._free_later(channel, grant.slot, gone)
-        names = dict.fromkeys(grant.job for grant in granted)
+    def _pump(self) -> None:
+        granted = self._budget.grants()
+        for room in granted:
+            self._jobs[room.job].num_granted += 1
+        whose = dict.fromkeys(room.job for room in granted)
+        for room in self._budget.ended():
+            job = self._jobs.get(room.job)
+            gone = None if job is None else job.windows.get(room.window)
+            if gone is not None:
+                gone.release()
+            self._free_later(gone or WindowBytes(()), room)
+            # Why: one that was kept until now may have to be forgotten.
+            whose[room.job] = None
         # Why afterwards: what is answered may lead to further grants, which come behind these.
-        for name in names:
+        for name in whose:
             if name in self._jobs:
                 self._settle(self._jobs[name])
 
@@ -489,76 +485,115 @@ class WriteQueue:
         """Answers what can be answered of `more` and `seal`."""
         error = job.failure()
         for have, future in list(job.wants_more):
-            if error is not None or len(job.slots) > have:
+            if error is not None or job.num_granted > have:
                 job.wants_more.remove((have, future))
-                answer(future, error, None if error else Grant(tuple(job.slots[have:])))
-        if job.wants_seal and error is None and len(job.windows) == job.layout.num_windows:
-            self._start(job)
-            error = job.failure()
-            job.is_sealed = job.rank_is_done = job.is_sealed or error is None
-        for waiting in job.wants_seal if error is not None or job.is_sealed else ():
-            answer(waiting, error, True)
-        if error is not None or job.is_sealed:
+                answer(future, error, None if error else Grant(job.num_granted, self._missing(job)))
+        if error is not None or job.state.rank == "handed_over":
+            for waiting in job.wants_seal:
+                answer(waiting, error, True)
             job.wants_seal.clear()
         self._tidy(job)
 
-    def _fail(self, job: Job, error: CheckpointError) -> None:
-        if job.error is None and not job.is_over:
+    def _missing(self, job: Job) -> int:
+        """Returns by how much the budget is too small for what ranks stage now of a job's save."""
+        own = job.order.key
+        layouts = [
+            one.layout
+            for key, one in self._jobs.items()
+            if (key.save, key.attempt) == (own.save, own.attempt)
+        ]
+        missing = sum(int(one.used_bytes.sum()) for one in layouts) - self._budget.limit_bytes
+        if self._told_missing or missing <= 0:
+            return 0
+        self._told_missing = True
+        return missing
+
+    def _fail(
+        self, job: Job, event: Literal["failed", "cancelled"], error: CheckpointError
+    ) -> None:
+        job.to(event)
+        if job.error is None and job.state.fate == event:
             job.error, job.failed_s = error, time.monotonic()
-            if job.tells_error:
-                self._start(job)
+        if event == "failed" and job.state.fate == "failed":
+            self._start(job)  # its threads report what is not written
         for turn in job.turns:
             turn.give_back()
-        if not job.is_working:
-            job.is_over = True
         job.changed.notify_all()
         self._settle(job)
 
     def _start(self, job: Job) -> None:
-        if job.is_working or job.is_over:
+        if job.state.writers != "idle":
             return
-        job.is_working = True
+        job.to("writers_started")
         try:
             threading.Thread(target=self._work, args=(job,), daemon=True).start()
         except RuntimeError as exc:
-            job.is_working = False
             # Why no report: it would take a thread. The rank is told, which waits for an answer.
-            job.tells_error = False
-            self._fail(job, no_thread(job.order.key.rank, exc))
+            self._fail(job, "cancelled", no_thread(job.order.key.rank, exc))
+            job.to("writers_ended")
+            self._settle(job)
 
     def _tidy(self, job: Job) -> None:
-        if job.is_over and job.rank_is_done and not self._keeps(job):
-            (self._forget if job.is_released else self._drop)(job)
+        if not job.state.is_at_rest:
             return
-        for old in self._surplus() if job.is_kept else ():
-            old.is_dropped, old.is_kept = True, False
-            self._forget(old)
+        if not self._keeps(job):
+            (self._forget if job.state.is_forgotten else self._drop)(job)
+            return
+        kept = self._kept()
+        gone = too_many(
+            [
+                (
+                    one.run,
+                    one.order.key.attempt,
+                    one.order.options.keep_in_memory,
+                    one.state.fate == "committed",
+                )
+                for one in kept
+            ]
+        )
+        for old in kept:
+            if old.order.key.attempt in gone:
+                self._forget(old)
 
     def _forget(self, job: Job) -> None:
-        self._drop(job)
         self._jobs.pop(job.order.key, None)
+        self._drop(job)
 
     def _drop(self, job: Job) -> None:
-        if job.channel.arena is not None:
-            job.windows.clear()
-        job.channel.allocator.drop(job.order.key)
-        self._pump(job.channel)
+        for window in job.windows.values():
+            window.release()
+        self._budget.drop(job.order.key)
+        self._pump()
 
-    def _free_later(self, channel: Channel, slot: Slot, gone: WindowBytes) -> None:
-        def free() -> None:
-            with self._lock:
-                if not gone.is_gone:
-                    self._free_later(channel, slot, gone)
-                    return
-                channel.allocator.gone(slot)
-                self._pump(channel)
+    def _free_later(self, gone: WindowBytes, room: Room[StageKey]) -> None:
+        self._leaving.append((time.monotonic() + self._linger_s, gone, room))
+        if len(self._leaving) == 1:
+            self._look_later()
 
-        timer = threading.Timer(channel.linger_s, free)
+    def _look_later(self) -> None:
+        timer = threading.Timer(max(self._leaving[0][0] - time.monotonic(), 0.0), self._look)
         timer.daemon = True
         try:
             timer.start()
         except RuntimeError:  # the node has no thread left: better too early than never
-            channel.allocator.gone(slot)
+            while self._leaving:
+                self._budget.freed(self._leaving.popleft()[2])
+
+    def _look(self) -> None:
+        """Frees what nobody has referred to for long enough."""
+        with self._lock:
+            now_s = time.monotonic()
+            due = []
+            while self._leaving and self._leaving[0][0] <= now_s:
+                due.append(self._leaving.popleft())
+            for _, gone, room in due:
+                if gone.is_gone:
+                    self._budget.freed(room)
+                else:
+                    self._leaving.append((now_s + self._linger_s, gone, room))
+            if self._leaving:
+                self._look_later()
+            self._pump()
 
     # In the threads of a job
 
@@ -573,7 +608,7 @@ class WriteQueue:
                     if file not in job.reports:
                         self._tell(job, file, unwritten(job, file, exc))
         with self._lock:
-            job.is_working, job.is_over = False, True
+            job.to("writers_ended")
             self._settle(job)
 
     def _write(self, job: Job, file: int) -> None:
@@ -597,20 +632,20 @@ class WriteQueue:
                 job.written_bytes += num_bytes
                 job.moved_s = turn.moved_s = time.monotonic()
                 if window is not None:
-                    job.channel.allocator.read(job.order.key, window, file)
-                    self._pump(job.channel)
+                    self._budget.read(job.order.key, window, file)
+                    self._pump()
 
         return passed
 
     def _tell(self, job: Job, file: int, report: StageReport) -> None:
         with self._lock:
             job.reports[file] = report
-            silent = job.error is not None and not job.tells_error
+            silent = job.state.fate in ("cancelled", "released")
         if not silent:
             self._report(job.reporter, report)
         with self._lock:
-            job.channel.allocator.finished(job.order.key, file)
-            self._pump(job.channel)
+            self._budget.finished(job.order.key, file)
+            self._pump()
             self._settle(job)
 
 
@@ -659,42 +694,6 @@ class _Turn:
         self.release()
 
 
-LINGER_S = 1.5
-"""Ray frees objects once a second (`free_objects_period_milliseconds`), and has to hear of them."""
-
-
-@dataclass(eq=False)
-class Channel:
-    """A kind of staging memory: shared by the node, or objects of Ray's store."""
-
-    slot_bytes: int
-    allocator: SlotAllocator[StageKey]
-    arena: StagingMemory | None = None
-    """Where the slots are; None where windows come as objects."""
-    objects: ObjectSlots = field(default_factory=ObjectSlots)
-    linger_s: float = LINGER_S
-    """How long the memory of an object is in use after its last reference is gone, in seconds."""
-
-
-def object_channel(limit_bytes: int, options: StagerOptions) -> Channel:
-    """Returns one whose windows are objects, of so many bytes."""
-    slot_bytes = options.window_bytes_within(limit_bytes)
-    allocator = SlotAllocator[StageKey](max(limit_bytes // slot_bytes, 1), linger=True)
-    return Channel(slot_bytes, allocator)
-
-
-def shared_channel(limit_bytes: int, options: StagerOptions) -> Channel:
-    """Returns one with shared memory of so many bytes.
-
-    Raises:
-        LimitError: There is no such memory on this machine.
-    """
-    slot_bytes = options.window_bytes_within(limit_bytes)
-    num_slots = max(limit_bytes // slot_bytes, 1)
-    arena = StagingMemory.create(num_slots, slot_bytes)
-    return Channel(slot_bytes, SlotAllocator(num_slots), arena)
-
-
 @dataclass(eq=False)
 class Job:
     """What a `WriteQueue` knows of one `StageKey`. Guarded by its lock."""
@@ -704,9 +703,10 @@ class Job:
     layout: StagingLayout
     reporter: Any
     """Who gets the reports; the queue only passes it on."""
-    channel: Channel
     changed: threading.Condition
-    slots: list[Slot] = field(default_factory=list)
+    state: JobState = field(default_factory=JobState)
+    num_granted: int = 0
+    """How many of its windows have had room."""
     windows: dict[int, WindowBytes] = field(default_factory=dict)
     """Bytes of the windows that are here, or were."""
     reports: dict[int, StageReport] = field(default_factory=dict)
@@ -720,28 +720,22 @@ class Job:
     """Why it ends early."""
     failed_s: float = 0.0
     """When that happened; by the monotonic clock."""
-    tells_error: bool = True
-    """Whether that is reported, for every file that is not written."""
-    is_sealed: bool = False
-    rank_is_done: bool = False
-    """The rank writes into its slots no more."""
-    is_working: bool = False
-    is_over: bool = False
-    is_kept: bool = False
-    """Written, and its bytes stay for loads."""
-    is_committed: bool = False
-    """Its rank was told so."""
-    is_released: bool = False
-    """Its rank knows the outcome: it is forgotten as soon as it is over, if it is not kept."""
-    is_dropped: bool = False
-    """It failed, or was cancelled: nobody will load it."""
     wants_more: list[tuple[int, Future[Grant | Unknown]]] = field(default_factory=list)
     wants_seal: list[Future[bool | Unknown]] = field(default_factory=list)
+
+    def to(self, event: Event) -> None:
+        """Goes on to the state after an event."""
+        self.state = self.state.after(event)
 
     @property
     def files(self) -> tuple[int, ...]:
         """Positions in `plan.files` of those to write."""
         return tuple(range(len(self.plan.files)))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all its windows have come."""
+        return len(self.windows) == self.layout.num_windows
 
     @property
     def is_written(self) -> bool:
@@ -756,13 +750,9 @@ class Job:
 
     def kept_files(self) -> tuple[TierFile, ...]:
         """Returns where the bytes of each file lie, by the keys of the attempt."""
+        key = self.order.key
         return tuple(
-            kept_file(
-                part_key(self.plan.files[file], self.order.key.attempt),
-                self.layout,
-                file,
-                self.slots,
-            )
+            kept_file(part_key(self.plan.files[file], key.attempt), self.layout, file, key)
             for file in self.files
         )
 
@@ -776,7 +766,7 @@ class Job:
             self.order.key,
             self.layout.total_bytes,
             self.written_bytes,
-            self.is_sealed,
+            self.state.rank == "handed_over",
             tuple(self.reports.values()),
         )
 
@@ -814,6 +804,7 @@ class StagedPieces:
         for segment, piece in enumerate(layout.piece[own].tolist()):
             self._segments.setdefault(piece, []).append(segment)
         self._current = (-1, WindowBytes(()))
+        self._last_view = memoryview(b"")
         self._done = 0
 
     def small(self, first: int, stop: int) -> Iterator[memoryview]:
@@ -845,19 +836,31 @@ class StagedPieces:
         if num_bytes:
             self._passed(None, num_bytes)
 
+    def let_go(self) -> None:
+        """Lets go of what was given last: it is written, or nobody will."""
+        # Suppressed: an error came between, whose traceback has it.
+        with suppress(BufferError):
+            self._last_view.release()
+        self._last_view = memoryview(b"")
+        self._current = (-1, WindowBytes(()))
+
     def _views(self, segment: int) -> Iterator[memoryview]:
         window = self._window[segment]
         if window != self._current[0]:
             self._current = (window, self._wait_for(window))
-        return self._current[1].views(self._offset[segment], self._length[segment])
+        for view in self._current[1].views(self._offset[segment], self._length[segment]):
+            self._last_view = view
+            yield view
 
     def _wait_for(self, window: int) -> WindowBytes:
         job = self._job
         with job.changed:
             if job.error is None and window in job.windows:
                 return job.windows[window]
-        # Why: what is packed lies in windows that others may wait for, and this one for them.
+        # Why: what is packed lies in windows that others may wait for, and this one for them. So
+        # does what was written last, to which the writer refers still.
         self.before_wait()
+        self.let_go()
         self._turn.release()
         try:
             with job.changed:
@@ -889,12 +892,14 @@ def write_staged(
         opener: What opens the storage.
     """
     order, plan = job.order, job.plan.files[file]
+    pieces = StagedPieces(job, file, turn, passed)
     try:
-        pieces = StagedPieces(job, file, turn, passed)
         storage = opener(order.target)
         receipt = write_pieces(storage, plan, order.key.attempt, pieces, options=order.options)
     except Exception as exc:  # noqa: BLE001 - told to whoever collects the receipts
         return unwritten(job, file, exc)
+    finally:
+        pieces.let_go()
     return StageReport(order.key, plan.file, receipt)
 
 

@@ -295,12 +295,6 @@ class DeviceFiller:
         self._under_way.append(kept)
 
 
-def pin_for(values: Sequence[Any]) -> Callable[..., Any] | None:
-    """Returns `Cuda.pin` of a device that some of the values are on; None where none is."""
-    moment = Moment(values, CUDA)
-    return partial(CUDA.pin, next(iter(moment.marks))) if moment.marks else None
-
-
 def device_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the elements of a plain tensor as uint8[n] in C order, on its device.
 

@@ -112,7 +112,7 @@ class Arena:
         """Returns a group of three ranks that all live, after mending or making it.
 
         Args:
-            kind: `head` and `objects`: all on the head node. `nodes`: one there, two on another.
+            kind: `head`: all on the head node. `nodes`: one there, two on another.
                 One of `DROPS`: on the head node, and some of their calls get lost so.
         """
         if self._kind != kind:

@@ -21,8 +21,7 @@ FREEZE_S = scenes.FROZEN_S + 2.0
 CAPTURE = Trap("rank", "ray_dcp.operations:capture")
 WRITE = Trap("rank", "ray_dcp.store.local:_pwrite", call=2)
 BEAT = Trap("rank", "ray_dcp.runtime.heartbeat:Heartbeat", call=2)
-STAGE = Trap("rank", "ray_dcp.stage.transfer:fill_window")
-STAGE_OBJECTS = Trap("rank", "ray_dcp.stage.transfer:window_parts")
+STAGE = Trap("rank", "ray_dcp.stage.transfer:window_parts")
 WRITE_STAGED = Trap("stager", "ray_dcp.store.local:_pwrite", call=2)
 READ = Trap("rank", "ray_dcp.io.reader:read_stored", call=2)
 
@@ -44,7 +43,7 @@ NOT_PLAYED = {
 CI = {
     "SIGKILL rank planning",
     "SIGKILL stager staging",
-    "SIGKILL stager writing (object store)",
+    "SIGKILL stager writing",
     "SIGKILL driver writing",
     "SIGKILL node committing (with the coordinator)",
     "SIGKILL coordinator loading (while it opens)",
@@ -56,7 +55,7 @@ CI = {
 def add(blow: str, who: str, phase: str, trap: Trap | None, variant: str = "", **more: Any) -> None:
     scene = {"driver": scenes.driver, "node": scenes.node}.get(who, scenes.ranks)
     ceiling_s = FREEZE_S if blow == "SIGSTOP" else NODE_S if who == "node" else KILLED_S
-    group = "nodes" if who == "node" else "objects" if "memory" in more else "head"
+    group = "nodes" if who == "node" else "head"
     CELLS.append(Cell(blow, who, phase, scene, ceiling_s, trap, variant, group, more))
 
 
@@ -97,15 +96,6 @@ for _blow in SIGNALS:
     for _who in ("rank", "coordinator", "driver", "node"):
         add(_blow, _who, "staging", STAGE, asynchronous=True)
 add("SIGSTOP", "stager", "staging", STAGE, asynchronous=True)
-for _blow in SIGNALS:
-    for _who, _phase, _trap in [
-        ("rank", "staging", STAGE_OBJECTS),
-        ("coordinator", "staging", STAGE_OBJECTS),
-        ("stager", "staging", STAGE_OBJECTS),
-        ("stager", "writing", WRITE_STAGED),
-        ("stager", "committing", COMMIT),
-    ]:
-        add(_blow, _who, _phase, _trap, "object store", asynchronous=True, memory="object_store")
 
 for _drop in DROPS:
     for _phase in ("committing", "loading"):

@@ -52,7 +52,7 @@ def ranks(arena: Arena, cell: Cell) -> Result:
     hits_rank = cell.participant == "rank"
     pid = group.pids[victim] if hits_rank else facts["pid"]
     if cell.details.get("asynchronous"):
-        stager_pid = group.run(victims.stager_pid, cell.details.get("memory", "auto"))[0]
+        stager_pid = group.run(victims.stager_pid)[0]
         arena.note([stager_pid])
         pid = stager_pid if cell.participant == "stager" else pid
     arena.note([facts["pid"]])

@@ -124,10 +124,9 @@ def session_facts() -> dict[str, Any]:
     return {"session": session.name, "actor": session._actor, **session.coordinator_info()}
 
 
-def stager_pid(memory: Any = "auto") -> int:
+def stager_pid() -> int:
     """Returns the process of this node's stager, after making it if there is none."""
-    options = ray_dcp.StagerOptions(memory=memory)
-    return int(current_session().staging(options).info()["pid"])
+    return int(current_session().staging().info()["pid"])
 
 
 def connect(name: str) -> None:

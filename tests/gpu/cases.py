@@ -353,7 +353,7 @@ def fsdp2(machine: Machine, room: Path, **how: Any) -> str:
 
 
 def with_ray(machine: Machine, room: Path) -> str:
-    """The node's stager holds what a device had: the same job through shared memory."""
+    """The node's stager holds what a device had: the same job through Ray's object store."""
     if importlib.util.find_spec("ray") is None:
         raise NotHere("ray is not installed here")
     import ray
@@ -367,7 +367,7 @@ def with_ray(machine: Machine, room: Path) -> str:
             session.close()
     finally:
         ray.shutdown()
-    assert "stager" in seen, seen
+    assert "object_store" in seen, seen
     return seen
 
 

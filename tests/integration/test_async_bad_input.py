@@ -27,7 +27,6 @@ from ray_dcp.errors import (
     ParticipantError,
 )
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime import staging
 from tests.held_writes import hang_writes, hold_writes
 from tests.leftovers import marked
 from tests.polling import eventually, lives
@@ -140,19 +139,10 @@ def spilled(directory: str) -> list[Path]:
     return [file for file in Path(directory).glob("session_*/ray_spilled*/**/*") if file.is_file()]
 
 
-@pytest.fixture(params=["shared memory", "objects"])
-def way(request, monkeypatch):
-    """How bytes come to the stager; objects where memory can't be shared."""
-    if request.param == "objects":
-        monkeypatch.setattr(staging, "_mapped", lambda *_: (None, -1))
-    return request.param
-
-
 def test_a_store_that_is_full_and_smaller_than_the_state_is_enough(
-    way, session, ray_directory, tmp_path
+    session, ray_directory, tmp_path
 ):
     assert save_and_spoil(tmp_path / "c", 5.0).committed(180) is not None
-    assert session.staging().info()["channel"] == ("object_store" if way == "objects" else "shared")
     assert stands(tmp_path / "c", 5.0)
     assert spilled(ray_directory) == []
     others = [np.full(8 << 20, number, dtype=np.uint8) for number in range(9)]

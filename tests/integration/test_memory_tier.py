@@ -105,13 +105,3 @@ def test_a_staged_step_is_waited_for_after_the_death_of_all_ranks(ranks, tmp_pat
         return read == from_memory > 40 << 20
 
     assert eventually(is_in_memory)
-
-
-def test_what_the_object_store_keeps_is_loaded_from_there(ranks, tmp_path):
-    ranks.resize(1)
-    ranks.resize(2)  # another session, which has not chosen yet
-    assert ranks.run(programs.choose_memory, "object_store") == ["object_store"] * 2
-    ranks.run(programs.save_kept, str(tmp_path), 8)
-    spoil(tmp_path / "step-8")
-    read, from_memory = loads(ranks, tmp_path / "step-8", 8)
-    assert read == from_memory > 40 << 20

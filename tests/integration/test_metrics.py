@@ -99,7 +99,7 @@ def test_whoever_tells_of_a_save_through_a_stager_tells_the_same(session, tmp_pa
     handle.committed(180)
     unsubscribe()
     report = handle.report()
-    assert report.staging == "stager"
+    assert report.staging == "object_store"
     assert list(report.seconds) == ["capture", "plan", "stage", "write"]
     assert 4_000_000 <= report.bytes_staged < 4_010_000
     *phases, end = heard

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import resource
 import secrets
@@ -17,12 +16,11 @@ import ray
 
 import ray_dcp
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.errors import InvalidRequestError, LimitError, ParticipantError
+from ray_dcp.errors import LimitError, ParticipantError
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import staging as staging_link
-from ray_dcp.runtime.stager import SHARE_OF_MEMORY
+from ray_dcp.runtime.ray_private import store_bytes
 from ray_dcp.runtime.staging import RankStaging
-from ray_dcp.stage.memory import free_memory_bytes
 from ray_dcp.stage.values import StageKey, StagerOptions
 from tests import async_programs as programs
 from tests.attempts import one_error
@@ -37,8 +35,7 @@ NUM_RANKS = 2
 
 SMALL = StagerOptions(limit_bytes=64 * MIB)
 BUDGET_BYTES = 105_000_000
-OBJECTS_LIMIT = StagerOptions(limit_bytes=BUDGET_BYTES)
-OBJECTS = StagerOptions(limit_bytes=BUDGET_BYTES, memory="object_store")
+LIMITED = StagerOptions(limit_bytes=BUDGET_BYTES)
 
 
 class Book:
@@ -108,25 +105,12 @@ def told(book, number: int) -> list[Any]:
     return ray.get(book.told.remote())
 
 
-def arenas() -> list[str]:
-    """Returns who has staging memory open."""
-    found = []
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            if "memfd:ray_dcp" in os.readlink(link):
-                found.append(str(link))
-        except OSError:
-            continue
-    return found
-
-
-def test_a_node_has_one_stager_whose_budget_is_half_of_what_is_free(namespace):
+def test_a_node_has_one_stager_whose_budget_is_half_of_its_object_store(namespace):
     one, other = (opened(namespace, StagerOptions(), name) for name in ("a", "b"))
     info = one.info()
     assert info["pid"] == other.info()["pid"]
     assert info["node_id"] == ray.get_runtime_context().get_node_id()
-    assert info["channel"] == "shared"
-    assert 0 < info["limit_bytes"] < 2 * SHARE_OF_MEMORY * free_memory_bytes()
+    assert info["limit_bytes"] == int(store_bytes(info["node_id"]) / 2)
     assert set(one.info()["ranks"]) == {"a", "b"}
     other.close()
     assert eventually(lambda: one.info()["ranks"] == ["a"])
@@ -182,42 +166,12 @@ def test_a_stager_that_is_slow_to_start_is_awaited_and_the_rank_logs_it(
     assert said.startswith("Rank early has waited 0 s for a stager to start and answer")
 
 
-@pytest.fixture
-def not_shared(monkeypatch):
-    """This process sees another kernel than the stager, as in another container."""
-
-    def refuse(address):
-        raise LimitError("no such process here")
-
-    monkeypatch.setattr(staging_link.StagingMemory, "open", refuse)
-
-
-def test_where_memory_cannot_be_shared_bytes_go_through_the_store_with_one_warning(
-    namespace, book, places, not_shared, caplog
-):
-    what = share([20 * MIB] * 8 + [70], [b"note"])
-    what.written(places[1])
-    staging = opened(namespace, StagerOptions())
-    assert staging.info()["channel"] == "object_store"
-    staged(staging, what, places[0], book)
-    told(book, 1)
-    assert same_files(*places)
-    assert eventually(lambda: staging.info()["used_bytes"] == 0)
-    opened(namespace, StagerOptions(), "another").close()
-    staging.close()
-    (warned,) = [one for one in caplog.records if one.levelno >= logging.WARNING]
-    assert "staged in Ray's object store" in warned.getMessage()
-    assert "no such process here" in warned.getMessage()
-
-
 @ray.remote(num_cpus=0)
 def lost_object():
     raise OSError("it is gone")
 
 
-def test_bytes_that_the_object_store_does_not_return_fail_the_save(
-    namespace, places, not_shared, monkeypatch
-):
+def test_bytes_that_the_object_store_does_not_return_fail_the_save(namespace, places, monkeypatch):
     monkeypatch.setattr(staging_link.ActorLink, "put", lambda *_: lost_object.remote())
     staging = opened(namespace)
     with pytest.raises(ParticipantError, match="did not return them to the stager: RayTaskError"):
@@ -226,14 +180,8 @@ def test_bytes_that_the_object_store_does_not_return_fail_the_save(
     staging.close()
 
 
-def test_shared_memory_that_is_asked_for_is_an_error_where_it_can_not_be(namespace, not_shared):
-    with pytest.raises(LimitError, match=r"no such process here.*use memory=\"auto\""):
-        opened(namespace, StagerOptions(memory="shared"))
-
-
-def test_a_driver_can_not_choose_the_object_store(namespace):
-    with pytest.raises(InvalidRequestError, match="is a driver: Ray ends a driver"):
-        opened(namespace, OBJECTS)
+def store_bytes_free() -> float:
+    return float(ray.available_resources().get("object_store_memory", 0.0))
 
 
 def num_spilled() -> int:
@@ -251,10 +199,10 @@ def test_ranks_wait_for_the_budget_of_the_object_store_and_nothing_is_spilled(
     namespace, book, tmp_path
 ):
     sizes = [10_000_000] * 9
-    ranks = [Victim.remote(namespace, OBJECTS, f"rank {number}") for number in range(4)]
+    ranks = [Victim.remote(namespace, LIMITED, f"rank {number}") for number in range(4)]
     before = num_spilled()
     ray.get([rank.warm.remote(sum(sizes)) for rank in ranks])
-    watcher = opened(namespace, OBJECTS_LIMIT, "watcher")
+    watcher = opened(namespace, LIMITED, "watcher")
     targets = [Target(str(tmp_path / f"stager{number}")) for number in range(4)]
     asked = [
         rank.stage.remote(sizes, target, book) for rank, target in zip(ranks, targets, strict=True)
@@ -276,12 +224,11 @@ def test_ranks_wait_for_the_budget_of_the_object_store_and_nothing_is_spilled(
 
 
 def test_warming_touches_as_much_of_the_object_store_as_the_state_takes(namespace):
-    num_faults = ray.get(Victim.remote(namespace, OBJECTS).warm.remote(40 * MIB))
+    num_faults = ray.get(Victim.remote(namespace, LIMITED).warm.remote(40 * MIB))
     assert num_faults >= 40 * MIB / resource.getpagesize()
 
 
 def test_a_rank_killed_after_staging_in_the_object_store_is_not_missed(ranks, tmp_path):
-    assert ranks.run(programs.choose_memory, "object_store") == ["object_store"] * 2
     came = ranks.run(programs.save_and_change, str(tmp_path / "a"), 1)
     assert [(one.error, one.value.staging) for one in came] == [(None, "object_store")] * 2
     assert ranks.run(programs.mixed_is, str(tmp_path / "a"), 1) == [True, True]
@@ -298,7 +245,6 @@ def test_a_rank_killed_after_staging_in_the_object_store_is_not_missed(ranks, tm
 
 
 def test_a_stager_killed_with_objects_fails_that_save_and_is_replaced(ranks, tmp_path):
-    ranks.run(programs.choose_memory, "object_store")
     path = str(tmp_path / "c")
     came = ranks.run(programs.begin_large_and_signal_stager, path, 6, int(signal.SIGKILL))
     one_error(came, ParticipantError, "the stager", "files unwritten")
@@ -374,20 +320,21 @@ def test_a_stager_killed_while_a_rank_stages_is_replaced(namespace, places):
     staging.close()
 
 
-def test_when_everybody_is_killed_the_memory_is_gone_at_once(namespace, stuck_book, places):
+def test_when_everybody_is_killed_the_store_is_free_again(namespace, stuck_book, places):
     before = shared_memory()
+    free_bytes = store_bytes_free()
     victim = Victim.remote(namespace)
     ray.get(victim.stage.remote([8 * MIB] * 3, places[0], stuck_book), timeout=400)
     pid = ray.get(victim.pid.remote())
     watcher = opened(namespace, name="watcher")
     stager = watcher.info()["pid"]
-    assert any(f"/proc/{pid}/" in path for path in arenas())
     watcher.close()
     del watcher
+    assert eventually(lambda: store_bytes_free() <= free_bytes - 24 * MIB)
     for one in (pid, stager):
         os.kill(one, signal.SIGKILL)
     assert eventually(lambda: not lives(pid) and not lives(stager))
-    assert not [path for path in arenas() if f"/proc/{pid}/" in path or f"/{stager}/" in path]
+    assert eventually(lambda: store_bytes_free() >= free_bytes)
     assert not [name for name in shared_memory() - before if "dcp" in name]
 
 
@@ -406,25 +353,6 @@ def test_a_capture_that_fails_gives_everything_back(namespace, places):
     assert eventually(lambda: staging.info()["used_bytes"] == 0)
     assert not list(Path(places[0].url).rglob("*"))
     staging.close()
-
-
-def test_memory_of_a_rank_that_is_gone_goes_while_others_of_the_node_stay(namespace, places):
-    gone = RankStaging("gone", namespace=namespace, lease_s=1.0, options=SMALL)
-    stays = RankStaging("stays", namespace=namespace, lease_s=1.0)
-    what = share([20 * MIB])
-    staged = gone.stage(
-        StageKey("s", 0, "a1"), what.plan, what.items, target=places[0], options=SaveOptions()
-    )
-    address = stays.link().arena.address
-
-    def memory() -> int:
-        return os.stat(f"/proc/{address.pid}/fd/{address.fd}").st_blocks * 512
-
-    assert memory() >= 20 * MIB
-    staged.release(committed=True)
-    gone.close()
-    assert eventually(lambda: memory() < 2 * MIB)
-    stays.close()
 
 
 def test_a_stager_leaves_when_it_is_idle_but_not_while_a_rank_lives(namespace):

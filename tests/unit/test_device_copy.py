@@ -18,7 +18,7 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import staging_backend
 from ray_dcp.stage import copying, memory
 from ray_dcp.stage.copying import HostFiller, drain, fill_rows
-from ray_dcp.stage.memory import PrivateMemory, StagingMemory
+from ray_dcp.stage.memory import PrivateMemory
 from ray_dcp.torch_adapter import device_copy, sink
 from ray_dcp.torch_adapter.capture import TensorBytes
 from ray_dcp.torch_adapter.device_copy import (
@@ -26,7 +26,6 @@ from ray_dcp.torch_adapter.device_copy import (
     Moment,
     device_bytes,
     device_part,
-    pin_for,
 )
 from ray_dcp.torch_adapter.tensors import host_bytes
 from tests.gpu.played import Played, tensors_of
@@ -185,14 +184,10 @@ def test_a_part_that_is_not_there_is_told():
         filler.fill_many([0, 0], [0, 38], [4, 4], np.zeros(8, np.uint8))
 
 
-def test_nothing_is_made_where_no_device_is_used(play):
+def test_nothing_is_made_where_no_device_is_used():
     tensors = [torch.randn(3), "deferred"]
     assert Moment(tensors, Played()).filler(tensors, None) is None
     assert Moment(tensors, Played(torch.randn(1))).filler(tensors, None) is None
-    play(Played(torch.randn(1)))
-    assert pin_for(tensors) is None
-    play(Played(tensors[0]))
-    assert pin_for(tensors) is not None
 
 
 # --- in which order -----------------------------------------------------------------------------
@@ -305,42 +300,6 @@ def test_all_devices_are_waited_for_where_one_fails():
 
 def pin(driver: Played):
     return lambda memory: driver.pin(torch.device("cpu"), memory)
-
-
-def test_a_slot_is_pinned_once_when_it_is_used_and_given_back():
-    driver = Played(torch.randn(1))
-    arena = StagingMemory.create(3, 4 * KIB)
-    arena.slot_array(0)
-    assert not driver.registered
-    arena.pin_with(pin(driver))
-    for _ in range(2):
-        arena.slot_array(0)
-        arena.touch(2)
-    assert len(driver.registered) == 2
-    arena.close()
-    assert not driver.registered
-
-
-def test_a_slot_that_can_not_be_pinned_is_used_all_the_same():
-    tried = []
-    arena = StagingMemory.create(1, 4 * KIB)
-    arena.pin_with(lambda memory: tried.append(len(memory)))
-    arena.slot_array(0)[:] = 1
-    arena.slot_array(0)
-    assert tried == [4 * KIB]
-    arena.close()
-
-
-def test_pages_are_given_back_with_an_arena_that_nobody_closes():
-    driver = Played(torch.zeros(1))
-    arena = StagingMemory.create(2, 4096)
-    arena.pin_with(pin(driver))
-    arena.slot_array(0)
-    arena.slot_array(1)
-    assert len(driver.registered) == 2
-    del arena
-    gc.collect()
-    assert not driver.registered
 
 
 def test_private_memory_is_pinned_piece_by_piece_and_once(monkeypatch):

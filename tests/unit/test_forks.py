@@ -31,6 +31,7 @@ HANDLED = {
     "runtime.session.sessions": "refuse calls in a child",
     "runtime.staging_backend._memory": "begins anew; the memory is private",
     "stage.copying._helpers": "new threads",
+    "stage.transfer._scratch": "begins anew; the memory is private",
     "store.create_probe._LOCK": "a new one",
     "store.local._LOCK": "a new one",
     "store.memory._LOCK": "a new one; the content is copied",

@@ -24,14 +24,12 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.rank_load import MemorySource
 from ray_dcp.stage import transfer as stage_transfer
 from ray_dcp.stage import write_queue
-from ray_dcp.stage.allocator import SlotAllocator
 from ray_dcp.stage.copying import HostFiller, window_parts
-from ray_dcp.stage.memory import StagingMemory
 from ray_dcp.stage.memory_tier import too_many
 from ray_dcp.stage.transfer import transfer
-from ray_dcp.stage.values import StageKey
+from ray_dcp.stage.values import StagedWindow, StageKey
 from ray_dcp.stage.windows import lay_out_windows
-from ray_dcp.stage.write_queue import Channel, WriteQueue
+from ray_dcp.stage.write_queue import WriteQueue
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
 from tests.gated_storage import Gate
@@ -46,16 +44,15 @@ KEY = StageKey("s", 0, "a1")
 
 
 class Node:
-    """A write queue with staging memory of a few slots, and what it reported."""
+    """A write queue with room for a few windows, and what it reported."""
 
     def __init__(self, num_slots: int, opener=None) -> None:
-        self.arena = StagingMemory.create(num_slots, SLOT)
-        self.channel = Channel(SLOT, SlotAllocator(num_slots), self.arena)
         self.reports = []
         self.may_report = threading.Event()
         self.may_report.set()
         more = {} if opener is None else {"opener": opener}
-        self.queue = WriteQueue({"shared": self.channel}, self.take, **more)
+        limit_bytes = num_slots * SLOT
+        self.queue = WriteQueue(limit_bytes, SLOT, self.take, linger_s=0.001, **more)
 
     def take(self, reporter, report) -> None:
         self.may_report.wait(180)
@@ -63,7 +60,7 @@ class Node:
 
     def rank(self, what: Share, target: Target, save: str = "s", **order) -> Rank:
         made = what.order(StageKey(save, 0, "a1"), target, SLOT, **order)
-        return Rank(self.queue, self.channel, what, made)
+        return Rank(self.queue, what, made)
 
     def idle(self) -> bool:
         return eventually(lambda: self.queue.num_active() == 0 and not self.queue.used_bytes())
@@ -111,11 +108,11 @@ def test_memory_is_free_for_another_save_once_its_bytes_are_written(places):
     node.may_report.clear()
     node.rank(share([3 * MIB]), places[0]).stage()
     second = node.rank(share([3 * MIB], seed=1), places[1], save="t").begin()
-    assert node.queue.more(second.order.key, 0).result(180).slots
+    assert node.queue.more(second.order.key, 0).result(180).num_windows
     node.may_report.set()
 
 
-def test_a_rank_that_dies_in_the_middle_is_reported_and_its_slots_come_back(places):
+def test_a_rank_that_dies_in_the_middle_is_reported_and_its_room_comes_back(places):
     what = share([3 * MIB] * 2)
     node = Node(8)
     rank = node.rank(what, places[0]).begin()
@@ -126,7 +123,7 @@ def test_a_rank_that_dies_in_the_middle_is_reported_and_its_slots_come_back(plac
     assert not list(Path(places[0].url).rglob("*"))
 
 
-def test_a_cancelled_save_frees_its_slots_only_when_the_rank_has_stopped_filling_them(places):
+def test_a_cancelled_save_frees_its_room_only_when_the_rank_has_stopped_filling_it(places):
     node = Node(8)
     rank = node.rank(share([5 * MIB]), places[0]).begin()
     rank.fill()
@@ -139,14 +136,14 @@ def test_a_cancelled_save_frees_its_slots_only_when_the_rank_has_stopped_filling
         node.queue.seal(rank.order.key).result(180)
     assert eventually(lambda: not list(Path(places[0].url).glob("*")))
     # The first window was delivered, the rank may still fill the two others.
-    assert eventually(lambda: node.queue.used_bytes() == 2 * SLOT)
-    assert not node.channel.allocator.grants()
+    others = sum(rank.layout.used_bytes[1:].tolist())
+    assert eventually(lambda: node.queue.used_bytes() == others)
     node.queue.cancel(rank.order.key, by_rank=True)
     assert node.idle()
     assert node.reports == []
 
 
-def test_a_storage_that_fails_is_reported_and_all_slots_come_back(places):
+def test_a_storage_that_fails_is_reported_and_all_room_comes_back(places):
     def refuse(target):
         raise StorageError("no space left")
 
@@ -162,7 +159,7 @@ def test_any_number_of_ranks_gets_through_the_smallest_budget(places):
     node = Node(4)
     shares = [share([3 * MIB] * 3 + [500] * 40, seed=n, part_bytes=4 * MIB) for n in range(6)]
     ranks = [
-        node.rank(what, Target(f"{places[0].url}{n}"), save=str(n), owner=str(n), process=str(n))
+        node.rank(what, Target(f"{places[0].url}{n}"), save=str(n), process=str(n))
         for n, what in enumerate(shares)
     ]
     threads = [threading.Thread(target=rank.stage, daemon=True) for rank in ranks]
@@ -183,9 +180,7 @@ class Link:
     stager = "here"
 
     def __init__(self, node: Node) -> None:
-        self.arena = node.arena if node.channel.arena is not None else None
-        self.channel = "shared" if self.arena is not None else "object_store"
-        self.window_bytes = node.channel.slot_bytes
+        self.window_bytes = SLOT
         self.known_plans: set[bytes] = set()
         self.alive: weakref.WeakSet = weakref.WeakSet()
         self.most_bytes = 0
@@ -206,10 +201,7 @@ class Link:
         assert method == "cancel"
         self._queue.cancel(arguments[0], by_rank=True)
 
-    def take(self, key, window, refs=None):
-        if refs is None:
-            self._queue.deliver(key, window)
-            return
+    def take(self, key, refs):
         for number in refs:
             self._queue.deliver(key, number, refs[number])
 
@@ -232,19 +224,10 @@ class Kept(np.ndarray):
     __eq__ = object.__eq__
 
 
-def object_node(num_slots: int, slot_bytes: int = SLOT) -> Node:
-    """Returns a node whose windows are objects, which are free soon after they are let go."""
-    node = Node(num_slots)
-    node.channel.slot_bytes, node.channel.arena, node.channel.linger_s = slot_bytes, None, 0.001
-    node.channel.allocator = SlotAllocator(num_slots, linger=True)
-    node.queue = WriteQueue({"object_store": node.channel}, node.take)
-    return node
-
-
 def staged(node: Node, what: Share, target: Target, key=KEY, **more):
     """Stages a share through a link, and returns that."""
     link = Link(node)
-    order = what.order(key, target, node.channel.slot_bytes, channel=link.channel, **more)
+    order = what.order(key, target, SLOT, **more)
     filler, deferred = HostFiller(what.items.source), what.items.deferred
     num_bytes = transfer(link, order, what.plan, None, filler, deferred, timeout_s=180)
     assert num_bytes == what.num_bytes
@@ -255,7 +238,7 @@ def test_objects_count_until_nobody_refers_to_them(places):
     """The store never has more than the budget."""
     what = share([3 * MIB, 5000] * 6, part_bytes=7 * MIB)
     what.written(places[1])
-    node = object_node(3)
+    node = Node(3)
     link = staged(node, what, places[0])
     assert node.idle()
     assert same_files(*places)
@@ -264,7 +247,8 @@ def test_objects_count_until_nobody_refers_to_them(places):
 
 
 def test_an_object_that_is_in_use_counts(places, monkeypatch):
-    node, used = object_node(2), []
+    node, used = Node(2), []
+    node.queue._budget.limit_bytes = 3 * MIB + 4096
 
     def put(self, parts):
         used.append(real(self, parts))
@@ -274,17 +258,17 @@ def test_an_object_that_is_in_use_counts(places, monkeypatch):
     monkeypatch.setattr(Link, "put", put)
     staged(node, share([3 * MIB]), places[0])
     assert eventually(lambda: node.reports)
-    second = node.rank(share([3 * MIB], seed=1), places[1], save="t", channel="object_store")
+    second = node.rank(share([3 * MIB], seed=1), places[1], save="t")
     waiting = node.queue.more(second.begin().order.key, 0)
     assert not waiting.done()
-    assert node.queue.used_bytes() == 2 * SLOT
+    assert node.queue.used_bytes() >= 3 * MIB
     used.clear()
-    assert waiting.result(180).slots
+    assert waiting.result(180).num_windows
 
 
 def test_a_transfer_that_fails_leaves_no_object(places, monkeypatch):
     """Its job is not released by anybody: there is no outcome to wait for."""
-    node, put_by = object_node(3), []
+    node, put_by = Node(3), []
 
     def put(self, parts):
         put_by.append(self)
@@ -315,7 +299,7 @@ def test_two_windows_are_put_at_a_time_each_from_memory_of_its_own(places, monke
     monkeypatch.setattr("ray_dcp.stage.transfer.copying_threads", lambda: 2)
     what = share([5000] * 1600)
     what.written(places[1])
-    node = object_node(8)
+    node = Node(8)
     staged(node, what, places[0])
     assert len(puts) == 4
     assert node.idle()
@@ -348,7 +332,7 @@ def test_no_window_is_under_way_any_more_when_a_transfer_gives_up(places, monkey
     monkeypatch.setattr(Link, "post", post)
     monkeypatch.setattr("ray_dcp.stage.transfer.copying_threads", lambda: 2)
     with pytest.raises(StorageError, match="no room"):
-        staged(object_node(8), share([3 * MIB] * 4), places[0])
+        staged(Node(8), share([3 * MIB] * 4), places[0])
     assert posted == [("cancel", [])]
 
 
@@ -365,7 +349,7 @@ def test_a_rank_that_reports_a_window_twice_does_no_harm(num_slots, places, monk
     monkeypatch.setattr(Link, "call", call)
     monkeypatch.setattr(stage_transfer, "REPORT_S", 0.0)
     what = share([3 * MIB] * 4)
-    node = object_node(num_slots)
+    node = Node(num_slots)
     staged(node, what, places[0])
     assert node.idle()
     what.written(places[1])
@@ -382,7 +366,7 @@ def test_a_transfer_that_is_left_while_its_job_begins_leaves_no_job(places, monk
 
     real = Link.call
     monkeypatch.setattr(Link, "call", call)
-    node = object_node(8)
+    node = Node(8)
     with pytest.raises(type(error)):
         staged(node, share([3 * MIB] * 2), places[0])
     assert node.idle()
@@ -391,17 +375,17 @@ def test_a_transfer_that_is_left_while_its_job_begins_leaves_no_job(places, monk
 def test_a_rank_that_is_dead_refers_to_nothing(places):
     what = share([3 * MIB] * 2)
     what.written(places[1])
-    node = object_node(8)
+    node = Node(8)
     node.may_report.clear()
     link = Link(node)
-    order = what.order(KEY, places[0], SLOT, channel="object_store")
-    slots = node.queue.begin(order, None).slots
+    order = what.order(KEY, places[0], SLOT)
+    num_granted = node.queue.begin(order, None).num_windows
     layout = lay_out_windows(what.plan, order.deferred_bytes, SLOT)
     for window, used in enumerate(layout.used_bytes.tolist()):
         into = np.zeros(used, np.uint8)
         parts = window_parts(layout, window, into, HostFiller(what.items.source), bytes)
-        link.take(KEY, window, {window: link.put(parts)})
-    assert len(slots) == layout.num_windows
+        link.take(KEY, {window: link.put(parts)})
+    assert num_granted == layout.num_windows
     assert node.queue.seal(KEY).result(180) is True
     node.queue.process_died("p0")
     node.may_report.set()
@@ -480,44 +464,6 @@ def test_writers_that_hang_in_a_storage_hold_no_other_save_up(places, monkeypatc
     assert not node.queue.stuck(0.0)
 
 
-def memory(arena):
-    """Returns the bytes that a machine spends on staging memory."""
-    return os.fstat(arena.address.fd).st_blocks * 512
-
-
-def test_memory_that_only_ranks_that_are_gone_have_used_is_given_back(places):
-    gate = Gate()  # so that each has slots of its own
-    node = Node(16, gate.opener)
-    for number, owner in enumerate(["gone", "stays"]):
-        what = share([7 * MIB], seed=number)
-        node.rank(what, Target(f"{places[0].url}{number}"), str(number), owner=owner).stage()
-    gate.open()
-    assert node.idle()
-    before = memory(node.arena)
-    node.queue.shrink({"gone", "stays"})
-    assert memory(node.arena) == before
-    node.queue.shrink({"stays"})
-    assert memory(node.arena) <= before // 2 + MIB
-    # What stays is warm still, and what went can be used again.
-    assert len(node.queue.owned("stays")) == 4
-    assert node.queue.owned("gone") == ()
-    what = share([25 * MIB], seed=9)
-    what.written(places[1])
-    node.rank(what, places[0], "all", owner="new").stage()
-    assert node.idle()
-    assert same_files(*places)
-
-
-def test_warming_touches_the_rest_of_a_slot_that_a_small_save_has_used(places):
-    node = Node(4)
-    node.rank(share([100]), places[0], owner="rank").stage()
-    assert node.idle()
-    assert memory(node.arena) < SLOT
-    for index in node.queue.expect("rank", 2 * SLOT, "shared"):
-        node.queue.warm(index)
-    assert memory(node.arena) >= 2 * SLOT
-
-
 # --- The memory tier ------------------------------------------------------------------------------
 
 
@@ -532,6 +478,11 @@ def save(node, path, name, seed=0, options=KEEP, sizes=(3 * MIB,), objects=()):
     return rank, what
 
 
+def fetched(node, parts):
+    runs = node.queue.fetch(parts)
+    return None if runs is None else np.concatenate(runs)
+
+
 def kept(node, rank):
     return node.queue.kept(rank.order.key.attempt)
 
@@ -541,12 +492,11 @@ def test_every_byte_of_a_payload_is_found_as_it_lies_in_its_file(tmp_path):
     rank, _ = save(node, tmp_path, "c", sizes=MIXED * 3, objects=[b"pickled", bytes(3 * MIB)])
     assert eventually(lambda: kept(node, rank) is not None)
     found = kept(node, rank)
-    assert found.address == node.arena.address
     num_bytes = 0
     for file in found.files:
         stored = np.frombuffer((tmp_path / "c" / file.key).read_bytes(), dtype=np.uint8)
         for start, length in zip(file.start.tolist(), file.num_bytes.tolist(), strict=True):
-            got = node.queue.fetch("shared", file.find(start, length))
+            got = fetched(node, file.find(start, length))
             assert np.array_equal(got, stored[start : start + length])
             num_bytes += length
         ends = file.start + file.num_bytes
@@ -587,32 +537,54 @@ def test_what_another_save_needs_is_given_up_and_noticed_by_who_reads(tmp_path):
     assert eventually(lambda: kept(node, rank) is not None)
     file = kept(node, rank).files[0]
     parts = file.find(int(file.start[0]), int(file.num_bytes[0]))
-    assert node.queue.fetch("shared", parts) is not None
+    assert node.queue.fetch(parts) is not None
     save(node, tmp_path, "d", seed=1, options=SaveOptions())
     assert node.idle()
-    assert node.queue.fetch("shared", parts) is None
+    assert node.queue.fetch(parts) is None
     assert kept(node, rank) is None
 
 
-def test_objects_are_kept_for_loads_until_another_save_needs_their_room(places):
-    node = object_node(4)
-    what = share([3 * MIB, 90, 3 * MIB - 5000], [b"note"])
-    staged(node, what, places[0], options=KEEP)
-    assert eventually(lambda: node.queue.kept("a1") is not None)
-    node.queue.release(KEY, committed=True)
-    found = node.queue.kept("a1")
-    assert (found.channel, found.address) == ("object_store", None)
-    for file in found.files:
-        stored = np.frombuffer((Path(places[0].url) / file.key).read_bytes(), dtype=np.uint8)
-        start, stop = int(file.start[0]), int(file.start[-1] + file.num_bytes[-1])
-        got = node.queue.fetch(found.channel, file.find(start, stop - start))
-        for low, length in zip(file.start.tolist(), file.num_bytes.tolist(), strict=True):
-            mine = got[low - start : low - start + length]
-            assert np.array_equal(mine, stored[low : low + length])
-    parts = found.files[0].find(int(found.files[0].start[0]), 9)
-    staged(node, share([5 * MIB], seed=1), places[1], StageKey("t", 0, "a2"))
-    assert node.queue.kept("a1") is None
-    assert node.queue.fetch(found.channel, parts) is None
+def test_what_is_kept_is_lent_to_loads_and_counts_until_they_give_it_back(tmp_path):
+    node = Node(2)
+    rank, _ = save(node, tmp_path, "c")
+    assert eventually(lambda: kept(node, rank) is not None)
+    window = rank.order.key, 0
+    windows = [StagedWindow(*window), StagedWindow(KEY, 7)]
+    assert node.queue.lend("load", windows) == [None, None]  # others can't get it without a name
+    node.queue._jobs[rank.order.key].windows[0].ref = "ref"
+    assert node.queue.lend("load", windows) == ["ref", None]
+    assert node.queue.borrowers() == ["load"]
+    node.queue.release(rank.order.key)
+    second = node.rank(share([3 * MIB], seed=1), Target(str(tmp_path / "d")), save="t")
+    waiting = node.queue.more(second.begin().order.key, 1)
+    assert not eventually(waiting.done, 0.1)
+    node.queue.take_back("load")
+    assert waiting.result(180).num_windows == 2
+
+
+def test_by_how_much_the_room_is_too_small_is_told_once_and_not_for_an_earlier_save(places):
+    node = Node(4)
+    node.may_report.clear()
+    gate = Gate()
+    node.queue._opener = gate.opener
+    held = node.rank(share([7 * MIB]), places[0])
+    held.stage()
+    small = node.rank(share([3 * MIB], seed=1), places[1], save="t").begin()
+    waits = node.queue.more(small.order.key, small.num_granted)
+    gate.open()
+    assert waits.result(180).missing_bytes == 0
+    node.queue.cancel(small.order.key, by_rank=True)
+    larger = node.rank(share([12 * MIB], seed=2), places[1], save="u").begin()
+    told = []
+    while larger.next_window < larger.num_windows:
+        while larger.num_granted <= larger.next_window:
+            grant = node.queue.more(larger.order.key, larger.num_granted).result(180)
+            larger.num_granted = grant.num_windows
+            told.append(grant.missing_bytes)
+        larger.fill()
+    missing = [one for one in told if one]
+    assert missing == [sum(larger.layout.used_bytes.tolist()) - 4 * SLOT]
+    node.may_report.set()
 
 
 @pytest.mark.parametrize(("keep", "gone"), [(1, {"a", "b", "c"}), (2, {"a", "b"}), (3, {"b"})])
