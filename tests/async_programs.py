@@ -214,14 +214,21 @@ def save_twice(path: str, when_full: str, max_pending: int) -> list[str]:
     return [type(handle.exception(120)).__name__ for handle in handles]
 
 
-def save_kept(path: str, step: int, keep: int = 1) -> int:
-    """Saves a state of which the nodes keep so many in memory; returns when this node does."""
+def save_kept(path: str, step: int, keep: int = 1, await_files: int | None = None) -> int:
+    """Saves a state of which the nodes keep so many in memory; returns when this node does.
+
+    Args:
+        path: Of the run.
+        step: Of the values.
+        keep: `SaveOptions.keep_in_memory`.
+        await_files: How many files are of this node's ranks; all by default.
+    """
     options = SaveOptions(keep_in_memory=keep)
     handle = ray_dcp.async_save(
         kept_state(step), checkpoint_id=f"{path}/step-{step}", options=options
     )
     handle.committed(180)
-    await_kept(current_session(), handle.report().attempt, dist.get_world_size())
+    await_kept(current_session(), handle.report().attempt, await_files or dist.get_world_size())
     return step
 
 

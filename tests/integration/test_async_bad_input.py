@@ -34,6 +34,8 @@ from tests.polling import eventually, lives
 STORE_BYTES = 80 << 20
 LARGE = 30_000_000
 """Numbers of a state that is larger than the store."""
+FITTING = 4_000_000
+"""Numbers of a state that is staged before any of it is written."""
 
 
 @contextmanager
@@ -127,8 +129,8 @@ def stands(path: Path, step: float, length: int = LARGE) -> bool:
     ) and (found["log"] == expected["log"])
 
 
-def save_and_spoil(path: Path, step: float, **options: Any) -> Any:
-    given = state(step)
+def save_and_spoil(path: Path, step: float, length: int = LARGE, **options: Any) -> Any:
+    given = state(step, length)
     handle = ray_dcp.async_save(given, checkpoint_id=path, options=SaveOptions(**options))
     handle.staged(180)
     spoil(given)
@@ -160,7 +162,7 @@ def test_of_two_saves_of_one_id_the_second_is_refused_while_the_first_is_under_w
     session, tmp_path
 ):
     hold_writes(session, tmp_path / "gate")
-    first = save_and_spoil(tmp_path / "c", 7.0, max_pending=2)
+    first = save_and_spoil(tmp_path / "c", 7.0, FITTING, max_pending=2)
     try:
         second = ray_dcp.async_save(
             state(8.0, 10), checkpoint_id=tmp_path / "c", options=SaveOptions(max_pending=2)
@@ -171,7 +173,7 @@ def test_of_two_saves_of_one_id_the_second_is_refused_while_the_first_is_under_w
     finally:
         (tmp_path / "gate").touch()
     first.committed(180)
-    assert stands(tmp_path / "c", 7.0)
+    assert stands(tmp_path / "c", 7.0, FITTING)
 
 
 def test_a_save_that_waits_in_the_queue_for_longer_than_its_ranks_wait_elsewhere_is_made(
@@ -180,7 +182,7 @@ def test_a_save_that_waits_in_the_queue_for_longer_than_its_ranks_wait_elsewhere
     monkeypatch.setattr("ray_dcp.runtime.session.MARGIN_S", 1.0)
     options = SaveOptions(plan_timeout_s=1.0, heartbeat_timeout_s=3.0)
     hold_writes(session, tmp_path / "gate")
-    first = save_and_spoil(tmp_path / "a", 7.0)
+    first = save_and_spoil(tmp_path / "a", 7.0, FITTING)
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(
             ray_dcp.async_save, state(8.0, 10), checkpoint_id=tmp_path / "b", options=options
@@ -271,7 +273,7 @@ def test_a_script_that_awaits_no_handle_has_saved_and_is_warned_of_what_failed(p
 def test_a_ray_that_is_shut_down_is_told_and_not_started_anew(session, tmp_path):
     stager = session.staging().info()["pid"]
     hold_writes(session, tmp_path / "gate")
-    handle = save_and_spoil(tmp_path / "c", 3.0)
+    handle = save_and_spoil(tmp_path / "c", 3.0, FITTING)
     os.kill(stager, signal.SIGSTOP)
     assert not handle.done()
     ray.shutdown()

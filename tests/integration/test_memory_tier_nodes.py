@@ -1,0 +1,112 @@
+"""Two nodes: a job that comes back on another one restores from the memory of the first."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+import ray_dcp
+from ray_dcp.runtime import ray_private
+from ray_dcp.runtime.actor_names import NAMESPACE, stager_name
+from ray_dcp.runtime.worker_group import WorkerGroup
+from ray_dcp.stage.memory_tier import registered_name
+from tests import async_programs as programs
+from tests.integration.conftest import NODE
+from tests.integration.test_memory_tier import spoil
+from tests.polling import eventually
+
+OLD, NEW, BOTH = "old", "new", "both"
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two nodes on this machine, each with an object store and seats for ranks."""
+    directory = Path(tempfile.mkdtemp(prefix="rc", dir="/tmp"))
+    (directory / "ray").mkdir()
+    node = {**NODE, "object_store_memory": 192 << 20}
+    with pytest.MonkeyPatch.context() as patch:
+        # Why: Ray writes the address of the newest cluster there, and everybody reads it.
+        patch.setenv("RAY_TMPDIR", str(directory))
+        head = {**node, "resources": {OLD: 9, BOTH: 1}, "temp_dir": str(directory / "ray")}
+        made = Cluster(initialize_head=True, head_node_args=head)
+        ray.init(made.address, log_to_driver=False, configure_logging=False)
+        made.add_node(**node, resources={NEW: 9, BOTH: 1})
+        yield made
+        ray.shutdown()
+        made.shutdown()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def ranks_on(node: str, number: int) -> WorkerGroup:
+    return WorkerGroup(number, resources={node: 1}, run_timeout_s=400, release_s=60)
+
+
+def node_ids() -> dict[str, str]:
+    return {
+        name: node["NodeID"] for node in ray.nodes() for name in (OLD, NEW)
+        if name in node["Resources"]
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_job_on_another_node_restores_from_its_peers_memory_without_reading_storage(
+    cluster, tmp_path, world_size
+):
+    with ranks_on(OLD, 2) as ranks:
+        ranks.run(programs.save_kept, str(tmp_path), world_size)
+    path = tmp_path / f"step-{world_size}"
+    spoil(path)  # who takes a byte from there notices
+    with ranks_on(NEW, world_size) as ranks:
+        assert set(ranks.run(node_of_rank)) == {node_ids()[NEW]}
+        came = ranks.run(programs.kept_is, str(path), world_size)
+    assert [one.error for one in came] == [None] * world_size
+    read, from_memory = came[0].value
+    assert read == from_memory > 40 << 20
+    assert lent(OLD) == []
+
+
+def test_ranks_on_both_nodes_take_from_both_memories(cluster, tmp_path):
+    apart = WorkerGroup(2, resources={BOTH: 1}, run_timeout_s=400, release_s=60)
+    with apart as ranks:
+        assert set(ranks.run(node_of_rank)) == set(node_ids().values())
+        ranks.run(programs.save_kept, str(tmp_path), 1, await_files=1)
+        attempt = ray_dcp.open(tmp_path / "step-1").attempt
+        # A node finds the others by what they have registered.
+        assert eventually(lambda: len(ray_private.names_from(registered_name(attempt))) == 2)
+        spoil(tmp_path / "step-1")
+        came = ranks.run(programs.kept_is, str(tmp_path / "step-1"), 1)
+    assert [one.error for one in came] == [None, None]
+    read, from_memory = came[0].value
+    assert read == from_memory > 40 << 20
+    assert lent(OLD) == lent(NEW) == []
+
+
+def test_a_node_whose_stager_is_gone_is_not_asked_and_storage_has_all(cluster, tmp_path):
+    with ranks_on(OLD, 2) as ranks:
+        ranks.run(programs.save_kept, str(tmp_path), 4)
+    ray.kill(stager_on(OLD))
+    with ranks_on(NEW, 2) as ranks:
+        came = ranks.run(programs.kept_is, str(tmp_path / "step-4"), 4)
+    assert [one.error for one in came] == [None, None]
+    read, from_memory = came[0].value
+    assert read > 40 << 20
+    assert from_memory == 0
+    assert ray_dcp.verify(tmp_path / "step-4").ok
+
+
+def node_of_rank() -> str:
+    return ray.get_runtime_context().get_node_id()
+
+
+def stager_on(node: str):
+    return ray.get_actor(stager_name(node_ids()[node]), NAMESPACE)
+
+
+def lent(node: str) -> list:
+    """Returns what a node's stager has lent and not got back."""
+    return ray.get(stager_on(node).__ray_call__.remote(lambda stager: stager._queue.borrowers()))
