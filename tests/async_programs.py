@@ -214,6 +214,22 @@ def save_twice(path: str, when_full: str, max_pending: int) -> list[str]:
     return [type(handle.exception(120)).__name__ for handle in handles]
 
 
+def save_many(path: str, number: int) -> tuple[int, int, int]:
+    """Saves again and again; returns open files of rank and stager, and named actors, after that.
+
+    Args:
+        path: Of the checkpoint.
+        number: How many saves.
+    """
+    state = {**mixed_state(1), **large_state(1, 3 << 20)}
+    options = SaveOptions(keep_in_memory=1)
+    for _ in range(number):
+        ray_dcp.async_save(state, checkpoint_id=path, options=options).committed(180)
+    pids = (os.getpid(), stager_facts()["pid"])
+    rank, stager = (len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
+    return rank, stager, len(ray.util.list_named_actors(all_namespaces=True))
+
+
 def save_kept(path: str, step: int, keep: int = 1, await_files: int | None = None) -> int:
     """Saves a state of which the nodes keep so many in memory; returns when this node does.
 

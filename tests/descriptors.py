@@ -15,11 +15,6 @@ def open_below(folder: Path) -> list[str]:
     return [path for path in _open_files() if f"{path}/".startswith(f"{folder}/")]
 
 
-def open_memory() -> list[str]:
-    """Returns the open files that are in memory alone, and have no place in a folder."""
-    return [path for path in _open_files() if path.startswith("/memfd:")]
-
-
 def _open_files() -> list[str]:
     found = []
     for number in os.listdir("/proc/self/fd"):

@@ -229,8 +229,6 @@ def fill_window(
     target: np.ndarray,
     filler: Filler,
     deferred: Callable[[int], bytes],
-    *,
-    wait: bool = True,
 ) -> None:
     """Fills one window; returns when all its bytes are there. Nothing is under way after an error.
 
@@ -240,14 +238,13 @@ def fill_window(
         target: uint8[window bytes].
         filler: Copies the fixed items.
         deferred: Gives a deferred item's bytes.
-        wait: False to return when all is begun; `filler.finish` waits for several windows.
     """
     low, high = layout.window_first[window : window + 2].tolist()
     own = slice(low, high)
     row, offset = layout.row[own].tolist(), layout.offset[own].tolist()
     length, start = layout.num_bytes[own].tolist(), layout.source_start[own].tolist()
     first = 0
-    with _finished(filler, wait=wait):
+    with _finished(filler):
         for stop in _run_ends(layout, own):
             begin, end = offset[first], offset[stop - 1] + length[stop - 1]
             if stop - first > 1:
@@ -367,15 +364,14 @@ def _together(index: int, part: tuple[int, int, int, int]) -> tuple[int, int]:
 
 
 @contextmanager
-def _finished(filler: Filler, *, wait: bool = True) -> Iterator[None]:
+def _finished(filler: Filler) -> Iterator[None]:
     """Lets a filler finish what was begun, also where a copy fails midway."""
     try:
         yield
     except BaseException:
         drain(filler)
         raise
-    if wait:
-        filler.finish()
+    filler.finish()
 
 
 def drain(filler: Filler) -> None:

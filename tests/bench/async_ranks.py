@@ -129,37 +129,33 @@ def _share(num_bytes: int) -> dict[str, Any]:
     return {f"rank{dist.get_rank()}.{name}": tensor for name, tensor in state.items()}
 
 
-# --- shared memory and the object store ---------------------------------------------------------
+# --- the object store ----------------------------------------------------------------------------
 
 
 def objects(rounds: int, num_bytes: int, root: Path, table: Table) -> None:
-    """Ray workers stage in shared memory and in the object store in turn, and copy in memory."""
+    """A Ray worker stages in the object store, and copies in memory."""
     import ray
 
-    ranks = {
-        memory: ray.remote(num_cpus=0)(MemoryRank).remote(memory, num_bytes)
-        for memory in ("shared", "object_store")
-    }
+    rank = ray.remote(num_cpus=0)(StoreRank).remote(num_bytes)
     found: dict[str, list[float]] = {}
     for number in range(rounds + 2):
-        for memory, rank in ranks.items():
-            came = ray.get(rank.save.remote(str(root / "objects")))
-            shutil.rmtree(root / "objects")
-            # The first ones touch memory.
-            for what, value in came.items() if number > 1 else ():
-                found.setdefault(f"{what}, {memory}", []).append(value)
+        came = ray.get(rank.save.remote(str(root / "objects")))
+        shutil.rmtree(root / "objects")
+        # The first ones touch memory.
+        for what, value in came.items() if number > 1 else ():
+            found.setdefault(what, []).append(value)
     for name, values in found.items():
         table.fact(name, values, "" if "/" in name else "s")
-    limit = ray.get(ranks["object_store"].limit.remote())
+    limit = ray.get(rank.limit.remote())
     table.fact("limit: ray.put of as much / memcpy, best round", [limit], "")
-    table.row("objects", found["stall / memcpy, object_store"])
-    ray.get([rank.leave.remote() for rank in ranks.values()])
+    table.row("objects", found["stall / memcpy"])
+    ray.get(rank.leave.remote())
 
 
-class MemoryRank:
-    """A rank that stages in one kind of memory."""
+class StoreRank:
+    """A rank that stages."""
 
-    def __init__(self, memory: Any, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int) -> None:
         import ray_dcp
         from tests.bench.async_saves import MemoryCopy
         from tests.bench.measure import state_of
@@ -167,9 +163,8 @@ class MemoryRank:
         self._state = state_of(num_bytes)
         self._num_bytes = sum(tensor.nbytes for tensor in self._state.values())
         self._copy = MemoryCopy(self._state)
-        options = ray_dcp.StagerOptions(memory=memory)
-        self._session = ray_dcp.connect(name=memory, namespace=memory)
-        ray_dcp.warm_up(self._state, stager=options).result(600)
+        self._session = ray_dcp.connect(name="store", namespace="store")
+        ray_dcp.warm_up(self._state).result(600)
         self._pids = [os.getpid(), self._session.staging().info()["pid"]]
 
     def save(self, path: str) -> dict[str, float]:

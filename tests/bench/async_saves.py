@@ -76,11 +76,11 @@ def _run(options: Options, root: Path, table: Table) -> None:
     )
     wanted = set(options.rows)
     if "objects" in wanted:
-        # Budgets are a third of the store.
+        # Staged bytes may take half of the store.
         with one_node(4 * options.num_bytes):
             async_ranks.objects(options.rounds, options.num_bytes, root, table)
     if wanted - {"objects"}:
-        with one_node():
+        with one_node(4 * options.num_bytes):
             if wanted & {"stall", "first", "durable", "cpu", "memory"}:
                 _Saves(options, root, table, state).measure()
             if wanted & {"lost", "day"}:

@@ -192,7 +192,7 @@ def test_a_save_that_waits_in_the_queue_for_longer_than_its_ranks_wait_elsewhere
         (tmp_path / "gate").touch()
         first.committed(180)
         second.result(180).committed(180)
-    assert stands(tmp_path / "a", 7.0)
+    assert stands(tmp_path / "a", 7.0, FITTING)
 
 
 def test_a_storage_that_hangs_fails_its_save_and_holds_up_neither_training_nor_other_saves(

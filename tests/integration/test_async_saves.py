@@ -173,3 +173,23 @@ def test_all_staging_memory_comes_back_and_nothing_stays_in_shared_memory(ranks,
     assert [one.error for one in came] == [None, None]
     assert eventually(lambda: ranks.run(programs.stager_facts)[0]["used_bytes"] == 0)
     assert eventually(lambda: shared_memory() <= before)
+
+
+def test_a_hundred_saves_leave_no_descriptor_no_actor_and_one_state_in_the_store(ranks, tmp_path):
+    before = ranks.run(programs.save_many, str(tmp_path / "c"), 10)
+    after = ranks.run(programs.save_many, str(tmp_path / "c"), 100)
+    for (rank, stager, actors), (rank_then, stager_then, actors_then) in zip(
+        after, before, strict=True
+    ):
+        # Ray has a few connections more or less at any time.
+        assert rank <= rank_then + 8
+        assert stager <= stager_then + 8
+        assert actors <= actors_then
+    one_state = len(after) * (3 << 20)
+
+    def used_bytes() -> int:
+        return int(ranks.run(programs.stager_facts)[0]["used_bytes"])
+
+    # The last one is kept.
+    assert eventually(lambda: used_bytes() <= 1.2 * one_state)
+    assert used_bytes() >= one_state
