@@ -347,16 +347,10 @@ def stage_kept_and_die(path: str, step: int, gate: str) -> None:
 
 
 def warm(num_bytes: int) -> int:
-    """Gets ready for a state that only this rank has a part of; returns what it touched of shm."""
+    """Gets ready for a state that only this rank has a part of; returns its shared memory."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {"w": distribute_tensor(torch.zeros(num_bytes // 4), mesh, [Shard(0)])}
-    before = _shared_bytes()
     ray_dcp.warm_up(state).result(180)
-    return _shared_bytes() - before
-
-
-def _shared_bytes() -> int:
-    """Returns how much shared memory is present in this process."""
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssShmem"))
 

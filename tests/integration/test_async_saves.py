@@ -161,10 +161,10 @@ def test_a_second_save_is_skipped_on_all_ranks_or_on_none(ranks, tmp_path):
 
 
 def test_warming_up_touches_the_store_for_the_first_save(ranks):
-    # Each rank its half of what staged bytes may take of the store.
+    # What staged bytes may take of the store is given to who asks first.
     came = ranks.run(programs.warm, 400 << 20)
     limit_bytes = ranks.run(programs.stager_facts)[0]["limit_bytes"]
-    assert sum(came) >= 0.9 * limit_bytes
+    assert max(came) >= 0.9 * limit_bytes
 
 
 def test_all_staging_memory_comes_back_and_nothing_stays_in_shared_memory(ranks, tmp_path):
