@@ -274,7 +274,12 @@ def kept_state(step: int) -> dict[str, Any]:
 
 
 def kept_is(
-    path: str, step: int, unreachable: bool = False, opens: str = "", **options: Any
+    path: str,
+    step: int,
+    unreachable: bool = False,
+    opens: str = "",
+    mapped: bool = False,
+    **options: Any,
 ) -> Attempt:
     """Loads the state of a step and compares it; returns the bytes that were read, and how.
 
@@ -283,6 +288,7 @@ def kept_is(
         step: Of the values.
         unreachable: This process can't map the node's windows, as if it were on another machine.
         opens: File that is made when the load has found a save whose outcome is open.
+        mapped: The stager sends nothing: what this process does not map comes from storage.
         **options: Of the load.
     """
 
@@ -300,6 +306,8 @@ def kept_is(
             if unreachable:
                 stack.enter_context(patch.object(memory_tier._Loan, "map", lambda *_: None))
                 stack.enter_context(patch.object(memory_tier, "FETCH_BYTES", 1 << 20))
+            if mapped:
+                stack.enter_context(patch.object(memory_tier._InMemory, "_fetch", lambda *_: False))
             if opens:
                 stack.enter_context(patch.object(memory_tier, "_is_open", found_open))
             report = ray_dcp.load(loaded, checkpoint_id=path, options=LoadOptions(**options))

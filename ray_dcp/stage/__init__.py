@@ -1,1 +1,1 @@
-"""Staging on a node: memory, slots, copies, write queue, memory tier. No Ray, no torch."""
+"""Staging on a node: windows and their budget, write queue, memory tier. No Ray, no torch."""

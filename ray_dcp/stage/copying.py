@@ -4,7 +4,7 @@
 large one's. *Why* they stay for the next copy: starting threads takes as long as copying a window.
 
 Bytes that are not in host memory are copied by a `Filler` of their source: on a side stream, into
-slots that are registered with the device's driver.
+memory that is registered with the device's driver.
 """
 
 from __future__ import annotations

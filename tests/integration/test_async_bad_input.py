@@ -142,7 +142,7 @@ def spilled(directory: str) -> list[Path]:
 
 
 def test_a_store_that_is_full_and_smaller_than_the_state_is_enough(
-    session, ray_directory, tmp_path
+    session, ray_directory, tmp_path, caplog
 ):
     assert save_and_spoil(tmp_path / "c", 5.0).committed(180) is not None
     assert stands(tmp_path / "c", 5.0)
@@ -152,6 +152,8 @@ def test_a_store_that_is_full_and_smaller_than_the_state_is_enough(
     assert save_and_spoil(tmp_path / "c", 6.0).committed(180) is not None
     assert stands(tmp_path / "c", 6.0)
     assert all(np.array_equal(ray.get(ref), array) for ref, array in zip(refs, others, strict=True))
+    (said,) = [text for text in caplog.messages if "--object-store-memory" in text]
+    assert f"{tmp_path / 'c'} is 0.08 GB larger than" in said
     del refs
     for file in spilled(ray_directory):
         # Ray's own doing: what others hold has to go somewhere.

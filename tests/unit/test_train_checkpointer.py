@@ -34,7 +34,7 @@ class Alone(InlineSession):
     def staging(self, _options: object = None) -> Alone:
         return self
 
-    def warm(self, num_bytes: int, *, pin: object) -> Future[None]:
+    def warm(self, num_bytes: int) -> Future[None]:
         return Future()
 
 
