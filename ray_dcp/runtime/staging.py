@@ -37,7 +37,7 @@ from ray_dcp.stage.copying import filler_of
 from ray_dcp.stage.transfer import StagerGone, transfer
 from ray_dcp.stage.values import StageKey, StageOrder, StageProgress, StagerOptions
 from ray_dcp.stage.windows import plan_digest
-from ray_dcp.stage.write_queue import step_behind
+from ray_dcp.stage.write_queue import LINGER_S, step_behind
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +205,11 @@ class RankStaging:
                 # of a save do. To touch one costs ten times the copy.
                 window = np.zeros(link.window_bytes, dtype=np.uint8)
                 starts = range(0, own_bytes, link.window_bytes)
-                _held = [link.put([window[: own_bytes - start]]) for start in starts]
+                held = [link.put([window[: own_bytes - start]]) for start in starts]
+                if held:
+                    held.clear()
+                    # Why: until Ray has it back, a save would get memory that was never touched.
+                    threading.Event().wait(LINGER_S)
 
         return begin(touch, "warm")
 

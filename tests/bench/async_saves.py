@@ -24,6 +24,7 @@ from tests.bench.async_rows import KEYS, Table
 from tests.bench.measure import drop_cache, state_of
 from tests.bench.processes import cpu_s, descendants, memory_bytes, watched_memory
 from tests.leftovers import leaked_shared_memory, shared_memory
+from tests.polling import eventually
 
 RAY_SETTINGS = {
     "RAY_AUTH_MODE": "disabled",
@@ -188,6 +189,8 @@ class _Saves:
                 warm_up(self._state)
                 self._save("first ")
                 for _ in range(self.steady_saves):
+                    # Jobs save less often than it takes until the memory of a save is free.
+                    assert eventually(lambda: not session.staging().info()["used_bytes"])
                     self._note("memcpy", self._copy.seconds())
                     self._note("raw direct write", raw_write_s(self._root / "raw", self._num_bytes))
                     self._save("", session)
