@@ -155,5 +155,5 @@ def test_ranks_use_the_ray_that_is_named(tmp_path: Path, programs: Programs, ray
     assert [one.returncode for one in ended] == [0, 0], ended
     for facts in map(told, (one.stdout for one in ended)):
         assert facts["same"]
-        assert facts["staging"] == "stager"
+        assert facts["staging"] == "object_store"
         assert facts["has_ray"]
