@@ -31,7 +31,7 @@ from ray_dcp.commit_protocol.messages import Left, OpKey, SaveOutcome
 from ray_dcp.core import reporting
 from ray_dcp.core.checks import check_wait
 from ray_dcp.core.phases import STAGE, STAGED
-from ray_dcp.core.processes import OwnProcess
+from ray_dcp.core.processes import OwnProcess, start_thread
 from ray_dcp.core.reporting import contained
 from ray_dcp.errors import (
     CheckpointError,
@@ -40,7 +40,6 @@ from ray_dcp.errors import (
     LimitError,
     SaveCancelledError,
 )
-from ray_dcp.io.threads import start
 from ray_dcp.operations import (
     CheckpointId,
     RankSession,
@@ -369,7 +368,7 @@ class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
             # Why a thread: the save goes on, and a callback may take long, or wait for its end.
             # Suppressed: there are no more threads; they are called when the save ends.
             with suppress(LimitError):
-                start(staged._announce, "ray_dcp staged")
+                start_thread(staged._announce, "ray_dcp staged")
 
     def _end(self, metadata: Metadata | None, error: BaseException | None) -> None:
         if error is None and metadata is None:
@@ -551,7 +550,7 @@ class _Save:
         _running.add(self)
         _drain_at_exit()
         try:
-            start(run, f"ray_dcp save {self._handle.checkpoint_id}")
+            start_thread(run, f"ray_dcp save {self._handle.checkpoint_id}")
         except LimitError as error:
             _running.discard(self)
             self._session.leave(Left(self._key, error.message), LEAVING_S)

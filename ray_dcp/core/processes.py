@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
-from ray_dcp.errors import InvalidRequestError
+from ray_dcp.errors import InvalidRequestError, LimitError
 
 
 class OwnProcess:
@@ -76,3 +77,24 @@ class ProcessLock:
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
+
+
+def start_thread(work: Callable[[], object], name: str) -> threading.Thread:
+    """Returns a daemon thread that does some work.
+
+    Args:
+        work: What to do.
+        name: Of the thread.
+
+    Raises:
+        LimitError: No thread can be started.
+    """
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise LimitError(
+            f"Expected to start a thread ({name}), but the system refused: {error}. Raise the "
+            f"limit of threads (ulimit -u, pids.max of the container), or use fewer"
+        ) from error
+    return thread

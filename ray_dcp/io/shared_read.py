@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ray_dcp.core.processes import start_thread
 from ray_dcp.core.values import Int32Array, Int64Array
 from ray_dcp.errors import CheckpointError
 from ray_dcp.planning.reads import RankShare
@@ -131,20 +132,22 @@ class SharedReadStorage(StorageWrapper):
         self._freed_s = 0.0
         self._todo = [index for index, mine in enumerate(self._is_mine) if mine]
         self._over = False
-        self._threads = [
-            threading.Thread(target=self._read_for_all, daemon=True, name="ray_dcp reads for all")
-            for _ in range(min(num_threads, len(self._todo)))
-        ]
+        self._num_threads = min(num_threads, len(self._todo))
+        self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Begins to read for others."""
+        """Begins to read for others; call `finish` also where it fails.
+
+        Raises:
+            LimitError: No thread can be started.
+        """
         self._freed_s = time.monotonic()
         self._exchange.enter(self._share, self._freed)
         for index in range(len(self._number)):
             if not self._left[index]:
                 self._exchange.use(self._number[index])
-        for thread in self._threads:
-            thread.start()
+        for _ in range(self._num_threads):
+            self._threads.append(start_thread(self._read_for_all, "ray_dcp reads for all"))
 
     def finish(self, *, failed: bool = False) -> None:
         """Returns when all that others may expect of this rank has been offered.

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from ray_dcp.core.processes import start_thread
 from ray_dcp.errors import LimitError
 from ray_dcp.store.storage import read_traits_of
 
@@ -105,11 +106,9 @@ def run_tasks(
 
     threads: list[threading.Thread] = []
     # Suppressed: there are no more threads, and fewer do it as well.
-    with suppress(RuntimeError):
+    with suppress(LimitError):
         for _ in range(num_threads - 1):
-            thread = threading.Thread(target=drain, daemon=True)
-            thread.start()
-            threads.append(thread)
+            threads.append(start_thread(drain, "ray_dcp work"))
     drain()
     for thread in threads:
         thread.join()
@@ -152,27 +151,6 @@ def at_once(*calls: Callable[[], Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def start(work: Callable[[], object], name: str) -> threading.Thread:
-    """Returns a daemon thread that does some work.
-
-    Args:
-        work: What to do.
-        name: Of the thread.
-
-    Raises:
-        LimitError: No thread can be started.
-    """
-    thread = threading.Thread(target=work, name=name, daemon=True)
-    try:
-        thread.start()
-    except RuntimeError as error:
-        raise LimitError(
-            f"Expected to start a thread ({name}), but the system refused: {error}. Raise the "
-            f"limit of threads (ulimit -u, pids.max of the container), or use fewer"
-        ) from error
-    return thread
-
-
 def begin(work: Callable[[], T], name: str) -> Future[T]:
     """Begins work that may hang for ever, in a daemon thread of its own; returns its future.
 
@@ -195,7 +173,7 @@ def begin(work: Callable[[], T], name: str) -> Future[T]:
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             ended.set_exception(error)
 
-    start(run, name)
+    start_thread(run, name)
     return ended
 
 
@@ -237,7 +215,7 @@ def run_within(
     thread = None
     stop.wakes(wake)
     try:
-        thread = start(run, "ray_dcp in time")
+        thread = start_thread(run, "ray_dcp in time")
         wake.wait(within_s)
         if not ended.done() and not stop.asked:
             stop.because(overdue())

@@ -28,6 +28,7 @@ from ray_dcp.asynchronous import SaveHandle
 from ray_dcp.commit_protocol.commands import Failed, ReadRecords, RecordsRead, Result, Task
 from ray_dcp.commit_protocol.messages import Exchange, Exchanged, OpKey, Reply, Request
 from ray_dcp.commit_protocol.vote import Decision, Fenced, Lost, Open, Won
+from ray_dcp.core.processes import start_thread
 from ray_dcp.core.reporting import contained
 from ray_dcp.entrypoints import async_save, save
 from ray_dcp.errors import (
@@ -38,7 +39,7 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.io.records import read_slots
-from ray_dcp.io.threads import begin, start
+from ray_dcp.io.threads import begin
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.preemption import Preemption
 from ray_dcp.manager.save_policy import SaveFacts, asks_only_the_step
@@ -172,7 +173,7 @@ class Finisher:
                 return
             # Suppressed: there are no more threads, and this one does it.
             with suppress(LimitError):
-                self._thread = start(self._run, "ray_dcp manager")
+                self._thread = start_thread(self._run, "ray_dcp manager")
                 return
         self._run()
 

@@ -31,11 +31,10 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from ray_dcp.core.processes import OwnProcess
+from ray_dcp.core.processes import OwnProcess, start_thread
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
 from ray_dcp.format.names import READING
 from ray_dcp.io.reserve import freeing, keep_reserve
-from ray_dcp.io.threads import start
 from ray_dcp.manager.catalogue import FOLDER, Root
 from ray_dcp.store.storage import KeyExistsError, Storage, read_if_there
 
@@ -165,7 +164,7 @@ def renewed(beat: Callable[[int], object], every_s: float) -> Callable[[], None]
         over.set()
         thread.join(every_s)
 
-    thread = start(run, "ray_dcp beat")
+    thread = start_thread(run, "ray_dcp beat")
     return stop
 
 

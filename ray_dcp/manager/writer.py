@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from ray_dcp.core.processes import start_thread
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -30,7 +31,6 @@ from ray_dcp.errors import (
 from ray_dcp.format.names import READING, TAGS, check_tag, tag_key, tag_of
 from ray_dcp.format.step_info import StepInfo, check_metadata, encode_info, info_key
 from ray_dcp.io.records import used_slots
-from ray_dcp.io.threads import start
 from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look, look_at_step, publish
 from ray_dcp.manager.leases import LeaseHolder, Readers, WriterLease
 from ray_dcp.manager.retention import StepFacts, check_metrics, superfluous
@@ -91,7 +91,7 @@ class Remover:
             if self._threaded and self._thread is None and not self._closed:
                 # Suppressed: there are no more threads; the next save, or `drain`, does it.
                 with suppress(LimitError):
-                    self._thread = start(self._run, "ray_dcp removal")
+                    self._thread = start_thread(self._run, "ray_dcp removal")
             self._changed.notify_all()
 
     def drain(self, timeout_s: float | None = None) -> bool:

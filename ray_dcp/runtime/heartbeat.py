@@ -25,8 +25,8 @@ from ray_dcp.commit_protocol.liveness import (
     beat_interval_s,
 )
 from ray_dcp.commit_protocol.messages import Left, OpKey
+from ray_dcp.core.processes import start_thread
 from ray_dcp.errors import CheckpointError, DeadlineError, LimitError, ParticipantError
-from ray_dcp.io.threads import start
 from ray_dcp.runtime.rank_progress import RankProgress
 
 FIRST_HEARTBEAT_S = 1.0
@@ -144,7 +144,7 @@ class HeartbeatSender(ABC):
 
     def _run_thread(self) -> None:
         if self._thread is None:
-            self._thread = start(self._run, "ray_dcp beats")
+            self._thread = start_thread(self._run, "ray_dcp beats")
 
     # In the thread
 

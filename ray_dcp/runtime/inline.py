@@ -28,9 +28,8 @@ from ray_dcp.commit_protocol.commands import (
 from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.commit_protocol.error_aggregation import Opening
 from ray_dcp.commit_protocol.messages import Left, OpKey, Refused, Reply, Request
-from ray_dcp.core.processes import OwnProcess
+from ray_dcp.core.processes import OwnProcess, start_thread
 from ray_dcp.errors import CheckpointError, InternalError, LimitError, SaveCancelledError
-from ray_dcp.io.threads import start
 from ray_dcp.runtime.metrics import Performer, Tracing
 from ray_dcp.runtime.rank_progress import Activity, RankProgress
 from ray_dcp.runtime.rank_save import PlanMemory
@@ -307,7 +306,7 @@ class InlineSession:
 
         # Why a thread: one that hangs in the kernel can't be ended, but it can be left.
         try:
-            start(run, "ray_dcp task")
+            start_thread(run, "ray_dcp task")
         except LimitError as error:
             self._running.remove(task)
             self._shell.performed(todo, Failed(error))

@@ -53,6 +53,7 @@ from ray_dcp.commit_protocol.messages import (
     SaveStaged,
     Target,
 )
+from ray_dcp.core.processes import start_thread
 from ray_dcp.core.reporting import contained
 from ray_dcp.errors import CheckpointError, LimitError
 from ray_dcp.events import Event, outcome_of
@@ -65,7 +66,6 @@ from ray_dcp.format.save_trace import (
     make_trace,
     trace_key,
 )
-from ray_dcp.io.threads import start
 from ray_dcp.runtime.rank_progress import Activity
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
@@ -504,7 +504,7 @@ class Tracing:
             except Exception as error:  # noqa: BLE001 - no save fails because of its trace
                 logger.debug("The trace of a save to %s was not written: %s", target.url, error)
 
-        return start(run, "trace")
+        return start_thread(run, "trace")
 
     def _write(self, save: SaveRecorder, target: Target, committed_s: float) -> None:
         trace = save.trace(committed_s)

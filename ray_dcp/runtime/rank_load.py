@@ -526,8 +526,8 @@ class RankLoad:
             if shared is None:
                 return read_prepared(storage, prepared, work.sink, options=options)
             failed = True
-            shared.start()
             try:
+                shared.start()
                 stats = read_prepared(shared, prepared, work.sink, options=options)
                 failed = False
             finally:

@@ -28,6 +28,7 @@ from ray_dcp.commit_protocol.load import (
     Use,
 )
 from ray_dcp.commit_protocol.messages import OpKey
+from ray_dcp.core.processes import start_thread
 from ray_dcp.errors import CheckpointError
 from ray_dcp.io.shared_read import SHARE_TIMEOUT_S, Transport
 from ray_dcp.planning.reads import RankShare
@@ -114,7 +115,7 @@ class RayTransport:
         self._reader = dict(zip(units, readers, strict=True))
         self._heard_s = dict.fromkeys(readers, now_s)
         self._send(Enter(self._key, self._rank, units, readers))
-        threading.Thread(target=self._listen, daemon=True, name="ray_dcp shared reads").start()
+        start_thread(self._listen, "ray_dcp shared reads")
 
     def offer(self, unit: int, ranks: int, data: memoryview) -> memoryview | None:
         """See `Transport.offer`."""

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ray_dcp.core.processes import ProcessLock
+from ray_dcp.core.processes import ProcessLock, start_thread
 from ray_dcp.errors import InvalidRequestError, StorageError, StorageRefusedError
 from ray_dcp.store.create_probe import creates_if_absent_in
 from ray_dcp.store.location import split_url
@@ -249,8 +249,7 @@ class _Upload:
         self._pieces = _Pieces()
         self._error: BaseException | None = None
         self.ended = False
-        self._thread = threading.Thread(target=self._run, args=(put, budget), daemon=True)
-        self._thread.start()
+        self._thread = start_thread(partial(self._run, put, budget), "ray_dcp upload")
 
     def add(self, piece: npt.NDArray[np.uint8]) -> None:
         """Appends a piece.

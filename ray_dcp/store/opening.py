@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.core.processes import start_thread
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import (
@@ -211,8 +212,7 @@ def watched(target: AnyPlace, told: Told | None, done: int, total: int) -> Itera
                 found = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
                 told(min(done + found, total), total)
 
-    looking = threading.Thread(target=look, name="ray-dcp-watched", daemon=True)
-    looking.start()
+    looking = start_thread(look, "ray_dcp looks at a target")
     try:
         yield
         told(total, total)

@@ -165,7 +165,7 @@ def test_a_call_that_got_no_thread_is_forgotten(coordinator, monkeypatch):
         raise LimitError("no threads")
 
     with monkeypatch.context() as patch:
-        patch.setattr(heartbeat, "start", refuse)
+        patch.setattr(heartbeat, "start_thread", refuse)
         with pytest.raises(LimitError, match="no threads"):
             sender.add(RankProgress(), TIMEOUT_S)
     progress = RankProgress()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from obstore.store import MemoryStore
 from torch.distributed.checkpoint.logger import _dcp_logger
 
 import ray_dcp
@@ -420,3 +421,22 @@ def test_a_lease_without_a_thread_that_renews_it_is_none(no_threads, monkeypatch
         monkeypatch.undo()
         manager.save(2, state_of(2))
         assert manager.all_steps() == [2]
+
+
+def test_an_upload_without_a_thread_fails_the_save_and_leaves_the_last_one(no_threads, monkeypatch):
+    place = ray_dcp.Location("c", filesystem=MemoryStore())
+    ray_dcp.save(state_of(1), checkpoint_id=place)
+    no_threads("ray_dcp upload")
+    with pytest.raises(errors.LimitError, match="start a thread"):
+        ray_dcp.save({"w": torch.zeros(6 << 20)}, checkpoint_id=place)
+    monkeypatch.undo()
+    assert ray_dcp.verify(place).ok
+    assert ray_dcp.read_state_dict(place)["w"].unique().tolist() == [1]
+
+
+def test_a_conversion_without_a_thread_that_follows_it_writes_nothing(no_threads, tmp_path):
+    torch.save(state_of(1), tmp_path / "a.pt")
+    no_threads("ray_dcp looks at a target")
+    with pytest.raises(errors.LimitError, match="start a thread"):
+        ray_dcp.import_checkpoint(tmp_path / "a.pt", tmp_path / "b", told=lambda done, total: None)
+    assert not (tmp_path / "b").exists()

@@ -19,11 +19,12 @@ from ray_dcp.commit_protocol.messages import (
     OpKey,
     ReadCounts,
 )
-from ray_dcp.errors import ParticipantError, SaveCancelledError, StorageError
+from ray_dcp.errors import LimitError, ParticipantError, SaveCancelledError, StorageError
 from ray_dcp.io import shared_read
 from ray_dcp.io.shared_read import SharedReadStorage
 from ray_dcp.planning.reads import Ranges, RankShare, ReadNeeds, ShareCost, merged, share_reads
 from ray_dcp.runtime.coordinator import SharedReadDispatch
+from ray_dcp.runtime.shared_reads import RayTransport
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.memory import MemoryStorage
 from tests.protocol_play import KEY, Play
@@ -312,3 +313,34 @@ def test_a_reader_whose_storage_fails_tells_so_and_finds_out_itself():
         mine.read_into("f", 0, memoryview(bytearray(30)))
     mine.finish(failed=True)
     assert {new.what for new in board.handover.updates(1, 0)} == {"gone"}
+
+
+@pytest.fixture
+def no_threads(monkeypatch):
+    """Refuses the threads of shared reads."""
+    begin = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name in ("ray_dcp reads for all", "ray_dcp shared reads"):
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+def test_a_reader_without_a_thread_fails_and_keeps_nobody_waiting(no_threads):
+    board = Board()
+    mine = a_relay(ThreadExchange(board, 0), 0, budget_bytes=100)
+    board.handover.take(Enter(KEY, 1, (0, 1, 2), (0, 0, 0)))
+    with pytest.raises(LimitError, match="start a thread"):
+        mine.start()
+    mine.finish(failed=True)
+    assert {new.what for new in board.handover.updates(1, 0)} == {"gone"}
+
+
+def test_shared_reads_fail_without_a_thread_that_hears_of_them(no_threads):
+    def out_of_reach() -> None:
+        raise ParticipantError("no coordinator")
+
+    with pytest.raises(LimitError, match="start a thread"):
+        RayTransport(out_of_reach, KEY, 0).enter(one_share(0, 2), lambda unit: None)
