@@ -25,7 +25,7 @@ from ray_dcp.format.names import (
     check_tag,
     note_key,
     tag_key,
-    tag_of,
+    tags_in,
 )
 from ray_dcp.format.step_info import info_slot
 from ray_dcp.io.records import Announced, check_announced, fence
@@ -178,8 +178,8 @@ class _Marks:
     def _look(self) -> None:
         if self._shared is None:
             return
-        found = (tag_of(entry.key) for entry in self._shared.list(f"{TAGS}{self._step}."))
-        self.tags = tuple(sorted(tagged[1] for tagged in found if tagged is not None))
+        found = tags_in(entry.key for entry in self._shared.list(f"{TAGS}{self._step}."))
+        self.tags = tuple(sorted(found.get(self._step or 0, ())))
         leases = [entry.key for entry in self._shared.list(f"{READING}{self._step}.")]
         self.readers = tuple(filter(None, (_reader(self._shared, key) for key in leases)))
 

@@ -274,6 +274,22 @@ def tag_of(key: str) -> tuple[int, str] | None:
     return (int(found[1]), found[2]) if found else None
 
 
+def tags_in(keys: Iterable[str]) -> dict[int, frozenset[str]]:
+    """Returns the tags of each step that has one.
+
+    Args:
+        keys: What lies in the shared folder.
+
+    Examples:
+        >>> tags_in([tag_key(500, "best"), "catalogue.json"])
+        {500: frozenset({'best'})}
+    """
+    tags: dict[int, frozenset[str]] = {}
+    for step, tag in filter(None, map(tag_of, keys)):
+        tags[step] = tags.get(step, frozenset()) | {tag}
+    return tags
+
+
 def note_key(step: int) -> str:
     """Returns the key, in the shared folder, of the note on a step.
 

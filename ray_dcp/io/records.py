@@ -29,9 +29,14 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from ray_dcp.errors import CheckpointExistsError, DamagedCheckpointError, StorageError
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    DamagedCheckpointError,
+    StorageError,
+)
 from ray_dcp.format.manifest import (
     MAX_RECORD_BYTES,
     AbortRecord,
@@ -44,8 +49,11 @@ from ray_dcp.format.manifest import (
     record_key,
     slot_of,
 )
+from ray_dcp.format.step_info import StepInfo, decode_info, info_key
 from ray_dcp.io.reserve import freeing
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage, read_if_there
+
+T = TypeVar("T")
 
 _MOST_TRIES = 20
 """How often the slots are listed again; each time a save or delete came in between."""
@@ -142,7 +150,7 @@ def read_slots(
     before: Slots | None = None
     for _ in range(_MOST_TRIES):
         slots = used_slots(storage) if used is None else used
-        found = _read(storage, slots, tolerant, whole, known or {})
+        found = _read(storage, slots, tolerant, whole, {**(known or {})})
         if found is not None and (found.decides is not None or used is not None):
             return found
         if found is not None and before is not None and found.used == before.used:
@@ -159,47 +167,44 @@ def _read(
     used: tuple[int, ...],
     tolerant: bool,
     whole: bool,
-    known: Mapping[int, bytes],
+    known: dict[int, bytes],
 ) -> Slots | None:
-    """Returns what the slots hold; None when one that was listed is gone."""
+    """Returns what the slots hold, using up `known`; None when one that was listed is gone."""
     found = Slots(used)
     decides: Deciding | None = None
     for slot in reversed(found.used):
         is_older = decides is not None and slot <= decides.record.previous_slot
         if is_older and not whole:
             break
+        read = partial(_bytes_in, storage, slot, known)
         try:
-            data = known.get(slot) or _bytes_in(storage, slot)
-            if not is_older:
-                _decode(found, storage, slot, data, tolerant)
+            if is_older:
+                # Why suppressed: it has no say, and whoever can't read it can't be misled by it.
+                with suppress(DamagedCheckpointError):
+                    found.older[slot] = decode_record(read(), key=record_key(slot))
+            else:
+                _decode(found, slot, read, tolerant)
                 decides = found.decides
         except KeyMissingError:
             if not is_older:
                 return None
-            continue
-        if is_older:
-            # Why suppressed: it has no say, and whoever can't read it can't be misled by it.
-            with suppress(DamagedCheckpointError):
-                found.older[slot] = decode_record(data, key=record_key(slot))
     return found
 
 
-def _bytes_in(storage: Storage, slot: int) -> bytes:
+def _bytes_in(storage: Storage, slot: int, known: dict[int, bytes]) -> bytes:
     # Why so many: of a longer file, no more is taken into memory than is refused.
-    return storage.read(record_key(slot), 0, MAX_RECORD_BYTES + 1)
+    return known.pop(slot, b"") or storage.read(record_key(slot), 0, MAX_RECORD_BYTES + 1)
 
 
-def _decode(into: Slots, storage: Storage, slot: int, data: bytes, tolerant: bool) -> None:
+def _decode(into: Slots, slot: int, read: Callable[[], bytes], tolerant: bool) -> None:
     key = record_key(slot)
+
+    def decode() -> None:
+        data = read()
+        into.records[slot], into.data[slot] = _record_in(slot, data), data
+
     try:
-        try:
-            record = _record_in(slot, data)
-        except DamagedCheckpointError:
-            # Why again: what was altered or cut off on its way here comes whole the next time.
-            data = _bytes_in(storage, slot)
-            record = _record_in(slot, data)
-        into.records[slot] = record
-        into.data[slot] = data
+        read_again(decode)
     except DamagedCheckpointError as error:
         if not tolerant:
             error.message += (
@@ -219,6 +224,94 @@ def _record_in(slot: int, data: bytes) -> Record:
             key=record_key(slot),
         )
     return record
+
+
+def read_again(read: Callable[[], T]) -> T:
+    """Returns what a read gives, and reads once more where that is damaged.
+
+    Why: what was altered or cut off on its way here comes whole the next time.
+
+    Args:
+        read: Reads and decodes.
+
+    Raises:
+        DamagedCheckpointError: It is damaged both times.
+    """
+    try:
+        return read()
+    except DamagedCheckpointError:
+        return read()
+
+
+def highest_record(storage: Storage, folder: str, last: int) -> Manifest | DeleteRecord | None:
+    """Returns the record in the highest slot of a folder; None when it does not decide by itself.
+
+    Why: it nearly always decides, and one read is a tenth of looking at all slots.
+
+    Args:
+        storage: Of the run.
+        folder: Below it; "" for the run itself.
+        last: The slot.
+
+    Raises:
+        StorageError: The storage failed.
+    """
+    key = record_key(last)
+    data = read_if_there(storage, _below(folder, key), MAX_RECORD_BYTES + 1)
+    try:
+        record = None if data is None else decode_record(data, key=key)
+    except CheckpointError:
+        return None
+    # Careful: a slot between the two may hold the record that decides against this one's attempt.
+    decides = isinstance(record, Manifest | DeleteRecord) and record.previous_slot == last - 1
+    return record if decides else None  # type: ignore[return-value]
+
+
+def read_info(storage: Storage, folder: str, slot: int) -> StepInfo | None:
+    """Returns what a manager noted about a step when a slot was the highest one.
+
+    Args:
+        storage: Of the run.
+        folder: As for `highest_record`.
+        slot: In the name of the info.
+
+    Returns:
+        None where there is no such info.
+
+    Raises:
+        DamagedCheckpointError: It can't be read; the checkpoint is whole without it.
+        StorageError: The storage failed.
+    """
+    key = info_key(slot)
+
+    def read() -> StepInfo | None:
+        data = read_if_there(storage, _below(folder, key), MAX_RECORD_BYTES)
+        return None if data is None else decode_info(data, key=key)
+
+    return read_again(read)
+
+
+def info_below(
+    storage: Storage, folder: str, slots: Iterable[int | None], slot: int
+) -> StepInfo | None:
+    """Returns what a manager noted about the manifest in a slot; None when it did not.
+
+    Args:
+        storage: Of the run.
+        folder: As for `highest_record`.
+        slots: Of the infos in it: the highest one below the manifest belongs to that.
+        slot: Of the manifest.
+
+    Raises:
+        DamagedCheckpointError: As `read_info` does.
+        StorageError: The storage failed.
+    """
+    below = max((one for one in slots if one is not None and one < slot), default=None)
+    return None if below is None else read_info(storage, folder, below)
+
+
+def _below(folder: str, key: str) -> str:
+    return f"{folder}/{key}" if folder else key
 
 
 _PREFIX = "deleting/"

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -19,19 +18,19 @@ from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core.collector import collector_paused
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
 from ray_dcp.format.manifest import MAX_RECORD_BYTES, DeleteRecord, Manifest, slot_of
-from ray_dcp.format.names import CATALOGUE, READING, SHARED_FOLDER, StepNames, tag_of
+from ray_dcp.format.names import CATALOGUE, READING, SHARED_FOLDER, StepNames, tags_in
 from ray_dcp.format.step_info import (
     CatalogueRow,
     decode_catalogue,
     encode_catalogue,
     info_slot,
 )
-from ray_dcp.io.records import fence, read_slots
+from ray_dcp.io.records import fence, highest_record, info_below, read_slots
 from ray_dcp.manager.retention import StepFacts
 from ray_dcp.store.location import url_below
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage, read_if_there
-from ray_dcp.view.listing import PART_NAME, REMOTE_THREADS, highest_record, info_below
+from ray_dcp.view.listing import PART_NAME, folders_in, look_into
 
 FOLDER = SHARED_FOLDER
 Opener = Callable[[Target], Storage]
@@ -226,28 +225,21 @@ def look_at_folders(
         StorageError: The storage can't be listed or read.
     """
     storage = root.storage
-    folders: dict[str, list[str]] = {}
-    for entry in storage.list():
-        name, slash, rest = entry.key.partition("/")
-        if slash:
-            folders.setdefault(name, []).append(rest)
-    found = Catalogue()
-    tags: dict[int, set[str]] = {}
-    for key in folders.pop(FOLDER, []):
-        tagged = tag_of(key)
-        if tagged is not None:
-            tags.setdefault(tagged[0], set()).add(tagged[1])
+    folders = folders_in(storage)
+    folders.pop("", None)
+    shared = folders.pop(FOLDER, [])
+    found = Catalogue(tags=tags_in(shared))
+    for key in shared:
         lease = _LEASE.fullmatch(key)
         if lease is not None:
             is_read = int(lease[1])
             found.read_by[is_read] = (*found.read_by.get(is_read, ()), key)
-    found.tags = {step: frozenset(names) for step, names in tags.items()}
     numbered = ((step_of(name), name) for name in sorted(folders))
     looked = [
         _look_into(step, name, folders[name], known) for step, name in numbered if step is not None
     ]
-    found.num_read = sum(isinstance(one, _Folder) and one.last > 0 for one in looked)
-    for one in _read_all(looked, root, storage):
+    found.num_read = _read_all(looked, root, storage)
+    for one in looked:
         if isinstance(one, StepFound):
             found.folders[one.name] = one
         elif one is not None:
@@ -267,8 +259,9 @@ def look_at_step(root: Root, name: str, step: int) -> StepFound | None:
         StorageError: The storage can't be listed or read.
     """
     keys = [entry.key for entry in root.open(name).list()]
-    (found,) = _read_all([_look_into(step, name, keys, {})], root, root.storage)
-    return found if isinstance(found, StepFound) else None
+    looked = [_look_into(step, name, keys, {})]
+    _read_all(looked, root, root.storage)
+    return looked[0] if isinstance(looked[0], StepFound) else None
 
 
 def _look_into(
@@ -309,20 +302,17 @@ def _look_into(
     return _Folder(step, name) if is_ours or infos else None
 
 
-def _read_all(
-    looked: Sequence[StepFound | _Folder | None], root: Root, storage: Storage
-) -> Iterator[StepFound | _Folder | None]:
-    """Yields what is in folders, in their order, after reading the records of those unread."""
+def _read_all(looked: list[StepFound | _Folder | None], root: Root, storage: Storage) -> int:
+    """Puts what is committed in folders in their place; returns of how many records were read."""
 
-    def read(one: StepFound | _Folder | None) -> StepFound | _Folder | None:
-        return _read(one, root, storage) if isinstance(one, _Folder) and one.last else one
+    def read(index: int) -> None:
+        folder = looked[index]
+        if isinstance(folder, _Folder):
+            looked[index] = _read(folder, root, storage)
 
-    # Why only there: a file is read in less time than a thread takes over, a request is waited for.
-    if not hasattr(storage, "request_bytes"):
-        yield from map(read, looked)
-        return
-    with ThreadPoolExecutor(REMOTE_THREADS) as threads:
-        yield from threads.map(read, looked)
+    unread = [n for n, one in enumerate(looked) if isinstance(one, _Folder) and one.last]
+    look_into(storage, unread, read)
+    return len(unread)
 
 
 def _read(folder: _Folder, root: Root, storage: Storage) -> StepFound | _Folder:
@@ -377,7 +367,7 @@ def _standing(
 ) -> tuple[int, Manifest | DeleteRecord | None]:
     """Returns what decides in a folder: nearly always the record in the highest slot."""
     record = highest_record(storage, name, last)
-    if isinstance(record, Manifest | DeleteRecord) and record.previous_slot < last:
+    if record is not None:
         return last, record
     decides = read_slots(root.open(name)).decides
     return (0, None) if decides is None else (decides.slot, decides.record)

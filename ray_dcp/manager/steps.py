@@ -25,16 +25,16 @@ from ray_dcp.errors import (
     InvalidRequestError,
     StorageError,
 )
-from ray_dcp.format.manifest import MAX_RECORD_BYTES, DeleteRecord, Manifest, record_key
+from ray_dcp.format.manifest import DeleteRecord, Manifest, record_key
 from ray_dcp.format.names import note_key
-from ray_dcp.format.step_info import StepInfo, decode_info, info_slot
-from ray_dcp.io.records import Announced, check_announced, read_slots, used_slots
+from ray_dcp.format.step_info import StepInfo, info_slot
+from ray_dcp.io.records import Announced, check_announced, read_info, read_slots, used_slots
 from ray_dcp.io.reserve import freeing
 from ray_dcp.manager.catalogue import Catalogue, Root, StepFound
 from ray_dcp.manager.leases import Readers
 from ray_dcp.runtime.garbage_collection import collect, delete
 from ray_dcp.runtime.tasks import new_attempt
-from ray_dcp.store.storage import KeyMissingError, Storage
+from ray_dcp.store.storage import Storage
 
 Order = Literal["increasing", "any"]
 
@@ -345,13 +345,9 @@ def _items_in(storage: Storage, keys: Iterable[str]) -> set[str]:
 
 def _infos(storage: Storage, keys: Iterable[str]) -> Iterator[StepInfo]:
     """Yields the infos among the keys of a step's folder."""
-    for key in keys:
+    for slot in map(info_slot, keys):
         # Suppressed: then an item is not removed, and `ray_dcp.collect` finds what a crash left.
-        with suppress(KeyMissingError, DamagedCheckpointError):
-            if info_slot(key) is None:
-                continue
-            try:
-                info = decode_info(storage.read(key, 0, MAX_RECORD_BYTES), key=key)
-            except DamagedCheckpointError:
-                info = decode_info(storage.read(key, 0, MAX_RECORD_BYTES), key=key)
-            yield info
+        with suppress(DamagedCheckpointError):
+            info = None if slot is None else read_info(storage, "", slot)
+            if info is not None:
+                yield info

@@ -28,7 +28,7 @@ from ray_dcp.errors import (
     LimitError,
     StorageError,
 )
-from ray_dcp.format.names import READING, TAGS, check_tag, tag_key, tag_of
+from ray_dcp.format.names import READING, TAGS, check_tag, tag_key, tags_in
 from ray_dcp.format.step_info import StepInfo, check_metadata, encode_info, info_key
 from ray_dcp.io.records import used_slots
 from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look, look_at_step, publish
@@ -698,7 +698,7 @@ class Writer:
     def _tags_of(self, step: int) -> frozenset[str]:
         """Returns the tags of a step, by a look at the storage."""
         keys = (entry.key for entry in self.root.shared.list(f"{TAGS}{step}."))
-        return frozenset(tagged[1] for key in keys if (tagged := tag_of(key)) is not None)
+        return tags_in(keys).get(step, frozenset())
 
     def _untag(self, step: int, tags: Iterable[str]) -> None:
         self.root.shared.delete([tag_key(step, tag) for tag in sorted(tags)])

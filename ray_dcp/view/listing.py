@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -26,27 +26,29 @@ from ray_dcp.format.manifest import (
     MAX_RECORD_BYTES,
     DeleteRecord,
     Manifest,
-    Record,
-    decode_record,
-    record_key,
     slot_of,
 )
-from ray_dcp.format.names import CATALOGUE, MAX_NOTE_BYTES, SHARED_FOLDER, noted_step, tag_of
+from ray_dcp.format.names import CATALOGUE, MAX_NOTE_BYTES, SHARED_FOLDER, noted_step, tags_in
 from ray_dcp.format.step_info import (
     CatalogueRow,
-    StepInfo,
     decode_catalogue,
-    decode_info,
-    info_key,
     info_slot,
 )
 from ray_dcp.io.checkpoint import Checkpoint
-from ray_dcp.io.records import Slots, read_slots
+from ray_dcp.io.records import Slots, highest_record, info_below, read_slots
 from ray_dcp.io.threads import run_tasks
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import Told, open_storage, place_below
-from ray_dcp.store.storage import Entry, Storage, read_if_there
+from ray_dcp.store.storage import (
+    NETWORK_DISK,
+    Entry,
+    Storage,
+    read_if_there,
+    read_traits_of,
+)
+
+T = TypeVar("T")
 
 _STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})", re.DOTALL)
 PART_NAME = re.compile(r"rank-\d+-part-\d+\.safetensors")
@@ -124,14 +126,8 @@ def list_run(run: AnyPlace) -> Run:
         One listing of all files at and below the run; nothing is read.
     """
     storage = open_storage(run)
-    folders: dict[str, list[str]] = {}
-    files = []
-    for entry in storage.list():
-        name, slash, rest = entry.key.partition("/")
-        if slash:
-            folders.setdefault(name, []).append(rest)
-        else:
-            files.append(name)
+    folders = folders_in(storage)
+    files = folders.pop("", [])
     steps, others = [], []
     for name, keys in folders.items():
         step = step_of(name)
@@ -141,6 +137,19 @@ def list_run(run: AnyPlace) -> Run:
             others.append(f"{name}/")
     steps.sort(key=lambda folder: (folder.step, folder.name), reverse=True)
     return Run(storage.url, tuple(steps), (*sorted(others), *sorted(files)), _is_checkpoint(files))
+
+
+def folders_in(storage: Storage) -> dict[str, list[str]]:
+    """Returns the keys of the files of each folder, below that; of those in no folder under "".
+
+    Raises:
+        StorageError: It can't be listed.
+    """
+    folders: dict[str, list[str]] = {}
+    for entry in storage.list():
+        name, slash, rest = entry.key.partition("/")
+        folders.setdefault(name if slash else "", []).append(rest if slash else name)
+    return folders
 
 
 def _is_checkpoint(keys: Iterable[str]) -> bool:
@@ -283,7 +292,7 @@ def _nothing(files: Mapping[str, int], pending: tuple[str, ...], *, aborted: boo
 
 _MOST_LOOKS = 20
 """How often a folder is looked at again; each time a save or a delete came in between."""
-REMOTE_THREADS = 32
+_MOST_THREADS = 32
 """Folders of an object store that are looked into at a time: each takes a round trip or two."""
 
 
@@ -379,13 +388,22 @@ def list_checkpoints(root: AnyPlace, *, told: Told | None = None) -> tuple[Liste
             if told is not None:
                 told(len(found), len(todo))
 
-        if isinstance(storage, LocalStorage):
-            for item in todo:
-                look(item)
-        else:
-            run_tasks(todo, look, min(REMOTE_THREADS, len(todo)))
+        look_into(storage, todo, look)
         found.sort(key=lambda item: (item.step is None, item.step or 0, item.name))
     return tuple(found)
+
+
+def look_into(storage: Storage, todo: Sequence[T], look: Callable[[T], None]) -> None:
+    """Calls `look` for each of some folders, on storages that are waited for 32 at a time.
+
+    Args:
+        storage: In which they lie.
+        todo: The folders.
+        look: Reads what is in one.
+    """
+    # Why only there: a file is read in less time than a thread takes over.
+    is_remote = read_traits_of(storage).request_s >= NETWORK_DISK.request_s
+    run_tasks(todo, look, min(_MOST_THREADS, len(todo)) if is_remote else 1)
 
 
 def readable_entries(storage: Storage) -> tuple[list[Entry], dict[str, str]]:
@@ -418,7 +436,7 @@ def _unreadable(directory: str, why: str, num_bytes: int = 0) -> ListedCheckpoin
 
 def _read_shared(storage: Storage, directories: dict[str, dict[str, int]]) -> _Shared:
     """Takes the folder `.manager` out of the listing, and reads what it has about steps."""
-    tags: dict[int, list[str]] = {}
+    keys: list[str] = []
     notes: dict[int, str] = {}
     rows: dict[str, CatalogueRow] = {}
     inside = [name for name in directories if f"{name}/".startswith(f"{SHARED_FOLDER}/")]
@@ -426,17 +444,17 @@ def _read_shared(storage: Storage, directories: dict[str, dict[str, int]]) -> _S
         below = folder.removeprefix(SHARED_FOLDER).lstrip("/")
         for name in directories.pop(folder):
             key = f"{below}/{name}" if below else name
-            tagged, noted = tag_of(key), noted_step(key)
-            if tagged is not None:
-                tags.setdefault(tagged[0], []).append(tagged[1])
-            elif noted is not None:
+            keys.append(key)
+            noted = noted_step(key)
+            if noted is not None:
                 data = read_if_there(storage, f"{SHARED_FOLDER}/{key}", MAX_NOTE_BYTES) or b""
                 notes[noted] = data.decode("utf-8", "replace")
             elif key == CATALOGUE:
                 data = read_if_there(storage, f"{SHARED_FOLDER}/{key}", MAX_RECORD_BYTES) or b""
                 with suppress(DamagedCheckpointError):
                     rows = {row.name: row for row in decode_catalogue(data)}
-    return _Shared({step: tuple(sorted(some)) for step, some in tags.items()}, notes, rows)
+    tags = {step: tuple(sorted(some)) for step, some in tags_in(keys).items()}
+    return _Shared(tags, notes, rows)
 
 
 def _fold_attempts(directories: dict[str, dict[str, int]]) -> None:
@@ -512,7 +530,7 @@ def _found(
     last = max((slot for key in files if (slot := slot_of(key))), default=0)
     if last:
         highest = highest_record(storage, directory, last)
-        if isinstance(highest, Manifest | DeleteRecord) and highest.previous_slot == last - 1:
+        if highest is not None:
             found = state_of(files, Slots((last,), {last: highest}, {last: b""}))
             if found.state in ("committed", "deleted"):
                 return last, found, files
@@ -560,58 +578,3 @@ def _files_in(storage: Storage) -> dict[str, int]:
         if "/" not in one.key
         or (one.key.count("/") == 1 and PART_NAME.match(one.key.rpartition("/")[2]))
     }
-
-
-def highest_record(storage: Storage, directory: str, last: int) -> Record | None:
-    """Returns the record in the highest slot of a folder; None when it does not decide by itself.
-
-    Why: it nearly always decides, and one read is a tenth of looking at all slots.
-
-    Args:
-        storage: Of the run.
-        directory: Of the folder, below it; "" for the run itself.
-        last: The slot.
-
-    Raises:
-        StorageError: The storage failed.
-    """
-    key = record_key(last)
-    data = read_if_there(storage, _below(directory, key), MAX_RECORD_BYTES + 1)
-    try:
-        return None if data is None else decode_record(data, key=key)
-    except CheckpointError:
-        return None
-
-
-def info_below(
-    storage: Storage, directory: str, slots: Iterable[int | None], slot: int
-) -> StepInfo | None:
-    """Returns what a manager noted about the manifest in a slot; None when it did not.
-
-    Args:
-        storage: Of the run.
-        directory: As for `highest_record`.
-        slots: Of the infos in it: the highest one below the manifest belongs to that.
-        slot: Of the manifest.
-
-    Raises:
-        DamagedCheckpointError: It can't be read; the checkpoint is whole without it.
-        StorageError: The storage failed.
-    """
-    below = [number for number in slots if number is not None and number < slot]
-    if not below:
-        return None
-    key = info_key(max(below))
-
-    def read() -> StepInfo | None:
-        data = read_if_there(storage, _below(directory, key), MAX_RECORD_BYTES)
-        return None if data is None else decode_info(data, key=key)
-
-    try:
-        return read()
-    except DamagedCheckpointError:
-        return read()  # what a network altered comes whole the next time
-
-
-def _below(directory: str, key: str) -> str:
-    return f"{directory}/{key}" if directory else key

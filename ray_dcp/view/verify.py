@@ -44,11 +44,11 @@ from ray_dcp.format.stream_transforms import MAX_OBJECT_BYTES, ZSTD, unpacked_it
 from ray_dcp.format.torch_items import check_directory, torch_save_frame
 from ray_dcp.io.checkpoint import Checkpoint, projects, read_checkpoint, what_became_of
 from ray_dcp.io.reader import item_bytes_at_most, locate_item
+from ray_dcp.io.records import info_below
 from ray_dcp.io.threads import Stop, run_tasks
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import Told, open_storage, place_below
 from ray_dcp.store.storage import Storage, read_if_there
-from ray_dcp.view.listing import info_below
 from ray_dcp.view.naming import few
 from ray_dcp.view.trace import trace_notes
 

@@ -20,7 +20,13 @@ from pyarrow import fs as arrow
 
 import ray_dcp
 from ray_dcp import errors
-from ray_dcp.format.manifest import AbortRecord, DeleteRecord, decode_record
+from ray_dcp.format.manifest import (
+    AbortRecord,
+    DeleteRecord,
+    decode_record,
+    encode_record,
+    record_key,
+)
 from ray_dcp.format.names import CATALOGUE
 from ray_dcp.format.step_info import StepInfo, decode_info, encode_info
 from ray_dcp.io.records import Announced
@@ -744,3 +750,20 @@ def test_only_a_full_disk_costs_the_reserve():
             freeing(storage, work)
         assert there == [True, False][:num_tries]
         assert [entry.key for entry in storage.list()] == [RESERVE]
+
+
+def test_a_step_whose_commit_was_decided_against_is_not_there(tmp_path):
+    """The abort record in the slot below decides, whatever a record above it says."""
+    step = tmp_path / "step-00000001"
+    with ray_dcp.CheckpointManager(tmp_path, save_interval=1) as manager:
+        manager.save(1, {"w": torch.ones(2)})
+    data = (step / record_key(1)).read_bytes()
+    attempt = decode_record(data).attempt
+    (step / record_key(2)).write_bytes(data)
+    late = encode_record(AbortRecord(attempt=attempt, reason="it was late", rank=None))
+    (step / record_key(1)).write_bytes(late)
+    (tmp_path / FOLDER / CATALOGUE).unlink(missing_ok=True)
+    with ray_dcp.CheckpointManager(tmp_path, read_only=True) as manager:
+        assert manager.all_steps() == []
+    with pytest.raises(errors.CheckpointNotFoundError):
+        ray_dcp.load({"w": torch.ones(2)}, checkpoint_id=step)
