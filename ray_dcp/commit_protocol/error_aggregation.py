@@ -9,16 +9,19 @@ from __future__ import annotations
 import copy
 import pickle
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import fields
 from itertools import groupby
 
 from ray_dcp.commit_protocol.messages import (
     Exchange,
+    Exchanged,
     Fenceable,
     Left,
     LoadJoin,
     OpKey,
+    Refused,
+    Reply,
     Request,
     SaveJoin,
 )
@@ -26,6 +29,7 @@ from ray_dcp.errors import (
     CheckpointError,
     CommitUnknownError,
     DeadlineError,
+    InternalError,
     InvalidRequestError,
     ParticipantError,
     RankDisagreementError,
@@ -349,3 +353,35 @@ def unknown(request: Request, why: str) -> CheckpointError:
             rank=request.rank,
         )
     return ParticipantError(f"{message}. Call again", rank=request.rank)
+
+
+def reply_error(reply: Reply, rank: int) -> CheckpointError:
+    """Returns the error that a reply stands for.
+
+    Args:
+        reply: Not the next step.
+        rank: Who got it.
+    """
+    if isinstance(reply, Refused):
+        # Why a copy: one error object may be the answer to several ranks of one process.
+        return copy.copy(reply.error)
+    return InternalError(
+        f"Expected the next step or an error report, but rank {rank} got "
+        f"{type(reply).__name__}. Please report this",
+        rank=rank,
+    )
+
+
+def exchanged(request: Exchange) -> Generator[Exchange, Reply, Mapping[int, bytes]]:
+    """Returns what the other ranks had for this one, by sender.
+
+    Args:
+        request: What this rank has for them.
+
+    Raises:
+        CheckpointError: The exchange failed; the same on every rank.
+    """
+    reply = yield request
+    if not isinstance(reply, Exchanged):
+        raise reply_error(reply, request.rank)
+    return reply.inbox

@@ -26,7 +26,8 @@ import torch.distributed as dist
 
 from ray_dcp.asynchronous import SaveHandle
 from ray_dcp.commit_protocol.commands import Failed, ReadRecords, RecordsRead, Result, Task
-from ray_dcp.commit_protocol.messages import Exchange, Exchanged, OpKey, Reply, Request
+from ray_dcp.commit_protocol.error_aggregation import exchanged
+from ray_dcp.commit_protocol.messages import Exchange, OpKey, Reply, Request
 from ray_dcp.commit_protocol.vote import Decision, Fenced, Lost, Open, Won
 from ray_dcp.core.processes import start_thread
 from ray_dcp.core.reporting import contained
@@ -50,7 +51,7 @@ from ray_dcp.operations import RankSession, run_save, session_for
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_load import drive
-from ray_dcp.runtime.rank_save import reply_error, result_or_error
+from ray_dcp.runtime.rank_save import decided_on_rank_0, result_or_error
 from ray_dcp.runtime.tasks import perform, settle
 from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.store.storage import is_full
@@ -113,25 +114,17 @@ def agree(
         return within(timeout_s, what, lambda: decide([facts]))
 
     def exchanges(first: OpKey, second: OpKey) -> Generator[Request, Reply, Any]:
-        failed, outbox = error, {0: json.dumps(facts).encode()}
-        tag = f"{what}: facts"
-        reply = yield Exchange(first, rank, world_size, tag, outbox, timeout_s, failed)
-        if not isinstance(reply, Exchanged):
-            raise reply_error(reply, rank)
-        outbox = {}
-        if rank == 0:
-            told = [json.loads(reply.inbox[sender]) for sender in range(world_size)]
-            decided, failed = result_or_error(
-                lambda: json.dumps(within(timeout_s, what, lambda: decide(told))), what, rank
-            )
-            if decided is not None:
-                outbox = dict.fromkeys(range(world_size), decided.encode())
+        own, tag = {0: json.dumps(facts).encode()}, f"{what}: facts"
+        request = Exchange(first, rank, world_size, tag, own, timeout_s, error)
+        inbox = yield from exchanged(request)
+
+        def decided() -> Any:
+            told = [json.loads(inbox[sender]) for sender in range(world_size)]
+            return within(timeout_s, what, lambda: decide(told))
+
         # Why twice: rank 0 may use up the first for its decision, and has to report that.
-        tag = f"{what}: decided"
-        reply = yield Exchange(second, rank, world_size, tag, outbox, 2 * timeout_s, failed)
-        if not isinstance(reply, Exchanged):
-            raise reply_error(reply, rank)
-        return json.loads(reply.inbox[0])
+        request = Exchange(second, rank, world_size, f"{what}: decided", {}, 2 * timeout_s)
+        return (yield from decided_on_rank_0(request, decided, what))
 
     with session.activity(heartbeat_s, key) as activity:
         return drive(exchanges(activity.next_key(), activity.next_key()), activity.call)

@@ -13,7 +13,6 @@ every rank got.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -23,12 +22,11 @@ from concurrent.futures import Future
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from ray_dcp.commit_protocol.error_aggregation import located
+from ray_dcp.commit_protocol.error_aggregation import located, reply_error
 from ray_dcp.commit_protocol.messages import (
     Exchange,
-    Exchanged,
     LoadDone,
     LoadGo,
     LoadJoin,
@@ -80,8 +78,8 @@ from ray_dcp.planning.reads import (
 from ray_dcp.runtime.memory_tier import MemoryTierStorage
 from ray_dcp.runtime.rank_progress import RankProgress, WatchedStorage
 from ray_dcp.runtime.rank_save import (
+    decided_on_rank_0,
     naming_checkpoint,
-    reply_error,
     reported,
     result_or_error,
 )
@@ -823,18 +821,14 @@ def _agreed_names(
     *Why* one rank: the ranks look at different times, and network filesystems show different
     machines different things.
     """
-    outbox, error = {}, None
-    if rank == 0:
-        listed, error = result_or_error(lambda: _candidates(run, steps), "listing the run", rank)
-        if listed is not None:
-            names = [[folder.name, folder.step] for folder in listed.steps]
-            data = json.dumps([listed.url, names]).encode()
-            outbox = dict.fromkeys(range(world_size), data)
+
+    def listed() -> list[Any]:
+        found = _candidates(run, steps)
+        return [found.url, [[folder.name, folder.step] for folder in found.steps]]
+
     tag = f"newest step{steps} of {run.url}"
-    reply = yield Exchange(key, rank, world_size, tag, outbox, timeout_s, error)
-    if not isinstance(reply, Exchanged):
-        raise reply_error(reply, rank)
-    url, names = json.loads(reply.inbox[0])
+    request = Exchange(key, rank, world_size, tag, {}, timeout_s)
+    url, names = yield from decided_on_rank_0(request, listed, "listing the run")
     return Run(url, tuple(StepFolder(name, step) for name, step in names))
 
 

@@ -10,16 +10,18 @@ process.
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import traceback
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from ray_dcp.commit_protocol.error_aggregation import failure_of, located
+from ray_dcp.commit_protocol.error_aggregation import exchanged, failure_of, located, reply_error
 from ray_dcp.commit_protocol.messages import (
+    Exchange,
     FileReceipt,
     OpKey,
     Refused,
@@ -127,22 +129,6 @@ def naming_checkpoint(checkpoint_id: str) -> Iterator[None]:
         raise placed from error.__cause__
 
 
-def reply_error(reply: Reply, rank: int) -> CheckpointError:
-    """Returns the error that a reply stands for.
-
-    Args:
-        reply: Not the next step.
-        rank: Who got it.
-    """
-    if isinstance(reply, Refused):
-        return copy.copy(reply.error)
-    return InternalError(
-        f"Expected the next step or an error report, but rank {rank} got "
-        f"{type(reply).__name__}. Please report this",
-        rank=rank,
-    )
-
-
 def result_or_error(
     work: Callable[[], T], doing: str, rank: int
 ) -> tuple[T, None] | tuple[None, CheckpointError]:
@@ -157,6 +143,26 @@ def result_or_error(
         return work(), None
     except Exception as error:  # noqa: BLE001 - reported to every rank, which raises it
         return None, reported(error, doing, rank)
+
+
+def decided_on_rank_0(
+    request: Exchange, decide: Callable[[], Any], doing: str
+) -> Generator[Exchange, Reply, Any]:
+    """Returns what rank 0 decides, on every rank.
+
+    Args:
+        request: The exchange of this rank, with nothing in it.
+        decide: Called on rank 0 alone; gives what JSON takes.
+        doing: What it does, in words.
+
+    Raises:
+        CheckpointError: What it raised, or what a rank could not do: on every rank.
+    """
+    if request.rank == 0:
+        data, error = result_or_error(lambda: json.dumps(decide()).encode(), doing, 0)
+        outbox = {} if data is None else dict.fromkeys(range(request.world_size), data)
+        request = replace(request, outbox=outbox, error=error)
+    return json.loads((yield from exchanged(request))[0])
 
 
 def reported(error: Exception, doing: str, rank: int) -> CheckpointError:

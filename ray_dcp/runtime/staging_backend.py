@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from ray_dcp.commit_protocol.error_aggregation import reply_error
 from ray_dcp.commit_protocol.messages import (
     Ack,
     PartsHeld,
@@ -35,7 +36,6 @@ from ray_dcp.runtime.rank_save import (
     Captured,
     Opener,
     RankSave,
-    reply_error,
     result_or_error,
 )
 from ray_dcp.stage.copying import Filler, fill_rows, filler_of

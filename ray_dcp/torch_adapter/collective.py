@@ -12,7 +12,6 @@ same user code as the sender, and never come from storage.
 
 from __future__ import annotations
 
-import copy
 import pickle
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -21,8 +20,8 @@ from typing import Any, Protocol, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ray_dcp.commit_protocol.error_aggregation import Failure, failure_of
-from ray_dcp.commit_protocol.messages import Exchange, Exchanged, OpKey, Refused, Reply
+from ray_dcp.commit_protocol.error_aggregation import Failure, exchanged, failure_of
+from ray_dcp.commit_protocol.messages import Exchange, OpKey, Reply
 from ray_dcp.errors import (
     CheckpointError,
     InternalError,
@@ -448,14 +447,4 @@ def _exchange(
 
 
 def _send(group: Group, tag: str, outbox: Mapping[int, bytes]) -> Steps[Mapping[int, bytes]]:
-    reply = yield _exchange(group, tag, outbox)
-    match reply:
-        case Exchanged():
-            return reply.inbox
-        case Refused():
-            # Why a copy: one error object may be the answer to several ranks of one process.
-            raise copy.copy(reply.error)
-        case _:
-            raise InternalError(
-                f"expected Exchanged for {tag}, got {type(reply).__name__}", rank=group.rank
-            )
+    return (yield from exchanged(_exchange(group, tag, outbox)))
