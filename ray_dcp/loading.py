@@ -128,20 +128,16 @@ def run_load_newest(
         CheckpointError: As `load_newest` does.
     """
     overwritten: set[str] = set()
-    tried: list[str] = []
     memory = memory_of(session)
 
-    def load(checkpoint_id: str) -> LoadSteps:
+    def load(checkpoint_id: str, is_late: bool) -> LoadSteps:
         decision = decide_load(planner, None, replace(run, url=checkpoint_id))
         chosen = decision.apply(options)
-        if tried:
-            chosen = with_time_to_join(chosen)
-        tried.append(checkpoint_id)
         return _load_steps(
             decision,
             activity,
             state_dict,
-            chosen,
+            with_time_to_join(chosen) if is_late else chosen,
             checkpoint_id,
             overwritten=overwritten,
             peers=_peers_of(session),

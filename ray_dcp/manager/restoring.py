@@ -281,14 +281,11 @@ def _restored(
 ) -> RestoreReport:
     """Loads the first of the steps, each with its folder and those of its items, that can be."""
     root, settings = actions.root, actions.settings
-    tried: list[int] = []
 
-    def load_one(step: int) -> dict[str, LoadReport]:
+    def load_one(step: int, is_late: bool = False) -> dict[str, LoadReport]:
         name, saved = tries[step]
         folder = root.below(name)
         parts = targets_of(folder, saved, settings.named, settings.unnamed, state_dict, step)
-        is_late = bool(tried)
-        tried.append(step)
         reports = {}
         try:
             for part, item, path, state in parts:
@@ -306,9 +303,9 @@ def _restored(
             raise
         return reports
 
-    def steps_of(step: int) -> Generator[Request, Reply, dict[str, LoadReport]]:
+    def steps_of(step: int, is_late: bool) -> Generator[Request, Reply, dict[str, LoadReport]]:
         yield from ()  # each load makes its own requests
-        return load_one(step)
+        return load_one(step, is_late)
 
     skipped: list[tuple[int, CheckpointError]] = []
     if wanted == "auto":

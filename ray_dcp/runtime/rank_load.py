@@ -714,7 +714,7 @@ def load_newest_rank(
     run: Target,
     steps: StepRange,
     timeout_s: float,
-    load: Callable[[str], Generator[Request, Reply, T]],
+    load: Callable[[str, bool], Generator[Request, Reply, T]],
 ) -> Generator[Request, Reply, Newest[T]]:
     """Returns the part of one rank in a load of the newest step that can be loaded.
 
@@ -725,7 +725,7 @@ def load_newest_rank(
         run: The directory of the step folders; the same on all ranks.
         steps: Which of them may be loaded; the same on all ranks.
         timeout_s: Deadline for all ranks to come, in seconds.
-        load: From a checkpoint id to this rank's part in the load of it.
+        load: As for `first_that_loads`, from a checkpoint id.
 
     Returns:
         A generator that ends with the same step on every rank.
@@ -747,44 +747,36 @@ def load_newest_rank(
 
 
 def first_that_loads(
-    candidates: Iterable[C], load: Callable[[C], Generator[Request, Reply, T]]
+    candidates: Iterable[C], load: Callable[[C, bool], Generator[Request, Reply, T]]
 ) -> Generator[Request, Reply, tuple[tuple[C, T] | None, list[tuple[C, CheckpointError]]]]:
     """Returns the first candidate that loads, with what its load gave, and those passed over.
 
     Args:
         candidates: The first choice first; the same on all ranks.
-        load: From one to this rank's part in the load of it.
+        load: From one, and whether another load failed before (see `with_time_to_join`), to this
+            rank's part in the load of it.
 
     Raises:
         CheckpointError: Anything that another candidate would not help against; with a note on
             each that was skipped before.
     """
     skipped: list[tuple[C, CheckpointError]] = []
+    is_late = False
     for one in candidates:
-        try:
-            return (one, (yield from _loaded(one, load))), skipped
-        except CheckpointError as error:
-            if not falls_back(error):
-                if skipped:
-                    error.__notes__ = [
-                        *getattr(error, "__notes__", ()),
-                        f"Newer checkpoints were skipped before: {_listed(skipped)}",
-                    ]
-                raise
-            skipped.append((one, error))
+        for _ in range(2):  # one bad read is no proof of damage
+            try:
+                return (one, (yield from load(one, is_late))), skipped
+            except CheckpointError as error:
+                failed, is_late = error, True
+                if not falls_back(error):
+                    if skipped:
+                        error.__notes__ = [
+                            *getattr(error, "__notes__", ()),
+                            f"Newer checkpoints were skipped before: {_listed(skipped)}",
+                        ]
+                    raise
+        skipped.append((one, failed))
     return None, skipped
-
-
-def _loaded(
-    candidate: C, load: Callable[[C], Generator[Request, Reply, T]]
-) -> Generator[Request, Reply, T]:
-    """Loads a checkpoint, and once more where that failed: one bad read is no proof of damage."""
-    try:
-        return (yield from load(candidate))
-    except CheckpointError as error:
-        if not falls_back(error):
-            raise
-    return (yield from load(candidate))
 
 
 def with_time_to_join(options: LoadOptions) -> LoadOptions:

@@ -69,7 +69,7 @@ def ranks_of(url, world_size, *, shapes=None, steps=None, openers=None, options=
         def next_key():
             return OpKey("newest", next(numbers))
 
-        def load(checkpoint_id):
+        def load(checkpoint_id, is_late):
             def plan(checkpoint):
                 works[rank].append(NumpyWork(checkpoint, shapes, rank, world_size))
                 return works[rank][-1]
