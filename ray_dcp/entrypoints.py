@@ -89,7 +89,7 @@ def save(
     Source: `torch/distributed/checkpoint/state_dict_saver.py`, `save`.
     """
     writer = _second_argument("storage_writer", positional, storage_writer)
-    _check_options(options, SaveOptions)
+    check_options(options, SaveOptions)
     with OperationLog(
         "save", checkpoint_id=checkpoint_id, storage_writer=writer, planner=planner
     ) as log:
@@ -166,7 +166,7 @@ def async_save(
 
     Source: `torch/distributed/checkpoint/state_dict_saver.py`, `async_save`.
     """
-    _check_options(options, SaveOptions)
+    check_options(options, SaveOptions)
     if async_stager is not None and not isinstance(async_stager, AsyncStager):
         raise InvalidRequestError(
             f"Expected async_stager to be an AsyncStager with stage, synchronize_staging, close "
@@ -279,7 +279,7 @@ def load(
     Source: `torch/distributed/checkpoint/state_dict_loader.py`, `load`.
     """
     reader = _second_argument("storage_reader", positional, storage_reader)
-    _check_options(options, LoadOptions)
+    check_options(options, LoadOptions)
     with OperationLog(
         "load", checkpoint_id=checkpoint_id, storage_reader=reader, planner=planner
     ) as log:
@@ -355,7 +355,7 @@ def load_newest(
         (9, 9, 1, 1)
     """
     check_plug_in(planner, "planner", LoadPlanner, SavePlanner)
-    _check_options(options, LoadOptions)
+    check_options(options, LoadOptions)
     with OperationLog("load_newest", checkpoint_id=run, planner=planner) as log:
         report = run_load_newest(
             session := session_for(process_group, no_dist),
@@ -409,7 +409,8 @@ def load_state_dict(
         return run_load(decision, session, state_dict, None, None, **how)
 
 
-def _check_options(options: object, kind: type[SaveOptions | LoadOptions]) -> None:
+def check_options(options: object, kind: type[SaveOptions | LoadOptions]) -> None:
+    """Raises `InvalidRequestError` for options that are not of their kind."""
     if options is not None and not isinstance(options, kind):
         raise InvalidRequestError(
             f"expected options=ray_dcp.{kind.__name__}(…), found a {type(options).__name__}: give "

@@ -64,6 +64,7 @@ def run_load(
     *,
     coordinator_rank: int = 0,
     stateful: bool = True,
+    overwritten: set[str] | None = None,
     log: OperationLog | None = None,
 ) -> LoadReport:
     """Loads on this rank and reports.
@@ -76,6 +77,8 @@ def run_load(
         checkpoint_id: As given to `load`; foreign storages are reset to it.
         coordinator_rank: Where a third-party planner or storage decides.
         stateful: Load into the state of top-level `Stateful` values.
+        overwritten: FQNs that loads which failed before may have changed; this one must load
+            them all. Its own are added when it fails.
         log: Gets the phases.
 
     Raises:
@@ -96,7 +99,7 @@ def run_load(
             checkpoint_id,
             coordinator_rank=coordinator_rank,
             stateful=stateful,
-            overwritten=set(),
+            overwritten=set() if overwritten is None else overwritten,
             peers=_peers_of(session),
             memory=memory,
         )
@@ -188,8 +191,7 @@ def _load_steps(
         memory: What the nodes keep.
         coordinator_rank: As for `run_load`.
         stateful: As there.
-        overwritten: FQNs that loads which failed before may have changed; this one must load
-            them all. Its own are added when it fails.
+        overwritten: As there.
     """
     rank, world_size = session.rank, session.world_size
     if decision.path != NATIVE:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,15 +15,15 @@ from typing import Any, Literal
 
 from ray_dcp.commit_protocol.messages import Reply, Request, Target
 from ray_dcp.core import reporting
-from ray_dcp.entrypoints import load
+from ray_dcp.entrypoints import check_options
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
     InvalidRequestError,
-    MissingKeyError,
     StorageError,
 )
+from ray_dcp.loading import run_load
 from ray_dcp.manager.catalogue import Catalogue, StepFound, look_at_step
 from ray_dcp.manager.collective_actions import CollectiveActions
 from ray_dcp.manager.leases import Lease
@@ -31,7 +32,9 @@ from ray_dcp.manager.settings import Item
 from ray_dcp.options import LoadOptions
 from ray_dcp.runtime.rank_load import drive, first_that_loads, with_time_to_join
 from ray_dcp.store.opening import place_below
+from ray_dcp.torch_adapter.dispatch import decide_load
 from ray_dcp.torch_adapter.load_report import LoadReport
+from ray_dcp.torch_adapter.operation_log import OperationLog
 
 Wanted = int | Literal["latest", "best", "auto"]
 MOST_TRIED = 100
@@ -281,6 +284,8 @@ def _restored(
 ) -> RestoreReport:
     """Loads the first of the steps, each with its folder and those of its items, that can be."""
     root, settings = actions.root, actions.settings
+    overwritten: defaultdict[str, set[str]] = defaultdict(set)
+    check_options(options, LoadOptions)
 
     def load_one(step: int, is_late: bool = False) -> dict[str, LoadReport]:
         name, saved = tries[step]
@@ -289,16 +294,20 @@ def _restored(
         reports = {}
         try:
             for part, item, path, state in parts:
-                chosen = options or item.load_options
-                reports[part] = load(
-                    state,
-                    checkpoint_id=path,
-                    planner=item.planner_for_load(),
-                    process_group=actions.group,
-                    no_dist=actions.no_dist,
-                    options=with_time_to_join(chosen) if is_late else chosen,
-                )
+                chosen, planner = options or item.load_options, item.planner_for_load()
+                with OperationLog("load", checkpoint_id=path, planner=planner) as log:
+                    reports[part] = run_load(
+                        decide_load(planner, None, path),
+                        actions.session(),
+                        state,
+                        with_time_to_join(chosen) if is_late else chosen,
+                        path,
+                        overwritten=overwritten[part],
+                        log=log,
+                    )
         except CheckpointError as error:
+            for part, report in reports.items():
+                overwritten[part].update(report.loaded)
             error.step = step if error.step is None else error.step
             raise
         return reports
@@ -322,15 +331,6 @@ def _restored(
     else:
         (step,) = tries
         reports = load_one(step)
-    left = [key for report in reports.values() for key in report.missing]
-    if skipped and left:
-        raise MissingKeyError(
-            f"a newer step failed after it may have overwritten values that this one lacks, so "
-            f"that strict=False can't leave them as they were: "
-            f"{', '.join(map(repr, left))}. Make the state dict anew and restore the older "
-            f"step into it",
-            key=left[0],
-        )
     _tell(actions, step, skipped)
     return RestoreReport(
         step=step,

@@ -29,7 +29,7 @@ from ray_dcp.manager import (
 )
 from ray_dcp.manager.preemption import Preemption
 from ray_dcp.options import LoadOptions, SaveOptions
-from tests.checkpoints import flip
+from tests.checkpoints import data_file, flip
 
 STATE_BYTES = 4000
 
@@ -557,3 +557,32 @@ def test_the_best_step_is_chosen_by_a_metric(manage):
     assert manager.best_step("else") is None
     with pytest.raises(errors.InvalidRequestError, match="have the metrics loss, score"):
         manager.best_step()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_values_that_a_failed_step_overwrote_are_not_left_as_they_were(manage, named):
+    """What it never touched may stay, as for `load_newest`."""
+    manager = manage(items={"a": Item(), "b": Item()} if named else None)
+    partial = LoadOptions(strict=False)
+
+    def both(**state):
+        return {"a": state, "b": {"v": torch.ones(10)}} if named else state
+
+    def file_of(step):
+        folder = Path(manager.path, f"step-{step:08d}")
+        return data_file(folder / "b" if named else folder)
+
+    manager.save(10, both(w=torch.ones(10), x=torch.ones(3000)))
+    manager.save(20, both(w=torch.ones(10)))
+    flip(file_of(20), file_of(20).stat().st_size // 2)
+    target = both(w=torch.zeros(10), x=torch.zeros(3000), y=torch.zeros(2000))
+    with pytest.warns(UserWarning, match="instead of the newer"):
+        report = manager.restore("auto", target, options=partial)
+    assert (report.step, report.report.missing) == (10, ("y",))
+    manager.delete(20)
+    manager.save(30, both(w=torch.ones(10), x=torch.ones(3000), y=torch.ones(2000)))
+    flip(file_of(30), file_of(30).stat().st_size // 2)
+    with pytest.raises(errors.MissingKeyError, match=r"may have overwritten.*'y'") as told:
+        manager.restore("auto", target, options=partial)
+    assert told.value.step == 10
+    assert "30" in str(told.value.__notes__)
