@@ -6,8 +6,90 @@ torch_xla itself is imported only where it is in use.
 
 from __future__ import annotations
 
-from ray_dcp.manager.spmd import SPMDCheckpointManager as CheckpointManager
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from ray_dcp.manager import manager
+from ray_dcp.manager.settings import Item
 from ray_dcp.torch_adapter.priming import prime_optimizer
-from ray_dcp.torch_adapter.spmd import SPMDLoadPlanner, SPMDSavePlanner
+from ray_dcp.torch_adapter.spmd import SPMDLoadPlanner, SPMDSavePlanner, xla_modules
 
 __all__ = ["CheckpointManager", "SPMDLoadPlanner", "SPMDSavePlanner", "prime_optimizer"]
+
+
+class CheckpointManager(manager.CheckpointManager):
+    """As `ray_dcp.CheckpointManager`, for state dicts of XLA tensors under SPMD, as torch_xla's.
+
+    Saves and loads go through the SPMD planners. A step may be saved again, and replaces itself
+    atomically; steps may come in any order. Steps that torch_xla's manager wrote are read
+    (`also_read=("{step}",)`), and never deleted.
+
+    Args:
+        path: As for `ray_dcp.CheckpointManager`, like the others.
+        save_interval: Steps between saves.
+        max_to_keep: Newest steps to keep, 0 for all.
+        max_pending_async: Asynchronous saves under way at a time.
+        num_of_threads: Threads with which a rank writes.
+        process_group: The ranks.
+        chkpt_on_preemption: Save as well when a rank is preempted. Works on every device.
+        **more: Further arguments of `ray_dcp.CheckpointManager`.
+
+    Raises:
+        InvalidRequestError: An argument has a value that it can't have.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     with CheckpointManager(root, 10) as manager:
+        ...         manager.save(10, {"w": torch.ones(2)}), manager.all_steps()
+        (True, [10])
+
+    Source: `torch_xla/experimental/distributed_checkpoint/manager.py`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        save_interval: int | None = None,
+        max_to_keep: int = 0,
+        max_pending_async: int = 1,
+        num_of_threads: int = 1,
+        process_group: dist.ProcessGroup | None = None,
+        chkpt_on_preemption: bool = True,
+        **more: Any,
+    ) -> None:
+        if more.get("items") is None:
+            more.setdefault(
+                "item", Item(save_planner=SPMDSavePlanner, load_planner=SPMDLoadPlanner)
+            )
+        more.setdefault("order", "any")
+        more.setdefault("also_read", ("{step}",))
+        super().__init__(
+            path,
+            save_interval,
+            max_to_keep,
+            max_pending_async,
+            num_of_threads,
+            process_group,
+            chkpt_on_preemption,
+            **more,
+        )
+
+    def save(self, step: int, state_dict: Any, force: bool = False, **more: Any) -> bool:
+        """See `save` of the base class; what the devices have been asked is done first."""
+        _sync()
+        return super().save(step, state_dict, force, **more)
+
+    def save_async(self, step: int, state_dict: Any, force: bool = False, **more: Any) -> bool:
+        """See `save_async` of the base class; what the devices have been asked is done first."""
+        _sync()
+        return super().save_async(step, state_dict, force, **more)
+
+
+def _sync() -> None:
+    modules = xla_modules()
+    if modules is not None:
+        modules.root.sync()
+        modules.model.wait_device_ops()
