@@ -36,8 +36,7 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace, checked_url
 from ray_dcp.store.opening import Told, open_storage, place_below, watched
 from ray_dcp.store.storage import KeyMissingError
-from ray_dcp.view.checkpoint_view import SUFFIX, CheckpointView, is_safetensors
-from ray_dcp.view.checkpoint_view import open as open_checkpoint
+from ray_dcp.view.checkpoint_view import SUFFIX, CheckpointView, is_safetensors, open_checkpoint
 from ray_dcp.view.verify import items_of
 from ray_dcp.view.wording import size_text
 

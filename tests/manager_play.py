@@ -33,7 +33,7 @@ from ray_dcp.format.manifest import DeleteRecord, Manifest, decode_record, slot_
 from ray_dcp.io.records import read_slots
 from ray_dcp.manager import BestN, LatestN
 from ray_dcp.manager.catalogue import Root
-from ray_dcp.manager.leases import Lease, this_process
+from ray_dcp.manager.leases import ReaderLease, this_process
 from ray_dcp.manager.writer import Writer
 from ray_dcp.store.local import LocalStorage
 from tests.crash.interruptions import one_call_at_a_time
@@ -387,7 +387,7 @@ class Round:
     def _read(self, actor) -> None:
         step = self._some_step()
         holder = replace(this_process(), nonce=actor.name)
-        lease = Lease(self.root, step, lease_s=30.0, holder=holder, beats=False)
+        lease = ReaderLease(self.root, step, lease_s=30.0, holder=holder, beats=False)
         try:
             lease.__enter__()
         except CheckpointError as error:

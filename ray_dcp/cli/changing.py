@@ -338,7 +338,7 @@ def metadata(path: str, dry_run: bool) -> None:
     its dot file.
     """
     from ray_dcp.runtime.records import write_metadata
-    from ray_dcp.view.checkpoint_view import open as open_checkpoint
+    from ray_dcp.view.checkpoint_view import open_checkpoint
 
     path, place, _ = address_of(path)
     value = {"path": path, "dry_run": dry_run}

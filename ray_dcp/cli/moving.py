@@ -42,8 +42,7 @@ from ray_dcp.exporting import export as export_checkpoint
 from ray_dcp.io.checkpoint import CheckpointReplacedError
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
-from ray_dcp.view.checkpoint_view import CheckpointView
-from ray_dcp.view.checkpoint_view import open as open_checkpoint
+from ray_dcp.view.checkpoint_view import CheckpointView, open_checkpoint
 from ray_dcp.view.naming import few
 from ray_dcp.view.run_view import StepView, open_run
 from ray_dcp.view.verify import Problem, items_of

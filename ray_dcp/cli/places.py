@@ -25,8 +25,7 @@ from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.object_stores import PROVIDERS
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
 from ray_dcp.store.storage import read_if_there
-from ray_dcp.view.checkpoint_view import CheckpointView
-from ray_dcp.view.checkpoint_view import open as open_checkpoint
+from ray_dcp.view.checkpoint_view import CheckpointView, open_checkpoint
 from ray_dcp.view.listing import step_of
 from ray_dcp.view.naming import choose, passed_over, passed_over_text, split_address
 from ray_dcp.view.run_view import RunView, StepView, nearest_paths, open_run
@@ -148,9 +147,9 @@ def kept(place: AnyPlace) -> Iterator[None]:
             run = replace(target, url=url)
             if step is not None and open_storage(place_below(run, SHARED_FOLDER)).list("writer-"):
                 from ray_dcp.manager.catalogue import Root
-                from ray_dcp.manager.leases import LEASE_S, Lease
+                from ray_dcp.manager.leases import LEASE_S, ReaderLease
 
-                stack.enter_context(Lease(Root(run), step, lease_s=LEASE_S))
+                stack.enter_context(ReaderLease(Root(run), step, lease_s=LEASE_S))
         yield
 
 

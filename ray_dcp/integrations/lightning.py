@@ -24,7 +24,7 @@ from ray_dcp.manager.steps import remove_folder
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.records import target_of
 from ray_dcp.torch_adapter.tensors import dtype_of
-from ray_dcp.view.checkpoint_view import open as open_view
+from ray_dcp.view.checkpoint_view import open_checkpoint
 
 STRUCTURE = "structure"
 _TENSOR = "__ray_dcp_tensor__"
@@ -105,7 +105,7 @@ class RayDcpCheckpointIO(CheckpointIO):
             CheckpointError: As `ray_dcp.load`.
         """
         self._raise_failures(wait=True)
-        view = open_view(path)
+        view = open_checkpoint(path)
         prefix = "tensors."
         tensors = {
             name[len(prefix) :]: torch.empty(info.shape, dtype=dtype_of(info.dtype))

@@ -396,7 +396,7 @@ def _highest(storage: Storage) -> tuple[int, bool]:
     return number, not number or _name(number, "released") in keys
 
 
-class Lease:
+class ReaderLease:
     """Keeps a step while it is entered. Look whether the step is there *after* that.
 
     Attributes:
@@ -437,7 +437,7 @@ class Lease:
     def _key(self) -> str:
         return f"{READING}{self._step}.{self._holder.nonce}"
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> ReaderLease:
         storage = self._root.shared
         storage.write(self._key, self._holder.encode())
         try:

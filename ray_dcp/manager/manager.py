@@ -30,7 +30,7 @@ from ray_dcp.errors import (
 from ray_dcp.format.names import STEP_NAME
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.collective_actions import CollectiveActions, within
-from ray_dcp.manager.leases import LEASE_S, Lease
+from ray_dcp.manager.leases import LEASE_S, ReaderLease
 from ray_dcp.manager.preemption import Preemption
 from ray_dcp.manager.restoring import (
     RestoreReport,
@@ -259,7 +259,7 @@ class CheckpointManager:
             CheckpointNotFoundError: It is not committed, or is being deleted.
             StorageError: The lease could not be written.
         """
-        with Lease(self._root, step, lease_s=self._settings.lease_s) as lease:
+        with ReaderLease(self._root, step, lease_s=self._settings.lease_s) as lease:
             if lease.unsure:
                 warnings.warn(lease.unsure, UserWarning, stacklevel=3)
             yield self.step_info(step).checkpoint_id

@@ -26,7 +26,7 @@ from ray_dcp.errors import (
 from ray_dcp.loading import run_load
 from ray_dcp.manager.catalogue import Catalogue, StepFound, look_at_step
 from ray_dcp.manager.collective_actions import CollectiveActions
-from ray_dcp.manager.leases import Lease
+from ray_dcp.manager.leases import ReaderLease
 from ray_dcp.manager.retention import Mode, RetentionPolicy, best_of, rankings
 from ray_dcp.manager.settings import Item
 from ray_dcp.options import LoadOptions
@@ -253,7 +253,7 @@ def _chosen(actions: CollectiveActions, wanted: Wanted, leases: ExitStack) -> li
     for _ in range(MOST_LOOKS):
         found = candidates(wanted, actions.writer.look(), settings.kept, root.url)
         first = found[0]
-        lease = Lease(root, first.step, lease_s=settings.lease_s)
+        lease = ReaderLease(root, first.step, lease_s=settings.lease_s)
         try:
             leases.enter_context(lease)
             if left.is_set():  # nobody waits for the answer any more

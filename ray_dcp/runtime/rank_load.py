@@ -85,7 +85,7 @@ from ray_dcp.runtime.rank_save import (
 )
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyMissingError, Storage, read_traits_of
-from ray_dcp.view.listing import Run, StepFolder, list_run
+from ray_dcp.view.listing import ListedRun, ListedStep, list_run
 
 KeptIn = Callable[[Storage, str], MemoryTierStorage | None]
 """From a storage and the attempt that is loaded to the storage with what is in memory of it."""
@@ -807,7 +807,7 @@ def falls_back(error: CheckpointError) -> bool:
 
 def _agreed_names(
     key: OpKey, rank: int, world_size: int, run: Target, steps: StepRange, timeout_s: float
-) -> Generator[Request, Reply, Run]:
+) -> Generator[Request, Reply, ListedRun]:
     """Returns the steps to try, as rank 0 sees them.
 
     *Why* one rank: the ranks look at different times, and network filesystems show different
@@ -821,14 +821,14 @@ def _agreed_names(
     tag = f"newest step{steps} of {run.url}"
     request = Exchange(key, rank, world_size, tag, {}, timeout_s)
     url, names = yield from decided_on_rank_0(request, listed, "listing the run")
-    return Run(url, tuple(StepFolder(name, step) for name, step in names))
+    return ListedRun(url, tuple(ListedStep(name, step) for name, step in names))
 
 
-def _candidates(run: Target, steps: StepRange) -> Run:
+def _candidates(run: Target, steps: StepRange) -> ListedRun:
     listed = list_run(run)
     wanted = tuple(folder for folder in listed.steps if folder.step in steps)
     if wanted:
-        return Run(listed.url, wanted)
+        return ListedRun(listed.url, wanted)
     if listed.is_checkpoint and not listed.steps:
         hint = "; it is itself a checkpoint: load it with ray_dcp.load"
     else:

@@ -45,7 +45,7 @@ from ray_dcp.view.naming import nearest
 from ray_dcp.view.pictures.drawing import aside, div, heading, safe, shortened
 from ray_dcp.view.pictures.timeline import timeline
 from ray_dcp.view.pictures.tree import leaves_of, tensor_tree
-from ray_dcp.view.resharding import Layout, ReshardPreview, preview_reshard
+from ray_dcp.view.resharding import ReshardPreview, ShardGrid, preview_reshard
 from ray_dcp.view.tensor_handle import TensorHandle, TensorInfo
 from ray_dcp.view.trace import Trace, read_trace
 from ray_dcp.view.verify import VerifyReport, verify_opened
@@ -430,7 +430,7 @@ class CheckpointView:
 
     def reshard(
         self,
-        layout: str | int | Layout,
+        layout: str | int | ShardGrid,
         *,
         include: str | None = None,
         options: LoadOptions | None = None,
@@ -475,7 +475,7 @@ class CheckpointView:
         return div(heading(self.url, told), tensor_tree(leaves_of(self)).html, course)
 
 
-def open(path: AnyPlace) -> CheckpointView:  # noqa: A001 - the public name
+def open_checkpoint(path: AnyPlace) -> CheckpointView:
     """Returns a view of the newest committed checkpoint at a path.
 
     Args:

@@ -57,7 +57,7 @@ _MOST_SHOWN = 8
 
 
 @dataclass(frozen=True)
-class StepFolder:
+class ListedStep:
     """A folder of a run that holds a checkpoint, or what a save left of one."""
 
     name: str
@@ -67,12 +67,12 @@ class StepFolder:
 
 
 @dataclass(frozen=True)
-class Run:
+class ListedRun:
     """What lies in a directory of checkpoints."""
 
     url: str
     """Absolute path or URL."""
-    steps: tuple[StepFolder, ...]
+    steps: tuple[ListedStep, ...]
     """Newest first; of equal steps, the name that sorts last comes first."""
     others: tuple[str, ...] = ()
     """What else lies directly in it; folders end in `/`."""
@@ -106,7 +106,7 @@ def step_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def list_run(run: AnyPlace) -> Run:
+def list_run(run: AnyPlace) -> ListedRun:
     """Returns the step folders of a run.
 
     A step folder lies directly in the run, its name ends in a number, and directly in it are
@@ -132,11 +132,13 @@ def list_run(run: AnyPlace) -> Run:
     for name, keys in folders.items():
         step = step_of(name)
         if step is not None and _is_checkpoint(keys):
-            steps.append(StepFolder(name, step))
+            steps.append(ListedStep(name, step))
         else:
             others.append(f"{name}/")
     steps.sort(key=lambda folder: (folder.step, folder.name), reverse=True)
-    return Run(storage.url, tuple(steps), (*sorted(others), *sorted(files)), _is_checkpoint(files))
+    return ListedRun(
+        storage.url, tuple(steps), (*sorted(others), *sorted(files)), _is_checkpoint(files)
+    )
 
 
 def folders_in(storage: Storage) -> dict[str, list[str]]:

@@ -44,7 +44,7 @@ _GRID = re.compile(r"(\d+)x(\d+)")
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardGrid:
     """How tensors are laid out over ranks: rows over some, columns over others.
 
     A tensor of one dimension has rows alone and is the same on all ranks of a row; one without
@@ -107,7 +107,7 @@ class ReshardPreview:
         ([262144, 262144, 262144, 262144], 1.0)
     """
 
-    layout: Layout
+    layout: ShardGrid
     ranks: tuple[RankRead, ...]
     stored_bytes: int
     """Payload bytes of what was chosen, as stored once."""
@@ -140,7 +140,7 @@ class ReshardPreview:
         return max((rank.peak_bytes for rank in self.ranks), default=0)
 
 
-def parse_layout(text: str | int | Layout) -> Layout:
+def parse_layout(text: str | int | ShardGrid) -> ShardGrid:
     """Returns the layout that a text means.
 
     Args:
@@ -153,16 +153,16 @@ def parse_layout(text: str | int | Layout) -> Layout:
         >>> parse_layout("4x2").num_ranks, str(parse_layout("1x3")), str(parse_layout(8))
         (8, '3:column', '8:row')
     """
-    if isinstance(text, Layout):
+    if isinstance(text, ShardGrid):
         return text
     spelled = str(text).replace(" ", "").lower()
     if isinstance(text, bool) or len(spelled) > 40:
         spelled = ""
     plain, grid = _PLAIN.fullmatch(spelled), _GRID.fullmatch(spelled)
     if plain is not None:
-        return Layout(1, int(plain[1])) if plain[2] == "column" else Layout(int(plain[1]), 1)
+        return ShardGrid(1, int(plain[1])) if plain[2] == "column" else ShardGrid(int(plain[1]), 1)
     if grid is not None:
-        return Layout(int(grid[1]), int(grid[2]))
+        return ShardGrid(int(grid[1]), int(grid[2]))
     raise InvalidRequestError(
         f"a layout is written as 8, 8:row, 8:column or 4x2, but got {text!r}",
         key="layout",
@@ -171,7 +171,7 @@ def parse_layout(text: str | int | Layout) -> Layout:
 
 def preview_reshard(
     view: CheckpointView,
-    layout: str | int | Layout,
+    layout: str | int | ShardGrid,
     *,
     include: str | None = None,
     options: LoadOptions | None = None,
@@ -231,7 +231,7 @@ def _chosen(view: CheckpointView, include: str | None) -> BoolArray:
 
 
 def _boxes(
-    table: ChunkTable, tensors: Int64Array, layout: Layout
+    table: ChunkTable, tensors: Int64Array, layout: ShardGrid
 ) -> Iterator[tuple[int, Int64Array, Int64Array]]:
     """Yields rank, offsets and sizes of what it holds of each tensor."""
     shape, ndim = table.shape[tensors], table.ndim[tensors]

@@ -24,8 +24,7 @@ from ray_dcp.format.step_info import info_slot
 from ray_dcp.io.records import fence
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, as_target, open_storage, place_below
-from ray_dcp.view.checkpoint_view import CheckpointView, layout_text
-from ray_dcp.view.checkpoint_view import open as open_checkpoint
+from ray_dcp.view.checkpoint_view import CheckpointView, layout_text, open_checkpoint
 from ray_dcp.view.difference import diff_tables
 from ray_dcp.view.listing import (
     FOREIGN,

@@ -16,7 +16,7 @@ from ray_dcp.cli.main import main
 from ray_dcp.errors import StorageError
 from ray_dcp.manager import Item
 from ray_dcp.manager.catalogue import Root
-from ray_dcp.manager.leases import Lease, LeaseHolder
+from ray_dcp.manager.leases import LeaseHolder, ReaderLease
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.opening import absolute_target
 
@@ -57,7 +57,7 @@ def saved(root: Path, **first: Any) -> Path:
 
 
 def test_a_step_that_is_being_read_stays_unless_forced(tmp_path: Path) -> None:
-    with Lease(Root(absolute_target(saved(tmp_path))), 1, lease_s=30.0):
+    with ReaderLease(Root(absolute_target(saved(tmp_path))), 1, lease_s=30.0):
         found = run("rm", f"{tmp_path}@1", "--yes")
         assert found.exit_code == 2
         assert "is being read by process" in found.output
@@ -67,7 +67,7 @@ def test_a_step_that_is_being_read_stays_unless_forced(tmp_path: Path) -> None:
 
 
 def test_a_reader_whose_process_is_gone_holds_nothing(tmp_path: Path) -> None:
-    with Lease(Root(absolute_target(saved(tmp_path))), 1, lease_s=30.0):
+    with ReaderLease(Root(absolute_target(saved(tmp_path))), 1, lease_s=30.0):
         (lease,) = (tmp_path / ".manager" / "reading").iterdir()
         found = LeaseHolder.decode(lease.read_bytes())
     assert found is not None

@@ -32,7 +32,7 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import StorageTraits
-from ray_dcp.view.checkpoint_view import open as open_view
+from ray_dcp.view.checkpoint_view import open_checkpoint
 from ray_dcp.view.listing import list_checkpoints
 from tests import checkpoints
 from tests.checkpoints import check_stock, save_stock, stock_load
@@ -646,7 +646,7 @@ def test_a_load_publishes_the_metadata_that_a_dead_save_did_not(tmp_path):
 def test_a_deleted_checkpoint_is_listed_as_deleted(tmp_path):
     saved(str(tmp_path / "step-1"))
     saved(str(tmp_path / "step-2"))
-    gone = open_view(tmp_path / "step-1").attempt
+    gone = open_checkpoint(tmp_path / "step-1").attempt
     delete(str(tmp_path / "step-1"))
     assert [(item.name, item.state) for item in list_checkpoints(tmp_path)] == [
         ("step-1", "deleted"), ("step-2", "committed")

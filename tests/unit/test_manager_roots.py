@@ -34,7 +34,7 @@ from ray_dcp.io.reserve import RESERVE, freeing, keep_reserve
 from ray_dcp.manager import CheckpointManager, LatestN
 from ray_dcp.manager import writer as removal
 from ray_dcp.manager.catalogue import FOLDER, look, publish
-from ray_dcp.manager.leases import Lease, Readers, WriterLease, this_process
+from ray_dcp.manager.leases import ReaderLease, Readers, WriterLease, this_process
 from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import Location
@@ -255,7 +255,7 @@ def test_a_reader_that_comes_before_the_delete_record_ends_the_deletion(storage)
     root = root_of(storage)
     save_step(writer_of(storage), storage, 1, OLD)
     mark = announce(storage)
-    with Lease(root, 1, lease_s=30.0, holder=HERE, beats=False):
+    with ReaderLease(root, 1, lease_s=30.0, holder=HERE, beats=False):
         with pytest.raises(errors.CheckpointExistsError, match="somebody who keeps it"):
             delete(root.below(mark.name), opener=root.opener, attempt=mark.attempt)
         assert list(look(root, settings().names).steps) == [1]
@@ -279,7 +279,7 @@ def test_a_reader_on_another_machine_keeps_its_step_as_long_as_it_beats(storage)
     root = root_of(storage)
     now = [0.0]
     readers = Readers(lease_s=30.0, holder=HERE, clock=lambda: now[0])
-    reader = Lease(root, 7, lease_s=30.0, holder=ELSEWHERE, beats=False)
+    reader = ReaderLease(root, 7, lease_s=30.0, holder=ELSEWHERE, beats=False)
     reader.__enter__()
     shared = root.shared
     assert readers.is_live(shared, reader._key)
@@ -290,7 +290,7 @@ def test_a_reader_on_another_machine_keeps_its_step_as_long_as_it_beats(storage)
     assert readers.is_live(shared, reader._key)
     now[0] = 60.0
     assert not readers.is_live(shared, reader._key)
-    dead = Lease(root, 7, lease_s=30.0, holder=GONE, beats=False)
+    dead = ReaderLease(root, 7, lease_s=30.0, holder=GONE, beats=False)
     dead.__enter__()
     assert not readers.is_live(shared, dead._key)
     assert shared.list("reading/") == []
@@ -563,7 +563,7 @@ def test_who_loses_the_right_between_look_and_record_deletes_nothing(storage, mo
 
 
 def read_by_another(root):
-    lease = Lease(root, 1, lease_s=30.0, holder=HERE, beats=False)
+    lease = ReaderLease(root, 1, lease_s=30.0, holder=HERE, beats=False)
     lease.__enter__()
     return lease
 

@@ -27,7 +27,7 @@ from ray_dcp.manager import (
     StepFacts,
 )
 from ray_dcp.manager.catalogue import FOLDER
-from ray_dcp.manager.leases import Lease, Readers, WriterLease, _started, this_process
+from ray_dcp.manager.leases import ReaderLease, Readers, WriterLease, _started, this_process
 from ray_dcp.manager.retention import superfluous
 from ray_dcp.manager.steps import free_number
 from ray_dcp.runtime.garbage_collection import delete
@@ -209,7 +209,7 @@ def test_a_readers_lease_that_cannot_be_read_keeps_its_step(storage, caplog):
 def test_one_unreadable_answer_is_no_dead_reader_and_no_free_lease(storage, monkeypatch):
     """A flipped byte in the answer of a server, once."""
     writer_of(storage).begin(1)
-    lease = Lease(root_of(storage), 1, lease_s=30.0, holder=HERE, beats=False)
+    lease = ReaderLease(root_of(storage), 1, lease_s=30.0, holder=HERE, beats=False)
     lease.__enter__()
     real, left = MemoryStorage.read, ["writer-", "reading/"]
 

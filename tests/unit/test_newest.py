@@ -38,7 +38,7 @@ from ray_dcp.runtime.rank_load import StepRange, falls_back, load_newest_rank
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
-from ray_dcp.view.listing import StepFolder, list_run
+from ray_dcp.view.listing import ListedStep, list_run
 from tests import checkpoints
 from tests.fault_injection import Fault, FaultyStorage
 from tests.inline_ranks import run_ranks
@@ -168,7 +168,7 @@ def test_a_run_is_its_step_folders_and_nothing_deeper(tmp_path):
     (tmp_path / "log").write_bytes(b"x")
     listed = list_run(tmp_path)
     assert listed.steps == (
-        StepFolder("step-10", 10), StepFolder("epoch1-step3", 3), StepFolder("step-2", 2),
+        ListedStep("step-10", 10), ListedStep("epoch1-step3", 3), ListedStep("step-2", 2),
     )  # fmt: skip
     assert listed.others == ("best/", "notes-5/", "step-7/", "log")
     assert not listed.is_checkpoint
@@ -184,7 +184,7 @@ def test_what_a_save_left_makes_a_folder_a_step(tmp_path, files):
         path = tmp_path / "run" / "checkpoint-500" / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x")
-    assert list_run(tmp_path / "run").steps == (StepFolder("checkpoint-500", 500),)
+    assert list_run(tmp_path / "run").steps == (ListedStep("checkpoint-500", 500),)
 
 
 # falling back

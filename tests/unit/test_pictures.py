@@ -32,7 +32,7 @@ from ray_dcp.view.pictures import (
 )
 from ray_dcp.view.pictures.drawing import rank_colour
 from ray_dcp.view.pictures.layout import (
-    Boxes,
+    RankBoxes,
     even_boxes,
     flatten,
     raster,
@@ -159,7 +159,7 @@ def test_uneven_parts_scalars_of_an_unknown_rank_and_half_a_million_parts_are_dr
     root = parsed(shard_layout(even_boxes((10,), (3,))))
     widths = [round(number(p, "width"), 1) for p in titled(root, "^rank")]
     assert widths == [152.0, 152.0, 76.0]
-    boxes = Boxes((), np.array([-1]), np.zeros((1, 0), int), np.zeros((1, 0), int))
+    boxes = RankBoxes((), np.array([-1]), np.zeros((1, 0), int), np.zeros((1, 0), int))
     (part,) = titled(parsed(shard_layout(boxes)), "^a file")
     assert part.get("fill") == "#8d949c"
     many = shard_layout(even_boxes((100_000, 500), (1000, 500)))

@@ -38,7 +38,7 @@ from ray_dcp.integrations.train.joining import (
 from ray_dcp.integrations.train.save_requests import Asked, SaveRequests, ask_all
 from ray_dcp.io.records import Announced
 from ray_dcp.manager.catalogue import Catalogue, Root
-from ray_dcp.manager.leases import Lease, LeaseHolder
+from ray_dcp.manager.leases import LeaseHolder, ReaderLease
 from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.view.listing import list_run
 from tests.polling import eventually
@@ -143,7 +143,7 @@ def test_what_has_a_tag_or_is_read_stays(tmp_path: Path):
     save(tmp_path, *steps)
     root = Root(Target(str(tmp_path)))
     ray_dcp.open(tmp_path).tag(1, "release")
-    with Lease(root, 2, lease_s=30.0):
+    with ReaderLease(root, 2, lease_s=30.0):
         Retention(root, "ray_dcp", 1, 2, []).told(steps[2])
     assert {one.name for one in list_run(tmp_path).steps} == {one.name for one in steps}
     Retention(root, "ray_dcp", 1, 2, []).told(steps[2])

@@ -14,7 +14,7 @@ from ray_dcp.errors import InvalidRequestError
 from ray_dcp.io.reader import read_chunks
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Wanted, plan_reads
-from ray_dcp.view.resharding import Layout, parse_layout, preview_reshard
+from ray_dcp.view.resharding import ShardGrid, parse_layout, preview_reshard
 from tests import checkpoints
 from tests.counting_storage import counted_view
 
@@ -77,7 +77,7 @@ def test_the_preview_is_what_the_reader_then_reads(tmp_path: Path, layout: str, 
             assert reads.payload_bytes == one.bytes_read
 
 
-def boxes(table, layout: Layout, rank: int):
+def boxes(table, layout: ShardGrid, rank: int):
     """Returns what a rank holds, by torch's own way to cut."""
     row, column = divmod(rank, layout.columns)
     offset, size = np.zeros_like(table.shape), table.shape.copy()

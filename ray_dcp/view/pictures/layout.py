@@ -1,6 +1,6 @@
 """Pictures of which rank holds which part of a tensor, and what other ranks would load from whom.
 
-`Boxes` are the parts of one tensor with their ranks; `flatten` lays them out on paper.
+`RankBoxes` are the parts of one tensor with their ranks; `flatten` lays them out on paper.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ray_dcp.errors import InvalidRequestError
 from ray_dcp.view.listing import rank_of_file
 from ray_dcp.view.pictures import drawing as draw
 from ray_dcp.view.pictures.drawing import WIDTH, Bar, Picture
-from ray_dcp.view.resharding import Layout, parse_layout
+from ray_dcp.view.resharding import ShardGrid, parse_layout
 from ray_dcp.view.wording import count_text, size_text
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _LEFT, _TOP = 46, 20
 
 
 @dataclass(frozen=True, eq=False)
-class Boxes:
+class RankBoxes:
     """Parts of one tensor with their ranks, one row a part.
 
     Attributes:
@@ -64,7 +64,7 @@ class Boxes:
 
 
 @dataclass(frozen=True, eq=False)
-class Flat:
+class FlatBoxes:
     """Boxes in two dimensions: rows and columns of a drawing.
 
     Attributes:
@@ -84,7 +84,7 @@ class Flat:
     is_slice: bool
 
 
-def even_boxes(shape: Sequence[int], parts: Sequence[int]) -> Boxes:
+def even_boxes(shape: Sequence[int], parts: Sequence[int]) -> RankBoxes:
     """Returns a tensor cut evenly, as `torch.chunk` and `DTensor` cut it; ranks in row-major order.
 
     Args:
@@ -111,10 +111,10 @@ def even_boxes(shape: Sequence[int], parts: Sequence[int]) -> Boxes:
     at = np.indices(counts.tolist()).reshape(len(counts), -1).T
     step = -(-np.array(shape, np.int64) // counts)
     low, high = np.minimum(at * step, shape), np.minimum((at + 1) * step, shape)
-    return Boxes(tuple(shape), np.arange(len(at), dtype=np.int64), low, high - low)
+    return RankBoxes(tuple(shape), np.arange(len(at), dtype=np.int64), low, high - low)
 
 
-def stored_boxes(table: ChunkTable, row: int) -> Boxes:
+def stored_boxes(table: ChunkTable, row: int) -> RankBoxes:
     """Returns the chunks of a stored tensor; their ranks are those that wrote the files.
 
     Args:
@@ -127,12 +127,12 @@ def stored_boxes(table: ChunkTable, row: int) -> Boxes:
     ranks = [rank_of_file(table.files[file]) for file in files.tolist()]
     known = np.array([-1 if rank is None else rank for rank in ranks], np.int64)
     shape = tuple(table.shape[row, :ndim].tolist())
-    return Boxes(
+    return RankBoxes(
         shape, known[at.reshape(-1)], table.offset[chunks, :ndim], table.size[chunks, :ndim]
     )
 
 
-def flatten(boxes: Boxes, dims: tuple[int | None, int | None] | None = None) -> Flat:
+def flatten(boxes: RankBoxes, dims: tuple[int | None, int | None] | None = None) -> FlatBoxes:
     """Returns boxes in two dimensions: the first part of each other one that is cut, too.
 
     Args:
@@ -154,10 +154,12 @@ def flatten(boxes: Boxes, dims: tuple[int | None, int | None] | None = None) -> 
     offset = np.stack([zero if dim is None else boxes.offset[:, dim] for dim in dims], axis=1)
     size = np.stack([one if dim is None else boxes.size[:, dim] for dim in dims], axis=1)
     rows, columns = (1 if dim is None else boxes.shape[dim] for dim in dims)
-    return Flat(dims, (rows, columns), boxes.rank[keep], offset[keep], size[keep], bool(others))
+    return FlatBoxes(
+        dims, (rows, columns), boxes.rank[keep], offset[keep], size[keep], bool(others)
+    )
 
 
-def raster(flat: Flat, cells: tuple[int, int] = CELLS) -> IntArray:
+def raster(flat: FlatBoxes, cells: tuple[int, int] = CELLS) -> IntArray:
     """Returns the rank at the centre of each cell of a grid; -2 where no box is.
 
     Args:
@@ -178,7 +180,7 @@ def raster(flat: Flat, cells: tuple[int, int] = CELLS) -> IntArray:
     return found
 
 
-def overlaps(before: Boxes, after: Boxes) -> IntArray | None:
+def overlaps(before: RankBoxes, after: RankBoxes) -> IntArray | None:
     """Returns how many elements each part of one layout has in common with each of another.
 
     Args:
@@ -198,7 +200,9 @@ def overlaps(before: Boxes, after: Boxes) -> IntArray | None:
     return found
 
 
-def shard_layout(boxes: Boxes, name: str = "", *, itemsize: int = 0, dtype: str = "") -> Picture:
+def shard_layout(
+    boxes: RankBoxes, name: str = "", *, itemsize: int = 0, dtype: str = ""
+) -> Picture:
     """Returns a tensor as a rectangle, with its parts in the colours of the ranks that hold them.
 
     Args:
@@ -215,7 +219,7 @@ def shard_layout(boxes: Boxes, name: str = "", *, itemsize: int = 0, dtype: str 
     return draw.pictured(*_heading(boxes, flat, name, itemsize, dtype), drawing)
 
 
-def reshard(before: Boxes, after: Boxes, name: str = "", *, itemsize: int = 1) -> Picture:
+def reshard(before: RankBoxes, after: RankBoxes, name: str = "", *, itemsize: int = 1) -> Picture:
     """Returns a tensor as it is stored and as other ranks want it, in the colours of who stored it.
 
     Args:
@@ -233,7 +237,7 @@ def reshard(before: Boxes, after: Boxes, name: str = "", *, itemsize: int = 1) -
             key="after",
         )
     pairs = ((getattr(before, one), getattr(after, one)) for one in ("rank", "offset", "size"))
-    both = flatten(Boxes(before.shape, *(np.concatenate(pair) for pair in pairs)))
+    both = flatten(RankBoxes(before.shape, *(np.concatenate(pair) for pair in pairs)))
     old, new = flatten(before, both.dims), flatten(after, both.dims)
     width, height = _extent(both, 300)
     second = _LEFT + width + 90
@@ -268,7 +272,7 @@ def picture_layout(view: CheckpointView, name: str) -> Picture:
 
 
 def picture_reshard(
-    view: CheckpointView, name: str, layout: str | int | Layout | Sequence[int]
+    view: CheckpointView, name: str, layout: str | int | ShardGrid | Sequence[int]
 ) -> Picture:
     """Returns a tensor as it is stored, and as the ranks of a load want it.
 
@@ -283,7 +287,7 @@ def picture_reshard(
         InvalidRequestError: It is an object, or the layout does not fit it.
     """
     boxes, dtype = _boxes_of(view, name)
-    if isinstance(layout, str | int | Layout):
+    if isinstance(layout, str | int | ShardGrid):
         parsed = parse_layout(layout)
         layout = (parsed.rows, parsed.columns)[: len(boxes.shape)]
     after = even_boxes(boxes.shape, layout)
@@ -293,7 +297,7 @@ def picture_reshard(
 # --- pieces -------------------------------------------------------------------------------------
 
 
-def _boxes_of(view: CheckpointView, name: str) -> tuple[Boxes, str]:
+def _boxes_of(view: CheckpointView, name: str) -> tuple[RankBoxes, str]:
     """Returns the parts in which a tensor is stored, and its dtype."""
     info = view.tensors.get(name)
     if info is None:
@@ -305,7 +309,7 @@ def _boxes_of(view: CheckpointView, name: str) -> tuple[Boxes, str]:
 
 
 def _heading(
-    boxes: Boxes, flat: Flat, name: str, itemsize: int, dtype: str = ""
+    boxes: RankBoxes, flat: FlatBoxes, name: str, itemsize: int, dtype: str = ""
 ) -> tuple[str, str]:
     shape = "×".join(map(str, boxes.shape)) or "scalar"
     volume = int(np.prod(boxes.shape, dtype=object)) if boxes.shape else 1
@@ -319,7 +323,7 @@ def _heading(
     return draw.heading(name, told), draw.aside(sliced if flat.is_slice else "")
 
 
-def _ranks(boxes: Boxes) -> str:
+def _ranks(boxes: RankBoxes) -> str:
     return count_text(len(boxes.ranks), "rank")
 
 
@@ -327,7 +331,7 @@ def _name(rank: int) -> str:
     return f"rank {rank}" if rank >= 0 else "a file"
 
 
-def _extent(flat: Flat, most: float) -> tuple[float, float]:
+def _extent(flat: FlatBoxes, most: float) -> tuple[float, float]:
     """Returns width and height of a drawing: as the tensor, but never a line."""
     if flat.dims[0] is None:
         return most, 44.0
@@ -336,7 +340,7 @@ def _extent(flat: Flat, most: float) -> tuple[float, float]:
 
 
 def _patches(
-    flat: Flat, left: float, width: float, height: float
+    flat: FlatBoxes, left: float, width: float, height: float
 ) -> Iterator[tuple[int, tuple[float, float, float, float], str]]:
     """Yields ranks with rectangles of a drawing and what they are; of too many boxes a raster."""
     if len(flat.rank) > MOST_BOXES:
@@ -361,7 +365,9 @@ def _patches(
             yield rank, place, f"{_name(rank)} [{', '.join(where)}]"
 
 
-def _panel(flat: Flat, x: float, width: float, height: float, wanted: Flat | None = None) -> str:
+def _panel(
+    flat: FlatBoxes, x: float, width: float, height: float, wanted: FlatBoxes | None = None
+) -> str:
     """Returns a tensor in the colours of its ranks; with the outlines of parts that are wanted."""
     is_raster = len(flat.rank) > MOST_BOXES
     edge: dict[str, Any] = {} if is_raster else {"stroke": "currentColor", "stroke_width": 0.5}
@@ -394,14 +400,14 @@ def _label(rank: int, x: float, y: float, width: float, height: float) -> str:
     return draw.text(x + width / 2, y + height / 2 + 4, rank, "middle", **look)
 
 
-def _legend(boxes: Boxes, y: float) -> str:
+def _legend(boxes: RankBoxes, y: float) -> str:
     ranks = boxes.ranks
     meant = [(draw.rank_colour(rank), _name(rank)) for rank in ranks[:MOST_LEGEND]]
     more = len(ranks) - MOST_LEGEND
     return draw.legend(_LEFT, y, [*meant, *([("none", f"… and {more} more")] if more > 0 else [])])
 
 
-def _takes(before: Boxes, after: Boxes, itemsize: int) -> list[Bar]:
+def _takes(before: RankBoxes, after: RankBoxes, itemsize: int) -> list[Bar]:
     """Returns what each rank of the load takes from whom."""
     common = overlaps(before, after)
     if common is None:
