@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.manager.catalogue import Root, look
 from ray_dcp.manager.leases import this_process
+from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.settings import Settings
-from ray_dcp.manager.writer import Writer
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import Entry, PartWriter, Storage, StorageTraits
 from tests.crash.invariants import standing_state

@@ -34,7 +34,7 @@ from ray_dcp.io.records import read_slots
 from ray_dcp.manager import BestN, LatestN
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.leases import ReaderLease, this_process
-from ray_dcp.manager.writer import Writer
+from ray_dcp.manager.root_writer import Writer
 from ray_dcp.store.local import LocalStorage
 from tests.crash.interruptions import one_call_at_a_time
 from tests.interleaving import SteppedStorage, World

@@ -32,7 +32,7 @@ from ray_dcp.io.records import Announced, check_announced, fence
 from ray_dcp.io.reserve import RESERVE, freeing, keep_reserve
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
 from ray_dcp.store.storage import Storage, is_full, read_if_there
-from ray_dcp.view.listing import FOREIGN, folders_above, step_of
+from ray_dcp.view.run_listing import FOREIGN, folders_above, step_of
 from ray_dcp.view.run_view import StepView
 from ray_dcp.view.wording import count_text, size_text
 

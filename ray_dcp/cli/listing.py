@@ -21,8 +21,8 @@ from ray_dcp.cli.output import progress, says, table, told
 from ray_dcp.cli.places import check_answers
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import CheckpointNotFoundError
-from ray_dcp.view.listing import list_checkpoints
 from ray_dcp.view.pictures.tables import LEFT, MOST_DETAILED, step_cells
+from ray_dcp.view.run_listing import list_checkpoints
 from ray_dcp.view.run_view import KINDS, RunView, StepView, Usage, nearest_paths, usage_of
 from ray_dcp.view.wording import count_text, size_text
 

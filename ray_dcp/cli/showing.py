@@ -16,9 +16,9 @@ from ray_dcp.cli.places import addresses_of, checkpoint_at, hint_at
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
 from ray_dcp.io.checkpoint import what_became_of
 from ray_dcp.view.checkpoint_view import CheckpointView
-from ray_dcp.view.listing import wrong_lengths
 from ray_dcp.view.naming import nearest
 from ray_dcp.view.pictures.tree import Node, grown, leaves_of, shape_text
+from ray_dcp.view.run_listing import wrong_lengths
 from ray_dcp.view.verify import Problem, VerifyInterrupted, VerifyReport
 from ray_dcp.view.verify import verify as verify_path
 from ray_dcp.view.wording import count_text, size_text

@@ -2,7 +2,7 @@
 
 * Files of a checkpoint have relative names that stay in its own directory; others are refused.
 * Step folders: `StepNames` are those that a `CheckpointManager` writes, and others that it reads.
-  `load_newest` takes any number at the end of a name for a step (`view.listing.step_of`).
+  `load_newest` takes any number at the end of a name for a step (`view.run_listing.step_of`).
 * Tags and notes lie beside the steps of a run, in its folder `.manager`. A tag is an empty file;
   retention keeps the steps that have one. A note is a text for people.
 """

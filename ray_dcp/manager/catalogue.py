@@ -30,7 +30,7 @@ from ray_dcp.manager.retention import StepFacts
 from ray_dcp.store.location import url_below
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage, read_if_there
-from ray_dcp.view.listing import PART_NAME, folders_in, look_into
+from ray_dcp.view.run_listing import PART_NAME, folders_in, look_into
 
 FOLDER = SHARED_FOLDER
 Opener = Callable[[Target], Storage]
@@ -178,7 +178,7 @@ def look(root: Root, names: StepNames, before: Catalogue | None = None) -> Catal
     return found
 
 
-def publish(root: Root, catalogue: Catalogue) -> None:
+def write_catalogue(root: Root, catalogue: Catalogue) -> None:
     """Writes the catalogue file, so that the next process need not read every step's records.
 
     Only the writer of a root does. Nothing depends on it: a row is used as long as the folder that

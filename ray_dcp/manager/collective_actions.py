@@ -43,10 +43,10 @@ from ray_dcp.io.records import read_slots
 from ray_dcp.io.threads import begin
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.preemption import Preemption
+from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.save_policy import SaveFacts, asks_only_the_step
-from ray_dcp.manager.settings import Item, Settings, state_of
+from ray_dcp.manager.settings import Item, Settings, states_of
 from ray_dcp.manager.steps import StepTarget
-from ray_dcp.manager.writer import Writer
 from ray_dcp.operations import RankSession, run_save, session_for
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.inline import InlineSession
@@ -60,7 +60,7 @@ from ray_dcp.torch_adapter.dispatch import decide_save
 T = TypeVar("T")
 
 
-def within(timeout_s: float, what: str, work: Callable[[], T]) -> T:
+def in_time(timeout_s: float, what: str, work: Callable[[], T]) -> T:
     """Returns what work gives that may hang in the storage: it is left to itself then.
 
     Args:
@@ -111,7 +111,7 @@ def agree(
     if world_size == 1:
         if error is not None:
             raise error
-        return within(timeout_s, what, lambda: decide([facts]))
+        return in_time(timeout_s, what, lambda: decide([facts]))
 
     def exchanges(first: OpKey, second: OpKey) -> Generator[Request, Reply, Any]:
         own, tag = {0: json.dumps(facts).encode()}, f"{what}: facts"
@@ -120,7 +120,7 @@ def agree(
 
         def decided() -> Any:
             told = [json.loads(inbox[sender]) for sender in range(world_size)]
-            return within(timeout_s, what, lambda: decide(told))
+            return in_time(timeout_s, what, lambda: decide(told))
 
         # Why twice: rank 0 may use up the first for its decision, and has to report that.
         request = Exchange(second, rank, world_size, f"{what}: decided", {}, 2 * timeout_s)
@@ -393,7 +393,7 @@ class CollectiveActions:
             self.finisher.wait()
         session = self.session()
         states, error = result_or_error(
-            lambda: state_of(self.settings.named, state_dict), "looking at the state", session.rank
+            lambda: states_of(self.settings.named, state_dict), "looking at the state", session.rank
         )
         left = threading.Event()
 
@@ -481,7 +481,7 @@ class CollectiveActions:
         ended: Decision
         target, rank = self.root.below(place.name), self.session().rank
         try:
-            ended = within(
+            ended = in_time(
                 timeout_s,
                 what,
                 lambda: settle(target, place.attempt, reason=error.message, rank=rank),
@@ -521,7 +521,7 @@ class CollectiveActions:
             with contained(f"Recording {what}"):
                 if self.session().rank == 0:
                     finish = partial(self.writer.finish, place, committed, no_space=no_space)
-                    within(timeout_s, what, finish)
+                    in_time(timeout_s, what, finish)
 
 
 def _perform_after(place: StepTarget, task: Task) -> Result:

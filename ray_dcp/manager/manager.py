@@ -1,8 +1,7 @@
 """`CheckpointManager`: the checkpoints of a run, step by step.
 
-`collective_actions` and `restoring` have what all ranks do together, `writer` what rank 0 does for
-them. Managers that are open when the
-process ends are closed then: their saves end first.
+`collective_actions` and `restoring` have what all ranks do together, `root_writer` what rank 0 does
+for them. Managers that are open when the process ends are closed then: their saves end first.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.names import STEP_NAME
 from ray_dcp.manager.catalogue import Root
-from ray_dcp.manager.collective_actions import CollectiveActions, within
+from ray_dcp.manager.collective_actions import CollectiveActions, in_time
 from ray_dcp.manager.leases import LEASE_S, ReaderLease
 from ray_dcp.manager.preemption import Preemption
 from ray_dcp.manager.restoring import (
@@ -42,10 +41,10 @@ from ray_dcp.manager.restoring import (
     saved_step,
 )
 from ray_dcp.manager.retention import Mode, RetentionPolicy
+from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.save_policy import SaveFacts, SavePolicy
 from ray_dcp.manager.settings import Item, Settings
 from ray_dcp.manager.steps import Order
-from ray_dcp.manager.writer import Writer
 from ray_dcp.options import LoadOptions
 from ray_dcp.runtime.records import target_of
 
@@ -538,7 +537,7 @@ class CheckpointManager:
             _open.discard(self)
             self._preemption.stop()
             try:
-                within(CLOSE_S, f"closing {self!r}", self._writer.close)
+                in_time(CLOSE_S, f"closing {self!r}", self._writer.close)
             except StorageError as error:
                 logger.warning("%s", error)
 

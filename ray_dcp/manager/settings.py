@@ -214,7 +214,7 @@ def _items(items: Mapping[str, Item] | None, item: Item | None) -> dict[str, Ite
     return dict(sorted(items.items()))
 
 
-def state_of(items: Mapping[str, Item], state_dict: Any) -> dict[str, Any]:
+def states_of(items: Mapping[str, Item], state_dict: Any) -> dict[str, Any]:
     """Returns the states of a step by item; under "" the one of a step without named items.
 
     Args:

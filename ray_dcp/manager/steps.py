@@ -1,7 +1,7 @@
 """The steps of a root: where they are saved, and how they are deleted.
 
-Runs on one rank, without torch and without threads; it knows no session. `writer` decides when;
-the writer lease (`leases`) prevents that other processes do it at the same time.
+Runs on one rank, without torch and without threads; it knows no session. `root_writer` decides
+when; the writer lease (`leases`) prevents that other processes do it at the same time.
 
 Order of a save: info, then the commit of the checkpoint, which lies in the step's folder. Order of
 a removal: the commit is revoked, then items, then what describes them. So a crash leaves a step

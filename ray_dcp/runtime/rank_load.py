@@ -85,7 +85,7 @@ from ray_dcp.runtime.rank_save import (
 )
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyMissingError, Storage, read_traits_of
-from ray_dcp.view.listing import ListedRun, ListedStep, list_run
+from ray_dcp.view.run_listing import ListedRun, ListedStep, list_run
 
 KeptIn = Callable[[Storage, str], MemoryTierStorage | None]
 """From a storage and the attempt that is loaded to the storage with what is in memory of it."""

@@ -3,7 +3,7 @@
 How tensors are cut into chunks (`grids`), and over which files, is read off the chunk table. A mesh
 is not stored: a grid describes the boxes that the mesh led to.
 
-`listing` lists many checkpoints, `verify` checks stored bytes.
+`run_listing` lists many checkpoints, `verify` checks stored bytes.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import Told, open_storage
 from ray_dcp.store.storage import OneFile, Storage
 from ray_dcp.view.difference import CheckpointDiff, diff_checkpoints
-from ray_dcp.view.listing import num_ranks
 from ray_dcp.view.naming import nearest
 from ray_dcp.view.pictures.drawing import aside, div, heading, safe, shortened
 from ray_dcp.view.pictures.timeline import timeline
 from ray_dcp.view.pictures.tree import leaves_of, tensor_tree
 from ray_dcp.view.resharding import ReshardPreview, ShardGrid, preview_reshard
+from ray_dcp.view.run_listing import num_ranks
 from ray_dcp.view.tensor_handle import TensorHandle, TensorInfo
 from ray_dcp.view.trace import Trace, read_trace
 from ray_dcp.view.verify import VerifyReport, verify_opened

@@ -17,7 +17,7 @@ from ray_dcp.errors import (
     InvalidRequestError,
     StorageError,
 )
-from ray_dcp.view.listing import ListedCheckpoint
+from ray_dcp.view.run_listing import ListedCheckpoint
 
 Mode = Literal["min", "max"]
 Listed = TypeVar("Listed", bound=ListedCheckpoint)

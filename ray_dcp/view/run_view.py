@@ -26,13 +26,6 @@ from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, as_target, open_storage, place_below
 from ray_dcp.view.checkpoint_view import CheckpointView, layout_text, open_checkpoint
 from ray_dcp.view.difference import diff_tables
-from ray_dcp.view.listing import (
-    FOREIGN,
-    ListedCheckpoint,
-    folders_above,
-    list_checkpoints,
-    readable_entries,
-)
 from ray_dcp.view.naming import (
     best_of_run,
     choose,
@@ -40,6 +33,13 @@ from ray_dcp.view.naming import (
     passed_over,
     passed_over_text,
     split_address,
+)
+from ray_dcp.view.run_listing import (
+    FOREIGN,
+    ListedCheckpoint,
+    folders_above,
+    list_checkpoints,
+    readable_entries,
 )
 from ray_dcp.view.trace import read_trace
 from ray_dcp.view.wording import size_text

@@ -29,7 +29,7 @@ from ray_dcp.runtime.tasks import outcome
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.storage import Entry, Storage
-from ray_dcp.view.listing import list_checkpoints
+from ray_dcp.view.run_listing import list_checkpoints
 from ray_dcp.view.verify import verify_checkpoint
 from tests.crash.array_states import State, same_state
 from tests.crash.ranks import load_state, save_state

@@ -33,7 +33,7 @@ from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import StorageTraits
 from ray_dcp.view.checkpoint_view import open_checkpoint
-from ray_dcp.view.listing import list_checkpoints
+from ray_dcp.view.run_listing import list_checkpoints
 from tests import checkpoints
 from tests.checkpoints import check_stock, save_stock, stock_load
 from tests.fault_injection import Fault, FaultyStorage

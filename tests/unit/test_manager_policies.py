@@ -35,9 +35,9 @@ from ray_dcp.manager import (
 )
 from ray_dcp.manager.leases import this_process
 from ray_dcp.manager.retention import best_of, check_metrics, check_retention, superfluous
+from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.save_policy import check_save_policy
 from ray_dcp.manager.settings import Settings
-from ray_dcp.manager.writer import Writer
 from ray_dcp.store.opening import open_storage
 from tests.manager_places import root_of
 

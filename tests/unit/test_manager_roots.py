@@ -32,8 +32,8 @@ from ray_dcp.format.step_info import StepInfo, decode_info, encode_info
 from ray_dcp.io.records import Announced
 from ray_dcp.io.reserve import RESERVE, freeing, keep_reserve
 from ray_dcp.manager import CheckpointManager, LatestN
-from ray_dcp.manager import writer as removal
-from ray_dcp.manager.catalogue import FOLDER, look, publish
+from ray_dcp.manager import root_writer as removal
+from ray_dcp.manager.catalogue import FOLDER, look, write_catalogue
 from ray_dcp.manager.leases import ReaderLease, Readers, WriterLease, this_process
 from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.store.local import LocalStorage
@@ -661,7 +661,7 @@ def test_the_catalogue_file_saves_reading_and_nothing_depends_on_it(storage):
         save_step(writer, storage, step, OLD, metrics={"loss": step}, tags=["a"])
     first = look(root, names)
     assert first.num_read == 3
-    publish(root, first)
+    write_catalogue(root, first)
     second = look(root, names)
     assert (second.num_read, second.steps, second.tags) == (0, first.steps, first.tags)
     save_step(writer, storage, 4, NEW)
@@ -685,7 +685,7 @@ def test_a_step_that_was_deleted_halfway_is_not_there_whatever_the_catalogue_say
     writer = writer_of(storage)
     for step in (1, 2):
         save_step(writer, storage, step, OLD)
-    publish(root, look(root, names))
+    write_catalogue(root, look(root, names))
     place = root.below(names.name_of(1))
     stands = Fault(operation="delete", error=5)
     with Script([stands]) as script:

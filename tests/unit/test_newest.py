@@ -38,7 +38,7 @@ from ray_dcp.runtime.rank_load import StepRange, falls_back, load_newest_rank
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
-from ray_dcp.view.listing import ListedStep, list_run
+from ray_dcp.view.run_listing import ListedStep, list_run
 from tests import checkpoints
 from tests.fault_injection import Fault, FaultyStorage
 from tests.inline_ranks import run_ranks

@@ -17,7 +17,6 @@ from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError, MissingKeyError
 from ray_dcp.format.save_trace import RankTimes, SaveTrace, Span, make_trace
 from ray_dcp.view.difference import TensorDiff
-from ray_dcp.view.listing import ListedCheckpoint
 from ray_dcp.view.pictures import (
     Picture,
     line_chart,
@@ -31,7 +30,8 @@ from ray_dcp.view.pictures import (
     timeline,
 )
 from ray_dcp.view.pictures.drawing import rank_colour
-from ray_dcp.view.pictures.layout import (
+from ray_dcp.view.pictures.lines import norms_of
+from ray_dcp.view.pictures.rank_boxes import (
     RankBoxes,
     even_boxes,
     flatten,
@@ -39,9 +39,9 @@ from ray_dcp.view.pictures.layout import (
     reshard,
     shard_layout,
 )
-from ray_dcp.view.pictures.lines import norms_of
 from ray_dcp.view.pictures.tables import diff_chart
 from ray_dcp.view.pictures.tree import Leaf
+from ray_dcp.view.run_listing import ListedCheckpoint
 from ray_dcp.view.run_view import RunView
 from ray_dcp.view.tensor_handle import TensorInfo
 

@@ -15,7 +15,7 @@ from ray_dcp.errors import StorageError
 
 READ = """
 import os, sys, torch, ray_dcp
-from ray_dcp.view.listing import list_checkpoints
+from ray_dcp.view.run_listing import list_checkpoints
 run, uid, writable = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 
 def read(run):

@@ -22,7 +22,7 @@ from ray_dcp.integrations.train.save_requests import REQUESTS, Asked
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.inline import InlineSession
-from ray_dcp.view.listing import list_run
+from ray_dcp.view.run_listing import list_run
 from tests.polling import eventually
 
 Make = Callable[..., Checkpointer]

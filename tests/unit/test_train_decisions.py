@@ -40,7 +40,7 @@ from ray_dcp.io.records import Announced
 from ray_dcp.manager.catalogue import Catalogue, Root
 from ray_dcp.manager.leases import LeaseHolder, ReaderLease
 from ray_dcp.runtime.garbage_collection import delete
-from ray_dcp.view.listing import list_run
+from ray_dcp.view.run_listing import list_run
 from tests.polling import eventually
 
 # --- names ---------------------------------------------------------------------------------------

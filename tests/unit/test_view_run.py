@@ -17,9 +17,9 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.manifest import AbortRecord, encode_record, record_key
 from ray_dcp.store.storage import Entry, Storage
-from ray_dcp.view import listing
-from ray_dcp.view.listing import ListedCheckpoint
+from ray_dcp.view import run_listing as listing
 from ray_dcp.view.naming import best_of_run, choose, split_address
+from ray_dcp.view.run_listing import ListedCheckpoint
 from ray_dcp.view.run_view import RunView
 from tests import checkpoints
 

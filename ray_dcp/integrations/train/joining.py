@@ -52,7 +52,7 @@ from ray_dcp.runtime.ray_session import RaySession
 from ray_dcp.runtime.session import Session
 from ray_dcp.store.location import Location, split_url
 from ray_dcp.store.opening import absolute_target, as_target
-from ray_dcp.view.listing import list_run
+from ray_dcp.view.run_listing import list_run
 
 _NAME = re.compile(r"g(\d{4,9})-([0-9a-f]{6})-step-(\d{8,18})")
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -7,8 +7,8 @@ themselves with them.
 
 from ray_dcp.view.pictures.drawing import Picture
 from ray_dcp.view.pictures.histogram import picture_histogram
-from ray_dcp.view.pictures.layout import picture_layout, picture_reshard
 from ray_dcp.view.pictures.lines import line_chart, picture_norms
+from ray_dcp.view.pictures.rank_boxes import picture_layout, picture_reshard
 from ray_dcp.view.pictures.tables import picture_diff, picture_steps
 from ray_dcp.view.pictures.timeline import timeline
 from ray_dcp.view.pictures.tree import tensor_tree

@@ -1,8 +1,8 @@
 """Lists runs and checkpoints: which are there, and what state they are in.
 
 `list_checkpoints` looks at names, lengths and small records only; `verify` checks the bytes.
-`state_of` is pure: from the names of a folder's files, ours and stock DCP's, and its records, to
-its state.
+`folder_state` is pure: from the names of a folder's files, ours and stock DCP's, and its records,
+to its state.
 
 `list_run` lists the step folders of a run by their names alone, newest first. It does not look
 which of them hold a checkpoint: the load that tries one finds out.
@@ -206,7 +206,7 @@ class StateFound:
     in_flight: tuple[str, ...] = ()
 
 
-def state_of(files: Mapping[str, int], slots: Slots) -> StateFound:
+def folder_state(files: Mapping[str, int], slots: Slots) -> StateFound:
     """Returns the state of a folder.
 
     Args:
@@ -533,11 +533,11 @@ def _found(
     if last:
         highest = highest_record(storage, directory, last)
         if highest is not None:
-            found = state_of(files, Slots((last,), {last: highest}, {last: b""}))
+            found = folder_state(files, Slots((last,), {last: highest}, {last: b""}))
             if found.state in ("committed", "deleted"):
                 return last, found, files
     else:
-        found = state_of(files, Slots())
+        found = folder_state(files, Slots())
         if found.state in FOREIGN:
             return 0, found, files
     # Why again: a listing that began before a save or a delete was committed may show neither
@@ -566,7 +566,7 @@ def _found_now(storage: Storage) -> tuple[int, StateFound, Mapping[str, int]]:
         if before is not None and before.decides == slots.decides:
             break
         files = _files_in(storage)
-        found = state_of(files, slots)
+        found = folder_state(files, slots)
         if found.state in ("committed", "deleted"):
             break
     return (slots.decides.slot if slots and slots.decides else 0), found, files

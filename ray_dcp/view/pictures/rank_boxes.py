@@ -16,10 +16,10 @@ import numpy.typing as npt
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.core.values import ChunkTable
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.view.listing import rank_of_file
 from ray_dcp.view.pictures import drawing as draw
 from ray_dcp.view.pictures.drawing import WIDTH, Bar, Picture
 from ray_dcp.view.resharding import ShardGrid, parse_layout
+from ray_dcp.view.run_listing import rank_of_file
 from ray_dcp.view.wording import count_text, size_text
 
 if TYPE_CHECKING:

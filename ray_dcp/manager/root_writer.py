@@ -31,7 +31,14 @@ from ray_dcp.errors import (
 from ray_dcp.format.names import READING, TAGS, check_tag, tag_key, tags_in
 from ray_dcp.format.step_info import StepInfo, check_metadata, encode_info, info_key
 from ray_dcp.io.records import used_slots
-from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look, look_at_step, publish
+from ray_dcp.manager.catalogue import (
+    Catalogue,
+    Root,
+    StepFound,
+    look,
+    look_at_step,
+    write_catalogue,
+)
 from ray_dcp.manager.leases import LeaseHolder, Readers, WriterLease
 from ray_dcp.manager.retention import StepFacts, check_metrics, superfluous
 from ray_dcp.manager.save_policy import SaveCosts, SaveFacts, asks_only_the_step
@@ -628,7 +635,7 @@ class Writer:
     def _publish(self) -> None:
         self._unpublished = 0
         try:
-            publish(self.root, self.catalogue)
+            write_catalogue(self.root, self.catalogue)
         except StorageError as error:
             logger.info("The catalogue of %s was not written: %s", self.root.url, error)
 
