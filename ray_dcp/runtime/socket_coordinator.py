@@ -24,9 +24,8 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from queue import Queue
 from typing import Any
 
-from ray_dcp.core.processes import OwnProcess
+from ray_dcp.core.processes import OwnProcess, start_thread
 from ray_dcp.errors import CheckpointError, InternalError, LimitError, ParticipantError
-from ray_dcp.io.threads import start
 from ray_dcp.runtime.coordinator_loop import CoordinatorLoop, Member
 
 RETURN_S = 0.5
@@ -93,7 +92,7 @@ class Channel:
             for step in steps if serves else reversed(steps):
                 step(self._connection, key)
             self._limit_reads(0.0)
-            start(self._send_all, "ray_dcp sends")
+            start_thread(self._send_all, "ray_dcp sends")
         except BaseException:
             self.close()
             raise
@@ -227,9 +226,9 @@ class SocketCoordinator:
         _open.add(self._server)
         self.address: tuple[str, int] = (host, self._server.getsockname()[1])
         ready: Future[_ServingLoop] = Future()
-        start(partial(self._run, ready), "ray_dcp coordinator")
+        start_thread(partial(self._run, ready), "ray_dcp coordinator")
         self._serving = ready.result()
-        start(self._accept_all, "ray_dcp accepts")
+        start_thread(self._accept_all, "ray_dcp accepts")
         atexit.register(self.close)
 
     def ask(self, method: str, *arguments: Any) -> Future[Any]:
@@ -289,7 +288,7 @@ class SocketCoordinator:
                 threading.Event().wait(0.0 if self._closing else _PAUSE_S)
                 continue
             try:
-                start(partial(self._serve, sock), "ray_dcp serves")
+                start_thread(partial(self._serve, sock), "ray_dcp serves")
             except LimitError as error:
                 logger.warning("A rank can't connect: %s", error)
                 sock.close()

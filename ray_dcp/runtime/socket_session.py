@@ -32,6 +32,7 @@ from multiprocessing import AuthenticationError
 from typing import Any, Protocol
 
 from ray_dcp.commit_protocol.liveness import OUT_OF_REACH_S, Heartbeat, HeartbeatAck
+from ray_dcp.core.processes import start_thread
 from ray_dcp.errors import (
     CheckpointError,
     DeadlineError,
@@ -39,7 +40,6 @@ from ray_dcp.errors import (
     LimitError,
     ParticipantError,
 )
-from ray_dcp.io.threads import start
 from ray_dcp.runtime.heartbeat import HeartbeatSender
 from ray_dcp.runtime.process_group import address_towards, host_of, interface_of
 from ray_dcp.runtime.session import Session
@@ -100,7 +100,7 @@ class SocketLink:
         self._numbers = count(1)
         self._unanswered: dict[int, tuple[Any, Future[Any]]] = {}
         self._channel = self._connect()
-        start(self._run, "ray_dcp answers")
+        start_thread(self._run, "ray_dcp answers")
 
     def ask(self, method: str, *arguments: Any) -> Future[Any]:
         """See `Link.ask`."""
