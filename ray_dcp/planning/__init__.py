@@ -1,4 +1,4 @@
-"""Pure planning: which bytes of which tensor are written by whom, where, and read back by whom.
+"""Pure planning: which rank writes which bytes of which tensor, where, and which rank reads them.
 
-No torch, no ray, no disk, no clock. The values that it works on are in `core.values`.
+Planning uses no torch, no ray, no disk and no clock. Its values are defined in `core.values`.
 """

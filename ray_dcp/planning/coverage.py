@@ -1,7 +1,7 @@
-"""Do boxes fill their tensors exactly once? Overlaps, gaps and boxes out of bounds.
+"""Checks that boxes fill their tensors exactly once: overlaps, gaps and boxes out of bounds.
 
-Used on what ranks say they hold, on chunk tables, and on what a read plan found. Which error to
-raise, and how to word it, is the caller's part.
+The checks apply to what ranks report that they hold, to chunk tables, and to the results of a read
+plan. The caller chooses the error to raise and its wording.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ Box = tuple[Int64Array, Int64Array]
 
 @dataclass(frozen=True)
 class Coverage:
-    """What is wrong with how boxes fill their regions; all empty when nothing is.
+    """The faults in how boxes fill their regions; every field is empty when there are none.
 
     Attributes:
         outside: Boxes that reach out of their region, or have a negative length.
-        overlaps: Pairs of boxes that have elements in common, at most 8 of a region.
-        gaps: `(region, elements missing, offset, size)`, the box being the first hole.
+        overlaps: Pairs of boxes that have elements in common, at most 8 per region.
+        gaps: `(region, elements missing, offset, size)`; offset and size are those of the first
+            hole.
     """
 
     outside: tuple[int, ...] = ()
@@ -38,7 +39,7 @@ class Coverage:
 def check_coverage(
     region: Int64Array, offset: Int64Array, size: Int64Array, shape: Int64Array
 ) -> Coverage:
-    """Checks that the boxes of each region are within it, disjoint, and together all of it.
+    """Checks that the boxes of each region lie within it, are disjoint, and cover all of it.
 
     Boxes of volume 0 are legal anywhere within the bounds.
 
@@ -49,12 +50,22 @@ def check_coverage(
         shape: int64[g, D], the regions, which start at 0.
 
     Returns:
-        All that is wrong. Regions with a box out of bounds are not looked at further.
+        All faults. Regions with a box out of bounds are not checked further.
 
     Complexity:
         A few sorts of n rows where cuts straight through a region separate its boxes: slices
-        along one dimension, meshes, uneven ones, slices of slices. Only regions that overlap or
-        can't be cut straight (a pinwheel) cost a Python loop over their boxes.
+        along one dimension, even and uneven meshes, slices of slices. Only regions whose boxes
+        overlap, or that no straight cut separates (a pinwheel), cost a Python loop over their
+        boxes:
+
+            slices of slices      pinwheel
+            +--+-----+            +-----+--+
+            |  |     |            |     |  |
+            |  +--+--+            +--+--+  |
+            |  |  |  |            |  |  |  |
+            |  |  |  |            |  +--+--+
+            |  |  |  |            |  |     |
+            +--+--+--+            +--+-----+
     """
     inside = contains(np.zeros_like(offset), shape[region], offset, size)
     usable = np.ones(len(shape), dtype=bool)
@@ -81,7 +92,7 @@ def check_coverage(
 
 
 def lacks_parts(table: ChunkTable) -> BoolArray:
-    """Tells which tensors have more elements than all their chunks together: bool[t]."""
+    """Returns which tensors have more elements than their chunks hold together: bool[t]."""
     have = _segment_sum(table.tensor, volume(table.size), table.num_tensors)
     return np.asarray(have < volume(table.shape))
 
@@ -93,7 +104,7 @@ def missing_volumes(
     region_offset: Int64Array,
     region_size: Int64Array,
 ) -> Int64Array:
-    """Returns how many elements of each region no box holds. Boxes may overlap.
+    """Returns the number of elements of each region that no box holds. Boxes may overlap.
 
     Args:
         region: int64[n], the region of each box; any order.
@@ -143,7 +154,7 @@ def holes(
         if len(rows) == 0:
             yield start, stop - start
             continue
-        # The middle box halves what is left of a row of boxes; around it lie up to 2 D parts.
+        # The middle box halves the remaining row of boxes; up to 2 D parts lie around it.
         middle = rows[len(rows) // 2]
         rest = np.delete(rows, len(rows) // 2)
         for dim in range(len(start)):
@@ -181,9 +192,9 @@ def _members(group: Int64Array, wanted: Int64Array) -> Iterator[Int64Array]:
 
 
 def _separable(region: Int64Array, offset: Int64Array, size: Int64Array, count: int) -> BoolArray:
-    """Tells which regions' boxes can be taken apart by straight cuts, so that none overlap.
+    """Returns which regions' boxes can be separated by straight cuts, so that none overlap.
 
-    False says nothing: the boxes overlap, or only lie like a pinwheel.
+    False is inconclusive: the boxes overlap, or they are disjoint but lie like a pinwheel.
 
     Args:
         region: int64[n].
@@ -210,12 +221,12 @@ def _separable(region: Int64Array, offset: Int64Array, size: Int64Array, count: 
 
 
 def _cut(part: Int64Array, start: Int64Array, length: Int64Array) -> Int64Array | None:
-    """Returns finer parts, cut wherever no interval crosses; None when there is no such place."""
+    """Returns finer parts, cut wherever no interval crosses; None if there is no such place."""
     if (start == start[0]).all():
         return None
     span = int(start.max()) + 1
     if (int(part.max()) + 1) * span < 1 << 62:
-        # Why: one sort takes a fifth of the time. Which of equal ones comes first is all the same.
+        # Why: one sort takes a fifth of the time. The order of equal keys does not matter.
         order = np.argsort(part * span + start)
     else:
         order = np.lexsort((start, part))
@@ -236,8 +247,8 @@ def _cut(part: Int64Array, start: Int64Array, length: Int64Array) -> Int64Array 
 def _overlapping(offset: Int64Array, size: Int64Array) -> list[tuple[int, int]]:
     """Returns the first pairs of boxes that overlap.
 
-    Sweeps along the dimension with the most distinct starts, so that boxes are only compared
-    with those whose interval there meets theirs.
+    The sweep runs along the dimension with the most distinct starts, so that a box is compared only
+    with boxes whose interval in that dimension meets its own.
     """
     high = offset + size
     axis = max(range(offset.shape[1]), key=lambda dim: len(np.unique(offset[:, dim])), default=0)

@@ -1,13 +1,14 @@
-"""The fingerprint of what a rank holds: 32 bytes, equal when the plan would be.
+"""The fingerprint of what a rank holds: 32 bytes, equal when the plan would be equal.
 
 A plan is a pure function of the ranks' columns, without the content of any item, and of a few
-options. So a fingerprint is the hash of exactly these, and of the version of what computes it:
-nothing that a plan depends on can be left out. A mesh, a placement or a stride counts by the boxes
-that it leads to, and by whether holders share them; what leads to the same boxes has the same plan.
+options. A fingerprint is the hash of exactly these inputs and of the version of the code that
+computes it, so nothing that a plan depends on is left out. A mesh, a placement or a stride enters
+only through the boxes that it leads to, and through whether holders share them; whatever leads to
+the same boxes has the same plan.
 
-The first half names all but the boxes: it is equal on ranks that hold parts of the same tensors, so
-the ranks of one pipeline stage differ from those of others there, without a row of any. The second
-half is of the boxes, and of the rank's number where it stands in names of its own.
+The first half covers everything but the boxes: it is equal on ranks that hold parts of the same
+tensors, so it tells the ranks of one pipeline stage from those of others without sending a row. The
+second half covers the boxes, and the rank's number where per-rank names contain it.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from ray_dcp.version import __version__
 FINGERPRINT_BYTES = 32
 
 _ITEMS_BYTES = 16
-"""Of the first half."""
+"""Length of the first half."""
 _FORM = 5
-"""To be raised by whoever changes which plan follows from the same items."""
+"""Version of the planning code: raise it when the same items lead to another plan."""
 
 _ARRAYS = (
     "name", "kind", "dtype", "ndim", "shape", "requires_grad", "splittable",
@@ -48,10 +49,10 @@ def fingerprint(
     """Returns 32 bytes that change with everything that the plan depends on.
 
     Args:
-        columns: What the rank holds. Of `value`, only counts where there is one.
+        columns: What the rank holds. Of `value`, only whether it is 0 matters.
         world_size: Number of ranks.
-        part_bytes: As for `make_plan`.
-        to_lowest_rank: As there.
+        part_bytes: See `make_plan`.
+        to_lowest_rank: See `make_plan`.
 
     Complexity:
         O(rows), about 0.3 us a row.
@@ -71,16 +72,16 @@ def fingerprint(
 
 
 class Fingerprints:
-    """`fingerprint` of many ranks that hold the same items at other places, one after another.
+    """Computes `fingerprint` for many ranks that hold the same items at different places.
 
     Args:
-        columns: What one of them holds.
-        world_size: As for `fingerprint`.
-        part_bytes: As there.
-        to_lowest_rank: As there.
+        columns: What one of these ranks holds.
+        world_size: See `fingerprint`.
+        part_bytes: See `fingerprint`.
+        to_lowest_rank: See `fingerprint`.
 
     Attributes:
-        has_own: Whether some of the items are of one rank alone, by its number in their names.
+        has_own: Whether some items belong to one rank alone, by the number in their names.
     """
 
     def __init__(
@@ -102,10 +103,10 @@ class Fingerprints:
 
 
 def alike(fingerprints: Sequence[bytes]) -> list[Int64Array]:
-    """Returns the ranks that hold boxes of the same items together, ascending; lowest ranks first.
+    """Groups the ranks that hold boxes of the same items: ascending, the lowest rank's group first.
 
     Args:
-        fingerprints: Of all ranks.
+        fingerprints: Fingerprint of each rank.
 
     Examples:
         >>> [ranks.tolist() for ranks in alike([b"a" * 32, b"b" * 32, b"a" * 16 + b"c" * 16])]
@@ -129,7 +130,7 @@ def _items_of(columns: Columns, options: tuple[int | str | bool | None, ...]) ->
 
 
 def _named(items: bytes, columns: Columns, number: int | None) -> bytes:
-    # Why another digest: it takes a tenth of the time, and is made for each rank of a mesh.
+    # Why another digest: it takes a tenth of the time, and one is made for each rank of a mesh.
     boxes = (columns.size, columns.offset)
     parts = [np.ascontiguousarray(box, dtype="<i8").data for box in boxes]
     return items + digest_parts((items + str((columns.size.shape, number)).encode(), *parts))
@@ -143,15 +144,15 @@ def _add(state: blake2b, key: str, array: npt.NDArray[Any]) -> None:
 _Vocabulary = tuple[tuple[str, ...], tuple[NamePath | None, ...], tuple[str, ...]]
 
 _known: list[tuple[_Vocabulary, bytes]] = []
-"""The last vocabulary and its digest. Why: a coordinator checks the fingerprints of ranks that name
-the same things, of which `columns.decode` makes the same objects."""
+"""The last vocabulary and its digest. Why: a coordinator checks the fingerprints of ranks that use
+the same names, for which `columns.decode` returns the same objects."""
 
 
 def _vocabulary(
     names: tuple[str, ...], paths: tuple[NamePath | None, ...], dtypes: tuple[str, ...]
 ) -> bytes:
     words = names, paths, dtypes
-    # Careful: not by equality. A key that is a number is equal to its text, and told apart below.
+    # Careful: compare by identity. A key that is a number equals its text, but the digests differ.
     for known, digest in tuple(_known):
         if all(one is other for one, other in zip(known, words, strict=True)):
             return digest
@@ -162,13 +163,13 @@ def _vocabulary(
 
 
 def plan_key(fingerprints: Sequence[bytes], nodes: Sequence[int] = ()) -> bytes:
-    """Returns 32 bytes that name the plan of ranks with these fingerprints, in their order.
+    """Returns 32 bytes that name the plan of ranks with these fingerprints, in rank order.
 
     Args:
-        fingerprints: Of each rank.
-        nodes: Which ranks share a node, as `sharing.node_numbers` tells it.
+        fingerprints: Fingerprint of each rank.
+        nodes: Node number of each rank; see `sharing.node_numbers`.
     """
-    # Why no separators: they are all of one length.
+    # Why no separators: all fingerprints have the same length.
     state = blake2b(b"".join(fingerprints), digest_size=FINGERPRINT_BYTES)
     state.update(np.array(nodes, dtype=np.int64).tobytes())
     return state.digest()

@@ -1,8 +1,8 @@
 """The plan of a save: from what every rank holds to who writes what, and where.
 
-`make_plan` merges the ranks' columns (`merge`: copies, conflicts), shares the bytes out (`sharing`:
-who writes) and lays out the files (`layout`: where). `rank_plan` and `RankPlans` return one rank's
-part of it: its files, in the order of their bytes.
+`make_plan` merges the ranks' columns (`merge`: copies, conflicts), divides the bytes among the
+ranks (`sharing`: who writes) and lays out the files (`layout`: where). `rank_plan` and `RankPlans`
+return one rank's part of the plan: its files, in the order of their bytes.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from ray_dcp.planning.merge import check_held, distinct_boxes, group_values, mer
 from ray_dcp.planning.sharing import share_out
 
 MIN_PIECE_BYTES = LARGE_BYTES
-"""Replicated boxes are not cut into smaller pieces than this. Why: a piece costs about 1 KiB on
-storage and a row in every table, and one that starts on a page should be worth it."""
+"""Shortest piece into which a replicated box is cut. Why: a piece costs about 1 KiB on storage and
+a row in every table, and a piece that starts on a page should be worth that."""
 
 
 MIN_WRITER_BYTES = 16 << 20
-"""What a rank should have to write at least, where others could write it as well. Why: a small file
-costs a storage as much as a large one, and with 10,000 ranks there would be as many."""
+"""Least that a rank should write if other ranks hold the same bytes. Why: a small file costs a
+storage as much as a large one, and 10,000 ranks would write 10,000 small files."""
 
 
 def make_plan(
@@ -56,28 +56,28 @@ def make_plan(
     """Decides who writes what, and where, for one state.
 
     Every element of every tensor is in exactly one chunk, each chunk is one range of the C-order
-    bytes of an item that its rank holds, and files never overlap. The same columns give the same
-    plan, also in another process.
+    bytes of an item that its rank holds, and files never overlap. Equal columns give equal plans,
+    in every process.
 
     Args:
         columns: What each rank holds; the index is the rank. At least one.
-        part_bytes: Aimed length of a file, from 1.
-        min_piece_bytes: Replicated boxes are not cut into smaller pieces than this, from 1.
-        min_writer_bytes: A rank to which bytes are given that others hold as well writes at least
-            about this much in all, as far as there is so much.
-        to_lowest_rank: What several ranks hold is written whole by the lowest of them.
-        nodes: Number of each rank's node (`sharing.node_numbers`): what its ranks write together is
-            brought to one level over the nodes. By default each rank is on one of its own.
-        checked: `columns.decode` gave the columns, which has checked each.
+        part_bytes: Target length of a file; at least 1.
+        min_piece_bytes: Shortest piece into which a replicated box is cut; at least 1.
+        min_writer_bytes: Least that a rank writes in total, approximately, if it is assigned bytes
+            that other ranks hold as well. Ignored where there are too few bytes.
+        to_lowest_rank: The lowest rank that holds a replicated item writes all of it.
+        nodes: Number of each rank's node (`sharing.node_numbers`). The bytes written are balanced
+            over nodes first. By default each rank is on a node of its own.
+        checked: The columns come from `columns.decode`, which has checked them.
 
     Returns:
-        The plan. A rank with nothing to write has no file.
+        The plan. A rank that writes nothing has no file.
 
     Raises:
-        InvalidRequestError: A rank's columns are not possible.
-        PlanConflictError: Ranks say different things about an FQN, or boxes overlap or reach out
-            of their tensor. All conflicts are reported at once.
-        CoverageError: Elements of a tensor are held by no rank, and nothing else is wrong.
+        InvalidRequestError: A rank's columns are invalid.
+        PlanConflictError: Ranks disagree about an FQN, or boxes overlap or reach out of their
+            tensor. All conflicts are reported at once.
+        CoverageError: No rank holds some elements of a tensor, and there is no other fault.
         UnsupportedValueError: A tensor's dtype has no raw bytes that can be stored.
 
     Complexity:
@@ -122,9 +122,9 @@ def _check(columns: Sequence[Columns]) -> None:
 
 
 def _digest_of(plan: GlobalPlan) -> bytes:
-    """Returns 32 bytes that name all that the ranks will do and tell.
+    """Returns 32 bytes that name everything that the ranks will write and report.
 
-    Disagreements change only where items come from.
+    Disagreements are not part of it: they change only the rank that an item comes from.
     """
     table, groups = plan.table, plan.groups
     arrays = (plan.source_rank, plan.source_row, plan.source_start, plan.file_bytes)
@@ -156,9 +156,9 @@ def encoded_table(plan: GlobalPlan) -> bytes:
 
 
 def pack_for_commit(plan: GlobalPlan) -> bytes:
-    """Returns what the commit of a plan needs of it, of many rows about a byte each.
+    """Returns the part of a plan that its commit needs; with many rows, about a byte per row.
 
-    Who writes which bytes of what, and which contents have to be equal, is left out.
+    The assignment of bytes to ranks, and the contents that must be equal, are left out.
     """
     few = {field.name: getattr(plan, field.name) for field in fields(plan)} | {
         "table": encoded_table(plan),
@@ -171,7 +171,7 @@ def pack_for_commit(plan: GlobalPlan) -> bytes:
 
 
 def unpack_for_commit(data: bytes) -> GlobalPlan:
-    """Returns the plan of which `pack_for_commit` made these bytes, without what it left out."""
+    """Returns the plan encoded by `pack_for_commit`, without the parts that it leaves out."""
     few = pickle.loads(data)
     table = decode_table(few["table"])
     row = np.zeros(table.num_chunks, dtype=np.int32)
@@ -183,7 +183,7 @@ def unpack_for_commit(data: bytes) -> GlobalPlan:
 
 
 def rank_plan(plan: GlobalPlan, rank: int) -> RankPlan:
-    """Returns what one rank writes. No files when it has nothing to write.
+    """Returns what one rank writes; no files if it writes nothing.
 
     Args:
         plan: The plan of all ranks.
@@ -192,14 +192,14 @@ def rank_plan(plan: GlobalPlan, rank: int) -> RankPlan:
     Complexity:
         O(chunks of the rank).
     """
-    # Invariant: files are in the order of their ranks.
+    # Invariant: files are sorted by rank.
     start, stop = run_of(plan.file_rank, rank)
     files = tuple(_file_plan(plan, file) for file in range(start, stop))
     return RankPlan(rank, files)
 
 
 class RankPlans(Sequence[RankPlan]):
-    """The parts of all ranks, each made when it is asked for.
+    """The plans of all ranks, each made on access.
 
     Args:
         plan: The plan of all ranks.

@@ -1,6 +1,6 @@
-"""Where every piece lies: its part file, its place in it, and the bytes around it.
+"""Where every piece lies: its part file, its place in the file, and the bytes around it.
 
-Who writes a piece was decided in `sharing`; nothing here opens a file.
+`sharing` has decided which rank writes a piece; nothing here opens a file.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from ray_dcp.planning.merge import Held
 from ray_dcp.planning.sharing import ITEM_COST_BYTES, Pieces
 
 LARGE_BYTES = 64 << 10
-"""From this length on, a payload starts on a page, for direct I/O and mmap."""
+"""Payloads of at least this length start on a page, for direct I/O and mmap."""
 LARGE_ALIGNMENT = 4096
 SMALL_ALIGNMENT = 64
-"""What `torch.save` aligns to."""
+"""Alignment of all other payloads: the one that `torch.save` uses."""
 
 
 class Layout(NamedTuple):
     """The place of every piece.
 
     Attributes:
-        table: The planned chunk table; keys of files with `{attempt}` where the attempt id goes.
-        piece: int64[c], row of `Pieces`; by (file, place), a file's deferred pieces last.
-        file_rank: int32[f].
-        file_bytes: int64[f], where the last fixed item ends.
+        table: The planned chunk table; file keys have `{attempt}` where the attempt id goes.
+        piece: int64[c], row of `Pieces`; sorted by (file, place), a file's deferred pieces last.
+        file_rank: int32[f], the rank that writes the file.
+        file_bytes: int64[f], where the last fixed item of the file ends.
     """
 
     table: ChunkTable
@@ -39,15 +39,18 @@ class Layout(NamedTuple):
 
 
 def lay_out(held: Held, pieces: Pieces, *, part_bytes: int) -> Layout:
-    """Gives every piece a part file of its rank and a place in it.
+    """Assigns every piece to a part file of its rank and to a place in that file.
 
-    First come the small payloads, each 64-aligned, so that one read takes in many; then the large
-    ones, each on a page; then the deferred ones.
+    A file begins with the small payloads, each 64-aligned, so that one read covers many of them.
+    The large payloads follow, each on a page, and then the deferred items:
+
+        | small, 64-aligned | large, page-aligned | deferred | block checksums |
+                                                  ^ `file_bytes`
 
     Args:
         held: Items of all ranks.
         pieces: What is written.
-        part_bytes: Aimed length of a file; a rank's share is cut into near-equal parts.
+        part_bytes: Target length of a file; a rank's share is cut into nearly equal parts.
     """
     order = _in_file_order(held, pieces)
     file, part = _in_parts(held, pieces, order, part_bytes)
@@ -86,7 +89,7 @@ def lay_out(held: Held, pieces: Pieces, *, part_bytes: int) -> Layout:
 
 
 def _in_file_order(held: Held, pieces: Pieces) -> Int64Array:
-    """Returns the pieces by rank, section of the file, row."""
+    """Returns the pieces sorted by rank, section of the file, and row."""
     section = np.where(pieces.num_bytes >= LARGE_BYTES, 1, 0)
     section[held.kind[pieces.held] != Kind.TENSOR] = 2
     rank = held.rank[pieces.held].astype(np.int64)
@@ -146,7 +149,7 @@ def _places(
 
 
 def _frames(held: Held, rows: Int64Array, size: Int64Array) -> tuple[Int64Array, Int64Array]:
-    # Why: a vocabulary may name dtypes that only opaque tensors have, which have no frame.
+    # Why: a vocabulary may contain dtypes of opaque tensors alone, which have no frame.
     used, code = np.unique(held.dtype[rows], return_inverse=True)
     names = [held.dtypes[index] for index in used.tolist()]
     return frame_bytes_many(names, code, held.ndim[rows], size)
@@ -157,8 +160,12 @@ def _one_after_another(
 ) -> Int64Array:
     """Returns the payload offsets of items that follow each other, file by file.
 
-    Once a payload is aligned, the next one is a multiple of the alignment further on: the steps
-    add up, so that no item has to wait for the one before.
+    Once a payload is aligned, the next one starts a multiple of the alignment later. These steps
+    add up, so one cumulative sum places all items:
+
+        | head | tail       | pad | head | tail       |
+               ^ payload                 ^ next payload
+               |<--------- step -------->|
 
     Args:
         file: int64[k], ascending.

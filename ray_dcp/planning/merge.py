@@ -1,13 +1,12 @@
-"""All ranks' columns merged into one table: copies of one box, conflicts, replicas that differ.
+"""Merges all ranks' columns into one table: copies of a box, conflicts, replicas that differ.
 
-The plan proper starts from this table: `sharing` decides who writes, `layout` where.
+The plan proper starts from this table: `sharing` decides which rank writes, `layout` where.
 
 **Replica digests.** Plain tensors and objects that several ranks hold carry a digest of their
 content each. Items that the same ranks hold form a group, and each rank sends one digest for a
-whole group: a few digests, and no row, show whether ranks still hold the same content where they
-should. An item that differed when the plan was made is a group of its own. The plan takes it whole
-from the lowest rank, so it stays right whether the item differs or not, and the digest shows which
-items do.
+whole group: a few digests, and no row, show whether replicas still have equal content. An item
+that differed when the plan was made is a group of its own. The plan takes it whole from the lowest
+rank, so the plan stays valid whether the item differs or not, and the digest shows which items do.
 
 `without_contents` returns a rank's items without these digests, `contents_of` the digests alone.
 """
@@ -38,19 +37,19 @@ from ray_dcp.errors import CoverageError, InternalError, PlanConflictError
 from ray_dcp.planning.coverage import check_coverage
 
 _TOLD = 1000
-"""Longest list of conflicts in one message; the rest is counted."""
+"""Most conflicts that one message lists; the message gives the number of the others."""
 
 
 @dataclass(frozen=True, eq=False)
 class Held(Columns):
-    """What all ranks hold, one row an item, ranks ascending; names in order of first appearance.
+    """What all ranks hold, one row per item, ranks ascending; names in order of first appearance.
 
-    Boxes have a dimension at least.
+    Boxes have at least one dimension.
 
     Attributes:
         first: int64[t], the first row of each tensor or object.
-        rank: int32[n].
-        row: int32[n], row of the rank's `Columns`.
+        rank: int32[n], the rank that holds the item.
+        row: int32[n], row of that rank's `Columns`.
     """
 
     first: Int64Array
@@ -60,14 +59,14 @@ class Held(Columns):
 
 @dataclass(frozen=True, eq=False)
 class Boxes:
-    """The distinct (FQN, box) of all ranks, in order of first appearance, and who holds them.
+    """The distinct (FQN, box) of all ranks, in order of first appearance, and their holders.
 
     Attributes:
         row: int64[g], the first row of `Held` that holds it.
         start: int64[g + 1], where its holders start in `holder`.
         holder: int64[m], rows of `Held`, ranks ascending within a box, each rank once.
         again: int64[k], rows of `Held` that repeat a box with elements, or an object, of the same
-            rank: a conflict, told by `check_held`.
+            rank: a conflict, which `check_held` reports.
     """
 
     row: Int64Array
@@ -80,7 +79,7 @@ def merge(columns: Sequence[Columns]) -> Held:
     """Returns all ranks' items as one table.
 
     Args:
-        columns: One rank each, at least one.
+        columns: Columns of each rank; at least one.
     """
     names: dict[str, int] = {}
     paths: list[NamePath | None] = []
@@ -89,7 +88,7 @@ def merge(columns: Sequence[Columns]) -> Held:
     last: tuple[str, ...] | None = None
     for own in columns:
         if own.names != last:
-            # Why not always: most jobs name the same things on all ranks, in one order.
+            # Why not always: in most jobs all ranks have the same names in the same order.
             last = own.names
             if not names:
                 names, paths = (
@@ -129,7 +128,7 @@ def merge(columns: Sequence[Columns]) -> Held:
 
 
 def _by_appearance(tensor: Int64Array, count: int) -> tuple[Int64Array, list[int]]:
-    """Renumbers in order of first appearance; returns the old numbers in the new order too."""
+    """Renumbers in order of first appearance; also returns the old numbers in the new order."""
     first = first_rows(tensor, count)
     used = np.flatnonzero(first >= 0)
     order = used[np.argsort(first[used])]
@@ -139,10 +138,10 @@ def _by_appearance(tensor: Int64Array, count: int) -> tuple[Int64Array, list[int
 
 
 def distinct_boxes(held: Held) -> Boxes:
-    """Returns the distinct (FQN, box), each with all rows that hold it.
+    """Returns each distinct (FQN, box) with all rows that hold it.
 
-    Of boxes without elements one is kept for each (FQN, offset), and none where a box with
-    elements starts at the same place: DCP's index of stored items knows an item by just those.
+    One box without elements is kept for each (FQN, offset), and none where a box with elements
+    starts at the same offset: DCP's index of stored items identifies an item by FQN and offset.
     """
     rows = np.arange(len(held.rank))
     keys = [held.name, *held.offset.T, *held.size.T]
@@ -152,7 +151,7 @@ def distinct_boxes(held: Held) -> Boxes:
         keys = [key[rows] for key in keys]
     first, group = group_rows(keys)
     order = np.argsort(group, kind="stable")
-    # A rank may hold several boxes without elements at one place: count it once.
+    # A rank may hold several boxes without elements at one offset: count it once.
     fresh = np.ones(len(order), dtype=bool)
     ranks, groups = held.rank[rows[order]], group[order]
     fresh[1:] = (ranks[1:] != ranks[:-1]) | (groups[1:] != groups[:-1])
@@ -162,7 +161,7 @@ def distinct_boxes(held: Held) -> Boxes:
 
 
 def _without_shadowed(held: Held, empty: BoolArray) -> Int64Array:
-    """Returns the rows without those boxes of volume 0 that share their place with another."""
+    """Returns the rows without the boxes of volume 0 that start where another box starts."""
     _, place = group_rows([held.name, *held.offset.T])
     taken = np.zeros(int(place.max()) + 1, dtype=bool)
     taken[place[~empty]] = True
@@ -174,13 +173,12 @@ def _without_shadowed(held: Held, empty: BoolArray) -> Int64Array:
 
 
 def check_held(held: Held, boxes: Boxes) -> None:
-    """Checks that the ranks' items make one checkpoint.
+    """Checks that the ranks' items form one checkpoint.
 
     Raises:
-        PlanConflictError: They do not: other shape, dtype or kind under one FQN, boxes out of
-            bounds, overlapping, or listed twice by a rank. The message tells everything that is
-            wrong.
-        CoverageError: The only fault is that some elements are held by no rank.
+        PlanConflictError: Ranks give different shapes, dtypes or kinds under one FQN, or boxes are
+            out of bounds, overlap, or are listed twice by a rank. The message lists all faults.
+        CoverageError: The only fault is that no rank holds some elements.
     """
     differs = differing(held)
     wrong = [_definitions_text(held, index) for index in np.flatnonzero(differs)]
@@ -229,7 +227,7 @@ def check_held(held: Held, boxes: Boxes) -> None:
 
 
 def differing(held: Held) -> BoolArray:
-    """Tells which FQNs are not the same kind, dtype and shape in all their rows: bool[t]."""
+    """Returns which FQNs do not have the same kind, dtype and shape in all their rows: bool[t]."""
     reference = held.first[held.name]
     same = held.kind == held.kind[reference]
     for column in (held.dtype, held.ndim, *held.shape.T):
@@ -255,7 +253,7 @@ def _definitions_text(held: Held, index: np.int64) -> str:
 
 
 def _repeated_texts(held: Held, boxes: Boxes) -> list[str]:
-    """Returns which items are listed again by a rank that has them already, item by item."""
+    """Returns a sentence for each item that a rank lists a second time."""
     found: dict[tuple[int, str], list[int]] = {}
     for row in boxes.again.tolist():
         box = box_text(held.offset[row], held.size[row], int(held.ndim[row]))
@@ -283,12 +281,12 @@ DIGEST_BYTES = 8
 
 
 def group_values(held: Held, boxes: Boxes, differing: BoolArray) -> ValueGroups:
-    """Returns which contents have to be equal on which ranks.
+    """Returns which contents must be equal on which ranks.
 
     Args:
         held: Items of all ranks.
         boxes: Their distinct boxes.
-        differing: Which boxes' contents differ now.
+        differing: bool[g], the boxes whose contents differ now.
     """
     valued = held.value[boxes.holder] > 0
     box = np.repeat(np.arange(len(boxes.row)), np.diff(boxes.start))[valued]
@@ -320,21 +318,22 @@ def group_values(held: Held, boxes: Boxes, differing: BoolArray) -> ValueGroups:
 
 
 def groups_of(groups: ValueGroups, rank: int) -> tuple[Int32Array, Int32Array]:
-    """Returns `(place, group)` of one rank, as `digests_of` takes them."""
+    """Returns `(place, group)` of one rank, the arguments of `digests_of`."""
     start, stop = run_of(groups.rank, rank)
     return groups.place[start:stop], groups.group[start:stop]
 
 
 def digests_of(place: Int32Array, group: Int32Array, contents: bytes) -> bytes:
-    """Returns what a rank tells of its content: 8 bytes for each of its groups, in their order.
+    """Returns the digests that a rank reports: 8 bytes for each of its groups, in their order.
 
     Args:
-        place: int32[k], which of the rank's digests.
-        group: int32[k], ascending.
-        contents: `ray_dcp.planning.merge.contents_of` the rank.
+        place: int32[k], index into the rank's digests.
+        group: int32[k], the group of each digest, ascending.
+        contents: `contents_of` the rank's columns.
 
     Returns:
-        Nothing, which agrees with nobody, when there are fewer digests than that.
+        The digests. Empty, which matches no rank, if `contents` has fewer digests than `place`
+        requires.
     """
     found = np.frombuffer(contents, dtype="<u8")
     if len(place) == 0 or int(place.max()) >= len(found):
@@ -350,15 +349,15 @@ def digests_of(place: Int32Array, group: Int32Array, contents: bytes) -> bytes:
 def find_disagreements(
     groups: ValueGroups, told: Sequence[bytes]
 ) -> tuple[tuple[str, tuple[int, ...]], ...] | None:
-    """Returns which items differ between ranks, as `GlobalPlan.disagreements` tells them.
+    """Returns which items differ between ranks, in the form of `GlobalPlan.disagreements`.
 
     Args:
-        groups: Of the plan.
-        told: What each rank told (`digests_of`).
+        groups: The groups of the plan.
+        told: What each rank reported (`digests_of`).
 
     Returns:
-        None when that is not to be told from the digests: the plan has to be made again, from the
-        ranks' values.
+        None if the digests do not determine it: the plan must be made again, from the ranks'
+        values.
     """
     rank, group = _members(groups)
     data = b"".join(told)
@@ -381,40 +380,40 @@ def find_disagreements(
 
 
 def _members(groups: ValueGroups) -> tuple[Int32Array, Int32Array]:
-    """Returns `(rank, group)` of each digest that is sent, by rank and then by group."""
+    """Returns `(rank, group)` of each digest that is sent, sorted by rank and then by group."""
     fresh = np.ones(len(groups.rank), dtype=np.bool_)
     fresh[1:] = (np.diff(groups.rank) != 0) | (np.diff(groups.group) != 0)
     return groups.rank[fresh], groups.group[fresh]
 
 
 def _fits(rank: Int32Array, told: Sequence[bytes]) -> bool:
-    """Whether each rank told as many digests as it has groups."""
+    """Returns whether each rank reported as many digests as it has groups."""
     expected: Int64Array = np.bincount(rank, minlength=len(told)) * DIGEST_BYTES
     lengths = np.fromiter(map(len, told), np.int64, len(told))
     return np.array_equal(expected, lengths)
 
 
 def contents_of(columns: Columns) -> bytes:
-    """Returns the digests of content that are not 0, 8 bytes each, in the order of the rows."""
+    """Returns the content digests that are not 0, 8 bytes each, in row order."""
     contents: bytes = columns.value[columns.value != 0].astype("<u8").tobytes()
     return contents
 
 
 def without_contents(columns: Columns) -> Columns:
-    """Returns columns that only say which items have a digest of content."""
+    """Returns columns whose `value` says only which items have a content digest."""
     return replace(columns, value=(columns.value != 0).astype(np.uint64))
 
 
 def with_contents(columns: Columns, contents: bytes, rank: int) -> Columns:
-    """Returns what `without_contents` was made of.
+    """Returns the columns that `without_contents` was called on.
 
     Args:
-        columns: What came of `without_contents`.
-        contents: `contents_of` the same columns.
-        rank: Whose they are, for the message.
+        columns: The result of `without_contents`.
+        contents: The result of `contents_of` for the same columns.
+        rank: The rank that holds them, for the message.
 
     Raises:
-        InternalError: They do not belong together.
+        InternalError: Columns and contents do not belong together.
     """
     rows = np.flatnonzero(columns.value)
     if len(contents) != 8 * len(rows):

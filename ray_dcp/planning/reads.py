@@ -1,16 +1,21 @@
-"""What a load reads: chunks, byte ranges, and which rank reads what several need.
+"""What a load reads: chunks, byte ranges, and which rank reads what several ranks need.
 
 `plan_reads` finds which stored chunks meet which wanted boxes, and whether they cover all of them.
 
 A chunk's bytes are the C-order bytes of its box, counted from 0 at the chunk's first raw byte
-("chunk-local"). Of each (chunk, wanted box) pair `byte_runs` and the functions after it give the
-extent, the checksum blocks around it, its slabs, and the reads that are coalesced.
+("chunk-local"). For each (chunk, wanted box) pair, `byte_runs` and the functions after it return
+the extent, the checksum blocks around it, its slabs, and the reads that are coalesced:
 
-`share_reads` decides who reads what, so that no byte that several ranks need is read by each of
-them: from the ranges of files that every rank has to read, to what each reads and gets from others.
+    chunk   |-----------------------------------------|    payload_bytes
+    blocks  |---------|---------|---------|---------|-|    block_bytes
+    extent               [ low ........ high )
+    read              [---------------------)              whole blocks
 
-Pure: nothing here opens a file. `io.reader` reads, verifies and copies; `io.shared_read` passes
-the shared bytes on.
+`share_reads` takes the file ranges that every rank needs and decides what each rank reads itself
+and what it receives from others, so that a byte that several ranks need is read once.
+
+Pure: nothing here opens a file. `io.reader` reads, verifies and copies; `io.shared_read` sends the
+shared bytes to other ranks.
 """
 
 from __future__ import annotations
@@ -38,13 +43,13 @@ from ray_dcp.planning.coverage import missing_volumes
 
 @dataclass(frozen=True, eq=False)
 class Slab:
-    """A part of an intersection that is read and copied at once.
+    """A part of an intersection that is read and copied in one step.
 
     Attributes:
-        offset: int64[D], where it starts in the global tensor.
-        size: int64[D], lengths.
+        offset: int64[D], where the slab starts in the global tensor.
+        size: int64[D], its lengths.
         low: First byte that it needs, chunk-local.
-        high: Behind the last byte that it needs.
+        high: End of the last byte that it needs, exclusive.
     """
 
     offset: Int64Array
@@ -72,12 +77,17 @@ def byte_runs(
         itemsize: int64[p], bytes of an element.
 
     Returns:
-        `(low int64[p], high int64[p], contiguous bool[p])`: all bytes of the intersection lie in
-        `[low, high)` of the box's bytes, the first and the last byte of that range among them;
-        contiguous means that it needs every byte of the range.
+        `(low int64[p], high int64[p], contiguous bool[p])`: `[low, high)` is the shortest range of
+        the box's bytes that contains the intersection; contiguous means that the intersection
+        needs every byte of the range.
 
     Examples:
-        A column block of a 4 x 8 box of 2-byte elements.
+        A column block of a 4 x 8 box of 2-byte elements; `#` are the elements wanted.
+
+            byte  0  . . . . . . . .
+                 16  . . . . # # # #   low = 16 + 4 * 2 = 24
+                 32  . . . . # # # #   high = 48
+                 48  . . . . . . . .
 
         >>> a = lambda *v: np.array([v])
         >>> byte_runs(a(0, 0), a(4, 8), a(1, 4), a(2, 4), np.array([2]))
@@ -103,7 +113,7 @@ def needed_blocks(
         payload_bytes: int64[p], the chunk's length, at which the last block ends.
 
     Returns:
-        `(low int64[p], high int64[p])`; the blocks are `low // block_bytes` up to
+        `(low int64[p], high int64[p])`; the blocks are `low // block_bytes` up to, but without,
         `ceil(high / block_bytes)`.
 
     Examples:
@@ -125,7 +135,7 @@ def slabs(
 ) -> list[Slab]:
     """Splits one intersection along its outermost dimensions until each part's extent is small.
 
-    The slabs are disjoint, together the whole intersection, in the order of their bytes.
+    The slabs are disjoint, cover the whole intersection, and are in the order of their bytes.
 
     Args:
         box_offset: int64[D], the chunk's box, in global coordinates.
@@ -133,10 +143,10 @@ def slabs(
         offset: int64[D], the intersection, in global coordinates; within the box, not empty.
         size: int64[D].
         itemsize: Bytes of an element.
-        limit_bytes: Longest extent (`high - low`) of a slab; an element at least.
+        limit_bytes: Longest extent (`high - low`) of a slab; a slab has at least one element.
 
     Complexity:
-        O(number of slabs x D), never more than about twice the necessary slabs.
+        O(number of slabs x D); at most about twice as many slabs as necessary.
     """
     step = strides(box_size[None])[0] * itemsize
     found: list[Slab] = []
@@ -183,7 +193,7 @@ def block_ranges(
     payload_bytes: int,
     max_gap_bytes: int = 0,
 ) -> Int64Array:
-    """Returns the byte ranges to read for one intersection (or slab), on block bounds.
+    """Returns the byte ranges to read for one intersection (or slab), on block boundaries.
 
     Args:
         box_offset: int64[D], the chunk's box, in global coordinates.
@@ -193,7 +203,7 @@ def block_ranges(
         itemsize: Bytes of an element.
         block_bytes: The chunk's block length; 0 when it has no checksums.
         payload_bytes: The chunk's length.
-        max_gap_bytes: Read through gaps up to this long instead of reading twice.
+        max_gap_bytes: Longest gap that is read through rather than split into two reads.
 
     Returns:
         int64[r, 2], half-open, chunk-local, ascending, not touching; every byte of the
@@ -217,7 +227,7 @@ def block_ranges(
 def _merged_run(
     size: Int64Array, step: Int64Array, itemsize: int, max_gap_bytes: int
 ) -> tuple[int, int]:
-    """Returns the length of the longest run without a large gap, and how many dims repeat it.
+    """Returns the length of the longest run without a large gap, and how many dims repeat the run.
 
     Why from the innermost dimension: gaps never shrink on the way out, since a dimension's
     stride is at least the length of the wanted part plus the gap inside it.
@@ -240,18 +250,18 @@ def affordable_gap(
     max_gap_bytes: int,
     share: float,
 ) -> int:
-    """Returns the longest gap that may be read through, so that little is read in vain.
+    """Returns the longest gap to read through, so that few unneeded bytes are read.
 
     Args:
         file: int32[r], the file of each range.
         low: int64[r], first byte in the file; ranges are sorted by (file, low).
-        high: int64[r], behind the last byte.
-        free_gap_bytes: Gaps up to this long always cost less than another request.
-        max_gap_bytes: Gaps above this never do.
-        share: Most bytes to read in vain in longer gaps, as a share of the ranges' own bytes.
+        high: int64[r], end of the last byte, exclusive.
+        free_gap_bytes: Gaps up to this length always cost less than another request.
+        max_gap_bytes: Longer gaps always cost more than another request.
+        share: Most unneeded bytes in gaps between the two, as a share of the ranges' own bytes.
 
     Returns:
-        `max_gap_bytes` for `coalesce`, from `free_gap_bytes` to `max_gap_bytes`.
+        The argument `max_gap_bytes` of `coalesce`, between `free_gap_bytes` and `max_gap_bytes`.
 
     Examples:
         >>> low, high = np.array([0, 100, 1000]), np.array([90, 900, 1500])
@@ -281,13 +291,13 @@ def coalesce(
     max_gap_bytes: int,
     max_bytes: int,
 ) -> Int64Array:
-    """Returns which byte ranges of files are read together.
+    """Returns which byte ranges of files are read by one request.
 
     Args:
         file: int32[r], the file of each range.
         low: int64[r], first byte in the file; ranges are sorted by (file, low) and may overlap.
-        high: int64[r], behind the last byte.
-        max_gap_bytes: Read through gaps up to this long.
+        high: int64[r], end of the last byte, exclusive.
+        max_gap_bytes: Longest gap that is read through.
         max_bytes: Longest read that joins several ranges; a single longer range stays whole.
 
     Returns:
@@ -327,17 +337,17 @@ def coalesce(
 
 
 _BATCH_PAIRS = 2_000_000
-"""Candidate pairs looked at together: about 200 MB of temporaries in two dimensions."""
+"""Candidate pairs that are compared at once: about 200 MB of temporaries in two dimensions."""
 
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """The boxes that a caller wants filled, one row a target buffer.
+    """The boxes that a caller wants filled, one row per target buffer.
 
     Attributes:
         tensor: int32[w], index into the chunk table's `names`; a tensor, never an object.
         offset: int64[w, D], where the box starts in the global tensor, padded with 0.
-        size: int64[w, D], lengths of the box, padded with 1. Volume 0 needs nothing.
+        size: int64[w, D], lengths of the box, padded with 1. A box of volume 0 needs no bytes.
         itemsize: int64[w], bytes of an element as stored.
     """
 
@@ -352,7 +362,7 @@ class Wanted:
 
 @dataclass(frozen=True, eq=False)
 class ReadPlan:
-    """Every (chunk, wanted) pair with a common part, sorted by (file, place in it).
+    """Every (chunk, wanted) pair with a common part, sorted by (file, place in the file).
 
     The place is `payload_offset`, or `item_offset` where that is unknown. Pairs of one chunk are
     adjacent, in the order of the wanted rows.
@@ -362,7 +372,7 @@ class ReadPlan:
         wanted: int32[p], row of the `Wanted`.
         offset: int64[p, D], where the common part starts in the global tensor.
         size: int64[p, D], its lengths, all above 0.
-        uncovered: `(wanted row, missing bytes)` for each wanted box that the chunks do not fill.
+        uncovered: `(wanted row, missing bytes)` for each wanted box that the chunks don't fill.
         bytes_needed: Bytes of all wanted boxes together.
     """
 
@@ -378,26 +388,26 @@ class ReadPlan:
 
 
 class Boxes(NamedTuple):
-    """Boxes of tensors, as those of chunks."""
+    """Boxes of tensors, such as those of chunks."""
 
     tensor: Int32Array
-    """int32[n]."""
+    """int32[n], the tensor of each box."""
     offset: Int64Array
-    """int64[n, D]."""
+    """int64[n, D], where each box starts."""
     size: Int64Array
-    """int64[n, D]."""
+    """int64[n, D], lengths of each box."""
     num_tensors: int
 
 
 def plan_reads(table: ChunkTable, wanted: Wanted) -> ReadPlan:
     """Returns which part of which chunk goes to which target.
 
-    Chunks may overlap (third-party checkpoints): then each of them is listed, and the last one
-    read fills the common part.
+    Chunks may overlap (third-party checkpoints). Each of them is listed then, and the last one read
+    fills the common part.
 
     Args:
-        table: What is stored.
-        wanted: What is asked for. A box that reaches out of its tensor is uncovered there.
+        table: The stored chunks.
+        wanted: The wanted boxes. The part of a box that reaches out of its tensor is uncovered.
 
     Complexity:
         O(chunks) plus O(pairs of a wanted box and a chunk of its tensor), in numpy; memory for
@@ -430,9 +440,9 @@ def meetings(
     """Returns all pairs of a box and a wanted box of the same tensor that have a common part.
 
     Args:
-        boxes: What there is.
-        tensor: int32[w], of the wanted boxes.
-        wanted: Their offsets and sizes, int64[w, D] as those of `boxes`.
+        boxes: The boxes available.
+        tensor: int32[w], the tensor of each wanted box.
+        wanted: Offsets and sizes of the wanted boxes: int64[w, D] each, with the `D` of `boxes`.
 
     Returns:
         `(box, wanted row, offset, size)`, the last two of the common part.
@@ -452,7 +462,7 @@ def meetings(
 
 
 def _batches(counts: Int64Array) -> list[tuple[int, int]]:
-    """Returns runs of wanted rows with few enough candidate pairs each; at least one run."""
+    """Splits the wanted rows into runs with few enough candidate pairs each; at least one run."""
     ends = np.cumsum(counts)
     bounds = [0]
     while bounds[-1] < len(counts):
@@ -463,11 +473,11 @@ def _batches(counts: Int64Array) -> list[tuple[int, int]]:
 
 
 UNIT_BYTES = 16 << 20
-"""What is read and handed on at once: long enough for the object store, which takes a
-millisecond each, short enough for several to be under way within the budget."""
+"""Length of what one rank reads and sends at once. Why: the object store takes a millisecond per
+object, so a unit is long; several units must fit into the memory budget, so it is not longer."""
 
 MIN_SAVED_BYTES = 64 << 10
-"""Fewer bytes than this are never worth handing on: a message costs as much as reading them."""
+"""Least bytes that sharing a unit must save. Why: a message costs as much as reading fewer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -477,7 +487,7 @@ class Ranges:
     Attributes:
         file: int32[r], index into the chunk table's `files`.
         low: int64[r], first byte.
-        high: int64[r], behind the last byte; above `low`.
+        high: int64[r], end of the last byte, exclusive; above `low`.
     """
 
     file: Int32Array
@@ -489,11 +499,11 @@ class Ranges:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all ranges together."""
+        """Total length of all ranges, in bytes."""
         return int((self.high - self.low).sum())
 
     def encode(self) -> bytes:
-        """Returns what `decode` turns back."""
+        """Returns the ranges as bytes for `decode`."""
         parts = (self.file.astype("<i4"), self.low.astype("<i8"), self.high.astype("<i8"))
         return b"".join(part.tobytes() for part in parts)
 
@@ -510,11 +520,11 @@ class Ranges:
 
 @dataclass(frozen=True)
 class ShareCost:
-    """What it takes a rank to read a unit like all others, and to get it from the one that does.
+    """What a unit costs a rank that reads it itself, and one that receives it from its reader.
 
     Examples:
-        Eight ranks on one node need all 16 MiB of a unit: from an object store, and from a disk
-        whose pages all of them share.
+        Eight ranks on one node need all 16 MiB of a unit: first from an object store, then from a
+        disk whose page cache they share.
 
         >>> one = lambda v: np.array([v])
         >>> unit = one(16 << 20), one(8 * 16 << 20), one(8), one(1)
@@ -525,28 +535,28 @@ class ShareCost:
     """
 
     request_s: float
-    """What a request of the storage costs before its first byte."""
+    """Latency of a storage request: time to its first byte, in seconds."""
     bytes_per_s: float
-    """What a rank reads by one request."""
+    """Throughput of one rank reading by one request."""
     cached: bool
-    """What one rank of a node has read costs the others there a copy only."""
+    """Whether bytes that one rank of a node has read cost the others on that node only a copy."""
     message_s: float = 2e-3
-    """What it takes until another rank knows that a unit is there."""
+    """Time until another rank knows that a unit is available, in seconds."""
     copy_bytes_per_s: float = 2e9
-    """Into the object store, and out of it."""
+    """Throughput of copies into and out of the object store."""
     network_bytes_per_s: float = 1e9
-    """To another node; each node gets a unit once."""
+    """Throughput to another node; each node receives a unit once."""
 
     def pays(
         self, unit_bytes: Int64Array, demand_bytes: Int64Array, ranks: Int64Array, nodes: Int64Array
     ) -> BoolArray:
-        """Returns for each unit whether its ranks have it sooner when one of them reads it.
+        """Returns for each unit whether its ranks get it sooner if one of them reads it for all.
 
         Args:
-            unit_bytes: int64[u], its length.
-            demand_bytes: int64[u], what its ranks need of it, summed.
-            ranks: int64[u], how many need some of it.
-            nodes: int64[u], on how many nodes.
+            unit_bytes: int64[u], length of the unit.
+            demand_bytes: int64[u], bytes of it that its ranks need, summed over the ranks.
+            ranks: int64[u], number of ranks that need a part of it.
+            nodes: int64[u], number of nodes that these ranks are on.
         """
         own_bytes = demand_bytes / ranks
         again_s = self.request_s + own_bytes / self.bytes_per_s
@@ -563,28 +573,28 @@ class ShareCost:
 
 @dataclass(frozen=True)
 class ReadNeeds:
-    """What a rank has to read, for it to be read once for all ranks that need it."""
+    """What a rank reports so that bytes are read once for all ranks that need them."""
 
     ranges: bytes
-    """`Ranges.encode`."""
+    """The ranges that the rank has to read, from `Ranges.encode`."""
     node: str
-    """Where the rank is; ranks of one node share its memory."""
+    """The rank's node; ranks of one node share its memory."""
     cost: ShareCost | None
-    """What reading costs there; None: share all that saves bytes, whether it pays or not."""
+    """What reading costs on that node; None shares whatever saves bytes, whether or not it pays."""
 
 
 @dataclass(frozen=True, eq=False)
 class RankShare:
-    """The units that one rank reads for others or gets from them, sorted by (file, low).
+    """The units that one rank reads for others or receives from them, sorted by (file, low).
 
     Attributes:
         unit: int32[u], number of the unit in the load.
         file: int32[u], index into the chunk table's `files`.
         low: int64[u], first byte in the file.
-        high: int64[u], behind the last byte.
-        reader: int32[u], the rank that reads it.
-        ranks: int32[u], how many ranks need some of it, the reader among them.
-        here: How many ranks that read for others are on this rank's node, itself among them.
+        high: int64[u], end of the last byte, exclusive.
+        reader: int32[u], the rank that reads the unit.
+        ranks: int32[u], number of ranks that need a part of it, the reader included.
+        here: Number of ranks on this rank's node that read for others, this rank included.
     """
 
     unit: Int32Array
@@ -601,16 +611,16 @@ class RankShare:
 
 @dataclass(frozen=True, eq=False)
 class ReadShares:
-    """All units of a load; the columns of `RankShare`, and who needs what.
+    """All units of a load: the columns of `RankShare`, and which ranks need which unit.
 
     Attributes:
         file: int32[u].
         low: int64[u].
         high: int64[u].
         reader: int32[u].
-        start: int64[u + 1], unit `i` is needed by `group[start[i]:start[i + 1]]`.
-        group: int32[m], ranks with equal needs are one group.
-        groups: int32[world_size], the group of each rank; -1 for one that needs nothing.
+        start: int64[u + 1]; `group[start[i]:start[i + 1]]` are the groups that need unit `i`.
+        group: int32[m], groups; ranks with equal needs form one group.
+        groups: int32[world_size], the group of each rank; -1 for a rank that needs nothing.
         node: int64[world_size], the node of each rank.
     """
 
@@ -644,25 +654,25 @@ class ReadShares:
 
 
 def may_pay(needs: Collection[ReadNeeds]) -> bool:
-    """Returns whether it is of use to look what could be shared.
+    """Returns whether sharing reads can pay at all.
 
-    Not where fewer than two ranks take part, or all read through one cache and share only what
-    pays: then nothing does, and it need not be thought about for 10,000 ranks.
+    It can't if fewer than two ranks take part, or if all of them read through one cache and share
+    only what pays. Why: this spares the planning for 10,000 ranks.
 
     Args:
-        needs: Of the ranks that take part.
+        needs: Needs of the ranks that take part.
     """
     cached = all(each.cost is not None and each.cost.cached for each in needs)
     return len(needs) > 1 and not (cached and len({each.node for each in needs}) == 1)
 
 
 def merged(file: Int32Array, low: Int64Array, high: Int64Array) -> Ranges:
-    """Returns the ranges that some ranges cover together: sorted, none touching another.
+    """Returns the union of ranges: sorted, with touching ranges joined.
 
     Args:
         file: int32[r].
         low: int64[r].
-        high: int64[r]; empty ranges count for nothing.
+        high: int64[r]; empty ranges are ignored.
 
     Examples:
         >>> found = merged(np.array([1, 0, 0]), np.array([5, 10, 0]), np.array([9, 20, 10]))
@@ -691,24 +701,24 @@ def share_reads(
     unit_bytes: int = UNIT_BYTES,
     min_saved_bytes: int = MIN_SAVED_BYTES,
 ) -> ReadShares:
-    """Decides which bytes are read once for several ranks, and by which of them.
+    """Decides which bytes one rank reads for several, and which rank that is.
 
-    What the ranks need is cut into units; one that several ranks need, where that pays, is read by
-    the rank among them which has the least to read. All else everybody reads for himself.
-    Units follow each other in files as their numbers do: whoever reads and uses them in this order
-    never waits for someone who waits for him.
+    The needed bytes are cut into units. A unit that several ranks need is read, if that pays, by
+    the one of these ranks that has the least to read so far. Each rank reads all other bytes
+    itself. Units are numbered in file order: ranks that read and use them in this order never wait
+    for each other in a circle.
 
     Args:
-        needs: What ranks read, as `merged` gives it; ranks that do not take part are left out.
+        needs: Ranges that each rank reads, from `merged`; ranks that don't take part are left out.
         world_size: Ranks are `0 … world_size - 1`.
-        nodes: The node of each rank; all on one when empty.
-        cost: None shares whatever saves `min_saved_bytes`, what it costs or not.
+        nodes: The node of each rank; if empty, all ranks are on one node.
+        cost: Cost of reads; None shares every unit that saves `min_saved_bytes`.
         unit_bytes: Longest unit.
-        min_saved_bytes: Least that a unit must save, over all ranks.
+        min_saved_bytes: Least bytes that sharing a unit must save, summed over all ranks.
 
     Complexity:
         O(ranges of ranks with distinct needs + units x groups that need them), in numpy, and
-        about 5 us a unit.
+        about 5 us per unit.
     """
     ranks = sorted(rank for rank in needs if len(needs[rank]))
     groups = np.full(world_size, -1, np.int32)
@@ -733,7 +743,7 @@ _COLUMNS = ("file", "low", "high")
 
 
 def _bases(file: Int32Array, high: Int64Array) -> Int64Array:
-    """Returns where each file begins on one line on which no two files touch."""
+    """Returns where each file begins on one common axis on which no two files touch."""
     length = np.zeros(int(file.max()) + 1, np.int64)
     np.maximum.at(length, file, high + 1)
     return offsets_of(length)[:-1]
@@ -749,7 +759,7 @@ def _cut(whole: Ranges, unit_bytes: int) -> Ranges:
 def _incidences(
     units: Ranges, distinct: Sequence[Ranges]
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Returns `(unit, group, bytes that it needs of it)` of all that meet, by unit."""
+    """Returns `(unit, group, bytes that the group needs of it)` of all pairs that meet, by unit."""
     base = _bases(units.file, units.high)
     unit_low, unit_high = units.low + base[units.file], units.high + base[units.file]
     found = []
@@ -787,7 +797,7 @@ def _chosen(
     length = units.high - units.low
     total = np.add.reduceat(demand * sizes[group], starts[:-1])
     num_ranks = np.add.reduceat(sizes[group], starts[:-1])
-    # Careful: an upper bound where groups have nodes in common.
+    # Careful: an upper bound if groups have nodes in common.
     on_nodes = np.minimum(np.add.reduceat(num_nodes[group], starts[:-1]), len(set(node.tolist())))
     shared = (num_ranks > 1) & (total - length >= min_saved_bytes)
     if cost is not None:

@@ -1,4 +1,4 @@
-"""Whether the receipts of a plan's files are those of what was planned."""
+"""Checks the receipts of a plan's files against the plan."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ray_dcp.errors import InternalError
 
 
 def checked_receipts(plan: GlobalPlan, attempt: str, receipts: FileReceipts) -> Int64Array:
-    """Returns all that the receipts add to the plan, in the order of its chunks.
+    """Returns what the receipts add to the plan, in the order of its chunks.
 
     Args:
         plan: The plan.
-        attempt: Id of the attempt under which the files were written.
+        attempt: Id of the attempt that wrote the files.
         receipts: The receipt of each of the plan's files, in their order.
 
     Returns:
         int64[k, 3]: item offset, item bytes and block bytes of each deferred chunk.
 
     Raises:
-        InternalError: Receipts and plan do not fit: a file is missing or not planned, has another
-            key or length, or deferred items other than planned. All such files are named.
+        InternalError: Receipts and plan do not match: a file is missing or not planned, has another
+            key or length, or other deferred items than planned. All such files are named.
     """
     keys = [key.replace("{attempt}", attempt) for key in plan.table.files]
     there, files = {*receipts.file.tolist()}, {*range(len(keys))}
@@ -43,19 +43,19 @@ def checked_receipts(plan: GlobalPlan, attempt: str, receipts: FileReceipts) -> 
         ]
     if wrong:
         raise InternalError("receipts do not fit the plan: " + "; ".join(wrong), key=attempt)
-    # Invariant: deferred chunks and places are both in the order of files and, within, rows.
+    # Invariant: deferred chunks and places are both sorted by file and, within a file, by row.
     return receipts.places[:, 1:]
 
 
 def _misfits(plan: GlobalPlan, keys: list[str], receipts: FileReceipts) -> BoolArray:
-    """Returns which files have another receipt than planned, bool[f]."""
+    """Returns which files have a receipt that differs from the plan: bool[f]."""
     shape = _shape_of(plan)
     places, num_places = receipts.places, receipts.num_places
     if receipts.keys != "\n".join(keys):
         return np.array([one.key != key for one, key in zip(receipts, keys, strict=True)])
     if not np.array_equal(num_places, shape.num_places):
         return np.asarray(num_places != shape.num_places)
-    # Where each deferred item may begin: where the one before it ends, or the fixed area.
+    # Where each deferred item may begin: at the end of the one before, or of the fixed area.
     starts, ends = offsets_of(num_places), places[:, 1] + places[:, 2]
     has = np.flatnonzero(num_places)
     before = np.append(0, ends)[:-1] if len(ends) else ends
@@ -71,7 +71,7 @@ def _misfits(plan: GlobalPlan, keys: list[str], receipts: FileReceipts) -> BoolA
 
 
 class _Shape(NamedTuple):
-    """What receipts of a plan have to look like."""
+    """What the receipts of a plan must look like."""
 
     fixed_checks: Int64Array
     num_places: Int64Array
@@ -82,7 +82,7 @@ _shapes: WeakKeyDictionary[GlobalPlan, _Shape] = WeakKeyDictionary()
 
 
 def _shape_of(plan: GlobalPlan) -> _Shape:
-    """Why kept: a plan that is used again has the same every time."""
+    """Why cached: it is the same for every save that uses the plan."""
     shape = _shapes.get(plan)
     if shape is None:
         table = plan.table

@@ -1,11 +1,16 @@
 """Regular layouts: what all ranks of a mesh hold follows from the rows of a few of them.
 
-Where every rank holds the part of each tensor that its place in a mesh says
-(`Shard` and `Replicate` of DTensors, equal slabs, uneven last ones), its boxes follow from those of
-rank 0 and a step for each dimension of the mesh: the other ranks' rows need not be sent. The caller
-gives neither mesh nor placements: they are read off the rows of few ranks. A rank's fingerprint
-proves that it holds what follows, so a wrong guess costs time and nothing else: ranks that hold
-something else send their rows. What follows is planned as if it had been sent.
+If every rank holds the part of each tensor that its position in a mesh determines (`Shard` and
+`Replicate` of DTensors, equal slabs, uneven last slabs), its boxes follow from those of rank 0 and
+one step for each dimension of the mesh, so the other ranks' rows need not be sent. The caller
+passes neither mesh nor placements: they are inferred from the rows of a few ranks.
+
+    rank   0    1    2    3        strides (1, 2), lengths (2, 2)
+    box    A   A+s  A+t A+s+t      steps s (rank 1 - rank 0) and t (rank 2 - rank 0)
+
+A rank's fingerprint proves that it holds the inferred boxes, so a wrong guess costs time and
+nothing else: ranks that hold something else send their rows. Inferred boxes are planned like boxes
+that were sent.
 """
 
 from __future__ import annotations
@@ -18,11 +23,12 @@ import numpy as np
 from ray_dcp.core.values import Columns, Int64Array
 
 _AT_ONCE = 1 << 16
-"""Of so many numbers boxes are made at once: they stay in the cache of a core."""
+"""How many numbers are computed at once: they stay in the cache of a core."""
 
 
 def probes(world_size: int) -> tuple[int, ...]:
-    """Returns the ranks whose rows tell the mesh, ascending: 0 and where a dimension may begin.
+    """Returns the ranks whose rows determine the mesh, ascending: 0, and where dimensions may
+    begin.
 
     Examples:
         >>> probes(12)
@@ -51,7 +57,7 @@ class Regular:
     steps: Int64Array
 
     def columns(self, ranks: Int64Array) -> Iterator[Columns]:
-        """Yields what each of these ranks holds, if all are as regular as those of `probes`."""
+        """Yields what each of these ranks holds, if all are as regular as the ranks of `probes`."""
         step = max(1, _AT_ONCE // max(1, self.first.offset.size))
         for start in range(0, len(ranks), step):
             for offset, size in zip(*self._boxes(ranks[start : start + step]), strict=True):
@@ -67,10 +73,10 @@ class Regular:
 
 
 def infer(known: Mapping[int, Columns], world_size: int) -> Regular | None:
-    """Returns the mesh on which the boxes of ranks lie; None where there is none.
+    """Returns the mesh that the boxes of the ranks form; None if they form none.
 
     Args:
-        known: What the ranks of `probes` hold, and perhaps others.
+        known: What the ranks of `probes` hold; other ranks may be included.
         world_size: Number of ranks.
     """
     first = known.get(0)
@@ -84,7 +90,8 @@ def infer(known: Mapping[int, Columns], world_size: int) -> Regular | None:
     for rank in probes(world_size)[2:]:
         if rank % strides[-1]:
             continue
-        # A dimension goes on as long as its steps add up. Where two look like one, they are one.
+        # A dimension ends where its steps don't add up. Two dimensions that behave as one count as
+        # one.
         expected = first.offset + steps[-1] * (rank // strides[-1])
         offset, size = _placed(first, expected)
         found = known[rank]
@@ -97,7 +104,7 @@ def infer(known: Mapping[int, Columns], world_size: int) -> Regular | None:
 
 
 def _alike(one: Columns, other: Columns) -> bool:
-    """Whether two ranks hold boxes of the same tensors, in one order."""
+    """Returns whether two ranks hold boxes of the same tensors, in the same order."""
     return (
         one.names == other.names
         and one.paths == other.paths
@@ -107,7 +114,7 @@ def _alike(one: Columns, other: Columns) -> bool:
 
 
 def _placed(first: Columns, offset: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Returns rank 0's items at other places: what reaches out of a tensor is cut off."""
+    """Returns rank 0's items moved to other offsets, clipped to the bounds of their tensors."""
     offset = np.minimum(offset, np.maximum(first.shape, first.offset))
     inside = np.maximum(first.shape - offset, 0)
     size = np.where(offset == first.offset, first.size, np.minimum(first.size, inside))

@@ -1,7 +1,7 @@
-"""Who writes what, balanced by bytes: replicated boxes are cut, or given to one of their holders.
+"""Decides which rank writes what, balanced by bytes: replicated boxes are cut, or assigned whole.
 
-The ranks of a node write by way of one disk or network card. So `Loads` brings nodes to a common
-level first, and then the ranks of each. `layout` decides where the pieces go in which file.
+The ranks of a node write through one disk or network card. So `Loads` levels the nodes first, and
+then the ranks of each node. `layout` decides which piece goes where in which file.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Ranks = npt.NDArray[np.integer]
 
 
 def node_numbers(nodes: Sequence[str]) -> tuple[int, ...]:
-    """Returns which ranks share a node, as numbers in order of first appearance.
+    """Returns the number of each rank's node, in order of first appearance.
 
-    So the same partition has the same numbers, whatever its nodes are called.
+    The same partition has the same numbers, whatever the names of its nodes.
 
     Args:
-        nodes: Of each rank; one without a name is a node of its own.
+        nodes: Name of each rank's node; a rank with an empty name is on a node of its own.
 
     Examples:
         >>> node_numbers(["b", "b", "a", "", "", "b"])
@@ -40,10 +40,11 @@ def node_numbers(nodes: Sequence[str]) -> tuple[int, ...]:
 
 
 class Loads:
-    """What each rank writes so far, as far as that is decided.
+    """The bytes that each rank writes, as far as they are assigned.
 
     Args:
-        rank_bytes: int64[w], what each rank writes anyway; taken over, and grows.
+        rank_bytes: int64[w], what each rank writes in any case. The object owns the array and adds
+            to it.
         nodes: Number of each rank's node; by default each rank is on a node of its own.
     """
 
@@ -56,12 +57,12 @@ class Loads:
         np.add.at(self._node_bytes, self._node, rank_bytes)
 
     def add(self, ranks: Ranks, num_bytes: Int64Array) -> None:
-        """Takes that ranks write more; a rank may come several times."""
+        """Adds bytes to the loads of ranks; a rank may occur several times."""
         np.add.at(self._bytes, ranks, num_bytes)
         np.add.at(self._node_bytes, self._node[ranks], num_bytes)
 
     def by_node(self, ranks: Ranks) -> npt.NDArray[np.intp]:
-        """Returns the positions of ranks in an order in which those of a node are adjacent.
+        """Returns the positions of ranks in an order in which the ranks of a node are adjacent.
 
         Examples:
             >>> Loads(np.zeros(4, dtype=np.int64), (0, 1, 0, 1)).by_node(np.arange(4)).tolist()
@@ -70,20 +71,20 @@ class Loads:
         return np.argsort(self._node[ranks], kind="stable")
 
     def writers(self, holders: Ranks, total: int, min_bytes: int) -> Int64Array:
-        """Returns which holders are to write: their positions, ascending.
+        """Returns which holders write: their positions, ascending.
 
-        Nodes first, then ranks of each: as many as leave every one of them with `min_bytes` at
-        least, among them what it writes anyway. Where that is not all, those come first who have
-        as much at the lowest level, then those who have a file, and of equal ones those at equal
-        distances.
+        Nodes are chosen first, then ranks of each node: as many as leave every one of them with at
+        least `min_bytes`, including what it writes in any case. If these are not all, holders that
+        reach `min_bytes` at the lowest level are preferred, then holders that have a file already,
+        and among equal holders those at equal distances.
 
         Args:
             holders: int[k], ranks, ascending.
-            total: What they have to share, in bytes.
-            min_bytes: What a writer should have at least; all write where it is 0.
+            total: Bytes that they share.
+            min_bytes: Least that a writer should have; if 0, all holders write.
 
         Examples:
-            Four ranks on two nodes share 40 bytes: two of them, as each is to have 20.
+            Four ranks on two nodes share 40 bytes: two of them write, as each should have 20.
 
             >>> loads = Loads(np.zeros(4, dtype=np.int64), (0, 0, 1, 1))
             >>> loads.writers(np.arange(4), 40, 20).tolist()
@@ -95,7 +96,7 @@ class Loads:
         names, node = np.unique(self._node[holders], return_inverse=True)
         node_load, most = self._node_bytes[names], np.zeros(len(names), dtype=np.int64)
         np.maximum.at(most, node, load)
-        # Why not node_load alone: what others on the node write is in files of theirs.
+        # Why not node_load alone: other ranks of the node write to files of their own.
         chosen = _chosen(node_load, most, total, min_bytes)
         share = np.zeros(len(names), dtype=np.int64)
         share[chosen] = level_shares(node_load[chosen], total)
@@ -109,10 +110,10 @@ class Loads:
         return np.flatnonzero(writes)
 
     def shares(self, ranks: Ranks, total: int) -> Int64Array:
-        """Returns how much each of some ranks is to get of `total` bytes.
+        """Returns how many of `total` bytes each of the given ranks gets.
 
         Examples:
-            The second node writes 6 bytes anyway.
+            The second node writes 6 bytes in any case.
 
             >>> loads = Loads(np.array([0, 0, 6, 0]), (0, 0, 1, 1))
             >>> loads.shares(np.arange(4), 10).tolist()
@@ -124,7 +125,11 @@ class Loads:
 
 
 def level_shares(load: Int64Array, total: int) -> Int64Array:
-    """Returns how much each gets so that all come to one level, as far as `total` reaches.
+    """Returns how much each load gets so that all reach one level, as far as `total` allows.
+
+        load 5   XXXXX##      `#`: 9 bytes lift two of three loads to level 7
+        load 0   #######
+        load 9   XXXXXXXXX
 
     Examples:
         >>> level_shares(np.array([5, 0, 9]), 9).tolist()
@@ -134,12 +139,12 @@ def level_shares(load: Int64Array, total: int) -> Int64Array:
 
 
 def _within(group: Int64Array, load: Int64Array, share: Int64Array) -> Int64Array:
-    """Returns the same for several groups at once, of which each has its own total.
+    """Does as `level_shares` for several groups at once, each with its own total.
 
     Args:
-        group: int64[k], from 0; none without members.
-        load: int64[k].
-        share: int64[groups], what each has to share.
+        group: int64[k], the group of each member, from 0; no group is empty.
+        load: int64[k], the load of each member.
+        share: int64[groups], the bytes that each group shares.
     """
     order = np.lexsort((load, group))
     of, ordered = group[order], load[order]
@@ -148,7 +153,7 @@ def _within(group: Int64Array, load: Int64Array, share: Int64Array) -> Int64Arra
     below = line - np.repeat(line[first] - ordered[first], np.diff(np.append(first, len(of))))
     number = np.arange(len(of)) - first[of] + 1
     levels = (share[of] + below) // number
-    # Who is above the level of those below him is above all levels that follow.
+    # A load that lies above the level of those below it lies above all levels that follow.
     reached = np.bincount(of, weights=levels >= ordered).astype(np.int64)
     level = levels[first + reached - 1]
     return np.asarray(np.maximum(level[group] - load, 0))
@@ -158,19 +163,19 @@ def _chosen(load: Int64Array, most: Int64Array, total: int, min_bytes: int) -> B
     """Returns which of several nodes (or ranks) share `total`; at least one.
 
     Args:
-        load: int64[k], what each writes anyway.
-        most: int64[k], how much of that is in one file of a holder; 0 where there is none.
-        total: What they share.
-        min_bytes: What one file of each should have at least.
+        load: int64[k], what each writes in any case.
+        most: int64[k], the part of it in one file of a holder; 0 if there is no such file.
+        total: Bytes that they share.
+        min_bytes: Least that one file of each should have.
     """
-    # The level at which a file of each has enough, and more than it had.
+    # The level at which a file of each has enough, and more than before.
     enough = load + np.maximum(min_bytes - most, 1)
     has_file = most > 0
     rank = np.where(has_file, np.maximum(load + 1, min_bytes), enough)
     order = np.lexsort((-load, enough, ~has_file, rank))
     count = _most(load, enough, order[:0], order, total)
     if count == 0:
-        # Too little for the first: one takes it, whose file lacks least.
+        # Too little for the first: only the one whose file lacks least gets it.
         order, count = np.lexsort((load, enough - load)), 1
     keys = np.stack([rank, has_file, enough, load])
     alike = (keys == keys[:, order[count - 1, None]]).all(axis=0)
@@ -179,7 +184,7 @@ def _chosen(load: Int64Array, most: Int64Array, total: int, min_bytes: int) -> B
     taken = np.append(taken, equal[np.arange(num_equal) * len(equal) // num_equal])
     chosen = np.zeros(len(load), dtype=bool)
     chosen[taken] = True
-    # To those who have files already, no further file is made.
+    # Holders that have files already get bytes without a further file.
     more = order[has_file[order] & ~chosen[order]]
     chosen[more[: _most(load, enough, taken, more, total)]] = True
     return chosen
@@ -188,7 +193,7 @@ def _chosen(load: Int64Array, most: Int64Array, total: int, min_bytes: int) -> B
 def _most(
     load: Int64Array, enough: Int64Array, taken: Int64Array, more: Int64Array, total: int
 ) -> int:
-    """Returns how many more, the first ones, may share so that each comes to its `enough`."""
+    """Returns how many of the first of `more` may share so that each reaches its `enough`."""
     low, high = 0, len(more)
     while low < high:
         middle = (low + high + 1) // 2
@@ -202,24 +207,24 @@ def _most(
 
 
 ITEM_COST_BYTES = 1024
-"""What an item weighs beside its bytes when ranks are balanced: its frame and its handling, so
-that a thousand scalars do not count as nothing."""
+"""Weight of an item beside its bytes when ranks are balanced. Why: each item has a frame and takes
+time to handle, so that a thousand scalars do not count as nothing."""
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """What is written, one row a future chunk.
+    """What is written, one row per future chunk.
 
     Attributes:
-        held: int64[p], the row of `Held` that it comes from; its rank writes it.
+        held: int64[p], the row of `Held` that the piece comes from; the rank of that row writes it.
         offset: int64[p, D], where the piece starts in the global tensor.
         size: int64[p, D].
         start: int64[p], its first byte in the C-order bytes of the held item.
         num_bytes: int64[p], its raw bytes; 0 for objects, a guess for opaque tensors.
         disagreements: `(fqn, ranks whose content is not that of the planned copy)`.
-        differing: bool[g], the boxes that these are about.
+        differing: bool[g], the boxes of the disagreements.
     """
 
     held: Int64Array
@@ -243,23 +248,28 @@ def share_out(
 ) -> Pieces:
     """Decides which holder writes which piece of which box.
 
-    Boxes with the same holders are laid on a line, which is cut where each holder has its share:
-    as much as lifts it to the common level. What its holders may share is cut there along its
-    first dimension longer than 1, so that each piece is one range of the item's bytes; everything
-    else stays whole and goes to whose share its middle is in. Content that differs between the
-    ranks is taken whole from the lowest.
+    Boxes with the same holders are laid on a line, which is cut where each holder has its share,
+    that is as much as lifts it to the common level. A box that its holders may split is cut there
+    along its first dimension longer than 1, so that each piece is one range of the item's bytes:
+
+        boxes    |       a       |   b   |       c        |
+        shares   |   holder 0  |   holder 1  |  holder 2  |
+        pieces   |      0      |1|   1   | 1 |     2      |
+
+    Every other box stays whole and goes to the holder in whose share its middle lies. Content that
+    differs between the ranks comes whole from the lowest rank.
 
     Args:
         held: Items of all ranks.
         boxes: Their distinct boxes.
         world_size: Number of ranks.
-        min_piece_bytes: Don't cut into smaller pieces than this.
-        min_writer_bytes: Rather than let ranks write less than this each, let fewer of them share.
+        min_piece_bytes: Shortest piece into which a box is cut.
+        min_writer_bytes: Least that each writer should write; fewer ranks write if needed.
         to_lowest_rank: The lowest holder writes every box, whole.
-        nodes: Number of each rank's node; None where nothing is known of it.
+        nodes: Number of each rank's node; None if nodes are unknown.
 
     Raises:
-        UnsupportedValueError: A dtype is unknown; all FQNs concerned are named.
+        UnsupportedValueError: A dtype is unknown; the message names all FQNs concerned.
     """
     itemsize = _itemsizes(held, boxes)
     num_bytes = volume(held.size[boxes.row]) * itemsize
@@ -304,13 +314,13 @@ def _share_alike(
 
     Args:
         members: int64[k], numbers of the boxes.
-        num_bytes: int64[k].
-        rows: int64[k], how many leading rows each has.
-        cuttable: bool[k].
-        holders: Their ranks, ascending.
-        loads: What each rank writes anyway; grows.
-        min_piece_bytes: As for `share_out`.
-        min_writer_bytes: As there.
+        num_bytes: int64[k], bytes of each box.
+        rows: int64[k], number of leading rows of each box.
+        cuttable: bool[k], whether each box may be cut.
+        holders: Ranks that hold the boxes, ascending.
+        loads: What each rank writes; this function adds to it.
+        min_piece_bytes: See `share_out`.
+        min_writer_bytes: See `share_out`.
 
     Returns:
         Pieces, with the position of the holder as `row`.
@@ -331,7 +341,7 @@ def _share_alike(
 
 
 class Cuts(NamedTuple):
-    """Pieces: `rows` of a box's leading rows from `first` on, written by the row of `Held`."""
+    """Pieces: each is `rows` leading rows of a box from `first` on, written by a row of `Held`."""
 
     box: Int64Array
     first: Int64Array
@@ -340,7 +350,7 @@ class Cuts(NamedTuple):
 
 
 def _itemsizes(held: Held, boxes: Boxes) -> Int64Array:
-    """Returns bytes of an element of each box, 0 for objects."""
+    """Returns the bytes per element of each box, 0 for objects."""
     known = [ITEMSIZE.get(name, 0) for name in held.dtypes]
     kind, dtype = held.kind[boxes.row], held.dtype[boxes.row]
     itemsize = np.array([*known, 0], dtype=np.int64)[dtype]
@@ -361,7 +371,7 @@ def _itemsizes(held: Held, boxes: Boxes) -> Int64Array:
 def _disagreements(
     held: Held, boxes: Boxes
 ) -> tuple[BoolArray, tuple[tuple[str, tuple[int, ...]], ...]]:
-    """Tells which boxes' holders took different digests of their content, and names them."""
+    """Returns which boxes have holders with different content digests, and names these boxes."""
     value = held.value[boxes.holder]
     most = np.iinfo(np.uint64).max
     highest = np.maximum.reduceat(value, boxes.start[:-1]) if len(value) else value
@@ -379,7 +389,7 @@ def _disagreements(
 
 
 def _splittable(held: Held, boxes: Boxes) -> BoolArray:
-    """Tells which boxes all their holders let be cut."""
+    """Returns the boxes that every holder allows to be split: bool[g]."""
     if len(boxes.row) == 0:
         return np.zeros(0, dtype=bool)
     shared = np.logical_and.reduceat(held.splittable[boxes.holder], boxes.start[:-1])
@@ -387,12 +397,12 @@ def _splittable(held: Held, boxes: Boxes) -> BoolArray:
 
 
 def _lead_lengths(size: Int64Array) -> Int64Array:
-    """Returns how long the first dimension longer than 1 of each box is."""
+    """Returns the length of each box's first dimension longer than 1."""
     return np.take_along_axis(size, _lead(size)[:, None], axis=1)[:, 0]
 
 
 def _lead(size: Int64Array) -> npt.NDArray[np.intp]:
-    """Returns each box's first dimension longer than 1 (0 where there is none)."""
+    """Returns each box's first dimension longer than 1 (0 if there is none)."""
     return np.asarray(np.argmax(size > 1, axis=1))
 
 
@@ -417,7 +427,7 @@ def _cut_boxes(
 
 
 def _by_holders(held: Held, boxes: Boxes, free: Int64Array) -> Iterator[Int64Array]:
-    """Yields the boxes that have the same holders."""
+    """Yields groups of boxes that have the same holders."""
     if len(free) == 0:
         return
     group = _holder_classes(held, boxes)[free]
@@ -426,12 +436,12 @@ def _by_holders(held: Held, boxes: Boxes, free: Int64Array) -> Iterator[Int64Arr
 
 
 def _whole(weight: Int64Array, ranks: Int32Array, loads: Loads) -> Int64Array:
-    """Returns which of the ranks gets each box, off by at most a box at each cut.
+    """Returns which of the ranks gets each box; each cut is off by at most a box.
 
     Args:
         weight: int64[k], above 0.
-        ranks: Who shares the boxes.
-        loads: What each rank writes anyway; grows.
+        ranks: Ranks that share the boxes.
+        loads: What each rank writes; this function adds to it.
     """
     line = np.cumsum(weight)
     shares = np.cumsum(loads.shares(ranks, int(line[-1])))
@@ -448,19 +458,19 @@ def _cut_line(
     loads: Loads,
     min_piece_bytes: int,
 ) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
-    """Cuts boxes that lie on a line where each rank has its share, at the nearest whole row.
+    """Cuts a line of boxes where each rank has its share, at the nearest whole row.
 
     Args:
-        num_bytes: int64[k], at least two pieces each.
-        rows: int64[k], how many leading rows each box has.
-        ranks: Who shares the boxes.
-        loads: What each rank writes anyway; grows.
-        min_piece_bytes: A cut that would leave less than this at an end of a box goes to that end.
+        num_bytes: int64[k], bytes of each box; each is long enough for two pieces.
+        rows: int64[k], number of leading rows of each box.
+        ranks: Ranks that share the boxes.
+        loads: What each rank writes; this function adds to it.
+        min_piece_bytes: A cut that would leave a shorter end of a box moves to that end.
 
     Returns:
-        `(box, first row, rows, which of the ranks)` of each piece.
+        `(box, first row, number of rows, index into ranks)` of each piece.
     """
-    # Why node by node: a node is then off by a row at most, however many of its ranks share.
+    # Why node by node: a node is off by at most a row then, however many of its ranks share.
     order = loads.by_node(ranks)
     ranks = ranks[order]
     ends = np.cumsum(num_bytes)
@@ -471,7 +481,7 @@ def _cut_line(
     row[row * height < min_piece_bytes] = 0
     at_end = (rows[box] - row) * height < min_piece_bytes
     row[at_end] = rows[box[at_end]]
-    # Where each piece begins: at every box, and at every cut within one.
+    # Pieces begin at every box, and at every cut within one.
     before = offsets_of(rows)
     cut = before[box] + row
     begin = np.unique(np.concatenate([before[:-1], cut[cut < before[-1]]]))
@@ -483,7 +493,7 @@ def _cut_line(
 
 
 def _holder_classes(held: Held, boxes: Boxes) -> Int64Array:
-    """Numbers the boxes so that those of one number have the same holders."""
+    """Numbers the boxes so that boxes with equal holders have equal numbers."""
     ranks = held.rank[boxes.holder].astype(np.uint64)
     mixed = (ranks + np.uint64(1)) * _MIX
     mixed ^= mixed >> np.uint64(31)
@@ -493,5 +503,5 @@ def _holder_classes(held: Held, boxes: Boxes) -> Int64Array:
     leader = np.repeat(boxes.start[first[group]], counts) + within(counts)
     if np.array_equal(ranks, ranks[leader]):
         return group
-    # The sums of different ranks were equal: balance each box by itself.
+    # Sums of different sets of ranks collided: balance each box by itself.
     return np.arange(len(counts), dtype=np.int64)
