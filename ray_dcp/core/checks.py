@@ -1,4 +1,4 @@
-"""Checks of numbers that users give."""
+"""Checks of numbers that users pass."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import TypeGuard
 from ray_dcp.errors import InvalidRequestError
 
 LONGEST_S = 10 * 365 * 24 * 3600
-"""The longest that anything may be waited for, in seconds."""
+"""The longest wait that is accepted, in seconds."""
 
 
 def check_whole(value: object, name: str, least: int = 0) -> int:
-    """Returns a number after checking that it is a whole one.
+    """Returns a number after checking that it is an integer.
 
     Args:
-        value: As given.
-        name: Of the argument; what follows its last dot is the error's key.
-        least: That it may be.
+        value: The argument that the user passed.
+        name: Name of the argument; the part after its last dot is the error's key.
+        least: Smallest value accepted.
 
     Raises:
-        InvalidRequestError: It is none, or too small.
+        InvalidRequestError: The value is no integer, or too small.
 
     Examples:
         >>> check_whole(3, "EverySteps.interval", 1)
@@ -38,13 +38,13 @@ def check_above_0(value: object, name: str, *, or_0: bool = False) -> float:
     """Returns a number after checking that it is finite and above 0.
 
     Args:
-        value: As given.
-        name: As for `check_whole`. One that ends with `_s` is of seconds, ten years at most:
+        value: The argument that the user passed.
+        name: See `check_whole`. A name that ends with `_s` means seconds, at most ten years. Why:
             Python's waits raise OverflowError beyond some hundreds of years.
-        or_0: It may be 0 as well.
+        or_0: Accept 0 as well.
 
     Raises:
-        InvalidRequestError: It is not.
+        InvalidRequestError: The value is not such a number.
     """
     if or_0 and _is_number(value) and value == 0:
         return 0.0
@@ -59,14 +59,15 @@ def check_above_0(value: object, name: str, *, or_0: bool = False) -> float:
 
 
 def check_wait(value: object, name: str) -> float | None:
-    """Returns how long to wait, in seconds, or None for ever, after checking that it is a number.
+    """Returns a timeout in seconds, or None for no timeout, after checking it.
 
     Args:
-        value: As given; what is below 0 counts as 0, and what is above ten years as that.
-        name: As for `check_whole`.
+        value: The argument that the user passed. Values below 0 become 0, values above ten years
+            become ten years.
+        name: See `check_whole`.
 
     Raises:
-        InvalidRequestError: It is neither a number nor None.
+        InvalidRequestError: The value is neither a number nor None.
     """
     if value is None:
         return None

@@ -1,11 +1,13 @@
-"""Block checksums of raw bytes, the digest of a list of them, and their place at the end of a file.
+"""Block checksums of raw bytes, their digest, and their place at the end of a file.
 
 Pure arithmetic over buffers. `planning.reads` decides which blocks a read has to verify.
 
-A checkpoint of many chunks has many checksums: 8 bytes for each block. The writer of a file writes
-them behind its last item, from the next multiple of 64 bytes on, little-endian, so that nobody has
-to pass them on: the manifest has their digest, and their number follows from the chunk table. DCP
-looks only at the items that `.metadata` names, and never at what is behind them.
+A checkpoint of many chunks has many checksums: 8 bytes for each block. The writer of a file appends
+them to it, little-endian, from the next multiple of 64 bytes on, so that no checksum has to be
+sent to another process: the manifest holds their digest, and their number follows from the chunk
+table. DCP reads only the items that `.metadata` names, never the bytes behind them.
+
+    | item | item | ... | item | 0 to 63 zeros | checksum | checksum | ...
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError
 Buffer = bytes | bytearray | memoryview
 
 block_check: Callable[[Buffer], int] = xxhash.xxh3_64_intdigest
-"""Returns the checksum of one block; a name of its own, since a call more would double the cost."""
+"""Returns the checksum of one block. Why an alias: a wrapper function would double the cost."""
 
 MIN_BLOCK_BYTES = 1 << 10
-"""Shortest block. 8 bytes of checksum for 1 KiB is 0.8 % of the data, in chunks below 256 KiB
-only; with 4 KiB, eight ranks that share such a chunk would read 1.3 times what they need."""
+"""Shortest block. Why: 8 bytes of checksum per KiB are 0.8 % of the data, and only in chunks below
+256 KiB; with 4 KiB, eight ranks that share such a chunk would read 1.3 times what they need."""
 MAX_BLOCK_BYTES = 1 << 20
-"""Longest block: what a partial read has to take in to verify one byte."""
+"""Longest block: a partial read has to read this much to verify one byte."""
 DIGEST_BYTES = 16
 """Length of a digest (xxh3-128)."""
 
@@ -38,8 +40,8 @@ _BLOCKS_AIMED = 256
 def block_bytes_for(num_bytes: int) -> int:
     """Returns the length of the checksum blocks of a chunk.
 
-    The smallest power of two that cuts the chunk into at most 256 blocks, but at least 1 KiB and
-    at most 1 MiB.
+    This is the smallest power of two that cuts the chunk into at most 256 blocks, but at least 1
+    KiB and at most 1 MiB.
 
     Args:
         num_bytes: Length of the chunk's raw bytes.
@@ -86,7 +88,7 @@ def block_bytes_for_many(num_bytes: Int64Array) -> Int64Array:
 
 
 def num_blocks(num_bytes: int, block_bytes: int) -> int:
-    """Returns how many blocks a chunk has; none when it is empty or has no checksums.
+    """Returns the number of blocks of a chunk; 0 if it is empty or has no checksums.
 
     Args:
         num_bytes: Length of the chunk's raw bytes.
@@ -116,7 +118,7 @@ def block_checks(buf: Buffer, block_bytes: int) -> UInt64Array:
     """Returns the xxh3-64 (seed 0) of every block of a buffer.
 
     Args:
-        buf: Raw bytes of one chunk, one-dimensional, one byte an element.
+        buf: Raw bytes of one chunk, one-dimensional, one byte per element.
         block_bytes: Length of a block; the last may be shorter.
 
     Returns:
@@ -126,7 +128,7 @@ def block_checks(buf: Buffer, block_bytes: int) -> UInt64Array:
         InvalidRequestError: `block_bytes` is not positive.
 
     Complexity:
-        O(bytes); 10 to 20 GB/s a core, and about 1 us for a small buffer.
+        O(bytes); 10 to 20 GB/s per core, and about 1 us for a small buffer.
     """
     return np.array(_block_checks(buf, block_bytes), dtype=np.uint64)
 
@@ -142,25 +144,25 @@ def _block_checks(buf: Buffer, block_bytes: int) -> list[int]:
 
 
 def digest(checks: UInt64Array) -> bytes:
-    """Returns the 16 bytes that stand for block checksums: xxh3-128 of them, little-endian.
+    """Returns the 16-byte digest of block checksums: their xxh3-128, as little-endian numbers.
 
     Args:
-        checks: uint64[k].
+        checks: uint64[k], the block checksums.
     """
     return xxhash.xxh3_128_digest(np.ascontiguousarray(checks, dtype="<u8").data)
 
 
 def digest_bytes(buf: Buffer) -> bytes:
-    """Returns the 16 bytes that stand for a whole small file: its xxh3-128.
+    """Returns the 16-byte digest of a whole small file: its xxh3-128.
 
     Args:
-        buf: The file.
+        buf: Bytes of the file.
     """
     return xxhash.xxh3_128_digest(buf)
 
 
 def digest_parts(parts: Iterable[Buffer]) -> bytes:
-    """Returns `digest_bytes` of a file that is there in parts.
+    """Returns `digest_bytes` of a file that is given in parts.
 
     Examples:
         >>> digest_parts([b"a", b"bc"]) == digest_bytes(b"abc")
@@ -173,15 +175,15 @@ def digest_parts(parts: Iterable[Buffer]) -> bytes:
 
 
 def first_bad_block(buf: Buffer, block_bytes: int, checks: UInt64Array) -> int | None:
-    """Returns the index of the first block that does not match, or None when all do.
+    """Returns the index of the first block that does not match its checksum, or None.
 
     Args:
         buf: Raw bytes from a block boundary on; the last block may be shorter.
         block_bytes: Length of a block.
-        checks: uint64[k], the checksums expected of `buf`'s blocks.
+        checks: uint64[k], the expected checksums of `buf`'s blocks.
 
     Raises:
-        DamagedCheckpointError: The number of checksums does not fit the length of `buf`.
+        DamagedCheckpointError: The number of checksums does not match the length of `buf`.
         InvalidRequestError: `block_bytes` is not positive.
     """
     found, expected = _block_checks(buf, block_bytes), checks.tolist()
@@ -201,11 +203,11 @@ CHECK_BYTES = 8
 
 
 def end_checks(end: int, checks: UInt64Array) -> bytes:
-    """Returns what follows the last item of a file; nothing where it has no checksums.
+    """Returns the bytes that follow the last item of a file; empty if it has no checksums.
 
     Args:
-        end: Where that item ends.
-        checks: uint64[k], of all blocks of the file, in the order of its chunks.
+        end: End of that item in the file.
+        checks: uint64[k], checksums of all blocks of the file, in the order of its chunks.
 
     Examples:
         >>> list(end_checks(62, np.array([1], np.uint64)))
@@ -225,11 +227,11 @@ def length_with_checks(end: Int64Array, num_checks: Int64Array) -> Int64Array: .
 
 
 def length_with_checks(end: Any, num_checks: Any) -> Any:
-    """Returns how long a file is with its checksums, or each of many files.
+    """Returns the length of a file with its checksums, or the lengths of many files.
 
     Args:
-        end: Where its last item ends.
-        num_checks: How many checksums follow.
+        end: End of the last item; a number or an array.
+        num_checks: Number of checksums that follow; a number or an array.
 
     Examples:
         >>> length_with_checks(60, 2), length_with_checks(60, 0)

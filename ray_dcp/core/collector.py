@@ -1,4 +1,4 @@
-"""Keeps Python's cyclic garbage collector out of the way while many small objects are made."""
+"""Pauses Python's cyclic garbage collector while many small objects are made."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _was_enabled = False
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Keeps the collector from walking a million new objects that are all in use.
+    """Pauses the garbage collector for the time of the block.
 
-    Why: a table of 20,000 tensors is a few hundred thousand objects, none of them garbage, and
-    looking for cycles among them, and among all of the training program's own, took a third of a
-    save and a load. For steps that compute, not for those that wait.
+    Why: a table of 20,000 tensors is a few hundred thousand objects, none of them garbage. The
+    search for cycles among them, and among all objects of the training program, takes a third of a
+    save or load. Use it for steps that compute, not for steps that wait.
 
-    May be nested, and used by several threads at once: the last one to leave restores what the
-    first one found.
+    Blocks may be nested, and used by several threads at once: the last one to leave restores the
+    state that the first one found.
     """
     global _depth, _was_enabled
     with _lock:
@@ -41,7 +41,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def _begin_anew() -> None:
-    """Begins anew in a child that was forked: whoever had paused the collector is not here."""
+    """Resets the module in a forked child, in which no thread has paused the collector."""
     global _depth
     if _depth and _was_enabled:
         gc.enable()

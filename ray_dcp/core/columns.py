@@ -1,6 +1,6 @@
-"""A rank's `Columns`: built row by row, checked, encoded for the coordinator.
+"""A rank's `Columns`: built row by row, checked, and encoded for the coordinator.
 
-`planning.merge` decides what the columns of all ranks mean together.
+`planning.merge` combines the columns of all ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MAX_NDIM = 64
 
 
 class ColumnsBuilder:
-    """Collects items and makes `Columns` of them.
+    """Builds `Columns` item by item.
 
     Examples:
         >>> builder = ColumnsBuilder()
@@ -80,18 +80,18 @@ class ColumnsBuilder:
 
         Args:
             fqn: Name of the tensor.
-            dtype: torch's name of its dtype, without prefix.
+            dtype: Name of its torch dtype, without prefix.
             shape: Its global shape.
             offset: Where the box starts; zeros by default.
             size: Lengths of the box; `shape` by default.
-            path: Where it sits in the nested state dict. The first one told for an FQN counts.
+            path: Its place in the nested state dict. The first path given for an FQN counts.
             opaque: Whether only `torch.load` understands its bytes (`Kind.OPAQUE`).
-            requires_grad: As the tensor says.
-            splittable: Whether the holders of the same box may share it out.
+            requires_grad: The tensor's `requires_grad`.
+            splittable: Whether the box may be split among its holders.
             value: Digest of its content, 0 for none.
 
         Returns:
-            The row.
+            The row of the box.
         """
         kind = Kind.OPAQUE if opaque else Kind.TENSOR
         start = (0,) * len(shape) if offset is None else offset
@@ -105,12 +105,12 @@ class ColumnsBuilder:
         """Adds an object.
 
         Args:
-            fqn: Its name.
-            path: Where it sits in the nested state dict.
+            fqn: Name of the object.
+            path: Its place in the nested state dict.
             value: Digest of its content, 0 for none.
 
         Returns:
-            The row.
+            The row of the object.
         """
         self._boxes.append(((), (), ()))
         self._flat.append((self._name(fqn, path), Kind.OBJECT, -1, False, False, value))
@@ -120,7 +120,7 @@ class ColumnsBuilder:
         """Returns the columns.
 
         Raises:
-            InvalidRequestError: An item is not possible; all such items are reported.
+            InvalidRequestError: An item is invalid; the message lists all such items.
         """
         uneven = [
             self._flat[row][0]
@@ -167,10 +167,10 @@ class ColumnsBuilder:
 
 
 def check(columns: Columns) -> list[str]:
-    """Returns what is wrong with one rank's columns, one sentence each; empty when nothing is.
+    """Returns the faults of one rank's columns, one sentence each.
 
-    Boxes out of bounds, and items that are listed twice, are reported with all ranks' conflicts, by
-    `make_plan`.
+    `make_plan` reports boxes out of bounds, and items that are listed twice, together with the
+    conflicts of all ranks.
     """
     wrong = _check_lengths(columns)
     if wrong:
@@ -187,7 +187,7 @@ def encode(columns: Columns) -> bytes:
     """Returns the columns as a record of `core.packing`.
 
     Raises:
-        InvalidRequestError: The columns are not possible; see `check`.
+        InvalidRequestError: The columns are invalid; see `check`.
     """
     wrong = check(columns)
     if wrong:
@@ -207,11 +207,11 @@ def encode(columns: Columns) -> bytes:
 
 
 def decode(data: bytes) -> Columns:
-    """Returns the columns that `encode` made these bytes of.
+    """Returns the columns that `encode` was called on.
 
     Raises:
-        RankDisagreementError: Another version of ray_dcp made them.
-        InternalError: They are no columns.
+        RankDisagreementError: Another version of ray_dcp encoded the bytes.
+        InternalError: The bytes are not encoded columns.
     """
     try:
         fields, (words, frame) = unpack_record(data)
@@ -249,7 +249,7 @@ def _decoded(fields: Mapping[str, Any], words: memoryview, frame: memoryview) ->
 def _vocabulary(
     packed: bytes, num_bytes: int
 ) -> tuple[tuple[str, ...], tuple[NamePath | None, ...], tuple[str, ...]]:
-    """Why cached: most ranks name the same things; they share one tuple then."""
+    """Why cached: most ranks have the same names; they share one tuple then."""
     text = unpack_bytes(packed, num_bytes, MOST_TEXT_RATIO)
     names, paths, dtypes, keys = json.loads(bytes(text))
     for row, place in keys:
@@ -262,8 +262,8 @@ def _vocabulary(
 
 
 def int_keys(paths: Sequence[NamePath | None]) -> list[tuple[int, int]]:
-    """Returns where in the paths numbers are keys: JSON knows them as texts alone."""
-    # Why the first look: it is done in C, and most state dicts have none.
+    """Returns the places in the paths of keys that are numbers: JSON has only texts as keys."""
+    # Why this check first: it runs in C, and most state dicts have no such keys.
     if IntKey not in set(map(type, chain.from_iterable(path for path in paths if path))):
         return []
     return [
@@ -316,7 +316,7 @@ def _check_boxes(columns: Columns) -> list[str]:
     padding = np.arange(columns.shape.shape[1]) >= columns.ndim[:, None]
     filled = (columns.shape == 1) & (columns.offset == 0) & (columns.size == 1)
     negative = (columns.shape < 0) | (columns.size < 0)
-    # Why 16: no dtype is longer, and a product that overflows must not look small.
+    # Why 16: no dtype has longer elements, and a product that overflows must not look small.
     spans = np.maximum(np.maximum(columns.shape, columns.size), 1).astype(np.float64)
     huge = np.prod(spans, axis=1) * 16 > _MAX_BYTES
     far = (columns.offset >= 1 << 61) | (columns.offset <= -(1 << 61))

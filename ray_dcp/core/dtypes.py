@@ -1,11 +1,11 @@
-"""Dtypes by name, and stored bytes as numbers, without torch.
+"""Names of dtypes, and conversion of stored bytes to numbers, without torch.
 
 The dtypes are those of torch whose raw bytes `torch.save` can store. Quantised dtypes (`qint8`, …)
-and the placeholders without storage (`int4`, `uint3`, …) are not among them: torch itself can't
-save them, or can't rebuild them from raw bytes alone.
+and the placeholders without storage (`int4`, `uint3`, …) are excluded: torch itself can't save
+them, or can't rebuild them from raw bytes alone.
 
-`as_numbers` converts stored values of every dtype, bfloat16 and float8 too, to float64, and complex
-ones to complex128; int64 beyond 2**53 is rounded.
+`as_numbers` converts stored values of every readable dtype, including bfloat16 and float8, to
+float64, and complex values to complex128; int64 beyond 2**53 is rounded.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _WIDTHS = {
 ITEMSIZE = MappingProxyType(
     {dtype: width for width, dtypes in _WIDTHS.items() for dtype in dtypes.split()}
 )
-"""Bytes of one element, by dtype name without the `torch.` prefix."""
+"""Bytes per element, by dtype name without the `torch.` prefix."""
 
 
 NUMPY_DTYPES = frozenset(
@@ -62,11 +62,11 @@ NUMPY_DTYPES = frozenset(
         *("float16", "float32", "float64", "complex64", "complex128"),
     }
 )
-"""The torch dtypes that numpy has too, under the same name."""
+"""The torch dtypes that numpy has under the same name."""
 
 
 def itemsize_of(dtype: str) -> int:
-    """Returns the bytes of one element.
+    """Returns the bytes per element.
 
     Args:
         dtype: Name of a torch dtype, without prefix.
@@ -91,11 +91,11 @@ _FLOAT8 = {
     "float8_e4m3fnuz": (4, 3, 8, False, (0x80,)),
 }
 READABLE = frozenset({*NUMPY_DTYPES, "bfloat16", "float8_e8m0fnu", *_FLOAT8})
-"""Names of the torch dtypes that can be read as numbers here."""
+"""Names of the torch dtypes that `as_numbers` can convert."""
 
 
 def raw_dtype(dtype: str) -> np.dtype[Any]:
-    """Returns the numpy dtype in which the bytes of a torch dtype are held.
+    """Returns the numpy dtype that holds the bytes of a torch dtype.
 
     Args:
         dtype: Name of a torch dtype.
@@ -108,10 +108,10 @@ def raw_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def as_numbers(raw: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
-    """Returns values as float64, or complex128.
+    """Returns stored values as float64 or complex128.
 
     Args:
-        raw: Of `raw_dtype(dtype)`, any shape.
+        raw: Stored values, as an array of `raw_dtype(dtype)` of any shape.
         dtype: Name of a torch dtype, one of `READABLE`.
 
     Examples:
@@ -120,7 +120,7 @@ def as_numbers(raw: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
         >>> as_numbers(np.array([0x38, 0x7F], np.uint8), "float8_e4m3fn").tolist()
         [1.0, nan]
     """
-    # Why: a signalling NaN is one like any other here.
+    # Why ignored: here a signalling NaN is like any other NaN.
     with np.errstate(invalid="ignore"):
         return _numbers(raw, dtype)
 
@@ -141,7 +141,7 @@ def _numbers(raw: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
 
 @cache
 def _float8(dtype: str) -> npt.NDArray[np.float64]:
-    """Returns the value of each of the 256 codes."""
+    """Returns the values of the 256 codes."""
     exponent_bits, mantissa_bits, bias, has_infinities, not_numbers = _FLOAT8[dtype]
     codes = np.arange(256)
     sign = np.where(codes & 0x80, -1.0, 1.0)

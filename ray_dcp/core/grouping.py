@@ -1,6 +1,10 @@
-"""Finding equal rows and runs of rows: the few vectorised idioms that planning is made of.
+"""Vectorised operations on equal rows and runs of rows, which planning is built from.
 
-Nothing here knows what a row means.
+Nothing here depends on the meaning of a row. *Runs* are described by their lengths:
+
+    counts          2 0 3
+    offsets_of      0 2 2 5
+    within          0 1 | | 0 1 2
 """
 
 from __future__ import annotations
@@ -20,11 +24,11 @@ def group_rows(columns: Sequence[npt.NDArray[np.integer]]) -> tuple[Int64Array, 
     """Numbers the distinct rows in order of first appearance.
 
     Args:
-        columns: At least one; integers, one-dimensional, all of one length `n`.
+        columns: At least one one-dimensional array of integers; all have the same length `n`.
 
     Returns:
-        `(first int64[g], group int64[n])`: the first row of each group, ascending, and every
-        row's group. Exact: rows are told apart by their values, a hash only finds them.
+        `(first int64[g], group int64[n])`: the first row of each group, ascending, and the group
+        of every row. The result is exact: a hash finds candidates, and their values decide.
 
     Complexity:
         One sort of n 64-bit numbers.
@@ -73,7 +77,7 @@ def _numbered(
 
 
 def first_rows(code: npt.NDArray[np.integer], count: int) -> Int64Array:
-    """Returns the first row that holds each of the numbers `0..count-1`; -1 where none does."""
+    """Returns the first row that holds each of the numbers `0..count-1`; -1 if no row does."""
     first = np.full(count, -1, dtype=np.int64)
     # Careful: of repeated indices, numpy keeps the last assignment, so go backwards.
     first[code[::-1]] = np.arange(len(code) - 1, -1, -1, dtype=np.int64)
@@ -88,13 +92,13 @@ def offsets_of(counts: npt.NDArray[np.integer]) -> Int64Array:
 
 
 def run_of(ordered: npt.NDArray[np.integer], value: int) -> tuple[int, int]:
-    """Returns where a value begins and ends in an ascending array.
+    """Returns the start and the end of a value's run in an ascending array.
 
     Examples:
         >>> run_of(np.array([1, 1, 4], np.int32), 1), run_of(np.array([1, 1, 4], np.int32), 3)
         ((0, 2), (2, 2))
     """
-    # Careful: numpy converts all of the array where what is looked for has another type.
+    # Careful: numpy converts the whole array if the values to find have another dtype.
     wanted = np.array([value, value + 1], dtype=ordered.dtype)
     start, stop = np.searchsorted(ordered, wanted).tolist()
     return start, stop
@@ -112,7 +116,7 @@ def within(counts: npt.NDArray[np.integer]) -> Int64Array:
 
 
 def running_max(values: Int64Array, group: Int64Array) -> Int64Array:
-    """Returns the greatest value so far within each group.
+    """Returns, for each row, the greatest value of its group up to this row.
 
     Args:
         values: int64[n], 0 or more, n at least 1.

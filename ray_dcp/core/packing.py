@@ -1,11 +1,16 @@
-"""Columns of whole numbers as a few bytes: ranks write alike, place by place of their files.
+"""Compresses columns of integers whose rows repeat from file to file.
 
-Rows come in runs, the chunks of a file each. They are packed place by place: the first of each run,
-then the second of each, as differences from one to the next. Where every rank of a mesh has a slab
-of each tensor these are the same again and again, and zstd leaves less than a byte of a row.
+Rows come in runs, each the chunks of one file. They are packed by their place in the run: the first
+row of each run, then the second of each, as differences from one to the next:
 
-*Trust*: what is unpacked may be forged. No more is made of it than a fixed multiple of its length,
-and whoever unpacks says how many columns of which numbers there must be.
+    runs     a0 a1 a2 | b0 b1 | c0 c1 c2
+    packed   a0 b0 c0   a1 b1 c1   a2 c2      as a0, b0 - a0, c0 - b0, ...
+
+If every rank of a mesh has a slab of each tensor, these differences repeat, and zstd needs less
+than a byte per row.
+
+*Trust*: packed bytes may be forged. Unpacking takes at most a fixed multiple of their length in
+memory, and its caller states the number of columns and their dtypes.
 """
 
 from __future__ import annotations
@@ -29,26 +34,27 @@ Runs = npt.NDArray[np.integer[Any]]
 Column = Runs | npt.NDArray[np.bool_]
 
 MOST_RATIO = 160
-"""Most bytes that are made of a packed one. Who packs better than that adds bytes to it: so a short
-file can't take much memory, and nothing that was packed is refused."""
+"""Most bytes that one packed byte may unpack to. Better compressed data is padded to this ratio: so
+a short file can't take much memory, and everything that was packed can be unpacked."""
 
 MOST_TEXT_RATIO = 8
-"""The same of texts in JSON, of which objects are made that take more memory than that."""
+"""The same limit for JSON text. Why lower: the objects made of it take more memory than the
+text."""
 
 _SKIPPED = 0x184D2A50
-"""Magic of a frame without content. Source: RFC 8878, 3.1.2."""
+"""Magic number of a frame without content. Source: RFC 8878, 3.1.2."""
 _FRAME_BYTES = 8
 _LEVEL = 1
 _TAIL = Struct("<QQQ")
-"""Length of the packed text, of the text, and of the whole record."""
+"""Lengths of the packed text, of the text, and of the whole record."""
 
 
 def pack(columns: Sequence[Column], runs: Runs) -> bytes:
-    """Returns columns of one length, compressed.
+    """Compresses columns of equal length.
 
     Args:
-        columns: At least one; of 64 bits at most each.
-        runs: How long the runs of rows are; together as long as the columns.
+        columns: At least one; elements have at most 64 bits.
+        runs: Lengths of the runs of rows; their sum is the length of the columns.
 
     Examples:
         >>> data = pack([np.array([7, 8, 9]), np.array([True, False, True])], np.array([2, 1]))
@@ -66,12 +72,12 @@ def unpack(
     """Returns the columns that `pack` was given.
 
     Args:
-        data: What it gave.
-        dtypes: Of the columns.
-        runs: As there.
+        data: The result of `pack`.
+        dtypes: The dtype of each column.
+        runs: See `pack`.
 
     Raises:
-        ValueError: They are no such columns.
+        ValueError: The bytes are not such columns.
     """
     num_bytes = 8 * len(dtypes) * float(runs.sum(dtype=np.float64))
     if (runs < 0).any() or num_bytes > MOST_RATIO * len(data):
@@ -92,11 +98,11 @@ def unpack(
 
 
 def pack_record(fields: Mapping[str, Any], frames: Sequence[bytes]) -> bytes:
-    """Returns a value of JSON and packed columns as one; `unpack_record` gives them back.
+    """Returns a record of a JSON object and packed columns, for `unpack_record`.
 
     Args:
-        fields: Names and counts.
-        frames: Of `pack`.
+        fields: The JSON object: names and counts.
+        frames: Results of `pack`.
     """
     text = json.dumps([fields, list(map(len, frames))]).encode()
     packed = pack_bytes(text, MOST_TEXT_RATIO)
@@ -105,10 +111,10 @@ def pack_record(fields: Mapping[str, Any], frames: Sequence[bytes]) -> bytes:
 
 
 def record_bytes(data: bytes | memoryview) -> int:
-    """Returns how long the record is with which some bytes end.
+    """Returns the length of the record at the end of the given bytes.
 
     Raises:
-        ValueError: They end with none.
+        ValueError: The bytes don't end with a record.
     """
     num_bytes = int.from_bytes(data[-8:], "little")
     if not _TAIL.size <= num_bytes <= len(data):
@@ -117,10 +123,10 @@ def record_bytes(data: bytes | memoryview) -> int:
 
 
 def unpack_record(data: bytes | memoryview) -> tuple[dict[str, Any], list[memoryview]]:
-    """Returns the value and the columns that `pack_record` was given.
+    """Returns the arguments of `pack_record`: the JSON object and the packed columns.
 
     Raises:
-        ValueError: The bytes are no record.
+        ValueError: The bytes are not a record.
     """
     if record_bytes(data) != len(data):
         raise ValueError(f"expected a record of {len(data)} bytes, found another length")
@@ -142,7 +148,7 @@ def unpack_record(data: bytes | memoryview) -> tuple[dict[str, Any], list[memory
 
 
 def pack_bytes(data: bytes, most_ratio: int = MOST_RATIO) -> bytes:
-    """Returns bytes compressed, at most to this part of their length."""
+    """Compresses bytes, at most by the factor `most_ratio`."""
     packed: bytes = pa.Codec("zstd", compression_level=_LEVEL).compress(data, asbytes=True)
     lack = -(-len(data) // most_ratio) - len(packed)
     if lack <= 0:
@@ -154,15 +160,15 @@ def pack_bytes(data: bytes, most_ratio: int = MOST_RATIO) -> bytes:
 def unpack_bytes(
     data: bytes | memoryview, num_bytes: int, most_ratio: int = MOST_RATIO
 ) -> memoryview:
-    """Returns the bytes that `pack_bytes` was given.
+    """Returns the bytes that `pack_bytes` was called on.
 
     Args:
-        data: What it gave.
-        num_bytes: How many there are.
-        most_ratio: As there.
+        data: The result of `pack_bytes`.
+        num_bytes: Number of bytes expected.
+        most_ratio: See `pack_bytes`.
 
     Raises:
-        ValueError: They are others, or more than that.
+        ValueError: The data is damaged, or unpacks to another number of bytes.
     """
     if not 0 <= num_bytes <= most_ratio * len(data):
         raise ValueError(f"{len(data)} bytes can't hold {num_bytes}")
@@ -173,8 +179,8 @@ def unpack_bytes(
 
 
 def _by_place(runs: Runs) -> Int64Array:
-    """Returns the rows by place in their run, of each place in their order."""
+    """Returns the rows sorted by place in their run; rows of equal place stay in order."""
     place = within(runs)
     small = len(runs) == 0 or int(runs.max()) <= np.iinfo(np.uint16).max
-    # Why: of numbers of two bytes numpy sorts ten times as fast.
+    # Why uint16: numpy sorts numbers of two bytes ten times as fast.
     return np.argsort(place.astype(np.uint16) if small else place, kind="stable")

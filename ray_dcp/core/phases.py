@@ -1,8 +1,8 @@
-"""The phases of a save or load on one rank, by one clock. Pure.
+"""The phases of a save or load on one rank, measured by one clock. Pure.
 
 The code that saves or loads advances a `PhaseClock` from step to step. Heartbeats, events, metrics,
-reports, DCP's logger and what a rank reports for the trace are readers of it: none of them has
-another clock. (The trace itself has the coordinator's, as it compares ranks.)
+reports, DCP's logger and the times that a rank reports for the trace read this clock; none of them
+has another one. (The trace itself uses the coordinator's clock, as it compares ranks.)
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank does at a time, under the names that its readers have for it."""
+    """What a rank does at a time, under the names that each reader has for it."""
 
     phase: str
-    """Of events and reports; see `Event`."""
+    """Name in events and reports; see `Event`."""
     doing: str
-    """Of heartbeats; see `Doing.phase`."""
+    """Name in heartbeats; see `Doing.phase`."""
     dcp: str = ""
-    """Of DCP's logger; empty where that has none."""
+    """Name in DCP's logger; empty if DCP logs no such step."""
 
 
 BEGIN = Step("", "beginning")
-"""Before the first step, to which this time counts."""
+"""The step before the first one; its time counts for the first one."""
 
 CAPTURE = Step("capture", "capturing", "local_step")
 PLAN = Step("plan", "waiting", "global_step")
 STAGE = Step("stage", "staging", "stage_state_dict")
 WRITE = Step("write", "writing", "write_data")
 STAGED = Step("write", "waiting", "write_data")
-"""The bytes are held, and are written by whoever holds them, or later."""
+"""The bytes are staged; the staging backend, or a later step, writes them."""
 PLUG_IN_WRITE = Step("write", "writing with a plug-in", "write_data")
 COMMIT = Step("commit", "waiting", "finish_checkpoint")
 
@@ -48,20 +48,21 @@ FINISH = Step("finish", "waiting", "finish_load")
 
 
 class PhaseClock:
-    """The course of one save or load on one rank. Safe to use from several threads.
+    """Measures the phases of one save or load on one rank. Thread-safe.
 
-    Every moment from its begin to its end is in exactly one phase; phases may come again.
+    Every moment from begin to end belongs to exactly one phase; a phase may occur repeatedly.
 
     Args:
-        clock: Seconds that never go back.
+        clock: Returns monotonic seconds.
 
     Attributes:
-        step: What the rank does.
-        seconds: How long each phase took that has ended.
-        bytes: Bytes that each phase moved, of those that moved some.
-        waited_s: How long training has waited for it after `release`, in seconds.
-        on_step: Gets each step, when it began, and None as the last; then also the error.
-        on_phase: Gets each phase that has ended, how long it took, and the bytes that it moved.
+        step: The current step.
+        seconds: Duration of each phase that has ended, in seconds.
+        bytes: Bytes that each phase moved; phases that moved none are left out.
+        waited_s: How long training has waited for the operation after `release`, in seconds.
+        on_step: Called with each step and the time at which it began. The last call has None as the
+            step, and the error if there was one.
+        on_phase: Called with each phase that has ended, its duration, and the bytes that it moved.
 
     Examples:
         >>> now = iter([0.0, 1.0, 3.0, 6.0])
@@ -88,40 +89,40 @@ class PhaseClock:
         self._counted_bytes = self._done_bytes = self._total_bytes = 0
 
     def enter(self, step: Step, total_bytes: int = 0) -> float:
-        """Begins a step, and ends the one before; does nothing after the end. Returns when.
+        """Ends the current step and begins the next; returns the time. No effect after the end.
 
         Args:
-            step: The next one.
-            total_bytes: To be moved in it, where that is known.
+            step: The step that begins.
+            total_bytes: Bytes that the step will move, if known.
         """
         return self._advance(step, total_bytes, None)
 
     def end(self, error: BaseException | None = None) -> float | None:
-        """Ends the last phase. Returns how long all of it took; None where it has ended before.
+        """Ends the last phase and returns the total duration; None if it had ended already.
 
         Args:
-            error: Why it failed.
+            error: The error that the operation failed with.
         """
         return None if self._ended_s is not None else self._advance(None, 0, error) - self._began_s
 
     def release(self, at_s: float | None = None) -> None:
-        """Notes that training goes on from a moment, by default from now; the first call counts."""
+        """Records when training continues (default: now); only the first call counts."""
         if self._released_s is None:
             self._released_s = self._clock() if at_s is None else at_s
 
     @property
     def held_s(self) -> float:
-        """How long training has waited for it, in seconds."""
+        """How long training has waited for the operation, in seconds."""
         until_s = [s for s in (self._released_s, self._ended_s) if s is not None]
         return min(until_s, default=self._clock()) - self._began_s + self.waited_s
 
     def count(self, num_bytes: int) -> None:
-        """Adds bytes that the phase has moved, for good."""
+        """Adds bytes that the current phase has moved completely."""
         with self._lock:
             self._counted_bytes += num_bytes
 
     def moved(self, num_bytes: int) -> None:
-        """Notes that bytes went to the storage or came from it: that the step goes on."""
+        """Records progress: bytes went to the storage or came from it."""
         with self._lock:
             self._done_bytes += num_bytes
             self._moved_s = self._clock()

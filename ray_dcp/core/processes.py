@@ -1,13 +1,13 @@
-"""What belongs to one process: a fork has copies of everything, but none of the threads.
+"""State that belongs to one process: a forked child copies all memory, but none of the threads.
 
-A child that is forked begins anew with what threads share: each module that has such a thing
-registers how (`os.register_at_fork`), beside it. Locks are made again, as a thread that is not
-there may have held them; what only a thread of the parent could end is forgotten; threads, clients
-and idle memory are not taken over. `tests/unit/test_forks.py` has the list, and finds what is
-missing there. Ids of attempts, files and leases come from the system at each use.
+A forked child resets what threads share: each module with such state registers a reset beside it
+(`os.register_at_fork`). Locks are created anew, as a thread that the child lacks may have held
+them. State that only a thread of the parent could finish is dropped; threads, clients and idle
+memory are not inherited. `tests/unit/test_forks.py` has the list of these modules, and finds what
+is missing in it. Ids of attempts, files and leases come from the operating system at each use.
 
-What is given to users (sessions, handles, managers) stays the parent's: `OwnProcess` refuses
-its use in a child.
+Objects of the user (sessions, handles, managers) remain the parent's: `OwnProcess` refuses their
+use in a child.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ray_dcp.errors import InvalidRequestError, LimitError
 
 
 class OwnProcess:
-    """Remembers the process in which it was made.
+    """Identifies the process in which it was created.
 
     Examples:
         >>> OwnProcess().is_this
@@ -33,15 +33,15 @@ class OwnProcess:
 
     @property
     def is_this(self) -> bool:
-        """Whether that is this process, and not a child that was forked from it."""
+        """Whether the caller runs in that process, and not in a child forked from it."""
         return os.getpid() == self._pid
 
     def check(self, what: str, instead: str) -> None:
-        """Raises `InvalidRequestError` in a child that was forked from it.
+        """Raises `InvalidRequestError` in a child forked from that process.
 
         Args:
-            what: Is used, in words.
-            instead: What the child may do.
+            what: Name of the object that is used, for the message.
+            instead: What the child should do, for the message.
         """
         if not self.is_this:
             raise InvalidRequestError(
@@ -58,7 +58,7 @@ def pid_namespace() -> str:
 
 
 class ProcessLock:
-    """A lock of a module, which is a new one in a child that is forked.
+    """A module's lock, replaced by a new one in a forked child.
 
     Examples:
         >>> with ProcessLock():

@@ -1,8 +1,8 @@
-"""Names that each rank has for itself, alike on all ranks: `loader.rank-7-of-64`.
+"""Per-rank names, which are alike on all ranks but for the rank: `loader.rank-7-of-64`.
 
-Ranks that differ in nothing but their own number in such names hold the same items: their
-fingerprints begin alike, and the rows of one tell those of the others (`planning.regular`). In what
-is said of all of them the number is a `*`.
+Ranks that differ only in their own number in such names hold the same items: the first halves of
+their fingerprints are equal, and the rows of one rank determine those of the others
+(`planning.regular`). Data that describes all of these ranks has a `*` in place of the number.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from functools import lru_cache
 from ray_dcp.core.values import Columns, NamePath
 
 ANY = "*"
-"""Stands for a rank's own number."""
+"""Placeholder for a rank's own number."""
 
 _NUMBER = re.compile(r"\.rank-(0|[1-9][0-9]{0,8})-of-[0-9]+")
 
 
 def number_in(names: Sequence[str], world_size: int) -> int | None:
-    """Returns the number that stands in the names of one rank; None where none does, or several.
+    """Returns the rank in the per-rank names of one rank; None if there is none, or several.
 
     Args:
-        names: Of its items.
-        world_size: Number of ranks, which stands there too.
+        names: Names of the rank's items.
+        world_size: Number of ranks, which these names contain too.
 
     Examples:
         >>> number_in(["w", "loader.rank-3-of-8"], 8), number_in(["loader.rank-3-of-8"], 4)
         (3, None)
     """
     end = f"-of-{world_size}"
-    # Why first: as a rule there is none, and a look at each name takes longer than all else.
+    # Why this check first: per-rank names are rare, and a check of each name takes longer than the
+    # rest.
     if f"{end}\0" not in "\0".join((*names, "")):
         return None
     found = {_number(name) for name in names if name.endswith(end)} - {None}
@@ -40,18 +41,18 @@ def number_in(names: Sequence[str], world_size: int) -> int | None:
 
 
 def is_own(name: str, world_size: int) -> bool:
-    """Whether a name is that of an item which each rank has for itself, for all ranks."""
+    """Returns whether a name is a per-rank name in the form that describes all ranks."""
     return name.endswith(f".{_part(ANY, world_size)}")
 
 
 def without_rank(columns: Columns, world_size: int) -> Columns:
-    """Returns columns with `*` in the place of the rank's number, where there is one."""
+    """Returns columns with `*` in place of the rank's number, if their names contain one."""
     number = number_in(columns.names, world_size)
     return columns if number is None else _renumbered(columns, str(number), ANY, world_size)
 
 
 def for_rank(columns: Columns, rank: int, world_size: int) -> Columns:
-    """Returns columns with the number of a rank in the place of `*`."""
+    """Returns columns with a rank's number in place of `*`."""
     return _renumbered(columns, ANY, str(rank), world_size)
 
 

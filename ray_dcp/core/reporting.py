@@ -1,8 +1,8 @@
-"""Reports of what is settled: none of them may turn a committed save, or a load, into a failure.
+"""Reports about finished operations: none may turn a committed save, or a load, into a failure.
 
-After a commit, and after the last byte of a load has its place, there are only reports: warnings,
-which may be errors (`python -W error`), logs, whose handlers may raise, and calls of the user's own
-objects. All of them go through here.
+After a commit, and after a load has filled the last byte, only reports remain: warnings, which may
+be errors (`python -W error`), logs, whose handlers may raise, and calls of user objects. All of
+them go through this module.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def contained(what: str) -> Iterator[None]:
-    """Logs what a report raises, and goes on.
+    """Logs an exception raised in the block, and continues.
 
     Args:
-        what: Reports, in words.
+        what: What reports, for the log.
 
     Examples:
         >>> logger.disabled = True
@@ -31,17 +31,17 @@ def contained(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001 - whatever it is, what it reports stands
-        # Suppressed: it may be a handler of logs that raised.
+        # Suppressed: the exception may come from a log handler.
         with suppress(Exception):
             logger.warning("%s failed: %s: %s", what, type(error).__name__, error)
 
 
 def warn(message: str, *, stacklevel: int) -> None:
-    """Warns the user; where warnings are errors, logs the message instead.
+    """Warns the user; if warnings are errors, logs the message instead.
 
     Args:
-        message: What to tell.
-        stacklevel: As for `warnings.warn`, from the caller.
+        message: The warning.
+        stacklevel: Argument of `warnings.warn`, counted from the caller.
     """
     with contained("A warning"):
         try:

@@ -1,13 +1,16 @@
-"""The values that planning works on: columns of items, chunk tables, plans; arithmetic on boxes.
+"""The values of planning (columns of items, chunk tables, plans) and the arithmetic on boxes.
 
 All tables are structs of arrays, so that a plan of ten million rows is a few numpy arrays and not
 ten million objects. A box is an offset and a size in every dimension, as two int64 rows. Boxes of
 different rank share one array: a box of `ndim` dimensions is padded to the table's width `D` with
 offset 0 and size (and global shape) 1, which changes neither its volume nor any intersection. A
-0-d tensor is `ndim` 0 and all padding; its volume is 1.
+0-d tensor has `ndim` 0 and only padding; its volume is 1. With `D` = 3:
 
-The arithmetic works on all rows at once. Nothing here decides anything: the modules of `planning`
-do, such as `planning.coverage`, which checks that boxes together cover a tensor.
+    [4:8, 0:2] of a (8, 2) tensor    offset 4 0 0    size 4 2 1    shape 8 2 1
+    a 0-d tensor                     offset 0 0 0    size 1 1 1    shape 1 1 1
+
+The arithmetic processes all rows at once. Decisions are made by the modules of `planning`, such as
+`planning.coverage`, which checks that boxes together cover a tensor.
 """
 
 from __future__ import annotations
@@ -28,12 +31,12 @@ Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]
 
 NamePath = tuple["str | int", ...]
-"""Where a value sits in the nested state dict: str for mapping keys (an `IntKey` where the key is a
+"""The place of a value in the nested state dict: str for mapping keys (an `IntKey` if the key is a
 number), int for list indices."""
 
 
 class IntKey(str):
-    """The text of a mapping key that is a number: for DCP a text like any other.
+    """The text of a mapping key that is a number. DCP treats it like any other text.
 
     Examples:
         >>> IntKey(7) == "7", IntKey("7").key
@@ -44,17 +47,18 @@ class IntKey(str):
 
     @property
     def key(self) -> int:
-        """The key itself."""
+        """The key as a number."""
         return int(self)
 
 
 class Kind(IntEnum):
-    """How an item's bytes come about."""
+    """How the bytes of an item are produced."""
 
     TENSOR = 0
-    """*Fixed*: the raw C-order bytes of a box; size and place are known when planning."""
+    """*Fixed*: the raw C-order bytes of a box; planning knows their length and place."""
     OBJECT = 1
-    """*Deferred*: a Python object as `torch.save` writes it; size known after serialising."""
+    """*Deferred*: a Python object as `torch.save` writes it; its length is known once
+    serialised."""
     OPAQUE = 2
     """*Deferred*: a tensor box whose bytes only `torch.load` understands (a tensor subclass that
     pickles as itself, a stream transform)."""
@@ -62,12 +66,12 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """The items that one rank holds, one row an item (a DCP `WriteItem`).
+    """The items that one rank holds, one row per item (a DCP `WriteItem`).
 
     Attributes:
         names: Vocabulary of FQNs, each once.
-        paths: Where each name sits in the nested state dict, aligned with `names`; None when the
-            state dict was not flattened.
+        paths: Place of each name in the nested state dict, aligned with `names`; None if the state
+            dict was not flattened.
         dtypes: Vocabulary of torch dtype names without prefix (`"bfloat16"`).
         name: int32[n], index into `names`.
         kind: int8[n], a `Kind`.
@@ -76,13 +80,12 @@ class Columns:
         shape: int64[n, D], global shape, padded with 1.
         offset: int64[n, D], where the box starts in the global tensor, padded with 0.
         size: int64[n, D], lengths of the box, padded with 1.
-        requires_grad: bool[n]. Of objects: whether it is a mapping without values at any depth; see
-            `ChunkTable.is_empty_mapping`.
-        splittable: bool[n]. The same box on several ranks may be cut over its holders: DTensor
+        requires_grad: bool[n]. For objects: whether the object is a mapping without values at any
+            depth; see `ChunkTable.is_empty_mapping`.
+        splittable: bool[n], whether a box that several ranks hold may be split among them: DTensor
             replicas, and plain floating tensors of at least 4 MiB.
         value: uint64[n], a digest of all bytes of an item that several ranks may hold with
-            different content (plain tensors, boxes of DTensor replicas, objects); 0 where none was
-            taken.
+            different content (plain tensors, boxes of DTensor replicas, objects); 0 for none.
     """
 
     names: tuple[str, ...]
@@ -105,7 +108,7 @@ class Columns:
 
 @dataclass(frozen=True, eq=False)
 class ChunkTable:
-    """Where every chunk of a checkpoint lies: the columns of the chunk table on storage.
+    """The place of every chunk of a checkpoint: the columns of the chunk table on storage.
 
     Tensor arrays have `t` entries in order of first appearance over the ranks, chunk arrays have
     `c` entries. A planned table has no checksums yet and -1 as the place of deferred chunks.
@@ -127,10 +130,10 @@ class ChunkTable:
         item_offset: int64[c], first byte of the framed item in its file (a `torch.save` zip, or
             for safetensors files the payload itself).
         item_bytes: int64[c], length of the framed item.
-        payload_offset: int64[c], first raw byte in the file; -1 when only the item's own header
-            tells (checkpoints written by stock DCP).
+        payload_offset: int64[c], first raw byte in the file; -1 if only the item's own header
+            contains it (checkpoints written by stock DCP).
         payload_bytes: int64[c], length of the raw bytes.
-        block_bytes: int64[c], length of a checksum block of this chunk; 0 when it has none.
+        block_bytes: int64[c], length of a checksum block of this chunk; 0 if it has no checksums.
         check_start: int64[c + 1], where the chunk's block checksums start in `checks`.
         checks: uint64[k], xxh3-64 of every block, the last of a chunk possibly shorter.
     """
@@ -168,9 +171,10 @@ class ChunkTable:
 
     @property
     def is_empty_mapping(self) -> BoolArray:
-        """bool[t], the objects that are mappings without values: DCP walks them and finds nothing.
+        """bool[t], the objects that are mappings without values: DCP flattens them to nothing.
 
-        Why in `requires_grad`: no object has one, and a column of its own would be a new format.
+        Why stored in `requires_grad`: objects don't use it, and a new column would change the
+        format.
         """
         empty: BoolArray = (self.kind == Kind.OBJECT) & self.requires_grad
         return empty
@@ -183,9 +187,9 @@ class FilePlan:
     Attributes:
         file: Index into the global plan's `files`.
         key: Key with `{attempt}` where the attempt id goes.
-        num_bytes: Where the fixed items end, and the first deferred item may start.
+        num_bytes: End of the fixed items; the first deferred item may start there.
         dtypes: Vocabulary of dtype names.
-        row: int32[m], row of the rank's `Columns` that the piece comes from.
+        row: int32[m], row of the rank's `Columns` that the piece belongs to.
         source_start: int64[m], first byte of the piece in that item's C-order bytes.
         dtype: int8[m], index into `dtypes`.
         ndim: int8[m].
@@ -196,8 +200,8 @@ class FilePlan:
         payload_offset: int64[m], where its raw bytes start in the file.
         payload_bytes: int64[m].
         block_bytes: int64[m], length of its checksum blocks.
-        deferred: int32[k], rows of the rank's `Columns` that follow, in this order; behind them the
-            file ends with its block checksums (`checksums.end_checks`).
+        deferred: int32[k], rows of the rank's `Columns` that follow, in this order. The file ends
+            with its block checksums (`checksums.end_checks`).
     """
 
     file: int
@@ -220,7 +224,7 @@ class FilePlan:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """All that one rank writes: its part of a global plan."""
+    """What one rank writes: its part of a global plan."""
 
     rank: int
     files: tuple[FilePlan, ...]
@@ -228,14 +232,15 @@ class RankPlan:
 
 @dataclass(frozen=True, eq=False)
 class ValueGroups:
-    """Which contents have to be equal on which ranks; see `planning.merge`.
+    """Which contents must be equal on which ranks; see `planning.merge`.
 
     Attributes:
-        rank: int32[m], ascending.
-        place: int32[m], which of that rank's digests that are not 0 (`merge.contents_of`).
+        rank: int32[m], the rank that holds the item, ascending.
+        place: int32[m], index into that rank's nonzero digests (`merge.contents_of`).
         group: int32[m], ascending within a rank. All ranks of a group hold the same items of it, in
             the same order.
-        told: `(group, fqn)` of the items, a group each, that differed when the plan was made.
+        told: `(group, fqn)` of each item that differed when the plan was made; each has a group of
+            its own.
     """
 
     rank: Int32Array
@@ -247,12 +252,12 @@ class ValueGroups:
 _NONE = np.zeros(0, dtype=np.int32)
 
 NO_GROUPS = ValueGroups(_NONE, _NONE, _NONE, ())
-"""Nothing that several ranks hold has a digest."""
+"""No item that several ranks hold has a digest."""
 
 
 @dataclass(frozen=True, eq=False)
 class GlobalPlan:
-    """Who writes what, and where, for one state on one world size. A value named by `digest`.
+    """Which rank writes what, and where, for one state and world size. `digest` identifies it.
 
     Attributes:
         world_size: Number of ranks.
@@ -264,10 +269,10 @@ class GlobalPlan:
         source_start: int64[c], first byte of the chunk in that item's C-order bytes.
         file_rank: int32[f], the rank that writes the file; ascending.
         file_bytes: int64[f], length of the fixed area of the file.
-        disagreements: `(fqn, ranks)` for items whose content differed between ranks; the lowest
-            rank's copy is planned, whole.
-        digest: 32 bytes that name the plan.
-        groups: Which contents have to be equal for the plan to be used again.
+        disagreements: `(fqn, ranks)` for items whose content differed between ranks; the plan takes
+            the lowest rank's copy, whole.
+        digest: 32 bytes that identify the plan.
+        groups: Which contents must be equal for the plan to be used again.
     """
 
     world_size: int
@@ -301,7 +306,7 @@ def volume(size: Int64Array) -> Int64Array:
         >>> volume(np.array([[2, 3], [4, 0], [1, 1]]))
         array([6, 0, 1])
     """
-    # Why column by column: along rows of two or three numbers numpy takes five times as long.
+    # Why column by column: numpy takes five times as long along rows of two or three numbers.
     result = np.ones(len(size), dtype=np.int64)
     for dim in range(size.shape[1]):
         result *= size[:, dim]
@@ -311,7 +316,7 @@ def volume(size: Int64Array) -> Int64Array:
 def intersect(
     offset_a: Int64Array, size_a: Int64Array, offset_b: Int64Array, size_b: Int64Array
 ) -> tuple[Int64Array, Int64Array, BoolArray]:
-    """Returns what box `a[i]` and box `b[i]` have in common, for every row.
+    """Returns the intersection of box `a[i]` and box `b[i]`, for every row.
 
     Args:
         offset_a: int64[n, D].
@@ -320,8 +325,8 @@ def intersect(
         size_b: As `offset_b`.
 
     Returns:
-        `(offset int64[n, D], size int64[n, D], nonempty bool[n])`; size is 0 in a dimension where
-        the boxes do not meet.
+        `(offset int64[n, D], size int64[n, D], nonempty bool[n])`; size is 0 in a dimension in
+        which the boxes don't meet.
 
     Examples:
         >>> o, s, full = intersect(*(np.array([[v]]) for v in (0, 4, 2, 4)))
@@ -337,16 +342,16 @@ def intersect(
 def contains(
     outer_offset: Int64Array, outer_size: Int64Array, offset: Int64Array, size: Int64Array
 ) -> BoolArray:
-    """Tells for every row whether the box lies within the outer box.
+    """Returns whether each box lies within its outer box.
 
     Args:
         outer_offset: int64[n, D].
         outer_size: int64[n, D].
         offset: int64[n, D].
-        size: int64[n, D]; negative lengths lie nowhere.
+        size: int64[n, D]; a box with a negative length lies within no box.
 
     Returns:
-        bool[n]. A box of volume 0 must be within the bounds as well, its end included.
+        bool[n]. A box of volume 0 must lie within the bounds too, including its end.
     """
     found = np.ones(len(size), dtype=bool)
     for dim in range(size.shape[1]):
@@ -376,10 +381,10 @@ def strides(size: Int64Array) -> Int64Array:
 
 
 def pad(array: Int64Array, width: int, fill: int) -> Int64Array:
-    """Returns the rows widened to `width` columns.
+    """Returns an array of rows padded to `width` columns.
 
     Args:
-        array: int64[n, D] with `D <= width`. Returned itself when it is that wide already.
+        array: int64[n, D] with `D <= width`. Returned itself if `D == width`.
         width: Columns of the result.
         fill: 0 for offsets, 1 for sizes and shapes.
     """
@@ -390,12 +395,12 @@ def pad(array: Int64Array, width: int, fill: int) -> Int64Array:
 
 
 def padded(rows: Sequence[Sequence[int]], width: int, fill: int) -> Int64Array:
-    """Returns rows of any lengths as an array, each filled up.
+    """Returns rows of any lengths as an array, padded at their ends.
 
     Args:
-        rows: `n` of them.
+        rows: `n` rows.
         width: `D`, at least the longest length.
-        fill: Filled in behind a row.
+        fill: Value of the padding.
     """
     ndim = np.fromiter(map(len, rows), np.int64, len(rows))
     result = np.full((len(rows), width), fill, dtype=np.int64)
@@ -412,12 +417,12 @@ def widen(offset: Int64Array, size: Int64Array, width: int) -> tuple[Int64Array,
 def box_text(
     offset: Int64Array | Sequence[int], size: Int64Array | Sequence[int], ndim: int
 ) -> str:
-    """Returns a box as it is written in messages, as slices of the global tensor.
+    """Returns a box in the form used in messages: slices of the global tensor.
 
     Args:
         offset: `D` numbers.
         size: `D` numbers.
-        ndim: How many of them count.
+        ndim: How many of these are not padding.
 
     Examples:
         >>> box_text([0, 4, 0], [2, 4, 1], 2)

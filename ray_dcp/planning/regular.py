@@ -27,8 +27,7 @@ _AT_ONCE = 1 << 16
 
 
 def probes(world_size: int) -> tuple[int, ...]:
-    """Returns the ranks whose rows determine the mesh, ascending: 0, and where dimensions may
-    begin.
+    """Returns the ranks whose rows determine the mesh: 0, and where a dimension may begin.
 
     Examples:
         >>> probes(12)
