@@ -1,4 +1,4 @@
-"""Bytes on storage: frames of containers, the manifest, the chunk table, `.metadata`.
+"""Bytes on storage: item frames of each container, the manifest, the chunk table, `.metadata`.
 
 Pure functions from values to bytes and back; no torch, no ray, no disk.
 """

@@ -1,10 +1,10 @@
 """The records that decide a checkpoint (manifest, abort, delete), and the files that they name.
 
-A record is one JSON object in a numbered slot: the manifest commits a checkpoint, an abort record
-says that an attempt must never commit, a delete record commits that nothing stands any more. Its
-bytes are canonical and begin with a digest of the rest, so any change of them is detected. Each
-field is read by a function that raises an error which says what is wrong with it. The storage
-writes a slot at most once; the protocol decides who may.
+A record is one JSON object in a numbered slot. A manifest commits a checkpoint, an abort record
+states that an attempt must never commit, and a delete record commits that no checkpoint exists any
+more. The bytes of a record are canonical and begin with a digest of the rest, so that any change is
+detected. Each field is read by a function that raises an error naming the fault. The storage writes
+a slot at most once; the commit protocol decides which process may write it.
 
 A manifest holds the names of the checkpoint's files as columns, in which names that count up take
 one line.
@@ -31,14 +31,14 @@ _HEX = re.compile(r"(?:[0-9a-f]{2}){1,64}")
 
 
 def integer(value: Any, name: str) -> int:
-    """Returns a number of 0 or more that fits 64 bits."""
+    """Returns an integer from 0 that fits into 64 bits."""
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise damaged(f"a number of 0 or more as {name}", short(value))
     return value
 
 
 def text(value: Any, name: str) -> str:
-    """Returns a text."""
+    """Returns a string."""
     if not isinstance(value, str):
         raise damaged(f"a text as {name}", short(value))
     if not is_unicode(value):
@@ -47,7 +47,7 @@ def text(value: Any, name: str) -> str:
 
 
 def flag(value: Any, name: str) -> bool:
-    """Returns a truth value."""
+    """Returns a boolean."""
     if not isinstance(value, bool):
         raise damaged(f"true or false as {name}", short(value))
     return value
@@ -73,40 +73,40 @@ def attempt(value: Any, name: str) -> str:
 
 
 def items(value: Any, name: str, read: Reader[T]) -> tuple[T, ...]:
-    """Returns a list, each item read by itself."""
+    """Returns a list, reading each item with `read`."""
     if not isinstance(value, (list, tuple)):
         raise damaged(f"a list as {name}", short(value))
     return tuple(read(item, name) for item in value)
 
 
 def integers(value: Any, name: str) -> tuple[int, ...]:
-    """Returns a list of numbers of 0 or more that fit 64 bits."""
+    """Returns a list of integers from 0 that fit into 64 bits."""
     usual = isinstance(value, list) and set(map(type, value)) == {int}
-    # Why: looked at one by one they take ten times as long, and a manifest may have 10,000.
+    # Why: checks one by one take ten times as long, and a manifest may have 10,000 numbers.
     if usual and min(value) >= 0 and max(value) < 1 << 63:
         return tuple(value)
     return items(value, name, integer)
 
 
 def short(value: Any) -> str:
-    """Returns a value as it may stand in a message."""
+    """Returns a value in a form short enough for a message."""
     return repr(value)[:200]
 
 
 def damaged(expected: str, found: str) -> DamagedCheckpointError:
-    """Returns the error of a record that is not what was written."""
+    """Returns the error for a record that is not as it was written."""
     return DamagedCheckpointError(
         f"Expected {expected} in the record, found {found}; it is damaged, load an earlier step"
     )
 
 
 def canonical(fields: Mapping[str, Any]) -> bytes:
-    """Returns fields as the one JSON that is written of them."""
+    """Returns the canonical JSON of fields."""
     return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
 
 def sealed(name: str, body: bytes) -> bytes:
-    r"""Returns a JSON object of a digest and, under a name, the JSON that it is of.
+    r"""Returns a JSON object of a digest and, under `name`, the JSON that the digest covers.
 
     Examples:
         >>> sealed("info", b"{}")
@@ -117,10 +117,10 @@ def sealed(name: str, body: bytes) -> bytes:
 
 
 def unsealed(name: str, data: bytes) -> bytes:
-    """Returns the JSON in what `sealed` made.
+    """Returns the JSON inside the result of `sealed`.
 
     Raises:
-        DamagedCheckpointError: The bytes are not what it made.
+        DamagedCheckpointError: The bytes are not a result of `sealed`.
     """
     if len(data) > MAX_RECORD_BYTES:
         raise damaged(f"at most {MAX_RECORD_BYTES >> 20} MiB", f"{len(data)} bytes")
@@ -137,24 +137,24 @@ _NUMBER = re.compile(r"([0-9]+)")
 _RANGE = re.compile(r"([^{}]*)\{([0-9]{1,18})\.\.([0-9]{1,18})\}([^{}]*)")
 _NUMBER_CHARS = 15
 _PATTERN_CHARS = 256
-"""Longest name of which a pattern is made. Why: it may be made 10,000 names again."""
+"""Longest name of which a pattern is made. Why: one pattern may expand to 10,000 names."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file that a checkpoint consists of."""
+    """One file of a checkpoint."""
 
     key: str
-    """Relative to the checkpoint."""
+    """Name of the file, relative to the checkpoint."""
     num_bytes: int
     digest: str
-    """Hex xxh3-128: for data files over their block checksums in file order, for the chunk table
-    and `.metadata` over their bytes."""
+    """Hex xxh3-128: of a data file's block checksums in file order, or of the bytes of the chunk
+    table or `.metadata`."""
 
 
 @dataclass(frozen=True)
 class FilesColumns(Sequence[FileEntry]):
-    """The entries of the data files, made when they are asked for.
+    """The entries of the data files, stored as columns; each entry is made on access.
 
     Examples:
         >>> files = FilesColumns(("a", "b"), (1, 2), "00" * 16 + "ff" * 16)
@@ -165,7 +165,7 @@ class FilesColumns(Sequence[FileEntry]):
     keys: tuple[str, ...]
     num_bytes: tuple[int, ...]
     digests: str
-    """32 hex digits for each file."""
+    """The hex digests joined: 32 digits per file."""
 
     @classmethod
     def of(cls, entries: Iterable[FileEntry]) -> FilesColumns:
@@ -192,9 +192,9 @@ class FilesColumns(Sequence[FileEntry]):
 
 
 def files_to(files: FilesColumns) -> dict[str, Any]:
-    """Returns the files of a manifest in JSON's terms.
+    """Returns the files of a manifest as JSON values.
 
-    Names that count upwards are one line: `__{0..10239}_0.a1.distcp`.
+    Names that count up are joined to one line: `__{0..10239}_0.a1.distcp`.
 
     Examples:
         >>> columns = FilesColumns(("__0_0.x", "__1_0.x", "__2_0.x"), (1, 2, 3), "0f" * 48)
@@ -209,10 +209,10 @@ def files_to(files: FilesColumns) -> dict[str, Any]:
 
 
 def files_from(value: Any, name: str) -> FilesColumns:
-    """Returns what `files_to` gave.
+    """Returns the files that `files_to` was called on.
 
     Raises:
-        DamagedCheckpointError: It is something else, or names a file twice.
+        DamagedCheckpointError: The value is not a result of `files_to`, or names a file twice.
         UnsafeCheckpointError: A file lies outside the checkpoint's directory.
     """
     if not isinstance(value, dict) or set(value) != {"keys", "num_bytes", "digests"}:
@@ -230,7 +230,7 @@ def files_from(value: Any, name: str) -> FilesColumns:
 
 
 def entry(value: Any, name: str) -> FileEntry:
-    """Returns one file of a record."""
+    """Returns one file entry of a record."""
     if not isinstance(value, dict) or set(value) != {"key", "num_bytes", "digest"}:
         raise damaged(f"key, num_bytes and digest as {name}", short(value))
     found = text(value["digest"], name)
@@ -241,7 +241,7 @@ def entry(value: Any, name: str) -> FileEntry:
 
 
 def _patterns(keys: Sequence[str]) -> Iterator[str]:
-    """Yields a line for each run of names of which one number grows by one."""
+    """Yields a line for each run of names that differ in one number, which grows by one."""
     start = 0
     while start < len(keys):
         prefix, first, suffix = _counting(keys[start : start + 2])
@@ -259,7 +259,7 @@ def _patterns(keys: Sequence[str]) -> Iterator[str]:
 
 
 def _counting(keys: Sequence[str]) -> tuple[str, str, str]:
-    """Returns what is around the one number in which the second name is one more; "": none is."""
+    """Returns the text around the number by which the second name is one higher; "" if none is."""
     parts = _NUMBER.split(keys[0]) if len(keys) == 2 and len(keys[0]) <= _PATTERN_CHARS else []
     for index in range(1, len(parts), 2):
         prefix, number, suffix = "".join(parts[:index]), parts[index], "".join(parts[index + 1 :])
@@ -270,7 +270,7 @@ def _counting(keys: Sequence[str]) -> tuple[str, str, str]:
 
 
 def _expanded(lines: str, num_files: int, name: str) -> list[str]:
-    """Returns the names of so many files; nothing longer is made of a lie."""
+    """Expands lines to `num_files` names, and never to more, even from forged lines."""
     keys: list[str] = []
     for line in lines.split("\n") if num_files or lines else ():
         if "{" not in line:
@@ -289,7 +289,7 @@ def _expanded(lines: str, num_files: int, name: str) -> list[str]:
 
 
 FORMAT_VERSION = 1
-"""The one that is written and read: of records, and of all that a manifest names."""
+"""Version of records, and of all files that a manifest names, which is written and read."""
 MAX_RECORD_BYTES = 256 << 20
 MAX_SLOT = 10**15
 
@@ -298,26 +298,26 @@ _SLOT_KEY = re.compile(r"manifest-([0-9]{8,16})\.json")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of an earlier attempt, for the time when its own record is removed."""
+    """The outcome of an earlier attempt, kept once its own record is removed."""
 
     attempt: str
     committed: bool
-    """False: it never was the checkpoint and never will be."""
+    """False: the attempt was never committed, and never will be."""
 
 
 class PlaceRun(NamedTuple):
-    """Where deferred items are, each in another file: as many as `num_items` at the same place."""
+    """The place of deferred items: `num_items` items, each in another file, at the same place."""
 
     item_offset: int
     item_bytes: int
     block_bytes: int
-    """Of its block checksums."""
+    """Length of the item's checksum blocks."""
     num_items: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a committed checkpoint consists of; that it stands in its slot is the commit."""
+    """The content of a committed checkpoint; its presence in a slot is the commit."""
 
     attempt: str
     epoch: int
@@ -326,15 +326,15 @@ class Manifest:
     container: str
     """`SaveOptions.container`."""
     created_s: float
-    """Seconds since 1970 by the writer's clock; for people, nothing is decided by it."""
+    """Seconds since 1970 by the writer's clock; informative, nothing is decided by it."""
     files: Sequence[FileEntry]
-    """The data files, in the order of the chunk table; kept as `FilesColumns`."""
+    """The data files, in the order of the chunk table; stored as `FilesColumns`."""
     table: FileEntry
-    """The chunk table, as all saves of the plan share it."""
+    """The chunk table, which all saves of the plan share."""
     metadata: FileEntry | None
-    """The `.metadata` that is published for stock DCP; None for containers without."""
+    """The `.metadata` that is published for stock DCP; None for containers without one."""
     replaced_metadata: str | None
-    """Hex digest of the foreign `.metadata` that stood there at planning and may be replaced."""
+    """Hex digest of the foreign `.metadata` that existed at planning and may be replaced."""
     plan_digest: str
     """Hex digest of the global plan."""
     num_tensors: int
@@ -342,13 +342,13 @@ class Manifest:
     payload_bytes: int
     """Raw bytes of all chunks."""
     previous_slot: int
-    """Highest slot taken at planning; 0 when there was none. Records up to it may be removed."""
+    """Highest slot in use at planning; 0 if there was none. Records up to it may be removed."""
     decided: tuple[Verdict, ...] = ()
-    """What became of the attempts that were there at planning, as far as is remembered."""
+    """Outcomes of the attempts that existed at planning, as far as they are remembered."""
     deferred: tuple[PlaceRun, ...] = ()
-    """Places of items whose length the plan does not know (`ray_dcp.format.table_places`)."""
+    """Places of items whose length is unknown to the plan (`ray_dcp.format.table_places`)."""
     table_end: FileEntry | None = None
-    """The last bytes of `table`, where its rows are in groups (`ray_dcp.format.table`)."""
+    """The last bytes of `table`, if its rows are in groups (`ray_dcp.format.table`)."""
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -358,30 +358,30 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class AbortRecord:
-    """Says that an attempt failed and must never commit."""
+    """States that an attempt failed and must never commit."""
 
     attempt: str
     reason: str
     rank: int | None
-    """The rank that declared it failed; None for the coordinator or a collector."""
+    """The rank that declared the failure; None for the coordinator or garbage collection."""
     format_version: int = FORMAT_VERSION
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeleteRecord:
-    """Says that nothing stands any more: a commit of nothing."""
+    """States that no checkpoint exists any more: the commit of a deletion."""
 
     attempt: str
-    """Its own id."""
+    """Id of the deletion itself."""
     reason: str
     created_s: float
-    """As `Manifest.created_s`."""
+    """See `Manifest.created_s`."""
     replaced_metadata: str | None
-    """As `Manifest.replaced_metadata`."""
+    """See `Manifest.replaced_metadata`."""
     previous_slot: int
-    """As `Manifest.previous_slot`."""
+    """See `Manifest.previous_slot`."""
     decided: tuple[Verdict, ...] = ()
-    """As `Manifest.decided`."""
+    """See `Manifest.decided`."""
     format_version: int = FORMAT_VERSION
 
 
@@ -392,7 +392,7 @@ def encode_record(record: Record) -> bytes:
     """Returns the bytes of a record: one line of JSON, equal for equal records.
 
     Raises:
-        InternalError: The record would not be read back: a field has a wrong type or range.
+        InternalError: The record could not be read back: a field has a wrong type or range.
 
     Examples:
         >>> data = encode_record(AbortRecord(attempt="a1", reason="deadline", rank=3))
@@ -411,16 +411,16 @@ def encode_record(record: Record) -> bytes:
 
 
 def decode_record(data: bytes, *, key: str | None = None) -> Record:
-    """Returns the record that bytes hold.
+    """Returns the record that `encode_record` encoded.
 
     Args:
-        data: A file under a `record_key`.
+        data: Content of the file under a `record_key`.
         key: That key, for messages.
 
     Raises:
-        DamagedCheckpointError: The bytes are not what `encode_record` made.
+        DamagedCheckpointError: The bytes are not a result of `encode_record`.
         UnsafeCheckpointError: A file lies outside the checkpoint's directory.
-        CheckpointError: A newer ray_dcp wrote it.
+        CheckpointError: A newer ray_dcp wrote the record.
     """
     try:
         return _decoded(bytes(data))
@@ -435,7 +435,7 @@ def decode_record(data: bytes, *, key: str | None = None) -> Record:
         raise
 
 
-# Why kept: a commit reads its record back, and the next save reads it again.
+# Why cached: a commit reads its record back, and the next save reads it again.
 @lru_cache(maxsize=4)
 def _decoded(data: bytes) -> Record:
     body = unsealed("record", data)
@@ -451,7 +451,7 @@ def record_key(slot: int) -> str:
     """Returns the storage key of a slot.
 
     Raises:
-        InternalError: There is no such slot: they count from 1.
+        InternalError: The slot is invalid: slots count from 1.
 
     Examples:
         >>> record_key(7)
@@ -463,7 +463,7 @@ def record_key(slot: int) -> str:
 
 
 def slot_of(key: str) -> int | None:
-    """Returns the slot that a storage key belongs to, None for other keys.
+    """Returns the slot of a record's storage key; None for other keys.
 
     Examples:
         >>> slot_of("manifest-00000007.json"), slot_of("manifest-7.json")
@@ -475,17 +475,22 @@ def slot_of(key: str) -> int | None:
 
 
 def deciding(records: Mapping[int, Record]) -> tuple[int, Manifest | DeleteRecord] | None:
-    """Returns the slot and the record that decide what stands: the last commit or delete.
+    """Returns the slot and record that decide the committed state: the last commit or delete.
 
-    The first record that names an attempt decides that attempt: a manifest after its abort, or
-    after its own manifest, counts for nothing. What a commit says of earlier attempts counts as
-    naming them.
+    The first record that names an attempt decides that attempt: a manifest is ignored after an
+    abort record or another manifest of the same attempt. The outcomes of earlier attempts in a
+    commit (`decided`) count as records that name them:
+
+        slot 1   abort a       a can't commit any more
+        slot 2   manifest b    b is committed
+        slot 3   manifest a    ignored
+        result   (2, manifest b)
 
     Args:
-        records: By slot.
+        records: Records by slot.
 
     Returns:
-        None when nothing was ever committed or deleted.
+        None if nothing was ever committed or deleted.
     """
     decided: set[str] = set()
     found: tuple[int, Manifest | DeleteRecord] | None = None
@@ -500,7 +505,7 @@ def deciding(records: Mapping[int, Record]) -> tuple[int, Manifest | DeleteRecor
 
 def _fields_of(kind: str, record: Record) -> dict[str, Any]:
     if isinstance(record, Manifest):
-        # Why apart: dataclasses would copy the columns, item by item.
+        # Why separate: dataclasses would copy the columns, item by item.
         files = files_to(FilesColumns.of(record.files))
         told = {**asdict(replace(record, files=())), "files": files}
     else:
@@ -580,7 +585,7 @@ _READERS: dict[str, Reader[Any]] = {
     "rank": integer,
 }
 _OPTIONAL = frozenset({"metadata", "replaced_metadata", "table_end", "rank"})
-"""Fields that a record without them leaves out."""
+"""Fields that are left out of a record in which they are None."""
 _KINDS: dict[str, type[Record]] = {
     "manifest": Manifest,
     "abort": AbortRecord,

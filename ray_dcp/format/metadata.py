@@ -1,17 +1,17 @@
-"""The `.metadata` of stock DCP, written and read without torch and without running anything.
+"""Encodes and decodes the `.metadata` of stock DCP, without torch and without running its pickle.
 
-**Writing** (`encode_metadata`). From a chunk table a pickle of
-`torch.distributed.checkpoint.metadata.Metadata`, equal field by field to what torch itself would
-build, with texts where torch has platform-bound paths.
+**Writing** (`encode_metadata`) turns a chunk table into a pickle of
+`torch.distributed.checkpoint.metadata.Metadata` that equals, field by field, what torch itself
+would build, with texts where torch has platform-bound paths.
 
-**Reading** (`decode_metadata`). The pickle as a chunk table: of the names that a `.metadata` may
-refer to, and the plain values that stand for them. Nothing is imported
-or called: allowing a name only means that the data around it is read. Where the raw bytes lie
-inside an item is known only from the item's own header (`torch_items`).
+**Reading** (`decode_metadata`) turns the pickle into a chunk table. A plain value stands for each
+name that a `.metadata` may refer to; nothing is imported or called, so an allowed name only means
+that the data around it is read. The place of the raw bytes inside an item is known only from the
+item's own header (`torch_items`).
 
-torch changes these classes from version to version, and tells so nowhere. So what is well-formed,
-but not of a form that is known, was written by a newer torch: that is no damage, and to go back a
-step would not help.
+torch changes these classes between versions without a version number. So a pickle that is
+well-formed, but has an unknown form, is taken to be written by a newer torch. It does not count as
+damaged, and falling back to an earlier step would not help.
 
 Source: torch/distributed/checkpoint/metadata.py, filesystem.py `_StorageInfo`, planner.py,
 default_planner.py `create_default_global_save_plan`; PEP 307, PEP 3154; Lib/pickletools.py.
@@ -57,18 +57,19 @@ from ray_dcp.format.table_check import check_table, volumes
 from ray_dcp.version import NEWEST_TORCH
 
 ATTEMPT_ATTRIBUTE = "ray_dcp_attempt"
-"""Extra attribute of the pickled `Metadata`: which attempt it projects. Stock DCP ignores it."""
+"""Extra attribute of the pickled `Metadata`: the attempt that it describes. Stock DCP ignores
+it."""
 DCP_VERSION = "1.0.0"
-"""What torch writes as `Metadata.version`; no reader looks at it."""
+"""The value that torch writes as `Metadata.version`; no reader uses it."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _NEW = b")\x81"
-"""No arguments, then `cls.__new__(cls)`."""
+"""Pushes no arguments, then calls `cls.__new__(cls)`."""
 _STATE = b"}("
-"""An empty dict and a mark, before its items."""
+"""Pushes an empty dict and a mark, before the dict's items."""
 _TUPLES = np.frombuffer(b")\x85\x86\x87", dtype=np.uint8)[:, None]
-"""What makes a tuple of 0 to 3 values, one row each."""
+"""Opcodes that make a tuple of 0 to 3 values, one row each."""
 _BUILD = b"ub"
 """Sets the items, then makes the dict the object's state."""
 
@@ -78,20 +79,20 @@ def encode_metadata(
 ) -> bytes:
     """Returns the bytes of `.metadata`.
 
-    Equal arguments give equal bytes. A tensor's chunks come in the order of the table.
+    Equal arguments give equal bytes. A tensor's chunks keep the order of the table.
 
     Args:
         table: A finished table: every chunk has its place.
-        checkpoint_id: Path or URL, as the user gave it.
-        attempt: The attempt that is committed by these bytes' digest in the manifest.
-        empty_mappings: Name mappings without values. DCP names none, and takes a checkpoint that
-            does for one from before torch 2.4, whose names were others.
+        checkpoint_id: Path or URL that the user passed.
+        attempt: The attempt whose manifest contains the digest of these bytes.
+        empty_mappings: Include mappings without values. DCP never does, and reads a checkpoint
+            that includes them by the naming rules from before torch 2.4.
 
     Raises:
         InternalError: A chunk has no place yet.
 
     Complexity:
-        O(chunks), about 1 us each.
+        O(chunks), about 1 us per chunk.
     """
     if table.num_chunks and int(table.item_offset.min()) < 0:
         raise InternalError("A .metadata can be made once all chunks have a place; one has none")
@@ -99,7 +100,7 @@ def encode_metadata(
     if not empty_mappings:
         table = _without_empty_mappings(table)
     writer = PickleWriter()
-    # Careful: the calls below write what they remember, and must do so before the object is begun.
+    # Careful: the calls below write remembered values, and must do so before the object is begun.
     shared = _Shared(writer, table)
     fields = {
         "state_dict_metadata": _tensors(writer, table, shared),
@@ -119,7 +120,7 @@ def encode_metadata(
 
 
 def _without_empty_mappings(table: ChunkTable) -> ChunkTable:
-    """Returns the columns that are encoded, without the rows of mappings that have no values."""
+    """Returns the columns to encode, without the rows of mappings that have no values."""
     keep = ~table.is_empty_mapping
     if keep.all():
         return table
@@ -143,7 +144,7 @@ def _without_empty_mappings(table: ChunkTable) -> ChunkTable:
 
 
 class _Shared:
-    """Opcodes of what several fields refer to: names and boxes."""
+    """Opcodes of values that several fields refer to: names and boxes."""
 
     def __init__(self, writer: PickleWriter, table: ChunkTable) -> None:
         ndim = table.ndim[table.tensor]
@@ -164,7 +165,7 @@ class _Shared:
 
 
 def _sizes(writer: PickleWriter, boxes: Int64Array, ndim: Int64Array) -> Opcodes:
-    """Returns opcodes that push a `torch.Size` for each row; equal ones are one object."""
+    """Returns opcodes that push a `torch.Size` for each row; equal sizes share one object."""
     first, row_of = group_rows([ndim, *boxes.T])
     ndim, boxes = ndim[first], boxes[first]
     head = writer.name("torch", "Size")
@@ -222,14 +223,14 @@ def _tensors(writer: PickleWriter, table: ChunkTable, shared: _Shared) -> bytes:
 
 
 def _by_tensor(table: ChunkTable) -> tuple[Int64Array, Int64Array]:
-    """Returns int64[c], the chunks sorted by tensor, and int64[t + 1], where each one's start."""
+    """Returns the chunks by tensor, int64[c], and where each tensor's start, int64[t + 1]."""
     counts = np.bincount(table.tensor, minlength=table.num_tensors)
     starts = np.concatenate([[0], np.cumsum(counts)])
     return np.argsort(table.tensor, kind="stable"), starts.astype(np.int64)
 
 
 def _property_states(writer: PickleWriter, table: ChunkTable) -> list[int]:
-    """Returns memo indices of what `TensorProperties.__setstate__` takes, for each tensor."""
+    """Returns memo indices of the argument of `TensorProperties.__setstate__`, for each tensor."""
     layout = writer.name("torch.serialization", "_get_layout") + writer.text("torch.strided")
     contiguous = writer.name(_METADATA, "_MEM_FORMAT_ENCODING") + b"K\0\x85R"
     pairs = list(zip(table.dtype.tolist(), table.requires_grad.tolist(), strict=True))
@@ -299,7 +300,7 @@ def _place_rows(
     which: BoolArray,
     hints: tuple[bytes | Opcodes, ...],
 ) -> bytes:
-    """Returns `MetadataIndex` and `_StorageInfo` of some chunks."""
+    """Returns `MetadataIndex` and `_StorageInfo` of the selected chunks, as opcodes."""
     index = _object(writer, _METADATA, "MetadataIndex", "fqn")
     info = _BUILD + _object(writer, _FILESYSTEM, "_StorageInfo", "relative_path")
     files = writer.references(writer.text_indices(table.files))
@@ -336,7 +337,7 @@ def _storage_meta(writer: PickleWriter, checkpoint_id: str, attempt: str) -> byt
 
 
 def allowed_global(name: str) -> Global | None:
-    """Returns what a dotted name stands for, None when no `.metadata` needs it.
+    """Returns the stand-in for a dotted name; None if no `.metadata` needs the name.
 
     Args:
         name: Module and qualified name.
@@ -371,7 +372,7 @@ def _empty_dict(args: tuple[Any, ...]) -> dict[Any, Any]:
 
 
 def _member(args: tuple[Any, ...]) -> Any:
-    """Stands for a member of an enumeration that is named, as Python 3.11.0 to 3.11.3 saves it."""
+    """Returns the name of an enumeration member, which Python 3.11.0 to 3.11.3 pickles by name."""
     is_of_dcp = len(args) == 2 and type(args[0]) is Global and args[0].name in _ENUMERATIONS
     if not is_of_dcp or type(args[1]) is not str or not args[1].isupper():
         raise _unsafe("builtins.getattr")
@@ -379,7 +380,7 @@ def _member(args: tuple[Any, ...]) -> Any:
 
 
 def _unknown(dotted: str) -> CheckpointError:
-    """Returns the error for a name that no `.metadata` had until now."""
+    """Returns the error for a name that no known `.metadata` contains."""
     name = ascii(dotted[:200])[1:-1]
     spoiled = any(_is_misread(dotted, known) for known in _OPAQUE)
     return _newer(name) if _CLASS.fullmatch(dotted) and not spoiled else _unsafe(name)
@@ -394,7 +395,7 @@ def _newer(found: str, key: str | None = None) -> CheckpointError:
 
 
 def _is_misread(found: str, known: str) -> bool:
-    """Whether a text is a known one but for one character: damage, and nothing new."""
+    """Returns whether a text differs from a known one in one character: damage, not a new name."""
     return len(found) == len(known) and sum(map(str.__ne__, found, known)) == 1
 
 
@@ -412,7 +413,7 @@ _BUILDERS: dict[str, Builder] = {
     "collections.defaultdict": _empty_dict,
     "torch.Size": _torch_size,
     "torch.serialization._get_layout": _one,
-    # What sets and lists are called with in protocol 2: what they hold stands for them.
+    # Protocol 2 calls these for sets and lists: the argument stands for the result.
     "__builtin__.frozenset": _one,
     "__builtin__.getattr": _member,
     "__builtin__.set": _one,
@@ -430,9 +431,9 @@ _ENUMERATIONS = frozenset(
     )
 )
 _DTYPE = re.compile(r"torch\.[a-z]{0,4}(bits|complex|float|int)[0-9]\w*", re.ASCII)
-"""Dtypes that no raw bytes are known of are read as texts, those of a newer torch too."""
+"""Dtypes without known raw bytes, also those of a newer torch; they are read as texts."""
 _CLASS = re.compile(r"torch\.distributed\.(checkpoint|tensor)\.([a-z_]+\.)*_?[A-Z]\w*", re.ASCII)
-"""Classes of which a newer torch may have more in a `.metadata`."""
+"""Classes in a `.metadata` that a newer torch may add."""
 _OPAQUE = frozenset(
     [
         *_ENUMERATIONS,
@@ -445,14 +446,14 @@ _OPAQUE = frozenset(
             )
         ),
         *(
-            # What planners that cache their plans leave in planner_data or in extra attributes.
+            # Planners that cache their plans leave these in planner_data or in extra attributes.
             f"{_DCP}.planner.{name}"
             for name in (
                 "BytesIOWriteData", "LoadPlan", "ReadItem", "SavePlan", "TensorWriteData",
                 "WriteItem",
             )
         ),
-        # Why two modules: Python 3.13 pickles paths by the second name.
+        # Why two modules: Python 3.13 pickles paths under the second name.
         *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS),
         f"{_DCP}.filesystem._StorageInfo",
         f"{_DCP}.filesystem._StoragePrefix",
@@ -473,7 +474,7 @@ _LARGE_INT = 1 << 61
 
 
 class Instance:
-    """Stands for an object of a class that was allowed and is not made."""
+    """Stands for an object of an allowed class, which is not created."""
 
     __slots__ = ("args", "name", "state")
 
@@ -484,21 +485,21 @@ class Instance:
 
 
 def read_pickle(data: bytes) -> Any:
-    """Returns the value of a pickle: numbers, texts, bytes, lists, tuples, dicts, stand-ins.
+    """Returns the value of a pickle: numbers, texts, bytes, lists, tuples, dicts and stand-ins.
 
-    Sets become lists, and tuples that are keys of a dict their `repr`. Shared and cyclic
-    references stay as they are: do not walk the value without a bound, and do not print, hash or
-    compare parts that were not checked.
+    Sets become lists, and tuples that are dict keys become their `repr`. Shared and cyclic
+    references are kept: do not walk the value without a bound, and do not print, hash or compare
+    parts that are not checked.
 
     Args:
         data: The pickle.
 
     Raises:
-        UnsafeCheckpointError: It names something that is not allowed; `key` is that name.
-        DamagedCheckpointError: It is no pickle, or one with opcodes that plain data does not need.
+        UnsafeCheckpointError: The pickle names something that is not allowed; `key` is that name.
+        DamagedCheckpointError: The data is no pickle, or has opcodes that plain data does not need.
 
     Complexity:
-        O(length), about 0.15 us an opcode.
+        O(length), about 0.15 us per opcode.
     """
     if len(data) > MAX_PICKLE_BYTES:
         raise damaged(f"at most {MAX_PICKLE_BYTES >> 20} MiB", f"{len(data)} bytes")
@@ -506,7 +507,7 @@ def read_pickle(data: bytes) -> Any:
 
 
 class _MetadataMachine(PickleMachine):
-    """Makes plain values, and stand-ins for objects of the classes that are allowed."""
+    """Makes plain values, and stand-ins for objects of allowed classes."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
@@ -520,7 +521,7 @@ class _MetadataMachine(PickleMachine):
             if type(key) is not str:
                 key = self._key(key)
             elif key in target:
-                # Why: no pickler writes a key twice, and readers need not agree on which counts.
+                # Why: no pickler writes a key twice, and readers may disagree on which one counts.
                 raise damaged("each name once", "one twice")
             target[key] = items[index + 1]
 
@@ -529,8 +530,8 @@ class _MetadataMachine(PickleMachine):
             return _index_key(key)
         if key is None or isinstance(key, (float, bytes)) or _is_small(key):
             return key
-        # Careful: hashing a tuple that is nested too deep would overflow the stack, one that is
-        # long takes its time at every use, and of numbers many tuples have one hash.
+        # Careful: hashing a deeply nested tuple would overflow the stack, hashing a long one takes
+        # time at every use, and many tuples of numbers have equal hashes.
         if (
             isinstance(key, tuple)
             and len(key) <= _MAX_KEY_PARTS
@@ -550,7 +551,7 @@ class _MetadataMachine(PickleMachine):
         if type(target) is Instance:
             target.state = state
         elif type(target) is not dict:
-            # A dict stands for an OrderedDict or defaultdict, whose attributes nobody needs.
+            # A dict stands for an OrderedDict or defaultdict, whose attributes are not needed.
             raise damaged("an object to give a state to", "something else")
         return target
 
@@ -572,40 +573,40 @@ def _is_small(value: Any) -> bool:
 _MAX_NDIM = 64
 _MAX_TRANSFORMS = 16
 _MAX_CHUNKS_PER_PLACE = 16
-"""Stock DCP writes one chunk a place; empty shards of other planners may share theirs."""
+"""Most chunks at one place. Stock DCP writes one; empty shards of other planners may share one."""
 
 
 @dataclass(frozen=True, eq=False)
 class ForeignMetadata:
-    """What a `.metadata` says."""
+    """The content of a `.metadata`."""
 
     table: ChunkTable
-    """Chunks in the order of the tensors and of each tensor's list of chunks. `payload_offset` is
-    -1 and `block_bytes` 0 everywhere; `payload_bytes` is the box's own size, and for objects and
-    `OPAQUE` chunks that of the item."""
+    """The chunks, sorted by tensor and in the order of each tensor's list of chunks.
+    `payload_offset` is -1 and `block_bytes` 0 everywhere; `payload_bytes` is the size of the
+    chunk's box, and for objects and `OPAQUE` chunks that of the item."""
     attempt: str | None
-    """The attempt that it projects, when ray_dcp wrote it."""
+    """The attempt that it describes, if ray_dcp wrote it."""
     checkpoint_id: str | None
-    """`StorageMeta.checkpoint_id`, where it was written to, when that is a text."""
+    """`StorageMeta.checkpoint_id`, where the checkpoint was written; None if that is no text."""
     transforms: tuple[tuple[str, ...] | None, ...] | None
-    """Per chunk, names of the stream transforms that its item went through, in the order in which
-    stock DCP hands them to its registry; None when no chunk has any."""
+    """For each chunk the names of the stream transforms of its item, in the order in which stock
+    DCP passes them to its registry; None if no chunk has any."""
 
 
 def decode_metadata(data: bytes) -> ForeignMetadata:
-    """Returns what a `.metadata` says: of stock DCP from torch 2.0 on, or our own projection.
+    """Returns the content of a `.metadata`, written by stock DCP since torch 2.0 or by ray_dcp.
 
     Args:
-        data: The file.
+        data: Content of the file.
 
     Raises:
-        UnsafeCheckpointError: It names a class or function that no `.metadata` needs, or a file
-            outside the checkpoint; `key` is that name.
-        DamagedCheckpointError: It is no `.metadata`, or contradicts itself.
-        CheckpointError: It has a form that is not known: a newer torch wrote it.
+        UnsafeCheckpointError: The file names a class or function that no `.metadata` needs, or a
+            file outside the checkpoint; `key` is that name.
+        DamagedCheckpointError: The file is no `.metadata`, or contradicts itself.
+        CheckpointError: The file has an unknown form: a newer torch wrote it.
 
     Complexity:
-        O(length), about 20 us a chunk.
+        O(length), about 20 us per chunk.
     """
     fields: dict[Any, Any] = {}
     with collector_paused():
@@ -676,7 +677,7 @@ class _Decoder:
 
     def _place(self, key: tuple[str, str | None], name: str) -> None:
         if len(self._items) >= self._max_chunks:
-            # Why: a list of chunks that the memo repeats takes a few bytes in the file.
+            # Why: a list of chunks that the memo repeats takes only a few bytes of the file.
             raise damaged("a place for every chunk", "far more chunks than places")
         info = self._places.get(key)
         if info is None:
@@ -749,14 +750,15 @@ class _Decoder:
 
 
 def _index_key(index: Instance) -> tuple[str, str | None]:
-    # Why a text for the offset: tuples of numbers with one hash are easily found, texts are not.
+    # Why a text for the offset: it is easy to find tuples of numbers with equal hashes, but not
+    # texts.
     fields = _state(index, "MetadataIndex")
     offset = fields.get("offset")
     return _text(fields.get("fqn"), "FQN"), None if offset is None else repr(_size(offset))
 
 
 def _is_later(version: Any) -> bool:
-    """Whether `Metadata.version` is one after those that are known."""
+    """Returns whether `Metadata.version` is later than the known ones."""
     if type(version) is not str or not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,4}){1,3}", version):
         return False
     return [*map(int, version.split("."))] > [*map(int, DCP_VERSION.split("."))]
@@ -769,7 +771,7 @@ _FIELDS = {
     "TensorStorageMetadata": ("properties", "size", "chunks"),
     "_StorageInfo": ("relative_path", "offset", "length"),
 }
-"""What is read of each class, and has been in all that torch wrote."""
+"""The fields that are read of each class; every known torch writes them."""
 _OTHER_FIELDS = ("index", "planner_data", "storage_meta", "transform_descriptors", "version")
 
 
@@ -786,7 +788,7 @@ def _state(value: Any, name: str, module: str = _METADATA) -> dict[Any, Any]:
 
 
 def _without(name: str, field: str, fields: dict[Any, Any]) -> CheckpointError:
-    """Returns the error for an object without a field: new where another one is in its place."""
+    """Returns the error for an object without a field; new if another field is in its place."""
     known = {*chain(*_FIELDS.values()), *_OTHER_FIELDS}
     new = [key for key in fields if type(key) is str and key.isidentifier() and key not in known]
     if not new or any(_is_misread(key, field) for key in new):
@@ -829,8 +831,8 @@ def _size(value: Any) -> tuple[int, ...]:
 
 
 _FEWEST_PROPERTIES, _MOST_PROPERTIES = 5, 6
-"""dtype, layout, requires_grad, memory format, pin_memory; from torch 2.15 on strides, which no
-load needs. What a newer torch may add behind them is not looked at either."""
+"""Properties: dtype, layout, requires_grad, memory format, pin_memory, and from torch 2.15 on
+strides, which no load needs. Further properties of a newer torch are ignored."""
 
 
 def _properties(value: Any) -> tuple[str, bool]:
@@ -852,7 +854,7 @@ def _properties(value: Any) -> tuple[str, bool]:
 
 
 def _paths(planner_data: Any, names: tuple[str, ...]) -> tuple[NamePath | None, ...]:
-    """Returns where each FQN sits, None for all that the planner did not say so plainly."""
+    """Returns the path of each FQN; None for FQNs whose path the planner does not state plainly."""
     found: dict[str, NamePath] = {}
     for mapping in _mappings(planner_data):
         for name, path in mapping.items():
@@ -866,7 +868,7 @@ def _paths(planner_data: Any, names: tuple[str, ...]) -> tuple[NamePath | None, 
 
 
 def _mappings(planner_data: Any) -> list[dict[Any, Any]]:
-    """Returns the dicts of planner data: itself, or those of a ChainMap, the first ones first."""
+    """Returns the dicts of planner data: the data itself, or those of a ChainMap in their order."""
     if type(planner_data) is dict:
         return [planner_data]
     if isinstance(planner_data, Instance) and planner_data.name == "collections.ChainMap":

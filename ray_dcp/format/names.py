@@ -1,10 +1,10 @@
-"""Names of files and folders: of a checkpoint, of a step, of a run.
+"""Names of the files and folders of checkpoints, steps and runs.
 
 * Files of a checkpoint have relative names that stay in its own directory; others are refused.
 * Step folders: `StepNames` are those that a `CheckpointManager` writes, and others that it reads.
   `load_newest` takes any number at the end of a name for a step (`view.run_listing.step_of`).
 * Tags and notes lie beside the steps of a run, in its folder `.manager`. A tag is an empty file;
-  retention keeps the steps that have one. A note is a text for people.
+  retention keeps tagged steps. A note is a text for people.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _MAX_KEY_CHARS = 4096
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _PLAIN_KEY = re.compile(r"\w[\w.-]{0,254}(?:/\w[\w.-]{0,254}){0,8}", re.ASCII)
-"""Names as ray_dcp gives them, which need no closer look."""
+"""Names in the form that ray_dcp writes, which need no further check."""
 _DRIVE = re.compile(r"[A-Za-z]:|[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def check_file_key(key: str) -> str:
-    """Returns the name of a file that a checkpoint refers to, if it stays in its directory.
+    """Returns the name of a checkpoint's file after checking that it stays in the directory.
 
     Args:
-        key: What the stored bytes say.
+        key: The name in the stored bytes.
 
     Raises:
-        UnsafeCheckpointError: It is empty, too long, absolute or a URL, has an empty, `.` or `..`
-            component, a backslash or a control character.
+        UnsafeCheckpointError: The name is empty, too long, absolute or a URL, or has an empty, `.`
+            or `..` component, a backslash or a control character.
 
     Examples:
         >>> check_file_key("a1/rank-00000-part-00000.safetensors")
@@ -47,23 +47,23 @@ def check_file_key(key: str) -> str:
 
 
 def check_file_keys(keys: Iterable[str]) -> None:
-    """Checks many names as `check_file_key` does each."""
+    """Checks each of many names by `check_file_key`."""
     for key in keys:
         if _PLAIN_KEY.fullmatch(key) is None:
             check_file_key(key)
 
 
 def resolved_key(path: str) -> str:
-    """Returns a path without its `.` and inner `..` components, if it may be read.
+    """Returns a path without `.` and inner `..` components, after checking that it may be read.
 
-    Stock checkpoints that share data with their predecessors refer to `../step-1/__0_0.distcp`,
-    which is refused.
+    Stock checkpoints that share data with their predecessors refer to paths such as
+    `../step-1/__0_0.distcp`, which are refused.
 
     Args:
-        path: `relative_path` of a `.metadata`.
+        path: A `relative_path` of a `.metadata`.
 
     Raises:
-        UnsafeCheckpointError: It is absolute, or leaves the checkpoint.
+        UnsafeCheckpointError: The path is absolute, or leaves the checkpoint.
 
     Examples:
         >>> resolved_key("./a/../__0_0.distcp")
@@ -83,10 +83,10 @@ def resolved_key(path: str) -> str:
 
 
 def check_attempt(attempt: str) -> str:
-    """Returns an attempt id, if it can be part of a file name.
+    """Returns an attempt id after checking that it can be part of a file name.
 
     Raises:
-        DamagedCheckpointError: It has other characters than letters, digits, `.`, `_` and `-`,
+        DamagedCheckpointError: The id has characters other than letters, digits, `.`, `_` and `-`,
             begins with a dot or dash, is empty or longer than 128 characters.
     """
     if _ATTEMPT.fullmatch(attempt) is None:
@@ -98,7 +98,7 @@ def check_attempt(attempt: str) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text has no half of a surrogate pair, which no file and no terminal takes."""
+    """Returns whether a text has no lone surrogate, which neither files nor terminals accept."""
     return text.isascii() or _SURROGATE.search(text) is None
 
 
@@ -123,25 +123,26 @@ def _unsafe(key: str, problem: str, more: str = "") -> UnsafeCheckpointError:
 
 
 STEP_NAME = "step-{step:08d}"
-"""How a manager names the folder of a step, unless another name is configured."""
+"""Default name of a step's folder under a manager."""
 
 _MAX_STEP = 10**18
 _PATTERN = re.compile(
     r"(?!\.)([^/{}]*(?<!\d))\{step(?::0?(\d{0,2})d?)?\}((?!\d)[^/{}]*)", re.DOTALL
 )
-"""Text, `{step}` or `{step:08d}`, and text; digits beside the number could not be told from it."""
+"""Text, `{step}` or `{step:08d}`, and text. The text has no digits next to the number, as these
+would be read as part of it."""
 
 
 @dataclass(frozen=True)
 class StepNames:
-    """How steps are named in a root.
+    """The naming of step folders in a root.
 
     Args:
-        pattern: Of the folders that are written, with one `{step}` or `{step:08d}`.
+        pattern: Pattern of the folders that are written, with one `{step}` or `{step:08d}`.
         also: Further patterns of folders that are read.
 
     Raises:
-        InvalidRequestError: A pattern is none, or two of them can't be told apart.
+        InvalidRequestError: A pattern is invalid, or two patterns match the same names.
 
     Examples:
         >>> names = StepNames(also=("{step}", "global_step{step}"))
@@ -150,9 +151,9 @@ class StepNames:
     """
 
     pattern: str = STEP_NAME
-    """Of the folders that are written."""
+    """Pattern of the folders that are written."""
     also: tuple[str, ...] = ()
-    """Further ones that are read."""
+    """Further patterns of folders that are read."""
     _readers: tuple[re.Pattern[str], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -169,7 +170,7 @@ class StepNames:
         """Returns the folder name of a step.
 
         Raises:
-            InvalidRequestError: The step is no whole number from 0.
+            InvalidRequestError: The step is no integer from 0.
         """
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < _MAX_STEP:
             raise InvalidRequestError(
@@ -179,7 +180,7 @@ class StepNames:
         return self.pattern.format(step=step)
 
     def step_of(self, name: str) -> int | None:
-        """Returns the step of a folder; None when its name is none of a step."""
+        """Returns the step of a folder; None if its name is not that of a step."""
         for reader in self._readers:
             found = reader.fullmatch(name)
             if found is not None:
@@ -188,7 +189,7 @@ class StepNames:
 
 
 def _reader(pattern: object) -> re.Pattern[str]:
-    """Returns what matches the names that a pattern gives."""
+    """Returns a regular expression that matches the names of a pattern."""
     found = _PATTERN.fullmatch(pattern) if isinstance(pattern, str) else None
     if found is None:
         raise InvalidRequestError(
@@ -201,7 +202,7 @@ def _reader(pattern: object) -> re.Pattern[str]:
 
 
 SHARED_FOLDER = ".manager"
-"""Folder of a run that holds what is shared."""
+"""Folder of a run that holds what its steps share."""
 TAGS = "tags/"
 READING = "reading/"
 CATALOGUE = "catalogue.json"
@@ -214,14 +215,15 @@ _NOTE_KEY = re.compile(r"notes/(\d{1,18})\.txt")
 
 
 def check_tag(tag: object, *, existing: bool = False) -> str:
-    """Returns a tag after checking that it can be part of a file name, and names a step.
+    """Returns a tag after checking that it can be part of a file name, and can name a step.
 
     Args:
-        tag: As the user gave it.
-        existing: It is there, maybe since before some names were refused.
+        tag: The tag that the user passed.
+        existing: The tag exists already, so that it may have a name that new tags may not have.
 
     Raises:
-        InvalidRequestError: It can't, or `RUN@TAG` would be another step.
+        InvalidRequestError: The tag can't be part of a file name, or `RUN@TAG` would name another
+            step.
 
     Examples:
         >>> check_tag("release-1.0")
@@ -246,7 +248,7 @@ def check_note(text: object) -> bytes:
     """Returns the bytes of a note.
 
     Raises:
-        InvalidRequestError: It is no text, or longer than 64 KiB.
+        InvalidRequestError: The note is no text, or longer than 64 KiB.
     """
     data = text.encode("utf-8", "replace") if isinstance(text, str) else b""
     if not isinstance(text, str) or len(data) > MAX_NOTE_BYTES:
@@ -259,7 +261,7 @@ def check_note(text: object) -> bytes:
 
 
 def tag_key(step: int, tag: str) -> str:
-    """Returns the key, in the shared folder, that gives a tag to a step.
+    """Returns the key, in the shared folder, of a step's tag.
 
     Examples:
         >>> tag_of(tag_key(500, "release-1.0"))
@@ -269,7 +271,7 @@ def tag_key(step: int, tag: str) -> str:
 
 
 def tag_of(key: str) -> tuple[int, str] | None:
-    """Returns step and tag of such a key; None for other keys."""
+    """Returns the step and tag of a `tag_key`; None for other keys."""
     found = _TAG_KEY.fullmatch(key)
     return (int(found[1]), found[2]) if found else None
 
@@ -291,7 +293,7 @@ def tags_in(keys: Iterable[str]) -> dict[int, frozenset[str]]:
 
 
 def note_key(step: int) -> str:
-    """Returns the key, in the shared folder, of the note on a step.
+    """Returns the key, in the shared folder, of a step's note.
 
     Examples:
         >>> noted_step(note_key(500))
@@ -301,6 +303,6 @@ def note_key(step: int) -> str:
 
 
 def noted_step(key: str) -> int | None:
-    """Returns the step of such a key; None for other keys."""
+    """Returns the step of a `note_key`; None for other keys."""
     found = _NOTE_KEY.fullmatch(key)
     return int(found[1]) if found else None
