@@ -372,7 +372,7 @@ def _empty_dict(args: tuple[Any, ...]) -> dict[Any, Any]:
 
 
 def _member(args: tuple[Any, ...]) -> Any:
-    """Returns the name of an enumeration member, which Python 3.11.0 to 3.11.3 pickles by name."""
+    """Returns the stand-in of an enumeration member; Python 3.11.0 to 3.11.3 pickles its name."""
     is_of_dcp = len(args) == 2 and type(args[0]) is Global and args[0].name in _ENUMERATIONS
     if not is_of_dcp or type(args[1]) is not str or not args[1].isupper():
         raise _unsafe("builtins.getattr")

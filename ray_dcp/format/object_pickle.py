@@ -1,14 +1,15 @@
-"""Builds the objects of a pickle by functions of its own; nothing that the pickle names is called.
+"""Builds the objects of a pickle by its own functions; nothing that the pickle names is called.
 
-For every global that state dicts hold, a `Known` says what the name stands for and which function
-builds a value of it from checked arguments. What the user allowed by
-`torch.serialization.add_safe_globals` is called as torch does; any other name is refused. Here are
-values of Python, of its standard library and of numpy; torch's are in `torch_adapter.objects`.
+For every global that state dicts hold, a `Known` has the value of the name and the function that
+builds an object from checked arguments. Globals that the user allowed by
+`torch.serialization.add_safe_globals` are called as torch calls them; any other name is refused.
+This module builds values of Python, its standard library and numpy; `torch_adapter.objects` adds
+those of torch.
 
-*Why numpy's are built from scratch*: numpy believes what the pickle of a dtype, an array or a
-random generator says of its length, of its fields' places and of what is a pointer; a lie makes it
-read and write memory that is not its own. So each is made by numpy's checked public constructors,
-of values that were checked before.
+*Why numpy's values are built from scratch*: numpy trusts the pickle of a dtype, an array or a
+random generator about its length, the places of its fields, and which bytes are pointers; a forged
+pickle makes it read and write memory of others. So numpy's checked public constructors make each
+value, from checked arguments.
 
 Source: torch/_weights_only_unpickler.py; PEP 307, PEP 3154; numpy/_core/src/multiarray/descriptor.c
 `arraydescr_setstate`, methods.c `array_setstate`; numpy/random/_pickle.py, bit_generator.pyx.
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 
 _BYTES_A_BYTE = 96
-"""What values may take of each byte of their pickle; an empty deque takes 760 bytes, in 9."""
+"""Most bytes of memory for each byte of a pickle. An empty deque takes 760 bytes, from 9."""
 _FREE_BYTES = 1 << 20
 _CALL_BYTES = 64
 _UNFINISHED_BYTES = 512
@@ -59,7 +60,7 @@ _MAX_KEY_DEPTH = 16
 _MAX_DEPTH = 1000
 _MERSENNE_WORDS = 624
 _NEVER = frozenset(["sys", "os", "posix", "nt"])
-"""Modules of which torch refuses everything, whatever the user allowed."""
+"""Modules of which torch refuses every name, whatever the user allowed."""
 _ENCODINGS = frozenset(["latin1", "latin-1", "utf-8", "utf8", "ascii"])
 _WAY_OUT = (
     "store what it is made of, or, if you wrote this checkpoint, load with "
@@ -71,16 +72,16 @@ Build = Callable[["ObjectMachine", tuple[Any, ...]], Any]
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A global that objects are made of."""
+    """A global that pickles may name."""
 
     value: Any = None
-    """What the name itself stands for; None for a function that pickles only call."""
+    """The value of the name itself; None for a function that pickles only call."""
     build: Build | None = None
-    """Makes a value of the arguments of a call; None for what is not called."""
+    """Builds a value from the arguments of a call; None if the global is not called."""
 
 
 class Table:
-    """Globals by name, and how to build values of them."""
+    """Globals by name, and the functions that build their values."""
 
     def __init__(self, *known: Mapping[str, Known]) -> None:
         self.values: dict[str, Any] = {}
@@ -92,7 +93,7 @@ class Table:
                 self._builds[id(value)] = name, one.build
 
     def build_of(self, value: Any) -> tuple[str, Build] | None:
-        """Returns name and function for what a pickle calls, by identity: it need not hash."""
+        """Returns name and builder of what a pickle calls, by identity: it need not be hashable."""
         return self._builds.get(id(value))
 
 
@@ -108,14 +109,14 @@ class Unfinished:
 
 
 class Unneeded(ValueError):
-    """A call has other arguments than it is saved with."""
+    """The arguments of a call are not those that are saved."""
 
 
 def need(condition: Any, what: str = "") -> None:
-    """Checks arguments of a builder.
+    """Checks the arguments of a builder.
 
     Raises:
-        Unneeded: They are wrong; the machine names what was called.
+        Unneeded: The arguments are wrong; the machine adds the name of the global.
     """
     if not condition:
         raise Unneeded(what)
@@ -123,7 +124,7 @@ def need(condition: Any, what: str = "") -> None:
 
 @dataclass(slots=True, eq=False)
 class _Depth:
-    """How deep containers are in one; which stays, so that its id stays its own."""
+    """The nesting depth of a container, which it keeps alive so that its id stays unique."""
 
     container: Any
     levels: int = 0
@@ -131,16 +132,16 @@ class _Depth:
 
 
 class ObjectMachine(PickleMachine):
-    """Builds what a pickle describes.
+    """Builds the object that a pickle describes.
 
-    Memory is bounded by the length of the pickle: whatever is made of values that are there
-    already, and could be made of them again and again, is counted.
+    Memory is bounded by the length of the pickle: every object that is made of existing values, and
+    that a pickle could make again and again, is counted.
 
     Args:
-        data: Bytes that hold the pickle.
-        table: What it may name.
-        added: What the user allowed, by dotted name.
-        item_of: Returns what a persistent id stands for.
+        data: Bytes that begin with the pickle.
+        table: Globals that it may name.
+        added: Globals that the user allowed, by dotted name.
+        item_of: Returns the value of a persistent id.
     """
 
     def __init__(
@@ -162,9 +163,9 @@ class ObjectMachine(PickleMachine):
         """Returns the object.
 
         Raises:
-            UnsafeCheckpointError: It asks for something that is not allowed, or in a way in which
-                no object is saved; `key` is its name.
-            DamagedCheckpointError: It is no pickle.
+            UnsafeCheckpointError: The pickle names a global that is not allowed, or calls one in a
+                way in which no object is saved; `key` is its name.
+            DamagedCheckpointError: The data is no pickle.
         """
         with collector_paused():
             value = super().load()
@@ -176,29 +177,29 @@ class ObjectMachine(PickleMachine):
         return value
 
     def spend(self, num_bytes: int) -> None:
-        """Counts memory that is about to be taken.
+        """Counts memory that is about to be allocated.
 
         Raises:
-            UnsafeCheckpointError: More than fits the length of the pickle.
+            UnsafeCheckpointError: The sum exceeds the bound for the length of the pickle.
         """
         self._room -= num_bytes
         if self._room < 0:
             raise _unsafe("more memory than fits its length", "pickle")
 
     def hold(self, target: Any, values: Iterable[Any]) -> None:
-        """Checks how deep default dicts, deques and arrays of objects are in each other.
+        """Checks the nesting depth of default dicts, deques and arrays of objects.
 
-        Why: these are freed by recursion, without the bound that Python has for other containers.
+        Why: Python frees these recursively, without the bound that it has for other containers.
 
         Args:
-            target: Which of them gets values.
-            values: These.
+            target: The container that gets the values.
+            values: The values.
         """
         own = self._depth_of(target)
-        # Why now: an empty one is in nothing before.
+        # Why only now: an empty container was never counted in another one.
         inner = [self._depth_of(value) for value in values if self.is_deep(value)]
         own.levels = max(own.levels, 1 + max((one.levels for one in inner), default=0))
-        # What is held takes none itself any more: what holds it would get deeper.
+        # A container that is held can't take values any more: its holder would get deeper.
         if own.levels > _MAX_DEPTH or (inner and own.is_held):
             raise _unsafe("containers too deep in each other", "pickle")
         for one in inner:
@@ -212,17 +213,17 @@ class ObjectMachine(PickleMachine):
         return found
 
     def is_deep(self, value: Any) -> bool:
-        """Whether a value is one that `hold` counts."""
+        """Returns whether `hold` counts a value."""
         return id(value) in self._depths or type(value) is collections.deque
 
     def is_added(self, value: Any) -> bool:
-        """Whether the user allowed a class or function."""
+        """Returns whether the user allowed a class or function."""
         return any(value is one for one in self._added.values())
 
     def check_key(self, key: Any) -> None:
-        """Checks that a key of a dict or an element of a set can be hashed.
+        """Checks that a dict key or an element of a set can be hashed.
 
-        Why: a tuple in a tuple in … a million deep overflows the stack of the process.
+        Why: hashing a tuple nested a million deep overflows the stack of the process.
         """
         level = [key]
         for _ in range(_MAX_KEY_DEPTH):
@@ -310,7 +311,7 @@ class ObjectMachine(PickleMachine):
         )
 
     def _unknown(self) -> set[str]:
-        """Returns other names that are not allowed in the rest of the pickle, for the message."""
+        """Returns the other names in the rest of the pickle that are not allowed, for messages."""
         found: set[str] = set()
         stream = io.BytesIO(self._data[self._pos : self._pos + _FREE_BYTES])
         try:
@@ -332,7 +333,7 @@ class ObjectMachine(PickleMachine):
     def _called(self, target: Any, args: Any, call: Callable[[], Any]) -> Any:
         if not isinstance(args, tuple):
             raise _unsafe("arguments that are no tuple", "pickle")
-        # Why what it is given: from the memo it comes again and again, and is walked each time.
+        # Why the arguments count: the memo may repeat them, and each call walks them.
         self.spend(_CALL_BYTES + sum(map(_walked_bytes, args)))
         known = self.table.build_of(target)
         if known is None:
@@ -362,7 +363,7 @@ class ObjectMachine(PickleMachine):
         if type(target) is Unfinished:
             made = self._built(target.name, lambda: target.finish(state))
             self.spend(sys.getsizeof(made))
-            # What refers to it by another way than the memo keeps an unfinished one, see `load`.
+            # A reference other than the memo keeps an unfinished value, see `load`.
             if target.place < len(self._memo) and self._memo[target.place] is target:
                 self._memo[target.place] = made
             return made
@@ -376,15 +377,15 @@ class ObjectMachine(PickleMachine):
 
 
 def _walked_bytes(value: Any) -> int:
-    """Returns how much a builder may have to walk through."""
+    """Returns how many bytes a builder may have to walk through."""
     return 8 * len(value) if isinstance(value, (str, bytes, bytearray, *_CONTAINERS)) else 0
 
 
 def set_attributes(target: Any, state: Any) -> None:
-    """Sets attributes that shadow none of the class.
+    """Sets attributes, none of which may shadow an attribute of the class.
 
     Raises:
-        Unneeded: `state` is no dict of attributes, or names one of the class.
+        Unneeded: `state` is no dict of attributes, or names an attribute of the class.
     """
     need(type(state) is dict)
     need(all(type(name) is str and not hasattr(type(target), name) for name in state))
@@ -392,7 +393,7 @@ def set_attributes(target: Any, state: Any) -> None:
 
 
 def _ran(target: Any, call: Callable[[], Any]) -> Any:
-    """Calls what the user allowed."""
+    """Calls a function that the user allowed."""
     try:
         return call()
     except Exception as error:
@@ -403,7 +404,7 @@ def _ran(target: Any, call: Callable[[], Any]) -> Any:
 
 
 def _set_added(target: Any, state: Any) -> None:
-    """Gives an object of a class that the user allowed its state, as torch and pickle do."""
+    """Sets the state of an object of a class that the user allowed, as torch and pickle do."""
     if hasattr(target, "__setstate__"):
         target.__setstate__(state)
         return
@@ -425,7 +426,7 @@ def _unsafe(what: str, name: str) -> UnsafeCheckpointError:
 
 
 def _dotted(module: Any, name: Any) -> str:
-    """Returns a name as Python 3 has it: pickles of protocol 2 use those of Python 2."""
+    """Returns the dotted name in Python 3: pickles of protocol 2 have the names of Python 2."""
     if not isinstance(module, str) or not isinstance(name, str):
         raise _unsafe("a name that is no text", "pickle")
     if (module, name) in NAME_MAPPING:
@@ -439,7 +440,7 @@ def _dotted(module: Any, name: Any) -> str:
 
 
 def _made_of(cls: Any, kinds: tuple[type, ...], most: int, least: int = 0) -> Build:
-    """Returns what calls a class with few arguments of certain types."""
+    """Returns a builder that calls a class with `least` to `most` arguments of certain types."""
 
     def build(_: ObjectMachine, args: tuple[Any, ...]) -> Any:
         need(least <= len(args) <= most and all(type(arg) in kinds for arg in args))
@@ -449,10 +450,10 @@ def _made_of(cls: Any, kinds: tuple[type, ...], most: int, least: int = 0) -> Bu
 
 
 def _member(_: ObjectMachine, args: tuple[Any, ...]) -> Any:
-    """Returns a member of an enumeration by its name, as Python 3.11.0 to 3.11.3 saves it."""
+    """Returns an enumeration's member by name, as Python 3.11.0 to 3.11.3 pickles it."""
     cls, name = args
-    # Careful: an attribute of anything else could be anything; that the class may be named was
-    # checked when it was.
+    # Careful: an attribute of anything else could be anything. The class was checked when it was
+    # named.
     need(isinstance(cls, EnumMeta) and type(name) is str)
     return cls.__members__[name]
 
@@ -471,7 +472,7 @@ def _set_of(cls: Any) -> Build:
 
 
 def _pairs(machine: ObjectMachine, args: tuple[Any, ...]) -> Iterable[tuple[Any, Any]]:
-    """Returns keys and values of the one argument with which mappings are made."""
+    """Returns keys and values of the one argument from which mappings are built."""
     need(len(args) <= 1)
     if not args:
         return ()
@@ -509,7 +510,7 @@ def _deque(machine: ObjectMachine, args: tuple[Any, ...]) -> Any:
 
 def _encoded(_: ObjectMachine, args: tuple[Any, ...]) -> bytes:
     text, encoding = args
-    # Careful: an encoding that is no text need not be hashable.
+    # Careful: an encoding that is no text may be unhashable.
     need(type(text) is str and isinstance(encoding, str) and encoding in _ENCODINGS)
     return bytes(text, encoding)
 
@@ -557,7 +558,7 @@ def _timezone(_: ObjectMachine, args: tuple[Any, ...]) -> datetime.timezone:
 
 
 def _fraction(_: ObjectMachine, args: tuple[Any, ...]) -> fractions.Fraction:
-    """Builds a fraction as it pickles itself; `Fraction("1e999999999")` would fill the memory."""
+    """Builds a fraction from its pickled form; `Fraction("1e999999999")` would fill the memory."""
     if len(args) == 1:
         need(re.fullmatch(r"-?[0-9]{1,4000}(/[0-9]{1,4000})?", args[0]), "no exponent notation")
         return fractions.Fraction(args[0])
@@ -605,7 +606,7 @@ def _random(machine: ObjectMachine, args: tuple[Any, ...]) -> Unfinished:
 
 
 def _paths() -> dict[str, Known]:
-    # Python 3.13 pickles paths under pathlib._local. A path of the other system becomes a pure one.
+    # Python 3.13 pickles paths under pathlib._local. A path of another system becomes a pure path.
     here = type(pathlib.Path())
     classes: dict[str, Any] = {
         "PurePosixPath": pathlib.PurePosixPath,
@@ -666,7 +667,7 @@ PYTHON: dict[str, Known] = {
     "uuid.UUID": Known(uuid.UUID, _uuid),
     **_paths(),
 }
-"""Values of Python and its standard library."""
+"""Globals of Python and its standard library."""
 
 
 _CODE = re.compile(r"[|<>=]?[biufcmMOSUV][0-9]{0,9}")
@@ -680,7 +681,7 @@ _VERSIONS = (3, 4)
 _GENERATOR_BYTES = 4096
 _MAX_POOL_WORDS = 64
 _MOST = {"pos": 624, "buffer_pos": 4, "has_uint32": 1, "has_gauss": 1, "uinteger": (1 << 32) - 1}
-"""Largest values of a generator's state: a place behind its words is not checked by numpy."""
+"""Largest values of a generator's state: numpy does not check a position beyond its words."""
 
 
 # Dtypes
@@ -693,7 +694,7 @@ def _dtype(machine: ObjectMachine, args: tuple[Any, ...]) -> Unfinished:
 
 
 def _finished_dtype(machine: ObjectMachine, code: str, state: Any) -> np.dtype[Any]:
-    """Returns the dtype of a state; one that numpy itself would have pickled so."""
+    """Returns the dtype of a state, which must be one that numpy itself would have pickled."""
     need(type(state) is tuple and 8 <= len(state) <= 9 and state[0] in _VERSIONS)
     _, order, part, names, fields, length, alignment, flags = state[:8]
     need(type(order) is str and (names is None) == (fields is None))
@@ -712,14 +713,14 @@ def _finished_dtype(machine: ObjectMachine, code: str, state: Any) -> np.dtype[A
         made = np.dtype(code)
     if made.names is None and order in ("<", ">"):
         made = made.newbyteorder(order)
-    # What it says of itself beyond that has to be what numpy says.
+    # The rest of the state must equal the state that numpy pickles for this dtype.
     (found, *_), told = made.__reduce__()[1:]
     need((code.lstrip("|<>="), order, length, alignment, flags) == (found, told[1], *told[5:8]))
     return made  # type: ignore[no-any-return]
 
 
 def _count_parts(machine: ObjectMachine, level: list[np.dtype[Any]]) -> None:
-    """Counts the dtypes in a dtype that are about to be put together: numpy walks through all."""
+    """Counts the dtypes inside a dtype about to be built: numpy walks through all of them."""
     total = 1
     for _ in range(_MOST_NESTED):
         total += len(level)
@@ -750,7 +751,7 @@ def _record_of(machine: ObjectMachine, names: Any, fields: Any, length: int, fla
 
 
 def _moment_of(code: str, metadata: Any) -> Any:
-    """Returns a date or a length of time; its unit is in `({}, (unit, number, 1, 1))`."""
+    """Returns the dtype of a date or duration; `({}, (unit, number, 1, 1))` has its unit."""
     more, (unit, number, *rest) = metadata
     text = unit.decode() if type(unit) is bytes else unit
     need(not more and rest == [1, 1] and code[:1] in ("m", "M") and type(number) is int)
@@ -762,7 +763,7 @@ def _moment_of(code: str, metadata: Any) -> Any:
 
 
 def is_shape(value: Any) -> bool:
-    """Whether a value is a tuple of lengths whose product can be counted."""
+    """Returns whether a value is a tuple of lengths whose product fits into an integer."""
     return (
         isinstance(value, tuple)
         and len(value) <= _MAX_NDIM
@@ -786,14 +787,14 @@ def _reconstruct(machine: ObjectMachine, args: tuple[Any, ...]) -> Unfinished:
 def array_of(
     machine: ObjectMachine, shape: Any, dtype: Any, is_fortran: bool, values: Any
 ) -> np.ndarray[Any, Any]:
-    """Returns an array of its own memory.
+    """Returns an array that owns its memory.
 
     Args:
-        machine: What counts the memory.
-        shape: Lengths of its dimensions.
-        dtype: Of its elements.
+        machine: The machine that counts the memory.
+        shape: Lengths of the array's dimensions.
+        dtype: Dtype of its elements.
         is_fortran: Whether the first dimension is the innermost one in `values`.
-        values: Exactly its raw bytes; of an array of objects, a list of its elements.
+        values: Exactly its raw bytes; for an array of objects, a list of its elements.
     """
     need(is_shape(shape) and isinstance(dtype, np.dtype) and dtype.subdtype is None)
     count = prod(shape)
@@ -802,7 +803,7 @@ def array_of(
     if not dtype.hasobject:
         need(type(values) is bytes and len(values) == count * dtype.itemsize)
         whole: Any = np.ndarray(shape, dtype, buffer=values or b"\0", order=order)
-        # Why native: so numpy itself unpickles arrays of numbers.
+        # Why native: numpy itself unpickles arrays of numbers in native byte order.
         native = dtype if dtype.names else dtype.newbyteorder("=")
         return whole.astype(native, order="K")  # type: ignore[no-any-return]
     need(dtype.kind == "O", "objects in records")
@@ -816,7 +817,7 @@ def array_of(
 
 
 def _from_buffer(machine: ObjectMachine, args: tuple[Any, ...]) -> np.ndarray[Any, Any]:
-    """Builds an array as protocol 5 has it."""
+    """Builds an array from its pickled form of protocol 5."""
     values, dtype, shape, order, *axes = args
     need(type(values) in (bytes, bytearray) and order in ("C", "F") and axes in ([], [None]))
     return array_of(machine, shape, dtype, order == "F", bytes(values))
@@ -835,7 +836,7 @@ def _seed_sequence(machine: ObjectMachine, args: tuple[Any, ...]) -> Unfinished:
     need(len(args) == 3 and args[0] is np.random.SeedSequence)
 
     def finish(state: Any) -> np.random.SeedSequence:
-        # By the names of its fields: entropy, n_children_spawned, pool, pool_size, spawn_key.
+        # In the order of its fields: entropy, n_children_spawned, pool, pool_size, spawn_key.
         entropy, num_children, _, pool_words, spawn_key = state[:5]
         for numbers in (entropy, spawn_key):
             machine.spend(64 * len(numbers) if type(numbers) in (list, tuple) else 0)
@@ -847,7 +848,7 @@ def _seed_sequence(machine: ObjectMachine, args: tuple[Any, ...]) -> Unfinished:
         )
 
     if args[2] is not None:
-        # Where a state is an argument, none follows.
+        # A state that is an argument is not followed by another one.
         return finish(args[2])  # type: ignore[return-value]
     return Unfinished(finish)
 
@@ -890,7 +891,7 @@ def _bit_generator(machine: ObjectMachine, args: tuple[Any, ...]) -> Unfinished:
 
 
 def _in_state(cls: Any, state: Any) -> Any:
-    """Returns a bit generator in a state; with what it was seeded by, if that is told."""
+    """Returns a bit generator in a state, with its seed sequence if the state has one."""
     seed: Any = 0
     if type(state) is tuple:
         state, seed = state
@@ -901,7 +902,7 @@ def _in_state(cls: Any, state: Any) -> Any:
 
 
 def _checked_state(given: Any, like: Any) -> Any:
-    """Returns a state if it has the parts that a generator's own state has, in their bounds."""
+    """Returns a state after checking that its parts are those of `like`, within their bounds."""
     need(type(given) is dict and given.keys() == like.keys())
     for name, there in like.items():
         value = given[name]
@@ -945,7 +946,7 @@ def _random_state(machine: ObjectMachine, args: tuple[Any, ...]) -> Unfinished:
 
 
 def _functions() -> dict[str, Known]:
-    # Its modules change their names from release to release.
+    # numpy renames its modules from release to release.
     places: dict[str, Any] = {
         "core.multiarray": {"_reconstruct": _reconstruct, "scalar": _scalar},
         "core.numeric": {"_frombuffer": _from_buffer},
@@ -975,4 +976,4 @@ def _classes() -> dict[str, Known]:
 
 
 NUMPY: dict[str, Known] = {**_functions(), **_classes(), "numpy.dtype": Known(np.dtype, _dtype)}
-"""Values of numpy."""
+"""Globals of numpy."""

@@ -1,13 +1,13 @@
-"""Reads and writes pickles opcode by opcode, without importing or calling what they name.
+"""Reads and writes pickles opcode by opcode; nothing that they name is imported or called.
 
-**Reading** (`PickleMachine`). An interpreter for the opcodes of protocols 2 to 5 that data needs.
-What a name, a call or a state means is a subclass's: `metadata` makes stand-ins, `torch_items`
-finds the one tensor of an item, `object_pickle` builds real objects.
+**Reading** (`PickleMachine`) interprets the opcodes of protocols 2 to 5 that data needs. Subclasses
+define the meaning of names, calls and states: `metadata` makes stand-ins, `torch_items` finds the
+one tensor of an item, `object_pickle` builds real objects.
 
-**Writing** (`PickleWriter`). In protocol 4, which every Python since 3.4 reads. Classes are named
+**Writing** (`PickleWriter`) uses protocol 4, which every Python since 3.4 reads. Classes are named
 without being imported, and the opcodes of many rows are made at once.
 
-Why not `pickle.Unpickler` with a `find_class` of our own: its C code takes 64 GiB for a memo index
+Why not `pickle.Unpickler` with its own `find_class`: its C code allocates 64 GiB for a memo index
 of 2**32 - 1, and overflows the C stack hashing a tuple nested a million deep.
 Source: PEP 307, PEP 3154, PEP 574; Lib/pickletools.py.
 """
@@ -27,10 +27,10 @@ from ray_dcp.core.values import Int64Array
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
 
 MAX_PICKLE_BYTES = 1 << 30
-"""Longest pickle; its values take at most about 100 times as much memory."""
+"""Longest pickle accepted; its values take at most about 100 times as much memory."""
 
 Builder = Callable[[tuple[Any, ...]], Any]
-"""Makes a value of the arguments with which the pickle would call something."""
+"""Makes a value from the arguments with which the pickle would call something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +39,18 @@ class Global:
 
     name: str
     build: Builder | None = None
-    """What a call of it makes; None where nothing is made."""
+    """Makes the result of a call; None if the global can't be called."""
 
 
 def damaged(expected: str, found: str) -> DamagedCheckpointError:
-    """Returns the error for a pickle that is not as it must be."""
+    """Returns the error for a malformed pickle."""
     return DamagedCheckpointError(
         f"Expected {expected}, found {found}; it is damaged, load an earlier step"
     )
 
 
 class PickleMachine(ABC):
-    """Runs the opcodes of a pickle; what a name, a call, a state or an item makes is a subclass's.
+    """Runs the opcodes of a pickle; subclasses define what names, calls, states and items make.
 
     Args:
         data: Bytes that begin with the pickle.
@@ -65,28 +65,29 @@ class PickleMachine(ABC):
 
     @property
     def position(self) -> int:
-        """Where the next opcode stands; after `load`, the end of the pickle."""
+        """Position of the next opcode; after `load`, the end of the pickle."""
         return self._pos
 
     def load(self) -> Any:
         """Returns the value of the pickle.
 
         Raises:
-            DamagedCheckpointError: It is no pickle, or one with opcodes that data does not need.
+            DamagedCheckpointError: The data is no pickle, or has opcodes that data does not need.
         """
         try:
             return self._run()
         except CheckpointError:
             raise
         except (IndexError, ValueError, TypeError, struct.error) as exc:
-            # Values missing on the stack or in the memo, text that is no UTF-8, bytes that end.
+            # Values missing on the stack or in the memo, text that is not UTF-8, truncated bytes.
             raise damaged("a pickle", f"bytes that are none ({type(exc).__name__})") from exc
 
     def _run(self) -> Any:
         """Returns the value on the stack at the STOP opcode.
 
         Why one long loop: a .metadata of 20,000 tensors has two million opcodes, and a call for
-        each would triple the time. The commonest come first, the others are in `_other`.
+        each would triple the time. The most frequent opcodes come first, the others are in
+        `_other`.
         """
         data, stack, marks, memo = self._data, self._stack, self._marks, self._memo
         push, pop, memoize, from_bytes = stack.append, stack.pop, memo.append, int.from_bytes
@@ -237,7 +238,7 @@ class PickleMachine(ABC):
         return self._take(end + 1 - self._pos)[:-1].decode()
 
     def _put(self, index: int) -> None:
-        # Careful: an index is not to be believed; every pickler counts them up from 0.
+        # Careful: don't trust an index; every pickler counts them up from 0.
         if index > len(self._memo):
             raise damaged("memo indices in order", str(index))
         self._memo[index : index + 1] = [self._stack[-1]]
@@ -251,16 +252,16 @@ class PickleMachine(ABC):
         stack[-1].extend(values)
 
     def _item(self, pid: Any) -> Any:
-        """Returns what a persistent id stands for."""
+        """Returns the value of a persistent id."""
         raise damaged("a pickle that is whole", "one that refers to something outside")
 
     @abstractmethod
     def _find(self, module: Any, name: Any) -> Any:
-        """Returns what a name stands for."""
+        """Returns the value of a name."""
 
     @abstractmethod
     def _made(self, target: Any, args: Any) -> Any:
-        """Returns what a call makes."""
+        """Returns the result of a call."""
 
     def _new(self, target: Any, args: Any) -> Any:
         """Returns a new object of a class."""
@@ -268,26 +269,26 @@ class PickleMachine(ABC):
 
     @abstractmethod
     def _with_state(self, target: Any, state: Any) -> Any:
-        """Returns an object that was given its state."""
+        """Sets an object's state, and returns the object."""
 
     @abstractmethod
     def _set_items(self, target: Any, items: list[Any]) -> None:
-        """Puts keys and values, one after the other, into a mapping."""
+        """Sets items of a mapping, given as alternating keys and values."""
 
 
 Opcodes = npt.NDArray[np.uint8]
 """uint8[n, w]: w bytes of opcodes for each of n rows."""
 
 MEMOIZE_AND_POP = b"\x940"
-"""After the opcodes of a value: the reader keeps it in its memo and forgets it on its stack."""
+"""Opcodes after those of a value: the reader stores it in its memo and pops it off its stack."""
 _SMALL = 1 << 31
 
 
 class PickleWriter:
-    """Collects the opcodes of one pickle, and what its reader will have in its memo.
+    """Collects the opcodes of one pickle, and tracks the memo of its reader.
 
-    Values that come often are *remembered* first: the reader makes them once and a row refers to
-    them by five bytes. The reader then shares one object, so only for values that can't change.
+    Values that occur often are *remembered* first: the reader makes them once, and a row refers to
+    them by five bytes. The reader shares one object then, so only immutable values are remembered.
     """
 
     def __init__(self) -> None:
@@ -299,11 +300,11 @@ class PickleWriter:
         """Appends opcodes."""
 
     def remember(self, opcodes: bytes, count: int = 1) -> int:
-        """Returns the memo index of a value, or of the first of several, after writing it.
+        """Writes one or several values, and returns the memo index of the first.
 
         Args:
-            opcodes: Push one value; for several, with `MEMOIZE_AND_POP` between them.
-            count: How many values.
+            opcodes: Opcodes that push one value each, with `MEMOIZE_AND_POP` between values.
+            count: Number of values.
         """
         index = self._num_remembered
         self._num_remembered += count
@@ -332,7 +333,7 @@ class PickleWriter:
         return _reference(index)
 
     def references(self, indices: Sequence[int] | Int64Array) -> Opcodes:
-        """Returns the opcodes that push a remembered value each.
+        """Returns the opcodes that each push a remembered value.
 
         Args:
             indices: int[n], memo indices.
@@ -349,11 +350,11 @@ class PickleWriter:
 
 
 def rows(num_rows: int, *pieces: bytes | Opcodes) -> bytes:
-    """Returns the opcodes of many rows that are made alike.
+    """Returns the opcodes of many rows of the same form.
 
     Args:
-        num_rows: n.
-        pieces: What a row consists of: bytes for all rows, or uint8[n, w].
+        num_rows: Number of rows, n.
+        pieces: Parts of a row, in order: bytes shared by all rows, or uint8[n, w].
 
     Returns:
         n * sum(w) bytes.
@@ -375,13 +376,13 @@ def side_by_side(num_rows: int, *pieces: bytes | Opcodes) -> Opcodes:
 def uneven_rows(
     counts: Int64Array, heads: Opcodes, parts: Opcodes, tails: Opcodes
 ) -> tuple[bytes, Int64Array]:
-    """Returns the opcodes of rows of different length: a head, some parts and a tail each.
+    """Returns the opcodes of rows of different lengths: each a head, several parts and a tail.
 
     Args:
-        counts: int64[n], how many of the parts belong to each row.
-        heads: uint8[n, h].
-        parts: uint8[sum(counts), p], those of the first row first.
-        tails: uint8[n, t].
+        counts: int64[n], number of parts of each row.
+        heads: uint8[n, h], the head of each row.
+        parts: uint8[sum(counts), p], the parts of all rows, row by row.
+        tails: uint8[n, t], the tail of each row.
 
     Returns:
         The opcodes, and where each row starts in them and the last one ends: int64[n + 1].
@@ -407,13 +408,13 @@ def _put(into: npt.NDArray[np.uint8], starts: Int64Array, pieces: Opcodes) -> No
 
 
 def pickled_ints(values: Int64Array) -> Opcodes:
-    """Returns the opcodes that push a number each.
+    """Returns the opcodes that each push a number.
 
     Args:
         values: int64[n].
 
     Returns:
-        uint8[n, 5], or uint8[n, 10] when one of them needs more than 32 bits.
+        uint8[n, 5], or uint8[n, 10] if a number needs more than 32 bits.
     """
     if not len(values) or (int(values.min()) >= -_SMALL and int(values.max()) < _SMALL):
         return _column(b"J", values.astype("<i4"))
@@ -421,7 +422,7 @@ def pickled_ints(values: Int64Array) -> Opcodes:
 
 
 def pickled_int(value: int) -> bytes:
-    """Returns the opcodes that push a number, the shortest ones as Python's pickler writes them."""
+    """Returns the shortest opcodes that push a number, which Python's pickler writes too."""
     if 0 <= value < 0x100:
         return b"K" + value.to_bytes(1, "little")
     if 0 <= value < 0x10000:
@@ -433,7 +434,7 @@ def pickled_int(value: int) -> bytes:
 
 
 def pickled_tuple(values: Sequence[bytes]) -> bytes:
-    """Returns the opcodes that push a tuple, from those of its values."""
+    """Returns the opcodes that push a tuple, given those of its values."""
     body = b"".join(values)
     if len(values) > 3:
         return b"(" + body + b"t"
@@ -455,7 +456,7 @@ _SHORT_TEXT = [b"\x8c" + bytes((length,)) for length in range(256)]
 
 def pickled_text(value: str) -> bytes:
     """Returns the opcodes that push a text."""
-    # Why surrogatepass: what Python's own pickle does with text that is no valid Unicode.
+    # Why surrogatepass: Python's own pickle encodes text that is no valid Unicode this way.
     data = value.encode("utf-8", "surrogatepass")
     if len(data) < 256:
         return _SHORT_TEXT[len(data)] + data

@@ -1,7 +1,8 @@
-"""The header of a safetensors file, with the places of shards in it as DCP writes them.
+"""The header of a safetensors file, including DCP's metadata about the places of shards.
 
-A file is 8 bytes of length, a JSON header and the raw bytes of its tensors, packed without gaps.
-The bytes are read by the chunk table.
+    | length, 8 bytes | JSON header | raw bytes of the tensors, packed without gaps |
+
+The raw bytes are located by the chunk table.
 Source: https://huggingface.co/docs/safetensors/index#format and
 torch/distributed/checkpoint/_hf_utils.py.
 """
@@ -22,7 +23,7 @@ from ray_dcp.format.names import is_unicode
 from ray_dcp.format.torch_items import NeedMoreBytes
 
 DATA_ALIGNMENT = 4096
-"""File offset of the first raw byte is a multiple of this."""
+"""The file offset of the first raw byte is a multiple of this."""
 MAX_HEADER_BYTES = 100_000_000
 """Longest header that the safetensors library accepts."""
 
@@ -48,7 +49,7 @@ _READABLE = {
     "U8": "uint8",
 }
 ALL_CODES = MappingProxyType({dtype: code for code, dtype in _READABLE.items()})
-"""Every dtype of torch that the safetensors library knows."""
+"""Every torch dtype that the safetensors library supports, with its code."""
 _UNSUPPORTED = {
     "F4": "4-bit floats, two a byte",
     "F6_E2M3": "6-bit floats",
@@ -72,20 +73,20 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """What the header of a safetensors file says."""
+    """The content of the header of a safetensors file."""
 
     entries: tuple[Entry, ...]
-    """In the order of their bytes."""
+    """The tensors, in the order of their bytes."""
     metadata: Mapping[str, str]
     data_offset: int
     """File offset of the first raw byte."""
 
 
 def packed(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> list[Entry]:
-    """Returns the entries of tensors that lie one after the other.
+    """Returns the entries of tensors stored one after the other.
 
     Args:
-        tensors: Name, name of the torch dtype, shape.
+        tensors: `(name, torch dtype name, shape)` of each tensor.
 
     Examples:
         >>> packed([("a", "int8", (3,)), ("b", "float32", (2, 3))])[1].end
@@ -106,12 +107,12 @@ def header(
 
     Args:
         entries: `(name, dtype, size, begin, end)` in the order of their bytes, without gaps.
-        metadata: The `__metadata__` of the file, for example `sharding_metadata(...)`.
+        metadata: The `__metadata__` of the file, such as `sharding_metadata(...)`.
 
     Raises:
         UnsupportedValueError: A dtype is not in `ALL_CODES`, a name is reserved, or the header
             would be longer than other readers accept.
-        InternalError: The entries leave gaps, overlap, or one name comes twice.
+        InternalError: The entries leave gaps or overlap, or a name occurs twice.
 
     Examples:
         >>> data = header([("w", "float32", (2, 3), 0, 24)])
@@ -153,17 +154,17 @@ def header(
 
 
 def parse_header(data: bytes, file_bytes: int | None = None) -> SafetensorsHeader:
-    """Returns what the first bytes of a safetensors file say.
+    """Returns the header in the first bytes of a safetensors file.
 
     Args:
         data: First bytes of the file.
         file_bytes: Length of the whole file, to check that the data is complete.
 
     Raises:
-        NeedMoreBytes: `data` ends within the header; `num_bytes` tells how much to read.
-        UnsupportedValueError: A tensor has a dtype of safetensors that can't be read here; `key`
-            is its name.
-        DamagedCheckpointError: It is no safetensors header, or contradicts itself.
+        NeedMoreBytes: `data` ends within the header; `num_bytes` is the length to read.
+        UnsupportedValueError: A tensor has a safetensors dtype that ray_dcp can't read; `key` is
+            the tensor's name.
+        DamagedCheckpointError: The data is no safetensors header, or contradicts itself.
     """
     if len(data) < 8:
         raise NeedMoreBytes("A safetensors file begins with 8 bytes", num_bytes=8)
@@ -189,33 +190,33 @@ def sharding_metadata(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
     """Returns the `__metadata__` by which DCP's reader finds each tensor's place.
 
     Args:
-        offsets: Where the file's chunk starts in its global tensor, by FQN.
+        offsets: By FQN, where the file's chunk starts in its global tensor.
     """
     info = {name: {"saved_offsets": list(offset)} for name, offset in offsets.items()}
     return {"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0", "format": "pt"}
 
 
 def saved_offsets(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]] | None:
-    """Returns what `sharding_metadata` said, None for a file whose tensors are whole.
+    """Returns the offsets passed to `sharding_metadata`; None for a file whose tensors are whole.
 
     Raises:
-        DamagedCheckpointError: It is no sharding info.
+        DamagedCheckpointError: The metadata is no valid sharding info.
     """
     text = metadata.get("DCP_SHARDING_INFO")
     return None if text is None else _shapes(text, "saved_offsets")
 
 
 def global_shapes(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """Returns the global shapes that early versions of ray_dcp added; none for files of others.
+    """Returns the global shapes that early versions of ray_dcp added; empty for other files.
 
     Raises:
-        DamagedCheckpointError: It is no sharding info.
+        DamagedCheckpointError: The metadata is no valid sharding info.
     """
     return _shapes(metadata.get("DCP_SHARDING_INFO", "{}"), "global_shape", may_lack=True)
 
 
 def _shapes(text: str, field: str, *, may_lack: bool = False) -> dict[str, tuple[int, ...]]:
-    """Returns a field of each tensor in the sharding info."""
+    """Returns a field of the sharding info for each tensor."""
     found = {}
     for name, value in _object(text, "an object in DCP_SHARDING_INFO").items():
         lengths = value.get(field) if isinstance(value, dict) else None
@@ -237,7 +238,7 @@ def _object(text: str | bytes, what: str) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns an object of JSON; of equal names, readers would take different ones."""
+    """Returns a JSON object without repeated names. Why: readers differ on which of them counts."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise _damaged("each name once", "one twice")

@@ -1,7 +1,7 @@
-"""The trace of a save: what took how long on which rank, as a small JSON file beside it.
+"""The trace of a save: how long each phase took on each rank, as a small JSON file beside it.
 
-Pure. All times are seconds on one clock, the coordinator's, from the first thing that any rank did
-for the save. The file is not part of the commit: nothing refers to it, and nobody misses it.
+Pure. All times are seconds on the coordinator's clock, counted from the first action of any rank
+for the save. The file is not part of the commit: nothing refers to it, and it may be missing.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ PHASES = ("capture", "plan", "stage", "write")
 HELD_BY = "capture plan stage"
 
 MOST_RANKS = 64
-"""Ranks whose spans are listed; of more, the latest of each phase and a sample."""
+"""Most ranks whose spans are listed. With more ranks, the latest of each phase and a sample are
+listed."""
 MOST_STRAGGLERS = 24
 MAX_TRACE_BYTES = 1 << 20
-"""What is longer is no trace. One of 64 ranks has about 16 KB, and no more of 10,000."""
+"""Longest file that is read as a trace. Why: a trace has about 16 KB, since it lists 64 ranks at
+most."""
 
 LATE_RATIO, LATE_S = 2.0, 0.05
-"""A rank is late that takes twice as long as half of the ranks, and 50 ms longer."""
+"""A rank is a straggler if it takes at least twice the median, and 50 ms longer."""
 
 _FORMAT, _VERSION = "ray_dcp.trace", 1
 _ENDING = b',\n "xxh3_128": "%s"}\n'
@@ -44,25 +46,26 @@ class Span:
     """One phase of one rank, or of the coordinator."""
 
     phase: str
-    """Of a rank: `capture` (state dict to items, until it had joined), `plan` (until it was told
-    what to write: also the wait for the last rank), `stage` (the copy, while training waits) and
-    `write` (until its files were durable). Of the coordinator: `look` (what stands there), `plan`,
-    `build` (check the receipts, make the chunk table), `table`, and `record`: the commit."""
+    """For a rank: `capture` (state dict to items, until it has joined), `plan` (until it has its
+    part of the plan, which includes the wait for the last rank), `stage` (the copy, while training
+    waits) and `write` (until its files are durable). For the coordinator: `look` (find what is
+    stored there), `plan`, `build` (check the receipts, make the chunk table), `table`, and
+    `record`: the commit."""
     rank: int | None
-    """None for the coordinator."""
+    """The rank; None for the coordinator."""
     start_s: float
     stop_s: float
     num_bytes: int = 0
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration of the phase."""
         return self.stop_s - self.start_s
 
 
 @dataclass(frozen=True)
 class PhaseSummary:
-    """How long a phase took on all ranks, in seconds; also of those whose spans are not told."""
+    """Duration of a phase over all ranks, in seconds, not only those whose spans are listed."""
 
     phase: str
     num_ranks: int
@@ -83,16 +86,17 @@ class Straggler:
     seconds: float
     """From the first rank's begin of the phase to this rank's end."""
     median_s: float
-    """The same of the rank in the middle."""
+    """The same duration for the median rank."""
     where: str = ""
-    """Process and node, where Ray knows them."""
+    """Process and node of the rank, if Ray knows them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveTrace:
-    """The course of one save, to its commit.
+    """The course of one save up to its commit.
 
-    `.metadata` and the removal of what the save replaced come after the commit and are not in it.
+    Publishing `.metadata` and removing what the save replaced follow the commit and are not
+    included.
 
     Examples:
         >>> times = {"write": RankTimes.of([0, 1], [0.0, 0.0], [0.1, 0.9], [8, 8])}
@@ -108,17 +112,17 @@ class SaveTrace:
     """`"save"` or `"async_save"`."""
     world_size: int
     began_s: float
-    """When it began, in seconds since 1970 by the coordinator's clock."""
+    """When the save began, in seconds since 1970 by the coordinator's clock."""
     committed_s: float
-    """When the checkpoint stood, in seconds since the begin."""
+    """When the checkpoint was committed, in seconds since the begin."""
     spans: tuple[Span, ...] = ()
-    """The coordinator's, then those of the ranks in `ranks`, by rank."""
+    """Spans of the coordinator, then those of the ranks in `ranks`, by rank."""
     phases: tuple[PhaseSummary, ...] = ()
     stragglers: tuple[Straggler, ...] = ()
-    """The latest first; at most 24."""
+    """The stragglers, the latest first; at most 24."""
     held_by: str = HELD_BY
-    """Phases of an asynchronous save for which training waits: not `stage` where a thread copies,
-    though a rank may have waited for that too. Left out of the file where it is the usual."""
+    """Phases of an asynchronous save for which training waits. `stage` is not among them if a
+    thread copies, even if a rank waited for that too. The file omits the default."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -127,7 +131,7 @@ class SaveTrace:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that all ranks wrote."""
+        """Bytes that all ranks wrote together."""
         return sum(phase.num_bytes for phase in self.phases if phase.phase == "write")
 
     @property
@@ -140,9 +144,9 @@ class SaveTrace:
         return max(ends, default=0.0)
 
     def lanes(self) -> dict[int | None, tuple[Span, ...]]:
-        """Returns the spans of each lane of a picture: the coordinator's (None), then each rank's.
+        """Returns the spans of each lane of a timeline: the coordinator's (None), then each rank's.
 
-        A rank has one more, `commit`: from the end of its writing until the checkpoint stood.
+        A rank has an additional span `commit`: from the end of its writes to the commit.
         """
         found: dict[int | None, list[Span]] = {None: []}
         for span in self.spans:
@@ -157,7 +161,7 @@ class SaveTrace:
 
 @dataclass(frozen=True, eq=False)
 class RankTimes:
-    """A phase on many ranks, as columns of equal length."""
+    """The times of a phase on many ranks, as columns of equal length."""
 
     rank: npt.NDArray[np.int64]
     start_s: FloatArray
@@ -172,7 +176,7 @@ class RankTimes:
         stop_s: Sequence[float],
         num_bytes: Sequence[int] | None = None,
     ) -> RankTimes:
-        """Returns columns of lists; a phase never ends before it began."""
+        """Returns columns made of lists; an end before the begin is moved to the begin."""
         start = np.asarray(start_s, np.float64)
         stop = np.maximum(np.asarray(stop_s, np.float64), start)
         count = np.zeros(len(rank), np.int64) if num_bytes is None else np.asarray(num_bytes)
@@ -180,7 +184,7 @@ class RankTimes:
 
     @property
     def late_s(self) -> FloatArray:
-        """From the first rank's begin to the end of each."""
+        """For each rank, the time from the first rank's begin to its own end."""
         late_s: FloatArray = self.stop_s - self.start_s.min()
         return late_s
 
@@ -189,7 +193,7 @@ def trace_key(attempt: str) -> str:
     """Returns the key of an attempt's trace.
 
     Args:
-        attempt: Its id.
+        attempt: Id of the attempt.
 
     Examples:
         >>> trace_key("0123456789abcdef")
@@ -209,17 +213,17 @@ def make_trace(
     *,
     where: Mapping[int, str] = MappingProxyType({}),
 ) -> SaveTrace:
-    """Returns a trace of bounded size: of many ranks the late ones, a sample, and quantiles of all.
+    """Returns a trace of bounded size: stragglers, a sample of the other ranks, quantiles of all.
 
     Args:
-        attempt: Its id.
+        attempt: Id of the attempt.
         mode: See `SaveTrace`.
         world_size: Number of ranks.
         began_s: See `SaveTrace`.
         committed_s: See `SaveTrace`.
-        coordinator: Its spans.
-        times: By phase of `PHASES`, what is known of the ranks.
-        where: Process and node of ranks.
+        coordinator: Spans of the coordinator.
+        times: Times of the ranks, as far as known, by phase of `PHASES`.
+        where: Process and node of each rank, as far as known.
 
     Complexity:
         O(ranks log ranks) in numpy: with `encode_trace` 13 ms of CPU for 10,000 ranks.
@@ -255,10 +259,10 @@ def make_trace(
 
 
 def encode_trace(trace: SaveTrace) -> bytes:
-    """Returns a trace as JSON in UTF-8, with a line for each span and a digest at its end.
+    """Returns a trace as JSON in UTF-8, with one line per span and a digest at its end.
 
     Args:
-        trace: To be written.
+        trace: The trace to encode.
     """
     told: dict[str, Any] = {"format": _FORMAT, "version": _VERSION}
     told |= {f.name: getattr(trace, f.name) for f in fields(trace)}
@@ -277,14 +281,14 @@ def encode_trace(trace: SaveTrace) -> bytes:
 
 
 def decode_trace(data: bytes, *, key: str = "") -> SaveTrace:
-    """Returns a trace from its bytes.
+    """Returns the trace that `encode_trace` encoded.
 
     Args:
-        data: As `encode_trace` made them.
-        key: Of the file, for messages.
+        data: Content of the file.
+        key: Key of the file, for messages.
 
     Raises:
-        DamagedCheckpointError: These are none, or those of a newer version.
+        DamagedCheckpointError: The bytes are no trace, or one of a newer version.
     """
     try:
         if len(data) > MAX_TRACE_BYTES:
@@ -323,7 +327,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _row(kind: type, values: Any) -> Any:
-    """Returns a dataclass of a row that holds its fields in order, each of its type."""
+    """Returns a dataclass made from a row with its fields in order, each of the field's type."""
     named = zip(fields(kind), values, strict=True)
     return kind(*(_checked(str(field.type), value) for field, value in named))
 
@@ -352,7 +356,7 @@ def _stragglers(times: Mapping[str, RankTimes], where: Mapping[int, str]) -> tup
         if phase == "plan":
             continue  # to be early is to wait long
         late_s = columns.late_s
-        # Why the lower one: of two ranks, one is to be compared with the other.
+        # Why the lower median: of two ranks, one is compared with the other.
         median_s = float(np.sort(late_s)[(len(late_s) - 1) // 2])
         bound_s = max(LATE_RATIO * median_s, median_s + LATE_S)
         rows = np.flatnonzero(late_s > bound_s)

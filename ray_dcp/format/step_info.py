@@ -1,7 +1,7 @@
-"""What a `CheckpointManager` stores beside the checkpoint of a step, and its catalogue of steps.
+"""The info that a `CheckpointManager` stores beside a step's checkpoint, and its catalogue.
 
-One JSON object a file, canonical, with a digest of the rest. Which info belongs to which commit is
-told by names: the one written at slot P belongs to the first manifest above P.
+Each file is one canonical JSON object with a digest of its content. Names relate an info to its
+commit: the info written at slot P belongs to the first manifest above P.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class StepInfo:
-    """What was told about a step when it was saved."""
+    """The info that the user gave about a step when it was saved."""
 
     step: int
     created_s: float
     """Seconds since 1970 by the clock of rank 0."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The user's, of what JSON can hold."""
+    """The user's metadata: values that JSON can represent."""
     items: Mapping[str, str] = field(default_factory=dict)
-    """Folder of each named item, below the step's; empty for a step of one unnamed state."""
+    """Folder of each named item, below the step's; empty for a step with one unnamed state."""
 
 
 @dataclass(frozen=True)
 class CatalogueRow:
-    """What is known of a step folder, as long as its highest slot stays what it is."""
+    """What is known about a step folder; valid until its highest slot changes."""
 
     name: str
     last_slot: int = 0
     """Highest slot in use."""
     slot: int = 0
-    """Slot of the manifest that stands; 0 where none does, or that is not known."""
+    """Slot of the committed manifest; 0 if there is none, or it is not known."""
     attempt: str = ""
-    """Of that manifest; "" when there is none."""
+    """Attempt of that manifest; "" if there is none."""
     created_s: float = 0.0
     """Seconds since 1970 by the clock of the rank that saved it; 0 for stock checkpoints."""
     info: StepInfo | None = None
-    """What a manager was given about it."""
+    """The info that a manager stored about the step."""
 
 
 def info_key(slot: int) -> str:
-    """Returns the key of an info that is written when `slot` is the highest one in use.
+    """Returns the key of an info that is written while `slot` is the highest slot in use.
 
     Examples:
         >>> info_key(0)
@@ -72,19 +72,19 @@ def info_key(slot: int) -> str:
 
 
 def info_slot(key: str) -> int | None:
-    """Returns the slot of such a key; None for other keys."""
+    """Returns the slot of an `info_key`; None for other keys."""
     found = _INFO_KEY.fullmatch(key)
     return int(found[1]) if found else None
 
 
 def check_metadata(metadata: object) -> dict[str, Any]:
-    """Returns the user's metadata of a step, as JSON will give it back.
+    """Returns the user's metadata of a step after checking that JSON preserves it.
 
     Args:
         metadata: A mapping, or None.
 
     Raises:
-        InvalidRequestError: JSON does not give it back.
+        InvalidRequestError: JSON does not preserve the metadata.
 
     Examples:
         >>> check_metadata({"commit": "3f2a", "tokens": 10**12})
@@ -108,7 +108,7 @@ def check_metadata(metadata: object) -> dict[str, Any]:
 
 
 def encode_info(info: StepInfo) -> bytes:
-    """Returns the bytes of an info, equal for equal ones.
+    """Returns the bytes of an info; equal infos have equal bytes.
 
     Examples:
         >>> info = StepInfo(step=5, created_s=1.5, metrics={"loss": 0.25})
@@ -119,14 +119,14 @@ def encode_info(info: StepInfo) -> bytes:
 
 
 def decode_info(data: bytes, *, key: str | None = None) -> StepInfo:
-    """Returns the info that bytes hold.
+    """Returns the info that `encode_info` encoded.
 
     Args:
-        data: A file under an `info_key`.
+        data: Content of the file under an `info_key`.
         key: That key, for messages.
 
     Raises:
-        DamagedCheckpointError: The bytes are not what `encode_info` made.
+        DamagedCheckpointError: The bytes are not a result of `encode_info`.
     """
     try:
         return _info_of(_opened(data))
@@ -149,7 +149,7 @@ def decode_catalogue(data: bytes) -> list[CatalogueRow]:
     """Returns the rows of a catalogue.
 
     Raises:
-        DamagedCheckpointError: The bytes are not what `encode_catalogue` made.
+        DamagedCheckpointError: The bytes are not a result of `encode_catalogue`.
     """
     found = _opened(data)
     rows = found.get("rows")
@@ -179,7 +179,7 @@ def _info_of(found: Mapping[str, Any]) -> StepInfo:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise damaged(f"a number as metric {short(name)}", short(value))
     for folder in items.values():
-        # Why: it becomes a path, which must not lead out of the step's folder.
+        # Why: the folder becomes part of a path, which must not lead out of the step's folder.
         if not isinstance(folder, str) or _FOLDER.fullmatch(folder) is None:
             raise damaged("the folder of an item", short(folder))
     return StepInfo(

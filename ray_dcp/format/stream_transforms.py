@@ -1,6 +1,6 @@
-"""Undoes the stream transform that stock DCP can put around an item: zstd compression.
+"""Undoes the stream transform that stock DCP can apply to an item: zstd compression.
 
-Which items have one `.metadata` tells. DCP's other transforms are plug-ins of their users, whom
+`.metadata` names the transforms of each item. DCP's other transforms are plug-ins of users, which
 only DCP's own reader calls.
 Source: torch/distributed/checkpoint/_extension.py `ZStandard`; RFC 8878 3.1 (zstd frames).
 """
@@ -17,11 +17,11 @@ from ray_dcp.errors import DamagedCheckpointError
 pa: Any = pyarrow
 
 MAX_OBJECT_BYTES = 4 << 30
-"""Longest object that is unpacked. Why: a few bytes can unpack to any number of them."""
+"""Longest object that is decompressed. Why: a few bytes can expand to any number of bytes."""
 ZSTD = "stream.zstd/1"
-"""The one transform that is known here, as `.metadata` names it."""
+"""The one transform that is supported, by its name in `.metadata`."""
 _ITEM_STARTS = (b"PK", b"\x80")
-"""A zip of `torch.save`, and the bare pickles that it wrote before torch 1.6."""
+"""First bytes of a zip of `torch.save`, and of the bare pickles that it wrote before torch 1.6."""
 _MAX_LAYERS = 4
 _PIECE_BYTES = 1 << 20
 _WAY_OUT = (
@@ -33,16 +33,16 @@ _WAY_OUT = (
 def unpacked_item(
     data: bytes | memoryview, transforms: Sequence[str], *, max_bytes: int = MAX_OBJECT_BYTES
 ) -> bytes | memoryview:
-    """Returns an item as it was before the transforms that it went through.
+    """Returns an item with its transforms undone.
 
     Args:
         data: One whole item, as stored.
-        transforms: Their names, as `ForeignMetadata.transforms` has them; empty for none.
-        max_bytes: Longest item to expect.
+        transforms: Names of its transforms, from `ForeignMetadata.transforms`; empty for none.
+        max_bytes: Longest item accepted.
 
     Raises:
-        DamagedCheckpointError: A transform is not known here; or the item is damaged, or longer
-            than expected.
+        DamagedCheckpointError: A transform is unknown, or the item is damaged or longer than
+            `max_bytes`.
     """
     unknown = [name for name in transforms if name != ZSTD]
     if unknown:
@@ -60,10 +60,10 @@ def unpacked_item(
 
 
 def check_plain(data: bytes | memoryview) -> None:
-    """Checks that an item begins as `torch.save` begins all of its own.
+    """Checks that an item begins like the items that `torch.save` writes.
 
     Raises:
-        DamagedCheckpointError: It begins in another way.
+        DamagedCheckpointError: The item begins differently.
     """
     if not bytes(data[:2]).startswith(_ITEM_STARTS):
         raise DamagedCheckpointError(
@@ -78,7 +78,7 @@ def _unpacked(data: bytes | memoryview, max_bytes: int) -> bytes:
     room = memoryview(bytearray(_PIECE_BYTES))
     try:
         with pa.CompressedInputStream(pa.py_buffer(data), "zstd") as stream:
-            # Why not `read`: pyarrow 26 never frees what it took for a piece that fails to unpack.
+            # Why not `read`: pyarrow 26 leaks the memory of a piece that fails to decompress.
             while count := stream.readinto(room):
                 pieces.append(bytes(room[:count]))
                 num_bytes += count

@@ -1,19 +1,22 @@
-"""The chunk table on storage: which bytes of which file are which box of which tensor.
+"""The chunk table on storage: which bytes of which file hold which box of which tensor.
 
-The file `chunks.<attempt>.table` has the rows, a chunk each, in groups, and at its end a record
-(`core.packing`) with all tensors and the index of the groups. What belongs to one save alone is in
-its manifest (`table_places`).
+The file `chunks.<attempt>.table` has the rows, one per chunk, in groups, and at its end a record
+(`core.packing`) with all tensors and the index of the groups. Data that differs between the saves
+of a plan is in the manifest (`table_places`).
 
-**Groups.** A group has the chunks of some whole files, in their order: tensor, box, place. It is
-one packed frame, and after it, where the data files have no room for them, the block checksums. A
-reader takes the end of the file, and then only the groups with chunks of the boxes that it needs.
-The manifest has the digest of that end, the index those of the groups.
+    | group 0 | checksums | group 1 | checksums | ... | record: tensors, index |
+                                                      ^ `end_of`
 
-**The index** (`TableIndex`). For each group, and each tensor of which the group has chunks, it
-names the box around them.
+**Groups.** A group has the chunks of several whole files, in file order: tensor, box, place. It is
+one packed frame, followed by the block checksums if the data files have no room for them. A reader
+reads the end of the file, and then only the groups with chunks of the boxes that it needs. The
+manifest has the digest of the end, the index has the digests of the groups.
 
-*Trust*: `core.packing` makes no more of a file than a fixed multiple of its length, and everything
-else that it may claim is compared with what it is about.
+**The index** (`TableIndex`) has, for each group and each tensor with chunks in it, the bounding box
+of these chunks.
+
+*Trust*: `core.packing` bounds memory by a fixed multiple of the file's length, and every other
+claim of the file is checked against the data that it describes.
 """
 
 from __future__ import annotations
@@ -35,10 +38,10 @@ from ray_dcp.format.table_check import check_table, damaged
 from ray_dcp.planning.reads import Boxes, Wanted, meetings
 
 FORMAT_VERSION = 1
-"""The one that is written and read."""
+"""The version that is written and read."""
 MAX_TABLE_BYTES = 8 << 30
 GROUP_ROWS = 1 << 16
-"""Fewest rows of a group, but for the last."""
+"""Approximate rows per group: one group begins at the first file in each range of this length."""
 
 _MOST_WIDTH = 127
 _MOST_INDEX = (1 << 63) - 1
@@ -47,16 +50,16 @@ _PLACES = ("item_offset", "item_bytes", "payload_offset", "payload_bytes", "bloc
 
 @dataclass(frozen=True, eq=False)
 class TableIndex:
-    """Where the rows of which chunks are.
+    """The index of the groups: which chunks each group has, and where its bytes are.
 
     Attributes:
-        first_row: int64[g + 1], the first row of each group, and how many rows there are.
-        first_deferred: int64[g + 1], how many deferred chunks are before each group, and in all.
-        first_check: int64[g + 1], the same of the checksums that the table has.
-        start: int64[g + 1], the first byte of each group, and where the last one ends.
-        digests: Of the bytes of each group.
-        group: int32[b], ascending within a tensor.
-        boxes: Around the chunks that a group has of a tensor.
+        first_row: int64[g + 1], the first row of each group, and the number of rows.
+        first_deferred: int64[g + 1], number of deferred chunks before each group, and in total.
+        first_check: int64[g + 1], the same for the checksums that the table contains.
+        start: int64[g + 1], the first byte of each group, and the end of the last one.
+        digests: Digest of the bytes of each group.
+        group: int32[b], the group of each bounding box, ascending within a tensor.
+        boxes: Bounding boxes of the chunks of one tensor in one group.
     """
 
     first_row: Int64Array
@@ -69,15 +72,15 @@ class TableIndex:
 
     @property
     def num_groups(self) -> int:
-        """How many groups there are."""
+        """Number of groups."""
         return len(self.digests)
 
     def around(self, wanted: Sequence[Wanted], tensors: Sequence[int]) -> Int64Array:
-        """Returns the groups that have chunks of what is wanted, ascending.
+        """Returns the groups that have wanted chunks, ascending.
 
         Args:
-            wanted: Boxes.
-            tensors: Of which every chunk is wanted.
+            wanted: Boxes whose chunks are wanted.
+            tensors: Tensors of which every chunk is wanted.
         """
         used = np.isin(self.boxes.tensor, np.array(tensors, dtype=np.int64))
         found = [self.group[used]]
@@ -91,16 +94,16 @@ class TableIndex:
 
 
 def encode_table(table: ChunkTable) -> bytes:
-    """Returns the file of a chunk table; `decode_table` gives back an equal one.
+    """Encodes a chunk table; `decode_table` returns an equal one.
 
     Args:
-        table: Its chunks in the order of their files.
+        table: A chunk table whose chunks are in file order.
 
     Raises:
-        DamagedCheckpointError: The table contradicts itself, and would not be read back.
+        DamagedCheckpointError: The table contradicts itself, and could not be read back.
 
     Complexity:
-        O(chunks + checksums), about 0.5 us a chunk.
+        O(chunks + checksums), about 0.5 us per chunk.
     """
     check_table(table)
     if (np.diff(table.file) < 0).any():
@@ -138,19 +141,19 @@ def encode_table(table: ChunkTable) -> bytes:
 
 
 def decode_table(data: bytes) -> ChunkTable:
-    """Returns the chunk table that a file holds, after checking it.
+    """Decodes and checks a chunk table.
 
-    The caller compares the digest of `data` with the manifest first; what is checked here is that
-    the table can be used: counts before anything is allocated, boxes inside their tensors, indices
-    in range, checksums for every block, and the index.
+    The caller compares the digest of `data` with the manifest first. This function checks that the
+    table can be used: counts before anything is allocated, boxes inside their tensors, indices in
+    range, checksums for every block, and the index.
 
     Raises:
         DamagedCheckpointError: The bytes are no chunk table, or one that contradicts itself.
         UnsafeCheckpointError: A file lies outside the checkpoint's directory.
-        CheckpointError: Its format has another version.
+        CheckpointError: The format has another version.
 
     Complexity:
-        O(chunks + checksums), about 1 us a chunk.
+        O(chunks + checksums), about 1 us per chunk.
     """
     start = _start_of_end(data)
     found = GroupedTable(data[start:], len(data))
@@ -171,36 +174,36 @@ def decode_table(data: bytes) -> ChunkTable:
         and np.array_equal(mine.size, boxes.size)
     )
     if not same:
-        # Why: who believed the index would not find all chunks.
+        # Why: a reader that trusts a wrong index would miss chunks.
         raise damaged("an index with the boxes around the chunks of each group", "others")
     return table
 
 
 def end_of(data: bytes) -> int | None:
-    """Returns where the end of a table begins that tells of its groups; None: it has only one.
+    """Returns where the record at the end of a table begins; None if there is only one group.
 
     Args:
-        data: The whole file, that `encode_table` gave.
+        data: The whole file, as `encode_table` returned it.
     """
     start = _start_of_end(data)
     return start if GroupedTable(data[start:], len(data)).index.num_groups > 1 else None
 
 
 class GroupedTable:
-    """A chunk table whose groups are read when they are needed.
+    """A chunk table whose groups are read on demand.
 
     Args:
-        end: The last bytes of its file, from `end_of` on; verified.
-        num_bytes: Of the whole file.
+        end: The last bytes of its file, from `end_of` on; their digest is verified.
+        num_bytes: Length of the whole file.
 
     Attributes:
         tensors: The table without chunks.
         index: Where the chunks are.
 
     Raises:
-        DamagedCheckpointError: They are no such end.
+        DamagedCheckpointError: The bytes are not the end of a table.
         UnsafeCheckpointError: A file lies outside the checkpoint's directory.
-        CheckpointError: Its format has another version.
+        CheckpointError: The format has another version.
     """
 
     tensors: ChunkTable
@@ -230,23 +233,23 @@ class GroupedTable:
 
     @property
     def num_chunks(self) -> int:
-        """How many chunks there are in all."""
+        """Number of chunks in all groups."""
         return int(self.index.first_row[-1])
 
     def span(self, group: int) -> tuple[int, int]:
-        """Returns the first byte of a group, and the one after its last."""
+        """Returns the first byte of a group, and the end of its last byte, exclusive."""
         low, high = self.index.start[group : group + 2].tolist()
         return low, high
 
     def chunks(self, groups: Mapping[int, bytes | memoryview]) -> ChunkTable:
-        """Returns the table with the chunks of some groups.
+        """Returns the table with the chunks of the given groups.
 
         Args:
-            groups: Their bytes by number, ascending.
+            groups: Bytes of the groups, by number, ascending.
 
         Raises:
-            DamagedCheckpointError: They are not those of which the index has the digests, or
-                contradict it.
+            DamagedCheckpointError: The bytes do not match the digests of the index, or contradict
+                it.
         """
         found = [self._group(group, data) for group, data in groups.items()]
         if not found:
@@ -277,7 +280,7 @@ class GroupedTable:
         places: dict[str, Any] = dict(zip(_PLACES, columns[2 * width :], strict=True))
         late = int(index.first_deferred[group + 1] - index.first_deferred[group])
         if int((places["payload_offset"] < 0).sum()) != late:
-            # Why here: of several groups the sum may be right, and places would be mixed up.
+            # Why for each group: the sum over several may be right while places would be mixed up.
             raise damaged(f"{late} deferred chunks in group {group}", "another number")
         blocks = np.zeros(len(tensor), dtype=np.int64)
         if num_checks:
@@ -301,7 +304,7 @@ def _run(count: int) -> Int64Array:
 
 
 def _bounds(runs: Int64Array) -> Int64Array:
-    """Returns where to cut the rows into groups, of so many rows or a file: int64[g + 1]."""
+    """Returns where to cut rows into groups of whole files: int64[g + 1]."""
     first = offsets_of(runs)
     starts = first[:-1][runs > 0]
     cuts = starts[np.unique(starts // GROUP_ROWS, return_index=True)[1]]
@@ -319,7 +322,7 @@ def _encode_group(table: ChunkTable, low: int, high: int) -> bytes:
 
 
 def _boxes_of_groups(table: ChunkTable, bounds: Int64Array) -> tuple[Int32Array, Boxes]:
-    """Returns group, and box around its chunks, of each tensor in each group."""
+    """Returns group and bounding box of each tensor's chunks in each group."""
     group = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
     code = table.tensor.astype(np.int64) * len(bounds) + group
     order = np.argsort(code, kind="stable")

@@ -1,4 +1,4 @@
-"""Checks that a chunk table does not contradict itself, before anything is read by it.
+"""Checks that a chunk table does not contradict itself, before it is used to read.
 
 Whether its chunks cover their tensors is checked by `planning.coverage`.
 """
@@ -17,7 +17,7 @@ _MAX_VOLUME = float(1 << 62)
 
 
 def damaged(expected: str, found: str) -> DamagedCheckpointError:
-    """Returns the error for a chunk table that is not as it must be."""
+    """Returns the error for an invalid chunk table."""
     return DamagedCheckpointError(
         f"Expected {expected} in the chunk table, found {found}; it is damaged, load an "
         "earlier step"
@@ -25,17 +25,17 @@ def damaged(expected: str, found: str) -> DamagedCheckpointError:
 
 
 def check_table(table: ChunkTable, *, files: bool = True) -> None:
-    """Checks lengths, indices, boxes, places and numbers of checksums.
+    """Checks a table's lengths, indices, boxes, places and numbers of checksums.
 
-    A planned table passes too: it may lack all checksums, and places of deferred chunks.
+    A planned table passes too: it may lack all checksums and the places of deferred chunks.
 
     Args:
-        table: To check; nothing is changed.
-        files: Check that file names stay in the checkpoint's directory.
+        table: The table; not changed.
+        files: Also check that file names stay in the checkpoint's directory.
 
     Raises:
-        DamagedCheckpointError: It contradicts itself; the message names the first chunk or
-            tensor that does.
+        DamagedCheckpointError: The table contradicts itself; the message names the first chunk or
+            tensor at fault.
         UnsafeCheckpointError: A file lies outside the checkpoint's directory.
     """
     _check_lengths(table)
@@ -48,14 +48,14 @@ def check_table(table: ChunkTable, *, files: bool = True) -> None:
 
 
 def volumes(size: Int64Array) -> Int64Array:
-    """Returns the volume of each box; -1 where it is negative or beyond 2**62.
+    """Returns the volume of each box; -1 if a length is negative or the volume is beyond 2**62.
 
     Args:
-        size: int64[n, D].
+        size: int64[n, D], lengths of each box.
     """
     rough, found = np.ones(len(size)), np.ones(len(size), np.int64)
     bad = np.zeros(len(size), np.bool_)
-    # Why column by column: along rows of two or three numbers numpy takes five times as long.
+    # Why column by column: numpy takes five times as long along rows of two or three numbers.
     with np.errstate(over="ignore"):
         for dim in range(size.shape[1]):
             rough *= size[:, dim]
@@ -91,7 +91,7 @@ def _check_tensors(table: ChunkTable) -> None:
     known = np.array([dtype in ITEMSIZE for dtype in table.dtypes] + [False], dtype=bool)
     in_range = (table.dtype >= -1) & (table.dtype < len(table.dtypes))
     dtype_fits = in_range & ((table.dtype >= 0) | is_object)
-    # Careful: -1 finds the False that was appended.
+    # Careful: index -1 selects the False that was appended.
     plain = known[np.where(in_range, table.dtype, -1)] | (table.kind != Kind.TENSOR)
     width = table.shape.shape[1]
     padding = np.arange(width) >= table.ndim[:, None]

@@ -1,8 +1,8 @@
-"""What a chunk table has of one save alone: the attempt in its files' names, and deferred items.
+"""The parts of a chunk table that belong to one save: the attempt in file names, deferred items.
 
-The file of a table is the same in all saves of a plan: `{attempt}` stands in the names of its
-files, and deferred items, whose length shows when they are written, have no place. The manifest
-has the attempt, and the places as runs of equal ones, in the order of the table.
+The file of a table is the same for all saves of a plan: its file names contain `{attempt}`, and
+deferred items, whose length is known only once they are written, have no place. The manifest has
+the attempt, and the places as runs of equal ones, in the order of the table.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from ray_dcp.format.manifest import Manifest, PlaceRun
 from ray_dcp.format.table_check import check_table, damaged
 
 MOST_CHECKS = 1 << 29
-"""Of which no byte is in the table: those of 512 TiB in blocks of 1 MiB."""
+"""Most checksums that are outside the table: those of 512 TiB in blocks of 1 MiB."""
 
 
 class DeferredRows(NamedTuple):
-    """Which of all deferred chunks a part of a table has."""
+    """Which of all deferred chunks a part of a table contains."""
 
     rows: Int64Array
-    """int64[k], their numbers, in the order of the part."""
+    """int64[k], numbers of the deferred chunks, in the order of the part."""
     total: int
-    """How many there are in the whole table."""
+    """Number of deferred chunks in the whole table."""
 
 
 def checks_follow(manifest: Manifest) -> bool:
-    """Whether the data files end with their block checksums; else the chunk table has them.
+    """Returns whether the data files end with their block checksums, or the chunk table has them.
 
-    Why not always: the files of early versions in the container `safetensors` end with a tensor.
+    Why not always: early versions wrote `safetensors` files that end with a tensor.
     """
     return manifest.container == "torch_save"
 
 
 def place_runs(places: Int64Array) -> tuple[PlaceRun, ...]:
-    """Returns the places of deferred items as a manifest has them.
+    """Returns the places of deferred items in the form of a manifest.
 
     Args:
-        places: int64[k, 3], item offset, item bytes and block bytes of each.
+        places: int64[k, 3], item offset, item bytes and block bytes of each item.
 
     Examples:
         >>> place_runs(np.array([[64, 9, 1024], [64, 9, 1024], [128, 9, 1024]]))
@@ -60,18 +60,20 @@ PlaceRun(item_offset=128, item_bytes=9, block_bytes=1024, num_items=1))
 def with_places(
     table: ChunkTable, manifest: Manifest, deferred: DeferredRows | None = None
 ) -> ChunkTable:
-    """Returns the chunk table of one attempt, or a part of it.
+    """Returns the chunk table of one attempt, or of a part of it.
 
     Args:
-        table: What all saves of the plan share; of each file all chunks or none.
-        manifest: Of the attempt.
-        deferred: Which deferred chunks are in `table`; None: all.
+        table: The table that all saves of the plan share, with all chunks of a file or none.
+        manifest: Manifest of the attempt.
+        deferred: Which deferred chunks `table` contains; None means all.
 
     Returns:
-        Checksums that data files end with are 0, to be filled in (`io.table_parts.CheckFile`).
+        The table. Checksums at the end of data files are 0 in it, and are filled in later
+        (`io.table_parts.CheckFile`).
 
     Raises:
-        DamagedCheckpointError: They do not belong together, or the whole contradicts itself.
+        DamagedCheckpointError: Table and manifest don't belong together, or the result contradicts
+            itself.
     """
     if (np.diff(table.file) < 0).any():
         raise damaged("chunks in the order of their files", "another order")
@@ -94,7 +96,7 @@ def with_places(
     if checks_follow(manifest):
         if len(checks):
             raise damaged("no checksums beside those that its files end with", f"{len(checks)}")
-        # Why zeros: memory that is never touched is never taken.
+        # Why zeros: the system allocates memory only once it is written to.
         checks = np.zeros(int(check_start[-1]), np.uint64)
     elif not np.array_equal(table.check_start, check_start):
         raise damaged(f"{check_start[-1]} checksums, block by block", f"{len(checks)}")
@@ -104,11 +106,11 @@ def with_places(
 
 
 def placed(table: ChunkTable, attempt: str, places: Int64Array) -> ChunkTable:
-    """Returns a planned chunk table with the names of one attempt's files and all places.
+    """Returns a planned chunk table with the file names of one attempt and all places.
 
     Args:
-        table: What all saves of the plan share.
-        attempt: Takes the place of `{attempt}` in names.
+        table: The table that all saves of the plan share.
+        attempt: Id that replaces `{attempt}` in file names.
         places: int64[k, 3], item offset, item bytes and block bytes of each deferred chunk.
     """
     late = np.flatnonzero(table.payload_offset < 0)
@@ -126,13 +128,13 @@ _PLACES = {
     "payload_offset": 0,
     "payload_bytes": 1,
 }
-"""Columns of a chunk table, and what of a deferred chunk's place they have."""
+"""Columns of a chunk table, with the column of `places` that fills them for deferred chunks."""
 
 
 def starts_of_files(table: ChunkTable) -> Int64Array:
-    """Returns where the chunks of each file begin, and how many there are: int64[f + 1].
+    """Returns where the chunks of each file begin, and the number of chunks: int64[f + 1].
 
     Args:
-        table: Its chunks in the order of their files.
+        table: A chunk table whose chunks are in file order.
     """
     return np.searchsorted(table.file, np.arange(len(table.files) + 1)).astype(np.int64)

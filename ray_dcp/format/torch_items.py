@@ -1,19 +1,22 @@
-"""Items of `torch.save`, without unpickling: their frames, and where the raw bytes of a tensor lie.
+"""Items of `torch.save` without unpickling: their frames, and the place of a tensor's raw bytes.
 
-**Writing** (`Frame`). An item is a header, the payload (the tensor's C-order bytes) and a footer:
-an uncompressed zip with the records `data.pkl`, `byteorder`, `version` and, last, `data/0`, so that
-the footer is only the zip's directory. Why not what `torch.save` writes: `.format_version` would
-promise torch that the payload lies where torch's own layout puts it (`calculate_storage_offsets`),
-and the record after the payload would make the footer longer. Both are optional for every torch
-since 1.6.
+**Writing** (`Frame`). An item is an uncompressed zip with the records `data.pkl`, `byteorder`,
+`version` and, last, `data/0`, so that the footer is only the zip's directory:
 
-**Reading** (`parse_torch_save`). It walks the zip's local headers from the start of the item, so
-that no second read for the zip's directory is needed. `_TensorMachine` reads from `data.pkl` which
-tensor it describes. Nothing is imported, called or built but tuples of numbers.
+    | header: data.pkl, byteorder, version, start of data/0 | payload | footer: directory |
 
-**Checking** (`check_directory`). `torch.load` believes a zip's directory: of a few bytes that
-unpack to any number, it would make them all. torch itself never compresses, so the end of an item
-must be the directory of a zip that holds it uncompressed. `view.verify` checks the CRCs.
+The payload is the tensor's C-order bytes. Why not the records of `torch.save`: `.format_version`
+would promise torch that the payload lies where torch's own layout puts it
+(`calculate_storage_offsets`), and the record after the payload would make the footer longer. Both
+are optional for every torch since 1.6.
+
+**Reading** (`parse_torch_save`) walks the zip's local headers from the start of the item, so that
+no second read for the zip's directory is needed. `_TensorMachine` finds the tensor that `data.pkl`
+describes. Nothing is imported or called, and only tuples of numbers are built.
+
+**Checking** (`check_directory`). `torch.load` trusts a zip's directory, so a few compressed bytes
+could expand to any number of bytes. torch itself never compresses, so the end of an item must be
+the directory of a zip that holds it uncompressed. `view.verify` checks the CRCs.
 
 Source: torch/serialization.py `_save`, `_load`; torch/_utils.py `_rebuild_tensor_v2`,
 `_rebuild_tensor_v3`; caffe2/serialize/inline_container.cc; APPNOTE.TXT 4.3 (zip), 4.5.3 (zip64);
@@ -49,10 +52,10 @@ _MAX_NDIM = 64
 
 
 class NotPlainTensor(CheckpointError):
-    """The item is no plain tensor in torch's layout; `torch.load(weights_only=True)` may read it.
+    """An item is no plain tensor in torch's layout; `torch.load(weights_only=True)` may read it.
 
-    A tensor subclass, a sparse, quantised, nested or conjugated tensor, a compressed zip. `key`
-    is the pickle global that said so, if one did.
+    Such items are tensor subclasses, sparse, quantised, nested or conjugated tensors, and
+    compressed zips. `key` is the pickle global that shows it, if there is one.
     """
 
 
@@ -76,7 +79,7 @@ class TensorItem:
 
     @property
     def is_contiguous(self) -> bool:
-        """The tensor is its raw bytes, in C order, without gap."""
+        """Whether the raw bytes are exactly the tensor, in C order, without gaps."""
         if 0 in self.size:
             return True
         step = 1
@@ -84,7 +87,7 @@ class TensorItem:
             if length > 1 and stride != step:
                 return False
             step *= length
-        # A view that takes up all raw bytes starts at the first of them.
+        # A view that covers all raw bytes starts at the first of them.
         return step * ITEMSIZE[self.dtype] == self.payload_bytes
 
 
@@ -100,7 +103,7 @@ class _Storage:
     """None for an untyped storage."""
     key: str
     count: int
-    """Elements, or bytes of an untyped storage."""
+    """Number of elements; number of bytes for an untyped storage."""
 
 
 class _Hooks:
@@ -115,11 +118,11 @@ _REBUILDS = frozenset(
 _OPCODES_OF_OBJECTS = frozenset(ord(opcode.code) for opcode in pickletools.opcodes) - frozenset(
     b"\x80KMJ)\x85\x86\x87N\x88\x89qrhj(tX\x8acQR."
 )
-"""Those with which torch writes no plain tensor."""
+"""Opcodes that torch never writes for a plain tensor."""
 
 
 class _TensorMachine(PickleMachine):
-    """Finds the tensor that a pickle describes; builds nothing but tuples of numbers."""
+    """Finds the tensor that a pickle describes; builds only tuples of numbers."""
 
     def _other(self, opcode: int) -> None:
         if opcode in _OPCODES_OF_OBJECTS:
@@ -156,7 +159,7 @@ class _TensorMachine(PickleMachine):
                 (_Storage() as storage, offset, size, stride, _, _Hooks(), Global(name=dtype)),
             ):
                 return _view(storage, dtype.removeprefix("torch."), offset, size, stride)
-        # For example a seventh argument of _rebuild_tensor_v2: a conjugate or negative bit is set.
+        # For example, a seventh argument of _rebuild_tensor_v2 sets a conjugate or negative bit.
         raise NotPlainTensor("The item's pickle calls a rebuild in a way no plain tensor needs")
 
     def _with_state(self, target: Any, state: Any) -> Any:
@@ -193,7 +196,7 @@ def _view(storage: _Storage, dtype: str | None, offset: Any, size: Any, stride: 
         raise NotPlainTensor(f"The item has the dtype {dtype}, which has no raw bytes of its own")
     storage_bytes = storage.count * (ITEMSIZE[storage.dtype] if storage.dtype else 1)
     if not (_is_length(offset) and _is_shape(size) and _is_shape(stride)):
-        # Careful: these may be anything, also tuples too deep or too large to print.
+        # Careful: these may be anything, including tuples too deep or too large to print.
         raise _damaged("an offset, a size and a stride", "other values")
     last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=False))
     too_far = 0 not in size and (last + 1) * ITEMSIZE[dtype] > storage_bytes
@@ -221,12 +224,12 @@ _FULL32 = 0xFFFFFFFF
 
 
 class NeedMoreBytes(CheckpointError):
-    """The head of an item is too short to tell where its tensor lies: read more of it.
+    """The head of an item is too short to find its tensor: more bytes must be read.
 
     Args:
-        message: As for `CheckpointError`.
-        num_bytes: How many bytes from the start of the item to read before trying again.
-        fields: As for `CheckpointError`.
+        message: See `CheckpointError`.
+        num_bytes: Length of the head to read for the next try, from the start of the item.
+        fields: See `CheckpointError`.
     """
 
     def __init__(self, message: str, *, num_bytes: int = 0, **fields: Any) -> None:
@@ -238,24 +241,24 @@ class NeedMoreBytes(CheckpointError):
 
 
 def parse_torch_save(head: bytes | bytearray | memoryview, item_bytes: int) -> TensorItem:
-    """Returns what and where the tensor of an item is.
+    """Returns the tensor of an item: its dtype, shape, stride and place.
 
-    Reads items that ray_dcp wrote and those of stock torch since 1.6, whatever the sizes in the
-    local headers say (torch defers them to data descriptors).
+    The item may be written by ray_dcp or by stock torch since 1.6, whose local headers may lack
+    sizes (torch defers them to data descriptors).
 
     Args:
         head: First bytes of the item; 1,024 are enough for nearly all.
         item_bytes: Length of the whole item.
 
     Raises:
-        NeedMoreBytes: `head` ends too early; `num_bytes` tells how much to read.
-        NotPlainTensor: It is something else that torch can store; let
-            `torch.load(weights_only=True)` judge and read it.
-        UnsafeCheckpointError: The pickle asks for something that no tensor needs; `key` names it.
-        DamagedCheckpointError: These bytes are no item of `torch.save`, or contradict themselves.
+        NeedMoreBytes: `head` ends too early; `num_bytes` is the length to read.
+        NotPlainTensor: The item is something else that torch can store; let
+            `torch.load(weights_only=True)` check and read it.
+        UnsafeCheckpointError: The pickle names something that no tensor needs; `key` is that name.
+        DamagedCheckpointError: The bytes are no item of `torch.save`, or contradict themselves.
 
     Complexity:
-        About 30 us an item.
+        About 30 us per item.
     """
     walk = _Walk(bytes(head[:_MAX_HEAD_BYTES]), item_bytes)
     view: TensorItem | None = None
@@ -281,7 +284,7 @@ def parse_torch_save(head: bytes | bytearray | memoryview, item_bytes: int) -> T
 
 
 def _described(pickled: bytes) -> TensorItem:
-    """Returns the tensor that a pickle describes; where its bytes lie is not known yet."""
+    """Returns the tensor that a pickle describes, without the place of its bytes."""
     machine = _TensorMachine(pickled)
     view = machine.load()
     if machine.position != len(pickled):
@@ -296,7 +299,7 @@ class _Record:
     name: str
     start: int
     length: int | None
-    """None when a data descriptor after the data tells."""
+    """Length of the data; None if only a data descriptor after the data contains it."""
 
 
 class _Walk:
@@ -357,14 +360,14 @@ class _Walk:
         raise _damaged("a data descriptor", "none")
 
     def finish_record(self, record: _Record, end: int) -> None:
-        """Moves to the record after one whose data ends at `end`."""
+        """Moves to the record that follows one whose data ends at `end`."""
         if record.length is not None:
             self.pos = record.start + record.length
             return
         self.need(end + 24)
         if self.head[end : end + 4] != _DESCRIPTOR:
             raise _damaged(f"a data descriptor after the record {record.name!r}", "none")
-        # Why: the descriptor has two 4-byte lengths, or two of 8 bytes in a zip64 record.
+        # Why: the lengths in a descriptor have 4 bytes each, or 8 in a zip64 record.
         wide = self.head[end + 16 : end + 20] not in (b"PK\3\4", b"PK\1\2")
         self.pos = end + (24 if wide else 16)
 
@@ -384,7 +387,7 @@ def _placed(view: TensorItem, record: _Record, item_bytes: int) -> TensorItem:
 
 FRAME_ALIGNMENT = 64
 """A header's length is a multiple of this, so that the payload of an item that is cut out of its
-file is aligned too; the alignment that `torch.save` itself keeps."""
+file is aligned too. `torch.save` uses the same alignment."""
 
 _MAX_BYTES = 1 << 62
 _FULL16 = 0xFFFF
@@ -399,10 +402,10 @@ _LOCATOR64 = struct.Struct("<4sIQI")
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What goes before and after the raw bytes of one tensor."""
+    """The bytes before and after the raw bytes of one tensor."""
 
     header: bytes
-    """Its length is a multiple of 64."""
+    """The bytes before the payload; their length is a multiple of 64."""
     footer: bytes
 
 
@@ -410,8 +413,8 @@ class Frame:
 def torch_save_frame(dtype: str, size: tuple[int, ...]) -> Frame:
     """Returns the frame of one C-contiguous tensor.
 
-    `header + payload + footer` is what `torch.load` reads with `weights_only=True` and with
-    `mmap=True`. The CRC of the payload is left 0: torch never checks it, and block checksums do.
+    `torch.load` reads `header + payload + footer`, with `weights_only=True` and with `mmap=True`.
+    The CRC of the payload is 0: torch never checks it, and block checksums protect the payload.
 
     Args:
         dtype: Name of a torch dtype, without prefix.
@@ -422,7 +425,7 @@ def torch_save_frame(dtype: str, size: tuple[int, ...]) -> Frame:
         InvalidRequestError: A length is negative, or the tensor is beyond 2**62 bytes.
 
     Complexity:
-        About 15 us when made, 0.2 us from the cache of the last 8,192 shapes.
+        About 15 us, or 0.2 us from the cache of the last 8,192 shapes.
 
     Examples:
         >>> frame = torch_save_frame("float32", (2, 3))
@@ -453,7 +456,7 @@ def frame_bytes_many(
     ndim: npt.NDArray[np.integer],
     size: Int64Array,
 ) -> tuple[Int64Array, Int64Array]:
-    """Returns the lengths of the frames of many tensors at once, without making the frames.
+    """Returns the frame lengths of many tensors at once, without making the frames.
 
     Args:
         dtypes: Vocabulary of dtype names.
@@ -603,14 +606,14 @@ _DIRECTORY_BASE = (
 
 
 def stored_records(data: bytes | memoryview) -> list[tuple[str, memoryview]]:
-    """Returns names and bytes of the records of a whole item.
+    """Returns the name and the bytes of each record of a whole item.
 
     Args:
         data: The item.
 
     Raises:
-        DamagedCheckpointError: It does not end with the directory of a zip, or a record of it is
-            compressed, encrypted or not in the item; or all of them are longer than the item.
+        DamagedCheckpointError: The item does not end with the directory of a zip, or a record is
+            compressed, encrypted or outside the item, or the records together are longer than it.
     """
     view, total, found = memoryview(data), 0, []
     for name, start, length in _entries(data, len(data)):
@@ -633,7 +636,7 @@ def check_directory(data: bytes | memoryview, item_bytes: int) -> None:
         item_bytes: Length of the whole item.
 
     Raises:
-        DamagedCheckpointError: It is no directory, or one that contradicts itself; or a record is
+        DamagedCheckpointError: There is no directory, or it contradicts itself, or a record is
             compressed or encrypted.
     """
     for _ in _entries(data, item_bytes):
@@ -641,7 +644,7 @@ def check_directory(data: bytes | memoryview, item_bytes: int) -> None:
 
 
 def _entries(data: bytes | memoryview, item_bytes: int) -> Iterator[tuple[str, int, int]]:
-    """Yields name, place of the local header and length of each record."""
+    """Yields name, offset of the local header, and length of each record."""
     start, stop, count = _directory(data, item_bytes - len(data))
     for _ in range(count):
         if start + _CENTRAL.size > stop:
@@ -669,9 +672,9 @@ def _entries(data: bytes | memoryview, item_bytes: int) -> Iterator[tuple[str, i
 
 
 def _directory(data: bytes | memoryview, before: int) -> tuple[int, int, int]:
-    """Returns first byte, end and number of entries of the directory; `before` is not in `data`.
+    """Returns first byte, end and number of entries of a directory; `before` bytes precede `data`.
 
-    Careful: readers look for the last of these marks. Only at the very end it is surely that.
+    Careful: readers look for the last end-of-directory mark, so it must be at the very end.
     """
     at = len(data) - _END.size
     if at < 0 or bytes(data[at : at + 4]) != b"PK\5\6":
@@ -700,7 +703,7 @@ def _directory(data: bytes | memoryview, before: int) -> tuple[int, int, int]:
 
 
 def _long(extra: bytes, values: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Returns lengths and place of a record, of which some may be in its zip64 field."""
+    """Returns the lengths and the offset of a record, some of which may be in its zip64 field."""
     if _FULL32 not in values:
         return values
     at = 0
