@@ -1,7 +1,8 @@
-"""Where torch begins: tensors and state dicts to plan values and back. No ray, no storage of ours.
+"""The layer between torch and planning: converts tensors and state dicts to plan values and back.
 
-Importing it makes `ray_dcp.CheckpointError` a torch `CheckpointException` too, so that code written
-for `torch.distributed.checkpoint` catches ours. It stays an `Exception`.
+It uses neither ray nor ray_dcp's storage. Importing it makes `ray_dcp.CheckpointError` a torch
+`CheckpointException` too, so that code written for `torch.distributed.checkpoint` catches it. It
+remains an `Exception`.
 """
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -12,9 +13,9 @@ __all__: list[str] = []
 
 
 def _adopt() -> None:
-    """Gives `CheckpointError` torch's class as a second base; again changes nothing.
+    """Makes torch's class a second base of `CheckpointError`; idempotent.
 
-    Careful: in the other order Python refuses, as the two have different memory layouts.
+    Careful: Python refuses the other order, as the two classes have different memory layouts.
     """
     if CheckpointException not in CheckpointError.__bases__:
         CheckpointError.__bases__ = (Exception, CheckpointException)

@@ -1,11 +1,10 @@
-"""What a rank holds of a state dict: items as columns, and where their bytes come from.
+"""Captures what a rank holds of a state dict: items as columns, and the sources of their bytes.
 
-`tensors` gives the bytes of a single tensor, `shards` the boxes of a sharded one, `objects` the
+`tensors` returns the bytes of a single tensor, `shards` the boxes of a sharded one, `objects` the
 bytes of an object.
 
-`checking_finite` looks for NaN and infinities, where `SaveOptions.nonfinite` asks for it, in the
-bytes that will be saved, before the ranks join the save: a save that is refused has neither plan
-nor file.
+If `SaveOptions.nonfinite` asks for it, `checking_finite` searches the bytes to be saved for NaN and
+infinities before the ranks join the save, so that a refused save has neither plan nor file.
 """
 
 from __future__ import annotations
@@ -48,25 +47,25 @@ from ray_dcp.torch_adapter.tensors import (
 )
 
 NonFinite = tuple[int, int]
-"""How many values are NaN, and how many infinite."""
+"""Number of NaN, and number of infinities."""
 
 SPLIT_BYTES = 4 << 20
-"""Plain floating tensors from this size on are cut over the ranks that hold them."""
+"""Plain floating tensors of at least this size are split among the ranks that hold them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Capture:
     """The items of one rank, captured for one save.
 
-    The tensors are not copied: until the save has read them they must not change.
+    The tensors are not copied: they must not change until the save has read them.
 
     Attributes:
-        columns: One row an item.
-        source: Row of a `Kind.TENSOR` item to its whole C-order bytes: readable, one dimension of
-            uint8. Thread-safe; may be asked again.
-        deferred: Row of a `Kind.OBJECT` or `Kind.OPAQUE` item to what `torch.save` makes of it.
-            Thread-safe; may be asked again and returns the same bytes.
-        warnings: What the user should know, one sentence each.
+        columns: One row per item.
+        source: Returns the whole C-order bytes of the `Kind.TENSOR` item in a row: readable, one
+            dimension of uint8. Thread-safe; may be called repeatedly.
+        deferred: Returns the `torch.save` bytes of the `Kind.OBJECT` or `Kind.OPAQUE` item in a
+            row. Thread-safe; may be called repeatedly, and returns the same bytes.
+        warnings: Warnings for the user, one sentence each.
     """
 
     columns: Columns
@@ -87,28 +86,28 @@ def capture(
 ) -> Capture:
     """Returns what this rank has to save.
 
-    Every rank gives an item for every value that it has, like torch's
-    `create_default_local_save_plan`; who writes a value that several have is for the plan to
-    say. Objects, plain tensors and replicas of a DTensor's boxes carry a digest of all their bytes
-    then, by which differing values are found.
+    Every rank returns an item for every value that it has, like torch's
+    `create_default_local_save_plan`; the plan decides which rank writes a value that several have.
+    With several ranks, objects, plain tensors and replicas of a DTensor's boxes carry a digest of
+    all their bytes, which reveals differing values.
 
     Args:
-        state_dict: Values, nested as DCP allows; top-level `Stateful` values are asked for their
-            `state_dict()`. Not changed.
-        rank: Of this process, for messages and for `PerRank` values.
+        state_dict: Values, nested as DCP allows; `state_dict()` of top-level `Stateful` values is
+            called. Not changed.
+        rank: Rank of this process, for messages and for `PerRank` values.
         world_size: Number of ranks that save together.
         options: `objects="refuse"` makes an object that a safe load refuses an error.
-        flatten_state_dict: As in DCP's `DefaultSavePlanner`. False saves only the top level:
-            nested containers as objects.
-        flatten_sharded_tensors: As there.
-        stateful: Replace top-level `Stateful` values; False as in DCP's `save_state_dict`.
+        flatten_state_dict: See DCP's `DefaultSavePlanner`. False flattens only the top level, and
+            saves nested containers as objects.
+        flatten_sharded_tensors: See DCP's `DefaultSavePlanner`.
+        stateful: Replace top-level `Stateful` values; DCP's `save_state_dict` passes False.
 
     Returns:
         The capture, which keeps the tensors alive.
 
     Raises:
         UnsupportedValueError: Values can't be saved (meta, sparse, quantised or `Partial` tensors,
-            objects that do not pickle); all of them are named.
+            objects that do not pickle); the message names all of them.
         StateDictError: Names collide, or the state dict contains itself.
 
     Complexity: linear; about 1 us for a plain CPU tensor, 10 us for a DTensor, 30 us for an object
@@ -158,13 +157,14 @@ def _check(rows: Rows, options: SaveOptions, rank: int) -> None:
 
 
 class TensorBytes:
-    """The `Capture.source` of tensors, one by one or many at once.
+    """The `Capture.source` of tensors, for one or many rows at once.
 
-    Made in the thread of the save's caller, by whose streams of devices its moment goes.
+    It is created in the thread of the save's caller, whose device streams define the moment of
+    capture.
 
     Args:
-        values: The tensor behind each row; others where a row is deferred.
-        columns: The rows, for messages.
+        values: The tensor of each row; rows that are deferred may have other values.
+        columns: The columns, for messages.
     """
 
     def __init__(self, values: Sequence[Any], columns: Columns | None = None) -> None:
@@ -176,7 +176,7 @@ class TensorBytes:
         """Returns the bytes of a row.
 
         Raises:
-            UnsupportedValueError: Its memory was freed since it was captured.
+            UnsupportedValueError: The tensor's memory was freed after the capture.
         """
         try:
             return host_bytes(self._values[row])
@@ -189,7 +189,7 @@ class TensorBytes:
             ) from None
 
     def many(self, rows: Sequence[int]) -> list[memoryview]:
-        """Returns the bytes of many rows: less work than one by one if they are small."""
+        """Returns the bytes of many rows; cheaper than one by one for small tensors."""
         values = self._values
         try:
             return host_bytes_of_many([values[row] for row in rows])
@@ -197,10 +197,10 @@ class TensorBytes:
             return list(map(self, rows))
 
     def nonfinite(self, rows: Sequence[int]) -> dict[int, NonFinite]:
-        """Returns the counts of those rows that are on devices, made there.
+        """Counts nonfinite values on the device, for those of the rows that are on devices.
 
         Args:
-            rows: Of tensors.
+            rows: Rows of tensors.
         """
         on_device: dict[torch.device, list[int]] = defaultdict(list)
         for row in rows if self._moment.marks else ():
@@ -213,18 +213,18 @@ class TensorBytes:
         return found
 
     def filler(self, host: Any) -> Any:
-        """Returns what copies tensors from their GPUs as they are at the moment of the capture.
+        """Returns a filler that copies tensors from their GPUs as of the moment of the capture.
 
-        None when none is on a GPU.
+        Returns None if no tensor is on a GPU.
 
         Args:
-            host: Copies those in host memory; see `ray_dcp.stage.copying.DeviceSource`.
+            host: Filler for tensors in host memory; see `ray_dcp.stage.copying.DeviceSource`.
         """
         return self._moment.filler(self._values, host)
 
 
 class _Deferred:
-    """An item that is serialised when it is first asked for, and then kept."""
+    """An item that is serialised on first access, and cached."""
 
     __slots__ = ("_data", "_fqn", "_lock", "_value")
 
@@ -243,15 +243,15 @@ class _Deferred:
 
 
 class Rows:
-    """Columns in the making: lists with one entry an item, and the value behind each.
+    """Collects columns: lists with one entry per item, and the value of each item.
 
     Attributes:
         name: Number of each item's name.
-        boxes: By row: items that are a part of a tensor, which must not be cut further.
-        replicated: Rows of such parts that other ranks may hold too, and so may be cut.
-        values: What gives the bytes of each item.
-        problems: Why values can't be saved.
-        warnings: What the user should know.
+        boxes: By row, items that are a part of a tensor, which must not be cut further.
+        replicated: Rows of such parts that other ranks hold too, so that they may be cut.
+        values: The source of each item's bytes.
+        problems: Reasons why values can't be saved.
+        warnings: Warnings for the user.
     """
 
     def __init__(
@@ -277,9 +277,9 @@ class Rows:
         self.warnings: list[str] = []
 
     def fill(self, flat: Flat) -> None:
-        """Adds the items of every value; what can't be saved goes to `problems`."""
+        """Adds the items of every value; adds values that can't be saved to `problems`."""
         stop = 0
-        # Why the last question inline: a call for each of many tensors would take a tenth longer.
+        # Why the last check is inline: a call for each of many tensors would take a tenth longer.
         is_plain_one = [
             type(value) in PLAIN_TYPES
             and not (hasattr(value, "global_shape") and is_checkpointable(value))
@@ -300,7 +300,7 @@ class Rows:
                     self.add_name(fqn, flat.paths[row] if self._with_paths else None)
 
     def _plain(self, flat: Flat, rows: slice) -> None:
-        """Adds many plain tensors, column by column: a third of the time of one by one."""
+        """Adds many plain tensors column by column, in a third of the time of one by one."""
         names, paths, tensors = flat.names[rows], flat.paths[rows], flat.values[rows]
         dtypes = [tensor.dtype for tensor in tensors]
         try:
@@ -387,7 +387,7 @@ class Rows:
         requires_grad: bool,
         digest: int,
     ) -> None:
-        """Adds an item of the name that `add_name` adds next; see `Columns`."""
+        """Adds an item whose name the next `add_name` adds; see `Columns`."""
         self.name.append(len(self._names))
         self._kind.append(kind)
         self._dtype.append(dtype)
@@ -397,7 +397,7 @@ class Rows:
         self.values.append(value)
 
     def add_name(self, fqn: str, path: NamePath | None) -> int:
-        """Adds the name of the items before, and returns its number."""
+        """Adds the name of the items added before it, and returns its number."""
         self._names.append(fqn)
         self._paths.append(path)
         return len(self._names) - 1
@@ -405,7 +405,7 @@ class Rows:
     def columns(self) -> Columns:
         """Returns the rows as columns."""
         if self._digests:
-            # Why here: those on a GPU are digested together.
+            # Why here: tensors on a GPU are digested together.
             tensors = [self.values[row] for row in self._compared]
             for row, value in zip(self._compared, content_digests(tensors), strict=True):
                 self._value[row] = value
@@ -441,7 +441,7 @@ class Rows:
         splittable: BoolArray = (size.prod(axis=1) * width >= SPLIT_BYTES) & (
             np.array(self._kind) == _TENSOR
         )
-        # A shard that is not replicated by intention must not be cut: a second holder is an error.
+        # A shard that is not a declared replica must not be cut: a second holder is an error.
         splittable[list(self.boxes)] = False
         splittable[list(self.replicated)] = True
         return splittable
@@ -451,10 +451,10 @@ _TENSOR, _OBJECT, _OPAQUE = int(Kind.TENSOR), int(Kind.OBJECT), int(Kind.OPAQUE)
 
 
 def alone(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
-    """Returns a tensor subclass as it is pickled: detached, on the CPU, in its own storage.
+    """Returns a tensor subclass in the form that is pickled: detached, on the CPU, own storage.
 
     Raises:
-        UnsupportedValueError: It has no values that could be pickled.
+        UnsupportedValueError: The tensor has no values that could be pickled.
     """
     if tensor.is_meta or tensor.is_nested:
         raise UnsupportedValueError(
@@ -473,15 +473,15 @@ def alone(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
 
 
 _SLAB_ELEMENTS = 1 << 16
-"""Values that are looked at together: they stay in the cache."""
+"""Number of values that are checked at once: they stay in the cache."""
 _MOST_NAMED = 8
 
 
 def check_nonfinite(options: SaveOptions, path: str) -> None:
-    """Checks that NaN and infinities are not looked for where a storage writer of others saves.
+    """Refuses a check for NaN and infinities where a third-party storage writer saves.
 
     Raises:
-        InvalidRequestError: They are.
+        InvalidRequestError: The options ask for the check.
     """
     if options.nonfinite != "ignore":
         raise InvalidRequestError(
@@ -494,15 +494,15 @@ def check_nonfinite(options: SaveOptions, path: str) -> None:
 def checking_finite(
     take: Callable[[], Capture], options: SaveOptions, rank: int
 ) -> Callable[[], Capture]:
-    """Returns what captures as `take` does, and looks for NaN and infinities if it is to.
+    """Returns a function that captures like `take`, and checks for NaN and infinities if asked.
 
     Args:
         take: Captures the state.
-        options: `nonfinite` counts.
-        rank: Of this process, for messages.
+        options: Only `nonfinite` is used.
+        rank: Rank of this process, for messages.
 
     Raises:
-        NonFiniteError: When it is called: there are NaN or infinities, and they are refused.
+        NonFiniteError: The returned function found NaN or infinities, and the options refuse them.
     """
     if options.nonfinite == "ignore":
         return take
@@ -520,8 +520,8 @@ def checking_finite(
                 key=bad[0][0],
             )
         if rank:
-            # Why here: of what a save notes only the first rank's is shown, as most of it is
-            # the same on all; this no other rank knows.
+            # Why here: of a save's warnings only the first rank's are shown, as most of them are
+            # the same on all ranks. This one is known to this rank alone.
             warn(told, UserWarning, stacklevel=2)
         return replace(captured, warnings=(*captured.warnings, told))
 
@@ -529,10 +529,10 @@ def checking_finite(
 
 
 def nonfinite_of(raw: npt.NDArray[Any], dtype: str) -> NonFinite:
-    """Returns how many values are NaN and infinite.
+    """Returns the number of NaN and the number of infinities.
 
     Args:
-        raw: One dimension of `raw_dtype(dtype)`.
+        raw: One-dimensional array of `raw_dtype(dtype)`.
         dtype: Name of a torch dtype, one of `READABLE`.
 
     Examples:
@@ -546,17 +546,17 @@ def nonfinite_of(raw: npt.NDArray[Any], dtype: str) -> NonFinite:
             if np.isfinite(np.vdot(values, values).real):
                 continue
             size = np.abs(values)
-        # Why once more: only here is something not finite, or so large that its square is not.
+        # Why checked again: only here is a value nonfinite, or so large that its square is.
         num_nan += int(np.count_nonzero(np.isnan(size)))
         num_inf += int(np.count_nonzero(np.isinf(size)))
     return num_nan, num_inf
 
 
 def nonfinite_on_device(tensors: Sequence[torch.Tensor]) -> list[NonFinite]:
-    """Returns `nonfinite_of` of plain tensors of one device, made there.
+    """Returns `nonfinite_of` plain tensors of one device, counted on that device.
 
-    Complexity: one copy to the host for all, and a few copies of a piece (`_PIECE_ELEMENTS`) on
-    the device.
+    Complexity: one copy to the host for all tensors, and device memory for a few pieces of
+    `_PIECE_ELEMENTS`.
 
     Examples:
         >>> nonfinite_on_device([torch.tensor([3.0, -4.0, torch.nan])])
@@ -580,7 +580,7 @@ _PIECE_ELEMENTS = 4 << 20
 
 
 def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns parts of a tensor, whatever its strides, none of which is longer than a piece."""
+    """Splits a tensor of any strides into parts of at most `_PIECE_ELEMENTS`."""
     if tensor.numel() <= _PIECE_ELEMENTS:
         return [tensor]
     halves = tensor.tensor_split(2) if len(tensor) > 1 else (tensor[0],)
@@ -588,13 +588,13 @@ def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _nonfinite_of_piece(piece: torch.Tensor) -> torch.Tensor:
-    """Returns int64[2]: number of NaN and of infinities."""
+    """Returns int64[2]: the number of NaN and of infinities."""
     size = piece.to(torch.complex128 if piece.is_complex() else torch.float64).abs()
     return torch.stack([size.isnan().sum(), size.isinf().sum()])
 
 
 def _nonfinite_items(captured: Capture) -> Iterator[tuple[str, NonFinite, int]]:
-    """Yields name, counts and number of values of each item that has NaN or infinities."""
+    """Yields name, counts and number of values of each item with NaN or infinities."""
     columns, source = captured.columns, captured.source
     readable = np.array([*(dtype in READABLE for dtype in columns.dtypes), False])
     rows = np.flatnonzero((columns.kind == Kind.TENSOR) & readable[columns.dtype]).tolist()

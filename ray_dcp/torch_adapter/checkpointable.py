@@ -1,7 +1,8 @@
-"""Plain tensors whose attributes are the parts of a global tensor that they hold.
+"""Plain tensors whose attributes describe the parts of a global tensor that they hold.
 
-DCP calls them `CheckpointableTensor`, and reads their attributes (`FIELDS`) since torch 2.14; here
-they count for every class and every torch. `for_planner` shows them to planners of an older torch.
+DCP calls them `CheckpointableTensor`, and reads their attributes (`FIELDS`) since torch 2.14.
+ray_dcp supports them for every class and every torch. `for_planner` shows them to planners of an
+older torch.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from ray_dcp.errors import UnsupportedValueError
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-"""Shape of the global tensor; where each part lies in it, where in the tensor, and its lengths."""
+"""Shape of the global tensor; offset of each part in it and in the local tensor, and its
+lengths."""
 
 
 def is_checkpointable(value: Any) -> bool:
-    """Whether a value is a tensor with all of `FIELDS`.
+    """Returns whether a value is a tensor with all of `FIELDS`.
 
-    Complexity: 15 ns for one without.
+    Complexity: 15 ns for a tensor without them.
     """
     return (
         hasattr(value, "global_shape")
@@ -41,13 +43,13 @@ def is_checkpointable(value: Any) -> bool:
 
 
 def copy_fields(of: Any, to: Any) -> None:
-    """Makes a tensor hold the same parts as another one."""
+    """Copies the attributes of one tensor to another, so that it holds the same parts."""
     for name in FIELDS:
         setattr(to, name, getattr(of, name))
 
 
 def fields_of(state: Any) -> Any:
-    """Returns the parts that the tensors of a nested state dict hold, for `give_fields`."""
+    """Returns the parts held by the tensors of a nested state dict, for `give_fields`."""
     if is_checkpointable(state):
         return tuple(state.shape), {name: getattr(state, name) for name in FIELDS}
     if isinstance(state, Mapping):
@@ -60,9 +62,9 @@ def fields_of(state: Any) -> Any:
 
 
 def give_fields(fields: Any, copied: Any) -> None:
-    """Gives the tensors of a copy of a state dict the parts that those of the state dict hold.
+    """Sets the parts of the tensors in a copy of a state dict to those of the original.
 
-    Why: some of torch's stagers copy the elements alone, and a part would be saved as the whole.
+    Why: some of torch's stagers copy only the elements, and a part would be saved as the whole.
     """
     if isinstance(fields, tuple):
         shape, own = fields
@@ -80,11 +82,11 @@ def global_shape(tensor: Any) -> tuple[int, ...]:
 
 
 def parts(tensor: Any, fqn: str) -> tuple[tuple[Box, torch.Tensor], ...]:
-    """Returns each box of the global tensor that a tensor holds, and a view of its part.
+    """Returns each box of the global tensor that a tensor holds, with a view of the local part.
 
     Args:
-        tensor: For which `is_checkpointable` holds.
-        fqn: Its name, for messages.
+        tensor: A tensor for which `is_checkpointable` holds.
+        fqn: Name of the tensor, for messages.
 
     Raises:
         UnsupportedValueError: The attributes contradict each other, or the tensor.
@@ -134,10 +136,10 @@ def _contradiction(fqn: str, what: str) -> UnsupportedValueError:
 
 
 class Shards(torch.Tensor):
-    """Shows the parts of a tensor in the way that planners of every torch ask for them."""
+    """Presents the parts of a tensor by the methods that planners of every torch call."""
 
     def size(self, dim: int | None = None) -> Any:
-        """Returns the global shape, which planners compare with what is stored."""
+        """Returns the global shape, which planners compare with the stored one."""
         whole = torch.Size(global_shape(self))
         return whole if dim is None else whole[dim]
 
@@ -166,7 +168,7 @@ class Shards(torch.Tensor):
         numbers = [number for number, ((at, _), _) in enumerate(held) if at == offset]
         if not numbers:
             raise ValueError(f"{index.fqn!r} has no part at {index.offset} on this rank")
-        # Why not the first alone: a part without elements begins where the next one does.
+        # Why not only the first: a part without elements begins where the next one does.
         return held[index.index if index.index in numbers else numbers[0]][1]
 
     def _parts(self) -> tuple[tuple[Box, torch.Tensor], ...]:
@@ -176,17 +178,17 @@ class Shards(torch.Tensor):
 
 
 _SEES_THEM = hasattr(checkpoint, "CheckpointableTensor")
-"""Whether this torch's planners look at `FIELDS` themselves."""
+"""Whether this torch's planners read `FIELDS` themselves."""
 
 
 def for_planner(state: Any) -> Any:
-    """Returns a state dict in which this torch's planners see the parts that tensors hold.
+    """Returns a state dict in which this torch's planners find the parts that tensors hold.
 
-    Containers are new where such a tensor is below. Memory is shared, so that what is loaded into
-    the tensors is loaded into those of the state; `take_back` does the rest.
+    Containers with such a tensor below them are copied. Tensors share memory with those of the
+    state, so that a load into one is a load into the other; `take_back` does the rest.
 
     Args:
-        state: Nested dicts and lists. What is in a tuple is part of an object, in DCP as here.
+        state: Nested dicts and lists. As in DCP, values in a tuple are part of an object.
     """
     return state if _SEES_THEM else _shown(state)
 
@@ -219,11 +221,11 @@ def _shown(value: Any) -> Any:
 
 
 def take_back(state: Any, shown: Any) -> None:
-    """Puts what a planner replaced in its state dict into the one that this was made of.
+    """Copies values that a planner replaced in its state dict to the original state dict.
 
     Args:
         state: The argument of `for_planner`.
-        shown: What it returned.
+        shown: The result of `for_planner`.
     """
     if shown is state:
         return

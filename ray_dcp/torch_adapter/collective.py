@@ -1,13 +1,16 @@
-"""Steps of all ranks that run a user's code with DCP's meaning: run, gather, decide, scatter.
+"""Collective steps that run user code with the semantics of DCP: run, gather, decide, scatter.
 
-The collectives of DCP's `_DistWrapper` as generators over `protocol.messages.Exchange`, without a
-process group; the coordinator rank decides. What user code (planners, storage plug-ins, `Stateful`
-values) raises on any rank reaches every rank as the same `CheckpointError`. A failure is DCP's pair
-of an exception and its `StackSummary`, made safe to pickle.
+The collectives of DCP's `_DistWrapper` are generators over `protocol.messages.Exchange` here,
+without a process group; the coordinator rank decides. An exception of user code (planners, storage
+plug-ins, `Stateful` values) on any rank is raised on every rank as the same `CheckpointError`. A
+failure is DCP's pair of an exception and its `StackSummary`, made safe to pickle.
+
+    every rank        coordinator rank                   every rank
+    local()  ------>  combine([value of each rank])  ------>  its part
 
 *Trust*: plans, results and metadata of third-party planners and storages have no schema, so they
-travel as pickles, as they do in DCP. They are read only by ranks of the same job, which run the
-same user code as the sender, and never come from storage.
+are sent as pickles, as in DCP. Only ranks of the same job read them, which run the same user code
+as the sender; they never come from storage.
 """
 
 from __future__ import annotations
@@ -35,15 +38,16 @@ T = TypeVar("T")
 
 
 def call_user_code(doing: str, code: Callable[[], T], *, rank: int) -> T:
-    """Returns what `code` returns; what it raises comes as a `CheckpointError`.
+    """Returns the result of `code`; converts its exceptions to `CheckpointError`.
 
     Args:
-        doing: What runs, for the message, such as `"MyPlanner.create_local_plan"`.
-        code: Calls a hook of the user's.
+        doing: Name of the code for the message, such as `"MyPlanner.create_local_plan"`.
+        code: Calls a user's hook.
         rank: This rank.
 
     Raises:
-        CheckpointError: It raised an exception. `KeyboardInterrupt` and the like pass.
+        CheckpointError: `code` raised an `Exception`. `KeyboardInterrupt` and the like are not
+            converted.
     """
     try:
         return code()
@@ -57,14 +61,14 @@ def call_user_code(doing: str, code: Callable[[], T], *, rank: int) -> T:
 def combined_error(
     doing: str, failures: Mapping[int, Failure], *, world_size: int, checkpoint_id: str | None
 ) -> CheckpointError:
-    """Returns the one error that every rank raises when some ranks failed.
+    """Returns the one error that every rank raises if some ranks failed.
 
-    It has the class of the single failures where they agree (`DeadlineError`, say), and their
-    tracebacks as notes.
+    Its class is that of the failures if they agree (such as `DeadlineError`); its notes are their
+    tracebacks.
 
     Args:
         doing: The step that failed, such as `"save: write"`.
-        failures: At least one, by rank.
+        failures: Failures by rank; at least one.
         world_size: Number of ranks.
         checkpoint_id: For the message.
     """
@@ -78,20 +82,20 @@ def combined_error(
         checkpoint_id=checkpoint_id,
         rank=ranks[0] if len(ranks) == 1 else None,
     )
-    # Why not add_note: it is new in Python 3.11. The attribute is what travels through Ray.
+    # Why not add_note: it is new in Python 3.11. The attribute survives transport through Ray.
     error.__notes__ = [_note(rank, failures[rank]) for rank in ranks[:_MOST_TOLD]]
     return error.with_failures({rank: failures[rank] for rank in ranks})
 
 
 _MOST_TOLD = 8
-"""Ranks whose failure the message spells out; `.failures` has all."""
+"""Most ranks whose failure the message describes; `.failures` has all."""
 
 
 def _class_for(error: BaseException) -> type[CheckpointError]:
     if isinstance(error, CheckpointError):
         return type(error)
     # The texts of torch's default planner (default_planner.py, create_default_local_load_plan).
-    # Where a later torch words them otherwise the class is less exact, nothing else.
+    # If a later torch words them differently, the class is less exact, nothing else.
     if isinstance(error, RuntimeError) and "Missing key in checkpoint" in str(error):
         return MissingKeyError
     if isinstance(error, ValueError) and "Size mismatch between saved" in str(error):
@@ -111,26 +115,26 @@ def _note(rank: int, failure: Failure) -> str:
 
 
 Steps = Generator[Exchange, Reply, T]
-"""Yields what this rank tells the coordinator, is sent the reply, returns a T."""
+"""A step: yields this rank's message to the coordinator, is sent the reply, and returns a T."""
 
 Lost = Callable[[ParticipantError], CheckpointError]
-"""Makes the error of a rank that never got the coordinator rank's answer."""
+"""Returns the error of a rank that never received the coordinator rank's answer."""
 
 Part = Callable[[], Any]
-"""Gives this rank's part of a result. Unpickling waits until it is called, so that a failure
-to unpickle belongs to the step that needs the value and reaches the other ranks from there."""
+"""Returns this rank's part of a result. It unpickles when called, so that a failure to unpickle
+belongs to the step that needs the value, and reaches the other ranks from there."""
 
 GRACE_S = 30.0
-"""How much longer than a rank's own deadline the others wait for it, in seconds, so that its
-error arrives and not only its absence."""
+"""Seconds that the others wait for a rank beyond its own deadline. Why: so that its error arrives,
+and not only its absence."""
 
 
 NUM_KEYS = 6
-"""Exchanges that the steps of one call may need: two for each step."""
+"""Most exchanges that the steps of one call need: two for each step."""
 
 
 class RankCalls(Protocol):
-    """What a step of a save or load needs of a session; `Activity` gives it too."""
+    """What a step of a save or load needs of a session; `Activity` has the same methods."""
 
     @property
     def rank(self) -> int:
@@ -154,12 +158,12 @@ class RankCalls(Protocol):
 class Group:
     """The ranks of one save or load, seen from one of them.
 
-    Every exchange is an operation of its session, and all ranks must name it alike. The names are
-    taken at once, in the thread that calls: so they stay aligned when other calls run in between
-    in other threads, and when a rank leaves early. One rank exchanges nothing.
+    Every exchange is an operation of its session, and all ranks must use the same key for it. The
+    keys are taken together, in the calling thread: so they stay aligned while other threads make
+    calls, and if a rank leaves early. A single rank exchanges nothing.
 
     Args:
-        session: Of this rank.
+        session: Session of this rank.
         timeout_s: Deadline of each step, in seconds.
         doing: `"save"` or `"load"`, for messages.
         checkpoint_id: For messages.
@@ -185,20 +189,20 @@ class Group:
 
     @property
     def is_coordinator(self) -> bool:
-        """Whether this rank decides."""
+        """Whether this rank is the coordinator rank."""
         return self.rank == self.coordinator_rank
 
     @property
     def others(self) -> list[int]:
-        """Every rank but this one."""
+        """All ranks except this one."""
         return [rank for rank in range(self.world_size) if rank != self.rank]
 
     def next_key(self) -> OpKey:
-        """Names the next exchange."""
+        """Returns the key of the next exchange."""
         return next(self._keys)
 
     def failed(self, step: str, failures: Mapping[int, Failure]) -> CheckpointError:
-        """Returns the error for all ranks."""
+        """Returns the error that all ranks raise."""
         return combined_error(
             f"{self.doing}: {step}",
             failures,
@@ -209,12 +213,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Sealed:
-    """A result that `combine` has pickled itself."""
+    """A result that `combine` has already pickled."""
 
     value: Any
-    """What the coordinator rank gets."""
+    """The value for the coordinator rank."""
     data: bytes
-    """What the others unpickle."""
+    """The pickle that the other ranks read."""
 
 
 def reduce_scatter(
@@ -227,21 +231,22 @@ def reduce_scatter(
 ) -> Steps[Part]:
     """Runs `local` on every rank and `combine` on the coordinator rank; returns this rank's part.
 
-    With one rank nothing is exchanged and nothing is pickled; the coordinator rank's own values
-    are never pickled.
+    With one rank, nothing is exchanged or pickled. The coordinator rank's own values are never
+    pickled.
 
     Args:
         group: The ranks.
         step: Name of the step, unique within the operation.
         local: Runs on each rank.
         combine: Runs on the coordinator rank with all values, by rank; returns one for each rank.
-        lost: For a `combine` that can't be undone. Once it has run, the coordinator rank returns
-            its part even if the others can't be told; a rank that is not told raises the error
-            that `lost` makes.
+        lost: Given for a `combine` that can't be undone. Once that has run, the coordinator rank
+            returns its part even if the others can't be reached; a rank that receives no answer
+            raises the error that `lost` returns.
 
     Raises:
-        CheckpointError: `local` failed on some rank, or `combine` did; the same on every rank.
-        KeyboardInterrupt: This rank was interrupted; the others get a `CheckpointError` at once.
+        CheckpointError: `local` failed on some rank, or `combine` failed; the same error on every
+            rank.
+        KeyboardInterrupt: This rank was interrupted; the others raise `CheckpointError` at once.
 
     Source: `torch/distributed/checkpoint/utils.py`, `_DistWrapper.reduce_scatter`.
     """
@@ -267,11 +272,11 @@ def all_reduce(
         step: Name of the step, unique within the operation.
         local: Runs on each rank.
         combine: Runs on the coordinator rank with all values, by rank.
-        lost: As for `reduce_scatter`.
+        lost: See `reduce_scatter`.
 
     Raises:
-        CheckpointError: As for `reduce_scatter`.
-        KeyboardInterrupt: As for `reduce_scatter`.
+        CheckpointError: See `reduce_scatter`.
+        KeyboardInterrupt: See `reduce_scatter`.
 
     Source: `torch/distributed/checkpoint/utils.py`, `_DistWrapper.all_reduce`.
     """
@@ -284,12 +289,12 @@ def all_reduce(
 
 @dataclass(frozen=True)
 class _Result:
-    """What a step gave or how it failed, on one rank."""
+    """The result or the failure of a step on one rank."""
 
     value: Any = None
     failure: Failure | None = None
     original: BaseException | None = None
-    """What was raised, on the rank itself."""
+    """The exception that was raised, on its own rank."""
 
 
 def _run(code: Callable[[], Any]) -> _Result:
@@ -300,7 +305,7 @@ def _run(code: Callable[[], Any]) -> _Result:
 
 
 def _leave_if_stopped(group: Group, step: str, tag: str, result: _Result) -> Steps[None]:
-    """Tells the others at once and raises, when the user or the system stops this process."""
+    """Reports to the others at once and raises, if the user or the system stops this process."""
     stopped = (KeyboardInterrupt, SystemExit, GeneratorExit)
     if result.failure is None or not isinstance(result.original, stopped):
         return
@@ -309,7 +314,8 @@ def _leave_if_stopped(group: Group, step: str, tag: str, result: _Result) -> Ste
         try:
             yield _exchange(group, tag, {}, error=error)
         except CheckpointError as refused:
-            # Why dropped: it is the error just told, and what stops this process goes first.
+            # Why dropped: it repeats the error just reported, and what stops this process has
+            # priority.
             del refused
     raise result.original
 
@@ -364,13 +370,13 @@ def _scatter(group: Group, step: str, outbox: Mapping[int, bytes]) -> Steps[None
 
 
 def _parts(group: Group, parts: Sequence[Any]) -> tuple[Any, dict[int, bytes]]:
-    """Returns the coordinator rank's own part and the messages with the others'."""
+    """Returns the coordinator rank's own part and the messages with the parts of the others."""
     if len(parts) != group.world_size:
         raise CheckpointError(
             f"global planning must return one plan for each of the {group.world_size} ranks, "
             f"but returned {len(parts)}"
         )
-    # One result for all ranks is pickled once.
+    # A result that all ranks share is pickled once.
     pickled: dict[int, bytes] = {}
     for rank in group.others:
         part = parts[rank]
@@ -384,7 +390,7 @@ def _parts(group: Group, parts: Sequence[Any]) -> tuple[Any, dict[int, bytes]]:
 
 
 def _told_here(error: CheckpointError, result: _Result) -> CheckpointError:
-    """Returns the error of all ranks, caused on this rank by what this rank raised."""
+    """Returns the error of all ranks, with this rank's own exception as its cause."""
     if result.original is not None:
         error.__cause__ = result.original
     return error

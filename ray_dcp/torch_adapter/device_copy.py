@@ -1,16 +1,21 @@
-"""Copies tensors of CUDA devices straight into staging memory, on a stream of their own.
+"""Copies tensors of CUDA devices directly into staging memory, on a separate stream.
 
-The copies are ordered behind the moment of the save: an event that the caller's stream was given
-when the state was captured. What the caller's stream is given later goes on beside them, so that
-nobody may write into the state before the copies are done. Staging memory that is used again is
-registered with the driver (pinned): the device then writes into it by itself, at the rate of its
-bus, where a copy otherwise goes by way of a small buffer of the driver's and returns when it is
-done.
+The copies follow an event that the caller's stream records when the state is captured, the moment
+of the save. Later work of the caller's stream runs beside them, so the state must not be written
+before the copies are done:
 
-*Careful*: pages that are registered must not be unmapped, or the device would write to where they
-were. So this module keeps each such array until its owner, the staging memory, gives it back.
-*Careful*: a thread begins on device 0, and some calls of the driver make a context on the device
-of their thread, with hundreds of MB; so does leaving a stream of another device. So each such call
+    caller's stream   ---- step n ----*---- forward, backward of step n + 1 ----| may write
+    copy stream                        `--- copies -----------------------------'
+                                  moment of the save
+
+Reused staging memory is registered with the driver (pinned). The device writes into pinned memory
+by itself, at the rate of its bus; other copies go through a small buffer of the driver, and block
+until they are done.
+
+*Careful*: registered pages must not be unmapped, or the device would write to their old addresses.
+So this module keeps each registered array until its owner, the staging memory, unregisters it.
+*Careful*: a thread starts on device 0, and some calls of the driver create a context of hundreds
+of MB on the device of their thread; so does leaving a stream of another device. So each such call
 names its device.
 """
 
@@ -33,24 +38,25 @@ from ray_dcp.torch_adapter.tensors import lost_memory
 logger = logging.getLogger(__name__)
 
 _JOINED_BYTES = 8 << 20
-"""Small tensors are joined on their device, this much at a time, and copied as one."""
+"""Small tensors are joined on their device, up to this size at a time, and copied as one."""
 _STRIDED_BYTES = 32 << 20
-"""Tensors that are not contiguous are made so on their device, about this much at a time."""
+"""Tensors that are not contiguous are made contiguous on their device, about this much at a
+time."""
 _MOST_TEMPORARY_BYTES = 128 << 20
-"""Memory of the devices for both. Why so little: training may have taken nearly all there is."""
+"""Device memory for both. Why so little: training may have allocated nearly all memory."""
 _LEAST_BYTES = 256 << 10
-"""Where a device has less memory than this, a tensor that is not contiguous can't be copied."""
+"""Least free memory of a device for the copy of a tensor that is not contiguous."""
 
 _registered: dict[int, np.ndarray] = {}
-"""What is registered with a driver, by address."""
-# Why: the driver takes no calls of a child that was forked, and the memory may go there.
+"""Memory registered with the driver, by address."""
+# Why: the driver accepts no calls of a forked child, and the memory may be freed there.
 os.register_at_fork(after_in_child=_registered.clear)
 
 
 class Cuda:
-    """What copies from devices: those of CUDA and ROCm, as torch has them. Thread-safe.
+    """Copies from devices of CUDA and ROCm, through torch's CUDA API. Thread-safe.
 
-    A *mark* stands for all that a stream had been given by then: an event.
+    A *mark* is an event: it follows all work that a stream had been given when it was recorded.
     """
 
     def __init__(self) -> None:
@@ -62,18 +68,18 @@ class Cuda:
         return used
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on such a device."""
+        """Returns whether a tensor is on such a device."""
         return tensor.is_cuda
 
     def now(self, device: torch.device) -> Any:
-        """Returns a mark behind all that the caller's stream of a device was given so far.
+        """Returns a mark that follows all work of the caller's stream of a device so far.
 
-        *Careful*: which stream is the caller's is known in the caller's thread alone.
+        *Careful*: the caller's stream is known only in the caller's thread.
         """
         return torch.cuda.current_stream(device).record_event()
 
     def stream(self, device: torch.device, after: Any) -> torch.cuda.Stream:
-        """Returns the stream beside the caller's, whose further work comes after a mark."""
+        """Returns the copy stream of a device; its further work follows a mark."""
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams.setdefault(device, torch.cuda.Stream(device))
@@ -83,10 +89,10 @@ class Cuda:
     def copy(
         self, stream: torch.cuda.Stream, target: np.ndarray, read: Callable[[], torch.Tensor]
     ) -> object:
-        """Begins to copy; returns what must be kept until `drain`.
+        """Starts a copy; returns an object that must be kept alive until `drain`.
 
         Args:
-            stream: Of `stream`.
+            stream: A result of `stream`.
             target: uint8[n], in host memory.
             read: Returns uint8[n] on the device; called on the stream.
         """
@@ -96,22 +102,25 @@ class Cuda:
         return source
 
     def give(self, stream: torch.cuda.Stream, work: Callable[[], Any]) -> None:
-        """Begins work on a stream of `stream`; what it uses must be kept until `drain`."""
+        """Starts work on a stream of `stream`; what it uses must be kept alive until `drain`."""
         with torch.cuda.device(stream.device), torch.cuda.stream(stream):
             work()
 
     def drain(self, device: torch.device, stream: torch.cuda.Stream) -> None:
-        """Returns when all that a stream of `stream` was given so far is done."""
+        """Waits until a stream of `stream` has finished all its work so far."""
         with torch.cuda.device(device):
-            # Why blocking: a thread that spins would take a processor from training meanwhile.
+            # Why blocking: a spinning thread would take a processor from training meanwhile.
             stream.record_event(torch.cuda.Event(blocking=True)).synchronize()
 
     def pin(self, device: torch.device, memory: np.ndarray) -> Callable[[], None] | None:
-        """Registers host memory for faster copies; returns what undoes it, None if it can't.
+        """Registers host memory for faster copies; returns a function that undoes it, or None.
 
         Args:
-            device: One that will copy; it serves the others as well.
+            device: A device that will copy; the registration is valid for the others too.
             memory: uint8[n], which must not be registered yet.
+
+        Returns:
+            None if the memory can't be registered.
         """
         if sum(map(len, list(_registered.values()))) + len(memory) > _most_pinned_bytes():
             return None
@@ -119,7 +128,7 @@ class Cuda:
         cudart: Any = torch.cuda.cudart()
         with torch.cuda.device(device):
             if int(cudart.cudaHostRegister(address, len(memory), _PORTABLE)) != 0:
-                # Or the next kernel of the user's would be told of it.
+                # Otherwise the user's next kernel would report the error.
                 with suppress(RuntimeError):
                     torch.zeros(1, device=device)
                 logger.info("Staging memory could not be pinned; copies from the GPU take longer")
@@ -135,55 +144,56 @@ class Cuda:
 
 
 _PORTABLE = 1
-"""`cudaHostRegisterPortable`: for all devices of the process."""
+"""`cudaHostRegisterPortable`: valid for all devices of the process."""
 
 
 def _most_pinned_bytes() -> int:
-    """Returns how much memory a process registers at most: half of the machine's.
+    """Returns the most memory that a process registers: half of the machine's.
 
-    Why: what is registered can't be swapped out or moved. More is copied at the slower rate.
+    Why: registered memory can't be swapped out or moved. Further memory is copied at the lower
+    rate.
     """
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 CUDA = Cuda()
-"""Of this process."""
+"""The instance of this process."""
 
 
 class Moment:
-    """When a state was captured, as the devices of its tensors know it.
+    """The moment at which a state was captured, as a mark on each device of its tensors.
 
     Args:
-        values: Tensors, and others.
-        driver: Of the devices.
+        values: Values of the state; those that are no tensors are ignored.
+        driver: Driver of the devices.
     """
 
     def __init__(self, values: Sequence[Any], driver: Cuda) -> None:
         self.driver = driver
         self.marks: dict[torch.device, Any] = {}
-        # Why asked first: where no device was ever used nobody looks at each tensor.
+        # Why this check first: it spares a look at each tensor if no device was ever used.
         if driver.in_use():
             on = (v for v in values if isinstance(v, torch.Tensor) and driver.has(v))
             self.marks = {device: driver.now(device) for device in {v.device for v in on}}
 
     def filler(self, values: Sequence[Any], host: Any) -> DeviceFiller | None:
-        """Returns what copies the values as they are at this moment; None if none is on a device.
+        """Returns a filler that copies values as of this moment; None if none is on a device.
 
         Args:
-            values: The tensor behind each row that it is asked for.
-            host: Copies those in host memory.
+            values: The tensor of each row that the filler is called for.
+            host: Filler for tensors in host memory.
         """
         return DeviceFiller(values, host, self.driver, self.marks) if self.marks else None
 
 
 class DeviceFiller:
-    """Implements `ray_dcp.stage.copying.Filler` for tensors some of which are on devices.
+    """Implements `ray_dcp.stage.copying.Filler` for tensors on devices and in host memory.
 
     Args:
-        values: The tensor behind each row that it is asked for.
-        host: Copies those in host memory.
-        driver: Of the devices.
-        marks: Of each device: behind it the copies come.
+        values: The tensor of each row that the filler is called for.
+        host: Filler for tensors in host memory.
+        driver: Driver of the devices.
+        marks: By device, the mark that the copies follow.
     """
 
     def __init__(
@@ -243,8 +253,8 @@ class DeviceFiller:
             self._host.finish()
 
     def _wait(self) -> None:
-        """Returns when what the devices were given is done."""
-        # Why a stack: where one device fails, the others still write.
+        """Waits until the devices have finished all work that they were given."""
+        # Why a stack: if one device fails, the others still write.
         with ExitStack() as stack:
             stack.callback(self._under_way.clear)
             for device, stream in self._streams.items():
@@ -289,7 +299,7 @@ class DeviceFiller:
             try:
                 kept = self._driver.copy(stream, target, read)
             except torch.OutOfMemoryError:
-                # Why once more: what is under way has some of the device's memory.
+                # Why again: copies in progress hold some of the device's memory.
                 self._wait()
                 kept = self._driver.copy(stream, target, read)
         self._under_way.append(kept)
@@ -298,10 +308,11 @@ class DeviceFiller:
 def device_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the elements of a plain tensor as uint8[n] in C order, on its device.
 
-    A view of its memory when that is contiguous. See `tensors.host_bytes`.
+    The result is a view of the tensor's memory if that is contiguous. See `tensors.host_bytes`.
 
     Raises:
-        UnsupportedValueError: Its memory was freed: a kernel that reads it ends all use of CUDA.
+        UnsupportedValueError: The tensor's memory was freed. A kernel that reads freed memory ends
+            all use of CUDA in the process.
 
     Examples:
         >>> device_bytes(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8).T).tolist()
@@ -316,14 +327,14 @@ def device_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def device_part(tensor: torch.Tensor, start: int, num_bytes: int) -> torch.Tensor:
-    """Returns some of the bytes of `device_bytes`.
+    """Returns a range of `device_bytes`.
 
-    Of a tensor that is not contiguous no more than its rows with them are made so.
+    Of a tensor that is not contiguous, only the rows with these bytes are made contiguous.
 
     Args:
-        tensor: A plain one.
-        start: The first byte.
-        num_bytes: How many.
+        tensor: A plain tensor.
+        start: First byte.
+        num_bytes: Number of bytes.
 
     Examples:
         >>> device_part(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8).T, 1, 2).tolist()
@@ -341,7 +352,7 @@ def device_part(tensor: torch.Tensor, start: int, num_bytes: int) -> torch.Tenso
 
 
 def is_direct(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a tensor holds its elements in C order."""
+    """Returns whether the memory of a tensor holds its elements in C order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
