@@ -1,11 +1,14 @@
-"""Which path a save or load takes, and whether its arguments are right, before anything is done.
+"""Routes a save or load to its path and checks its arguments, before anything is done.
 
-`decide_save` and `decide_load` return a `Route`, with one of three paths and why. *Native* takes
-torch's own file system writer or reader and default planner at their word and does their work
-itself; *planner hooks* does so with a planner of the user's; *foreign storage* leaves the work to a
-plug-in, or to what stands in for one of torch's.
+`decide_save` and `decide_load` return a `Route` with one of three paths and the reason for it:
 
-Like DCP, a plug-in need not inherit from DCP's classes: its methods decide.
+| path | storage | planner |
+|---|---|---|
+| native | ray_dcp's, in place of torch's own file system writer or reader | ray_dcp's |
+| planner hooks | the same | the user's: its hooks are called |
+| foreign storage | a plug-in, or the stand-in for one of torch's | the user's or DCP's |
+
+As in DCP, a plug-in need not inherit from DCP's classes: its methods decide.
 """
 
 from __future__ import annotations
@@ -36,16 +39,17 @@ from ray_dcp.torch_adapter.torch_save_reader import TorchSaveReader
 
 
 def check_plug_in(value: Any, argument: str, wanted: type, other: type) -> None:
-    """Checks a planner, writer or reader that a user gave.
+    """Checks a planner, writer or reader that a user passed.
 
     Args:
-        value: What was given; None is fine.
-        argument: Its name.
-        wanted: Its class, one of torch's. What has the methods of one is taken too, as in DCP.
+        value: The argument; None is valid.
+        argument: Name of the argument.
+        wanted: Its class, one of torch's. As in DCP, an object with the methods of the class is
+            accepted too.
         other: The class that it is easily confused with.
 
     Raises:
-        InvalidRequestError: It is neither.
+        InvalidRequestError: The value is neither of this class nor has its methods.
     """
     if value is None or isinstance(value, wanted):
         return
@@ -53,7 +57,7 @@ def check_plug_in(value: Any, argument: str, wanted: type, other: type) -> None:
         name
         for name, method in vars(wanted).items()
         if getattr(method, "__isabstractmethod__", False)
-        # Why not this one: nobody calls it.
+        # Why not this one: nothing calls it.
         and name != "validate_checkpoint_id"
         and not callable(getattr(value, name, None))
     ]
@@ -86,12 +90,12 @@ Options = TypeVar("Options", SaveOptions, LoadOptions)
 
 
 class MissingTargetError(InvalidRequestError, RuntimeError):
-    """Neither a checkpoint id nor a storage was given; DCP raises a `RuntimeError` then."""
+    """Neither a checkpoint id nor a storage was passed. DCP raises a `RuntimeError` for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerFlags:
-    """Arguments of `DefaultSavePlanner` and `DefaultLoadPlanner` that are no options of ours."""
+    """Arguments of `DefaultSavePlanner` and `DefaultLoadPlanner` that are no ray_dcp options."""
 
     flatten_state_dict: bool = True
     flatten_sharded_tensors: bool = True
@@ -99,37 +103,37 @@ class PlannerFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """How one save or load goes."""
+    """The path of one save or load, and its arguments."""
 
     path: PathName
     reason: str
-    """Why, as half a sentence for the report."""
+    """The reason for the path, as half a sentence for the report."""
     target: Target | None = None
-    """Where the checkpoint lies; None on foreign storage, which knows itself."""
+    """Location of the checkpoint; None on foreign storage, where only the plug-in knows it."""
     storage: Any = None
-    """The writer or reader that was given, or the stock one to use for a URL that only fsspec
-    serves; None when a path says it all."""
+    """The writer or reader that was passed, or the stock one for a URL that only fsspec supports;
+    None if a path is enough."""
     planner: Any = None
-    """The planner to call: None on the native path, where `flags` say it all."""
+    """The planner to call; None on the native path, where `flags` describe it completely."""
     flags: PlannerFlags = field(default_factory=PlannerFlags)
-    """What the default planner was set to; the defaults on the other paths."""
+    """Arguments of the default planner; the defaults on the other paths."""
     options: Mapping[str, object] = field(default_factory=dict)
-    """Fields of `SaveOptions` or `LoadOptions` that the writer's, reader's and planner's
-    arguments set."""
+    """Fields of `SaveOptions` or `LoadOptions` that the arguments of writer, reader and planner
+    set."""
 
     def committed(self, attempt: str) -> None:
-        """Has the writer that was given name its save by the attempt that was committed.
+        """Sets the save id of the writer that was passed to the committed attempt.
 
-        As in DCP `writer.save_id` is then the `storage_meta.save_id` of the checkpoint.
+        As in DCP, `writer.save_id` equals the `storage_meta.save_id` of the checkpoint then.
         """
         with contained("The writer's save_id"):
             if hasattr(self.storage, "save_id"):
                 self.storage.save_id = attempt
 
     def apply(self, options: Options) -> Options:
-        """Returns the options with those of the writer and planner.
+        """Returns the options merged with those of the writer and planner.
 
-        What the caller set in `options` to anything but the default stands.
+        Fields that the caller set to anything but the default have priority.
 
         Args:
             options: What the caller passed, or the defaults.
@@ -151,14 +155,14 @@ def decide_save(
     """Returns the path that a save takes.
 
     Args:
-        planner: As given to `save`.
-        storage_writer: As given to `save`.
-        checkpoint_id: As given to `save`. With a writer it takes the place of the writer's path,
-            as in DCP; nobody calls the writer's `reset` here.
+        planner: Argument of `save`.
+        storage_writer: Argument of `save`.
+        checkpoint_id: Argument of `save`. As in DCP it replaces the path of a writer; the writer's
+            `reset` is not called here.
 
     Raises:
-        MissingTargetError: Neither `checkpoint_id` nor `storage_writer` was given.
-        InvalidRequestError: One of them has the wrong type, or nothing can write to this id.
+        MissingTargetError: Neither `checkpoint_id` nor `storage_writer` was passed.
+        InvalidRequestError: An argument has the wrong type, or no storage can write to this id.
 
     Examples:
         >>> decide_save(checkpoint_id="/checkpoints/step-1").path
@@ -179,13 +183,13 @@ def decide_load(
     """Returns the path that a load takes.
 
     Args:
-        planner: As given to `load`.
-        storage_reader: As given to `load`.
-        checkpoint_id: As given to `load`; see `decide_save`.
+        planner: Argument of `load`.
+        storage_reader: Argument of `load`.
+        checkpoint_id: Argument of `load`; see `decide_save`.
 
     Raises:
-        MissingTargetError: Neither `checkpoint_id` nor `storage_reader` was given.
-        InvalidRequestError: One of them has the wrong type, or nothing can read this id.
+        MissingTargetError: Neither `checkpoint_id` nor `storage_reader` was passed.
+        InvalidRequestError: An argument has the wrong type, or no storage can read this id.
 
     Examples:
         >>> decide_load(checkpoint_id="file:///checkpoints/step-1").path
@@ -201,14 +205,14 @@ def decide_load(
 _FSSPEC = (FsspecWriter, FsspecReader)
 _LOCAL = (filesystem.FileSystemWriter, filesystem.FileSystemReader)
 _NATIVE = (*_LOCAL, *_FSSPEC, hf_storage.HuggingFaceStorageReader)
-"""Exactly these classes are taken at their word."""
+"""Storage classes that ray_dcp replaces; subclasses are not replaced."""
 
 
 # --- storage ------------------------------------------------------------------------------------
 
 
 def _place(storage: Any, checkpoint_id: Any, argument: str) -> Route:
-    """Returns the route as far as the storage goes: native or foreign, no planner yet."""
+    """Returns the route as far as the storage decides it: native or foreign, without planner."""
     if storage is None:
         return _place_of_id(checkpoint_id, argument)
     kind = type(storage).__name__
@@ -248,9 +252,9 @@ def _place_of_id(checkpoint_id: Any, argument: str) -> Route:
 
 
 def _target_of(storage: Any, checkpoint_id: Any) -> Target:
-    """Returns where torch's own writer or reader works, with the filesystem that it was given.
+    """Returns the location of torch's own writer or reader, with the filesystem that it was given.
 
-    Why not by calling its `reset`, as DCP does: that forgets the options of the filesystem.
+    Why not by `reset`, which DCP calls: it discards the options of the filesystem.
     """
     if type(storage) not in _FSSPEC:
         return absolute_target(checkpoint_id or _local_path(storage, storage.path))
@@ -262,7 +266,7 @@ def _target_of(storage: Any, checkpoint_id: Any) -> Target:
     if is_bare and split_url(place.url)[0] == split_url(own.url)[0]:
         return absolute_target(replace(place, filesystem=own.filesystem))
     moved = absolute_target(place)
-    # Why not by our own client: what else the user does with this URL goes through fsspec.
+    # Why not ray_dcp's own client: other code of the user opens this URL through fsspec.
     is_text = isinstance(checkpoint_id, (str, os.PathLike))
     return place_by_fsspec(moved.url) if is_text and moved.filesystem is None else moved
 
@@ -272,10 +276,10 @@ def _local_path(
     path: Any,
     way_out: str = "pass that as checkpoint_id, which takes the place of the path",
 ) -> str:
-    """Returns the path that a storage of torch's was given.
+    """Returns the path that was passed to a storage of torch's.
 
     Raises:
-        InvalidRequestError: It was a URL, of which torch has made a relative path.
+        InvalidRequestError: It was a URL, which torch has turned into a relative path.
     """
     text = str(path)
     scheme, _, rest = text.partition(":/")
@@ -289,7 +293,7 @@ def _local_path(
 
 
 def _stand_in(storage: Any, checkpoint_id: Any) -> Any:
-    """Returns what works on the ranks as one of torch's storages is set to; None for all others."""
+    """Returns the stand-in for one of torch's storages, with its settings; None for all others."""
     if type(storage) is format_utils.BroadcastingTorchSaveReader and not _shadowed(storage):
         path = checkpoint_id or storage.checkpoint_id
         if not isinstance(path, (str, os.PathLike)):
@@ -302,7 +306,7 @@ def _stand_in(storage: Any, checkpoint_id: Any) -> Any:
 
 
 def _why_foreign(storage: Any, argument: str) -> str | None:
-    """Returns why a plug-in does its own work, or None when it can be taken at its word."""
+    """Returns why a storage is used as a plug-in, or None if ray_dcp can replace it."""
     kind = type(storage).__name__
     if type(storage) not in _NATIVE:
         for local in _LOCAL:
@@ -319,7 +323,7 @@ def _why_foreign(storage: Any, argument: str) -> str | None:
 
 
 def _shadowed(storage: Any) -> list[str]:
-    """Returns methods that this instance has and its class has otherwise (monkey patches)."""
+    """Returns the methods in which an instance differs from its class (monkey patches)."""
     cls = type(storage)
     return sorted(name for name in vars(storage) if callable(getattr(cls, name, None)))
 
@@ -328,8 +332,8 @@ def _has_extensions(storage: Any) -> bool:
     transforms = storage.transforms
     if hasattr(transforms, "extensions"):
         return bool(transforms.extensions)
-    # A registry only matters to a checkpoint that has transformed items. The default one says
-    # nothing about the user's wishes; one with more, or of another class, does.
+    # A registry only matters for a checkpoint with transformed items. The default registry says
+    # nothing about the user's intent; one with more entries, or of another class, does.
     registry = getattr(transforms, "extension_registry", None)
     return registry is not None and (
         type(registry) is not ExtensionRegistry
@@ -338,7 +342,7 @@ def _has_extensions(storage: Any) -> bool:
 
 
 def _writer_options(writer: Any) -> dict[str, object]:
-    """Returns `SaveOptions` for those arguments that differ from torch's defaults."""
+    """Returns `SaveOptions` for the arguments that differ from torch's defaults."""
     options: dict[str, object] = {}
     if writer.serialization_format is filesystem.SerializationFormat.SAFETENSORS:
         raise InvalidRequestError(

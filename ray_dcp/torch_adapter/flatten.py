@@ -1,15 +1,19 @@
-"""Nested state dicts to flat ones with dotted names, by DCP's rules, and back; mapped names.
+"""Flattens nested state dicts to dotted names by DCP's rules, and back; maps names.
 
-The rules: a mapping is walked, its keys as `str(key)`; a list is walked only if a mapping or a
-tensor is in it, at any depth of lists; everything else is one value, tuples too.
+The rules: a mapping is walked, its keys as `str(key)`; a list is walked only if it contains a
+mapping or a tensor, at any depth of lists; everything else is one value, including tuples:
+
+    {"model": {"w": T}, "steps": [1, 2], "groups": [{"lr": 0.1}]}
+    ->  model.w = T,  steps = [1, 2],  groups.0.lr = 0.1
+
 Source: `torch/distributed/checkpoint/_traverse.py` and `_nested_dict.py`.
 
-Beyond DCP, each flat value knows the container it sits in and its real key there, so that a loaded
-value goes back to where it came from under integer keys too; paths tell which keys are numbers; and
-an empty mapping, which leaves no trace in DCP, is a value.
+Beyond DCP, each flat value has its container and its real key there, so that a loaded value is
+restored under integer keys too; paths record which keys are numbers; and an empty mapping, which
+leaves no trace in DCP, is a value.
 
-`renamer` and `stored_names` decide which name of a checkpoint a load takes for which name of the
-state dict: pure functions.
+`renamer` and `stored_names` are pure functions that map the names of a checkpoint to those of the
+state dict.
 """
 
 from __future__ import annotations
@@ -29,16 +33,16 @@ from ray_dcp.format.names import is_unicode
 from ray_dcp.options import KeyMap
 
 MAX_DEPTH = 200
-"""Containers in containers. A state dict that is deeper contains itself, or would need more of
-Python's stack than there is."""
+"""Deepest nesting of containers. Why: a deeper state dict contains itself, or would need more than
+Python's stack."""
 
 MAX_LIST = 1 << 20
-"""Longest list that a stored path may ask for."""
+"""Longest list that a stored path may create."""
 
 _PLAIN_MAPPINGS = (dict, OrderedDict, defaultdict)
 
 _LARGEST_KEY = 1 << 60
-"""Numbers from here on are texts as mapping keys."""
+"""Mapping keys from this number on are treated as texts."""
 
 _VALUE, _MAPPING, _LIST, _TENSOR = range(4)
 
@@ -49,11 +53,11 @@ class Flat:
 
     Attributes:
         names: FQNs, each once.
-        paths: Where DCP says that the value sits: str for mapping keys, int for list indices.
-        values: The values themselves.
-        parents: The container that holds each value.
-        keys: The value's key or index in that container.
-        empty: Names whose value is a mapping without values, of which DCP leaves no trace.
+        paths: DCP's path of each value: str for mapping keys, int for list indices.
+        values: The values.
+        parents: The container of each value.
+        keys: The key or index of each value in its container.
+        empty: Names whose value is a mapping without values, which leaves no trace in DCP.
     """
 
     names: list[str] = field(default_factory=list)
@@ -64,10 +68,10 @@ class Flat:
     empty: set[str] = field(default_factory=set)
 
     def only(self, rows: Sequence[int]) -> Flat:
-        """Returns some of it.
+        """Returns the selected rows.
 
         Args:
-            rows: Which, in order.
+            rows: Rows, in the order of the result.
         """
         lists: tuple[list[Any], ...] = (
             self.names,
@@ -85,12 +89,12 @@ def flatten(state_dict: Mapping[Any, Any], *, before_2_4: bool = False) -> Flat:
 
     Args:
         state_dict: Nested mappings and lists. Not changed.
-        before_2_4: By the rules of torch 2.3 and older, under which a mapping too was walked only
-            if a tensor was in it.
+        before_2_4: Use the rules of torch 2.3 and older, by which mappings too are walked only if
+            they contain a tensor.
 
     Raises:
-        StateDictError: Two values get the same name, or it is nested deeper than 200 containers
-            (or contains itself).
+        StateDictError: Two values get the same name, or containers are nested more than 200 deep
+            (or contain themselves).
 
     Complexity: linear in the number of values, about 0.6 us each.
 
@@ -101,7 +105,7 @@ def flatten(state_dict: Mapping[Any, Any], *, before_2_4: bool = False) -> Flat:
     flat = Flat()
     _Walker(flat, before_2_4).walk("", (), state_dict, 0)
     if flat.empty and len(set(flat.names)) != len(flat.names):
-        # Why: for DCP these mappings are not there, so that their names are free for others.
+        # Why: DCP ignores these mappings, so that other values may have their names.
         values = enumerate(flat.values)
         rows = [row for row, value in values if not (isinstance(value, Mapping) and not value)]
         flat = replace(flat.only(rows), empty=set())
@@ -110,15 +114,15 @@ def flatten(state_dict: Mapping[Any, Any], *, before_2_4: bool = False) -> Flat:
 
 
 def flatten_top(state_dict: Mapping[Any, Any], *, flatten_sharded_tensors: bool = True) -> Flat:
-    """Returns the top level only, as DCP does with `flatten_state_dict=False`.
+    """Returns only the top level, as DCP does with `flatten_state_dict=False`.
 
     Args:
         state_dict: Not changed.
-        flatten_sharded_tensors: As in DCP's planners, which then walk nested values all the same,
-            and leave out those in which there is nothing.
+        flatten_sharded_tensors: See DCP's planners, which walk nested values then all the same, and
+            leave out those that contain no value.
 
     Raises:
-        StateDictError: Two keys are the same as text.
+        StateDictError: Two keys are equal as text.
     """
     keys, values = list(state_dict), list(state_dict.values())
     paths: list[NamePath] = [(key if type(key) is str else _text(key),) for key in keys]
@@ -131,7 +135,7 @@ def flatten_top(state_dict: Mapping[Any, Any], *, flatten_sharded_tensors: bool 
 
 
 def _has_no_value(value: Any, depth: int) -> bool:
-    """Whether DCP walks a value and finds nothing: a mapping, or a list of mappings, of nothing."""
+    """Returns whether DCP flattens a value to nothing: no mapping in it has an entry."""
     if depth > MAX_DEPTH:
         return False
     if isinstance(value, Mapping):
@@ -142,10 +146,10 @@ def _has_no_value(value: Any, depth: int) -> bool:
 
 
 def set_by_path(root: dict[str, Any], path: NamePath, value: Any) -> None:
-    """Puts a value at a path, making dicts and lists on the way; lists are filled with None.
+    """Sets a value at a path, creating dicts and lists on the way; lists are filled with None.
 
     Raises:
-        DamagedCheckpointError: Something on the way is not the container that the path says, or
+        DamagedCheckpointError: A value on the way is not the container that the path requires, or
             an index is negative or above 2**20.
     """
     here: Any = root
@@ -167,7 +171,7 @@ def _key(part: str | int) -> str | int:
 
 
 class _Walker:
-    """One flattening: a method call per container, not per value."""
+    """Flattens one state dict, with a method call per container, not per value."""
 
     def __init__(self, flat: Flat, before_2_4: bool) -> None:
         self._flat = flat
@@ -180,7 +184,7 @@ class _Walker:
         kind = self._kind(type(value))
         if kind == _MAPPING and not value and not self._before_2_4:
             self._flat.empty.add(name)
-            # Why another: a mapping of a class of its own need not pickle.
+            # Why replaced: a mapping of a user's class need not be picklable.
             self._add(parent, key, name, path, value if type(value) in _PLAIN_MAPPINGS else {})
         elif kind == _MAPPING and not (self._before_2_4 and self._is_value(value, depth)):
             self.walk(name + ".", path, value, depth)
@@ -198,7 +202,7 @@ class _Walker:
         flat.keys.append(key)
 
     def walk(self, prefix: str, path: NamePath, mapping: Mapping[Any, Any], depth: int) -> None:
-        """Adds what is in a mapping."""
+        """Adds the values of a mapping."""
         _check_depth(depth, path)
         flat, kinds = self._flat, self._kinds
         add_name, add_path, add_value = flat.names.append, flat.paths.append, flat.values.append
@@ -222,7 +226,7 @@ class _Walker:
             self.visit(values, index, f"{prefix}{index}", (*path, index), value, depth + 1)
 
     def _is_value(self, value: Any, depth: int) -> bool:
-        """Whether a list (before 2.4: or mapping) holds nothing that is walked on its own."""
+        """Returns whether a list (before 2.4: or mapping) is one value: nothing in it is walked."""
         _check_depth(depth, ())
         for entry in value.values() if isinstance(value, Mapping) else value:
             kind = self._kind(type(entry))
@@ -264,13 +268,13 @@ def _check_depth(depth: int, path: NamePath) -> None:
 
 
 def check_names(names: list[str]) -> None:
-    """Raises where names can't be told apart, or can't be written down.
+    """Raises if names are not unique, or can't be encoded.
 
     Args:
-        names: Of all values of a state dict.
+        names: Names of all values of a state dict.
 
     Raises:
-        StateDictError: Two are equal, or one has no UTF-8: half of a surrogate pair.
+        StateDictError: Two names are equal, or one has no UTF-8 form (a lone surrogate).
     """
     if not is_unicode("".join(names)):
         wrong = next(name for name in names if not is_unicode(name))
@@ -309,13 +313,13 @@ Rename = Callable[[str], "str | None"]
 
 
 def renamer(key_map: KeyMap) -> Rename:
-    """Returns what a key map makes of one name.
+    """Returns a function that applies a key map to one name.
 
     Args:
         key_map: See `LoadOptions.key_map`.
 
     Raises:
-        InvalidRequestError: A pattern is no regular expression.
+        InvalidRequestError: A pattern is not a valid regular expression.
 
     Examples:
         >>> renamer([("^module[.]", ""), ("[.]gamma$", ".weight")])("module.norm.gamma")
@@ -354,15 +358,15 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def stored_names(names: Sequence[str], key_map: KeyMap | None) -> dict[str, int]:
-    """Returns the names by which a state dict may ask, each with its number in the checkpoint.
+    """Returns the names that a state dict may request, each with its number in the checkpoint.
 
     Args:
-        names: Of the checkpoint.
+        names: Names in the checkpoint.
         key_map: See `LoadOptions.key_map`.
 
     Raises:
-        InvalidRequestError: Two names of the checkpoint get the same name, or one gets something
-            that is no text.
+        InvalidRequestError: Two names of the checkpoint are mapped to the same name, or one is
+            mapped to something that is no text.
     """
     if key_map is None:
         return {name: number for number, name in enumerate(names)}
@@ -390,7 +394,7 @@ def stored_names(names: Sequence[str], key_map: KeyMap | None) -> dict[str, int]
 
 
 def below(name: str, prefixes: Iterable[str]) -> bool:
-    """Whether a dotted name is one of the prefixes, or lies below one.
+    """Returns whether a dotted name is one of the prefixes, or lies below one.
 
     Examples:
         >>> below("model.w", ["model"]), below("model2.w", ["model"])
@@ -400,7 +404,7 @@ def below(name: str, prefixes: Iterable[str]) -> bool:
 
 
 def concerns(key: str, prefixes: Sequence[str]) -> bool:
-    """Whether anything at or below a top-level key can be below a prefix.
+    """Returns whether any name at or below a top-level key can lie below a prefix.
 
     Examples:
         >>> concerns("model", ["model.layers"]), concerns("optimizer", ["model.layers"])

@@ -1,9 +1,9 @@
 """Saves and loads through third-party storage plug-ins, in DCP's call order.
 
-The plug-in runs in the ranks; gathers and scatters go through the coordinator of ray_dcp instead of
-collectives of the training group. The plug-in's `finish` is the commit: there is no fencing, no
-checksum and no survival of a rank's death here. Futures that a plug-in returns are awaited with a
-deadline.
+The plug-in runs in the ranks; gathers and scatters go through ray_dcp's coordinator instead of
+collectives of the training group. The plug-in's `finish` is the commit: this path has no fencing
+and no checksums, and it does not survive the death of a rank. Futures that a plug-in returns are
+awaited with a deadline.
 """
 
 from __future__ import annotations
@@ -58,22 +58,23 @@ from ray_dcp.torch_adapter.tensors import lost_memory_within
 def await_future(future: Any, timeout_s: float, *, doing: str, rank: int) -> Any:
     """Returns the value of a future of a storage plug-in.
 
-    Accepts a `torch.futures.Future`, anything with its `wait()` and (optionally) `value()`, and
-    a `concurrent.futures.Future`.
+    The future may be a `torch.futures.Future`, any object with its `wait()` and (optionally)
+    `value()`, or a `concurrent.futures.Future`.
 
     Args:
-        future: What `write_data` or `read_data` returned.
+        future: The result of `write_data` or `read_data`.
         timeout_s: Deadline in seconds.
-        doing: What made the future, such as `"MyWriter.write_data"`, for messages.
+        doing: Name of the method that returned the future, such as `"MyWriter.write_data"`, for
+            messages.
         rank: This rank.
 
     Raises:
         DeadlineError: The future did not complete in time.
-        InvalidRequestError: It is no future.
-        BaseException: Whatever the future failed with.
+        InvalidRequestError: The object is no future.
+        BaseException: The exception that the future failed with.
 
-    Careful: a future without `add_done_callback` is waited for in a daemon thread, which stays
-    behind when the deadline passes.
+    Careful: a future without `add_done_callback` is awaited in a daemon thread, which remains when
+    the deadline passes.
     """
     if not hasattr(future, "wait") and not hasattr(future, "result"):
         raise InvalidRequestError(
@@ -121,7 +122,7 @@ def foreign_save(
     stateful: bool = True,
     clock: phases.PhaseClock | None = None,
 ) -> Steps[Metadata]:
-    """Saves with a `StorageWriter` that ray_dcp knows nothing about.
+    """Saves through a third-party `StorageWriter`.
 
     The calls on writer and planner are those of `torch.distributed.checkpoint.save`, in its
     order, with its arguments.
@@ -130,22 +131,21 @@ def foreign_save(
         group: The ranks. With one rank nothing is exchanged.
         state_dict: What to save.
         writer: The plug-in; `reset` is called only if `checkpoint_id` is given.
-        planner: A `DefaultSavePlanner` unless given.
+        planner: The planner; a `DefaultSavePlanner` by default.
         checkpoint_id: Where to save, in the plug-in's terms.
-        use_collectives: False is DCP's experimental mode in which every rank plans for itself
+        use_collectives: False selects DCP's experimental mode in which every rank plans for itself
             and calls `finish`.
         stateful: Replace top-level `Stateful` values by their state, as `save` does and
             `save_state_dict` does not.
-        clock: Of this save.
+        clock: Clock of this save.
 
     Returns:
-        The `Metadata` that `finish` was given: on the coordinator rank that very object, on the
-        others a copy.
+        The `Metadata` passed to `finish`: the same object on the coordinator rank, a copy on the
+        others.
 
     Raises:
-        CheckpointError: Something failed on some rank; the same error on every rank, with
-            `.failures`.
-        CommitUnknownError: The coordinator rank was lost after all had written.
+        CheckpointError: A rank failed; every rank raises the same error, with `.failures`.
+        CommitUnknownError: The coordinator rank was lost after all ranks had written.
 
     Source: `torch/distributed/checkpoint/state_dict_saver.py`, `_save_state_dict`.
     """
@@ -158,7 +158,7 @@ def foreign_save(
         if checkpoint_id is not None:
             writer.reset(checkpoint_id)  # type: ignore[arg-type]
         state = stateful_to_state_dict(state_dict) if stateful else dict(state_dict)
-        # Why not before: a `Stateful` value may hold one in its state.
+        # Why only now: the state of a `Stateful` value may contain one.
         refuse_per_rank(state, f"the storage {name}")
         meta, is_coordinator = writer.storage_meta(), group.is_coordinator
         set_up_save_planner(planner, for_planner(state), meta, is_coordinator=is_coordinator)
@@ -222,25 +222,25 @@ def foreign_load(
     stateful: bool = True,
     clock: phases.PhaseClock | None = None,
 ) -> Steps[None]:
-    """Loads with a `StorageReader` that ray_dcp knows nothing about, in place.
+    """Loads in place through a third-party `StorageReader`.
 
     The calls on reader and planner are those of `torch.distributed.checkpoint.load`, in its
-    order, with its arguments. No `Stateful` value is given its state before every rank has read
+    order, with its arguments. `Stateful` values receive their state only once every rank has read
     everything.
 
     Args:
         group: The ranks. With one rank nothing is exchanged.
         state_dict: What to load into.
         reader: The plug-in; `reset` is called only if `checkpoint_id` is given.
-        planner: A `DefaultLoadPlanner` unless given.
+        planner: The planner; a `DefaultLoadPlanner` by default.
         checkpoint_id: What to load, in the plug-in's terms.
         stateful: Load into the state of top-level `Stateful` values, as `load` does and
             `load_state_dict` does not.
-        clock: Of this load.
+        clock: Clock of this load.
 
     Raises:
-        CheckpointError: Something failed on some rank; the same error on every rank, with
-            `.failures`. The state may be loaded in part.
+        CheckpointError: A rank failed; every rank raises the same error, with `.failures`. The
+            state may be partially loaded.
         CheckpointNotFoundError: The reader found no metadata on any rank.
 
     Source: `torch/distributed/checkpoint/state_dict_loader.py`, `load` and `_load_state_dict`.
@@ -256,7 +256,7 @@ def foreign_load(
         if checkpoint_id is not None:
             reader.reset(checkpoint_id)  # type: ignore[arg-type]
         metadata, is_global = _read_metadata(group, reader)
-        # Why not a copy: `load_state_dict` of DCP hands its own argument to the planner.
+        # Why not a copy: DCP's `load_state_dict` passes its own argument to the planner.
         state: Any = state_dict
         if stateful:
             loaded = stateful_to_load_targets(state_dict, Stored.of(metadata))
@@ -297,16 +297,16 @@ def set_up_save_planner(
     *,
     is_coordinator: bool,
 ) -> None:
-    """Calls `set_up_planner`, without `storage_meta` where the planner is older than it.
+    """Calls `set_up_planner`, without `storage_meta` if the planner does not accept it.
 
     Args:
         planner: The planner.
         state_dict: What to save.
-        storage_meta: What the writer says of itself.
-        is_coordinator: Whether this rank plans for all.
+        storage_meta: Metadata of the writer.
+        is_coordinator: Whether this rank plans for all ranks.
 
     Raises:
-        UnsupportedValueError: As `refuse_lost_memory` does.
+        UnsupportedValueError: See `refuse_lost_memory`.
 
     Source: `torch/distributed/checkpoint/state_dict_saver.py`, `local_step`.
     """
@@ -325,13 +325,14 @@ def set_up_save_planner(
 
 
 def refuse_lost_memory(planner: SavePlanner | LoadPlanner) -> None:
-    """Raises where torch or a plug-in would read or write beyond the memory of a tensor.
+    """Raises if torch or a plug-in would read or write beyond the memory of a tensor.
 
     Args:
-        planner: After its `set_up_planner`; of DCP's default ones the flat state dict is known.
+        planner: The planner after `set_up_planner`. The flat state dict of DCP's default planners
+            is known.
 
     Raises:
-        UnsupportedValueError: There are such tensors; all are named.
+        UnsupportedValueError: There are such tensors; the message names all of them.
     """
     flat = getattr(planner, "state_dict", None)
     if not isinstance(planner, (DefaultSavePlanner, DefaultLoadPlanner)):
@@ -381,9 +382,9 @@ def refuse_lost_as_safetensors(writer: StorageWriter, plan: SavePlan) -> None:
 
 
 def _read_metadata(group: Group, reader: StorageReader) -> tuple[Metadata, bool]:
-    """Returns the metadata, and whether it is that of all ranks and not this rank's own.
+    """Returns the metadata, and whether it is shared by all ranks rather than this rank's own.
 
-    DCP too asks for the rank's own where there is none of all ranks.
+    Like DCP, it requests the rank's own metadata if there is no shared one.
     """
     reasons: list[Exception] = []
     tries = [({}, True), ({"rank": group.rank}, False)]
@@ -396,7 +397,7 @@ def _read_metadata(group: Group, reader: StorageReader) -> tuple[Metadata, bool]
             if metadata:
                 return metadata, is_global
     told = "; ".join(f"{type(e).__name__}: {e}" for e in reasons) or "it returned nothing"
-    # Only a missing file says that there is no checkpoint; a timeout, say, does not.
+    # Only a missing file means that there is no checkpoint; a timeout, for example, does not.
     is_missing = all(isinstance(error, FileNotFoundError) for error in reasons)
     made = CheckpointNotFoundError if is_missing else CheckpointError
     raise made(
@@ -407,9 +408,9 @@ def _read_metadata(group: Group, reader: StorageReader) -> tuple[Metadata, bool]
 
 
 def _dump_metadata(metadata: Metadata) -> bytes:
-    """Returns the metadata pickled, without what a plug-in put in that can't be.
+    """Pickles the metadata, without additions of a plug-in that can't be pickled.
 
-    The checkpoint is committed when this runs, so it must not fail.
+    The checkpoint is committed when this runs, so this must not fail.
     """
     try:
         return pickle.dumps(metadata)
@@ -437,7 +438,7 @@ def _committed(group: Group, metadata: Callable[[], Any]) -> Metadata:
 
 
 def _takes_kwargs(function: Callable[..., Any]) -> bool:
-    """Whether a parameter is *named* `kwargs`: the test that DCP makes."""
+    """Returns whether a parameter is *named* `kwargs`, the test that DCP uses."""
     return "kwargs" in inspect.signature(function).parameters
 
 

@@ -1,6 +1,6 @@
-"""The `Metadata` that `save` returns: torch's, filled from the chunk table when first looked at.
+"""The `Metadata` that `save` returns: torch's class, filled from the chunk table on first access.
 
-Ranks receive only the manifest of a commit; most never look at the chunks.
+Ranks receive only the manifest of a commit, and most never use the chunks.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ray_dcp.torch_adapter.tensors import dtype_of
 
 
 class CommittedMetadata(Metadata):
-    """A `Metadata` of a committed checkpoint, read on first access.
+    """The `Metadata` of a committed checkpoint, read on first access.
 
-    Equal to torch's `Metadata` with the same fields, and pickled as one. Made by `lazy`; the
+    It equals torch's `Metadata` with the same fields, and is pickled as one. `lazy` creates it; the
     constructor is that of `Metadata`.
 
     Attributes:
-        attempt: The attempt that was committed; "" when it is not known.
-        slot: The slot of its manifest; 0 when it is not known.
+        attempt: The attempt that was committed; "" if unknown.
+        slot: The slot of its manifest; 0 if unknown.
     """
 
     attempt: str = ""
@@ -39,9 +39,9 @@ class CommittedMetadata(Metadata):
 
     @property
     def created_s(self) -> float | None:
-        """When it was committed, by the coordinator's clock, in seconds since 1970.
+        """When the checkpoint was committed, in seconds since 1970 by the coordinator's clock.
 
-        The same on all ranks; None when that is not known without reading.
+        The same on all ranks; None if it is not known without reading.
         """
         data = self.__dict__.get("_manifest", b"")
         record = decode_record(data) if data else None
@@ -51,11 +51,11 @@ class CommittedMetadata(Metadata):
     def lazy(
         cls, load: Callable[[], Metadata], *, attempt: str = "", slot: int = 0
     ) -> CommittedMetadata:
-        """Returns a metadata that calls `load` once, when a field is first needed.
+        """Returns metadata that calls `load` once, on the first access to a field.
 
         Args:
-            load: Reads the chunk table and makes it `metadata_of`. What it raises comes out of
-                the access; the next access tries again.
+            load: Reads the chunk table and converts it by `metadata_of`. The access raises its
+                exceptions, and the next access tries again.
             attempt: See the class.
             slot: See the class.
         """
@@ -68,7 +68,7 @@ class CommittedMetadata(Metadata):
 
     @classmethod
     def of(cls, target: Target, outcome: SaveOutcome) -> CommittedMetadata:
-        """Returns the metadata of what a save committed, read from its storage when looked at."""
+        """Returns the metadata of what a save committed, read from its storage on access."""
 
         def load() -> Metadata:
             storage = open_storage(target)
@@ -89,7 +89,7 @@ class CommittedMetadata(Metadata):
         return self
 
     def __getattribute__(self, name: str) -> Any:
-        # Why not __getattr__: the class itself has the defaults of torch's dataclass fields.
+        # Why not __getattr__: the class has the defaults of torch's dataclass fields as attributes.
         if name in _FIELDS and name not in object.__getattribute__(self, "__dict__"):
             self._fill()
         return object.__getattribute__(self, name)
@@ -128,20 +128,20 @@ def metadata_of(
     attempt: str | None = None,
     empty_mappings: bool = False,
 ) -> Metadata:
-    """Returns torch's `Metadata` of a committed chunk table: what stock DCP reads as `.metadata`.
+    """Returns torch's `Metadata` of a committed chunk table, which stock DCP reads as `.metadata`.
 
     Args:
-        table: The table.
-        checkpoint_id: Goes to `storage_meta`.
-        attempt: The attempt that committed it; goes there too.
-        empty_mappings: Name mappings without values too, which DCP does not.
+        table: The chunk table.
+        checkpoint_id: Value for `storage_meta`.
+        attempt: The attempt that committed the table; also in `storage_meta`.
+        empty_mappings: Include mappings without values, which DCP never does.
 
     Raises:
         UnsupportedValueError: The table has a dtype that this torch lacks.
 
-    Complexity: linear; a few us a chunk.
+    Complexity: linear; a few us per chunk.
     """
-    # Why first: it refuses what is no dtype of torch; all else that is unpickled below is our own.
+    # Why first: it refuses names that are no torch dtype; everything else in this pickle is ours.
     for dtype in table.dtypes:
         dtype_of(dtype)
     data = encode_metadata(

@@ -1,4 +1,4 @@
-"""What a load did, as a frozen value."""
+"""The result of a load, as a frozen value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAMES_SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LoadReport:
-    """What `ray_dcp.load` or `ray_dcp.load_newest` did on this rank.
+    """The result of `ray_dcp.load` or `ray_dcp.load_newest` on this rank.
 
     Examples:
         >>> report = LoadReport(loaded=("w",), missing=(), unexpected=("b",), cast=())
@@ -25,43 +25,44 @@ class LoadReport:
     loaded: tuple[str, ...]
     """FQNs that were loaded, in the order of the state dict."""
     missing: tuple[str, ...]
-    """FQNs that the checkpoint lacks; their values are as they were. Only with
-    `LoadOptions(strict=False)`, else they are an error."""
+    """FQNs that the checkpoint lacks; their values are unchanged. Only with
+    `LoadOptions(strict=False)`; otherwise missing FQNs are an error."""
     unexpected: tuple[str, ...]
-    """FQNs of the checkpoint that the state dict did not ask for."""
+    """FQNs of the checkpoint that the state dict did not request."""
     cast: tuple[tuple[str, str, str], ...]
-    """`(FQN, dtype in the checkpoint, dtype of the target)` where the two differ."""
+    """`(FQN, dtype in the checkpoint, dtype of the target)` of each value whose dtypes differ."""
     resized: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
-    """`(FQN, shape in the checkpoint, shape of the target)` where `LoadOptions.resize` let them
-    differ."""
+    """`(FQN, shape in the checkpoint, shape of the target)` of each value whose shapes differ,
+    which `LoadOptions.resize` allows."""
     bytes_needed: int = 0
     """Bytes that the targets of all ranks hold."""
     bytes_read: int = 0
     """Bytes that all ranks read, from storage or from the memory of the nodes."""
     bytes_from_peers: int = 0
-    """Bytes that ranks got from another rank, which had read them for all: see
-    `LoadOptions.share_reads`. They are not in `bytes_read`."""
+    """Bytes that ranks received from another rank, which had read them for all; see
+    `LoadOptions.share_reads`. Not included in `bytes_read`."""
     bytes_read_instead: int = 0
-    """Those of `bytes_read` that should have come from another rank, which failed to hand them on
-    (it hung, or the object store did), and were read from storage for that. 0 if all went well."""
+    """The part of `bytes_read` that another rank should have sent, but did not (it hung, or the
+    object store failed), so that it was read from storage. 0 if no rank failed to send."""
     bytes_from_memory: int = 0
-    """Those that came from the memory of the nodes, and not from storage: of an asynchronous save
-    with `SaveOptions(keep_in_memory=...)`."""
+    """The part of `bytes_read` that came from the memory of the nodes instead of storage, after an
+    asynchronous save with `SaveOptions(keep_in_memory=...)`."""
     path: str = "native"
-    """Which way it went: `"native"`, `"planner hooks"` (a user's planner ran) or
-    `"foreign storage"` (a third party's reader; no checksums, and only this field and
-    `checkpoint_id` are known)."""
+    """The path of the load: `"native"`, `"planner hooks"` (a user's planner ran) or
+    `"foreign storage"` (a third-party reader; no checksums, and only this field and `checkpoint_id`
+    are known)."""
     checkpoint_id: str | None = None
-    """Path or URL that was loaded; None when only a third party's reader knows."""
+    """Path or URL that was loaded; None if only a third-party reader knows it."""
     step: int | None = None
-    """Step that was loaded, as `load_newest` read it off the folder's name; None for `load`."""
+    """Step that was loaded, which `load_newest` reads from the folder's name; None for `load`."""
     skipped: tuple[tuple[str, CheckpointError], ...] = ()
-    """`(path or URL, why)` of newer steps that `load_newest` did not load, newest first: a
-    `CheckpointNotFoundError` where none is committed, else what is damaged. Equal on all ranks."""
+    """`(path or URL, error)` of newer steps that `load_newest` skipped, newest first. The error is
+    a `CheckpointNotFoundError` if none is committed, otherwise it describes the damage. Equal on
+    all ranks."""
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """How long each phase took on this rank: `plan` (what is stored and who reads what, until all
-    ranks were ready), `read`, and `finish` (until all ranks had read). Over all tries of
-    `load_newest` together."""
+    """Duration of each phase on this rank: `plan` (find the stored chunks and assign the reads,
+    until all ranks were ready), `read`, and `finish` (until all ranks had read). Summed over all
+    tries of `load_newest`."""
 
     def __repr__(self) -> str:
         told = [f"{len(self.loaded)} loaded"]
@@ -77,7 +78,7 @@ class LoadReport:
 
     @property
     def damaged(self) -> tuple[tuple[str, CheckpointError], ...]:
-        """Those of `skipped` that were committed and can't be loaded."""
+        """The part of `skipped` that was committed and can't be loaded."""
         return tuple(
             (path, error)
             for path, error in self.skipped

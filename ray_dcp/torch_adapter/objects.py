@@ -1,13 +1,14 @@
-"""Python objects and files in the format of `torch.save`, loaded only under an allow-list.
+"""Python objects and files in the format of `torch.save`, loaded only by an allow-list.
 
-The allow-list is what state dicts really hold (tensors, numpy arrays, scalars and random
-generators, values of the standard library), and what `torch.serialization.add_safe_globals` added.
-Loading calls nothing else that a checkpoint names unless `weights_only=False` is asked for.
+The allow-list has the classes found in state dicts (tensors, numpy arrays, scalars and random
+generators, values of the standard library), and those added by
+`torch.serialization.add_safe_globals`. A load calls nothing else that a checkpoint names, unless
+the user passes `weights_only=False`.
 
-`read_torch_save` reads the zips that torch writes since 1.6. Every view is compared with the
-length of its storage before torch makes it; what torch would only believe (the order of sparse
-indices, the places in a nested tensor) is checked. `load_torch_file` maps a file, so that only what
-is asked for is read.
+`read_torch_save` reads the zips that torch writes since 1.6. It compares every view with the length
+of its storage before torch creates the view, and checks what torch would trust (the order of sparse
+indices, the offsets in a nested tensor). `load_torch_file` maps a file, so that only the parts in
+use are read.
 Source: torch/serialization.py `_load`; torch/_utils.py.
 """
 
@@ -61,19 +62,19 @@ _ALIGNMENT = 64
 
 
 def read_torch_save(data: bytes | memoryview | mmap.mmap, *, is_shared: bool = False) -> Any:
-    """Returns the object that `torch.save` wrote; nothing that it names is called.
+    """Returns the object that `torch.save` wrote, by the allow-list.
 
     Args:
-        data: One whole item, or file.
-        is_shared: Whether tensors of the CPU are views of `data`, which then has to be writable.
+        data: One whole item or file.
+        is_shared: Whether CPU tensors are views of `data`, which must be writable then.
 
     Raises:
-        UnsafeCheckpointError: It asks for something that is not on the allow-list, or in a way in
-            which no object is saved; or it is no zip, as before torch 1.6.
-        DamagedCheckpointError: `torch.save` did not write it.
+        UnsafeCheckpointError: The data names something that is not on the allow-list, or calls
+            something in a way in which no object is saved, or is no zip (before torch 1.6).
+        DamagedCheckpointError: `torch.save` did not write the data.
 
     Complexity:
-        O(length), about 2 us an opcode; memory of a fixed multiple of the length.
+        O(length), about 2 us per opcode; memory of at most a fixed multiple of the length.
     """
     if bytes(data[:2]) == b"PK":
         return _read_zip(memoryview(data), is_shared)
@@ -92,7 +93,7 @@ def _read_zip(data: memoryview, is_shared: bool) -> Any:
     for name, record in stored_records(data):
         folder, _, rest = name.partition("/")
         folders.add(folder)
-        # Careful: torch finds a record without regard to case.
+        # Careful: torch ignores case when it looks up a record.
         if len(folders) > 1 or rest.lower() in records:
             raise damaged("each record once, in one folder", repr(name[:200]))
         records[rest.lower()] = record
@@ -104,7 +105,7 @@ def _read_zip(data: memoryview, is_shared: bool) -> Any:
 
 
 def _added() -> dict[str, Any]:
-    """Returns what the user, or a library, allowed by `torch.serialization.add_safe_globals`."""
+    """Returns the globals that `torch.serialization.add_safe_globals` has added."""
     found: dict[str, Any] = {}
     for one in serialization.get_safe_globals():
         value, name = one if isinstance(one, tuple) else (one, "")
@@ -123,7 +124,7 @@ class _Storages:
         self._is_swapped = bytes(records.get("byteorder", b"little")) == b"big"
 
     def item_of(self, pid: Any) -> torch.TypedStorage:
-        """Returns what a persistent id stands for."""
+        """Returns the storage of a persistent id."""
         key, location, dtype, count = _storage_id(pid)
         num_bytes = count * dtype.itemsize
         if key not in self._loaded:
@@ -135,7 +136,7 @@ class _Storages:
                 storage = serialization.default_restore_location(storage, location)
             self._loaded[key] = storage
         storage = self._loaded[key]
-        # Careful: torch would make a longer storage itself where a view needs one.
+        # Careful: torch would lengthen a storage itself if a view exceeds it.
         if not num_bytes <= storage.nbytes() < num_bytes + dtype.itemsize:
             raise damaged(f"a storage of {num_bytes} bytes", f"{storage.nbytes()}")
         return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
@@ -171,7 +172,7 @@ def _storage_id(pid: Any) -> tuple[str, str, torch.dtype, int]:
 def _check_view(
     storage: torch.UntypedStorage, dtype: Any, offset: Any, size: Any, stride: Any
 ) -> None:
-    """Checks that a view lies in its storage: torch would make the storage longer."""
+    """Checks that a view lies in its storage: torch would lengthen the storage."""
     need(isinstance(dtype, torch.dtype) and is_shape(size) and is_shape(stride))
     need(len(size) == len(stride) and type(offset) is int and 0 <= offset < 1 << 62)
     last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
@@ -223,7 +224,7 @@ def _finished(made: Any, requires_grad: Any, hooks: Any, metadata: list[Any]) ->
 
 
 def _is_empty(hooks: Any) -> bool:
-    """Whether no hooks were saved: they would be called."""
+    """Returns whether no hooks were saved. Why: torch would call them."""
     return hooks is None or (isinstance(hooks, dict) and not hooks)
 
 
@@ -287,7 +288,7 @@ def _meta_tensor(machine: ObjectMachine, args: tuple[Any, ...]) -> torch.Tensor:
 
 
 def _need_dense(tensor: Any) -> None:
-    """Checks that a tensor repeats no element: what is made of it would be longer."""
+    """Checks that a tensor repeats no element. Why: a value made of it would be longer."""
     need(type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided)
     need(tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes())
 
@@ -356,7 +357,7 @@ def _quantized(machine: ObjectMachine, args: tuple[Any, ...]) -> torch.Tensor:
 
 
 def _on_device(machine: ObjectMachine, args: tuple[Any, ...]) -> torch.Tensor:
-    """Builds a tensor that was saved by way of the CPU, or of numpy."""
+    """Builds a tensor that was saved through the CPU or numpy."""
     data, dtype, device, requires_grad = args
     need(isinstance(dtype, torch.dtype) and type(requires_grad) is bool)
     if type(data) is np.ndarray:
@@ -451,15 +452,15 @@ def _constants() -> Mapping[str, Known]:
 _SCALARS = frozenset({type(None), bool, float, str, bytes, complex})
 _CONTAINERS = frozenset({list, tuple, set, frozenset})
 _LONGEST_INT = 1 << 2000
-"""torch's unpickler reads integers of at most 255 bytes."""
+"""Integers must be below this: torch's unpickler reads at most 255 bytes per integer."""
 _MAX_DEPTH = 50
 
 
 def dump_object(value: Any, *, fqn: str) -> bytes:
-    """Returns what `torch.save` makes of a value; stock DCP reads it.
+    """Returns a value's bytes as written by `torch.save`, which stock DCP reads.
 
     Raises:
-        UnsupportedValueError: It can't be pickled; the message names the FQN and its class.
+        UnsupportedValueError: The value can't be pickled; the message names the FQN and the class.
     """
     buffer = io.BytesIO()
     try:
@@ -477,11 +478,11 @@ def dump_object(value: Any, *, fqn: str) -> bytes:
 
 
 class _LostMemoryError(Exception):
-    """A tensor reaches beyond its memory: torch would save it, and make the rest up in a load."""
+    """A tensor reaches beyond its memory: torch would save it, and a load would invent the rest."""
 
 
 class _Pickler(pickle.Pickler):
-    """What `torch.save` pickles with; refuses tensors that reach beyond their memory."""
+    """The pickler for `torch.save`; refuses tensors that reach beyond their memory."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and (reason := lost_memory_within(value)) is not None:
@@ -498,20 +499,21 @@ def load_object(
     fqn: str,
     weights_only: bool = True,
 ) -> Any:
-    """Returns the object that `torch.save` wrote, ours or stock DCP's.
+    """Returns the object in an item of ray_dcp or stock DCP.
 
-    Tensors inside go to the device that they were saved from, or to the CPU where there is no
+    Its tensors are moved to the device that they were saved from, or to the CPU if there is no
     accelerator.
 
     Args:
         data: One whole `torch.save` item.
-        fqn: Whose it is, for messages.
-        weights_only: Refuse whatever is not on the allow-list. False runs code from the data.
+        fqn: Name of the object, for messages.
+        weights_only: Refuse everything that is not on the allow-list. False runs code from the
+            data.
 
     Raises:
-        UnsafeCheckpointError: It asks for a class or function that is not on the allow-list, or
-            for one in a way that no object needs.
-        DamagedCheckpointError: It is no `torch.save` item.
+        UnsafeCheckpointError: The item names a class or function that is not on the allow-list, or
+            calls one in a way that no object needs.
+        DamagedCheckpointError: The data is no `torch.save` item.
     """
     try:
         check_plain(data)
@@ -534,15 +536,15 @@ def load_object(
 
 
 def load_problem(value: Any, data: bytes, *, fqn: str) -> str | None:
-    """Returns what a safe load would have against an object, with the line that allows it.
+    """Returns why a safe load would refuse an object, with the line of code that allows it.
 
     Args:
         value: The object.
-        data: `dump_object(value)`.
-        fqn: Its name.
+        data: The result of `dump_object(value)`.
+        fqn: Name of the object.
 
     Returns:
-        A sentence, or None if the object loads.
+        A sentence, or None if a safe load accepts the object.
     """
     try:
         read_torch_save(data)
@@ -557,9 +559,10 @@ def load_problem(value: Any, data: bytes, *, fqn: str) -> str | None:
 
 
 def is_simple(value: Any, depth: int = 0) -> bool:
-    """Whether a value is made of nothing but numbers, strings, None, lists, tuples, sets and dicts.
+    """Returns whether a value consists only of numbers, strings, None and standard containers.
 
-    Such a value always loads, and `repr` tells it from every other.
+    The containers are lists, tuples, sets and dicts. Such a value always loads, and different
+    values have different `repr`s.
     """
     cls = type(value)
     if cls in _SCALARS:
@@ -576,10 +579,10 @@ def is_simple(value: Any, depth: int = 0) -> bool:
 
 
 def simple_digest(value: Any) -> int:
-    """Returns 64 bits that stand for a simple value, never 0, the same in every process.
+    """Returns a 64-bit digest of a simple value, never 0, the same in every process.
 
-    Why not of its pickle: that depends on which equal strings are one object, and on the order
-    of sets, which is another in each process.
+    Why not of its pickle: a pickle depends on which equal strings are one object, and on the order
+    of sets, which differs between processes.
     """
     text = repr(value)
     if "set(" in text or "{" in text:
@@ -606,16 +609,16 @@ _WAY_OUT = "pass weights_only=False"
 
 
 def load_torch_file(path: str | os.PathLike[str], *, weights_only: bool = True) -> Any:
-    """Returns what a file of `torch.save` holds; its tensors are its mapped pages.
+    """Returns the object in a file of `torch.save`; its tensors are views of the mapped file.
 
     Args:
-        path: The file.
+        path: Path of the file.
         weights_only: Refuse objects that are not on the allow-list. False runs code from the file.
 
     Raises:
         CheckpointNotFoundError: There is no such file.
-        UnsafeCheckpointError: It asks for a class or function that is not on the allow-list.
-        DamagedCheckpointError: `torch.save` did not write it, or it is cut off.
+        UnsafeCheckpointError: The file names a class or function that is not on the allow-list.
+        DamagedCheckpointError: `torch.save` did not write the file, or it is truncated.
         InvalidRequestError: The path is a directory.
     """
     name = checked_url(path)
@@ -628,7 +631,7 @@ def load_torch_file(path: str | os.PathLike[str], *, weights_only: bool = True) 
             is_zip = zipfile.is_zipfile(name)
             return torch.load(name, map_location="cpu", mmap=is_zip, weights_only=False)
         with Path(name).open("rb") as stream:
-            # Why not closed: its tensors are views of it. It goes with the last of them.
+            # Why not closed: the tensors are views of it, and the last one frees it.
             mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
         return read_torch_save(mapped, is_shared=True)
     except UnsafeCheckpointError as error:
@@ -645,12 +648,12 @@ def load_torch_file(path: str | os.PathLike[str], *, weights_only: bool = True) 
 
 
 def storage_records(saved: Any) -> list[tuple[str, torch.UntypedStorage]]:
-    """Returns the memory of all tensors that have some, each with its record in the file.
+    """Returns the storages of all tensors that have memory, each with its record in the file.
 
     Args:
-        saved: What `torch.save` wrote.
+        saved: The object that `torch.save` wrote.
 
-    Source: `torch/serialization.py`, `_save`, which numbers them as it comes to them.
+    Source: `torch/serialization.py`, `_save`, which numbers storages in the order it meets them.
     """
     finder = _StorageFinder(io.BytesIO(), protocol=2)
     finder.dump(saved)
@@ -659,11 +662,11 @@ def storage_records(saved: Any) -> list[tuple[str, torch.UntypedStorage]]:
 
 
 def fill_records(path: str | os.PathLike[str], records: Iterable[tuple[str, Any]]) -> None:
-    """Writes the memory of tensors into a file of `torch.save` that was written without.
+    """Writes the memory of tensors into a file of `torch.save` that was written without it.
 
     Args:
-        path: Of the file.
-        records: Of `storage_records`.
+        path: Path of the file.
+        records: The result of `storage_records`.
     """
     reader: Any = torch._C.PyTorchFileReader(os.fspath(path))
     with Path(path).open("r+b") as file:
@@ -673,7 +676,7 @@ def fill_records(path: str | os.PathLike[str], records: Iterable[tuple[str, Any]
 
 
 class _StorageFinder(pickle.Pickler):
-    """Goes through an object as `torch.save` does, and keeps what it would write apart."""
+    """Walks an object as `torch.save` does, and collects the storages that it would write."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Each call of the user and its phases, told to DCP's logger in DCP's form."""
+"""Logs each call of the user and its phases to DCP's logger, in DCP's form."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ray_dcp.core.phases import Step
 from ray_dcp.core.reporting import contained
 
 DCP_LOGGER: logging.Logger = _stock._dcp_logger
-"""The logger that DCP's own functions use: handlers that a job put there hear ray_dcp too."""
+"""The logger of DCP's own functions: handlers that a job installed receive ray_dcp's calls too."""
 
 
 class OperationLog:
-    """One call of the user, from its begin to its end; a context manager.
+    """Logs one call of the user from begin to end; a context manager.
 
     Args:
         operation: Name of the function.
-        checkpoint_id: As given to it.
-        storage_writer: As given to it.
-        storage_reader: As given to it.
-        planner: As given to it.
+        checkpoint_id: Argument of the function.
+        storage_writer: Argument of the function.
+        storage_reader: Argument of the function.
+        planner: Argument of the function.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class OperationLog:
         self._end(self.operation, time.perf_counter(), error)
 
     def enter(self, step: Step | None, now_s: float, error: BaseException | None = None) -> None:
-        """Notes that a rank begins with something else; see `PhaseClock.on_step`."""
+        """Logs that a rank begins another step; see `PhaseClock.on_step`."""
         if step is not None and step.dcp in ("", self._phase):
             return
         if self._phase:
@@ -77,10 +77,10 @@ class OperationLog:
             self._tell(self._phase, "start", now_s)
 
     def uploading(self, handle: Any) -> None:
-        """Tells of what goes on in the background, to its end.
+        """Logs the upload in the background, and its end.
 
         Args:
-            handle: A future.
+            handle: Future of the upload.
         """
         self._tell("upload", "start", time.perf_counter())
 
@@ -88,7 +88,7 @@ class OperationLog:
             error = None if future.cancelled() else Future.exception(future)
             self._end("upload", time.perf_counter(), error)
 
-        # Why the base's methods: a handle notes who looks at it, and to log is not to look.
+        # Why the base class's method: a handle records who looks at it, and a log should not count.
         Future.add_done_callback(handle, ended)
 
     def _end(self, phase: str, now_s: float, error: BaseException | None) -> None:

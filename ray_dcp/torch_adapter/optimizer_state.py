@@ -1,11 +1,11 @@
-"""What an optimizer holds, under the names of its parameters: into plain state, and back as saved.
+"""Converts the state of optimizers to plain state under the names of parameters, and back.
 
-What `Optimizer.load_state_dict` and torch's helpers around it are given they cast to the dtype of
-a parameter, rebuild, or drop, and they match parameter groups by position. Here names and values
-decide: a load makes its targets by what is stored, fills those that fit in place, and puts the
-state into `state` and `param_groups` itself. Torch's code does it in two cases alone. An optimizer
-whose class replaces `load_state_dict` takes the state by that, and is compared with it afterwards;
-and torch's helper cuts the state of the flat parameters of FSDP1.
+`Optimizer.load_state_dict` and torch's helpers around it cast state to the dtype of a parameter,
+rebuild it, or drop it, and they match parameter groups by position. This module matches by names
+and preserves values: a load creates its targets by what is stored, fills existing tensors in place
+where they fit, and sets `state` and `param_groups` itself. It uses torch's code in two cases only:
+an optimizer whose class replaces `load_state_dict` loads by that method, and its state is compared
+with the stored one afterwards; and torch's helper shards the state of FSDP1's flat parameters.
 """
 
 from __future__ import annotations
@@ -33,41 +33,41 @@ from ray_dcp.torch_adapter.sink import target_problem
 from ray_dcp.torch_adapter.tensors import dtype_name, is_plain
 
 OTHER_STATE = "other_state"
-"""Under this name lies what `optimizer.state` has under keys that are no parameters. Why apart:
-among names of parameters nobody could tell such a key from a parameter that an optimizer lacks."""
+"""Name for the entries of `optimizer.state` whose keys are no parameters. Why separate: among names
+of parameters, such a key would look like a parameter that an optimizer lacks."""
 
 Cast = tuple[str, str, str]
-"""FQN, dtype in the checkpoint, dtype that is held."""
+"""FQN, dtype in the checkpoint, dtype that the optimizer holds."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class StoredValue:
-    """What is known of a stored value before it is read."""
+    """What is known about a stored value before it is read."""
 
     path: NamePath | None = None
-    """Where it sat when it was saved."""
+    """Its path in the state dict that was saved."""
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
-    """None for what is no tensor."""
+    """Dtype of a tensor; None for other values."""
     is_raw: bool | None = None
-    """Whether a tensor is stored as its bytes, and not as what its class pickles itself to; None
-    where only the item tells."""
+    """Whether a tensor is stored as raw bytes, and not in the pickled form of its class; None if
+    only the item contains the answer."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What a checkpoint holds, by the names that a state dict asks by."""
+    """The content of a checkpoint, by the names that a state dict requests."""
 
     names: Collection[str]
-    """FQNs; looked up, so a mapping or a set."""
+    """FQNs: a mapping or a set, for fast lookups."""
     value: Callable[[str], StoredValue]
-    """What is known of the value of a name."""
+    """Returns what is known about the value of a name."""
 
     @classmethod
     def of(cls, metadata: Metadata) -> Stored:
-        """Returns what DCP's metadata has."""
+        """Returns the content that DCP's metadata describes."""
         items, paths = metadata.state_dict_metadata, metadata.planner_data
 
         def value(name: str) -> StoredValue:
@@ -80,7 +80,7 @@ class Stored:
         return cls(items, value)
 
     def below(self, key: str, prefixes: Sequence[str]) -> dict[str, StoredValue]:
-        """Returns all values below a key by the rest of their names, those that take part."""
+        """Returns the selected values below a key, by the rest of their names."""
         start = f"{key}."
         return {
             name.removeprefix(start): self.value(name)
@@ -91,12 +91,12 @@ class Stored:
 
 @dataclass
 class Asked:
-    """The state of an optimizer to load into.
+    """The optimizer state to load into.
 
     Attributes:
-        state: The targets; None where the checkpoint has the whole state as one object.
-        left: Names in it that are read, but are not this optimizer's.
-        is_whole: Whether nothing of what the optimizer has stays beside what is loaded.
+        state: The targets; None if the checkpoint has the whole state as one object.
+        left: Names in it that are read, but do not belong to this optimizer.
+        is_whole: Whether the loaded state replaces all state of the optimizer.
     """
 
     state: Any
@@ -105,16 +105,16 @@ class Asked:
 
 
 def optimizer_part(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> Any:
-    """Returns what gives and takes the state of an optimizer: a `Stateful` with two things more.
+    """Returns the adapter of an optimizer: a `Stateful` with a method and an attribute more.
 
-    `asked(key, stored, prefixes, strict)` returns the state to load into; after that,
-    `load_state_dict` takes it, and raises where the optimizer would hold something else. `casts`
-    then has what it holds in another dtype.
+    `asked(key, stored, prefixes, strict)` returns the state to load into. `load_state_dict` then
+    sets the loaded state, and raises if the optimizer would hold anything else. `casts` then lists
+    the values that the optimizer holds in another dtype.
 
     Args:
-        optimizer: Any.
-        modules: Those of the state dict. The names are those of the first that has all of the
-            optimizer's parameters; without one, they are the optimizer's own numbers.
+        optimizer: Any optimizer.
+        modules: Modules of the state dict. The first one that has all parameters of the optimizer
+            defines their names; if there is none, the optimizer's own numbers are the names.
     """
     if not gives_torchs(optimizer, torch.optim.Optimizer):
         return _OwnForm(optimizer)
@@ -129,7 +129,7 @@ def optimizer_part(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module
 
 
 def gives_torchs(value: Any, cls: Any, name: str = "state_dict") -> bool:
-    """Whether nobody has replaced a method of its class or of itself."""
+    """Returns whether a method is that of `cls`, replaced neither by a subclass nor an instance."""
     return getattr(type(value), name) is getattr(cls, name) and name not in vars(value)
 
 
@@ -138,7 +138,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def _names(module: nn.Module) -> dict[str, Any]:
-    """Returns parameters by their names without wrappers, a shared one by each of its names."""
+    """Returns parameters by their names without wrappers; a shared one by each of its names."""
     return {
         fqn: parameter
         for name, parameter in module.named_parameters(remove_duplicate=False)
@@ -147,14 +147,14 @@ def _names(module: nn.Module) -> dict[str, Any]:
 
 
 def check_all_taken(left: Sequence[str], *, strict: bool | None) -> None:
-    """Raises where a checkpoint holds something that would get lost.
+    """Raises if a part of the checkpoint that must be loaded would be lost.
 
     Args:
-        left: What nobody takes of what has to be taken.
+        left: Names that must be loaded, but that no rank loads.
         strict: See `LoadOptions.strict`.
 
     Raises:
-        StateDictError: There is some.
+        StateDictError: There are such names.
     """
     if not left:
         return
@@ -175,11 +175,11 @@ def check_all_taken(left: Sequence[str], *, strict: bool | None) -> None:
 
 
 class _Named:
-    """An optimizer under the names of its module's parameters, or under its own numbers.
+    """Adapter of an optimizer, by the names of its module's parameters or by its own numbers.
 
     Args:
-        optimizer: Whose `state_dict` is torch's.
-        by_name: Its parameters by name; none for its own numbers.
+        optimizer: An optimizer whose `state_dict` is torch's.
+        by_name: Its parameters by name; empty for its own numbers.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, by_name: dict[str, Any]) -> None:
@@ -197,13 +197,13 @@ class _Named:
         return self._renamed(self._own_state_dict())
 
     def _renamed(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a state dict of the optimizer's own with the names of its parameters."""
+        """Returns the optimizer's own state dict with the names of its parameters."""
         if not self._by_name:
             return dict(found)
         names: dict[int, str] = {}
         for name, parameter in self._by_name.items():
             names.setdefault(id(parameter), name)
-        # Why not counted anew: a hook of the user's may have given other numbers.
+        # Why not counted anew: a user's hook may have changed the numbers.
         name_of: dict[Any, str] = {}
         for group, own in zip(found["param_groups"], self._optimizer.param_groups, strict=False):
             for number, parameter in zip(group["params"], own["params"], strict=False):
@@ -254,7 +254,7 @@ class _Named:
         if OTHER_STATE in parts:
             self._ask_others(tree.setdefault(OTHER_STATE, {}), parts.pop(OTHER_STATE))
         if self._optimizer._optimizer_load_state_dict_pre_hooks or not self._takes_torchs():
-            # Somebody may know what to do with more than torch's own has.
+            # A user's code may handle more parts than those of torch.
             for part, rests in parts.items():
                 for rest, item in rests.items():
                     path = (part, *_tail(item.path, rest)) if rest else (part,)
@@ -262,12 +262,12 @@ class _Named:
         return Asked(tree, left, self._is_whole)
 
     def _numbered(self) -> list[tuple[Any, Any]]:
-        """Returns each number of the optimizer's own with its parameter."""
+        """Returns each of the optimizer's own numbers with its parameter."""
         numbers = chain.from_iterable(self._numbers)
         return list(zip(numbers, _parameters(self._optimizer), strict=False))
 
     def _ask_groups(self, items: Mapping[str, StoredValue], tree: dict[str, Any]) -> set[str]:
-        """Adds the groups; returns the names of those that are more than the optimizer has."""
+        """Adds targets for the groups; returns the names of groups that the optimizer lacks."""
         own, left, options = self._optimizer.param_groups, set[str](), set[str]()
         tree["param_groups"] = []
         for rest, item in items.items():
@@ -293,10 +293,10 @@ class _Named:
     def _ask_state(
         self, items: Mapping[str, StoredValue], root: dict[str, Any]
     ) -> dict[str, StoredValue]:
-        """Adds the state of parameters; returns what belongs to no parameter."""
+        """Adds targets for the state of parameters; returns the items of no parameter."""
         ends = {name: _end(item.path, name) for name, item in items.items()}
         named, numbered = _owned(ends, self._by_name), _owned(ends, self._by_number)
-        # A name may be a number too, "0" of a list of parameters; then only its path tells.
+        # A name may be a number too, "0" of a list of parameters; then only its path decides.
         is_named = bool(named) and not any(isinstance((ends[n] or ("",))[0], IntKey) for n in named)
         if named or numbered or not self._by_name:
             self._table = self._by_name if is_named else self._by_number
@@ -321,7 +321,7 @@ class _Named:
                 _add_empty(root[owner], pattern)
         if self._table is not self._by_number:
             return {}
-        # Why not those with dots where there is no number at all: those are names of parameters.
+        # Why not names with dots if there is no number at all: those are names of parameters.
         return {
             name: item
             for name, item in items.items()
@@ -332,16 +332,18 @@ class _Named:
     def _fresh_state(
         self, wanted: Mapping[int, list[tuple[NamePath, StoredValue]]]
     ) -> tuple[dict[int, Any], dict[int, Any]]:
-        """Returns state of step 0, where something is not known without it.
+        """Returns state of step 0 for parameters whose stored state is not determined without it.
 
-        That is what its class makes for one parameter of each group: which names, and of which
-        classes; and the layout of what has another shape than a parameter with shards.
+        The optimizer's class creates this state for one parameter of each group. It shows the names
+        and classes of values, and the layout of values whose shape differs from that of a sharded
+        parameter.
 
         Args:
-            wanted: What is stored, by the id of the parameter.
+            wanted: The stored values, by the id of the parameter.
 
         Returns:
-            The state by the id of its parameter; and for each parameter that of one in its group.
+            The state by the id of its parameter, and for each parameter the state of one in its
+            group.
         """
         optimizer, samples = self._optimizer, dict[int, Any]()
         groups = [
@@ -361,7 +363,7 @@ class _Named:
         }
         ids = {number for number, is_unknown in unknown.items() if is_unknown}
         for own in groups:
-            # Why not with shards: the step may wait for other ranks, which need not come to it.
+            # Why not sharded parameters: the step may wait for other ranks, which need not take it.
             plain = [p for p in own if not isinstance(p, DTensor)]
             ids.update(
                 map(id, sorted(plain, key=torch.Tensor.numel)[: 1 if self._is_strict else None])
@@ -388,7 +390,7 @@ class _Named:
             set_by_path(root, path, self._target(None, path, item, held))
 
     def _target(self, parameter: Any, path: NamePath, item: StoredValue, like: Any) -> Any:
-        """Returns what a stored value goes into: what is there if it fits, else a new tensor."""
+        """Returns the target of a stored value: the existing one if it fits, else a new tensor."""
         if item.dtype is None:
             return None
         if _is_like(like, item):
@@ -426,7 +428,7 @@ class _Named:
         return gives_torchs(self._optimizer, torch.optim.Optimizer, "load_state_dict")
 
     def _packed(self, loaded: Any) -> dict[str, Any]:
-        """Returns the state that the optimizer is to have, as its `state_dict()` would give it."""
+        """Returns the state that the optimizer should have, in the form of its `state_dict()`."""
         optimizer = self._optimizer
         if not isinstance(loaded, Mapping) or not {"state", "param_groups"} <= loaded.keys():
             raise StateDictError(
@@ -473,10 +475,11 @@ class _Named:
         return {**rest, "state": {**state, **others}, "param_groups": packed}
 
     def _matched(self, found: Sequence[dict[str, Any]]) -> list[dict[str, Any] | None]:
-        """Returns the stored options of each group of the optimizer's; None where there are none.
+        """Returns the stored options of each group of the optimizer; None if there are none.
 
-        Groups are matched by their parameters, empty ones by their order. What then is left goes
-        by position: where each rank has parameters of its own, the stored list is one rank's.
+        Groups are matched by their parameters, and empty groups by their order. The remaining
+        groups are matched by position: if each rank has its own parameters, the stored list is that
+        of one rank.
         """
         own = self._optimizer.param_groups
         stored = list(found[: self._num_stored])
@@ -508,7 +511,7 @@ class _Named:
         ]
 
     def _members(self, entries: Sequence[Any]) -> dict[int, int]:
-        """Returns the optimizer's parameters in a stored group, by id, with their places."""
+        """Returns the places of the optimizer's parameters in a stored group, by id."""
         is_number = any(not isinstance(entry, str) for entry in entries)
         if is_number and (self._table is self._by_name or entries not in self._numbers):
             told = "names them" if self._table is self._by_name else f"has {self._numbers}"
@@ -558,7 +561,7 @@ class _Named:
         return options[0]
 
     def _placed(self, parameter: Any, group: Any, options: Any, value: Any) -> Any:
-        """Returns the state of a parameter with everything on its device."""
+        """Returns the state of a parameter with all tensors on its device."""
         if not isinstance(value, Mapping):
             return _moved(value, parameter.device, everything=self._table is None)
         found = {
@@ -575,7 +578,7 @@ class _Named:
         return found
 
     def _put(self, packed: dict[str, Any]) -> None:
-        """Does what torch's `load_state_dict` does, without its casts, and in place.
+        """Sets the state in place, as torch's `load_state_dict` does, but without its casts.
 
         Source: `torch/optim/optimizer.py`, `Optimizer.load_state_dict`.
         """
@@ -617,10 +620,10 @@ class _Named:
 
 
 class _OwnForm:
-    """An optimizer whose class has replaced `state_dict`: names and values are the class's.
+    """Adapter of an optimizer whose class replaces `state_dict` and so defines names and values.
 
     Args:
-        optimizer: Any such.
+        optimizer: Such an optimizer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -665,7 +668,7 @@ class _OwnForm:
 
 
 class _FlatParameters:
-    """An optimizer over flat parameters of FSDP1, whose state torch's helper cuts and joins."""
+    """Adapter of an optimizer over FSDP1's flat parameters; torch's helper shards their state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
         self.casts: list[Cast] = []
@@ -691,7 +694,7 @@ class _FlatParameters:
             if name.startswith(groups) and stored.value(name).dtype is None:
                 index, _, option = name.removeprefix(groups).partition(".")
                 if index in options and "." not in option:
-                    # A scheduler that is not made yet had put it there: "initial_lr".
+                    # A scheduler that does not exist yet had added it: "initial_lr".
                     options[index].setdefault(option, None)
         return Asked(found)
 
@@ -717,7 +720,7 @@ class _FlatParameters:
 
 @contextmanager
 def primed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Gives it the state of step 0 where it has none, for the time of the block."""
+    """Primes an optimizer that lacks state with that of step 0, for the time of the block."""
     try:
         made = prime(optimizer)
     except Exception:  # noqa: BLE001 - whatever its step raises: it has no state then
@@ -731,9 +734,9 @@ def primed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _as_if_stepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keeps torch's helpers from stepping with an optimizer without state.
+    """Prevents torch's helpers from stepping an optimizer that has no state.
 
-    A gradient is the sign for them that no state is to be made.
+    They take a gradient as the sign that no state has to be created.
     """
     parameters = _parameters(optimizer)
     lent: list[torch.Tensor] = []
@@ -752,7 +755,7 @@ def _as_if_stepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _owned(ends: Mapping[str, NamePath | None], table: Mapping[str, Any]) -> dict[str, str]:
-    """Returns for each name that begins with one of the table, which one."""
+    """Maps each name that begins with a name of the table to that name."""
     found: dict[str, str] = {}
     for name, end in ends.items():
         if end is not None:
@@ -768,7 +771,7 @@ def _owned(ends: Mapping[str, NamePath | None], table: Mapping[str, Any]) -> dic
 
 
 def _end(path: NamePath | None, rest: str) -> NamePath | None:
-    """Returns the end of a path whose text is `rest`; None where the name has been changed."""
+    """Returns the end of a path whose text is `rest`; None if the name has been mapped."""
     for start in range(len(path or ()) - 1, -1, -1):
         end = tuple(path or ())[start:]
         if ".".join(map(str, end)) == rest:
@@ -781,7 +784,7 @@ def _tail(path: NamePath | None, rest: str) -> NamePath:
 
 
 def _found(container: Any, path: NamePath) -> tuple[NamePath, Any]:
-    """Returns a path with the keys that a container has, and what is there; None for nothing."""
+    """Returns a path with the container's own keys, and the value there, or None."""
     real: list[Any] = []
     for part in path:
         key: Any = part.key if isinstance(part, IntKey) else part
@@ -802,10 +805,11 @@ def _found(container: Any, path: NamePath) -> tuple[NamePath, Any]:
 def _lacking(
     stored: Mapping[Any, Any], own: Mapping[Any, Any], *, has_stepped: bool
 ) -> dict[Any, Any]:
-    """Returns state of a parameter that the checkpoint would have, were it of this optimizer.
+    """Returns the state of a parameter that a checkpoint of this optimizer would have in addition.
 
-    That is what the first step makes. Of an optimizer that has stepped it is what is there, unless
-    that is only more than is stored: it came in a later step, and goes.
+    This is the state that the first step creates. For an optimizer that has stepped it is the
+    existing state, unless that only adds to the stored state: then a later step added it, and it is
+    removed.
     """
     if has_stepped and stored.keys() <= own.keys():
         return {}
@@ -813,7 +817,7 @@ def _lacking(
 
 
 def _add_empty(tree: dict[Any, Any], pattern: Mapping[Any, Any]) -> None:
-    """Adds the mappings without entries that a pattern has: DCP stores nothing of them."""
+    """Adds the empty mappings of a pattern, of which DCP stores nothing."""
     for key, value in pattern.items():
         if isinstance(value, Mapping) and not value:
             tree.setdefault(key, {})
@@ -822,20 +826,20 @@ def _add_empty(tree: dict[Any, Any], pattern: Mapping[Any, Any]) -> None:
 
 
 def _has_bytes(value: Any) -> bool:
-    """Whether a value is no tensor, or one whose bytes are all there is to it."""
+    """Returns whether a value is no tensor, or a tensor that its bytes describe completely."""
     local = value.to_local() if isinstance(value, DTensor) else value
     return not isinstance(local, torch.Tensor) or is_plain(local)
 
 
 def _is_like(tensor: Any, item: StoredValue) -> bool:
-    """Whether a tensor has the shape of a stored one, and is of its kind."""
+    """Returns whether a tensor has the shape and the kind of a stored one."""
     if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != item.shape:
         return False
     return item.is_raw in (None, _has_bytes(tensor))
 
 
 def _is_known(parameter: Any, path: NamePath, item: StoredValue) -> bool:
-    """Whether the layout of a stored value follows from its parameter."""
+    """Returns whether the layout of a stored value follows from its parameter."""
     if item.dtype is None or not isinstance(parameter, DTensor):
         return item.is_raw is not False
     if tuple(parameter.shape) == item.shape:
@@ -854,12 +858,12 @@ def _counts_on_device(group: Mapping[str, Any]) -> bool:
 
 
 def _moved(value: Any, device: torch.device, *, everything: bool) -> Any:
-    """Returns a value with its tensors on a device.
+    """Returns a value with its tensors moved to a device.
 
     Args:
-        value: Any.
-        device: Which.
-        everything: Also tensors that are not in tuples: those were loaded to their place.
+        value: Any value.
+        device: The device.
+        everything: Also move tensors outside of tuples, which a load has already placed.
     """
     if isinstance(value, torch.Tensor):
         return value.to(device) if everything else value
@@ -876,7 +880,7 @@ def _moved(value: Any, device: torch.device, *, everything: bool) -> Any:
 
 
 def _beside(value: Any, own: Any) -> Any:
-    """Returns the value of a group's option with its tensors on the devices of those there."""
+    """Returns the value of a group's option, with tensors on the devices of the existing ones."""
     if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor) and not own.is_meta:
         return value.to(own.device)
     if type(value) is tuple and isinstance(own, tuple) and len(value) == len(own):
@@ -885,7 +889,7 @@ def _beside(value: Any, own: Any) -> Any:
 
 
 def _filled(option: str, own: Any, value: Any, groups: Sequence[Mapping[str, Any]]) -> Any:
-    """Returns the value of a group's option: the tensor that is there, filled, if it fits."""
+    """Returns the value of a group's option: the existing tensor, filled, if it fits."""
     fits = (
         isinstance(own, torch.Tensor)
         and isinstance(value, torch.Tensor)
@@ -893,7 +897,7 @@ def _filled(option: str, own: Any, value: Any, groups: Sequence[Mapping[str, Any
         and own.dtype == value.dtype
         and target_problem(own) is None
     )
-    # Why counted: groups may share the tensor of one default, and differ in the checkpoint.
+    # Why counted: groups may share the tensor of a default, and differ in the checkpoint.
     if own is value or not fits or sum(own is group.get(option) for group in groups) > 1:
         return value
     with torch.no_grad():
@@ -902,7 +906,7 @@ def _filled(option: str, own: Any, value: Any, groups: Sequence[Mapping[str, Any
 
 
 def _containers(value: Any) -> Any:
-    """Returns mappings and lists anew, as far as they are walked; the values stay the same."""
+    """Copies mappings and lists as far as they are walked; the values are shared."""
     if isinstance(value, Mapping):
         return {key: _containers(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -914,10 +918,10 @@ def _containers(value: Any) -> Any:
 
 
 def _compared(optimizer: Any, key: str, loaded: Any, held: Any) -> list[Cast]:
-    """Returns what a library that took the state has cast.
+    """Returns the values that a library has cast when it loaded the state.
 
     Raises:
-        StateDictError: It holds other state than was loaded.
+        StateDictError: The optimizer holds other state than was loaded.
     """
     now = flatten({key: held})
     found = dict(zip(now.names, now.values, strict=True))
@@ -952,7 +956,7 @@ def _compared(optimizer: Any, key: str, loaded: Any, held: Any) -> list[Cast]:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Whether two values are equal, a tensor as the other's dtype has it; NaN is equal to NaN."""
+    """Returns whether two values are equal in the dtype of `other`; NaN equals NaN."""
     if value is other:
         return True
     if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):

@@ -1,9 +1,10 @@
-"""Targets that share memory: which they are, and whether a checkpoint has one value for each place.
+"""Finds targets that share memory, and checks that a checkpoint has one value for each place.
 
-Two names of one tensor (tied weights), or views of one memory, are good targets if what goes into
-them agrees. If it does not, the bytes of one would be verified where those of the other were just
-written, and a sound checkpoint be called damaged. So targets are compared before the first of them
-changes: by the chunk table where its checksums tell, else by reading the values into other memory.
+Two names of one tensor (tied weights), or views of one memory, are valid targets if their stored
+values agree. If these differ, the bytes of one target would be verified where those of the other
+were just written, and an intact checkpoint would be reported as damaged. So the values are compared
+before the first target changes: by the checksums of the chunk table if these are conclusive, else
+by reading the values into separate memory.
 """
 
 from __future__ import annotations
@@ -20,35 +21,36 @@ from ray_dcp.torch_adapter.replica_digests import bytes_digest
 from ray_dcp.torch_adapter.tensors import extent, host_bytes, is_plain, parts_with_memory
 
 _MOST_WORK = 1 << 20
-"""What is harder to tell apart (views with many odd strides) is taken to share memory."""
+"""Effort to decide whether two views share memory; beyond it (many odd strides) they count as
+sharing."""
 
 
 class Part(NamedTuple):
     """A strided tensor that holds memory of a target."""
 
     row: int
-    """Of the target."""
+    """Row of the target."""
     tensor: torch.Tensor
     number: int = 0
-    """Which of `parts_with_memory` it is."""
+    """Index of the tensor in `parts_with_memory` of the target."""
 
 
 def sharing(
     tensors: Sequence[Any], direct: Sequence[bool], num_bytes: Int64Array
 ) -> list[list[Part]]:
-    """Returns groups of targets that share memory with each other; mostly none.
+    """Returns groups of targets that share memory with each other; usually none.
 
     Args:
-        tensors: The target of each row; those that are no tensors yet get memory of their own.
-        direct: Which are plain and contiguous, and of the stored dtype.
-        num_bytes: int64[n], of each as stored.
+        tensors: The target of each row; targets that are no tensors yet will get their own memory.
+        direct: Whether each is plain and contiguous, and has the stored dtype.
+        num_bytes: int64[n], stored bytes of each target.
 
     Returns:
-        The members of each group of at least two rows, in the order of rows. Views that lie between
-        each other, as columns of one matrix do, share nothing.
+        The members of each group of at least two rows, in the order of rows. Interleaved views,
+        such as columns of one matrix, share nothing.
 
     Complexity:
-        0.1 us for each direct target, a sort, and O(n^2) for n whose extents overlap.
+        0.1 us for each direct target, a sort, and O(n^2) for n targets whose extents overlap.
     """
     others: list[Part] = []
     if all(direct):
@@ -92,7 +94,7 @@ def sharing(
 
 
 def _has_place(tensor: torch.Tensor) -> bool:
-    """Whether it can be told where a tensor is in memory."""
+    """Returns whether the place of a tensor in memory is known."""
     try:
         return tensor.data_ptr() != 0
     except (NotImplementedError, RuntimeError):
@@ -100,18 +102,18 @@ def _has_place(tensor: torch.Tensor) -> bool:
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns what is equal for tensors that are the same places in the same order."""
+    """Returns a key that is equal for tensors of the same places in the same order."""
     flags = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), *flags)
 
 
 def are_same(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors of any class are the same places of memory, in all their parts."""
+    """Returns whether tensors of any class are the same places of memory, in all their parts."""
     return len({tuple(map(_geometry, parts_with_memory(tensor))) for tensor in tensors}) == 1
 
 
 def _groups(parts: list[Part]) -> Iterator[list[Part]]:
-    """Yields those that share memory, of parts in the order of their addresses."""
+    """Yields groups of parts that share memory; parts are in the order of their addresses."""
     same: dict[tuple[Any, ...], list[Part]] = {}
     for part in parts:
         same.setdefault(_geometry(part.tensor), []).append(part)
@@ -138,7 +140,7 @@ def _groups(parts: list[Part]) -> Iterator[list[Part]]:
 
 
 class _Memory:
-    """Where the bytes of a tensor are, for numpy, which looks at none of them."""
+    """The memory of a tensor as numpy's array interface; numpy reads none of its bytes."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         shape: tuple[int, ...] = (tensor.nbytes,)
@@ -163,13 +165,14 @@ def stored_alike(table: ChunkTable, wanted: Wanted, one: int, other: int) -> boo
     """Returns whether two wanted boxes have the same stored values.
 
     Args:
-        table: What is stored, with its checksums.
-        wanted: The boxes.
-        one: Row of a box.
-        other: Row of another.
+        table: The stored chunks, with their checksums.
+        wanted: The wanted boxes.
+        one: Row of one box.
+        other: Row of the other box.
 
     Returns:
-        None when the table can't tell: there are no checksums, or the chunks are cut otherwise.
+        None if the table is inconclusive: there are no checksums, or the chunks are cut
+            differently.
     """
     first, second = (_stored(table, wanted, row) for row in (one, other))
     if first.keys() != second.keys() or not all(key.block_bytes for key in first):
@@ -180,20 +183,20 @@ def stored_alike(table: ChunkTable, wanted: Wanted, one: int, other: int) -> boo
 
 
 class _Chunk(NamedTuple):
-    """What is equal for chunks whose checksums can be compared."""
+    """The key by which chunks are paired to compare their checksums."""
 
     place: tuple[int, ...]
-    """In the box."""
+    """Place of the chunk in the box."""
     size: tuple[int, ...]
     dtype: int
     num_bytes: int
     block_bytes: int
     is_inside: bool
-    """Whether the box has all of it."""
+    """Whether the chunk lies wholly in the box."""
 
 
 def _stored(table: ChunkTable, wanted: Wanted, row: int) -> dict[_Chunk, bytes]:
-    """Returns the checksums of each chunk that a box meets."""
+    """Returns the checksums of each chunk that meets a box."""
     number = wanted.tensor[row]
     chunks = np.flatnonzero(table.tensor == number)
     width = table.offset.shape[1]
@@ -215,13 +218,13 @@ def _stored(table: ChunkTable, wanted: Wanted, row: int) -> dict[_Chunk, bytes]:
 
 
 class Trial:
-    """The memory that targets of one group share, as a load would leave it.
+    """A copy of the memory that targets of one group share, filled as a load would fill it.
 
     Args:
-        parts: The group.
+        parts: Members of the group.
 
     Attributes:
-        is_same: Whether all are the same places.
+        is_same: Whether all members are the same places.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -237,14 +240,14 @@ class Trial:
         self._owner = np.zeros(num_bytes, np.min_scalar_type(len(parts)))
 
     def put(self, member: int, value: torch.Tensor) -> int | None:
-        """Puts a value where a member of the group is.
+        """Writes the value of a member of the group.
 
         Args:
-            member: Which.
-            value: Of its shape, as stored.
+            member: Index of the member.
+            value: The stored value, in the member's shape.
 
         Returns:
-            A member that has another value at a place that both have; None when there is none.
+            A member with a different value at a common place; None if there is none.
         """
         target = self._parts[member].tensor
         value = value.to(target.dtype)
@@ -262,7 +265,7 @@ class Trial:
         return int(bad[0]) - 1 if len(bad) else None
 
     def put_whole(self, chunks: Sequence[torch.Tensor]) -> int | None:
-        """Does as `put`, with the next member's value as chunks of any class."""
+        """Does as `put` for the next member, whose value is given as chunks of any class."""
         parts = [part for chunk in chunks for part in parts_with_memory(chunk)]
         digests = [
             (part.dtype, tuple(part.shape), bytes_digest(host_bytes(part))) for part in parts

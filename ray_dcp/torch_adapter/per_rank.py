@@ -1,4 +1,4 @@
-"""Values that every rank has for itself: saved under a name for each rank, given back by a rule."""
+"""Per-rank values: saved under one name for each rank, and restored by a rule."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ _NAME = re.compile(
 
 
 class PerRank:
-    """A value of which every rank has its own: a random state, the place in a data set.
+    """A value that differs on every rank, such as a random state or the position in a data set.
 
-    In a state dict it is saved once for each rank, as an object; under one plain name DCP would
-    keep the value of one rank and give it to all. Stock DCP finds the values under the names
+    In a state dict it is saved once for each rank, as an object. Under one plain name, DCP would
+    save the value of one rank and load it on all. Stock DCP finds the values under the names
     `<fqn>.rank-<rank>-of-<ranks>`.
 
     Args:
         value: Anything that can be saved as an object; tensors are saved whole, unsharded.
-        resized: What a load does when the checkpoint was saved by another number of ranks.
-            `"error"`: refuses. `"keep"`: leaves `value` as it is and reports the name as missing.
-            `"wrap"`: rank r takes the value of rank r modulo the number that saved. A function
-            `(values, rank, world_size)`: returns this rank's value from all, in order of ranks.
+        resized: What a load does if another number of ranks saved the checkpoint. `"error"`: it
+            raises. `"keep"`: it leaves `value` unchanged and reports the name as missing. `"wrap"`:
+            rank r loads the value of rank r modulo the number of ranks that saved. A function
+            `(values, rank, world_size)` returns this rank's value from those of all ranks, in rank
+            order.
 
     Attributes:
-        value: What is saved; after a load, what was loaded.
+        value: The value to save; after a load, the loaded value.
 
     Raises:
-        InvalidRequestError: `resized` is none of these.
+        InvalidRequestError: `resized` has another value.
 
     Examples:
         >>> import tempfile, ray_dcp
@@ -68,12 +69,12 @@ class PerRank:
 
 
 def name_of_rank(fqn: str, rank: int, world_size: int) -> str:
-    """Returns the name under which a rank's own value is saved."""
+    """Returns the name under which a per-rank value is saved."""
     return f"{fqn}.rank-{rank}-of-{world_size}"
 
 
 def named_for_rank(flat: Flat, rank: int, world_size: int) -> Flat:
-    """Returns the state to save, with own values under this rank's names.
+    """Returns the state to save, with per-rank values under this rank's names.
 
     Args:
         flat: The state dict.
@@ -81,7 +82,7 @@ def named_for_rank(flat: Flat, rank: int, world_size: int) -> Flat:
         world_size: Number of ranks.
 
     Raises:
-        StateDictError: Another value has the name that an own one would get.
+        StateDictError: Another value has the name that a per-rank value would get.
     """
     if PerRank not in set(map(type, flat.values)):
         return flat
@@ -95,14 +96,14 @@ def named_for_rank(flat: Flat, rank: int, world_size: int) -> Flat:
 
 
 def refuse_per_rank(state_dict: Mapping[str, Any], way: str) -> None:
-    """Raises where own values could not be told apart.
+    """Raises if per-rank values could not be kept apart.
 
     Args:
-        state_dict: What is saved or loaded.
-        way: Why they can't, as half a sentence.
+        state_dict: The state dict to save or load.
+        way: The reason, as half a sentence.
 
     Raises:
-        InvalidRequestError: There is a `PerRank` in it.
+        InvalidRequestError: The state dict has a `PerRank`.
     """
     stack: list[tuple[str, Any, int]] = [("", state_dict, 0)]
     while stack:
@@ -127,28 +128,28 @@ class _Own:
     fqn: str
     target: PerRank
     numbers: Sequence[int]
-    """Tensors of the table to read: one, or those of all ranks for `merge`."""
+    """Numbers of the table's objects to read: one, or those of all ranks for `merge`."""
     merge: Merge | None = None
 
 
 class OwnValues:
-    """The own values that one rank loads.
+    """The per-rank values that one rank loads.
 
     Args:
         flat: The state dict.
-        index: Names that can be asked for, and their numbers in the chunk table.
+        index: Names that can be requested, with their numbers in the chunk table.
         rank: This rank.
         world_size: Number of ranks.
 
     Attributes:
-        rest: The state dict without them.
-        asked: Names of the checkpoint that are theirs, of all ranks.
+        rest: The state dict without per-rank values.
+        asked: Their names in the checkpoint, for all ranks.
         loaded: FQNs that will be loaded.
         missing: FQNs that the checkpoint lacks.
-        kept: FQNs that stay as they are, by their rule.
+        kept: FQNs whose rule leaves them unchanged.
 
     Raises:
-        StateDictError: The number of ranks changed and a rule says that this is an error.
+        StateDictError: The number of ranks differs, and a rule makes this an error.
         DamagedCheckpointError: The checkpoint lacks the value of a rank.
     """
 
@@ -210,11 +211,11 @@ class OwnValues:
         return [(number, own.fqn) for own in self._own for number in own.numbers]
 
     def take(self, number: int, value: Any) -> None:
-        """Takes what was loaded of one of `numbers`."""
+        """Stores the loaded value of one of `numbers`."""
         self._values[number] = value
 
     def finish(self) -> None:
-        """Puts the values into the state dict's `PerRank`s.
+        """Sets the values of the state dict's `PerRank`s.
 
         Raises:
             CheckpointError: A user's function raised.
@@ -233,7 +234,7 @@ class OwnValues:
 
 
 def _stored(index: Mapping[str, int]) -> dict[str, dict[tuple[int, int], int]]:
-    """Returns for each FQN with own values `(rank, ranks)` to the number in the table."""
+    """Returns, for each FQN with per-rank values, the number in the table by `(rank, ranks)`."""
     stored: dict[str, dict[tuple[int, int], int]] = {}
     for name, number in index.items():
         if ".rank-" in name and (match := _NAME.fullmatch(name)):

@@ -1,7 +1,7 @@
-"""Loads with a planner of the user's from native storage: its hooks run here, in DCP's order.
+"""Loads from native storage with a user's planner: runs its hooks in DCP's order.
 
-What it plans to read becomes wanted boxes of the chunk table. `PlannerSink` fills each in the
-planner's terms: `resolve_tensor`, bytes, `commit_tensor`. Objects go through its `load_bytes`.
+The reads that it plans become wanted boxes of the chunk table. `PlannerSink` fills each box through
+the planner's hooks: `resolve_tensor`, bytes, `commit_tensor`. Objects go through its `load_bytes`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ray_dcp.torch_adapter.tensors import dtype_name, dtype_of, is_plain, no_tar
 
 
 class _Calls:
-    """Calls hooks of a planner; what they raise comes as a `CheckpointError` that names them."""
+    """Calls hooks of a planner; converts exceptions to a `CheckpointError` that names the hook."""
 
     def __init__(self, planner: LoadPlanner, rank: int) -> None:
         self.planner = planner
@@ -56,14 +56,14 @@ class _Calls:
 
 
 class PlannerSink(TensorSink):
-    """Rows whose targets a planner resolves and takes when their bytes are there.
+    """Rows whose targets a planner resolves, and commits once their bytes have arrived.
 
-    Planners are written for DCP's reader, which has one thread: no two hooks run at a time.
+    Planners are written for DCP's reader, which has one thread: two hooks never run at a time.
 
-    `casts` has those of the targets resolved so far.
+    `casts` covers the targets resolved so far.
 
     Attributes:
-        resolves_again: Whether the planner gives views of the state dict, as often as it is asked.
+        resolves_again: Whether the planner returns views of the state dict at every call.
     """
 
     def __init__(self, call: _Calls, options: LoadOptions) -> None:
@@ -74,7 +74,7 @@ class PlannerSink(TensorSink):
         self.resolves_again = False
 
     def add_item(self, item: ReadItem, stored: torch.dtype) -> None:
-        """Appends a row for what an item reads."""
+        """Appends a row for a read item."""
         self._items[len(self)] = item
         self.add_late(partial(self._resolve, item, stored), stored)
 
@@ -83,11 +83,11 @@ class PlannerSink(TensorSink):
         return list(range(len(rows)))
 
     def region(self, row: int) -> torch.Tensor:
-        """Returns the tensor that `buffer` shows the bytes of.
+        """Returns the tensor whose bytes `buffer` returns.
 
-        A target that is not known yet is resolved when its bytes are there. Why not now: DCP
-        resolves, copies and commits one item after another, so planners give the same memory for
-        several.
+        An unknown target is resolved once its bytes have arrived. Why not now: DCP resolves, copies
+        and commits one item after another, so a planner may return the same memory for several
+        items.
         """
         if isinstance(self._tensors[row], torch.Tensor):
             return super().region(row)
@@ -98,7 +98,7 @@ class PlannerSink(TensorSink):
             return self._temporary[row]
 
     def done(self, row: int) -> None:
-        """Hands a filled row to the planner."""
+        """Passes a filled row to the planner."""
         if isinstance(self._tensors[row], torch.Tensor):
             super().done(row)
         with self._lock:
@@ -112,17 +112,17 @@ class PlannerSink(TensorSink):
                 f"commit_tensor for {item.dest_index.fqn!r}",
                 lambda: self._call.planner.commit_tensor(item, target),
             )
-            # Temporaries of the planner are not needed any more.
+            # Temporary tensors of the planner are no longer needed.
             self._tensors[row] = None
 
     def afresh(self, row: int) -> torch.Tensor:
-        """Returns the target of a row, resolved once more where that gives the state's tensors."""
+        """Returns the target of a row, resolved again if the planner returns views of the state."""
         if not self.resolves_again:
             return self.target(row)
         return self._resolve(self._items[row], self._stored[row])
 
     def finish(self) -> None:
-        """Hands over what came in whole items, and boxes of no elements."""
+        """Passes whole items, and boxes without elements, to the planner."""
         for row in list(self._items):
             self.done(row)
 
@@ -162,31 +162,31 @@ def targets_with_planner(
     options: LoadOptions,
     stateful: bool = True,
 ) -> Steps[Targets]:
-    """Runs a planner's hooks and returns what it wants read, and where to.
+    """Runs a planner's hooks; returns the reads that it plans, with their targets.
 
-    Plans are exchanged only if `create_global_plan` is the planner's own. The planner is never
-    called by two threads at once. Where it resolves tensors in its own way, each is resolved,
-    filled and committed before the next, as in DCP.
+    Plans are exchanged only if the planner overrides `create_global_plan`. Two threads never call
+    the planner at once. If it overrides how tensors are resolved, each tensor is resolved, filled
+    and committed before the next one, as in DCP.
 
-    Whether keys may be missing is for the planner to say (`allow_partial_load` of the default
-    ones), not for `options`. Objects are checked by the rules of `options.weights_only` before
-    the planner's `load_bytes` gets them, since torch's own unpickles without restriction.
+    The planner decides whether keys may be missing (`allow_partial_load` of the default planners),
+    not `options`. Objects are checked by the rules of `options.weights_only` before they are passed
+    to the planner's `load_bytes`, since torch's `load_bytes` unpickles without restriction.
 
     Args:
         group: The ranks.
         state_dict: What to load into.
         planner: Any `LoadPlanner`.
-        metadata: The checkpoint as DCP tells it.
-        table: The same checkpoint as ray_dcp tells it.
-        options: `dtype`, `weights_only` and `strict`.
+        metadata: DCP's metadata of the checkpoint.
+        table: The chunk table of the same checkpoint.
+        options: Only `dtype`, `weights_only` and `strict` are used.
         stateful: Load into the state of top-level `Stateful` values.
 
     Raises:
-        CheckpointError: A hook raised; `.failures` has what it raised.
-        MissingKeyError: The default planning misses a key.
+        CheckpointError: A hook raised; `.failures` has its exception.
+        MissingKeyError: The default planner misses a key.
         ShapeMismatchError: A target has another shape, or a narrower dtype.
-        StateDictError: The planner wants what the checkpoint does not have.
-        CoverageError: The checkpoint lacks a part of a tensor that the planner wants.
+        StateDictError: The planner reads something that the checkpoint does not have.
+        CoverageError: The checkpoint lacks a part of a tensor that the planner reads.
     """
     loaded: LoadTargets | None = None
     shown: Any = None
@@ -233,7 +233,7 @@ def targets_with_planner(
 
 
 def _refuse_targets(planner: LoadPlanner, rank: int) -> None:
-    """Raises where no planner can fill a tensor; torch's own would raise without its name."""
+    """Raises if no planner can fill a tensor. Why: torch's own error would not name the tensor."""
     flat = getattr(planner, "state_dict", None)
     problems = [
         f"{name!r} {reason}"
@@ -249,13 +249,13 @@ def _refuse_targets(planner: LoadPlanner, rank: int) -> None:
 
 
 class _Number(int):
-    """A number that is the key of a mapping: of an `int` torch thinks that it indexes a list."""
+    """A number that is a mapping key. Why a class: torch takes an `int` for a list index."""
 
 
 def _use_own_keys(planner: DefaultLoadPlanner) -> None:
-    """Has `load_bytes` put objects under the keys that mappings have.
+    """Makes `load_bytes` store objects under the keys that mappings have.
 
-    DCP's paths have the text of each key, under which it would put a number's value beside it.
+    DCP's paths have the text of each key: the value of a number key would be stored under its text.
     """
     known: dict[int, dict[str, Any]] = {}
 
@@ -280,9 +280,9 @@ def _use_own_keys(planner: DefaultLoadPlanner) -> None:
 
 
 def _hand_over_objects(planner: DefaultLoadPlanner, plan: LoadPlan) -> None:
-    """Puts objects into the state dict where the planner has put them into its own copy of it.
+    """Copies objects to the state dict that the planner has stored in its own copy of it.
 
-    DCP's does so with `flatten_state_dict=False`, and they are lost.
+    DCP's planner does so with `flatten_state_dict=False`, and loses them.
     """
     copy, state = planner.state_dict, planner.original_state_dict
     if planner.flatten_state_dict or copy is state:
@@ -295,7 +295,7 @@ def _hand_over_objects(planner: DefaultLoadPlanner, plan: LoadPlan) -> None:
 
 
 def _is_own(planner: LoadPlanner, *names: str) -> bool:
-    """Whether any of these hooks is not that of `DefaultLoadPlanner`."""
+    """Returns whether any of these hooks is not that of `DefaultLoadPlanner`."""
     return any(
         getattr(type(planner), name, None) is not getattr(DefaultLoadPlanner, name)
         or name in vars(planner)
@@ -304,11 +304,11 @@ def _is_own(planner: LoadPlanner, *names: str) -> bool:
 
 
 _ZIP = b"PK\x03\x04"
-"""How everything begins that torch.save has written since torch 1.6."""
+"""First bytes of everything that torch.save has written since torch 1.6."""
 
 
 class PlannedReads:
-    """The read items of one planner, told against the chunk table."""
+    """The read items of one planner, matched with the chunk table."""
 
     def __init__(self, call: _Calls, table: ChunkTable, options: LoadOptions) -> None:
         self._call = call
@@ -319,8 +319,8 @@ class PlannedReads:
         self._raw, self._opaque = PlannerSink(call, options), PlannerSink(call, options)
         self._raw_boxes = Boxes(self._itemsizes, self._raw)
         self._opaque_boxes = Boxes(self._itemsizes, self._opaque)
-        # The default lookup gives views of the state dict, so looking early costs nothing and
-        # finds a dtype that does not fit before anything is touched.
+        # The default lookup returns views of the state dict, so an early lookup costs nothing and
+        # finds a dtype that does not match before anything changes.
         self._looks_early = isinstance(self._planner, DefaultLoadPlanner) and not _is_own(
             self._planner, "resolve_tensor", "lookup_tensor", "transform_tensor"
         )
@@ -332,10 +332,10 @@ class PlannedReads:
         self._stored: set[int] = set()
 
     def add(self, item: ReadItem) -> None:
-        """Notes what an item wants.
+        """Adds a read item.
 
         Raises:
-            StateDictError: The checkpoint has nothing like it.
+            StateDictError: The checkpoint has no such item.
         """
         fqn = item.storage_index.fqn
         tensor = self._index.get(fqn)
@@ -361,9 +361,9 @@ class PlannedReads:
             sink.target(len(sink) - 1)
 
     def check_complete(self) -> None:
-        """Refuses checkpoints whose chunks can't fill the tensors that are wanted.
+        """Refuses checkpoints whose chunks don't cover the wanted tensors.
 
-        DCP's planning leaves out what no chunk holds, and its load leaves it as it was.
+        DCP's planner omits elements that no chunk holds, and its load leaves them unchanged.
         """
         wanted = self._stored.union(self._index[n] for n in self._asked() if n in self._index)
         short = lacks_parts(self._table)
@@ -377,10 +377,10 @@ class PlannedReads:
             )
 
     def targets(self, metadata: Metadata, put_back: Callable[[], None]) -> Targets:
-        """Returns where everything goes.
+        """Returns the targets of all read items.
 
         Args:
-            metadata: The checkpoint as DCP tells it, to say what is missing.
+            metadata: DCP's metadata of the checkpoint, used to report what is missing.
             put_back: Called when all bytes are in place.
         """
         items = ItemPlacer(self._table, self._options, self._raw_boxes, self._opaque_boxes)
@@ -438,8 +438,8 @@ class PlannedReads:
 
     def _checked(self, fqn: str, data: bytes) -> bytes:
         if data.startswith(_ZIP) or not _is_own(self._planner, "load_bytes"):
-            # Why anew: torch's planners run the pickle without restriction. Of the object that
-            # was built from it they get a pickle that nobody else wrote.
+            # Why pickled again: torch's planners run the pickle without restriction. They get a
+            # pickle that ray_dcp writes, of the object that a safe load has built.
             return dump_object(load_object(data, fqn=fqn), fqn=fqn)
         raise UnsafeCheckpointError(
             f"{fqn!r} does not hold bytes of torch.save, so they can't be checked before "
@@ -454,7 +454,7 @@ class PlannedReads:
         return tuple(n for n in self._asked() if n not in known and n not in self._fqns)
 
     def _asked(self) -> Iterable[str]:
-        """Returns the names of the state dict, as far as the planner tells them."""
+        """Returns the names of the state dict, as far as the planner exposes them."""
         flat = getattr(self._planner, "state_dict", None)
         is_told = isinstance(self._planner, DefaultLoadPlanner) and isinstance(flat, dict)
         return flat if is_told else ()  # type: ignore[return-value]

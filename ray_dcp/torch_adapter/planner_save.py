@@ -1,9 +1,9 @@
-"""Saves with a planner of the user's on native storage: its hooks run here, in DCP's order.
+"""Saves to native storage with a user's planner: runs its hooks in DCP's order.
 
-The rows that the planner plans become columns like those of a native capture, and what it resolves
-is checked against its own `WriteItem`s. A native checkpoint holds the tensors and objects of the
-plans and their place in the nested state dict, and nothing else: `metadata_problems` reports what
-else the planner's metadata says. Loads are in `planner_load`.
+The planner's items become columns like those of a native capture, and the values that it resolves
+are checked against its own `WriteItem`s. A native checkpoint holds the tensors and objects of the
+plans and their paths in the nested state dict, and nothing else: `metadata_problems` reports any
+other content of the planner's metadata. `planner_load` does the loads.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from ray_dcp.torch_adapter.tensors import host_bytes, is_plain, unsupported_reas
 
 
 def is_path(path: Any) -> bool:
-    """Whether this is a place in a nested state dict: mapping keys and list indices."""
+    """Returns whether a value is a path in a nested state dict: mapping keys and list indices."""
     return isinstance(path, (tuple, list)) and all(isinstance(key, (str, int)) for key in path)
 
 
 def metadata_problems(plans: Sequence[SavePlan], metadata: Metadata) -> list[str]:
-    """Returns where metadata says something else than the plans that it came with."""
+    """Returns where a planner's metadata differs from the plans that it belongs to."""
     problems = [
         f"an attribute {name!r} of its own"
         for name in sorted(set(vars(metadata)) - {field.name for field in fields(Metadata)})
@@ -96,12 +96,12 @@ def tensor_data_of(item: WriteItem, planner: str, rank: int) -> TensorWriteData:
     """Returns the `TensorWriteData` of an item, which must describe a box.
 
     Args:
-        item: Of a tensor.
-        planner: Its class, for the error.
-        rank: For the error.
+        item: Write item of a tensor.
+        planner: Class name of the planner, for the error.
+        rank: Rank of this process, for the error.
 
     Raises:
-        StateDictError: It describes none.
+        StateDictError: The item describes no box.
     """
     data = item.tensor_data
     if data is None or data.chunk is None:
@@ -122,8 +122,8 @@ def tensor_data_of(item: WriteItem, planner: str, rank: int) -> TensorWriteData:
 
 
 KEPT_BYTES = 256 << 20
-"""How much of what a planner resolves is kept from capture to writing, in bytes. Beyond that it
-is resolved again, which DCP's contract allows: `resolve_data` is idempotent."""
+"""Most bytes of resolved values that are kept from capture to write. Others are resolved again,
+which DCP's contract allows: `resolve_data` is idempotent."""
 
 
 def capture_with_planner(
@@ -135,32 +135,33 @@ def capture_with_planner(
     storage_meta: StorageMeta | None = None,
     stateful: bool = True,
 ) -> Steps[Capture]:
-    """Runs a planner's hooks and returns what it wants saved.
+    """Runs a planner's hooks and captures what it plans to save.
 
-    `set_up_planner` and `create_local_plan` run on every rank. Only where the planner plans
-    globally in its own way (`plans_globally`) are plans exchanged, and `create_global_plan` runs
-    on the coordinator rank, `finish_plan` on all; else the plan of ray_dcp shares out replicas.
-    `resolve_data` runs to check each item, and where much was resolved again when bytes are read.
+    `set_up_planner` and `create_local_plan` run on every rank. Plans are exchanged only if the
+    planner overrides global planning (`plans_globally`): then `create_global_plan` runs on the
+    coordinator rank and `finish_plan` on all. Otherwise ray_dcp's plan assigns replicas to ranks.
+    `resolve_data` runs to check each item, and again when its bytes are read, once `KEPT_BYTES` are
+    kept.
 
     Args:
         group: The ranks.
         state_dict: What to save.
         planner: Any `SavePlanner`.
-        options: `objects` says what to do about objects that a safe load refuses.
-        storage_meta: For planners that take it.
+        options: `objects` decides about objects that a safe load refuses.
+        storage_meta: Passed to planners that accept it.
         stateful: Replace top-level `Stateful` values by their state.
 
     Raises:
-        CheckpointError: A hook raised; `.failures` has what it raised. The same error on every
-            rank if plans are exchanged, else on this rank.
-        InvalidRequestError: The planner resolves something else than it planned, or its metadata
-            can't be told by a native checkpoint; or the state dict has a `PerRank`.
+        CheckpointError: A hook raised; `.failures` has its exception. Every rank raises the same
+            error if plans are exchanged, otherwise this rank does.
+        InvalidRequestError: The planner resolves something else than it planned, or a native
+            checkpoint can't represent its metadata, or the state dict has a `PerRank`.
     """
     hooks = _Hooks(planner, group, options)
 
     def set_up() -> None:
         state = stateful_to_state_dict(state_dict) if stateful else dict(state_dict)
-        # Why not before: a `Stateful` value may hold one in its state.
+        # Why only now: the state of a `Stateful` value may contain one.
         refuse_per_rank(state, f"the planner {type(planner).__name__}")
         state = for_planner(state)
         set_up_save_planner(planner, state, storage_meta, is_coordinator=group.is_coordinator)
@@ -181,11 +182,10 @@ def capture_with_planner(
 
 
 def plans_globally(planner: SavePlanner) -> bool:
-    """Whether the planner decides between ranks.
+    """Returns whether the planner decides between ranks.
 
-    That is when `create_global_plan` or `finish_plan` are its own, or it wants replicas from the
-    lowest rank. All ranks must agree on it, so it depends on nothing but the planner's class and
-    arguments.
+    It does if it overrides `create_global_plan` or `finish_plan`, or takes replicas from the lowest
+    rank. All ranks must agree on this, so it depends only on the planner's class and arguments.
     """
     if getattr(planner, "dedup_save_to_lowest_rank", False):
         return True
@@ -217,11 +217,11 @@ class _Hooks:
         self.options = options
 
     def guard(self, hook: str, code: Any) -> Any:
-        """Returns what `code` returns; errors of the planner come as `CheckpointError`."""
+        """Returns the result of `code`; converts the planner's exceptions to `CheckpointError`."""
         return call_user_code(f"{self.name}.{hook}", code, rank=self.group.rank)
 
     def whole_local_plan(self) -> SavePlan:
-        """Returns the local plan, never "as last time": that only spares DCP its gather."""
+        """Returns the local plan, never "as last time", which only saves DCP its gather."""
         planner: Any = self.planner
         asked = getattr(planner, "_enable_plan_caching", False)
         planner._enable_plan_caching = False
@@ -246,7 +246,7 @@ class _Hooks:
         ]
 
     def paths_of(self, planner_data: Any, *, is_final: bool = False) -> dict[str, NamePath]:
-        """Returns the flattening that a plan or metadata tells."""
+        """Returns the paths in the planner data of a plan or of metadata, by FQN."""
         if planner_data is None:
             return {}
         if isinstance(planner_data, Mapping) and all(map(is_path, planner_data.values())):
@@ -271,8 +271,8 @@ class _Hooks:
 
         Args:
             items: The final plan.
-            paths: FQN to its place in the nested state dict.
-            is_shared: Whether ray_dcp still has to choose among ranks with the same item.
+            paths: Path of each FQN in the nested state dict.
+            is_shared: Whether ray_dcp has yet to choose among ranks with the same item.
         """
         resolved = _Resolved(self, paths, is_shared=is_shared)
         for item in items:
@@ -282,7 +282,7 @@ class _Hooks:
         )
 
     def resolve(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Returns what `resolve_data` gives, if it is what the item says."""
+        """Returns the result of `resolve_data` after checking it against the item."""
         fqn = item.index.fqn
         data = self.guard(f"resolve_data for {fqn!r}", lambda: self.planner.resolve_data(item))
         if item.type is WriteItemType.BYTE_IO:
@@ -310,7 +310,7 @@ class _Hooks:
 
 
 class _Resolved(Rows):
-    """What the planner resolved, by row: columns, `source` and `deferred` of a capture."""
+    """The resolved values, by row: columns, `source` and `deferred` of a capture."""
 
     def __init__(self, hooks: _Hooks, paths: Mapping[str, NamePath], *, is_shared: bool) -> None:
         super().__init__(digests=is_shared)
@@ -357,7 +357,7 @@ class _Resolved(Rows):
         fqn = item.index.fqn
         planned = item.bytes_io_data
         if planned is not None and planned.nbytes != len(data):
-            # Why no error: DCP takes the size for a hint, and planners estimate it.
+            # Why no error: DCP takes the size as a hint, and planners estimate it.
             self.warnings.append(
                 f"{self.hooks.name} planned {planned.nbytes} bytes for {fqn!r} and gave {len(data)}"
             )
@@ -393,7 +393,7 @@ class _Resolved(Rows):
             self._kept_bytes -= tensor.nbytes
         properties, row = planned.properties, len(self.values)
         is_compared = self._is_shared and kind is Kind.TENSOR
-        # Why of shards too: only the plans of all ranks tell which of them are replicas.
+        # Why of shards too: only the plans of all ranks show which of them are replicas.
         digest = content_digest(tensor) if is_compared else 0
         shape, size = tuple(planned.size), tuple(planned.chunk.sizes)
         self.add(kind, kept, properties.dtype, shape, properties.requires_grad, digest)

@@ -1,4 +1,4 @@
-"""Gives optimizers the state that they would make in their first step, and changes nothing else."""
+"""Creates the state that optimizers would create in their first step, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from ray_dcp.errors import InvalidRequestError
 from ray_dcp.torch_adapter.spmd import is_on_xla, xla_modules
 
 AT_ONCE_BYTES = 256 << 20
-"""Parameters that are primed together, in bytes: as much memory is needed beside them."""
+"""Bytes of parameters that are primed at once, which need as much memory in addition."""
 
 _FRESH: dict[str, dict[str, str | float]] = {
     "NAdam": {"mu_product": 1.0},
     "ASGD": {"mu": 1.0, "eta": "lr"},
 }
-"""State that a step changes although parameters and gradients are 0, with what it begins at; a text
+"""State that a step changes even if parameters and gradients are 0, with its initial value; a text
 names an option of the parameter group."""
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 
 def prime_optimizer(optimizer: O) -> O:
-    """Gives an optimizer the state of one that has made no step, so that a load can fill it.
+    """Creates the state of an optimizer before its first step, so that a load can fill it.
 
-    For each parameter that has no state yet. Parameters, gradients, the state that is there,
-    options and step counts are as before; new step counts are 0. On XLA devices new state is
-    sharded as its parameter is.
+    State is created for each parameter that has none. Parameters, gradients, existing state,
+    options and step counts do not change; new step counts are 0. On XLA devices, new state is
+    sharded like its parameter.
 
     Args:
-        optimizer: Any that makes its state in `step()` without a closure.
+        optimizer: An optimizer that creates its state in `step()` without a closure.
 
     Returns:
         The same optimizer.
 
     Raises:
-        InvalidRequestError: It is no optimizer, or needs a closure, as `LBFGS`.
+        InvalidRequestError: The object is no optimizer, or needs a closure, like `LBFGS`.
 
     Complexity:
         One step of the optimizer for each `AT_ONCE_BYTES` of parameters.
@@ -51,7 +51,8 @@ def prime_optimizer(optimizer: O) -> O:
         >>> weight.tolist(), state["step"].item(), state["exp_avg"].tolist()
         ([1.0, 1.0], 0.0, [0.0, 0.0])
 
-    Source: `torch_xla/experimental/distributed_checkpoint/util.py`, whose own makes a real step.
+    Source: `torch_xla/experimental/distributed_checkpoint/util.py`, whose function makes a real
+    step.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidRequestError(
@@ -64,15 +65,15 @@ def prime_optimizer(optimizer: O) -> O:
 def prime(
     optimizer: torch.optim.Optimizer, only: Collection[int] | None = None
 ) -> list[torch.Tensor]:
-    """Does what `prime_optimizer` does, and returns the parameters that have state only by it.
+    """Does as `prime_optimizer`, and returns the parameters whose state it created.
 
     Args:
-        optimizer: See there.
-        only: Ids of the parameters to prime; all unless given.
+        optimizer: See `prime_optimizer`.
+        only: Ids of the parameters to prime; by default all.
 
     Raises:
-        InvalidRequestError: It needs a closure, as `LBFGS`.
-        Exception: What its step raised; no state was added.
+        InvalidRequestError: The optimizer needs a closure, like `LBFGS`.
+        Exception: The exception of its step; no state was added.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InvalidRequestError(
@@ -92,7 +93,7 @@ def prime(
     attributes = dict(vars(optimizer))
     devices = {p.device.index or 0 for p, _ in todo if p.is_cuda}
     try:
-        # Why a generator of its own: a step may round at random.
+        # Why a separate generator: a step may round at random.
         with (
             _without_gradients(optimizer),
             _without_hooks(optimizer),
@@ -105,7 +106,7 @@ def prime(
             optimizer.state.pop(parameter, None)
         raise
     finally:
-        # Why: some count their steps in the options of a group, or in themselves.
+        # Why: some optimizers count steps in the options of a group, or in attributes.
         vars(optimizer).clear()
         vars(optimizer).update(attributes)
         for group, before in zip(optimizer.param_groups, options, strict=True):
@@ -116,13 +117,13 @@ def prime(
 
 
 def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Any:
-    """Returns what an optimizer has of a parameter; None for nothing or an empty mapping."""
+    """Returns an optimizer's state of a parameter; None if there is none, or an empty mapping."""
     state = optimizer.state.get(parameter)
     return None if isinstance(state, Mapping) and not state else state
 
 
 def _prime(optimizer: torch.optim.Optimizer, some: list[tuple[Any, dict[str, Any]]]) -> None:
-    """Steps with parameters and gradients of 0, which leaves state at its beginning."""
+    """Steps with parameters and gradients of 0, which leaves new state at its initial values."""
     kept = [parameter.detach().clone() for parameter, _ in some]
     with torch.no_grad():
         try:
@@ -130,8 +131,7 @@ def _prime(optimizer: torch.optim.Optimizer, some: list[tuple[Any, dict[str, Any
                 parameter.detach().zero_()
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
                 shard_like(parameter.grad, parameter)
-            # Why the class's: a scheduler has put a wrapper around the optimizer's own, which
-            # counts.
+            # Why the class's method: a scheduler wraps the optimizer's own, and counts its calls.
             type(optimizer).step(optimizer)
         finally:
             for (parameter, _), value in zip(some, kept, strict=True):
@@ -176,7 +176,7 @@ def _batches(
 
 @contextmanager
 def _without_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Takes gradients away, so that a step changes nothing, and gives them back."""
+    """Removes gradients for the time of the block, so that a step changes nothing."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
@@ -190,7 +190,7 @@ def _without_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _without_hooks(optimizer: Any) -> Iterator[None]:
-    """Keeps a user's step hooks from being called."""
+    """Disables a user's step hooks for the time of the block."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     kept = {name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)}
     for name in kept:
@@ -203,7 +203,7 @@ def _without_hooks(optimizer: Any) -> Iterator[None]:
 
 
 def shard_like(tensor: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Shards a tensor on an XLA device as a parameter is."""
+    """Shards a tensor on an XLA device like a parameter."""
     modules = xla_modules()
     if modules is None or not is_on_xla(parameter):
         return
@@ -213,7 +213,7 @@ def shard_like(tensor: torch.Tensor, parameter: torch.Tensor) -> None:
 
 
 def _sync() -> None:
-    """Has all that was asked of XLA devices done."""
+    """Executes all pending work of XLA devices."""
     modules = xla_modules()
     if modules is not None:
         modules.root.sync()

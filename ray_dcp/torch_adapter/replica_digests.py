@@ -1,7 +1,7 @@
-"""Digests of all bytes of a value, 64 bits each: by them ranks tell whether replicas differ.
+"""64-bit digests of all bytes of a value, by which ranks detect replicas that differ.
 
-Equal bytes have equal digests on every device. A tensor on a GPU is digested there: of each 64 KiB
-only 64 bytes are copied to the host, and what it has behind its last whole 64 KiB.
+Equal bytes have equal digests on every device. A tensor on a GPU is digested there: only 64 bytes
+of each 64 KiB, and the bytes behind its last whole 64 KiB, are copied to the host.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ from ray_dcp.torch_adapter.device_copy import device_bytes
 from ray_dcp.torch_adapter.tensors import host_bytes
 
 SEGMENT_BYTES = 64 << 10
-"""A digest is made of the xxh3-64 of each segment, so that a GPU can hash many side by side."""
+"""A digest combines the xxh3-64 of each segment, so that a GPU can hash many of them in
+parallel."""
 
 _SEGMENTS_AT_ONCE = 512
-"""Takes three times as much memory of a device for a moment."""
+"""Temporarily takes three times as much device memory."""
 _MOST_SUMS = 16 << 10
-"""Segments of which the sums are kept: 64 MiB. Each run over them is 380 operations."""
+"""Most segments whose sums are kept: 64 MiB. Each pass over them is 380 operations."""
 _MOST_END_BYTES = 256 << 20
 _SCANNED_BYTES = 64
-"""Of each segment, which go to the host."""
+"""Bytes of each segment that are copied to the host."""
 
 
 def bytes_digest(data: bytes | memoryview) -> int:
-    """Returns 64 bits that stand for the data (half of its xxh3-128), never 0."""
+    """Returns a 64-bit digest of the data (half of its xxh3-128), never 0."""
     return int.from_bytes(digest_bytes(data)[:8], "little") or 1
 
 
 def content_digest(tensor: torch.Tensor) -> int:
-    """Returns 64 bits that stand for all elements of a plain tensor, never 0.
+    """Returns a 64-bit digest of all elements of a plain tensor, never 0.
 
-    Complexity: 2 us for a small CPU tensor; 10 to 20 GB/s on a core.
+    Complexity: 2 us for a small CPU tensor; 10 to 20 GB/s per core.
     """
     if tensor.is_cuda:
         return content_digests_on_device([tensor])[0]
@@ -52,7 +53,7 @@ def content_digest(tensor: torch.Tensor) -> int:
 
 
 def content_digests(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Returns `content_digest` of each tensor; those of a GPU together."""
+    """Returns `content_digest` of each tensor; those on a GPU are digested together."""
     on_device: dict[torch.device, list[int]] = defaultdict(list)
     found = [0] * len(tensors)
     for index, tensor in enumerate(tensors):
@@ -68,10 +69,10 @@ def content_digests(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def content_digests_on_device(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Returns `content_digest` of tensors of one device, made there by operations on integers.
+    """Returns `content_digest` of tensors of one device, computed there by integer operations.
 
-    Complexity: one copy to the host, or one for each 256 MiB of ends behind the last whole segment;
-    up to 500 MiB of the device's memory, and a copy of one tensor that is not contiguous.
+    Complexity: one copy to the host for each 256 MiB of bytes behind the last whole segments, at
+    least one; up to 500 MiB of device memory, and a copy of one tensor that is not contiguous.
     """
     found: list[int] = []
     first = held = 0
@@ -101,7 +102,7 @@ def _digests_on_device(tensors: Sequence[torch.Tensor]) -> list[int]:
             flat = device_bytes(tensor)
             counts.append(len(flat) // SEGMENT_BYTES)
             whole, end = flat.tensor_split([counts[-1] * SEGMENT_BYTES])
-            # Why: a view would keep a copy of all of it.
+            # Why cloned: a view would keep a copy of the whole tensor alive.
             ends.append(end if tensor.is_contiguous() else end.clone())
             for piece in whole.split(_SEGMENTS_AT_ONCE * SEGMENT_BYTES):
                 sums.append(_block_sums(piece))
@@ -124,9 +125,9 @@ def _of_segments(checks: UInt64Array) -> int:
     return bytes_digest(checks.astype("<u8").tobytes()) if len(checks) else block_check(b"")
 
 
-# The rest is xxh3-64 of segments: blocks of 16 stripes of 8 words, the last stripe apart.
+# The rest is xxh3-64 of segments: blocks of 16 stripes of 8 words, the last stripe separately.
 # Source: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md (long inputs, no seed).
-# Operations on int64 wrap as those on uint64; only a shift to the right has to be masked.
+# Operations on int64 wrap like those on uint64; only right shifts must be masked.
 
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
@@ -144,7 +145,7 @@ _BLOCKS = SEGMENT_BYTES >> 10
 
 
 def _secret_words(offset: int) -> tuple[int, ...]:
-    """Returns 8 words of the secret, from any byte on."""
+    """Returns 8 words of the secret, starting at any byte."""
     return struct.unpack_from("<8Q", _SECRET, offset)
 
 
@@ -161,10 +162,10 @@ def _keys_on(device: torch.device) -> torch.Tensor:
 
 
 def _block_sums(data: torch.Tensor) -> torch.Tensor:
-    """Returns what each block of whole segments adds to the 8 sums of its segment.
+    """Returns the amounts that each block of whole segments adds to the 8 sums of its segment.
 
     Args:
-        data: uint8[n * 65536].
+        data: uint8[n * 65536], n segments.
 
     Returns:
         int64[n, 64, 8].
@@ -179,7 +180,7 @@ def _block_sums(data: torch.Tensor) -> torch.Tensor:
 
 
 def _scanned(sums: torch.Tensor) -> torch.Tensor:
-    """Returns the state behind each segment from what its blocks add: int64[n, 64, 8] to [n, 8]."""
+    """Returns the state after each segment from what its blocks add: int64[n, 64, 8] to [n, 8]."""
     found = _words_on(sums.device, _START).repeat(len(sums), 1)
     scramble = _words_on(sums.device, _secret_words(128))
     for block in range(_BLOCKS - 1):
@@ -191,7 +192,7 @@ def _scanned(sums: torch.Tensor) -> torch.Tensor:
 
 
 def _segment_checks(scanned: UInt64Array) -> UInt64Array:
-    """Returns the xxh3-64 of segments from what `_scanned` returns of them: uint64[n]."""
+    """Returns the xxh3-64 of segments, uint64[n], given the result of `_scanned`."""
     keyed = scanned ^ np.array(_secret_words(11), np.uint64)
     result = _folded_product(keyed[:, 0::2], keyed[:, 1::2]).sum(1, dtype=np.uint64)
     result += np.uint64(SEGMENT_BYTES * _PRIME64_1 % (1 << 64))
@@ -201,7 +202,7 @@ def _segment_checks(scanned: UInt64Array) -> UInt64Array:
 
 
 def _folded_product(one: UInt64Array, other: UInt64Array) -> UInt64Array:
-    """Returns the low half of each product of 128 bits xor its high half."""
+    """Returns, for each 128-bit product, its low half xor its high half."""
     half, low = np.uint64(32), np.uint64(_LOW_HALF)
     a, b, c, d = one & low, one >> half, other & low, other >> half
     middle = (a * c >> half) + (b * c & low) + a * d
