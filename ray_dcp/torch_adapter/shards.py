@@ -1,8 +1,8 @@
-"""Which boxes of a global tensor a rank holds, and the local tensor of each.
+"""The boxes of a global tensor that a rank holds, and the local tensor of each box.
 
-Dispatches as DCP does: `DTensor`, `ShardedTensor`, any tensor with DCP's own protocol
-(`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`), and any that says which
-parts it holds (`CheckpointableTensor`).
+As in DCP, these classes are sharded: `DTensor`, `ShardedTensor`, any tensor with DCP's protocol
+(`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`), and any tensor whose
+attributes describe its parts (`CheckpointableTensor`).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Sharded:
     """What this rank holds of one global tensor.
 
     Attributes:
-        shape: Of the global tensor.
-        dtype: Of its elements.
-        requires_grad: As the local part says.
-        boxes: The boxes; none when the rank is not in the tensor's mesh.
+        shape: Shape of the global tensor.
+        dtype: Dtype of its elements.
+        requires_grad: The local part's `requires_grad`.
+        boxes: The boxes; none if the rank is not in the tensor's mesh.
         tensors: The local tensor of each box, of the box's size. Views, not copies.
-        replicated: Whether other ranks hold the same boxes by intention (`Replicate`).
+        replicated: Whether other ranks hold the same boxes as declared replicas (`Replicate`).
     """
 
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class Sharded:
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether `sharded` understands the value."""
+    """Returns whether `sharded` supports the value."""
     return (
         isinstance(value, (DTensor, ShardedTensor))
         or hasattr(value, "__create_chunk_list__")
@@ -69,15 +69,15 @@ def sharded(
     """Returns what this rank holds of a sharded tensor.
 
     Args:
-        value: For which `is_sharded` holds.
-        fqn: Its name, for messages and for DCP's protocol.
-        layouts: Cache for the call of save or load.
-        saving: Ask `__create_write_items__` rather than `__create_chunk_list__`.
-        flatten_sharded_tensors: Look into a `ShardedTensor` within a `ShardedTensor` (2-D FSDP1).
+        value: A value for which `is_sharded` holds.
+        fqn: Name of the tensor, for messages and for DCP's protocol.
+        layouts: Cache of one save or load.
+        saving: Call `__create_write_items__` rather than `__create_chunk_list__`.
+        flatten_sharded_tensors: Flatten a `ShardedTensor` within a `ShardedTensor` (2-D FSDP1).
 
     Raises:
-        UnsupportedValueError: A `Partial` placement, a local tensor that does not fit its box, or
-            a protocol answer without boxes.
+        UnsupportedValueError: The tensor has a `Partial` placement, a local tensor does not fit its
+            box, or the protocol returned no boxes.
     """
     if isinstance(value, DTensor):
         return _from_dtensor(value, fqn, layouts, saving)
@@ -90,14 +90,14 @@ def sharded(
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a rank's local tensor lies in the global one.
+    """The place of a rank's local tensor in the global one.
 
     Attributes:
         local_size: Shape that the local tensor must have.
-        boxes: What it covers; several boxes when a strided shard takes rows from several places.
+        boxes: Boxes that it covers; several if a strided shard has rows from several places.
         starts: Where each box begins in the local tensor.
-        shape: Of the global tensor.
-        replicated: Whether other ranks hold the same boxes by intention.
+        shape: Shape of the global tensor.
+        replicated: Whether other ranks hold the same boxes as declared replicas.
         partial: Whether the local tensor is only a summand.
     """
 
@@ -110,9 +110,9 @@ class Layout:
 
 
 class Layouts:
-    """The layout of each (mesh, placements, global shape), worked out once.
+    """Caches the layout of each (mesh, placements, global shape).
 
-    Keeps the meshes alive that it knows, so that their ids stay theirs.
+    It keeps its meshes alive, so that their ids stay unique.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Layouts:
         self._meshes: dict[int, Any] = {}
 
     def of(self, tensor: DTensor) -> Layout:
-        """Returns the layout on this rank; without boxes when it is not in the tensor's mesh."""
+        """Returns the layout on this rank; without boxes if it is not in the tensor's mesh."""
         mesh, placements, shape = tensor.device_mesh, tensor.placements, tensor.shape
         key = (id(mesh), placements, shape)
         layout = self._known.get(key)
@@ -131,13 +131,19 @@ class Layouts:
 
 
 def chunk_spans(length: int, cuts: Sequence[tuple[int, int, int]]) -> list[Span]:
-    """Returns which spans of a dimension a rank holds after cutting it several times.
+    """Returns the spans of a dimension that a rank holds after several cuts.
 
     Args:
-        length: Of the whole dimension.
-        cuts: Left to right `(number of pieces, which one, split factor)`. The factor is 1 for a
-            plain `Shard`; a `_StridedShard` first cuts into that many parts, and then each part
-            into pieces.
+        length: Length of the whole dimension.
+        cuts: Left to right, `(number of pieces, index of the piece, split factor)`. The factor is 1
+            for a plain `Shard`; a `_StridedShard` first cuts into that many parts, and then each
+            part into pieces.
+        The second example has two parts of two pieces each:
+
+            part    |---- 0 ----|---- 1 ----|
+            piece   |  0  |  1  |  0  |  1  |
+            element  0 1   2 3   4 5   6 7       piece 0: spans (0, 2) and (4, 2)
+
 
     Returns:
         Spans in local order, adjacent ones merged, none empty.
@@ -162,14 +168,14 @@ def chunk_spans(length: int, cuts: Sequence[tuple[int, int, int]]) -> list[Span]
 
 
 def _chunk(length: int, pieces: int, index: int) -> Span:
-    """The `index`-th piece by the rule of `torch.chunk`."""
+    """Returns the `index`-th piece by the rule of `torch.chunk`."""
     full = -(-length // pieces)
     start = min(length, full * index)
     return start, min(length, start + full) - start
 
 
 def _slice(spans: list[Span], start: int, size: int) -> list[Span]:
-    """Elements `[start, start + size)` of the sequence that the spans make."""
+    """Returns elements `[start, start + size)` of the sequence that the spans form."""
     found, before = [], 0
     for first, count in spans:
         low, high = max(start, before), min(start + size, before + count)
@@ -204,12 +210,13 @@ def _layout(mesh: Any, placements: Sequence[Any], shape: torch.Size) -> Layout:
 def _boxes(
     mesh: Any, placements: Sequence[Any], shape: torch.Size
 ) -> tuple[tuple[int, ...], tuple[Box, ...], tuple[tuple[int, ...], ...]]:
-    """Returns local size, boxes and where they begin in the local tensor."""
+    """Returns the local size, the boxes, and where they begin in the local tensor."""
     size, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
     whole = (tuple(offset), tuple(size))
     if 0 in size or not any(isinstance(placement, _StridedShard) for placement in placements):
         return tuple(size), (whole,), ((0,) * len(shape),)
-    # Why: torch tells where the first element lies; rows of a strided shard may lie elsewhere.
+    # Why: torch returns only the place of the first element; a strided shard's rows may be
+    # elsewhere.
     coordinate = mesh.get_coordinate()
     spans, starts = [], []
     for dim, length in enumerate(shape):
@@ -244,7 +251,8 @@ def _from_dtensor(tensor: DTensor, fqn: str, layouts: Layouts, saving: bool) -> 
     if not is_plain(local):
         local = with_attributes(tensor.to_local(), local)
     if local.numel() == 0 and 0 in layout.local_size:
-        # Why: FSDP2 makes an empty shard with no rows, its placements tell of rows without columns.
+        # Why: an empty shard of FSDP2 has no rows, while its placements describe rows without
+        # columns.
         local = local.reshape(layout.local_size)
     _check_fit(local, layout.local_size, fqn, _cut_unevenly(tensor))
     pieces = _pieces(local, layout)
@@ -264,7 +272,7 @@ def _pieces(local: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
 
 
 def _cut_unevenly(tensor: DTensor) -> str | None:
-    """Returns why torch's parts of a tensor are others than its placements say, and the way out."""
+    """Returns why torch's parts of a tensor are not those of its placements; None if they are."""
     for placement in tensor.placements:
         if isinstance(placement, _StridedShard):
             dim, shape = placement.dim, tuple(tensor.shape)
@@ -359,6 +367,6 @@ def _from_parts(tensor: Any, fqn: str) -> Sharded:
         tensor.requires_grad,
         tuple(box for box, _ in held),
         tuple(with_attributes(part, tensor) for _, part in held),
-        # Why: ranks may hold the same part, as replicas of experts do, and nothing tells which.
+        # Why: ranks may hold the same part, such as replicas of experts, and nothing declares it.
         replicated=True,
     )

@@ -1,8 +1,8 @@
-"""The memory that loaded bytes go into: a target tensor's own where possible, else a copy for now.
+"""The memory that a load writes to: the target tensor's own if possible, else a temporary copy.
 
 `Boxes` collects the boxes that a load wants, one by one or many at once, and the sink of their
-bytes. A target that has no memory (`meta`), or another dtype than is to be kept, gets a new tensor
-in its place. `targets` decides which tensors are targets, and of which boxes.
+bytes. A target without memory (`meta`), or of a dtype that must not be kept, is replaced by a new
+tensor. `targets` decides which tensors are targets, and of which boxes.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from ray_dcp.torch_adapter.tensors import (
 )
 
 _copy_memory = ctypes.PyDLL(None).memmove
-# Why PyDLL: a copy of a few KB does not pay for giving up Python's global lock and taking it again.
+# Why PyDLL: for a copy of a few KB, releasing and taking the GIL costs more than the copy.
 _copy_memory.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _copy_memory.restype = None
 
 
 class Fresh:
-    """A meta tensor that gets memory when its first byte arrives.
+    """The value for a meta tensor, created when its first byte arrives.
 
     Args:
-        make: Returns the new value of the state dict and the local tensors of its boxes.
+        make: Returns the new value for the state dict and the local tensors of its boxes.
     """
 
     def __init__(self, make: Callable[[], tuple[Any, tuple[torch.Tensor, ...]]]) -> None:
@@ -54,7 +54,7 @@ class Fresh:
         self._lock = threading.Lock()
 
     def take(self, made: torch.Tensor) -> bool:
-        """Makes a tensor the new value, if there is none yet; returns whether it is."""
+        """Makes a tensor the new value unless there is one; returns whether it is the new value."""
         with self._lock:
             if self._made is None:
                 self._made = made, (made,)
@@ -63,11 +63,11 @@ class Fresh:
 
     @property
     def value(self) -> Any:
-        """What takes the meta tensor's place."""
+        """The value that replaces the meta tensor."""
         return self._get()[0]
 
     def tensor(self, index: int) -> torch.Tensor:
-        """Returns the local tensor of the index-th box."""
+        """Returns the local tensor of the box with this index."""
         return self._get()[1][index]
 
     def _get(self) -> tuple[Any, tuple[torch.Tensor, ...]]:
@@ -78,36 +78,38 @@ class Fresh:
 
 
 Taker = Callable[[torch.Tensor], bool]
-"""Takes a stored tensor, or makes a target for its parts; returns whether it is the target."""
+"""Accepts a stored tensor as the target, or makes a target for its parts; returns whether the
+stored tensor is the target."""
 
 
 class AsStored(torch.Tensor):
-    """A target without memory that becomes what is stored, whatever its class."""
+    """A target without memory that is replaced by the stored tensor, whatever its class."""
 
     @staticmethod
     def of(shape: Sequence[int], dtype: torch.dtype) -> AsStored:
-        """Returns one of this shape and dtype."""
+        """Returns a target of this shape and dtype."""
         return torch.empty(shape, dtype=dtype, device="meta").as_subclass(AsStored)
 
 
 _PINNED_BYTES = 256 << 20
-"""Rows for devices up to this length go through pinned memory, which torch keeps for the next."""
+"""Longest row for a device that goes through pinned memory, which torch keeps for the next one."""
 _MOST_UNDER_WAY_BYTES = 512 << 20
-"""What waits for a device in host memory, beside the rows that are being read."""
+"""Most host memory whose copies to devices are pending, beside the rows that are being read."""
 
 
 class TensorSink:
-    """Buffers of wanted rows; see `io.reader.TargetSink`. Made in the thread of the load's caller.
+    """Buffers of wanted rows; see `io.reader.TargetSink`.
 
-    A row whose target is a contiguous CPU tensor of the stored dtype is read in place. For any
-    other a CPU tensor of the stored dtype is made when it is first asked for, copied to the target
-    by `done`, and freed. Copies to devices only begin there, on a stream of their own, behind what
-    the caller's had been given; `drain` waits for them.
+    The sink is created in the thread of the load's caller. A row whose target is a contiguous CPU
+    tensor of the stored dtype is read in place. For any other row, a CPU tensor of the stored dtype
+    is created on first access, copied to the target by `done`, and freed. Copies to devices only
+    start there, on a separate stream that follows the work of the caller's stream; `drain` waits
+    for them.
 
     Attributes:
         names: FQN of each row, for messages.
-        casts: `(FQN, stored, target)` of what is rounded on the way.
-        policy: `LoadOptions.dtype`, for what is of a class of its own.
+        casts: `(FQN, stored, target)` of the rows whose values are rounded.
+        policy: `LoadOptions.dtype`, for tensor subclasses.
     """
 
     def __init__(self) -> None:
@@ -131,7 +133,7 @@ class TensorSink:
         """Appends a row with this target, whose box is the whole tensor.
 
         Returns:
-            Whether it will be read in place.
+            Whether the row will be read in place.
         """
         direct = _in_place(tensor, stored)
         if tensor.device not in self._marks and self._driver.has(tensor):
@@ -153,12 +155,12 @@ class TensorSink:
         stored: torch.dtype,
         taker: Taker | None = None,
     ) -> None:
-        """Appends a row whose target `make` returns when it is first needed.
+        """Appends a row whose target is created on first use.
 
         Args:
-            make: Returns it.
+            make: Returns the target.
             stored: Dtype of the bytes.
-            taker: Is asked first when a tensor of a class of its own comes.
+            taker: Called first if the stored item is a tensor subclass.
         """
         if taker is not None:
             self._takers[len(self)] = taker
@@ -172,9 +174,9 @@ class TensorSink:
         """Returns groups of rows whose targets share memory; see `overlaps.sharing`.
 
         Args:
-            num_bytes: int64[n], of each row as stored.
-            other: A sink whose rows are counted on from those of this one.
-            others_bytes: int64[m], of each of its rows.
+            num_bytes: int64[n], stored bytes of each row.
+            other: Another sink, whose rows are numbered from n on.
+            others_bytes: int64[m], stored bytes of each of its rows.
         """
         return sharing(
             [*self._tensors, *other._tensors],
@@ -204,7 +206,7 @@ class TensorSink:
         left = []
         for index, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
             tensor = tensors[row]
-            # Why again: somebody may have taken the memory from the tensor meanwhile.
+            # Why again: the tensor may have lost its memory meanwhile.
             if (
                 direct[row]
                 and tensor.is_cpu
@@ -243,36 +245,36 @@ class TensorSink:
             self.drain()
 
     def place(self, row: int, target: torch.Tensor, source: torch.Tensor, **parts: Any) -> None:
-        """Copies into a target of a row where one of both is of a class of its own; see `place`."""
+        """Copies into a row's target if source or target is a tensor subclass; see `place`."""
         fqn = self.names[row]
-        # Why: a target that is made here was not chosen by somebody who accepts what it rounds.
+        # Why: nobody chose the dtype of a target that is created here, or accepted its rounding.
         policy = "widen" if row in self._takers else self.policy
         if place(target, source, fqn, policy=policy, **parts):
             self.casts[fqn, class_name(source), class_name(target)] = None
 
     def afresh(self, row: int) -> torch.Tensor:
-        """Returns the target of a row, looked up once more."""
+        """Returns the target of a row, looked up again."""
         return self.target(row)
 
     def takes(self, row: int, stored: torch.Tensor) -> bool:
-        """Whether a tensor of a class of its own, all or a part of the row's, is the target now."""
+        """Returns whether a stored tensor subclass, the row or a part of it, is now the target."""
         taker = self._takers.get(row)
         return taker is not None and taker(stored)
 
     def is_begun(self, row: int) -> bool:
-        """Whether plain bytes of a row that is not read in place have come."""
+        """Returns whether plain bytes have arrived for a row that is not read in place."""
         return row in self._temporary
 
     def drain(self) -> None:
-        """Returns when all that `done` began is in its target."""
+        """Waits until all copies that `done` started have reached their targets."""
         with self._lock:
-            # Kept until the end: it is what the devices read.
+            # Kept until the end: the devices read from it.
             begun, self._under_way = self._under_way, []
         for device, mark in self._marks.items() if begun else ():
             self._driver.drain(device, self._driver.stream(device, mark))
 
     def region(self, row: int) -> torch.Tensor:
-        """Returns the tensor that `buffer` shows the bytes of."""
+        """Returns the tensor whose bytes `buffer` returns."""
         with self._lock:
             if row in self._temporary:
                 return self._temporary[row]
@@ -287,7 +289,7 @@ class TensorSink:
             return made
 
     def target(self, row: int) -> torch.Tensor:
-        """Returns the tensor that the row is for."""
+        """Returns the target tensor of a row."""
         with self._lock:
             return self._made(row)
 
@@ -300,7 +302,7 @@ class TensorSink:
         return made
 
     def finish(self) -> None:
-        """Does every row that is not done, and tells autograd what was written behind its back."""
+        """Finishes every row that is not done, and reports the writes to autograd."""
         for row in list(self._temporary):
             self.done(row)
         self.drain()
@@ -309,7 +311,7 @@ class TensorSink:
 
 
 def increment_version(changed: list[torch.Tensor]) -> None:
-    """Reports to autograd that tensors were written to behind its back."""
+    """Reports to autograd that tensors were written without its knowledge."""
     try:
         torch.autograd.graph.increment_version(changed)
     except RuntimeError:  # Inference tensors have no version; a step more of others is no harm.
@@ -324,7 +326,7 @@ def _in_place(tensor: torch.Tensor, stored: torch.dtype) -> bool:
 
 
 def default_device() -> torch.device:
-    """Returns what the process group works on, or torch's default device."""
+    """Returns the device of the process group, or torch's default device."""
     return _current_device(_default_type())
 
 
@@ -343,7 +345,7 @@ def _default_type() -> str:
 
 
 def target_problem(tensor: torch.Tensor) -> str | None:
-    """Returns why nothing can be loaded into a tensor that is not on the meta device, else None."""
+    """Returns why no values can be loaded into a tensor not on the meta device, or None."""
     if not is_plain(tensor):
         return lost_memory_within(tensor)
     reason = unsupported_reason(tensor)
@@ -358,11 +360,11 @@ def target_problem(tensor: torch.Tensor) -> str | None:
 def fresh_plain(
     tensor: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Returns a new tensor like a plain one, as what it is and as the parts to fill.
+    """Returns a new tensor like a plain one, and its parts to fill.
 
     Args:
-        tensor: On any device; one on the meta device gets memory.
-        dtype: Of the new one.
+        tensor: A tensor on any device; for the meta device the new one has memory.
+        dtype: Dtype of the new tensor.
     """
     is_any = type(tensor) is AsStored
     made = torch.empty(tensor.shape, dtype=dtype) if is_any else _fresh(tensor, dtype, None)
@@ -375,14 +377,14 @@ def fresh_plain(
 def fresh_taker(
     template: torch.Tensor, is_cast: bool, dtype: torch.dtype, fqn: str, fresh: Fresh
 ) -> Taker:
-    """Returns what makes stored tensors of a class of their own the value of a meta tensor.
+    """Returns a taker by which a stored tensor subclass becomes the value of a meta tensor.
 
     Args:
         template: The meta tensor.
-        is_cast: Whether another dtype than is saved takes its place.
-        dtype: Of what takes its place.
-        fqn: For messages.
-        fresh: Its place.
+        is_cast: Whether the value has another dtype than the stored tensor.
+        dtype: Dtype of the value.
+        fqn: Name of the tensor, for messages.
+        fresh: The place of the value.
     """
 
     def take(stored: torch.Tensor) -> bool:
@@ -413,14 +415,14 @@ def fresh_taker(
 def fresh_dtensor(
     tensor: DTensor, fqn: str, dtype: torch.dtype
 ) -> tuple[DTensor, tuple[torch.Tensor, ...]]:
-    """Returns a new DTensor like one, as what it is and as the parts to fill.
+    """Returns a new DTensor like the given one, and its parts to fill.
 
     Args:
-        tensor: On any device; one on the meta device gets memory.
-        fqn: For messages.
-        dtype: Of the new one.
+        tensor: A DTensor on any device; for the meta device the new one has memory.
+        fqn: Name of the tensor, for messages.
+        dtype: Dtype of the new tensor.
     """
-    # Shape and stride are told, as the tensor may be sharded unevenly.
+    # Shape and stride are passed, as the tensor may be sharded unevenly.
     made = DTensor.from_local(
         _fresh(tensor.to_local(), dtype, tensor.device_mesh.device_type),
         device_mesh=tensor.device_mesh,
@@ -434,12 +436,12 @@ def fresh_dtensor(
 def fresh_parts(
     tensor: torch.Tensor, fqn: str, dtype: torch.dtype
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Returns a new tensor that holds the same parts, as what it is and as the parts to fill.
+    """Returns a new tensor that holds the same parts, and these parts to fill.
 
     Args:
         tensor: A `CheckpointableTensor` on any device.
-        fqn: For messages.
-        dtype: Of the new one.
+        fqn: Name of the tensor, for messages.
+        dtype: Dtype of the new tensor.
     """
     made, _ = fresh_plain(tensor, dtype)
     copy_fields(tensor, made)
@@ -456,11 +458,11 @@ def _fresh(tensor: torch.Tensor, dtype: torch.dtype, device_type: str | None) ->
 
 
 class Boxes:
-    """Wanted boxes in the making, and the sink of their bytes.
+    """Collects wanted boxes, and the sink of their bytes.
 
     Args:
-        itemsizes: Bytes of a stored element, by tensor; of those that `add` is called for.
-        sink: Of the bytes.
+        itemsizes: Bytes per stored element, by tensor, for the tensors that `add` is called with.
+        sink: Sink of the bytes.
     """
 
     def __init__(self, itemsizes: Mapping[int, int], sink: TensorSink | None = None) -> None:
@@ -478,13 +480,13 @@ class Boxes:
         shape: Int64Array,
         itemsize: Int64Array,
     ) -> None:
-        """Appends targets that are read in place, whole, and their boxes.
+        """Appends whole tensors that are read in place, and their boxes.
 
         Args:
-            tensors: int64[n].
-            targets: Of each; the empty ones are left out.
-            shape: int64[n, D], theirs, then 1.
-            itemsize: int64[n], of an element.
+            tensors: int64[n], numbers of the tensors.
+            targets: Target of each tensor; empty targets are omitted.
+            shape: int64[n, D], shape of each tensor, padded with 1.
+            itemsize: int64[n], bytes per element.
         """
         full = (shape > 0).all(axis=1)
         if not full.all():
@@ -516,7 +518,7 @@ class Boxes:
         )
 
     def _end(self) -> None:
-        """Makes columns of what `add` was called for."""
+        """Converts the boxes added by `add` to columns."""
         if not self._tensor and self._ended:
             return
         num = len(self._tensor)

@@ -1,9 +1,9 @@
-"""torch_xla's SPMD planners: state dicts with `XLAShardedTensor`s, saved and loaded shard by shard.
+"""torch_xla's SPMD planners: save and load state dicts with `XLAShardedTensor`s shard by shard.
 
-`_CpuShards`, which torch_xla makes to save in the background, are such tensors too. The planners
-work through ray_dcp and through stock DCP, with the keys and chunks of torch_xla's own, which each
-of them can read. torch_xla is imported only where it is loaded already. `state` primes an optimizer
-for a load.
+`_CpuShards`, which torch_xla creates to save in the background, are supported too. The planners
+work with ray_dcp and with stock DCP, and use the keys and chunks of torch_xla's own planners, so
+that each can read the checkpoints of the other. torch_xla is used only if the program has imported
+it. `state` primes an optimizer for a load.
 
 Source: `torch_xla/experimental/distributed_checkpoint/planners.py`.
 """
@@ -51,11 +51,11 @@ Path = tuple[str | int, ...]
 
 
 class SPMDSavePlanner(DefaultSavePlanner):
-    """Plans a save of a state dict that may have tensors which are sharded under SPMD.
+    """Plans a save of a state dict that may have SPMD-sharded tensors.
 
-    Each distinct shard is one chunk. Where several devices hold the same shard (a tensor that is
-    sharded over one axis of the mesh and replicated over another) it is saved once; torch_xla's
-    own planner saves such tensors not at all. Tensors are brought to the CPU one after the other.
+    Each distinct shard is one chunk. A shard that several devices hold (of a tensor that is sharded
+    over one axis of the mesh and replicated over another) is saved once; torch_xla's own planner
+    does not save such tensors at all. Tensors are copied to the CPU one after the other.
 
     Examples:
         >>> import tempfile, torch, ray_dcp
@@ -81,13 +81,13 @@ class SPMDSavePlanner(DefaultSavePlanner):
         """See `SavePlanner.set_up_planner`.
 
         Raises:
-            StateDictError: Two values would have one name.
+            StateDictError: Two values would have the same name.
         """
         flat, self.mappings = _flattened(state_dict)
         self._held = None
         self._sharded, plain = _split(flat)
-        # Why off: the state is flat already, as torch_xla flattens it; global plans then merge
-        # what `mappings` says of it.
+        # Why off: the state is flat already, by torch_xla's rules; global plans then merge
+        # what `mappings` contains.
         self.flatten_state_dict = False
         super().set_up_planner(plain, storage_meta, is_coordinator)
         self.flatten_state_dict = True
@@ -111,7 +111,7 @@ class SPMDSavePlanner(DefaultSavePlanner):
                 for (offsets, _), holders in _distinct(_indices_of(tensor)).items()
             }
             self._held = (index.fqn, data)
-        # Why by place: the number in an index is a hint, which a global plan may rewrite.
+        # Why by offset: the number in an index is a hint, which a global plan may change.
         return self._held[1][torch.Size(index.offset or ())]
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002
@@ -125,18 +125,19 @@ class _Filling:
     """A target whose shards are filled on the CPU."""
 
     shards: list[Any]
-    """As torch_xla gives them, padded: copies of those on devices, else the target's own."""
+    """Local shards as torch_xla returns them, padded: copies of those on devices, else the target's
+    own."""
     holders: dict[torch.Size, list[int]]
-    """By offset of each distinct box: the shards that hold it; the first is filled."""
+    """By offset of each distinct box, the shards that hold it; the first one is filled."""
     left: int
-    """Elements that are not read yet."""
+    """Number of elements that are not read yet."""
 
 
 class SPMDLoadPlanner(DefaultLoadPlanner):
-    """Plans a load into a state dict whose tensors are on XLA devices, with their sharding.
+    """Plans a load into a state dict whose tensors are on XLA devices, keeping their sharding.
 
-    Tensors are filled in place, each when its last element has come. Another global shape is an
-    error: torch_xla's own planner then loads nothing, or a part, and says nothing.
+    Tensors are filled in place, each once its last element has arrived. Another global shape is an
+    error: torch_xla's own planner would silently load nothing, or a part.
 
     Examples:
         >>> import tempfile, torch, ray_dcp
@@ -165,12 +166,12 @@ class SPMDLoadPlanner(DefaultLoadPlanner):
         """See `LoadPlanner.set_up_planner`.
 
         Raises:
-            StateDictError: Two values would have one name.
+            StateDictError: Two values would have the same name.
         """
         flat, mappings = _flattened(state_dict)
         self._sharded, plain = _split(flat)
         self._filling, self._left = {}, {}
-        # Why: what is read goes to the CPU first, and to its device at once when all has come.
+        # Why: a tensor is read to the CPU first, and copied to its device once it is complete.
         self._devices = {fqn: t for fqn, t in plain.items() if is_on_xla(t)}
         for fqn, tensor in self._devices.items():
             plain[fqn] = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -183,8 +184,9 @@ class SPMDLoadPlanner(DefaultLoadPlanner):
         """See `LoadPlanner.create_local_plan`.
 
         Raises:
-            MissingKeyError: The checkpoint lacks keys; all are named.
-            ShapeMismatchError: A tensor has another global shape there; all are named.
+            MissingKeyError: The checkpoint lacks keys; the message names all of them.
+            ShapeMismatchError: Tensors of the checkpoint have other global shapes; the message
+                names all of them.
         """
         if self.metadata is None:
             raise StateDictError("set_up_planner was not given the metadata of a checkpoint")
@@ -214,7 +216,7 @@ class SPMDLoadPlanner(DefaultLoadPlanner):
         return plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """See `LoadPlanner.load_bytes`. Objects load by the rules of `ray_dcp.load`."""
+        """See `LoadPlanner.load_bytes`. Objects are loaded by the rules of `ray_dcp.load`."""
         fqn = read_item.dest_index.fqn
         loaded = load_object(value.getvalue(), fqn=fqn)
         self.state_dict[fqn] = loaded
@@ -269,7 +271,7 @@ class SPMDLoadPlanner(DefaultLoadPlanner):
 
 @dataclass(frozen=True)
 class XlaModules:
-    """The modules of torch_xla that are needed, where it is loaded."""
+    """The modules of torch_xla that are needed, if the program has imported them."""
 
     root: Any
     spmd: Any
@@ -277,7 +279,7 @@ class XlaModules:
 
 
 def xla_modules() -> XlaModules | None:
-    """Returns torch_xla's modules; None where it is not loaded: nothing is on its devices."""
+    """Returns torch_xla's modules; None if they are not imported: no tensor is on its devices."""
     if "torch_xla" not in sys.modules:
         return None
     spmd = importlib.import_module("torch_xla.distributed.spmd")
@@ -286,18 +288,18 @@ def xla_modules() -> XlaModules | None:
 
 
 def is_on_xla(value: object) -> bool:
-    """Tells whether a value is a tensor on an XLA device."""
+    """Returns whether a value is a tensor on an XLA device."""
     return isinstance(value, torch.Tensor) and value.device.type == "xla"
 
 
 def _is_cpu_shards(value: object) -> bool:
-    """Tells whether a value is a sharded tensor whose shards torch_xla brought to the CPU."""
+    """Returns whether a value is a sharded tensor whose shards torch_xla copied to the CPU."""
     helpers = sys.modules.get("torch_xla.experimental.distributed_checkpoint._helpers")
     return helpers is not None and isinstance(value, helpers._CpuShards)
 
 
 def _split(flat: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the tensors that are sharded, and everything else as plain tensors and objects."""
+    """Splits a state into its sharded tensors, and plain tensors and objects."""
     modules = xla_modules()
     if modules is None:
         return {}, dict(flat)
@@ -318,7 +320,7 @@ def _split(flat: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _indices_of(tensor: Any) -> list[list[slice]]:
-    """Returns the place of each local shard in the whole, without fetching their data."""
+    """Returns the place of each local shard in the global tensor, without fetching its data."""
     if _is_cpu_shards(tensor):
         return [shard.indices for shard in tensor.shards]
     modules = xla_modules()
@@ -329,12 +331,12 @@ def _indices_of(tensor: Any) -> list[list[slice]]:
 
 
 def _local_shards(tensor: Any) -> list[Any]:
-    """Returns the local shards, padded: copies on the CPU, or those that are there already."""
+    """Returns the local shards, padded: copies on the CPU, or shards that are there already."""
     return list(tensor.shards if _is_cpu_shards(tensor) else tensor.local_shards)
 
 
 def _size_of(value: Any) -> torch.Size | None:
-    """Returns the global shape of a tensor; None for what is none."""
+    """Returns the global shape of a tensor; None for other values."""
     if _is_cpu_shards(value):
         return torch.Size(value.global_shape)
     return value.shape if isinstance(value, torch.Tensor) else None
@@ -362,9 +364,9 @@ def _write_items(fqn: str, tensor: Any) -> list[WriteItem]:
 def _distinct(
     indices: list[list[slice]],
 ) -> dict[tuple[torch.Size, torch.Size], list[int]]:
-    """Returns the distinct boxes of local shards, each with the shards that hold it.
+    """Returns each distinct box of the local shards, with the shards that hold it.
 
-    Empty ones (of a dimension that the devices do not divide) are left out, unless all are.
+    Empty boxes (in a dimension that the devices don't divide) are omitted, unless all are empty.
     """
     found: dict[tuple[torch.Size, torch.Size], list[int]] = {}
     for number, box in enumerate(indices):
@@ -376,9 +378,9 @@ def _distinct(
 
 
 def _flattened(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
-    """Returns a state by name, and where each name lies; as torch_xla flattens it.
+    """Flattens a state by torch_xla's rules; returns values and paths by name.
 
-    A collection without any tensor below it is one object.
+    A collection without a tensor below it is one object.
     """
 
     def is_tensor(value: object) -> bool:

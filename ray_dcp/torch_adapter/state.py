@@ -1,11 +1,10 @@
-"""`Stateful` values, modules and optimizers into plain state before a save or load, and back after.
+"""Converts `Stateful` values, modules and optimizers to plain state, and back after a load.
 
-Only top-level `Stateful` values are asked; nested ones are left alone, as DCP leaves them.
+As in DCP, only top-level `Stateful` values are converted, not nested ones.
 
-Modules and optimizers are `Stateful` too, and a checkpoint must fit whatever they are at the load:
-DDP, FSDP and `torch.compile` put names of their own in front of a module's, and an optimizer
-numbers its parameters. So both are named by parameter, as torch's own helpers name them; see
-`optimizer_state`.
+Modules and optimizers are `Stateful` too, and a checkpoint must fit them whatever wraps them at the
+load: DDP, FSDP and `torch.compile` add prefixes to a module's names, and an optimizer numbers its
+parameters. So both are named by parameter, as in torch's own helpers; see `optimizer_state`.
 """
 
 from __future__ import annotations
@@ -35,29 +34,29 @@ _NEVER = frozenset({torch.Tensor, torch.nn.Parameter, dict, list, int, float, st
 
 @dataclass(frozen=True)
 class LoadTargets:
-    """The state to load into, of everything that a user gave to `load`."""
+    """The state to load into, for everything that a user passed to `load`."""
 
     values: dict[str, Any]
-    """By key, sorted; `Stateful` values as their state."""
+    """Values by key, sorted; `Stateful` values as their state."""
     parts: Mapping[str, Any]
-    """What takes the loaded state, of those."""
+    """The objects that receive loaded state, by key."""
     optimizers: list[Any] = field(default_factory=list)
-    """Those of the parts that are `optimizer_part`s."""
+    """Those of the parts that are an `optimizer_part`."""
     left: set[str] = field(default_factory=set)
     """Names that are read, but belong to nothing in the state dict."""
     whole: list[str] = field(default_factory=list)
-    """Keys of which nothing stays beside what is loaded."""
+    """Keys whose state the load replaces completely."""
 
     @property
     def casts(self) -> list[Cast]:
-        """What optimizers hold in another dtype than it was loaded in."""
+        """Values that optimizers hold in another dtype than the loaded one."""
         return [cast for part in self.optimizers for cast in part.casts]
 
     def put_back(self, state_dict: MutableMapping[str, Any]) -> None:
-        """Hands the loaded state to the `Stateful` values and replaces all others.
+        """Passes the loaded state to the `Stateful` values, and replaces all other values.
 
         Args:
-            state_dict: What the user gave to `load`; changed in place.
+            state_dict: The user's argument of `load`; changed in place.
 
         Source: `torch/distributed/checkpoint/state_dict_loader.py`, `load`.
         """
@@ -73,19 +72,19 @@ class LoadTargets:
 def stateful_to_state_dict(
     state_dict: Mapping[str, Any], *, as_if_stepped: bool = False
 ) -> dict[str, Any]:
-    """Returns a shallow copy in which every top-level `Stateful` is its `state_dict()`.
+    """Returns a shallow copy with every top-level `Stateful` replaced by its `state_dict()`.
 
     Args:
-        state_dict: What the user gave to `save`. Not changed. Modules and optimizers give their
-            state by the names that parameters have without DDP, FSDP and `torch.compile`; an
-            optimizer whose parameters are not all of one module in it gives its own numbers.
-        as_if_stepped: Give optimizers without state that of step 0.
+        state_dict: The user's argument of `save`. Not changed. The state of modules and optimizers
+            has the names of parameters without DDP, FSDP and `torch.compile`. An optimizer whose
+            parameters are not all of one module in the state dict uses its own numbers.
+        as_if_stepped: Use the state of step 0 for optimizers without state.
 
     Returns:
         The same keys in the same order.
 
     Raises:
-        StateDictError: `state_dict` is no mapping.
+        StateDictError: `state_dict` is not a mapping.
 
     Examples:
         >>> model = nn.Linear(2, 1)
@@ -119,19 +118,19 @@ def stateful_to_load_targets(
 ) -> LoadTargets:
     """Returns the state to load into: sorted by key, `Stateful` values as their `state_dict()`.
 
-    Keys are sorted so that all ranks call `state_dict()` (which may run collectives of the
-    training job) in the same order. Neither parameters nor optimizers change.
+    Keys are sorted so that all ranks call `state_dict()`, which may run collectives of the training
+    job, in the same order. Neither parameters nor optimizers change.
 
     Args:
-        state_dict: What the user gave to `load`. Not changed.
-        stored: What the checkpoint holds. A module or optimizer is asked by its own names where
-            the checkpoint has more of these: stock DCP saves them so. An optimizer asks for the
-            state that is stored, whatever it has.
-        prefixes: See `LoadOptions.prefixes`: keys that they do not concern are left out.
+        state_dict: The user's argument of `load`. Not changed.
+        stored: Content of the checkpoint. A module or optimizer uses its own names if the
+            checkpoint has more of these: stock DCP saves them so. An optimizer requests the state
+            that is stored, whatever state it has.
+        prefixes: See `LoadOptions.prefixes`; keys that can't match are omitted.
         strict: See `LoadOptions.strict`.
 
     Raises:
-        StateDictError: `state_dict` is no mapping, or its keys can't be sorted.
+        StateDictError: `state_dict` is not a mapping, or its keys can't be sorted.
 
     Source: `torch/distributed/checkpoint/state_dict_loader.py`, `load`.
     """
@@ -139,7 +138,7 @@ def stateful_to_load_targets(
     modules = _modules(state_dict)
     targets = LoadTargets({}, parts := {})
     for key in _sorted_keys(state_dict):
-        # Why the second look: a `state_dict()` call may drop keys of the mapping that holds it.
+        # Why the second check: a `state_dict()` call may remove keys of the mapping that holds it.
         if (prefixes and not concerns(str(key), prefixes)) or key not in state_dict:
             continue
         value = state_dict[key]
@@ -160,12 +159,13 @@ def stateful_to_load_targets(
 def must_be_taken(
     state_dict: Mapping[str, Any], unexpected: Sequence[str], *, strict: bool | None
 ) -> Sequence[str]:
-    """Returns what this state dict, or that of another rank, has to take of a checkpoint.
+    """Returns the names that this state dict, or that of another rank, must load.
 
     Args:
-        state_dict: What the user gave to `load`.
-        unexpected: Names of the checkpoint that it does not ask for.
-        strict: See `LoadOptions.strict`: all of them, those of modules and optimizers, none.
+        state_dict: The user's argument of `load`.
+        unexpected: Names of the checkpoint that it does not request.
+        strict: See `LoadOptions.strict`. True: all of these names; None: those of modules and
+            optimizers; False: none.
     """
     if strict is not None:
         return unexpected if strict else ()
@@ -175,21 +175,21 @@ def must_be_taken(
 
 
 class _Model:
-    """A module under the names that it has without wrappers."""
+    """Adapter of a module, by the names that it has without wrappers."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._has_own_names = False
 
     def state_dict(self) -> dict[str, Any]:
-        # Why: torch's helper leaves out what is on no device, and so it would be lost.
+        # Why: torch's helper omits tensors that are on no device, so they would be lost.
         tensors = [*self._module.parameters(), *self._module.buffers()]
-        # Why not empty: it asks for a rank to say that there is nothing.
+        # Why not for empty modules: it needs a rank to report that there is nothing.
         if tensors and not any(tensor.is_meta for tensor in tensors):
             try:
                 return _stock.get_model_state_dict(self._module)
             except (AttributeError, AssertionError, RuntimeError):
-                # It has keys that are no attributes: `weight.absmax` of a quantised layer.
+                # Some keys are no attributes: `weight.absmax` of a quantised layer.
                 pass
         self._has_own_names = True
         return self._module.state_dict()
@@ -198,14 +198,14 @@ class _Model:
         if self._has_own_names:
             self._module.load_state_dict(state_dict)
         else:
-            # Why a copy: torch's helper changes what it is given.
+            # Why a copy: torch's helper changes its argument.
             _stock.set_model_state_dict(self._module, dict(state_dict))
 
 
 def _asked(key: str, value: Any, part: Stateful, stored: Stored) -> tuple[Stateful, Any]:
-    """Returns what takes the state of a value, and the state to load into.
+    """Returns the object that receives the state of a value, and the state to load into.
 
-    Of a module in the form of which the checkpoint has more names.
+    Of the two forms of a module, the one with more names in the checkpoint is chosen.
     """
     best: tuple[Stateful, Any] = part, part.state_dict()
     if isinstance(part, _Model):
@@ -222,8 +222,8 @@ def _asked(key: str, value: Any, part: Stateful, stored: Stored) -> tuple[Statef
 
 
 def _part(value: Any, modules: list[nn.Module]) -> Any:
-    """Returns what gives and takes the state of a value; None if it is its own state."""
-    # Why: the protocol check costs 5 us, and most values of a flat state dict are tensors.
+    """Returns the object that provides and receives the state of a value; None for plain values."""
+    # Why first: the protocol check costs 5 us, and most values of a flat state dict are tensors.
     if type(value) in _NEVER or not isinstance(value, Stateful):
         return None
     if isinstance(value, nn.Module) and gives_torchs(value, nn.Module):
@@ -234,13 +234,13 @@ def _part(value: Any, modules: list[nn.Module]) -> Any:
 
 
 def _modules(state_dict: Mapping[str, Any]) -> list[nn.Module]:
-    # Why sorted: names must not depend on the order in which a user gives modules.
+    # Why sorted: names must not depend on the order in which a user passes modules.
     found = [(str(key), v) for key, v in state_dict.items() if isinstance(v, nn.Module)]
     return [module for _, module in sorted(found, key=lambda one: one[0])]
 
 
 def check_mapping(state_dict: object) -> None:
-    """Raises `StateDictError` for a state dict that is no mapping."""
+    """Raises `StateDictError` if a state dict is not a mapping."""
     if not isinstance(state_dict, Mapping):
         raise StateDictError(
             f"expected a state dict (a mapping of names to values), found "
@@ -253,5 +253,5 @@ def _sorted_keys(state_dict: Mapping[Any, Any]) -> list[Any]:
     try:
         return sorted(state_dict)
     except TypeError:
-        # Why: keys of several types, which DCP saves, and does not load.
+        # Why: keys of several types, which DCP saves but does not load.
         return sorted(state_dict, key=str)

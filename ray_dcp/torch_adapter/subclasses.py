@@ -1,9 +1,9 @@
-"""Puts the values of tensor subclasses into tensors, and proves that they are there.
+"""Copies the values of tensor subclasses into tensors, and verifies the result.
 
-What a subclass is made of are the tensors and the rest that its `__tensor_flatten__` gives; of one
-without, its elements and its attributes. Between two tensors of a class whose rest is equal each
-tensor is copied by its name. Else only `copy_` of the classes can do it, which may round, or do
-half of it, without an error: so what is in the target then is compared with what was to be there.
+A subclass consists of the tensors and the context that its `__tensor_flatten__` returns, or without
+that method of its elements and attributes. Between two tensors of one class with equal contexts,
+each inner tensor is copied by its name. Otherwise only `copy_` of the classes can copy, which may
+round, or copy a part, without an error: so the target is compared with the source afterwards.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ray_dcp.torch_adapter.tensors import (
 )
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
-"""Returns a part of a tensor, of which it is a view."""
+"""Returns a part of a tensor as a view."""
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor, *, wait: bool = True) -> None:
-    """Copies values into a tensor in place, as the classes of both do it."""
+    """Copies values into a tensor in place, by the classes of both."""
     with torch.inference_mode() if target.is_inference() else torch.no_grad():
         target.detach().copy_(source, non_blocking=not wait)
 
@@ -45,23 +45,23 @@ def place(
     look: Callable[[], torch.Tensor] | None = None,
     cut: tuple[Cut, Cut] | None = None,
 ) -> bool:
-    """Copies what a tensor is into another one, of which at least one is of a class of its own.
+    """Copies a tensor into another one; at least one of them is a tensor subclass.
 
     Args:
-        target: Changed in place.
-        source: Of the same shape, once both are cut.
-        fqn: For messages.
+        target: The target; changed in place.
+        source: The source; has the shape of the target once both are cut.
+        fqn: Name of the tensor, for messages.
         policy: `LoadOptions.dtype`. With `"cast"`, another class may round values.
-        look: Returns the target anew, after the copy.
-        cut: What gives the part of the target, and that of the source; None where both are whole.
-            Attributes are only given to a whole one, and must be equal else.
+        look: Looks up the target again, after the copy.
+        cut: Functions that return the part of the target and of the source; None if both are whole.
+            Only a whole target gets attributes; those of a part must be equal.
 
     Returns:
         Whether values were rounded, which only `policy="cast"` allows.
 
     Raises:
-        UnsupportedValueError: The target has not the values now that it was given, or a class
-            refused to copy.
+        UnsupportedValueError: The target does not hold the copied values, or a class refused to
+            copy.
 
     Complexity: O(bytes); the target is read once more.
     """
@@ -100,7 +100,7 @@ def _copy(into: torch.Tensor, source: torch.Tensor, fqn: str, policy: str) -> No
     if type(into) is type(source) and _alike(into, source, policy):
         _copy_parts(into, source)
     elif is_plain(into) and into.dtype != source.dtype:
-        # Why: what the class shows is compared before it is cast.
+        # Why: the values that the class shows are compared before they are cast.
         between = torch.empty(source.shape, dtype=source.dtype)
         place(between, source, fqn, policy=policy)
         into.detach().copy_(between)
@@ -127,7 +127,7 @@ def _way_out(target: torch.Tensor, source: torch.Tensor, is_whole: bool) -> str:
 
 
 def class_name(tensor: torch.Tensor) -> str:
-    """Returns how a report names what a tensor is.
+    """Returns the name of a tensor's type for a report.
 
     Examples:
         >>> class_name(torch.ones(1)), class_name(torch.nn.Buffer(torch.ones(1)))
@@ -138,11 +138,11 @@ def class_name(tensor: torch.Tensor) -> str:
 
 
 def with_attributes(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of a tensor with the numbers and texts on it that the class left behind.
+    """Returns a copy of a tensor with the number and text attributes that the copy lacks.
 
     Args:
-        made: By `detach`, `clone` or `cpu`.
-        tensor: Of what.
+        made: The copy, from `detach`, `clone` or `cpu`.
+        tensor: The original.
     """
     if type(made) is type(tensor) and made is not tensor and not is_plain(made):
         own = vars(made)
@@ -153,7 +153,7 @@ def with_attributes(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _flat(tensor: Any) -> tuple[dict[str, torch.Tensor], Any] | None:
-    """Returns the tensors that a subclass is made of, by name, and the rest; None if it can't."""
+    """Returns the inner tensors of a subclass by name, and the context; None if it has none."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return None
@@ -162,9 +162,9 @@ def _flat(tensor: Any) -> tuple[dict[str, torch.Tensor], Any] | None:
 
 
 def _without_dtype(rest: Any, dtype: torch.dtype) -> Any:
-    """Returns the rest of a flat tensor without the dtype that it shows, which casts may change.
+    """Returns the context of a flat tensor without the dtype that it shows, which casts may change.
 
-    Why: quantised classes show any dtype that they are asked to, and lose that in a detach.
+    Why: quantised classes show any dtype on request, and a detach loses it.
     """
     if rest is dtype:
         return _SHOWN
@@ -179,11 +179,11 @@ _SHOWN = "the dtype that it shows"
 
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns the tensor as a plain one, in its memory; None if it has none of its own."""
+    """Returns the tensor as a plain one that shares its memory; None if it has no own memory."""
     if is_plain(tensor):
         return tensor.detach()
     try:
-        # Why: a wrapper has no storage that could be looked at.
+        # Why: a wrapper has no storage to look at.
         tensor.untyped_storage().data_ptr()
         with torch._C.DisableTorchFunctionSubclass():
             plain = tensor.detach().as_subclass(torch.Tensor)
@@ -193,7 +193,7 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """Returns what the class or its user keeps on the tensor, without torch's own marks."""
+    """Returns the attributes that the class or a user keeps on the tensor, without torch's own."""
     state = torch._utils._get_obj_state(tensor)
     own, slots = state if type(state) is tuple else (state, {})
     found = {**(own or {}), **slots}
@@ -205,7 +205,7 @@ def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _alike(target: torch.Tensor, source: torch.Tensor, policy: str) -> bool:
-    """Whether each tensor of one can be copied into the tensor of that name of the other."""
+    """Returns whether each inner tensor can be copied into the one of that name of the target."""
     if type(target) is not type(source) and not (is_plain(target) and is_plain(source)):
         return False
     if target.shape != source.shape:
@@ -227,14 +227,14 @@ def _copy_parts(target: torch.Tensor, source: torch.Tensor) -> None:
     if is_plain(target):
         target.detach().copy_(source)
         return
-    # Why not of `target.detach()`: that of some classes copies a part of what they are made of.
+    # Why not of `target.detach()`: some classes copy some of their inner tensors in a detach.
     into, of = _flat(target), _flat(source)
     for name, tensor in (of or ({}, None))[0].items():
         _copy_parts((into or ({}, None))[0][name], tensor)
 
 
 def _set_attributes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Gives a tensor the attributes of another one of its class: its tensors, numbers and texts."""
+    """Copies the attributes (tensors, numbers, texts) of another tensor of the same class."""
     own = _attributes(target)
     for name, value in _own_attributes(source, own).items():
         there = own.get(name)
@@ -252,12 +252,12 @@ def _same_attributes(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def _own_attributes(source: torch.Tensor, there: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the attributes of a tensor that are values, beside what it is made of.
+    """Returns the attributes of a tensor that are values, except its inner tensors.
 
     Args:
         source: The tensor.
-        there: Attributes of the target. Names with an underscore that it lacks are left out: with
-            such, frameworks note on a tensor what they did with it.
+        there: Attributes of the target. Names with an underscore that it lacks are omitted: in such
+            attributes, frameworks record what they did with a tensor.
     """
     flat = _flat(source)
     return {
@@ -270,7 +270,7 @@ def _own_attributes(source: torch.Tensor, there: Mapping[str, Any]) -> dict[str,
 
 
 def _holds(found: torch.Tensor, source: torch.Tensor, policy: str) -> bool:
-    """Whether a tensor has the values of another one."""
+    """Returns whether a tensor has the values of another one."""
     if type(found) is type(source):
         return _same(found, source, policy)
     of, into = _elements(source), _elements(found)
@@ -280,7 +280,7 @@ def _holds(found: torch.Tensor, source: torch.Tensor, policy: str) -> bool:
         shown = _dequantized(source)
         if shown is not None and _same_elements(into, shown, policy):
             return True
-    # What the source's class makes of the values that the target shows must be the source.
+    # The values that the target shows, converted to the source's class, must equal the source.
     try:
         again = torch.empty_like(of) if of is not None else source.clone()
         again.copy_(found)
@@ -300,7 +300,7 @@ def _dequantized(source: torch.Tensor) -> torch.Tensor | None:
 
 
 def _same(found: torch.Tensor, source: torch.Tensor, policy: str) -> bool:
-    """Whether two tensors of a class are made of the same."""
+    """Returns whether two tensors of a class consist of equal parts."""
     if is_plain(found) and is_plain(source):
         return _same_elements(found, source, policy)
     if type(found) is not type(source) or found.shape != source.shape:
@@ -319,7 +319,7 @@ def _same(found: torch.Tensor, source: torch.Tensor, policy: str) -> bool:
 
 
 def _same_elements(found: torch.Tensor, source: torch.Tensor, policy: str) -> bool:
-    """Whether two plain tensors have the same bits, or the cast that is allowed of them."""
+    """Returns whether two plain tensors have the same bits, or differ by an allowed cast."""
     found, source = found.detach(), source.detach()
     if unsupported_reason(found) or unsupported_reason(source):
         return dump_object(found, fqn="") == dump_object(source, fqn="")
@@ -335,7 +335,7 @@ def _same_elements(found: torch.Tensor, source: torch.Tensor, policy: str) -> bo
 
 
 def _reduced(tensor: torch.Tensor) -> Any:
-    """Returns what its pickle is made of, without what is not its value."""
+    """Returns the content of a tensor's pickle, without the parts that are no values."""
     with torch._C.DisableTorchFunctionSubclass():
         made = tensor.detach().requires_grad_(False).__reduce_ex__(2)
     return _without_marks(made)
@@ -350,7 +350,7 @@ def _without_marks(value: Any) -> Any:
 
 
 def _equal(found: Any, wanted: Any) -> bool:
-    """Whether two values of any kind are known to be equal."""
+    """Returns whether two values of any kind are known to be equal."""
     if isinstance(wanted, torch.Tensor):
         return isinstance(found, torch.Tensor) and _same(found, wanted, "error")
     if type(found) is not type(wanted):

@@ -1,12 +1,12 @@
-"""What a rank wants of a checkpoint, and the tensors and places that the bytes go into.
+"""Plans what a rank loads: the wanted boxes and objects, and the tensors and places they go to.
 
-Nothing of the state dict changes before the first byte arrives: all checks are made while planning,
-and `Targets.check_coverage` is the last of them. Each value of the state dict becomes the boxes
-that it wants of a chunk table, or an object's place; `sink` decides which memory the bytes go into.
+The state dict does not change before the first byte arrives: planning makes all checks, the last of
+which is `Targets.check_coverage`. Each value of the state dict becomes the boxes that it wants of a
+chunk table, or the place of an object; `sink` decides which memory the bytes are written to.
 
-Where a target has another shape than what is saved, `Resizing` loads what both have and leaves the
-rest. `ItemPlacer` puts whole `torch.save` items of tensor chunks into the boxes that want parts of
-them.
+If a target has another shape than the stored tensor, `Resizing` loads the common part and leaves
+the rest unchanged. `ItemPlacer` copies whole `torch.save` items of tensor chunks into the boxes
+that want parts of them.
 """
 
 from __future__ import annotations
@@ -83,13 +83,17 @@ from ray_dcp.torch_adapter.tensors import (
 
 
 class Resizing:
-    """What `LoadOptions.resize` allows, and what is left to fill.
+    """Applies `LoadOptions.resize`: which shapes may differ, and which part of a target is filled.
+
+        stored (3, 2)    # # .      target (2, 3): the part `#` is loaded, `.` is
+                         # # .      left unchanged; the stored row `o` is not read
+                         o o
 
     Args:
-        options: `resize` counts.
+        options: Only `resize` is used.
 
     Attributes:
-        done: `(FQN, stored shape, target shape)` of what differs and may.
+        done: `(FQN, stored shape, target shape)` of the targets that were allowed to differ.
     """
 
     def __init__(self, options: LoadOptions) -> None:
@@ -97,7 +101,7 @@ class Resizing:
         self._rules = {pattern: dims_of(dims) for pattern, dims in options.resize.items()}
 
     def allows(self, fqn: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-        """Whether two shapes may differ; notes it."""
+        """Returns whether two shapes may differ, and records it."""
         ndim = len(stored)
         if not self._rules or ndim != len(shape):
             return False
@@ -116,10 +120,10 @@ class Resizing:
         return True
 
     def refuse_new(self, fqn: str) -> None:
-        """Raises where a target that was just allowed to differ is to be made anew.
+        """Raises if a target that was just allowed to differ would be replaced by a new tensor.
 
         Raises:
-            UnsupportedValueError: So it is.
+            UnsupportedValueError: It would.
         """
         if self.done and self.done[-1][0] == fqn:
             raise UnsupportedValueError(
@@ -134,13 +138,13 @@ class Resizing:
         size: tuple[int, ...],
         stored: tuple[int, ...],
     ) -> torch.Tensor | None:
-        """Returns the part of a target's box that is stored, None when nothing of it is.
+        """Returns the part of a target's box that is stored, or None if no part is.
 
         Args:
-            tensor: Holds the box.
+            tensor: The tensor that holds the box.
             offset: Where the box starts in the whole target.
             size: Its lengths.
-            stored: The shape that is saved, of as many dimensions.
+            stored: The stored shape, with the same number of dimensions.
         """
         if 0 in size:
             return None
@@ -157,7 +161,7 @@ class Resizing:
 
 
 ObjectTaker = Callable[[bytes], None]
-"""Takes the verified bytes of one item (`torch.save` output)."""
+"""Processes the verified bytes of one item (`torch.save` output)."""
 
 Place = tuple[Any, Any]
 """A container of the state dict and a key in it."""
@@ -166,17 +170,17 @@ _TENSOR, _OBJECT = int(Kind.TENSOR), int(Kind.OBJECT)
 
 
 class Placing:
-    """Where everything goes, in the making; `check` before it is used.
+    """Collects the place of every value to load; call `check` before using it.
 
     Attributes:
-        table: What the checkpoint holds; its chunks are not looked at before `take_chunks`.
-        options: How to load.
+        table: The chunk table; its chunks are not used before `take_chunks`.
+        options: Options of the load.
         raw: Boxes of raw tensor bytes.
         opaque: Boxes of tensors whose chunks only `torch.load` understands.
         objects: `(number in the table, FQN, place)` of Python objects.
-        loaded: FQNs that take part.
-        cast: `(FQN, stored dtype, target dtype)` where they differ.
-        resizing: Targets of other shapes than what is saved.
+        loaded: FQNs that are loaded.
+        cast: `(FQN, stored dtype, target dtype)` of targets whose dtypes differ.
+        resizing: Targets whose shapes differ from the stored ones.
     """
 
     def __init__(
@@ -206,10 +210,10 @@ class Placing:
         self._first_chunk = np.zeros(0, np.int64)
 
     def take_chunks(self, table: ChunkTable) -> None:
-        """Takes where the chunks are.
+        """Sets the table with the chunks.
 
         Args:
-            table: As before, with all chunks of what found a place.
+            table: The same table, with all chunks of the values that have a place.
         """
         self.table = table
         self._first_chunk = first_chunks(table)
@@ -219,11 +223,12 @@ class Placing:
 
         Args:
             flat: The state dict.
-            index: FQN to number of the tensor in the table.
+            index: Number of each FQN's tensor in the table.
         """
-        # None at the end: what -1 finds, the dtype of objects.
+        # The None at the end is the dtype of objects: index -1.
         known: list[torch.dtype | None] = [*map(find_dtype, self.table.dtypes), None]
-        # None for complex ones: those may be conjugate views, which nobody is asked otherwise.
+        # None for complex dtypes: only such tensors may be conjugate views, which others need not
+        # check.
         usual = [dtype if dtype and not dtype.is_complex else None for dtype in known]
         direct = [
             usual[code] if kind == _TENSOR else None
@@ -270,7 +275,7 @@ class Placing:
                     self._not_tensors.append(f"{fqn!r} ({cls.__qualname__})")
             except UnsupportedValueError as error:
                 self._unsupported.append(error.message)
-        # Why not `unsupported_reason` for each: what else speaks against them was looked at above.
+        # Why not `unsupported_reason` for each: the other reasons were checked above.
         for target in [
             target
             for target in targets
@@ -287,12 +292,13 @@ class Placing:
         self.raw.add_direct(rows, targets, self.table.shape[rows], itemsize)
 
     def check(self) -> None:
-        """Raises whatever speaks against this load.
+        """Raises the errors that prevent this load.
 
         Raises:
             UnsupportedValueError: Targets can't be written to.
-            ShapeMismatchError: Shapes or dtypes do not fit.
-            StateDictError: A tensor is stored where the state dict has another value.
+            ShapeMismatchError: Shapes or dtypes don't match.
+            StateDictError: A tensor is stored under a name whose value in the state dict is no
+                tensor.
         """
         if self._unsupported:
             raise UnsupportedValueError(
@@ -316,19 +322,19 @@ class Placing:
             )
 
     def object_takers(self, own: OwnValues) -> Iterator[tuple[int, ObjectTaker]]:
-        """Yields the chunk of each object and `PerRank` value, and what takes its bytes."""
+        """Yields the chunk of each object and `PerRank` value, and the taker of its bytes."""
         for place, (number, fqn, _) in enumerate(self.objects):
             yield int(self._first_chunk[number]), self._taker(fqn, partial(self._put, place))
         for number, fqn in own.numbers:
             yield int(self._first_chunk[number]), self._taker(fqn, partial(own.take, number))
 
     def without_chunk(self, own: OwnValues) -> list[str]:
-        """Returns FQNs of objects of which nothing is stored."""
+        """Returns the FQNs of objects that have no stored chunk."""
         wanted = [(number, fqn) for number, fqn, _ in self.objects] + own.numbers
         return [fqn for number, fqn in wanted if self._first_chunk[number] < 0]
 
     def finish(self) -> None:
-        """Puts new tensors and the objects into their containers."""
+        """Stores new tensors and the objects in their containers."""
         for (parent, key), fresh in self._fresh:
             parent[key] = fresh.value
         for number, (_, _, (parent, key)) in enumerate(self.objects):
@@ -351,7 +357,7 @@ class Placing:
             raise UnsupportedValueError(f"{fqn!r} {reason}")
         shape = tuple(tensor.shape)
         stored = self._check_fit(fqn, shape, tensor.dtype, number)
-        # Why not raw either without elements: the item alone says of which class it is.
+        # Why not raw for a tensor without elements either: only its item contains its class.
         is_raw = self._kinds[number] == _TENSOR and not (0 in shape and type(tensor) is AsStored)
         boxes = self.raw if is_raw else self.opaque
         if tensor.is_meta or self._keeps(tensor.dtype, stored):
@@ -436,7 +442,7 @@ class Placing:
     def _check_fit(
         self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype, number: int
     ) -> torch.dtype:
-        """Notes what does not fit; returns the stored dtype."""
+        """Records what does not match; returns the stored dtype."""
         code = self._dtype_codes[number]
         stored = self._dtypes.get(code)
         if stored is None:
@@ -458,12 +464,12 @@ class Placing:
         return stored
 
     def _keeps(self, dtype: torch.dtype, stored: torch.dtype) -> bool:
-        """Whether the target must give way to one of the saved dtype."""
+        """Returns whether a new tensor of the stored dtype must replace the target."""
         return self.options.dtype == "keep" and dtype != stored
 
 
 def cast_problem(stored: torch.dtype, dtype: torch.dtype, options: LoadOptions) -> str | None:
-    """Returns why values may not be cast, and the way out, as a half sentence; None if they may."""
+    """Returns why values may not be cast, and the way out, as half a sentence; None if they may."""
     policy = options.dtype
     if policy == "cast" or (policy == "widen" and loses_nothing(stored, dtype)):
         return None
@@ -493,7 +499,7 @@ def _shapes(table: ChunkTable) -> list[tuple[int, ...]]:
 
 
 def first_chunks(table: ChunkTable) -> Int64Array:
-    """Returns the first chunk of each tensor, -1 where it has none."""
+    """Returns the first chunk of each tensor, -1 if it has none."""
     first = np.full(table.num_tensors, -1, np.int64)
     first[table.tensor[::-1]] = np.arange(table.num_chunks)[::-1]
     return first
@@ -501,7 +507,7 @@ def first_chunks(table: ChunkTable) -> Int64Array:
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """The wanted boxes and objects of one rank, planned for one load.
+    """The wanted boxes and objects of one rank in one load.
 
     The order of calls: `check_coverage(plan_reads(table, wanted))`; then, when every rank is
     ready, `read_chunks` fills `sink`, and `place_item` takes the items of its `opaque` chunks; then
@@ -510,27 +516,27 @@ class Targets:
 
     Attributes:
         wanted: The boxes of raw tensor bytes.
-        sink: Where they go.
-        objects: `(index of a chunk of the table, what takes its verified bytes)`: Python objects,
-            and chunks of tensors that only `torch.load` understands.
-        place_item: `(chunk, item bytes)`: puts a whole `torch.save` item of a *tensor* chunk into
-            every wanted box that it meets. For items of foreign checkpoints that have no raw
-            bytes (tensor subclasses, stream transforms once undone).
-        trials: Yields what has to be loaded, into other memory, before it is known that targets
-            that share memory get the same values; raises `StateDictError` if they do not.
-        finish: Puts objects and new tensors into the state dict and calls `load_state_dict` of
+        sink: The memory that they are written to.
+        objects: `(chunk of the table, taker of its verified bytes)` for Python objects, and for
+            chunks of tensors that only `torch.load` understands.
+        place_item: Called with `(chunk, item bytes)`: copies a whole `torch.save` item of a
+            *tensor* chunk into every wanted box that it meets. For items of foreign checkpoints
+            that have no raw bytes (tensor subclasses, stream transforms once undone).
+        trials: Yields loads into separate memory, which show whether targets that share memory get
+            the same values; raises `StateDictError` if they don't.
+        finish: Stores objects and new tensors in the state dict, and calls `load_state_dict` of
             every top-level `Stateful`.
         check_coverage: Raises `CoverageError` for every box that the read plan leaves uncovered.
         names: FQN of each wanted row.
         loaded: FQNs that are loaded, in order of the state dict.
         missing: FQNs that the checkpoint lacks (only with `strict=False`).
-        unexpected: FQNs of the checkpoint that the state dict does not ask for.
-        cast: `(FQN, stored dtype, target dtype)` where they differ.
-        late_cast: What took its state by `finish` and cast it, in the same way.
-        resized: `(FQN, stored shape, target shape)` where they differ.
-        rounded: As `cast`, filled while loading.
-        untaken: What this rank leaves of the checkpoint, where the other ranks count too.
-        whole: Top-level keys of which nothing stays beside what is loaded.
+        unexpected: FQNs of the checkpoint that the state dict does not request.
+        cast: `(FQN, stored dtype, target dtype)` of targets whose dtypes differ.
+        late_cast: The same for state that objects cast when they received it by `finish`.
+        resized: `(FQN, stored shape, target shape)` of targets whose shapes differ.
+        rounded: Like `cast`, filled while loading.
+        untaken: Parts of the checkpoint that this rank does not load, but other ranks may.
+        whole: Top-level keys whose state the load replaces completely.
         stored: All FQNs of the checkpoint.
         strict: See `LoadOptions.strict`.
     """
@@ -556,24 +562,24 @@ class Targets:
     strict: bool | None = None
 
     def all_casts(self) -> tuple[Cast, ...]:
-        """Returns all that was cast, once it is loaded: `cast`, `rounded` and `late_cast`."""
+        """Returns all casts, once the state is loaded: `cast`, `rounded` and `late_cast`."""
         rounded = chain.from_iterable(self.rounded)
         return tuple(dict.fromkeys((*self.cast, *rounded, *self.late_cast)))
 
     def check_taken(self, untaken: Untaken) -> None:
-        """Raises for what no rank takes of the checkpoint though somebody should.
+        """Raises if no rank loads a part of the checkpoint that must be loaded.
 
         Args:
-            untaken: Of all ranks together.
+            untaken: The combined result of all ranks.
 
         Raises:
-            StateDictError: There is some.
+            StateDictError: There is such a part.
         """
         check_all_taken(untaken.refused_of(self.stored), strict=self.strict)
 
 
 def _part_of(values: Sequence[torch.Tensor], target: torch.Tensor, part: Part) -> Any:
-    """Returns the stored value of a part of a target; None where it can't be told."""
+    """Returns the stored value of a part of a target; None if it is not known."""
     if len(values) != 1:
         return None
     if is_plain(target) and not is_plain(values[0]):
@@ -588,11 +594,11 @@ def _part_of(values: Sequence[torch.Tensor], target: torch.Tensor, part: Part) -
 
 
 class ItemPlacer:
-    """Puts whole `torch.save` items of tensor chunks into the boxes that want parts of them.
+    """Copies whole `torch.save` items of tensor chunks into the boxes that want parts of them.
 
     Args:
-        table: What the checkpoint holds.
-        options: How to load.
+        table: The chunk table.
+        options: Options of the load.
         raw: Boxes of raw tensor bytes.
         opaque: Boxes of tensors whose chunks only `torch.load` understands.
     """
@@ -616,11 +622,11 @@ class ItemPlacer:
         without_chunk: Sequence[str] = (),
         **what: Any,
     ) -> Targets:
-        """Returns where everything goes.
+        """Returns the `Targets` of the load.
 
         Args:
-            objects: See `Targets`: Python objects.
-            without_chunk: FQNs of objects of which nothing is stored.
+            objects: The Python objects of `Targets.objects`.
+            without_chunk: FQNs of objects that have no stored chunk.
             what: The other fields of `Targets`.
         """
 
@@ -649,12 +655,12 @@ class ItemPlacer:
         )
 
     def _trials(self) -> Iterator[Targets]:
-        """Yields what shows whether targets that share memory get the same values.
+        """Yields loads that show whether targets that share memory get the same values.
 
-        Each is to be loaded before the next one is asked for.
+        Each must be loaded before the next one is requested.
 
         Raises:
-            StateDictError: Some get different values.
+            StateDictError: Such targets get different values.
         """
         differ: dict[tuple[str, str], None] = {}
         groups = self._raw_sink.sharing(
@@ -690,10 +696,10 @@ class ItemPlacer:
             and self._are_one(rows)
         ):
             alike = [stored_alike(self._table, wanted, at[0][1], at[i][1]) for i in others]
-            # Why not always: there are several pickles of one value.
+            # Why not always: one value may have several pickles.
             if all(alike) or (wanted is self._raw and None not in alike):
                 return [(0, i) for i, same in zip(others, alike, strict=True) if not same]
-        # Why: so it may be saved in several parts, or as another class than it is now.
+        # Why: the value may be stored in several parts, or in another class than the target's.
         is_whole = self._are_one(rows) and not all(
             wanted is self._raw and is_plain(self._target(row))
             for row, (wanted, _) in zip(rows, at, strict=True)
@@ -712,11 +718,11 @@ class ItemPlacer:
         return found
 
     def _are_one(self, rows: Sequence[int]) -> bool:
-        """Whether all parts of the targets of several rows are the same places of memory."""
+        """Returns whether all parts of the targets of several rows share the same memory."""
         return len(set(rows)) == len(rows) and are_same([*map(self._target, rows)])
 
     def _row(self, row: int) -> tuple[Wanted, int]:
-        """Returns the boxes that a row of both together is of, and which it is of those."""
+        """Returns the boxes, raw or opaque, of a combined row number, and the row in them."""
         num_raw = len(self._raw.tensor)
         return (self._raw, row) if row < num_raw else (self._opaque, row - num_raw)
 
@@ -729,7 +735,7 @@ class ItemPlacer:
         return (self._raw_sink if wanted is self._raw else self._opaque_sink).target(own)
 
     def _values(self, row: int) -> Generator[Targets, None, list[torch.Tensor]]:
-        """Returns what a row is to be filled with, as stored, after yielding a trial load."""
+        """Returns the stored values of a row, after yielding a trial load."""
         wanted, own = self._row(row)
         found: list[torch.Tensor] = []
         if wanted is self._opaque:
@@ -762,7 +768,7 @@ class ItemPlacer:
         )
 
     def _alone(self, row: int) -> tuple[Boxes, torch.Tensor]:
-        """Returns a box that is wanted with other memory for it, and that memory."""
+        """Returns a wanted box with separate memory for it, and that memory."""
         table, number = self._table, int(self._raw.tensor[row])
         ndim = int(table.ndim[number])
         offset, size = (tuple(o[row, :ndim].tolist()) for o in (self._raw.offset, self._raw.size))
@@ -773,22 +779,22 @@ class ItemPlacer:
         return boxes, value
 
     def place_item(self, chunk: int, data: bytes) -> None:
-        """Puts a tensor item into the buffers of every raw row that it meets.
+        """Copies a tensor item into the buffers of every raw row that it meets.
 
         Raises:
-            UnsafeCheckpointError: It asks for a class that is not on the allow-list.
-            DamagedCheckpointError: It is no tensor of the chunk's shape.
+            UnsafeCheckpointError: The item names a class that is not on the allow-list.
+            DamagedCheckpointError: The item is no tensor of the chunk's shape.
         """
         rows = np.flatnonzero(self._raw.tensor == self._table.tensor[chunk]).tolist()
         self._place(chunk, data, rows, self._raw, self._raw_sink)
 
     def _opaque_takers(self) -> list[tuple[int, ObjectTaker]]:
-        """Returns every chunk that is wanted with what takes its item to the opaque targets."""
+        """Returns every wanted chunk of the opaque targets, with the taker of its item."""
         rows: dict[int, list[int]] = {}
         plan = self._opaque_plan
         for chunk, row in zip(plan.chunk.tolist(), plan.wanted.tolist(), strict=True):
             rows.setdefault(chunk, []).append(row)
-        # Of one without elements no byte is wanted, but its class and what else it is made of are.
+        # A tensor without elements needs no byte, but its item contains its class and context.
         first = first_chunks(self._table)
         for row in np.flatnonzero(volume(self._opaque.size) == 0).tolist():
             if (chunk := int(first[self._opaque.tensor[row]])) >= 0:
@@ -808,7 +814,7 @@ class ItemPlacer:
             start, length = wanted.offset[row, :ndim], wanted.size[row, :ndim]
             low = np.maximum(start, origin)
             common = np.minimum(start + length, origin + size) - low
-            # Careful: a row that the chunk does not meet may be done, and has no buffer then.
+            # Careful: a row that the chunk does not meet may be done, and has no buffer any more.
             is_empty = 0 in size and bool((start == origin).all() and (length == size).all())
             if is_empty or (common > 0).all():
                 self._put(row, sink, stored, low - start, low - origin, common)
@@ -845,7 +851,7 @@ class ItemPlacer:
             )
         elif is_raw:
             self._subclassed.add(row)
-        # Why both: a class need not know how to be narrowed, but may do more than that.
+        # Why both: a class need not support narrowing, but may support more.
         dims = [
             dim
             for dim, length in enumerate(size.tolist())
@@ -881,7 +887,7 @@ def _num_bytes(wanted: Wanted) -> Int64Array:
 
 
 def _nothing() -> None:
-    """Is called where nothing has to be put into place."""
+    """The `finish` of loads that have nothing to store."""
 
 
 def _narrowed(
@@ -891,7 +897,7 @@ def _narrowed(
     dims: Sequence[int] | None = None,
 ) -> torch.Tensor:
     for dim, (low, length) in enumerate(zip(start.tolist(), size.tolist(), strict=True)):
-        # Why not always: tensor subclasses need not know how to be narrowed.
+        # Why not always: tensor subclasses need not support narrowing.
         if length != tensor.size(dim) if dims is None else dim in dims:
             tensor = tensor.detach().narrow(dim, low, length)
     return tensor
@@ -909,33 +915,34 @@ def plan_targets(
     rank: int = 0,
     world_size: int = 1,
 ) -> Targets:
-    """Returns where the bytes of a checkpoint go in a state dict.
+    """Plans where the bytes of a checkpoint go in a state dict.
 
     Args:
-        state_dict: What to load into, in place; tensors keep their identity. Top-level `Stateful`
-            values are asked for their `state_dict()` now and given it back by `finish`. Otherwise
-            not changed before the first byte arrives.
-        table: What the checkpoint holds; with `narrow`, its chunks are not looked at.
-        narrow: Returns the same table with all chunks of boxes and of whole tensors or objects,
-            by their numbers; see `Checkpoint.narrow`.
+        state_dict: The state dict to load into, in place; tensors keep their identity.
+            `state_dict()` of top-level `Stateful` values is called now, and `finish` passes the
+            loaded state back to them. Nothing else changes before the first byte arrives.
+        table: The chunk table; with `narrow`, its chunks are not used.
+        narrow: Returns the same table with all chunks of the given boxes, and of the tensors and
+            objects with the given numbers; see `Checkpoint.narrow`.
         options: `strict`, `dtype`, `weights_only`, `key_map`, `prefixes` and
             `resize` are used.
-        flatten_state_dict: As in DCP's `DefaultLoadPlanner`.
-        flatten_sharded_tensors: As there.
-        stateful: Load into the state of top-level `Stateful` values; False as in DCP's
-            `load_state_dict`.
+        flatten_state_dict: See DCP's `DefaultLoadPlanner`.
+        flatten_sharded_tensors: See DCP's `DefaultLoadPlanner`.
+        stateful: Load into the state of top-level `Stateful` values; DCP's `load_state_dict` passes
+            False.
         rank: This rank, for `PerRank` values.
         world_size: Number of ranks that load.
 
     Raises:
-        MissingKeyError: The checkpoint lacks keys; five are named, with similar ones it has.
-        ShapeMismatchError: Global shapes differ, or dtypes do in a way that `options.dtype`
-            forbids; all are named.
-        StateDictError: `options.strict` and there are unexpected keys, or some are of a module
-            or optimizer of the state dict and `options.strict` is not False; or a tensor of the
-            checkpoint is asked for by a value that is none.
+        MissingKeyError: The checkpoint lacks keys; the message names five, with similar keys that
+            it has.
+        ShapeMismatchError: Global shapes differ, or dtypes differ in a way that `options.dtype`
+            forbids; the message names all of them.
+        StateDictError: There are unexpected keys and `options.strict` is True, or there are
+            unexpected keys of a module or optimizer and `options.strict` is not False; or the value
+            for a stored tensor is no tensor.
         UnsupportedValueError: A target can't be written to.
-        InvalidRequestError: `options.key_map` or `options.prefixes` does not fit.
+        InvalidRequestError: `options.key_map` or `options.prefixes` does not fit the checkpoint.
 
     Complexity: linear; about 2.5 us for a plain CPU tensor.
 
@@ -955,7 +962,7 @@ def plan_targets(
             flat = _matching_flat(values, index)
         else:
             flat = flatten_top(values, flatten_sharded_tensors=flatten_sharded_tensors)
-            # What is stored there is loaded as the one object that it is.
+            # A stored mapping is loaded as one object.
             flat = replace(flat, empty=flat.empty - index.keys())
         flat = _wanted(flat, prefixes)
         own = OwnValues(flat, index, rank, world_size)
@@ -979,7 +986,7 @@ def plan_targets(
 
 def _stored(table: ChunkTable, index: Mapping[str, int]) -> Stored:
     of_tensors = table.kind[table.tensor] == Kind.TENSOR
-    # In checkpoints of stock DCP an item may be anything that torch.save takes.
+    # In checkpoints of stock DCP, an item may be anything that torch.save accepts.
     is_told = not bool((table.payload_offset[of_tensors] < 0).any())
 
     def value(name: str) -> StoredValue:
@@ -996,7 +1003,7 @@ def _stored(table: ChunkTable, index: Mapping[str, int]) -> Stored:
 
 
 def _wanted(flat: Flat, prefixes: tuple[str, ...]) -> Flat:
-    """Returns what of the state dict takes part."""
+    """Returns the values of the state dict that are loaded."""
     if prefixes:
         rows = [row for row, name in enumerate(flat.names) if below(name, prefixes)]
         if not rows:
@@ -1006,7 +1013,7 @@ def _wanted(flat: Flat, prefixes: tuple[str, ...]) -> Flat:
                 key="prefixes",
             )
         flat = flat.only(rows)
-    # Why: there is nothing to load into a mapping without entries; for DCP it is not there.
+    # Why: an empty mapping has nothing to load into, and DCP ignores it.
     if flat.empty:
         flat = flat.only([row for row, name in enumerate(flat.names) if name not in flat.empty])
     return flat
@@ -1019,27 +1026,27 @@ def _compared(
     options: LoadOptions,
     left: set[str],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns keys that the checkpoint lacks, and its own keys that nobody asks for.
+    """Returns the keys that the checkpoint lacks, and its keys that are not requested.
 
     Args:
-        own: The state dict.
-        index: Names that can be asked for, and their numbers in the checkpoint.
+        own: The state dict, with its per-rank values.
+        index: Names that can be requested, with their numbers in the checkpoint.
         stored: Names of the checkpoint.
-        options: `strict`, `key_map` and `prefixes` count.
-        left: Names that are asked for but not taken.
+        options: Only `strict`, `key_map` and `prefixes` are used.
+        left: Names that are requested, but belong to nothing in the state dict.
 
     Raises:
-        MissingKeyError: There are some of the first kind, and it matters.
+        MissingKeyError: The checkpoint lacks keys, and `options` make this an error.
     """
     rest = own.rest
     plain = not (own.asked or own.missing or rest.empty or left)
-    # Why first: nothing is missing or unexpected as a rule, and sets of all names take time.
+    # Why first: usually no key is missing or unexpected, and sets of all names take time.
     if plain and len(rest.names) == len(index) == len(stored):
         plain = all(map(index.__contains__, rest.names))
         if plain:
             return tuple(own.kept), ()
     asked = {*own.rest.names, *own.asked, *(own.rest.empty & index.keys())} - left
-    # Why the comparison first: it is done in C, and nothing is missing or unexpected as a rule.
+    # Why the comparison first: it runs in C, and usually no key is missing or unexpected.
     all_there = index.keys() >= asked and not own.missing
     same = all_there and len(asked) == len(index) == len(stored)
     missing = () if all_there else (*(n for n in own.rest.names if n not in index), *own.missing)
@@ -1106,7 +1113,7 @@ def _coverage_error(holes: list[tuple[str, int]]) -> CoverageError:
 
 
 def _matching_flat(loaded: Mapping[str, Any], index: Mapping[str, int]) -> Flat:
-    """The flat state dict, by the rules before torch 2.4 when the checkpoint follows those."""
+    """Flattens the state dict; by the rules before torch 2.4 if the checkpoint follows those."""
     flat = flatten(loaded)
     lacking = [name for name in flat.names if name not in index]
     if not lacking or flat.empty.issuperset(lacking):
@@ -1142,7 +1149,7 @@ def _missing_error(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> Mis
 
 
 def _candidates(name: str, unexpected: tuple[str, ...]) -> list[str]:
-    # Why: comparing a name costs 10 us or more, and checkpoints hold many of them.
+    # Why: comparing a name takes 10 us or more, and checkpoints hold many names.
     last = name.rpartition(".")[2]
     same = [other for other in unexpected if other.rpartition(".")[2] == last]
     return (same or list(unexpected))[:1000]

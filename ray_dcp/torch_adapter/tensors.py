@@ -1,10 +1,10 @@
-"""One tensor as bytes: dtype names, host bytes, writable host bytes, which casts lose nothing.
+"""One tensor as bytes: dtype names, host bytes, writable host bytes, and lossless casts.
 
-Bytes are always those of the tensor's elements in C order, as `torch.save` would store them for a
-contiguous tensor. Sharding is in `shards`.
+Bytes are always the tensor's elements in C order, as `torch.save` would store them for a contiguous
+tensor. `shards` handles sharding.
 
-Views of a tensor's memory go by its address. *Why not `Tensor.numpy()`*: it makes the storage one
-that can't be resized any more, for good, and FSDP resizes those of its parameters.
+Views of a tensor's memory are created from its address. *Why not `Tensor.numpy()`*: it makes the
+storage permanently unresizable, and FSDP resizes the storages of its parameters.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _INTEGERS = (
 _JOINED = frozenset(
     {torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64, *_INTEGERS}
 )
-"""Dtypes of which many small tensors are joined to take their bytes."""
+"""Dtypes of which many small tensors are joined to read their bytes."""
 _SMALL_BYTES = 4 << 10
-"""Longer tensors cost more to join than to look at one by one."""
+"""Longest tensor that is joined: longer ones cost more to join than to read one by one."""
 _MAX_JOINED_BYTES = 8 << 20
 _COMPLEX = (torch.complex64, torch.complex128)
 _CARRIERS = {
@@ -42,7 +42,7 @@ _CARRIERS = {
     torch.float8_e8m0fnu: torch.uint8,
     torch.float4_e2m1fn_x2: torch.uint8,
 }
-"""Dtypes that some torch can't copy, each with one of the same width that it can."""
+"""Dtypes that some torch can't copy, each with a dtype of the same width that it can copy."""
 if hasattr(torch, "bcomplex32"):  # from torch 2.15 on
     _CARRIERS[torch.bcomplex32] = torch.int32
 _NAMES = {dtype: str(dtype)[6:] for dtype in (*_JOINED, *_COMPLEX, *_CARRIERS)}
@@ -59,12 +59,12 @@ _FLOATS: dict[torch.dtype, tuple[int, int, float, bool]] = {
     torch.float8_e4m3fnuz: (4, -10, 240.0, False),
     torch.float8_e8m0fnu: (1, -127, 2.0**127, False),
 }
-"""Significant bits, log2 of the smallest positive value, the largest, whether there are infinities.
+"""Significant bits, log2 of the smallest positive value, largest value, whether it has infinities.
 
 Why not torch.finfo: its eps of float8_e5m2fnuz is that of another format (torch 2.13)."""
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Classes of `is_plain` tensors."""
+"""Classes of tensors for which `is_plain` holds."""
 _EMPTY = memoryview(bytearray())
 _is_cpu: Any = torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 _storage = torch.Tensor.untyped_storage
@@ -72,7 +72,7 @@ _storage_bytes = torch.UntypedStorage.nbytes
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the name without prefix.
+    """Returns the name of a dtype without prefix.
 
     Examples:
         >>> dtype_name(torch.bfloat16)
@@ -85,8 +85,8 @@ def dtype_of(name: str, *, fqn: str | None = None) -> torch.dtype:
     """Returns the dtype of this name.
 
     Args:
-        name: Without prefix.
-        fqn: Whose it is, for messages.
+        name: Name without prefix.
+        fqn: Name of the tensor, for messages.
 
     Raises:
         UnsupportedValueError: This torch has no such dtype, or its tensors have no raw bytes.
@@ -104,17 +104,17 @@ def dtype_of(name: str, *, fqn: str | None = None) -> torch.dtype:
 
 
 def find_dtype(name: str) -> torch.dtype | None:
-    """Returns the dtype of this name, or None when this torch has no such dtype."""
+    """Returns the dtype of this name, or None if this torch lacks it."""
     return _DTYPES.get(name)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether this is a tensor of torch itself, whose bytes are all there is to it."""
+    """Returns whether a tensor is of torch's own class and so described completely by its bytes."""
     return type(tensor) in PLAIN_TYPES
 
 
 def unsupported_reason(tensor: torch.Tensor) -> str | None:
-    """Returns why the bytes of a plain tensor can't be taken, or None if they can."""
+    """Returns why the bytes of a plain tensor can't be read, or None if they can."""
     if tensor.is_meta:
         return "is on the meta device and has no bytes: give it some (.to_empty(), a load) first"
     if tensor.is_nested:
@@ -129,7 +129,7 @@ def unsupported_reason(tensor: torch.Tensor) -> str | None:
 
 
 def no_target_reason(tensor: torch.Tensor) -> str | None:
-    """Returns why no values can be put into a tensor, whatever its class, or None if they can."""
+    """Returns why no values can be written to a tensor of any class, or None if they can."""
     if tensor.is_nested:
         return "is a nested tensor: load into the tensors of .unbind(), or .values() and .offsets()"
     if tensor.layout is not torch.strided:
@@ -145,14 +145,14 @@ def unsupported_reasons(
     """Returns the index and `unsupported_reason` of each tensor that has one.
 
     Args:
-        tensors: Plain ones that are not nested.
-        dtypes: Of each.
+        tensors: Plain tensors that are not nested.
+        dtypes: Dtype of each tensor.
     """
     odd: Sequence[int] = range(len(tensors))
-    # Suppressed: what is not strided has no storage.
+    # Suppressed: a tensor that is not strided has no storage.
     with suppress(NotImplementedError, RuntimeError):
-        # Why not `unsupported_reason` for each: nearly none has one, and a call would double the
-        # time. One without memory, as on the meta device, has no address.
+        # Why not `unsupported_reason` for each: few tensors have one, and a call would double the
+        # time. A tensor without memory, as on the meta device, has no address.
         if set(dtypes) <= _NAMES.keys():
             odd = [
                 index
@@ -168,7 +168,7 @@ def unsupported_reasons(
 def lost_memory(tensor: torch.Tensor) -> str | None:
     """Returns why a strided tensor reaches beyond its memory, or None if it does not.
 
-    torch reads and writes beyond it without a check.
+    torch reads and writes beyond the memory without a check.
     """
     if tensor.numel() == 0:
         return None
@@ -190,14 +190,14 @@ def lost_memory(tensor: torch.Tensor) -> str | None:
 
 
 def lost_memory_within(tensor: torch.Tensor) -> str | None:
-    """Returns `lost_memory` of a tensor of any class: of the first of its parts that has one."""
+    """Returns the first `lost_memory` of the parts of a tensor of any class, or None."""
     return next(filter(None, map(lost_memory, parts_with_memory(tensor))), None)
 
 
 def parts_with_memory(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the strided tensors that hold the memory of a tensor, as far as it shows them."""
+    """Returns the strided tensors that hold the memory of a tensor, as far as it exposes them."""
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        # Why: what dispatches for itself is a wrapper, and has no memory of its own.
+        # Why: a class with its own dispatch is a wrapper, and has no own memory.
         names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
         parts = [getattr(tensor, name) for name in names]
         return [
@@ -211,7 +211,7 @@ def parts_with_memory(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def extent(tensor: torch.Tensor) -> int:
-    """Returns the length from the first byte of a strided tensor to its last.
+    """Returns the number of bytes from the first to the last byte of a strided tensor.
 
     Examples:
         >>> extent(torch.zeros(4, 4)), extent(torch.zeros(4, 4)[:, 0])
@@ -226,12 +226,12 @@ def extent(tensor: torch.Tensor) -> int:
 def host_bytes(tensor: torch.Tensor) -> memoryview:
     """Returns the elements as uint8, one dimension, C order.
 
-    A view of the tensor's own memory when that is contiguous on the CPU, else of a copy, which is
-    read-only. The view keeps the storage alive.
+    The result is a view of the tensor's own memory if that is contiguous on the CPU, else of a
+    copy, which is read-only. The view keeps the storage alive.
 
     Args:
-        tensor: A plain tensor without an `unsupported_reason`. A conjugate or negative view gives
-            the bytes that it shows.
+        tensor: A plain tensor without an `unsupported_reason`. The bytes of a conjugate or negative
+            view are those of the values that it shows.
 
     Raises:
         UnsupportedValueError: The tensor has no bytes of its own.
@@ -253,12 +253,12 @@ def host_bytes_of_many(tensors: list[torch.Tensor]) -> list[memoryview]:
     """Returns `host_bytes` of each tensor; those of small ones in one joined copy, read-only.
 
     Args:
-        tensors: As for `host_bytes`.
+        tensors: Arguments of `host_bytes`.
 
     Raises:
-        UnsupportedValueError: As `host_bytes` does.
+        UnsupportedValueError: See `host_bytes`.
 
-    Complexity: 0.5 us for a small CPU tensor, when all have one dtype.
+    Complexity: 0.5 us for a small CPU tensor, if all have the same dtype.
     """
     lengths = [tensor.nbytes for tensor in tensors]
     dtypes = {tensor.dtype for tensor in tensors}
@@ -270,11 +270,11 @@ def host_bytes_of_many(tensors: list[torch.Tensor]) -> list[memoryview]:
         or not all(map(_is_cpu, tensors))
     ):
         return list(map(host_bytes, tensors))
-    # Why again: it may have been freed since the capture, and torch would read it all the same.
+    # Why again: memory may have been freed since the capture, and torch would still read it.
     if not all(map(_storage_bytes, map(_storage, tensors))):
         return list(map(host_bytes, tensors))
     with torch.no_grad():
-        # Why the difference: the second makes a view of each tensor first, for half the time.
+        # Why two ways: the second makes a view of each tensor first, which is half of its time.
         flat = all(tensor.dim() == 1 for tensor in tensors)
         data = writable_bytes(torch.cat(tensors) if flat else _flatten_dense_tensors(tensors))
     data = data.toreadonly()
@@ -285,7 +285,7 @@ def host_bytes_of_many(tensors: list[torch.Tensor]) -> list[memoryview]:
 def writable_bytes(tensor: torch.Tensor) -> memoryview:
     """Returns the tensor's own memory as uint8, writable, one dimension.
 
-    The view keeps the storage alive. *Careful*: it does not keep others from resizing it.
+    The view keeps the storage alive. *Careful*: it does not prevent a resize of the storage.
 
     Args:
         tensor: A plain contiguous CPU tensor that is no conjugate or negative view.
@@ -307,7 +307,7 @@ def writable_bytes(tensor: torch.Tensor) -> memoryview:
 
 @lru_cache(maxsize=1024)
 def _bytes_type(length: int) -> Any:
-    """Returns the ctypes of so many bytes: to make one takes 15 times as long as to use it."""
+    """Returns the ctypes array type of a length; why cached: creating it is 15 times its use."""
     return ctypes.c_ubyte * length
 
 
@@ -317,14 +317,14 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
         raise UnsupportedValueError(f"a tensor {reason}")
     with torch.no_grad():
         tensor = tensor.resolve_conj().resolve_neg()
-        # Why: torch 2.9 can't copy every dtype (float4), but what has the same width.
+        # Why: torch 2.9 can't copy every dtype (float4), but it can copy others of the same width.
         carried = tensor.view(_CARRIERS.get(tensor.dtype, tensor.dtype))
         return carried.to("cpu").contiguous().view(tensor.dtype)
 
 
 @lru_cache(maxsize=1024)
 def loses_nothing(stored: torch.dtype, target: torch.dtype) -> bool:
-    """Whether every value of `stored` is a value of `target`.
+    """Returns whether every value of `stored` is a value of `target`.
 
     Infinities count as values, NaN payloads do not.
 
@@ -339,7 +339,7 @@ def loses_nothing(stored: torch.dtype, target: torch.dtype) -> bool:
         return target.is_complex and loses_nothing(real, target.to_real())
     if target in _INTEGERS:
         return stored == torch.bool or (stored in _INTEGERS and _integers_fit(stored, target))
-    # Nothing is cast to the exponent-only format: it has no zero and no sign.
+    # No cast to the exponent-only format is lossless: it has no zero and no sign.
     if target not in _FLOATS or target == torch.float8_e8m0fnu:
         return False
     bits, _, largest, infinities = _FLOATS[target]

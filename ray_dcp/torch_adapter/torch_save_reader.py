@@ -1,4 +1,4 @@
-"""What `load` does for torch's `BroadcastingTorchSaveReader`: one rank reads a file, all get."""
+"""Replaces torch's `BroadcastingTorchSaveReader` in a load: one rank reads a file for all ranks."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from ray_dcp.torch_adapter.sink import default_device
 
 
 class TensorsOnlyError(UnsupportedValueError, RuntimeError):
-    """The state dict has values that are no tensors; DCP raises a `RuntimeError` then."""
+    """The state dict has values that are no tensors. DCP raises a `RuntimeError` for it."""
 
 
 class TorchSaveReader(BroadcastingTorchSaveReader):
-    """Reads a file of `torch.save` into what torch's `DynamicMetaLoadPlanner` plans.
+    """Reads a file of `torch.save` by the plan of torch's `DynamicMetaLoadPlanner`.
 
-    The file is mapped. Where ranks with a process group load together, one rank sends one whole
-    tensor after the other, each once, and every rank takes its part; so all ranks need the same
-    keys. Else every rank maps the file itself and reads only its part.
+    The file is mapped. If ranks with a process group load together, one rank sends whole tensors
+    one after the other, each once, and every rank copies its part; so all ranks need the same keys.
+    Otherwise every rank maps the file itself and reads only its part.
 
     Args:
-        path: The file.
-        coordinator_rank: The rank that reads.
+        path: Path of the file.
+        coordinator_rank: The rank that reads the file.
 
     Attributes:
-        weights_only: Refuse objects that are not on the allow-list.
-        num_ranks: How many ranks load together.
+        weights_only: Whether objects that are not on the allow-list are refused.
+        num_ranks: Number of ranks that load together.
     """
 
     def __init__(self, path: str | os.PathLike[str], coordinator_rank: int) -> None:
@@ -56,10 +56,10 @@ class TorchSaveReader(BroadcastingTorchSaveReader):
         """Does nothing."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads what is planned.
+        """Reads the planned items.
 
         Raises:
-            UnsupportedValueError: Something is no tensor, which is a `RuntimeError` too.
+            UnsupportedValueError: A value is no tensor; the error is a `RuntimeError` too.
             MissingKeyError: The file lacks a key.
             ShapeMismatchError: A tensor has another shape.
             CheckpointError: The file can't be read.
@@ -135,14 +135,14 @@ class TorchSaveReader(BroadcastingTorchSaveReader):
 
 
 def _sizes(planner: LoadPlanner) -> dict[str, tuple[int, ...]]:
-    """Returns the global shapes that are wanted: the same on all ranks."""
+    """Returns the global shapes that the planner wants, which are the same on all ranks."""
     metadata = getattr(planner, "metadata", None)
     entries = getattr(metadata, "state_dict_metadata", {})
     return {n: tuple(entry.size) for n, entry in entries.items() if hasattr(entry, "size")}
 
 
 def _place(tensor: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
-    # Why: DynamicMetaLoadPlanner tells each rank's own shard as what is stored.
+    # Why: DynamicMetaLoadPlanner describes each rank's own shard as the stored tensor.
     origin = item.storage_index.offset or (0,) * tensor.dim()
     starts = [a + b for a, b in zip(origin, item.storage_offsets, strict=True)]
     for dim, (start, length) in enumerate(zip(starts, item.lengths, strict=True)):
