@@ -354,7 +354,7 @@ def _stragglers(times: Mapping[str, RankTimes], where: Mapping[int, str]) -> tup
     found: list[Straggler] = []
     for phase, columns in times.items():
         if phase == "plan":
-            continue  # to be early is to wait long
+            continue  # ranks that join early wait longest
         late_s = columns.late_s
         # Why the lower median: of two ranks, one is compared with the other.
         median_s = float(np.sort(late_s)[(len(late_s) - 1) // 2])

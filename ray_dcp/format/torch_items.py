@@ -391,7 +391,7 @@ file is aligned too. `torch.save` uses the same alignment."""
 
 _MAX_BYTES = 1 << 62
 _FULL16 = 0xFFFF
-_PADDING_ID = b"FB"  # The extra field that torch pads with.
+_PADDING_ID = b"FB"  # the extra field by which torch pads
 _SMALL_RECORDS = (("archive/byteorder", b"little"), ("archive/version", b"3\n"))
 _DATA_NAME = b"archive/data/0"
 _CENTRAL = struct.Struct("<4s6H3I5H2I")

@@ -7,7 +7,7 @@ only through the boxes that it leads to, and through whether holders share them;
 the same boxes has the same plan.
 
 The first half covers everything but the boxes: it is equal on ranks that hold parts of the same
-tensors, so it tells the ranks of one pipeline stage from those of others without sending a row. The
+tensors, so it separates the ranks of one pipeline stage from the others without sending a row. The
 second half covers the boxes, and the rank's number where per-rank names contain it.
 """
 

@@ -466,7 +466,7 @@ def alone(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
     else:
         try:
             whole = made.untyped_storage().nbytes() == made.nbytes
-        except (NotImplementedError, RuntimeError):  # a wrapper without a storage of its own
+        except (NotImplementedError, RuntimeError):  # a wrapper without its own storage
             whole = True
         made = made if whole else made.clone()
     return with_attributes(made, tensor)

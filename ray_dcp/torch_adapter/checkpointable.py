@@ -72,7 +72,7 @@ def give_fields(fields: Any, copied: Any) -> None:
             vars(copied).update(own)
         return
     for key, one in (fields or {}).items():
-        with suppress(LookupError, TypeError):  # a stager of the user may leave out what it likes
+        with suppress(LookupError, TypeError):  # a user's stager may omit values
             give_fields(one, copied[key])
 
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 try:
     from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader, FsspecWriter
-except ModuleNotFoundError:  # torch before 2.15; later ones warn of this module
+except ModuleNotFoundError:  # torch before 2.15; later ones deprecate it
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from ray_dcp.commit_protocol.messages import Target

@@ -391,7 +391,7 @@ def _read_metadata(group: Group, reader: StorageReader) -> tuple[Metadata, bool]
     for how, is_global in tries if _takes_kwargs(reader.read_metadata) else tries[:1]:
         try:
             metadata = reader.read_metadata(**how)
-        except Exception as error:  # noqa: BLE001 - told together
+        except Exception as error:  # noqa: BLE001 - reported together
             reasons.append(error)
         else:
             if metadata:

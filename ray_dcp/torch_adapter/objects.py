@@ -467,7 +467,7 @@ def dump_object(value: Any, *, fqn: str) -> bytes:
         torch.save(value, buffer, pickle_module=_PICKLE)
     except _LostMemoryError as error:
         raise UnsupportedValueError(f"{fqn!r} is or holds a tensor that {error}", key=fqn) from None
-    except Exception as error:  # user classes raise what they like
+    except Exception as error:  # user classes may raise anything
         raise UnsupportedValueError(
             f"{fqn!r} holds a {_class_name(value)}, which can't be pickled "
             f"({type(error).__name__}: {error}); take it out of the state dict, or store what it "
@@ -527,7 +527,7 @@ def load_object(
         error.message = f"the object {fqn!r} of the checkpoint {told}: {error.message}"
         error.key = fqn
         raise
-    except Exception as error:  # classes of the user raise what they like
+    except Exception as error:  # user classes may raise anything
         raise DamagedCheckpointError(
             f"the object {fqn!r} of the checkpoint can't be read: expected bytes of torch.save, "
             f"found {type(error).__name__}: {error}; load an earlier checkpoint",
@@ -550,7 +550,7 @@ def load_problem(value: Any, data: bytes, *, fqn: str) -> str | None:
         read_torch_save(data)
     except UnsafeCheckpointError as error:
         return f"{fqn!r} holds a {_class_name(value)} that a safe load refuses: {error.message}"
-    except Exception as error:  # noqa: BLE001 - classes of the user raise what they like
+    except Exception as error:  # noqa: BLE001 - user classes may raise anything
         return (
             f"{fqn!r} holds a {_class_name(value)} that does not come back from its own pickle: "
             f"{error}"
@@ -639,7 +639,7 @@ def load_torch_file(path: str | os.PathLike[str], *, weights_only: bool = True) 
         error.message = f"a safe load refuses {name}: {told}"
         error.checkpoint_id = name
         raise
-    except Exception as error:  # damaged bytes raise anything
+    except Exception as error:  # damaged bytes may raise anything
         raise DamagedCheckpointError(
             f"expected a file of torch.save, but {name} can't be read: {type(error).__name__}: "
             f"{error}",

@@ -203,7 +203,7 @@ class _Named:
         names: dict[int, str] = {}
         for name, parameter in self._by_name.items():
             names.setdefault(id(parameter), name)
-        # Why not counted anew: a user's hook may have changed the numbers.
+        # Why not counted again: a user's hook may have changed the numbers.
         name_of: dict[Any, str] = {}
         for group, own in zip(found["param_groups"], self._optimizer.param_groups, strict=False):
             for number, parameter in zip(group["params"], own["params"], strict=False):
@@ -232,7 +232,7 @@ class _Named:
                 )
         return self._optimizer.state_dict()
 
-    # --- what to load into -----------------------------------------------------------------------
+    # --- targets of a load -----------------------------------------------------------------------
 
     def asked(self, key: str, stored: Stored, prefixes: Sequence[str], *, strict: bool) -> Asked:
         self._key, self._is_whole, self._is_strict = key, not prefixes, strict
@@ -413,7 +413,7 @@ class _Named:
                 return _counts_on_device(group)
         return False
 
-    # --- taking what was loaded ------------------------------------------------------------------
+    # --- setting loaded state --------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         packed = self._packed(state_dict)
@@ -707,7 +707,7 @@ class _FlatParameters:
             _stock.set_optimizer_state_dict(
                 self._module,
                 self._optimizer,
-                copied,  # Why: torch's helper changes what it is given.
+                copied,  # Why: torch's helper changes its argument.
                 options=StateDictOptions(strict=False),
             )
         self.casts = _compared(self._optimizer, self._key, state_dict, self._named())
@@ -970,7 +970,7 @@ def _is_same(value: Any, other: Any) -> bool:
         return False
     try:
         return bool(value == other) or bool(value != value and other != other)
-    except Exception:  # noqa: BLE001 - a class of a user's that can't be compared
+    except Exception:  # noqa: BLE001 - a user class without comparison
         return type(value) is type(other)
 
 
@@ -988,5 +988,5 @@ def _is_equal(value: torch.Tensor, other: torch.Tensor) -> bool:
     try:
         same = value.to(other.device, other.dtype)
         return bool(((same == other) | ((same != same) & (other != other))).all())
-    except (RuntimeError, NotImplementedError):  # A class that can't be compared.
+    except (RuntimeError, NotImplementedError):  # a class without comparison
         return type(value) is type(other)

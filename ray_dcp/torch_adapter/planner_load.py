@@ -396,7 +396,7 @@ class PlannedReads:
             loaded=tuple(self._fqns),
             missing=self._missing(metadata),
             unexpected=self._unexpected(),
-            cast=(),  # Why: `rounded` has what the sinks resolve.
+            cast=(),  # Why: `rounded` has the casts of the sinks.
         )
 
     def _box(self, item: ReadItem, tensor: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

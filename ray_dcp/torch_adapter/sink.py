@@ -146,7 +146,7 @@ class TensorSink:
     def add_direct(self, tensors: Sequence[torch.Tensor]) -> None:
         """Appends rows like `add`, for plain tensors of the stored dtypes that are `is_direct`."""
         self._tensors += tensors
-        self._stored += [None] * len(tensors)  # Why: nobody asks for theirs.
+        self._stored += [None] * len(tensors)  # Why: the dtype of direct rows is not used.
         self._direct += [True] * len(tensors)
 
     def add_late(
@@ -314,7 +314,7 @@ def increment_version(changed: list[torch.Tensor]) -> None:
     """Reports to autograd that tensors were written without its knowledge."""
     try:
         torch.autograd.graph.increment_version(changed)
-    except RuntimeError:  # Inference tensors have no version; a step more of others is no harm.
+    except RuntimeError:  # Inference tensors have no version; a second step is harmless.
         tracked = [tensor for tensor in changed if not tensor.is_inference()]
         torch.autograd.graph.increment_version(tracked)
 
@@ -401,8 +401,8 @@ def fresh_taker(
         is_all = stored.shape == template.shape
         try:
             made = stored if is_all else stored.new_empty(template.shape)
-        except Exception:  # noqa: BLE001 - classes of users raise what they like
-            return False  # A plain tensor gets what it shows, or the error says why it can't.
+        except Exception:  # noqa: BLE001 - user classes may raise anything
+            return False  # A plain tensor gets the values that it shows, or an error says why not.
         if type(template) is not AsStored:
             made = made.to(default_device())
             if isinstance(template, torch.nn.Parameter):

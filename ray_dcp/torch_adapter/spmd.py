@@ -266,7 +266,7 @@ class SPMDLoadPlanner(DefaultLoadPlanner):
         filling.shards = []
 
 
-# --- what torch_xla is asked --------------------------------------------------------------------
+# --- calls of torch_xla -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

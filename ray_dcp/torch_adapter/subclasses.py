@@ -80,7 +80,7 @@ def place(
                 is_there = is_there and _same_attributes(target, whole)
     except UnsupportedValueError:
         raise
-    except Exception as error:  # classes of users raise what they like
+    except Exception as error:  # user classes may raise anything
         raise UnsupportedValueError(
             f"{_pair(fqn, target, source)}, which these classes can't do"
             f"{'' if is_whole else ' for a part of it'} ({type(error).__name__}: {error}); "
@@ -187,7 +187,7 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor | None:
         tensor.untyped_storage().data_ptr()
         with torch._C.DisableTorchFunctionSubclass():
             plain = tensor.detach().as_subclass(torch.Tensor)
-    except Exception:  # noqa: BLE001 - classes of users raise what they like
+    except Exception:  # noqa: BLE001 - user classes may raise anything
         return None
     return plain if is_plain(plain) else None
 
@@ -284,7 +284,7 @@ def _holds(found: torch.Tensor, source: torch.Tensor, policy: str) -> bool:
     try:
         again = torch.empty_like(of) if of is not None else source.clone()
         again.copy_(found)
-    except Exception:  # noqa: BLE001 - classes of users raise what they like
+    except Exception:  # noqa: BLE001 - user classes may raise anything
         return False
     return _same(again, source, policy)
 
@@ -294,7 +294,7 @@ def _dequantized(source: torch.Tensor) -> torch.Tensor | None:
         return None
     try:
         shown = source.dequantize()
-    except Exception:  # noqa: BLE001 - classes of users raise what they like
+    except Exception:  # noqa: BLE001 - user classes may raise anything
         return None
     return shown if is_plain(shown) else None
 
@@ -359,7 +359,7 @@ def _equal(found: Any, wanted: Any) -> bool:
         return len(found) == len(wanted) and all(map(_equal, found, wanted))
     if isinstance(wanted, Mapping):
         return found.keys() == wanted.keys() and all(_equal(found[k], wanted[k]) for k in wanted)
-    with suppress(Exception):  # classes of users raise what they like
+    with suppress(Exception):  # user classes may raise anything
         if found is wanted or found == wanted:
             return True
     with suppress(UnsupportedValueError):

@@ -149,7 +149,7 @@ class Resizing:
         if 0 in size:
             return None
         if len(stored) != len(size):
-            return tensor  # A mismatch, which is reported with all others.
+            return tensor  # A mismatch, reported with all others.
         end = tuple(max(0, min(n, s - o)) for o, n, s in zip(offset, size, stored, strict=True))
         if end == tuple(size):
             return tensor
@@ -258,7 +258,7 @@ class Placing:
                     and value.layout is strided
                     and not hasattr(value, "global_shape")
                 )
-            except RuntimeError:  # of layouts that have no strides, or no shape
+            except RuntimeError:  # layouts without strides or shape
                 is_direct = False
             if is_direct:
                 numbers.append(number)
@@ -428,7 +428,7 @@ class Placing:
         def made() -> Any:
             try:
                 return make()
-            except NotImplementedError as error:  # of a class of the user
+            except NotImplementedError as error:  # raised by a user class
                 raise UnsupportedValueError(
                     f"{fqn!r} is on the meta device, and its class can't make one with memory "
                     f"({error}): give it memory before loading",

@@ -174,7 +174,7 @@ def lost_memory(tensor: torch.Tensor) -> str | None:
         return None
     try:
         storage, is_null = tensor.untyped_storage(), tensor.data_ptr() == 0
-    except (NotImplementedError, RuntimeError):  # a device that shows no memory
+    except (NotImplementedError, RuntimeError):  # a device that exposes no memory
         return None
     if tensor._is_zerotensor():
         return "is a ZeroTensor, which has no memory: use torch.zeros instead"
@@ -263,7 +263,7 @@ def host_bytes_of_many(tensors: list[torch.Tensor]) -> list[memoryview]:
     lengths = [tensor.nbytes for tensor in tensors]
     dtypes = {tensor.dtype for tensor in tensors}
     if (
-        len(tensors) == 1  # torch's flatten gives a view of it, which may be a negative one
+        len(tensors) == 1  # torch's flatten returns a view of it, which may be a negative view
         or sum(lengths) > min(_MAX_JOINED_BYTES, _SMALL_BYTES * len(tensors))
         or len(dtypes) != 1
         or not dtypes <= _JOINED
@@ -307,7 +307,7 @@ def writable_bytes(tensor: torch.Tensor) -> memoryview:
 
 @lru_cache(maxsize=1024)
 def _bytes_type(length: int) -> Any:
-    """Returns the ctypes array type of a length; why cached: creating it is 15 times its use."""
+    """Returns the ctypes array type of a length; cached, as creating it costs 15 times its use."""
     return ctypes.c_ubyte * length
 
 
