@@ -9,7 +9,7 @@ the extent, the checksum blocks around it, its slabs, and the reads that are coa
     chunk   |-----------------------------------------|    payload_bytes
     blocks  |---------|---------|---------|---------|-|    block_bytes
     extent               [ low ........ high )
-    read              [---------------------)              whole blocks
+    read              [-----------------------------)      whole blocks
 
 `share_reads` takes the file ranges that every rank needs and decides what each rank reads itself
 and what it receives from others, so that a byte that several ranks need is read once.

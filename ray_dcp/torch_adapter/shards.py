@@ -133,17 +133,17 @@ class Layouts:
 def chunk_spans(length: int, cuts: Sequence[tuple[int, int, int]]) -> list[Span]:
     """Returns the spans of a dimension that a rank holds after several cuts.
 
+    A `_StridedShard` of 8 elements with 2 pieces and split factor 2:
+
+        part     |--- 0 ---|--- 1 ---|
+        piece    | 0  | 1  | 0  | 1  |
+        element   0 1  2 3  4 5  6 7     piece 0 has the spans (0, 2) and (4, 2)
+
     Args:
         length: Length of the whole dimension.
         cuts: Left to right, `(number of pieces, index of the piece, split factor)`. The factor is 1
             for a plain `Shard`; a `_StridedShard` first cuts into that many parts, and then each
             part into pieces.
-        The second example has two parts of two pieces each:
-
-            part    |---- 0 ----|---- 1 ----|
-            piece   |  0  |  1  |  0  |  1  |
-            element  0 1   2 3   4 5   6 7       piece 0: spans (0, 2) and (4, 2)
-
 
     Returns:
         Spans in local order, adjacent ones merged, none empty.
