@@ -353,17 +353,17 @@ def refuse_lost_memory(planner: SavePlanner | LoadPlanner) -> None:
 
 
 def refuse_lost_as_safetensors(writer: StorageWriter, plan: SavePlan) -> None:
-    """Raises where torch's `HuggingFaceStorageWriter` would lose a value without an error.
+    """Raises if torch's `HuggingFaceStorageWriter` would lose a value without an error.
 
-    Of an object it makes a file that nobody can read, and when it consolidates it writes 0 for
-    every tensor of no dimension.
+    It writes an object as a file that no reader accepts, and consolidates every tensor without
+    dimensions to 0.
 
     Args:
         writer: Any storage writer.
-        plan: Of this rank.
+        plan: Plan of this rank.
 
     Raises:
-        UnsupportedValueError: There are such values; all are named.
+        UnsupportedValueError: There are such values; the message names all of them.
     """
     if not isinstance(writer, HuggingFaceStorageWriter):
         return
