@@ -1,7 +1,7 @@
 """Ray-native distributed checkpointing for PyTorch, compatible with torch.distributed.checkpoint.
 
-`import ray_dcp as dcp` is meant to stand in for `import torch.distributed.checkpoint as dcp`.
-Names are loaded on first use: importing this package loads neither torch nor Ray.
+`import ray_dcp as dcp` replaces `import torch.distributed.checkpoint as dcp`. Public names are
+imported on first use: importing this package imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ _HOMES: dict[str, str] = {
     "CollectReport": "ray_dcp.runtime.records",
     "Location": "ray_dcp.store.location",
     "CheckpointView": "ray_dcp.view.checkpoint_view",
-    # torch's own types, by identity: plug-ins subclass them and `isinstance` must agree.
+    # Torch's own classes, not copies: plug-ins subclass them, and `isinstance` must agree.
     "AsyncStager": f"{_TORCH}.staging",
     "BlockingAsyncStager": f"{_TORCH}.staging",
     "BytesStorageMetadata": _TORCH,
@@ -171,8 +171,8 @@ _HOMES.update(dict.fromkeys(errors.__all__, "ray_dcp.errors"))
 __all__ = sorted(_HOMES)
 
 
-# DCP's submodules: `ray_dcp.X` is there too, so that only the first line of a script changes.
-# Type checkers and editors, which run no finder, read `X.pyi`.
+# DCP's submodules, importable as `ray_dcp.X` too, so that only the first line of a script changes.
+# Type checkers and editors, which don't run the finder below, read `X.pyi`.
 _MODULES = frozenset(
     (
         "_consolidate_hf_safetensors", "_extension", "_fsspec_filesystem", "api",
@@ -184,10 +184,10 @@ _MODULES = frozenset(
 )  # fmt: skip
 
 
-# Those of them that have entry points, and so are not torch's own modules.
+# The submodules that have entry points: ray_dcp defines these itself.
 _OWN_SUBMODULES = frozenset(("state_dict_loader", "state_dict_saver"))
 
-# Where those are that not every torch has.
+# Replacements for submodules that some versions of torch lack.
 _STAND_INS = {
     "_fsspec_filesystem": f"{_TORCH}.fsspec_filesystem",  # deprecated since torch 2.15
     "fsspec_filesystem": f"{_TORCH}._fsspec_filesystem",  # before torch 2.15
@@ -204,7 +204,7 @@ def _home(name: str) -> str:
 
 
 class _Alias(MetaPathFinder, Loader):
-    """Imports `ray_dcp.X` and `ray_dcp.dcp.X` as one module: torch's, or ours in `ray_dcp.dcp`."""
+    """Imports `ray_dcp.X` and `ray_dcp.dcp.X` as one module: torch's, or that of `ray_dcp.dcp`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -219,7 +219,7 @@ class _Alias(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # Why: the import system has just told the module that it is the alias.
+        # Why: the import system has just set `__spec__` of torch's module to that of the alias.
         if module.__spec__ is not None:
             module.__spec__ = module.__spec__.loader_state
 
@@ -234,7 +234,7 @@ if not any(type(finder).__qualname__ == "_Alias" for finder in sys.meta_path):
     sys.meta_path.append(_Alias())
 
 
-# Modules of ours that are public, and loaded when they are first named.
+# Public submodules of ray_dcp, imported on first use.
 _OWN_MODULES = frozenset(("train", "xla"))
 
 

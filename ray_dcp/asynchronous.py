@@ -1,11 +1,10 @@
-"""Carries out `async_save`: stages in the caller's thread, and goes on in one of its own.
+"""Runs `async_save`: stages in the caller's thread, then continues in a thread of its own.
 
-`SaveHandle` is what it returns, a future of the committed checkpoint's metadata.
+It returns a `SaveHandle`, a future of the committed checkpoint's metadata.
 
-What the caller waits for is the capture, one exchange with the coordinator and, unless it asked for
-`SaveOptions(staging="background")`, one copy of the bytes. Everything after that belongs to a
-thread of this process, and to the stager that holds the bytes: when there is one, the save goes on
-without this process too.
+The caller waits for the capture, one exchange with the coordinator and, unless it passed
+`SaveOptions(staging="background")`, one copy of the bytes. The rest runs in a thread of this
+process. If a stager holds the bytes, the save continues even when this process dies.
 """
 
 from __future__ import annotations
@@ -67,14 +66,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveProgress:
-    """How far this rank's share of a save is."""
+    """Progress of this rank's part of a save."""
 
     phase: str
     """`"staging"`, `"writing"`, `"committed"` or `"failed"`."""
     bytes_written: int
-    """Bytes of this rank's part files that are written, at most `bytes_total`."""
+    """Bytes of this rank's part files written so far; at most `bytes_total`."""
     bytes_total: int
-    """Bytes that this rank writes; 0 until that is planned."""
+    """Bytes that this rank writes in all; 0 until the save is planned."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class SaveReport:
     """What one save did on this rank."""
 
     path: str
-    """`"native"`, `"planner hooks"` or `"foreign storage"`: which promises hold."""
+    """`"native"`, `"planner hooks"` or `"foreign storage"`: determines which guarantees hold."""
     staging: str
     """Where the bytes were while training went on: `"object_store"`, Ray's, held by the node's
     stager (they survive this process); `"process"` (they do not); or the class of the stager that
@@ -90,32 +89,31 @@ class SaveReport:
     attempt: str | None
     """Id of the attempt, for `ray_dcp.outcome`; None before planning."""
     plan: str | None = None
-    """Where the plan is from: `"cold"`, made for this save; `"warm"`, that of an earlier save of
-    this job. None before planning, and where a plug-in plans."""
+    """Origin of the plan: `"cold"` if it was made for this save, `"warm"` if an earlier save of
+    this job made it. None before planning, and where a plug-in plans."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """How long each phase took that has ended: `capture`, `plan` (until all ranks had joined and
-    the plan was there), `stage` (the copy), `write` and `commit`. Where a stager writes, `write`
-    lasts until the commit, and there is no `commit`. A save that failed did so in the last one."""
+    """Duration of each phase that has ended: `capture`, `plan` (until all ranks had joined and the
+    plan was made), `stage` (the copy), `write` and `commit`. Where a stager writes, `write` lasts
+    until the commit, and there is no `commit`. If the save failed, it failed in the last phase."""
     bytes_staged: int = 0
     """Bytes that this rank copied."""
     bytes_written: int = 0
-    """Bytes of this rank's part files, once they are known to be durable."""
+    """Bytes of this rank's part files that are known to be durable."""
     rank: int = 0
     """This rank."""
     waited_s: float | None = None
-    """Where a thread copies, as with `SaveOptions(staging="background")`: how long
-    `SaveHandle.staged` and `before_step` held training up, in seconds. None where the call copied.
-    """
+    """If a thread copies, as with `SaveOptions(staging="background")`: how long
+    `SaveHandle.staged` and `before_step` blocked training, in seconds. None if the call copied."""
     stall_s: float = 0.0
-    """How long training waited: for `capture`, `plan` and `stage` as far as the call did them, and
-    `waited_s`, in seconds."""
+    """How long training waited, in seconds: for those of `capture`, `plan` and `stage` that ran in
+    the call, plus `waited_s`."""
 
 
 class _StepHook:
-    """Holds an optimizer's step up until the saves that were registered before it are staged.
+    """Blocks an optimizer's step until the saves that were registered before it are staged.
 
-    Why it stays: torch iterates over the hooks while it calls them, so that none may remove one,
-    nor may the thread that stages.
+    *Why* it is never removed: torch iterates over the hooks while it calls them, so that neither a
+    hook nor the thread that stages may remove one.
     """
 
     def __init__(self) -> None:
@@ -123,21 +121,21 @@ class _StepHook:
 
     def __call__(self, *_: object) -> None:
         while self.handles:
-            # Suppressed: the handle raises why it failed, when asked; a stager of the user's raises
+            # Suppressed: the handle reports the error of the save. A user's stager may raise
             # anything.
             with suppress(Exception):
                 self.handles.pop().staged()
 
 
 _step_hooks: WeakKeyDictionary[Any, _StepHook] = WeakKeyDictionary()
-"""Of each optimizer."""
+"""The hook of each optimizer."""
 
 
 class SaveFuture(Future[T]):
-    """A future that only its save ends, whatever its holders do.
+    """A future that only its save completes; callers can't cancel it.
 
-    It can't be cancelled. Callbacks come once all futures of the save are done, so that they may
-    wait for one another; what they raise is logged.
+    Callbacks run when all futures of the save are done, so that a callback may wait for another
+    future of the same save. Exceptions that they raise are logged.
     """
 
     def __init__(self) -> None:
@@ -149,11 +147,11 @@ class SaveFuture(Future[T]):
         self.set_running_or_notify_cancel()
 
     def cancel(self) -> bool:
-        """Returns False: nobody who waits for a save ends it by that."""
+        """Returns False: waiters can't cancel a save."""
         return False
 
     def result(self, timeout: float | None = None) -> T:
-        """See `concurrent.futures.Future.result`; raises what the save raised."""
+        """See `concurrent.futures.Future.result`; raises the error of the save."""
         self._check_process()
         return super().result(timeout)
 
@@ -177,8 +175,8 @@ class SaveFuture(Future[T]):
             )
 
     def _settle(self, result: T | None, error: BaseException | None) -> None:
-        """Fixes the outcome, unless it is fixed; no callback is called yet."""
-        # Suppressed: a holder has set it, which changes nothing of the save.
+        """Sets the outcome, unless it is set; runs no callbacks."""
+        # Suppressed: a caller has set the outcome of the future, which does not change the save.
         with suppress(InvalidStateError):
             if error is None:
                 self.set_result(result)  # type: ignore[arg-type]
@@ -187,7 +185,7 @@ class SaveFuture(Future[T]):
         self._is_over = True
 
     def _announce(self) -> None:
-        """Calls the callbacks, once."""
+        """Runs the callbacks, once."""
         with self._registering:
             callbacks, self._registered = self._registered or [], None
         for callback in callbacks:
@@ -199,18 +197,18 @@ class SaveFuture(Future[T]):
 
 
 class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
-    """A save that goes on in the background.
+    """A save that runs in the background.
 
-    It is a `concurrent.futures.Future` of DCP's `Metadata`, done when every rank's bytes are
-    durable and the checkpoint is committed, or when the save failed: with the same outcome on all
-    ranks. It also has the two futures of DCP's `AsyncSaveResponse`. Made by
-    `ray_dcp.async_save`, not by users.
+    A `concurrent.futures.Future` of DCP's `Metadata`. It is done when the checkpoint is committed
+    and every rank's bytes are durable, or when the save has failed; the outcome is the same on all
+    ranks. It also has the two futures of DCP's `AsyncSaveResponse`. Users don't create handles:
+    `ray_dcp.async_save` returns them.
 
     Args:
         checkpoint_id: Path or URL, for messages.
 
     Attributes:
-        checkpoint_id: As given.
+        checkpoint_id: Path or URL.
         staging_completion: Done when the state dict may change again.
         upload_completion: Done when this future is, with the same result.
 
@@ -232,13 +230,13 @@ class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
         self._looked_at = False
 
     def staged(self, timeout_s: float | None = None) -> None:
-        """Returns when the state dict may change again: its bytes are copied.
+        """Waits until the state dict may change again, because its bytes are copied.
 
         Args:
-            timeout_s: How long to wait, in seconds; for ever if None.
+            timeout_s: How long to wait, in seconds; without a limit if None.
 
         Raises:
-            DeadlineError: It took longer.
+            DeadlineError: The timeout expired.
             CheckpointError: Staging failed on this rank.
         """
         began_s, is_staged = time.perf_counter(), self.staging_completion.done()
@@ -249,19 +247,20 @@ class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
                 self._source.progress.waited_s += time.perf_counter() - began_s
 
     def before_step(self, *optimizers: Any) -> None:
-        """Lets the next step of each optimizer wait until the state is staged.
+        """Makes the next step of each optimizer wait until the state is staged.
 
-        For `SaveOptions(staging="background")`: forward and backward go on beside the copies. A
-        save that fails holds no step up; its handle tells the error.
+        Use it with `SaveOptions(staging="background")`: forward and backward then overlap with the
+        copies. A failed save blocks no step; its handle reports the error.
 
-        *Careful*: what changes before the step needs `staged()` before that: batch norm's running
-        statistics, which the forward changes, or weights that anything but a step changes.
+        *Careful*: state that changes before the step, such as the running statistics of batch norm
+        in the forward or weights that other code changes, needs a call of `staged()` before that.
 
         Args:
-            *optimizers: With `register_step_pre_hook`, as those of torch; each keeps one hook.
+            *optimizers: Optimizers with `register_step_pre_hook`, as torch's have. Each of them
+                keeps one hook.
 
         Raises:
-            InvalidRequestError: An optimizer has no such hooks.
+            InvalidRequestError: An optimizer has no `register_step_pre_hook`.
 
         Examples:
             >>> import tempfile, torch, ray_dcp
@@ -292,13 +291,15 @@ class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
             _step_hooks[optimizer].handles.append(self)
 
     def committed(self, timeout_s: float | None = None) -> Metadata:
-        """Returns the metadata when the checkpoint is committed; like `result` with our errors.
+        """Waits until the checkpoint is committed and returns its metadata.
+
+        Like `result`, except that it raises only errors of ray_dcp.
 
         Args:
-            timeout_s: How long to wait, in seconds; for ever if None.
+            timeout_s: How long to wait, in seconds; without a limit if None.
 
         Raises:
-            DeadlineError: It took longer; the save goes on.
+            DeadlineError: The timeout expired; the save continues.
             CheckpointError: The save failed, on this rank or another.
         """
         self._looked_at = True
@@ -306,7 +307,7 @@ class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
         return metadata
 
     def result(self, timeout: float | None = None) -> Metadata:
-        """See `concurrent.futures.Future.result`; raises what the save raised."""
+        """See `concurrent.futures.Future.result`; raises the error of the save."""
         self._looked_at = True
         return super().result(timeout)
 
@@ -321,23 +322,23 @@ class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
         super().add_done_callback(fn)
 
     def cancel(self) -> bool:
-        """Asks to fail the save on all ranks with `SaveCancelledError`.
+        """Requests that the save fail on all ranks with `SaveCancelledError`.
 
         Returns:
-            Whether it was still possible: False once its commit has begun. Either way this
-            future tells how it ended.
+            False if the commit has begun, which can't be cancelled. In either case, this future
+            reports how the save ended.
         """
         if not self._process.is_this or self.done() or self._source is None:
             return False
         return self._source.cancel()
 
     def cancelled(self) -> bool:
-        """Returns whether the save ended because it was cancelled."""
+        """Returns whether the save has ended by being cancelled."""
         return self.done() and isinstance(Future.exception(self), SaveCancelledError)
 
     @property
     def progress(self) -> SaveProgress:
-        """How far this rank's share is."""
+        """Progress of this rank's part of the save."""
         written, total = self._source.moved() if self._source else (0, 0)
         if self.done():
             failed = Future.exception(self) is not None
@@ -346,34 +347,34 @@ class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
         return SaveProgress(phase, written, total)
 
     def report(self) -> SaveReport:
-        """Returns what this rank did so far: phases, seconds and bytes."""
+        """Returns the phases, seconds and bytes of this rank so far."""
         if self._source is None:
             return SaveReport(path="", staging="", attempt=None)
         return self._source.report()
 
-    # AsyncSaveResponse is a dataclass, equal by its fields; a future is only equal to itself.
+    # Why: AsyncSaveResponse is a dataclass that compares fields; a future equals only itself.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
     __repr__ = Future.__repr__
 
-    # For `asynchronous`, which carries it out.
+    # Called by the rest of this module, which runs the save.
 
     def _is_staged(self, error: BaseException | None = None) -> None:
         staged = self.staging_completion
         staged._settle(None, error)
         with staged._registering:
-            # Why: with nobody to call, who comes later is called at once.
+            # Why: with no callback registered so far, a later one runs as soon as it is added.
             staged._registered = staged._registered or None
         if staged._registered:
-            # Why a thread: the save goes on, and a callback may take long, or wait for its end.
-            # Suppressed: there are no more threads; they are called when the save ends.
+            # Why a thread: the save continues, and a callback may be slow or wait for its end.
+            # Suppressed: if no thread can be started, the callbacks run when the save ends.
             with suppress(LimitError):
                 start_thread(staged._announce, "ray_dcp staged")
 
     def _end(self, metadata: Metadata | None, error: BaseException | None) -> None:
         if error is None and metadata is None:
             error = CheckpointError("the save ended without a result. Please report this")
-        # Why in this order: who has waited for the handle finds the others done as well.
+        # Why in this order: once the handle is done, the other two futures are done as well.
         self.staging_completion._settle(None, error)
         self.upload_completion._settle(metadata, error)
         self._settle(metadata, error)
@@ -395,7 +396,7 @@ class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
             ) from exc
 
     def _log_if_unseen(self) -> None:
-        """Logs a failure that nobody has asked for."""
+        """Logs the error of the save if no caller has retrieved it."""
         if not self._is_over or self._looked_at:
             return
         error = Future.exception(self)
@@ -423,25 +424,25 @@ def run_async_save(
     use_collectives: bool = True,
     log: OperationLog | None = None,
 ) -> SaveHandle:
-    """Stages on this rank and returns the handle of the save that goes on.
+    """Stages this rank's state and returns the handle of the save, which continues.
 
     Args:
-        decision: Which path, with what planner, storage and options.
-        session: Of this rank.
+        decision: The path of the save, with its planner, storage and options.
+        session: Session of this rank.
         state_dict: As given to `async_save`.
-        options: As given there; the decision's are added.
-        checkpoint_id: As given there.
-        stager: As given there.
-        use_collectives: For foreign storages.
-        log: Gets the phases.
+        options: As given to `async_save`; those of `decision` are added.
+        checkpoint_id: As given to `async_save`.
+        stager: As given to `async_save`.
+        use_collectives: Passed to foreign storages.
+        log: Receives the phases.
 
     Raises:
-        CheckpointError: The session can't be used. What fails later is told by the handle.
-        Exception: What a stager of the user's raised.
+        CheckpointError: The session can't be used. The handle reports later errors.
+        Exception: A user's stager raised it.
     """
     options = decision.apply(options or SaveOptions())
     if decision.path == HOOKS:
-        # Why: a planner's own code would be asked in another thread.
+        # Why: otherwise the planner's code would run in another thread.
         options = replace(options, staging="call")
     name = decision.target.url if decision.target is not None else str(checkpoint_id)
     handle = SaveHandle(name)
@@ -461,10 +462,10 @@ def run_async_save(
 
 
 class _Save:
-    """One save on this rank: what its handle asks, and its thread."""
+    """One save on this rank: its state, which the handle queries, and its thread."""
 
     _backend: StagingBackend | None = None
-    """Stages the bytes, where ray_dcp does that itself."""
+    """Stages the bytes; None where the user's stager does."""
     _in_background = False
 
     def __init__(
@@ -479,7 +480,7 @@ class _Save:
         self._decision = decision
         self._session = session
         self._options = options
-        # Why named now: in the order of the users' calls.
+        # Why now: all ranks must name their calls in the order in which the user makes them.
         self._name = session.next_key()
         activity = session.activity(options.heartbeat_timeout_s, self._name)
         self._account = Account("async_save", handle.checkpoint_id, activity, decision.path, log)
@@ -488,8 +489,8 @@ class _Save:
         handle._source = self
 
     def cancel(self) -> bool:
-        """Asks the coordinator to fail the save."""
-        # Why not of another storage: nothing there could stop it.
+        """Asks the coordinator to fail the save; returns False if its commit has begun."""
+        # Why not on a foreign storage: it has no way to stop a save.
         if self._decision.path == FOREIGN:
             return False
         return self._session.cancel(self._key, "SaveHandle.cancel was called")
@@ -499,15 +500,15 @@ class _Save:
         return self.progress.key or self._name
 
     def moved(self) -> tuple[int, int]:
-        """Returns bytes written and bytes in all, of this rank."""
+        """Returns the bytes that this rank has written, and those that it writes in all."""
         return (0, 0) if self._backend is None else self._backend.progress()
 
     def report(self) -> SaveReport:
-        """Returns what was done so far."""
+        """Returns the report of the save so far."""
         progress = self.progress
         return SaveReport(
             path=self._decision.path,
-            # Why each time: how bytes got to the stager is known when they are there.
+            # Why not cached: the kind of staging is known only once the bytes are staged.
             staging=self._staging if self._backend is None else self._backend.kind,
             rank=self._session.rank,
             attempt=progress.attempt,
@@ -520,30 +521,30 @@ class _Save:
         )
 
     def _end(self, metadata: Metadata | None, error: BaseException | None) -> None:
-        """Ends the handle; what is counted is counted before anybody hears of it."""
+        """Completes the handle, after updating the metrics and emitting the end event."""
         try:
             self._account.end(error)
-        finally:  # also when a listener ends its thread by SystemExit
+        finally:  # also when a listener of events raises SystemExit
             self._handle._end(metadata, error)
 
     def _go_on(self, finish: Callable[[], Metadata]) -> bool:
-        """Runs the rest in a thread of its own, which ends the handle.
+        """Runs the rest of the save in a new thread, which then completes the handle.
 
         Args:
-            finish: The rest.
+            finish: The rest of the save.
 
         Returns:
-            Whether there is such a thread; without one the save has failed.
+            Whether the thread was started; if not, the save has failed.
         """
 
         def run() -> None:
             metadata, error = None, None
             try:
                 metadata = finish()
-            except BaseException as exc:  # noqa: BLE001 - the handle tells it
+            except BaseException as exc:  # noqa: BLE001 - the handle raises it
                 error = exc
             _running.discard(self)
-            # Suppressed: a listener that raises SystemExit ends this thread, which is over.
+            # Suppressed: a listener may raise SystemExit, and this thread ends here anyway.
             with suppress(BaseException):
                 self._end(metadata, error)
 
@@ -559,7 +560,7 @@ class _Save:
         return True
 
     def drain(self, timeout_s: float) -> None:
-        """Waits until the save has ended; says so if it has not."""
+        """Waits until the save has ended; logs an error if it has not within the timeout."""
         wait([self._handle.upload_completion], timeout_s)
         if not self._handle.done():
             logger.error(
@@ -574,10 +575,10 @@ class _Save:
 
 
 class _NativeSave(_Save):
-    """A save whose bytes ray_dcp stages itself."""
+    """A save whose bytes ray_dcp stages."""
 
     def begin(self, state_dict: Mapping[str, Any]) -> None:
-        """Plans the save, and stages the state, in the caller's thread."""
+        """Plans the save in the caller's thread; without a background copy, also stages it there."""
         self._in_background = self._options.staging == "background"
         with ExitStack() as stack:
             activity = stack.enter_context(self._account.activity)
@@ -592,12 +593,12 @@ class _NativeSave(_Save):
             except BaseException as error:
                 self._account.end(error)
                 raise
-            # The rank beats on until the save has ended.
+            # The rank sends heartbeats until the save has ended.
             rest = stack.pop_all()
 
         def finish_all() -> Metadata:
             with rest:
-                # Why popped: it holds the state, which may go when it is staged.
+                # Why popped: the function references the state, which may be freed once staged.
                 return stages.pop()()() if stages else finish()
 
         if not self._go_on(finish_all):
@@ -608,7 +609,10 @@ class _NativeSave(_Save):
     def _plan(
         self, session: Activity, state_dict: Mapping[str, Any]
     ) -> Callable[[], Callable[[], Metadata]]:
-        """Returns what stages the state as it is now, and returns what ends the save."""
+        """Joins the save with the state as it is now; returns the function that stages it.
+
+        That function in turn returns the one that waits for the commit.
+        """
         target, options, progress = target_of(self._decision), self._options, self.progress
         capture = capture_of(self._decision, session, state_dict, options)
 
@@ -617,7 +621,7 @@ class _NativeSave(_Save):
         go, captured = drive(save.join(capture), session.call)
         noted = (*captured.warnings, *go.warnings)
         if self._in_background:
-            # Suppressed: staging raises it again, where the other ranks are told.
+            # Suppressed: staging raises it again, and then reports it to the other ranks.
             with suppress(Exception):
                 for file in go.plan.files:
                     for row in file.deferred.tolist():
@@ -654,7 +658,7 @@ class _NativeSave(_Save):
 
 
 class _StagedByUser(_Save):
-    """A save of what an `AsyncStager` of DCP's protocol gives, through any path."""
+    """A save whose state an `AsyncStager` of DCP's protocol stages, on any path."""
 
     def begin(
         self,
@@ -668,11 +672,11 @@ class _StagedByUser(_Save):
         """Stages the state as DCP does, in the caller's thread or the stager's.
 
         Args:
-            stager: Of the user, or DCP's.
-            state_dict: What to save.
+            stager: The user's stager, or DCP's default.
+            state_dict: The values to save.
             checkpoint_id: As given to `async_save`.
-            use_collectives: As given there.
-            own: The stager, where it is closed when it is not needed any more.
+            use_collectives: As given to `async_save`.
+            own: The stager, if this save has to close it at its end.
         """
         self._staging = type(stager).__name__
         self.progress.enter(STAGE)
@@ -719,18 +723,18 @@ class _StagedByUser(_Save):
 # --- the end of the process ---------------------------------------------------------------------
 
 _running: set[_Save] = set()
-# Why: a forked child has none of the threads that end them, and would wait for them at its exit.
+# Why: a forked child lacks the threads that end these saves, and would wait for them at its exit.
 os.register_at_fork(after_in_child=_running.clear)
 
 
 def _drain_at_exit() -> None:
-    # Why with each save: handlers run in reverse order, and Ray's own, which ends the connection,
-    # comes with the first `import ray`.
+    # Why with each save: handlers run in reverse order of registration, and this one has to run
+    # before Ray's, which `import ray` registers and which closes the connection.
     atexit.unregister(_drain)
     atexit.register(_drain)
 
 
 def _drain() -> None:
-    """Waits for the saves that are under way, as long as their own deadlines allow."""
+    """Waits for the saves in progress, for as long as their own deadlines allow."""
     for save in list(_running):
         save.drain(save._options.write_timeout_s + save._options.commit_timeout_s)

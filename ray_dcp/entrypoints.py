@@ -1,7 +1,7 @@
-"""`save`, `load`, `load_newest` and DCP's older forms: from a user's call to the path it takes.
+"""`save`, `async_save`, `load`, `load_newest` and DCP's deprecated forms of them.
 
-This module decides only which path, session and options a call takes; the work is in `operations`,
-`loading`, `runtime` and `torch_adapter`.
+This module only chooses the path, session and options of a call. `operations`, `asynchronous` and
+`loading` carry it out, with `runtime` and `torch_adapter`.
 """
 
 from __future__ import annotations
@@ -43,41 +43,40 @@ def save(
     use_collectives: bool = True,
     options: SaveOptions | None = None,
 ) -> Metadata:
-    """Saves a state dict over all ranks and returns once it is committed.
+    """Saves a state dict from all ranks and returns when the checkpoint is committed.
 
-    All ranks of the group call it with the same arguments. When it returns, every byte is durable
-    and the checkpoint is complete; when it raises, the same error is raised on every rank and the
-    checkpoint that stood under this id before still stands (only `CommitUnknownError` leaves that
-    open).
+    All ranks of the group must call this function with the same arguments. When it returns, the
+    checkpoint is complete and every byte is durable. When it raises, every rank raises the same
+    error, and a checkpoint that existed under this id still does (only after `CommitUnknownError`
+    may the new one have replaced it).
 
     Args:
         state_dict: Values by name. Top-level `Stateful` values are replaced by their
             `state_dict()`, modules and optimizers by their state under the names of parameters
             (`get_state_dict`). It must not change until the call returns.
-        *positional: DCP's older form: the storage writer as second argument. Warns.
-        checkpoint_id: Path or URL of the checkpoint, a `Location` with options for it, or a ready
-            filesystem. Relative paths are taken from this rank's working directory.
-        storage_writer: A `FileSystemWriter` or `FsspecWriter` is taken at its word and done
-            natively; any other writer, also a subclass of these, is called as DCP calls it, without
-            ray_dcp's guarantees.
-        planner: A default planner is done natively; of any other the hooks are called.
+        *positional: DCP's deprecated form, with the storage writer as second argument. Warns.
+        checkpoint_id: Path or URL of the checkpoint, a `Location` with options for it, or a
+            filesystem object. Relative paths refer to this rank's working directory.
+        storage_writer: ray_dcp carries out a `FileSystemWriter` or `FsspecWriter` natively, with
+            the arguments that it was made with. It calls any other writer, subclasses of these
+            included, as DCP does, and then gives none of its own guarantees.
+        planner: ray_dcp carries out a default planner natively, and calls the hooks of any other.
         process_group: The ranks that save together; the default group if None.
-        no_dist: Save as a single process, whatever the process group.
-        use_collectives: Accepted for DCP's sake. No save of ray_dcp uses collectives of the
-            group once its session is made.
+        no_dist: Save as a single process, regardless of the process group.
+        use_collectives: Accepted for compatibility with DCP. Once its session exists, ray_dcp
+            uses no collectives of the group.
         options: See `SaveOptions`.
 
     Returns:
-        DCP's `Metadata` of the committed checkpoint, read from the chunk table when first looked
-        at.
+        DCP's `Metadata` of the committed checkpoint, read from the chunk table on first access.
 
     Raises:
         InvalidRequestError: The call or the state dict is wrong.
-        CheckpointExistsError: A checkpoint stands here and `overwrite` is False, or another save
-            won the race for this id.
+        CheckpointExistsError: A checkpoint exists here and `overwrite` is False, or another save
+            committed under this id first.
         StorageError: The storage failed.
-        ParticipantError: A rank or the coordinator died or was too late; it is named.
-        CommitUnknownError: It is not known whether the commit happened.
+        ParticipantError: A rank or the coordinator died or was too late; the message names it.
+        CommitUnknownError: It is unknown whether the checkpoint was committed.
 
     Examples:
         >>> import tempfile, torch, ray_dcp
@@ -119,7 +118,7 @@ def async_save(
     use_collectives: bool = True,
     options: SaveOptions | None = None,
 ) -> SaveHandle:
-    """Saves a state dict over all ranks in the background, and returns once its bytes are copied.
+    """Saves a state dict from all ranks in the background; returns when its bytes are copied.
 
     All ranks of the group call it with the same arguments. When it returns the state may change:
     each rank's bytes are staged. In a job with Ray they are held by a stager of the node, and from
@@ -127,32 +126,31 @@ def async_save(
     them itself, and the save ends with it. The checkpoint exists when the handle reports it, and
     not before.
 
-    The handle reports what goes wrong with the save, the same on every rank; a failed save
-    does not stop training. Without `async_stager` the handle is staged when it is returned, unless
-    `SaveOptions(staging="background")` asks to copy beside training: then the state may change when
-    `SaveHandle.staged()` has returned.
+    A failed save does not stop training: the handle raises its error, the same on every rank. With
+    `SaveOptions(staging="background")` the call returns before the bytes are copied, and the state
+    may change only when `SaveHandle.staged()` has returned.
 
     Args:
         state_dict: As for `save`.
         checkpoint_id: As for `save`.
-        storage_writer: As for `save`. One that is an `AsyncStager` and not taken at its word
-            stages as well, as in DCP.
+        storage_writer: As for `save`. A third-party writer that is an `AsyncStager` also stages,
+            as in DCP.
         planner: As for `save`; its hooks run before this returns.
         process_group: As for `save`.
-        async_checkpointer_type: Accepted for DCP's sake: the writer is always another process
-            where there is one, and a thread where there is none.
-        async_stager: Stages instead of ray_dcp, by DCP's protocol. What it returns is then saved
-            from this process: such a save does not survive it.
+        async_checkpointer_type: Accepted for compatibility with DCP. The stager's process writes
+            where there is one, a thread of this process otherwise.
+        async_stager: Stages the state instead of ray_dcp, by DCP's protocol. This process then
+            saves what it returns: such a save does not survive the process.
         no_dist: As for `save`.
         use_collectives: As for `save`.
-        options: See `SaveOptions`; `max_pending` and `when_full` are for asynchronous saves.
+        options: See `SaveOptions`; `max_pending` and `when_full` apply to asynchronous saves.
 
     Returns:
-        A future of DCP's `Metadata`, and an `AsyncSaveResponse`; see `SaveHandle`.
+        A future of DCP's `Metadata`, which is also an `AsyncSaveResponse`; see `SaveHandle`.
 
     Raises:
         InvalidRequestError: The call is wrong.
-        ParticipantError: No session can be made.
+        ParticipantError: The session can't be created.
 
     Examples:
         >>> import tempfile, torch, ray_dcp
@@ -200,7 +198,7 @@ def save_state_dict(
     no_dist: bool = False,
     planner: SavePlanner | None = None,
 ) -> Metadata:
-    """Saves like `save`, in DCP's older form: `Stateful` values are not asked for their state.
+    """Saves like `save`, but does not replace `Stateful` values by their state. Deprecated in DCP.
 
     Args:
         state_dict: Values by name.
@@ -237,33 +235,33 @@ def load(
 ) -> LoadReport:
     """Loads a checkpoint into a state dict, in place, resharding as needed.
 
-    All ranks of the group call it. Tensors are filled where they are (meta tensors are
-    materialised); other values are replaced in the dict; top-level `Stateful` values get their
-    loaded state. Nothing is touched before every rank has planned its reads, and what is read is
-    verified against its checksums.
+    All ranks of the group must call this function. Tensors are filled in place (meta tensors are
+    materialised); other values are replaced in the dict; top-level `Stateful` values load their
+    state. No value changes before every rank has planned its reads. Bytes that are read are
+    verified against their checksums.
 
     Args:
-        state_dict: What to fill. Its tensors define which part of each this rank wants.
-        *positional: DCP's older form: the storage reader as second argument. Warns.
+        state_dict: The targets. Its tensors define which part of each saved tensor this rank loads.
+        *positional: DCP's deprecated form, with the storage reader as second argument. Warns.
         checkpoint_id: Path or URL of a checkpoint of ray_dcp, of stock DCP, or of a folder of
             safetensors files.
-        storage_reader: A `FileSystemReader`, `FsspecReader` or `HuggingFaceStorageReader` is taken
-            at its word and done natively; any other reader, also a subclass of these, is called as
-            DCP calls it.
-        planner: A default planner is done natively; of any other the hooks are called.
+        storage_reader: ray_dcp carries out a `FileSystemReader`, `FsspecReader` or
+            `HuggingFaceStorageReader` natively, with the arguments that it was made with. It calls
+            any other reader, subclasses of these included, as DCP does.
+        planner: ray_dcp carries out a default planner natively, and calls the hooks of any other.
         process_group: The ranks that load together; the default group if None.
-        no_dist: Load as a single process, whatever the process group.
+        no_dist: Load as a single process, regardless of the process group.
         options: See `LoadOptions`.
 
     Returns:
-        What was loaded, missing, unexpected and cast.
+        Which keys were loaded, missing, unexpected and cast.
 
     Raises:
-        CheckpointNotFoundError: There is no checkpoint; the message names what is there.
-        MissingKeyError: The checkpoint lacks keys; it has their number, and five of them.
-        StateDictError: It holds state of a module or optimizer that nobody takes.
-        ShapeMismatchError: Shapes or dtypes do not fit; all are named.
-        DamagedCheckpointError: Stored bytes are not what was committed.
+        CheckpointNotFoundError: There is no checkpoint; the message names what is there instead.
+        MissingKeyError: The checkpoint lacks keys; the message has their number and five of them.
+        StateDictError: The checkpoint has state of a module or optimizer that no target takes.
+        ShapeMismatchError: Shapes or dtypes do not match; the message names all of them.
+        DamagedCheckpointError: Stored bytes differ from those that were committed.
         ParticipantError: A rank or the coordinator died or was too late.
 
     Examples:
@@ -299,46 +297,47 @@ def load_newest(
     no_dist: bool = False,
     options: LoadOptions | None = None,
 ) -> LoadReport:
-    """Loads the newest checkpoint of a run that can be loaded, in place, as `load` does.
+    """Loads the newest undamaged checkpoint of a run, in place, as `load` does.
 
-    All ranks of the group call it. A run is a directory of step folders, as `step-1000` and
-    `epoch=2-step=500`: the number at the end of a folder's name is its step, and the highest is
-    the newest. Folders without a number, and those inside of step folders, are not looked at.
+    All ranks of the group must call this function. A run is a directory of step folders, such as
+    `step-1000` or `epoch=2-step=500`: the number at the end of a folder's name is its step, and the
+    highest step is the newest. Folders without a number, and folders inside step folders, are
+    ignored.
 
-    The newest committed one is tried first. When it is damaged (a file is missing or cut off, a
-    checksum does not match, a record can't be read), the next older one is loaded into the same
-    targets instead, on all ranks the same: one rank that fails is enough. A warning names each
-    damaged one, and the report names every step that was passed over.
+    The newest committed checkpoint is tried first. If any rank finds it damaged (a file is missing
+    or truncated, a checksum does not match, a record can't be read), all ranks load the next older
+    one into the same targets. A warning names each damaged checkpoint, and the report lists every
+    step that was skipped.
 
-    An older checkpoint does not help against a state dict that does not fit, objects that
-    `LoadOptions.weights_only` refuses, a storage that fails, a rank that died or a deadline:
-    these are raised at once.
+    Errors for which an older checkpoint is no remedy are raised at once: a state dict that does not
+    match, objects that `LoadOptions.weights_only` refuses, a storage failure, a dead rank or a
+    missed deadline.
 
     Args:
-        state_dict: What to fill, as for `load`. A damaged checkpoint may have been read in part
-            before an older one overwrites it; values that the older one lacks can't be left as
-            they are then (`LoadOptions(strict=False)`), which is an error.
+        state_dict: The targets, as for `load`. A damaged checkpoint may overwrite some of them
+            before an older one is loaded. If the older one lacks such a value, the load fails even
+            with `LoadOptions(strict=False)`, as the value can't be left unchanged.
         run: Path, URL, `Location` or filesystem of the directory.
-        at_most: Load this step or an older one: to go back to before a bad stretch of training.
-        newer_than: Load no step up to this one: for who waits for the next.
+        at_most: Load this step or an older one, for example to go back before a loss spike.
+        newer_than: Load only steps above this one, for example to wait for the next checkpoint.
         planner: As for `load`. It is set up again for each checkpoint that is tried.
         process_group: As for `load`.
         no_dist: As for `load`.
-        options: As for `load`. With `verify="never"` damage inside of files is not seen.
+        options: As for `load`. With `verify="never"`, damage inside files is not detected.
 
     Returns:
         As `load`, with `checkpoint_id`, `step` and `skipped`.
 
     Raises:
-        CheckpointNotFoundError: No step is committed: there is nothing to resume from. The
-            message says what is there.
+        CheckpointNotFoundError: No step is committed; the message names what is there instead.
         DamagedCheckpointError: Every committed step is damaged. The state dict may hold parts of
-            what was tried.
-        MissingKeyError: As for `load`; or an older step lacks what a damaged one overwrote.
+            those that were tried.
+        MissingKeyError: As for `load`; or an older step lacks a value that a damaged one
+            overwrote.
         CheckpointError: As `load` does, with a note on each step that was skipped before.
 
     Complexity:
-        One listing of all files of the run by one rank, and one load for each step tried.
+        One listing of all files of the run by one rank, and one load for each step that is tried.
 
     Examples:
         >>> import pathlib, tempfile, torch, ray_dcp, warnings
@@ -384,7 +383,7 @@ def load_state_dict(
     no_dist: bool = False,
     planner: LoadPlanner | None = None,
 ) -> LoadReport:
-    """Loads like `load`, in DCP's older form: `Stateful` values are not given their state.
+    """Loads like `load`, but does not load the state of `Stateful` values. Deprecated in DCP.
 
     Args:
         state_dict: As for `load`.
@@ -420,7 +419,7 @@ def check_options(options: object, kind: type[SaveOptions | LoadOptions]) -> Non
 
 
 def _second_argument(name: str, positional: tuple[Any, ...], keyword: Any) -> Any:
-    """Returns the storage, which DCP once took as second positional argument."""
+    """Returns the storage plug-in, which older versions of DCP took as second argument."""
     if not positional:
         return keyword
     if isinstance(positional[0], (str, os.PathLike)):

@@ -1,18 +1,18 @@
-"""Every error that ray_dcp raises on purpose, as one tree grouped by what the catcher does.
+"""The exceptions of ray_dcp: one hierarchy, grouped by what the caller does about an error.
 
-Nothing here imports torch: `torch_adapter` makes `CheckpointError` a
-`torch.distributed.checkpoint.api.CheckpointException` as well when it is first imported.
+This module does not import torch. When `torch_adapter` is first imported, it makes
+`CheckpointError` a subclass of `torch.distributed.checkpoint.api.CheckpointException` as well.
 
 | catch | and then |
 |---|---|
 | `InvalidRequestError` | fix the call: an argument or the state dict is wrong |
 | `CheckpointNotFoundError` | look elsewhere: there is no checkpoint at this place |
-| `CheckpointExistsError` | pick another id, or load what is there |
-| `DamagedCheckpointError` | fall back a step: these bytes can't be trusted |
-| `StorageError` | retry, or call the owner of the storage |
-| `ParticipantError` | restart the rank, stager or coordinator that is named |
-| `LimitError` | raise the limit that is named |
-| `CommitUnknownError` | ask `ray_dcp.outcome(path, attempt)` later |
+| `CheckpointExistsError` | choose another id, or load the existing checkpoint |
+| `DamagedCheckpointError` | fall back to an earlier step: these bytes can't be trusted |
+| `StorageError` | retry, or contact the owner of the storage |
+| `ParticipantError` | restart the rank, stager or coordinator that the message names |
+| `LimitError` | raise the limit that the message names |
+| `CommitUnknownError` | call `ray_dcp.outcome(path, attempt)` later |
 | `InternalError` | report a bug |
 | `CheckpointError` itself | upgrade: a newer ray_dcp or torch wrote the checkpoint |
 """
@@ -52,19 +52,19 @@ __all__ = [
 
 
 class CheckpointError(Exception):
-    """A save, a load or a look at a checkpoint did not do what was asked.
+    """Base class: a save, a load or another operation on a checkpoint failed.
 
     Args:
         message: What was expected, what was found, and the way out.
-        checkpoint_id: Path or URL of the checkpoint, if one is concerned.
+        checkpoint_id: Path or URL of the checkpoint, if the error concerns one.
         step: Training step, if known.
-        rank: The rank at which it happened, if it happened at one.
-        key: Storage key, FQN or option that is at fault, if one is.
+        rank: The rank that failed, if it was a single one.
+        key: The storage key, FQN or option at fault, if there is one.
 
     Attributes:
         failures: `{rank: (exception, traceback.StackSummary)}`, the form in which
             `torch.distributed.checkpoint.CheckpointException` reports ranks. Holds this error
-            itself under its rank (0 when no rank is known) unless other ranks' errors were set.
+            under its own rank (0 if unknown) unless `with_failures` set the errors of ranks.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class CheckpointError(Exception):
     def with_failures(
         self, failures: Mapping[int, tuple[BaseException, traceback.StackSummary]]
     ) -> CheckpointError:
-        """Returns this error after recording which rank failed with what."""
+        """Sets `failures` and returns this error."""
         self._failures = dict(failures)
         return self
 
@@ -107,11 +107,11 @@ class CheckpointError(Exception):
         }
         where = [f"{name} {value}" for name, value in fields.items() if value is not None]
         text = f"{self.message} [{', '.join(where)}]" if where else self.message
-        # Why: a name in a checkpoint, or of a file, may hold what no terminal and no log takes.
+        # Why: names of tensors and files may have characters that terminals and logs can't encode.
         return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Why: Exception.__reduce__ would call the class with `args` only, and Ray pickles errors.
+        # Why: Ray pickles errors, and Exception.__reduce__ would drop the keyword-only fields.
         return (
             _rebuild,
             (type(self), self.message, self._fields(), getattr(self, "__notes__", None)),
@@ -141,7 +141,7 @@ class InvalidRequestError(CheckpointError, ValueError, RuntimeError):
 
 
 class StateDictError(InvalidRequestError):
-    """The state dict can't be saved as it is, or does not fit the checkpoint."""
+    """The state dict can't be saved, or does not match the checkpoint."""
 
 
 class MissingKeyError(StateDictError):
@@ -149,27 +149,27 @@ class MissingKeyError(StateDictError):
 
 
 class ShapeMismatchError(StateDictError):
-    """A target has another global shape, or a narrower dtype, than the checkpoint."""
+    """A target has another global shape than the checkpoint, or a narrower dtype."""
 
 
 class UnsupportedValueError(StateDictError):
-    """A value can't be checkpointed: a quantised or `Partial` tensor, an unpicklable object."""
+    """A value can't be checkpointed: a quantised or `Partial` tensor, or an unpicklable object."""
 
 
 class NonFiniteError(StateDictError):
-    """A tensor holds NaN or infinities, and they are refused: go back to an earlier step."""
+    """A tensor holds NaN or infinities, which the options refuse: go back to an earlier step."""
 
 
 class PlanConflictError(StateDictError):
-    """The ranks' plans do not make one checkpoint: overlap, gap, other shape or dtype."""
+    """The ranks' plans conflict: they overlap, leave gaps, or differ in shape or dtype."""
 
 
 class CoverageError(PlanConflictError):
-    """Some region of a tensor is held by no rank, or stored in no chunk."""
+    """No rank holds, or no chunk stores, some region of a tensor."""
 
 
 class RankDisagreementError(InvalidRequestError):
-    """Ranks called save or load with different arguments, or one rank appears twice."""
+    """Ranks called save or load with different arguments, or two processes use the same rank."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
@@ -177,35 +177,35 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class UncommittedCheckpointError(CheckpointNotFoundError):
-    """There are files of a save here, but none was ever committed."""
+    """This place has files of saves, but none of these saves was committed."""
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError, RuntimeError):
-    """A committed checkpoint has this id already, or another attempt won the race for it."""
+    """A committed checkpoint already has this id, or another save committed under it first."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Stored bytes do not match what was committed: fall back a step."""
+    """Stored bytes do not match those that were committed: fall back to an earlier step."""
 
 
 class UnsafeCheckpointError(DamagedCheckpointError):
-    """The checkpoint asks for code to run, or for a file outside its own directory."""
+    """The checkpoint would run code, or refers to a file outside its own directory."""
 
 
 class StorageError(CheckpointError, OSError):
-    """The storage refused, failed or did not answer."""
+    """The storage refused a request, failed or did not answer."""
 
 
 class StorageRefusedError(StorageError):
-    """The storage answered that it does not do this: to ask again changes nothing."""
+    """The storage does not support or allow this request: a retry gets the same answer."""
 
 
 class ParticipantError(CheckpointError):
-    """A rank, stager or coordinator died, froze or never came."""
+    """A rank, stager or coordinator died, froze or never joined."""
 
 
 class DeadlineError(ParticipantError, TimeoutError):
-    """A phase did not end in time; the message names who was missing."""
+    """A phase missed its deadline; the message names the ranks that were missing."""
 
 
 class SaveCancelledError(CheckpointError):
@@ -213,26 +213,26 @@ class SaveCancelledError(CheckpointError):
 
 
 class SaveSkippedError(SaveCancelledError):
-    """The save was not begun, because enough others were under way (`when_full="skip"`)."""
+    """The save was not started: `max_pending` saves were in progress (`when_full="skip"`)."""
 
 
 class LimitError(CheckpointError):
-    """A limit, of the options or of the machine, is too small for this: raise it."""
+    """A limit of the options or of the machine is too low: raise it."""
 
 
 class InternalError(CheckpointError):
-    """ray_dcp contradicts itself: please report it."""
+    """An invariant of ray_dcp does not hold: please report this."""
 
 
 class CommitUnknownError(CheckpointError):
-    """Neither storage nor coordinator reported whether the commit happened.
+    """Neither the storage nor the coordinator reported whether the checkpoint was committed.
 
-    The only error after which the checkpoint may still appear.
-    `ray_dcp.outcome(path, attempt)` answers later.
+    This is the only error after which the checkpoint may still appear. Call
+    `ray_dcp.outcome(path, attempt)` later to learn how the save ended.
 
     Args:
         message: As for `CheckpointError`.
-        attempt: The attempt whose outcome is open.
+        attempt: Id of the attempt whose outcome is unknown.
         checkpoint_id: As for `CheckpointError`.
         step: As for `CheckpointError`.
         rank: As for `CheckpointError`.

@@ -1,9 +1,9 @@
-"""Events: what happened to a save or a load on one rank, as frozen values, and their log.
+"""Events of saves and loads on each rank, as frozen values, and their log.
 
-To receive them, call `subscribe`, or add a handler to the logger `ray_dcp.events` and read
-`record.event`, a dict that can be written as JSON. Phases are logged at level DEBUG, and so are
-ends but those on rank 0, which are logged at INFO: one line for each save and load of a job.
-`runtime.metrics` makes metrics of the same events.
+To receive events, call `subscribe`, or add a handler to the logger `ray_dcp.events` and read
+`record.event`, a JSON-serializable dict. The end of a save or load on rank 0 is logged at INFO (one
+line for each save and load of a job), all other events at DEBUG. `runtime.metrics` derives metrics
+from the same events.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _listeners: tuple[Listener, ...] = ()
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One thing that happened on one rank.
+    """The end of a phase, of a save or of a load, on one rank.
 
     A save emits `save.capture`, `save.plan`, `save.stage`, `save.write` and `save.commit`, each
-    when that phase has ended, by success or by what ends the save, and then exactly one end:
-    `save.committed`, `save.failed`, `save.cancelled`, `save.skipped` or `save.unknown`. A load
-    emits `load.plan`, `load.read` and `load.finish`, and then `load.loaded` or `load.failed`. The
-    seconds of the phases add up to those of the end.
+    when that phase ends or fails, and then exactly one end event: `save.committed`, `save.failed`,
+    `save.cancelled`, `save.skipped` or `save.unknown`. A load emits `load.plan`, `load.read` and
+    `load.finish`, and then `load.loaded` or `load.failed`. The seconds of the phases add up to
+    those of the end event.
 
     Examples:
         >>> event = Event(name="save.stage", checkpoint_id="/run/step-1", seconds=0.5, num_bytes=8)
@@ -47,42 +47,42 @@ class Event:
 
     name: str
     checkpoint_id: str | None = None
-    """Path or URL; None when only a third party's plug-in knows."""
+    """Path or URL; None when only a third-party plug-in knows it."""
     rank: int = 0
     world_size: int = 1
     mode: str = ""
-    """How it was asked for: `"save"`, `"async_save"` or `"load"`."""
+    """The function that was called: `"save"`, `"async_save"` or `"load"`."""
     path: str = ""
     """`"native"`, `"planner hooks"` or `"foreign storage"`."""
     attempt: str | None = None
     """Id of the attempt of a save, once it is planned."""
     plan: str | None = None
-    """Where the plan of a save is from, once it is planned; see `SaveReport.plan`."""
+    """Origin of the plan of a save, once it is planned; see `SaveReport.plan`."""
     seconds: float = 0.0
-    """How long the phase took; of an end, how long all of it took."""
+    """Duration of the phase; at an end, of the whole save or load."""
     stall_s: float | None = None
-    """Of the end of a save: how long training waited, in seconds."""
+    """At the end of a save: how long training waited, in seconds."""
     num_bytes: int = 0
-    """Bytes that this rank staged, wrote or read in this phase; of an end, wrote or read."""
+    """Bytes that this rank staged, wrote or read in this phase; at an end, wrote or read in all."""
     staged_bytes: int = 0
-    """Of the end of a save: bytes that were copied for it."""
+    """At the end of a save: bytes that were copied for it."""
     memory_bytes: int = 0
-    """Of the end of a load: those of `num_bytes` that came from the memory of the nodes."""
+    """At the end of a load: the part of `num_bytes` that came from the memory of the nodes."""
     error: str | None = None
-    """Of an end that failed: type and message of the error."""
+    """At an end by failure: type and message of the error."""
 
     @property
     def outcome(self) -> str:
-        """What comes after the dot: the phase, or how it ended."""
+        """The part of `name` after the dot: the phase, or how the save or load ended."""
         return self.name.partition(".")[2]
 
     @property
     def is_end(self) -> bool:
-        """Whether this is the last event of this save or load."""
+        """Whether this is the last event of its save or load."""
         return self.outcome in _ENDS
 
     def as_dict(self) -> dict[str, object]:
-        """Returns what is known, as JSON takes it."""
+        """Returns the fields that are not None, as a JSON-serializable dict."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def __str__(self) -> str:
@@ -95,11 +95,11 @@ _ENDS = ("committed", "failed", "cancelled", "skipped", "unknown", "loaded")
 
 
 def outcome_of(error: BaseException | None, good: str) -> str:
-    """Returns how a save or load ended, in the word that events have for it.
+    """Returns the word with which event names describe how a save or load ended.
 
     Args:
-        error: What it raised.
-        good: The word for no error.
+        error: The exception that it raised, or None.
+        good: The word for success.
 
     Examples:
         >>> outcome_of(SaveSkippedError("enough"), "committed")
@@ -118,14 +118,14 @@ def outcome_of(error: BaseException | None, good: str) -> str:
 
 
 def subscribe(listener: Listener) -> Callable[[], None]:
-    """Calls a function with every event of this process.
+    """Registers a function that is called with every event of this process.
 
     Args:
-        listener: Called in the thread in which it happens, so it must be quick. What it raises is
-            logged, and nothing else comes of it.
+        listener: The function. It runs in the thread that emits the event, so it must be quick.
+            Exceptions that it raises are logged and otherwise ignored.
 
     Returns:
-        A function that ends it.
+        A function that ends the subscription.
 
     Examples:
         >>> heard = []
@@ -151,7 +151,7 @@ def emit(event: Event) -> None:
     """Logs an event, with the event itself as `record.event`, and passes it to all listeners.
 
     Args:
-        event: What happened.
+        event: The event.
     """
     level = logging.INFO if event.is_end and event.rank == 0 else logging.DEBUG
     with contained(f"The log of {event.name}"):

@@ -1,6 +1,6 @@
-"""Runs a load on the path that was decided for it, or the load of the newest step of a run.
+"""Runs a load on its path, and the load of the newest step of a run.
 
-Public signatures and what they promise are in `entrypoints`; saves are in `operations`.
+`operations` runs saves. `entrypoints` has the public signatures and documents their guarantees.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def run_load(
     overwritten: set[str] | None = None,
     log: OperationLog | None = None,
 ) -> LoadReport:
-    """Loads on this rank and reports.
+    """Runs this rank's part of a load and returns its report.
 
     Args:
-        decision: Which path, with what planner, storage and options.
-        session: Of this rank.
+        decision: The path of the load, with its planner, storage and options.
+        session: Session of this rank.
         state_dict: As given to `load`; filled in place.
-        options: As given to `load`; the decision's are added.
+        options: As given to `load`; those of `decision` are added.
         checkpoint_id: As given to `load`; foreign storages are reset to it.
         coordinator_rank: Where a third-party planner or storage decides.
         stateful: Load into the state of top-level `Stateful` values.
@@ -116,16 +116,16 @@ def run_load_newest(
     steps: StepRange,
     log: OperationLog | None = None,
 ) -> LoadReport:
-    """Loads the newest good checkpoint of a run on this rank and reports.
+    """Runs this rank's part of `load_newest` and returns its report.
 
     Args:
-        session: Of this rank.
+        session: Session of this rank.
         state_dict: As given to `load_newest`; filled in place.
-        options: As given there.
-        run: With its absolute path or URL.
-        planner: As given there.
-        steps: Which may be loaded.
-        log: Gets the phases.
+        options: As given to `load_newest`.
+        run: Directory of the run, with an absolute path or URL.
+        planner: As given to `load_newest`.
+        steps: The steps that may be loaded.
+        log: Receives the phases.
 
     Raises:
         CheckpointError: As `load_newest` does.
@@ -179,16 +179,16 @@ def _load_steps(
     coordinator_rank: int = 0,
     stateful: bool = True,
 ) -> LoadSteps:
-    """Returns the part of this rank in one load.
+    """Runs this rank's part of one load: yields its requests and returns the report.
 
     Args:
         decision: As for `run_load`.
-        session: As there.
-        state_dict: As there.
-        options: With the decision's.
+        session: As for `run_load`.
+        state_dict: As for `run_load`.
+        options: Options, with those of `decision` applied.
         checkpoint_id: As for `run_load`.
-        peers: How the other ranks are reached.
-        memory: What the nodes keep.
+        peers: Exchange of shared reads with other ranks.
+        memory: Checkpoints that the nodes keep in memory.
         coordinator_rank: As for `run_load`.
         stateful: As there.
         overwritten: As there.
@@ -222,7 +222,8 @@ def _load_steps(
     works: list[Any] = []
     group = None
     if decision.path == HOOKS:
-        # Why now: a rank that fails before its planner is called must not fall out of step.
+        # Why now: a group names its operations when it is created. A rank that fails before its
+        # planner is called must use as many names as the others.
         group = Group(session, options.plan_timeout_s, "load", target.url, coordinator_rank)
 
     def plan(checkpoint: Checkpoint) -> Generator[Request, Reply, LoadWork]:
@@ -234,7 +235,7 @@ def _load_steps(
                 metadata_of(
                     checkpoint.table,
                     attempt=checkpoint.attempt,
-                    # Why: it asks for all that is named, and gets mappings without values too.
+                    # Why: this planner loads every name, including those of empty mappings.
                     empty_mappings=isinstance(decision.planner, _EmptyStateDictLoadPlanner),
                 ),
                 checkpoint.table,
@@ -288,17 +289,17 @@ def _load_steps(
 
 
 def _peers_of(session: object) -> Peers:
-    """Returns how the ranks of a session reach each other; nobody, for a process that is alone.
+    """Returns the peers of this rank for shared reads; none for a single process.
 
     Args:
-        session: Of this rank.
+        session: Session of this rank.
 
     Raises:
         ParticipantError: This process has shut down the Ray of the session.
     """
     connection = getattr(session, "connection", None)
     if connection is not None:
-        # Why first: what is asked of Ray in a process without it starts another one.
+        # Why first: a call of Ray in a process that is not connected starts another cluster.
         connection.check()
     coordinator = getattr(session, "coordinator", None)
     if coordinator is None:
@@ -309,14 +310,14 @@ def _peers_of(session: object) -> Peers:
 
 
 def _await_staged(memory: NodeMemory, url: str, session: Activity, options: LoadOptions) -> None:
-    """Waits for what is staged and will be committed."""
+    """Waits for staged asynchronous saves of this checkpoint to be committed."""
     if options.from_memory:
         session.progress.enter(AWAIT_STAGED)
         memory.await_staged(url, options.plan_timeout_s, session.progress.stop)
 
 
 def _check_simple(decision: Route, state_dict: StateDict, options: LoadOptions) -> None:
-    """Raises where a plug-in decides what goes where, and so nobody would look at a choice."""
+    """Raises if options are set that a plug-in, which decides what goes where, would ignore."""
     chosen = options.choices
     if decision.path == FOREIGN and options.strict:
         chosen = (*chosen, "strict=True")
@@ -330,7 +331,7 @@ def _check_simple(decision: Route, state_dict: StateDict, options: LoadOptions) 
 
 
 def _check_replaces(loaded: Iterable[str], overwritten: set[str]) -> None:
-    """Raises `MissingKeyError` when this load leaves what a failed one has changed."""
+    """Raises `MissingKeyError` if this load does not replace values that a failed one changed."""
     left = sorted(overwritten.difference(loaded)) if overwritten else []
     if left:
         raise MissingKeyError(

@@ -1,6 +1,6 @@
-"""Runs a save on the path that was decided for it: native, planner hooks or foreign.
+"""Runs a save on its path: native, planner hooks or foreign storage.
 
-Loads are in `loading`. Public signatures and what they promise are in `entrypoints`.
+`loading` runs loads. `entrypoints` has the public signatures and documents their guarantees.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ CheckpointId = AnyPlace
 
 
 class RankSession(RankCalls, Protocol):
-    """What an entrypoint needs of a session."""
+    """The interface of a session that entry points use."""
 
     def activity(self, timeout_s: float, key: OpKey | None = None) -> Activity:
-        """Returns what one call of the user uses the session through."""
+        """Returns the object through which one call of the user accesses the session."""
         ...
 
     def cancel(self, key: OpKey, reason: str) -> bool:
-        """Fails a save on all ranks; returns whether that was still possible."""
+        """Fails a save on all ranks; returns False if its commit has begun."""
         ...
 
     def leave(self, left: Left, wait_s: float = 0.0) -> None:
@@ -74,19 +74,20 @@ def run_save(
     log: OperationLog | None = None,
     account: Account | None = None,
 ) -> Metadata:
-    """Saves on this rank and returns the metadata of the committed checkpoint.
+    """Runs this rank's part of a save and returns the metadata of the committed checkpoint.
 
     Args:
-        decision: Which path, with what planner, storage and options.
-        session: Of this rank.
+        decision: The path of the save, with its planner, storage and options.
+        session: Session of this rank.
         state_dict: As given to `save`.
-        options: As given to `save`; the decision's are added.
+        options: As given to `save`; those of `decision` are added.
         checkpoint_id: As given to `save`; foreign storages are reset to it.
-        coordinator_rank: Where a third-party planner or storage decides.
+        coordinator_rank: The rank on which a third-party planner or storage decides.
         stateful: Replace top-level `Stateful` values by their state.
-        use_collectives: For foreign storages.
-        log: Gets the phases.
-        account: Of whoever emits the end of the save; by default it is emitted here.
+        use_collectives: Passed to foreign storages.
+        log: Receives the phases.
+        account: Account of the save if the caller emits the end event; by default, this function
+            emits it.
 
     Raises:
         CheckpointError: As `save` does.
@@ -132,7 +133,7 @@ def run_save(
 
 
 def text_of(checkpoint_id: CheckpointId | None) -> str | None:
-    """Returns where a plug-in saves or loads, for messages: without credentials."""
+    """Returns the URL of a checkpoint without credentials, for messages."""
     return None if checkpoint_id is None else as_target(checkpoint_id).url
 
 
@@ -145,20 +146,20 @@ def capture_of(
     coordinator_rank: int = 0,
     stateful: bool = True,
 ) -> Callable[[], Capture]:
-    """Returns what captures the state of this rank, on the native path or with planner hooks.
+    """Returns a function that captures the state of this rank, natively or with planner hooks.
 
-    A planner's hooks are called now, its error is raised when the capture is asked for.
+    The hooks of a planner run now; the returned function raises their error.
 
     Args:
-        decision: Which of the two paths, with what planner.
-        session: Of this rank.
+        decision: The path, native or planner hooks, and the planner.
+        session: Session of this rank.
         state_dict: As given to `save`.
-        options: How it is saved.
-        coordinator_rank: Where a third-party planner decides.
+        options: Options of the save.
+        coordinator_rank: The rank on which a third-party planner decides.
         stateful: Replace top-level `Stateful` values by their state.
 
     Raises:
-        InvalidRequestError: The decision has no path to save to.
+        InvalidRequestError: `decision` has no target.
     """
     take: Callable[[], Capture] = partial(
         capture,
@@ -184,21 +185,21 @@ def capture_of(
         try:
             captured.set_result(drive(steps, session.call))
         except CheckpointError as error:
-            # Why later: this rank must join the save to report that its planner failed.
+            # Why not raised here: this rank must join the save to report its planner's error.
             captured.set_exception(error)
         take = captured.result
     return checking_finite(take, options, session.rank)
 
 
 def session_for(process_group: dist.ProcessGroup | None, no_dist: bool) -> RankSession:
-    """Returns the session of this rank, or that of a process that is alone.
+    """Returns the session of this rank, or an inline session for a single process.
 
     Args:
         process_group: As given to `save` or `load`.
-        no_dist: As given there.
+        no_dist: As given to `save` or `load`.
 
     Raises:
-        CheckpointError: No session can be made; see `current_session`.
+        CheckpointError: The session can't be created; see `current_session`.
     """
     session: RankSession = current_session(process_group, no_dist) or session_alone()
     if session.rank == 0:
@@ -208,10 +209,10 @@ def session_for(process_group: dist.ProcessGroup | None, no_dist: bool) -> RankS
 
 @cache
 def _note_untried(version: str) -> None:
-    """Logs that a torch is newer than those that were tried; once, whatever is called how often.
+    """Logs, once per version, that torch is newer than the newest tested version.
 
     Args:
-        version: Of torch.
+        version: Version of torch.
     """
     numbers = [int(number) for number in re.findall(r"\d+", version)[:2]]
     if numbers > [int(number) for number in NEWEST_TORCH.split(".")]:
@@ -226,10 +227,10 @@ def _note_untried(version: str) -> None:
 
 
 def target_of(decision: Route) -> Target:
-    """Returns where a decision saves to or loads from.
+    """Returns the target of a save or load.
 
     Raises:
-        InvalidRequestError: It is left to a plug-in.
+        InvalidRequestError: Only a plug-in knows the target.
     """
     if decision.target is None:
         raise InvalidRequestError(f"no path to save to or load from ({decision.reason})")

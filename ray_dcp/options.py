@@ -1,7 +1,7 @@
-"""What a caller can choose about a save or a load, as frozen values that check themselves.
+"""`SaveOptions` and `LoadOptions`: frozen dataclasses that validate themselves.
 
-No option is read from the environment; whoever reads one (entrypoints, the CLI) makes a value
-of it here and passes it whole.
+The environment sets no option. Entry points and the CLI build one of these values and pass it on
+unchanged.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ INSTEAD_OF_SAFETENSORS = (
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
-    """How to save.
+    """Options of `save` and `async_save`.
 
     Raises:
-        InvalidRequestError: A field has a value that it can't have; the message names it and
-            what is accepted.
+        InvalidRequestError: A field has an invalid value; the message names the field and the
+            accepted values.
 
     Examples:
         >>> SaveOptions(num_threads=4).overwrite
@@ -48,63 +48,63 @@ class SaveOptions:
     """
 
     overwrite: bool = True
-    """Replace a committed checkpoint of the same id, atomically. False refuses, as DCP does with
-    `FileSystemWriter(overwrite=False)`."""
+    """Replace a committed checkpoint of the same id, atomically. If False, the save raises
+    `CheckpointExistsError`, like DCP's `FileSystemWriter(overwrite=False)`."""
     container: Literal["torch_save"] = "torch_save"
-    """How data files are made: as DCP's own. For safetensors files, `export` the checkpoint."""
+    """Format of the data files: that of DCP. For safetensors files, `export` the checkpoint."""
     replicas: Literal["warn", "check"] = "warn"
-    """What to do when ranks hold different values where one is expected: take the lowest rank's
-    and warn, or refuse."""
+    """What to do when ranks hold different values of an item that should be equal. `warn`: save
+    the lowest rank's value and warn. `check`: fail the save with `PlanConflictError`."""
     dedup_save_to_lowest_rank: bool = False
-    """Let the lowest rank that holds a replicated item write it whole, instead of sharing the
-    bytes out over its holders; as DCP's `DefaultSavePlanner` argument of this name."""
+    """Let the lowest rank that holds a replicated item write all of it, instead of dividing its
+    bytes among the holders. Same as the argument of DCP's `DefaultSavePlanner`."""
     objects: Literal["warn", "refuse"] = "warn"
-    """What to do with an object that a safe load would refuse."""
+    """What to do with an object that a load with `weights_only=True` would refuse."""
     nonfinite: Literal["ignore", "warn", "refuse"] = "ignore"
-    """What to do with NaN and infinities: save them; save them, and warn with tensor, rank and
-    count; or fail the save on all ranks with `NonFiniteError` before anything is written. Looking
-    takes 1 to 3 ns a value, up to 8 where cores are shared, also in the call of an asynchronous
-    save."""
+    """What to do with NaN and infinities. `ignore`: save them. `warn`: save them and warn with
+    tensor, rank and count. `refuse`: fail the save on all ranks with `NonFiniteError` before
+    anything is written. The check takes 1 to 3 ns per value, up to 8 ns on shared cores; an
+    asynchronous save makes it during the call."""
     part_bytes: int = 1024 * MIB
-    """Aimed size of a part file, in bytes; a rank with a larger share writes several."""
+    """Target size of a part file, in bytes; a rank with a larger share writes several."""
     num_threads: int = 2
-    """Threads with which a rank writes its part files."""
+    """Number of threads with which a rank writes its part files."""
     sync_files: bool = True
-    """Make files durable (fsync) before they are reported, and write them past the page cache where
-    the filesystem allows it. False only for throw-away saves."""
+    """Make files durable (fsync) before they are reported, and bypass the page cache where the
+    filesystem allows it. Use False only for throw-away saves."""
     stock_metadata: bool = True
-    """Write DCP's `.metadata` as well, without which stock DCP can't read the checkpoint. It takes
-    100 to 160 bytes for each tensor and rank and as long to make as all else of a commit: with
-    many thousand ranks leave it out, and let `ray-dcp metadata PATH` or `ray_dcp.write_metadata`
-    make it when it is needed."""
+    """Also write DCP's `.metadata`, without which stock DCP can't read the checkpoint. It has 100
+    to 160 bytes per tensor and rank, and takes as long to build as the rest of the commit. With
+    many thousand ranks, set this to False and write it when it is needed, with `ray-dcp metadata
+    PATH` or `ray_dcp.write_metadata`."""
     max_pending: int = 1
-    """Asynchronous saves of a session that may be under way at a time; each holds a copy of the
-    state in memory."""
+    """Most asynchronous saves of a session that may be in progress at a time; each holds a copy of
+    the state in memory."""
     when_full: WhenFull = "wait"
-    """What an asynchronous save does when `max_pending` are under way. `wait`: until one has ended.
-    `skip`: it ends at once with `SaveSkippedError`."""
+    """What an asynchronous save does when `max_pending` saves are in progress. `wait`: it starts
+    when one of them ends. `skip`: it ends at once with `SaveSkippedError`."""
     keep_in_memory: int = 0
-    """How many of the last committed asynchronous saves of a run (those into one folder) stay in
-    the memory of the nodes, beside those under way, while there is room: loads take their bytes
-    from there, and verify them. They outlive the ranks."""
+    """How many of the last committed asynchronous saves of a run (those into one folder) the nodes
+    keep in memory, in addition to those in progress, while there is room. Loads read and verify
+    these bytes instead of the storage's. They outlive the ranks."""
     staging: Literal["call", "background"] = "call"
     """Where `async_save` copies the state. `call`: in the call; the state may change when it
-    returns. `background`: in a thread, from devices on a stream of their own, behind what the
-    caller's streams had been given by the call, which returns when the save is planned. The state
-    must not change before `SaveHandle.staged()` has returned; `SaveHandle.before_step(optimizer)`
-    waits where an optimizer would change it. `CheckpointManager`, the integrations and planners of
-    your own copy in the call."""
+    returns. `background`: in a thread; the call returns when the save is planned. Copies from
+    devices run on a separate stream, after the work that the caller's streams had queued by then.
+    The state must not change before `SaveHandle.staged()` returns;
+    `SaveHandle.before_step(optimizer)` makes an optimizer wait for that. `CheckpointManager`, the
+    integrations and custom planners always copy in the call."""
     plan_timeout_s: float = 600.0
-    """Deadline for all ranks to come with their plans, in seconds."""
+    """Deadline for all ranks to join the save with their items, in seconds."""
     write_timeout_s: float = 3600.0
-    """Deadline for all receipts after the plan went out, in seconds."""
+    """Deadline for all receipts, in seconds from when the plan was sent."""
     commit_timeout_s: float = 300.0
     """Deadline for writing the chunk table, the manifest and `.metadata`, in seconds. Also for
-    asking the storage what became of a save whose coordinator is gone."""
+    reading from storage how a save ended whose coordinator is gone."""
     heartbeat_timeout_s: float = 60.0
-    """Silence after which a process that takes part counts as frozen, in seconds: a rank that
-    was not heard is blamed, however long the phase's own deadline is, and a coordinator that does
-    not answer is given up. One that is slow but speaks is not concerned."""
+    """Silence, in seconds, after which a process counts as frozen. A silent rank fails the
+    operation, whatever the phase's own deadline; ranks stop waiting for a silent coordinator. A
+    process that is slow but sends heartbeats is not affected."""
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -112,10 +112,10 @@ class SaveOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """How to load.
+    """Options of `load` and `load_newest`.
 
     Raises:
-        InvalidRequestError: A field has a value that it can't have.
+        InvalidRequestError: A field has an invalid value.
 
     Examples:
         >>> LoadOptions().verify
@@ -123,48 +123,49 @@ class LoadOptions:
     """
 
     strict: bool | None = None
-    """None: keys that the checkpoint lacks are an error; those that nobody asked for are one if
-    they are of a module or optimizer that is given as itself, and else reported. True: both are
-    errors. False: neither is, as in `Module.load_state_dict`, and what the checkpoint lacks stays
-    as it is; DCP's `DefaultLoadPlanner(allow_partial_load=True)` means that too. Shapes that
-    differ are an error in any case; see `resize`."""
+    """None: missing keys (asked for, but not in the checkpoint) are an error; unexpected keys (in
+    the checkpoint, but not asked for) are an error if they belong to a module or optimizer that
+    the state dict holds as an object, and are reported otherwise. True: both are errors. False:
+    neither is, as in `Module.load_state_dict`, and targets that the checkpoint lacks keep their
+    values; DCP's `DefaultLoadPlanner(allow_partial_load=True)` means the same. Shapes that differ
+    are always an error; see `resize`."""
     key_map: KeyMap | None = field(default=None, hash=False)
-    """New names for the keys of the checkpoint, where the state dict calls them otherwise: a dict
-    of old to new names; `(regular expression, replacement)` pairs, applied in order to each; or a
-    function of the old name, which returns None to leave a key out."""
+    """How to rename keys of the checkpoint to those of the state dict: a dict from old to new
+    names; `(regular expression, replacement)` pairs, applied in order to each name; or a function
+    of the old name, which returns None to leave a key out."""
     prefixes: Sequence[str] = field(default=(), hash=False)
-    """Load only what lies at or below these dotted names of the state dict; the rest stays as it
-    is and is not missed. None given: everything."""
+    """Load only values at or below these dotted names of the state dict; all others keep their
+    values and are not reported as missing. If empty, load everything."""
     resize: Mapping[str, int | Sequence[int]] = field(default_factory=dict, hash=False)
-    """Shell patterns of FQNs, each with the dimensions in which the saved and the wanted length
-    may differ. What both have is loaded; what only the target has keeps its value; what only the
-    checkpoint has is left out. Told by `LoadReport.resized`."""
+    """Shell patterns of FQNs, each with the dimensions in which the saved and the target length
+    may differ. The region that both have is loaded; elements that only the target has keep their
+    values; elements that only the checkpoint has are ignored. `LoadReport.resized` lists them."""
     dtype: DtypePolicy = "widen"
-    """`widen`: cast where no value can be lost, refuse otherwise. `error`: never cast.
-    `cast`: cast anything, as stock DCP does, also between tensor classes that round. `keep`: keep
-    the saved dtype, by putting a new tensor in the place of a target that has another; a `Stateful`
-    casts what it is given."""
+    """`widen`: cast where no value can be lost, raise otherwise. `error`: never cast. `cast`: cast
+    anything, like stock DCP, also between tensor classes that round. `keep`: keep the saved dtype,
+    and replace a target of another dtype by a new tensor; a `Stateful` casts what it is given."""
     verify: Verify = "always"
-    """Which block checksums to verify: all that are read, one block in 16, or none."""
+    """Which block checksums to verify. `always`: those of all blocks that are read. `sample`: one
+    block in 16. `never`: none."""
     weights_only: bool = True
-    """Load objects by `torch.load(weights_only=True)` rules. False runs code from the
-    checkpoint: only for files that you wrote yourself."""
+    """Load objects under the rules of `torch.load(weights_only=True)`. False runs code from the
+    checkpoint: use it only for files that you wrote yourself."""
     num_threads: int = 4
-    """Threads with which a rank reads."""
+    """Number of threads with which a rank reads."""
     from_memory: bool = True
-    """Take bytes from memory where the nodes keep the checkpoint there, and wait for an
-    asynchronous save of it that is staged and not yet committed."""
+    """Read from the memory of the nodes where they keep the checkpoint, and wait for an
+    asynchronous save of it that is staged but not committed."""
     share_reads: ShareReads = "auto"
-    """Read what several ranks need once, and hand it on through Ray's object store. `auto`: where
-    that is sooner there, judged by the kind of storage: from object stores it is, from a disk
-    behind one page cache it is not. True: whatever saves bytes. False: every rank reads for
-    itself, as with a Ray that the job started for itself. Objects are always read by each."""
+    """Read bytes that several ranks need once, and pass them on through Ray's object store.
+    `auto`: where the kind of storage makes that faster; it does for object stores, and does not
+    for a disk behind one page cache. True: wherever it saves bytes. False: every rank reads for
+    itself, as it always does with a private Ray. Every rank reads objects for itself."""
     plan_timeout_s: float = 600.0
-    """Deadline for all ranks to come and to plan their reads, in seconds."""
+    """Deadline for all ranks to join and to plan their reads, in seconds."""
     read_timeout_s: float = 3600.0
-    """Deadline for all ranks to have read, in seconds."""
+    """Deadline for all ranks to finish reading, in seconds."""
     heartbeat_timeout_s: float = 60.0
-    """Silence after which a process that takes part counts as frozen, in seconds; see
+    """Silence, in seconds, after which a process counts as frozen; see
     `SaveOptions.heartbeat_timeout_s`."""
 
     def __post_init__(self) -> None:
@@ -172,15 +173,15 @@ class LoadOptions:
         _check_choices(self)
 
     def without_choices(self) -> LoadOptions:
-        """Returns them without what only this rank needs to know, for others to read.
+        """Returns a copy for the coordinator, without the fields that only this rank needs.
 
-        Functions of a user's script do not arrive in another process.
+        *Why*: functions of a user's script can't be unpickled in another process.
         """
         return replace(self, key_map=None, prefixes=(), resize={})
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Names of the fields that choose which values go where, as far as they are set."""
+        """Names of the fields that are set among those that choose which value goes where."""
         named = {
             "key_map": self.key_map is not None,
             "prefixes": bool(self.prefixes),
@@ -229,7 +230,7 @@ def _is_key_map(key_map: object) -> bool:
 
 
 def _check_fields(options: SaveOptions | LoadOptions) -> None:
-    """Checks choices, flags and numbers by their types; `others` are checked elsewhere."""
+    """Checks the fields whose type is a `Literal`, a bool or a number; skips all others."""
     cls = SaveOptions if isinstance(options, SaveOptions) else LoadOptions
     for name, hint in _HINTS[cls.__name__].items():
         value = getattr(options, name)

@@ -1,6 +1,6 @@
 """Checkpoints of Ray Train runs: `checkpointer` for the workers, `SaveBeforeResize` for the run.
 
-Names are loaded on first use, as those of `ray_dcp` are: `SaveBeforeResize` needs `ray[train]`.
+Names are imported on first use, because `SaveBeforeResize` needs `ray[train]`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`warm_up`: gets memory and processes ready for asynchronous saves, before the first one."""
+"""`warm_up`: prepares memory and processes for asynchronous saves, before the first one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ray_dcp.torch_adapter.state import check_mapping, stateful_to_state_dict
 __all__ = ["share_bytes", "warm_staging", "warm_up"]
 
 _MODULES = ("ray_dcp.asynchronous", "ray_dcp.entrypoints", "ray_dcp.loading")
-"""What the first call of a user's would import."""
+"""The modules that the first save or load would import."""
 
 
 def warm_up(
@@ -33,14 +33,14 @@ def warm_up(
     options: SaveOptions | None = None,
     stager: StagerOptions | None = None,
 ) -> Future[None]:
-    """Gets ready for asynchronous saves of a state of this size, in the background.
+    """Prepares, in the background, for asynchronous saves of a state of this size.
 
-    The first asynchronous save of a process is slow: its session and the node's stager start, and
-    memory that was never used is touched for the first time, which takes longer than the copy
-    itself. Call this once before training begins, on all ranks.
+    The first asynchronous save of a process is slow: it starts its session and the node's stager,
+    and touches new memory for the first time, which takes longer than the copy itself. Call this
+    function once before training begins, on all ranks.
 
     Args:
-        state_dict: As for `async_save`; only its sizes count.
+        state_dict: As for `async_save`; only its sizes are used.
         process_group: As for `async_save`.
         no_dist: As for `async_save`.
         options: As for `async_save`; `keep_in_memory` counts.
@@ -48,11 +48,11 @@ def warm_up(
             node count.
 
     Returns:
-        A future that ends when all is ready; nobody has to wait for it.
+        A future that is done when everything is prepared. Waiting for it is optional.
 
     Raises:
         InvalidRequestError: `state_dict` is not a mapping.
-        ParticipantError: No session can be made.
+        ParticipantError: The session can't be created.
 
     Examples:
         >>> import torch, ray_dcp
@@ -61,8 +61,8 @@ def warm_up(
     check_mapping(state_dict)
     session: Any = session_for(process_group, no_dist)
     state = stateful_to_state_dict(dict(state_dict), as_if_stepped=True)
-    # Why not in the background: a child that is forked meanwhile would wait for ever for a module
-    # that nobody goes on to import there.
+    # Why not in the background: a child forked during an import would wait forever for its lock,
+    # as it lacks the thread that imports.
     for module in _MODULES:
         importlib.import_module(module)
     if session.stages_itself:
@@ -77,30 +77,30 @@ def warm_staging(
     options: SaveOptions,
     stager: StagerOptions | None = None,
 ) -> Future[None]:
-    """Gets a rank's memory at its node's stager ready for a state, in the background.
+    """Prepares, in the background, a rank's memory at its node's stager for a state.
 
     Args:
-        session: Of the rank.
-        state: Values, nested.
-        options: `keep_in_memory` counts.
+        session: Session of the rank.
+        state: The nested values.
+        options: Only `keep_in_memory` is used.
         stager: As for `warm_up`.
 
     Raises:
-        ParticipantError: The stager does not start or answer.
+        ParticipantError: The stager does not start or does not answer.
     """
-    # The last ones that are kept lie beside the one that is being written.
+    # One more than are kept: the checkpoint that is being written.
     num_bytes = (1 + options.keep_in_memory) * share_bytes(state, session.world_size)
     warmed: Future[None] = session.staging(stager).warm(num_bytes)
     return warmed
 
 
 def share_bytes(state: Any, world_size: int) -> int:
-    """Returns about how many bytes one rank will stage of a state.
+    """Returns about how many bytes of a state one rank will stage.
 
-    Its shards are its own; what others hold as well is shared out evenly.
+    A rank stages all of its shards, and an equal share of what all ranks hold.
 
     Args:
-        state: Values, nested.
+        state: The nested values.
         world_size: Number of ranks.
 
     Examples:

@@ -1,7 +1,7 @@
-"""The names of torch_xla's `experimental.distributed_checkpoint`, for its place.
+"""Drop-in replacement for `torch_xla.experimental.distributed_checkpoint`.
 
 `from torch_xla.experimental.distributed_checkpoint import X` becomes `from ray_dcp.xla import X`.
-torch_xla itself is imported only where it is in use.
+This module does not import torch_xla; only code that uses XLA tensors does.
 """
 
 from __future__ import annotations
