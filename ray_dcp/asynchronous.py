@@ -578,7 +578,7 @@ class _NativeSave(_Save):
     """A save whose bytes ray_dcp stages."""
 
     def begin(self, state_dict: Mapping[str, Any]) -> None:
-        """Plans the save in the caller's thread; without a background copy, also stages it there."""
+        """Plans the save; stages its bytes in the caller's thread if `staging="call"`."""
         self._in_background = self._options.staging == "background"
         with ExitStack() as stack:
             activity = stack.enter_context(self._account.activity)

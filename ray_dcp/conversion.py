@@ -1,12 +1,12 @@
-"""Checkpoints into other formats and back, streaming: `torch.save` files, safetensors, plain dicts.
+"""Converts checkpoints to and from `torch.save` files, safetensors files and plain dicts.
 
-Tensors are read straight into the mapped pages of the new file, or written straight from those of
-the old one: memory holds neither whole, whatever its size.
+Conversions stream: tensors are read into the mapped pages of the new file, or written from those
+of the old one, so that memory never holds all of either.
 
-`stored_in` describes what a checkpoint holds, name by name, for those who make a state dict of it
-without targets. Where progress is asked for, a conversion makes several loads of the checkpoint
-instead of one; `check_stands` checks afterwards that all were of one and the same.
-`CastingSavePlanner` casts floating tensors on the way, one at a time.
+`stored_in` describes the contents of a checkpoint by name, for loads without targets. A conversion
+that reports progress makes several loads instead of one; afterwards `check_stands` checks that all
+of them read the same checkpoint. `CastingSavePlanner` casts floating-point tensors one at a time
+while they are saved.
 """
 
 from __future__ import annotations
@@ -62,30 +62,30 @@ from ray_dcp.torch_adapter.tensors import dtype_name, dtype_of, is_plain
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor or object of a checkpoint, and what is to become of it."""
+    """One tensor or object of a checkpoint, and its place and dtype in the new state dict."""
 
     name: str
-    """In the checkpoint."""
+    """Name in the checkpoint."""
     path: NamePath
-    """Where it sits in the new state dict."""
+    """Path in the new state dict."""
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
-    """Of the new tensor; None for objects."""
+    """Dtype of the new tensor; None for objects."""
     is_any_class: bool = False
-    """Whether it may be saved as a tensor subclass, which ray_dcp can read."""
+    """Whether the value may have been saved as a tensor subclass, which ray_dcp can read."""
 
     @property
     def fqn(self) -> str:
-        """Its dotted name in the new state dict."""
+        """Dotted name in the new state dict."""
         return ".".join(map(str, self.path))
 
 
 def stored_in_table(table: ChunkTable, *, is_stock: bool) -> list[Stored]:
-    """Returns what a chunk table has.
+    """Returns the tensors and objects of a chunk table.
 
     Args:
-        table: Of a committed checkpoint, ours or stock DCP's.
-        is_stock: Whether it is stock DCP's, which does not tell what is a tensor subclass.
+        table: Chunk table of a committed checkpoint of ray_dcp or of stock DCP.
+        is_stock: Whether stock DCP wrote it, which does not record tensor subclasses.
     """
     found = []
     for number, (name, path) in enumerate(zip(table.names, table.paths, strict=True)):
@@ -100,9 +100,9 @@ def stored_in_table(table: ChunkTable, *, is_stock: bool) -> list[Stored]:
 
 
 def of_classes(checkpoint_id: CheckpointId, stored: Iterable[Stored]) -> list[Stored]:
-    """Returns those tensors of a checkpoint that are of a class of their own.
+    """Returns the tensors of a checkpoint that are tensor subclasses.
 
-    Complexity: reads the head of one item of each, of a checkpoint of ours nothing.
+    Complexity: For stock DCP, reads the head of one item of each tensor; for ray_dcp, nothing.
     """
     todo = [each for each in stored if each.is_any_class]
     if not todo:
@@ -133,10 +133,10 @@ def of_classes(checkpoint_id: CheckpointId, stored: Iterable[Stored]) -> list[St
 
 
 def stored_in_metadata(metadata: Metadata) -> list[Stored]:
-    """Returns what the metadata of a third party's reader has.
+    """Returns the tensors and objects of the metadata of a third-party reader.
 
     Args:
-        metadata: As `StorageReader.read_metadata` gives it.
+        metadata: Result of `StorageReader.read_metadata`.
     """
     paths: Mapping[str, Any] = metadata.planner_data or {}
     found = []
@@ -155,16 +155,16 @@ def chosen(
     key_map: KeyMap | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[Stored]:
-    """Returns a part of a checkpoint, under other names and of another dtype.
+    """Selects, renames and casts the contents of a checkpoint.
 
     Args:
-        stored: All of it.
-        include: Shell patterns of names; everything if none is given.
-        key_map: See `LoadOptions.key_map`. What gets another name sits at its dots.
-        dtype: Of floating tensors; their own if None.
+        stored: The contents of the checkpoint.
+        include: Shell patterns of names; everything if empty.
+        key_map: See `LoadOptions.key_map`. A new name is split at its dots into a path.
+        dtype: New dtype of floating-point tensors; unchanged if None.
 
     Raises:
-        InvalidRequestError: No name is chosen, or two get one name.
+        InvalidRequestError: No name is selected, or two values get the same name.
     """
     rename = renamer(key_map) if key_map is not None else None
     kept: dict[str, Stored] = {}
@@ -196,7 +196,7 @@ def chosen(
 
 
 def matches(name: str, include: Sequence[str]) -> bool:
-    """Whether a name is asked for.
+    """Returns whether a name matches any of the patterns, or there are none.
 
     Examples:
         >>> matches("model.w", ["model.*"]), matches("step", ["model.*"]), matches("step", [])
@@ -206,10 +206,10 @@ def matches(name: str, include: Sequence[str]) -> bool:
 
 
 def nested(values: Mapping[NamePath, Any]) -> dict[Any, Any]:
-    """Returns the state dict with values at their paths.
+    """Returns the nested state dict that has the values at their paths.
 
     Raises:
-        DamagedCheckpointError: Two paths contradict each other, or ask for an impossible list.
+        DamagedCheckpointError: Two paths contradict each other, or describe an impossible list.
     """
     root: dict[Any, Any] = {}
     for path, value in values.items():
@@ -218,20 +218,20 @@ def nested(values: Mapping[NamePath, Any]) -> dict[Any, Any]:
 
 
 def get_by_path(root: Any, path: NamePath) -> Any:
-    """Returns what `nested` put at a path."""
+    """Returns the value that `nested` put at a path."""
     for part in path:
         root = root[getattr(part, "key", part)]
     return root
 
 
 _PART_BYTES = 1 << 30
-"""Progress is reported after each load of so much."""
+"""Bytes per load where progress is reported, which is done after each load."""
 
 
 def stored_in(
     checkpoint_id: CheckpointId | None, reader: StorageReader | None
 ) -> tuple[list[Stored], bytes]:
-    """Returns what is stored, and the record of the checkpoint; of a third party's, no record.
+    """Returns the contents and the record of a checkpoint; an empty record for a third party's.
 
     Args:
         checkpoint_id: As for `load`.
@@ -252,14 +252,14 @@ def stored_in(
 
 
 def check_stands(checkpoint_id: CheckpointId, record: bytes) -> None:
-    """Checks that the loads of a conversion were all of one checkpoint: each opens it anew.
+    """Checks that all loads of a conversion, each of which opens it, read the same checkpoint.
 
     Args:
-        checkpoint_id: Of which was read.
-        record: What `stored_in` returned.
+        checkpoint_id: The checkpoint that was read.
+        record: The record that `stored_in` returned.
 
     Raises:
-        StorageError: It was replaced meanwhile.
+        StorageError: The checkpoint was replaced in the meantime.
     """
     if record and find_checkpoint(open_storage(checkpoint_id)).record != record:
         raise CheckpointReplacedError(
@@ -271,11 +271,11 @@ def check_stands(checkpoint_id: CheckpointId, record: bytes) -> None:
 def added_up(
     told: Told | None, tensors: Iterable[Stored | torch.Tensor]
 ) -> Callable[[int], None] | None:
-    """Returns a callback that adds up bytes that were read and reports the sum; None without one.
+    """Returns a callback that sums up the bytes read and reports the sum; None if `told` is None.
 
     Args:
-        told: Called with bytes read and in all.
-        tensors: Everything that will be read.
+        told: Called with the bytes read so far and in all.
+        tensors: All tensors that will be read.
     """
     if told is None:
         return None
@@ -298,15 +298,15 @@ def read_into(
     *,
     casts: bool,
 ) -> None:
-    """Loads into tensors, in place, and into a dict, whose objects are replaced.
+    """Loads into a flat dict: fills its tensors in place and replaces its objects.
 
     Args:
-        flat: By FQN.
+        flat: The targets by FQN; only tensors if `progress` is given.
         checkpoint_id: As for `load`.
         reader: `storage_reader`, as for `load`.
         options: As for `load`.
-        progress: Called with each part; what is loaded with it is tensors alone.
-        casts: Whether the tensors are of another dtype than is saved, as was asked for.
+        progress: Called after each partial load with its bytes; if None, there is a single load.
+        casts: Whether the caller asked for another dtype than the saved one.
 
     Raises:
         CheckpointError: As `load` does.
@@ -336,15 +336,15 @@ def _parts(flat: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def bytes_of(stored: Stored | torch.Tensor) -> int:
-    """Returns the length of a tensor, in bytes."""
+    """Returns the size of a tensor, in bytes."""
     return prod(stored.shape) * (stored.dtype or torch.uint8).itemsize
 
 
 class CastingSavePlanner(DefaultSavePlanner):
-    """Saves floating tensors as another dtype.
+    """A save planner that casts floating-point tensors to another dtype.
 
     Args:
-        dtype: Of what is saved.
+        dtype: The dtype to cast to.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -352,12 +352,12 @@ class CastingSavePlanner(DefaultSavePlanner):
         self._dtype = dtype
 
     def create_local_plan(self) -> SavePlan:
-        """Plans what the cast tensors will be."""
+        """Returns the local plan with the dtypes and sizes of the cast tensors."""
         plan = super().create_local_plan()
         return dataclasses.replace(plan, items=[self._cast(item) for item in plan.items])
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - DCP's
-        """Casts a tensor when its bytes are wanted."""
+        """Casts a tensor at the time when its bytes are needed."""
         made = super().transform_object(write_item, object)
         if isinstance(made, torch.Tensor) and made.is_floating_point():
             return made.to(self._dtype)
@@ -382,21 +382,21 @@ def read_state_dict(
     storage_reader: StorageReader | None = None,
     options: LoadOptions | None = None,
 ) -> dict[Any, Any]:
-    """Returns a checkpoint as a state dict, without targets: whole tensors, in this process.
+    """Reads a checkpoint into a new state dict of whole tensors, in this process.
 
-    Of a checkpoint of ray_dcp it is what was saved: numbers as mapping keys, tuples and empty
-    mappings come back. Mappings of other classes come back as dicts.
+    The state dict has the structure that ray_dcp saved: numbers as mapping keys, tuples and empty
+    mappings are restored. Mappings of other classes become dicts.
 
     Args:
         checkpoint_id: Path or URL of any checkpoint that `load` reads.
-        include: Shell patterns of FQNs; everything if none is given.
+        include: Shell patterns of FQNs; everything if empty.
         key_map: See `LoadOptions.key_map`.
-        dtype: What floating tensors are cast to; their own if None.
+        dtype: The dtype to cast floating-point tensors to; unchanged if None.
         storage_reader: As for `load`.
         options: As for `load`.
 
     Raises:
-        InvalidRequestError: Nothing matches, or two names become one.
+        InvalidRequestError: Nothing matches, or two values get the same name.
         CheckpointError: As `load` does.
 
     Examples:
@@ -429,28 +429,28 @@ def dcp_to_torch_save(
     options: LoadOptions | None = None,
     told: Told | None = None,
 ) -> None:
-    """Makes a `torch.save` file of a checkpoint.
+    """Converts a checkpoint to a `torch.save` file.
 
     The file is laid out first, then tensors are read into its mapped pages. It appears under its
-    name when it is complete and durable. The CRC32 fields of its zip are left 0, which `torch.load`
-    does not look at.
+    name when it is complete and durable. The CRC32 fields of its zip archive are 0; `torch.load`
+    ignores them.
 
     Args:
         dcp_checkpoint_dir: Path or URL of any checkpoint that `load` reads.
-        torch_save_path: Of the new file, on a filesystem of this machine.
+        torch_save_path: Path of the new file, on a filesystem of this machine.
         include: As for `read_state_dict`.
-        key_map: As there.
-        dtype: As there.
+        key_map: As for `read_state_dict`.
+        dtype: As for `read_state_dict`.
         options: As for `load`.
-        told: Called now and then with bytes of tensors that were read, and of all.
+        told: Called from time to time with the bytes of tensors read so far and in all.
 
     Raises:
-        DamagedCheckpointError: Also where the checkpoint was replaced meanwhile.
-        CheckpointError: As `read_state_dict` does. There is no new file then.
+        DamagedCheckpointError: The checkpoint is damaged, or was replaced in the meantime.
+        CheckpointError: As `read_state_dict` does. No file is created then.
 
     Complexity:
-        O(bytes); anonymous memory for objects and for one tensor of each reading thread where
-        dtypes are cast.
+        O(bytes) time. Anonymous memory for the objects and, where dtypes are cast, for one tensor
+        per reading thread.
 
     Source: `torch/distributed/checkpoint/format_utils.py`, `dcp_to_torch_save`.
     """
@@ -474,10 +474,10 @@ def dcp_to_torch_save(
         with skip_data(materialize_fake_tensors=True):
             torch.save(state, temporary)
             records = storage_records(state)
-        # Why first: an object may look at its tensors when it is built, as random generators do.
+        # Why first: unpickling an object may read its tensors, as it does for random generators.
         fill_records(temporary, records)
         with set_default_mmap_options(mmap.MAP_SHARED):
-            # Why not weights_only: this process has just made the file, of what it trusts.
+            # Why not weights_only: this process has just written the file, from trusted values.
             mapped = torch.load(temporary, mmap=True, weights_only=False)
         targets = {
             each.name: get_by_path(mapped, each.path) for each in stored if each.name not in objects
@@ -489,7 +489,7 @@ def dcp_to_torch_save(
 
 
 _FILE_NAME = re.compile(r"(shard-\d{5,}-)?model-\d{5,}-of-\d{5,}\.safetensors")
-"""As the hub and torch's `HuggingFaceStorageWriter` name files."""
+"""File names of the Hugging Face hub and of torch's `HuggingFaceStorageWriter`."""
 
 
 def dcp_to_safetensors(
@@ -503,22 +503,22 @@ def dcp_to_safetensors(
     options: LoadOptions | None = None,
     told: Told | None = None,
 ) -> None:
-    """Makes safetensors files and their index of the tensors of a checkpoint, as the hub has them.
+    """Converts the tensors of a checkpoint to safetensors files and an index, as on the hub.
 
     Args:
         dcp_checkpoint_dir: Path or URL of any checkpoint that `load` reads.
-        output_dir: Directory, which is made.
+        output_dir: Directory for the files; created if missing.
         include: As for `read_state_dict`.
-        key_map: As there.
-        dtype: As there.
-        file_bytes: Aimed size of a file; one with a larger tensor is larger.
+        key_map: As for `read_state_dict`.
+        dtype: As for `read_state_dict`.
+        file_bytes: Target size of a file; a file with a larger tensor is larger.
         options: As for `load`.
         told: As for `dcp_to_torch_save`.
 
     Raises:
-        UnsupportedValueError: Something is no tensor, of a dtype that safetensors lacks, or of a
-            class of which a plain tensor can't show all; leave it out by `include` or `key_map`.
-            No file is made.
+        UnsupportedValueError: A value is not a tensor, has a dtype that safetensors lacks, or is a
+            tensor subclass that a plain tensor can't represent; exclude it with `include` or
+            `key_map`. No file is written.
         CheckpointError: As `dcp_to_torch_save` does.
     """
     if file_bytes < 1:
@@ -527,7 +527,7 @@ def dcp_to_safetensors(
     stored = chosen(found, include, key_map, dtype)
     wrong = [e.name for e in stored if e.dtype is None or dtype_name(e.dtype) not in ALL_CODES]
     if not wrong and dtype is not None:
-        # Why: what a class shows is compared with what is saved, which a cast would prevent.
+        # Why: the load compares a subclass's plain values with those saved, and a cast prevents it.
         wrong = [each.name for each in of_classes(dcp_checkpoint_dir, stored)]
     if wrong:
         raise UnsupportedValueError(
@@ -554,7 +554,7 @@ def dcp_to_safetensors(
     index = {"metadata": {"total_size": sum(map(bytes_of, stored))}, "weight_map": file_of}
     storage = open_storage(output_dir)
     storage.write(INDEX_NAME, json.dumps(index, indent=2).encode())
-    # Why: whoever reads the folder would read what was written there before as well.
+    # Why: a reader of the folder would also read files of an earlier conversion.
     before = [entry.key for entry in plain_files(storage) if _FILE_NAME.fullmatch(entry.key)]
     storage.delete(key for key in before if key not in file_of.values())
 
@@ -569,22 +569,23 @@ def torch_save_to_dcp(
     weights_only: bool = True,
     options: SaveOptions | None = None,
 ) -> None:
-    """Makes a checkpoint of a `torch.save` file, whose tensors are mapped and not read whole.
+    """Converts a `torch.save` file to a checkpoint; maps its tensors instead of reading them whole.
 
     Args:
-        torch_save_path: The file.
+        torch_save_path: Path of the file.
         dcp_checkpoint_dir: Path or URL of the new checkpoint.
         include: As for `read_state_dict`.
-        key_map: As there.
-        dtype: As there. What is cast goes through a planner: numbers as mapping keys become texts.
+        key_map: As for `read_state_dict`.
+        dtype: As for `read_state_dict`. A cast goes through a planner, which turns numbers as
+            mapping keys into strings.
         weights_only: Refuse objects that are not on the allow-list, and files from before torch
-            1.6. DCP does not: False runs code from the file.
+            1.6. False, which is DCP's behaviour, runs code from the file.
         options: As for `save`.
 
     Raises:
-        UnsafeCheckpointError: The file asks for code to run.
-        DamagedCheckpointError: It is none of `torch.save`.
-        StateDictError: It holds no state dict.
+        UnsafeCheckpointError: The file would run code.
+        DamagedCheckpointError: The file was not written by `torch.save`.
+        StateDictError: The file does not hold a state dict.
         CheckpointError: As `save` does.
 
     Source: `torch/distributed/checkpoint/format_utils.py`, `torch_save_to_dcp`.
@@ -619,7 +620,7 @@ def _subset(state: Mapping[Any, Any], include: Sequence[str], key_map: KeyMap | 
 
 @contextmanager
 def _published(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Gives a name beside a path; what is there in the end becomes the path, durable."""
+    """Yields a temporary name next to a path; afterwards makes that file durable and renames it."""
     final = Path(path)
     if final.is_dir() or not final.parent.is_dir():
         raise InvalidRequestError(

@@ -1,7 +1,7 @@
-"""`export`, `import_checkpoint` and `copy`: checkpoints into other formats, places, and back.
+"""`export`, `import_checkpoint` and `copy`: convert checkpoints, and copy them to other places.
 
-Streaming: memory holds neither side whole. What a target needs on disk is known, and looked for,
-before anything is written; what is interrupted leaves nothing behind.
+All of them stream: memory holds neither side whole. They check that the target has enough disk
+space before they write, and leave nothing behind when interrupted.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "f
             "float": "float32", "fp64": "float64"}  # fmt: skip
 _FLOATS = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
 _FRAME_BYTES = 4096
-"""What a tensor may take beside its bytes."""
+"""Upper bound of the overhead that a tensor has in a file, in bytes."""
 _ONE_FILE_BYTES = 1 << 62
 
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What an export would write."""
+    """The contents and sizes of an export."""
 
     source: str
     target: str
@@ -60,11 +60,11 @@ class ExportPlan:
     num_tensors: int
     num_objects: int
     num_bytes: int
-    """About what the result has."""
+    """Approximate size of the result, in bytes."""
     disk_bytes: int
-    """About what is needed on disk until it is done, with temporary files."""
+    """Approximate disk space that the export needs, with temporary files, in bytes."""
     left_out: tuple[str, ...] = ()
-    """Objects, which the format does not hold."""
+    """Names of objects, if the format can't hold objects."""
 
 
 def plan_export(
@@ -76,7 +76,7 @@ def plan_export(
     dtype: str | None = None,
     strip_prefix: str = "",
 ) -> ExportPlan:
-    """Returns what an export would write, after checking that it can; see `export`."""
+    """Checks that an export is possible and returns its plan; see `export`."""
     if format not in get_args(ExportFormat):
         raise InvalidRequestError(
             f"format must be one of {', '.join(get_args(ExportFormat))}, but is {format!r}",
@@ -129,22 +129,24 @@ def export(
 
     Args:
         source: Path, URL or view of any checkpoint.
-        target: For `safetensors` a new file, for `torch` (`torch.save`) too; for `hf` (files and
-            an index, as on the hub) and `dcp` (for stock DCP) a new or empty directory.
-        format: One of these.
-        include: Shell patterns of FQNs; everything if none is given. `safetensors` and `hf` hold no
+        target: Path of a new file for `safetensors` and `torch`, of a new or empty directory for
+            `hf` and `dcp`.
+        format: `safetensors`; `torch` (a `torch.save` file); `hf` (safetensors files and an index,
+            as on the hub); or `dcp` (a checkpoint that stock DCP reads).
+        include: Shell patterns of FQNs; everything if empty. `safetensors` and `hf` can't hold
             objects, which are left out.
-        dtype: What floating tensors are cast to, as `bfloat16` or `bf16`; their own if None.
-        strip_prefix: Names that begin with it, as `model.`, lose it.
-        told: Called now and then with bytes done and in all, from any thread.
+        dtype: The dtype to cast floating-point tensors to, for example `bfloat16` or `bf16`;
+            unchanged if None.
+        strip_prefix: Prefix that is removed from names, for example `model.`.
+        told: Called from time to time with the bytes done so far and in all, from any thread.
 
     Returns:
-        What was planned, with what is left out.
+        The plan that was carried out, with the names that were left out.
 
     Raises:
-        InvalidRequestError: Nothing matches, or the target is not new.
+        InvalidRequestError: Nothing matches, or the target exists.
         UnsupportedValueError: The format lacks a dtype.
-        StorageError: There is not enough space, which is checked before anything is written; or the
+        StorageError: There is not enough space (checked before anything is written), or the
             storage failed.
         CheckpointError: The checkpoint can't be read.
 
@@ -212,22 +214,22 @@ def import_checkpoint(
     options: SaveOptions | None = None,
     told: Told | None = None,
 ) -> None:
-    """Makes a checkpoint of ray_dcp of a file or folder of another program.
+    """Converts a file or folder of another program to a checkpoint of ray_dcp.
 
     Args:
-        source: A file of `torch.save`, a safetensors file or folder, or a checkpoint of stock DCP.
-        target: Path or URL of the new checkpoint; none may be there.
-        include: Shell patterns of FQNs; everything if none is given.
-        dtype: What floating tensors are cast to; their own if None.
+        source: A `torch.save` file, a safetensors file or folder, or a checkpoint of stock DCP.
+        target: Path or URL of the new checkpoint, where no checkpoint may exist.
+        include: Shell patterns of FQNs; everything if empty.
+        dtype: The dtype to cast floating-point tensors to; unchanged if None.
         weights_only: Refuse objects of a `torch.save` file that are not on the allow-list.
         options: As for `save`.
-        told: Called now and then with bytes read and written, and in all, from any thread. What
-            is written to a storage that is no directory of this machine is reported at the end.
+        told: Called from time to time, from any thread, with the bytes read and written so far,
+            and in all. Bytes written to a remote storage are reported only at the end.
 
     Raises:
-        CheckpointNotFoundError: There is nothing at the source.
-        CheckpointExistsError: Something of a checkpoint is at the target.
-        UnsafeCheckpointError: The file asks for code to run.
+        CheckpointNotFoundError: The source does not exist.
+        CheckpointExistsError: The target has files of a checkpoint.
+        UnsafeCheckpointError: The file would run code.
         StorageError: There is not enough space, or a storage failed.
         CheckpointError: The source can't be read.
     """
@@ -255,19 +257,19 @@ def copy(
 ) -> CheckpointView:
     """Copies a checkpoint, or a step with its items, to another place; returns a view of the copy.
 
-    It appears there when all of it is durable; what is interrupted is taken away again. The copy
-    is an attempt with an id of its own, as a save is: of those who write to a place at once, one
-    wins, and the others fail.
+    The copy appears when all of it is durable; an interrupted copy is removed. Like a save, a copy
+    is an attempt with an id of its own: if several write to a place at the same time, one commits
+    and the others fail.
 
     Args:
         source: Path, URL or view of any checkpoint.
-        target: Path or URL; nothing of a checkpoint may be there. One that `delete` emptied is
-            fine.
-        told: Called with bytes copied and in all, from any thread.
+        target: Path or URL, where no files of a checkpoint may exist. A place from which `delete`
+            removed a checkpoint is fine.
+        told: Called with the bytes copied so far and in all, from any thread.
 
     Raises:
-        CheckpointExistsError: Something of a checkpoint is at the target, or somebody else wrote
-            one there meanwhile.
+        CheckpointExistsError: The target has files of a checkpoint, or another process wrote one
+            there in the meantime.
         CommitUnknownError: The storage did not report whether the copy was committed.
         DamagedCheckpointError: A file is missing or has another length.
         StorageError: There is not enough space, or a storage failed.
@@ -291,12 +293,12 @@ def copy(
 
 @contextmanager
 def still_there(view: CheckpointView) -> Iterator[None]:
-    """Raises what became of a checkpoint in place of the damage that this looks like.
+    """Turns an error of damage into a better one if the checkpoint was deleted or replaced.
 
     Raises:
-        CheckpointNotFoundError: It was deleted while it was read.
-        StorageError: It was replaced.
-        DamagedCheckpointError: It is damaged.
+        CheckpointNotFoundError: The checkpoint was deleted while it was read.
+        StorageError: The checkpoint was replaced while it was read.
+        DamagedCheckpointError: The checkpoint is damaged.
     """
     try:
         yield
@@ -308,7 +310,7 @@ def still_there(view: CheckpointView) -> Iterator[None]:
 
 
 def copied_bytes(view: CheckpointView, target: AnyPlace) -> int | None:
-    """Returns the bytes of the copy of a checkpoint at a place, with its items; None for none.
+    """Returns the size in bytes of a checkpoint and its items if the target has a copy, else None.
 
     Raises:
         StorageError: A storage failed.
@@ -329,7 +331,7 @@ def copied_bytes(view: CheckpointView, target: AnyPlace) -> int | None:
 
 @contextmanager
 def _items_copied(view: CheckpointView, target: Target, told: Told | None) -> Iterator[None]:
-    """Copies the items of a step before what makes them one; takes them away if that fails."""
+    """Copies the items of a step before its own record; deletes the copies if that fails."""
     items = items_of(view.storage, view.checkpoint)
     if items and view.place is None:
         raise InvalidRequestError(
@@ -343,7 +345,7 @@ def _items_copied(view: CheckpointView, target: Target, told: Told | None) -> It
         for folder in items:
             below = place_below(target, folder)
             item = open_checkpoint(place_below(view.place or "", folder))
-            # Why: a copy that was killed before the step itself may have left it.
+            # Why: an earlier copy, killed before it committed the step, may have left this item.
             if not is_copied(item.storage, item.checkpoint, open_storage(below)):
                 copied.append(copy(item, below, told=told))
         yield
@@ -351,17 +353,17 @@ def _items_copied(view: CheckpointView, target: Target, told: Told | None) -> It
         raise  # the step may be there by now, or appear
     except BaseException:
         for one in copied:
-            # Why suppressed: what failed first is what the caller has to know.
+            # Why suppressed: the caller needs the first error.
             with suppress(CheckpointError):
                 delete(one.place or one.url, expected=one.attempt)
         raise
 
 
 def check_space(target: AnyPlace, num_bytes: int) -> None:
-    """Checks that a local target has room for so many bytes; others are not asked.
+    """Checks that a local target has `num_bytes` of free space; skips remote ones.
 
     Raises:
-        StorageError: It has not.
+        StorageError: It does not.
     """
     storage = open_storage(target)
     if isinstance(storage, LocalStorage):
@@ -411,7 +413,7 @@ def _check_target(plan: ExportPlan) -> None:
 
 
 def renamer(prefix: str, left_out: Sequence[str]) -> KeyMap | None:
-    """Returns what names become: without a prefix, or None for what is left out."""
+    """Returns a key map that removes a prefix from names and drops those that are left out."""
     if not prefix and not left_out:
         return None
     objects = frozenset(left_out)
@@ -421,7 +423,7 @@ def renamer(prefix: str, left_out: Sequence[str]) -> KeyMap | None:
 def _is_copy(
     view: CheckpointView, include: Sequence[str], dtype: str | None, strip_prefix: str
 ) -> bool:
-    """Whether stock DCP reads the files as they are."""
+    """Returns whether stock DCP can read the files unchanged, so that an export only copies."""
     manifest = view.checkpoint.manifest
     ours = manifest is not None and manifest.container == "torch_save"
     return (ours or view.kind == "stock") and not (include or dtype or strip_prefix)
@@ -434,7 +436,7 @@ def _rewrite(
     options: SaveOptions | None = None,
     told: Told | None = None,
 ) -> None:
-    """Saves anew, through a mapped file: memory holds no more than its pages."""
+    """Saves the source anew, by way of a mapped temporary file: only its pages are in memory."""
     from ray_dcp.conversion import dcp_to_torch_save, torch_save_to_dcp
 
     view = open_checkpoint(source)
@@ -462,7 +464,7 @@ def _rewrite(
 
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """Gives a new directory beside a path, which is deleted afterwards unless it was moved."""
+    """Yields a new directory next to a path, and deletes it afterwards unless it was moved."""
     parent = next(folder for folder in path.absolute().parents if folder.is_dir())
     temporary = Path(tempfile.mkdtemp(prefix=".ray-dcp-", dir=parent))
     temporary.chmod(0o755)
@@ -494,11 +496,11 @@ def _torch_dtype(dtype: str | None) -> Any:
 
 
 def check_source(source: str | os.PathLike[str]) -> None:
-    """Checks that there is something to import.
+    """Checks that the source of an import exists and is of a known kind.
 
     Raises:
-        CheckpointNotFoundError: There is nothing.
-        InvalidRequestError: It is a file of another kind.
+        CheckpointNotFoundError: The source does not exist.
+        InvalidRequestError: The source is a file of another kind.
     """
     path = Path(checked_url(source))
     if not path.exists() and "://" not in os.fspath(source):
@@ -506,7 +508,7 @@ def check_source(source: str | os.PathLike[str]) -> None:
     if path.is_file() and not is_safetensors(path):
         with path.open("rb") as file:
             begin = file.read(2)
-        # A zip, or the pickle that torch wrote before version 1.6.
+        # A zip archive, or the pickle that torch wrote before version 1.6.
         if begin not in (b"PK", b"\x80\x02"):
             raise InvalidRequestError(
                 f"expected a file of torch.save or safetensors, or a folder of one, but {source} "

@@ -1,6 +1,6 @@
-"""`StorageConformance`: every promise of the `Storage` protocol as a test, for any storage.
+"""`StorageConformance`: a test suite for the guarantees of the `Storage` protocol.
 
-Subclass it in a test module with a fixture `storage` that gives an empty storage::
+Subclass it in a test module, with a fixture `storage` that returns an empty storage::
 
     class TestMyStorage(StorageConformance):
         @pytest.fixture
@@ -27,17 +27,17 @@ from ray_dcp.store.storage import (
 )
 
 RACERS = 16
-"""Threads in a race."""
+"""Number of threads in a race."""
 
 
 def expect_winners(storage: Storage, won: list[int]) -> None:
-    """Fails unless one of `race` won; or some, if the storage promises no more."""
+    """Fails the test unless a race had one winner, or several without `create_if_absent`."""
     enough = len(won) == 1 if storage.traits.create_if_absent else bool(won)
     expect(enough, f"{len(won)} of {RACERS} created one key")
 
 
 def race(act: Callable[[int], None]) -> list[int]:
-    """Runs `act(0)` … `act(15)` at once; returns which did not meet `KeyExistsError`."""
+    """Runs `act(0)` to `act(15)` concurrently; returns those that raised no `KeyExistsError`."""
     barrier = threading.Barrier(RACERS)
     won: list[int] = []
     failed: list[BaseException] = []
@@ -63,13 +63,13 @@ def race(act: Callable[[int], None]) -> list[int]:
 
 
 def expect(holds: bool, otherwise: str) -> None:
-    """Fails the test with a message unless something holds."""
+    """Fails the test with a message unless a condition holds."""
     if not holds:
         pytest.fail(otherwise)
 
 
 def expect_equal(found: object, expected: object) -> None:
-    """Fails the test unless two values are equal; long ones are told in part."""
+    """Fails the test unless two values are equal; the message is truncated to 500 characters."""
     expect(found == expected, f"expected {expected!r}, found {found!r}"[:500])
 
 
@@ -85,20 +85,20 @@ _BAD_KEYS = (
 
 
 class StorageConformance:
-    """Tests that a storage keeps what `ray_dcp.store.storage` promises."""
+    """Tests that a storage meets the guarantees of `ray_dcp.store.storage`."""
 
     RACES = 5
-    """How often 16 threads race to create a key; fewer for a server that takes long over it."""
+    """How often 16 threads race to create a key; lower it for a slow server."""
 
     @pytest.fixture
     def storage(self) -> Storage:
-        """Gives an empty storage; to be overridden."""
+        """Returns an empty storage; subclasses override it."""
         pytest.fail(f"{type(self).__name__} must define the fixture 'storage'")
 
-    # what it is
+    # attributes
 
     def test_it_is_a_storage_with_a_url_and_traits(self, storage: Storage) -> None:
-        """The protocol's attributes are there."""
+        """The storage has the attributes of the protocol."""
         expect(isinstance(storage, Storage), "the Storage protocol is not fulfilled")
         expect(isinstance(storage.url, str) and bool(storage.url), "url is empty")
         expect(isinstance(storage.traits, StorageTraits), "traits are no StorageTraits")
@@ -107,7 +107,7 @@ class StorageConformance:
     def test_an_untouched_storage_is_empty_also_after_its_traits_were_tried(
         self, storage: Storage
     ) -> None:
-        """`traits` are the same each time, and what was tried to know them is gone."""
+        """`traits` never change, and keys that were written to detect them are deleted."""
         expect_keys(storage, [])
         with pytest.raises(KeyMissingError):
             storage.read("a")
@@ -126,12 +126,12 @@ class StorageConformance:
     def test_what_was_written_is_read(
         self, storage: Storage, data: bytes, wrap: Callable[[bytes], BytesLike], key: str
     ) -> None:
-        """`read` gives the bytes of `write`, in subfolders too, whatever held them."""
+        """`read` returns the bytes of `write`, in subfolders too, for any type of buffer."""
         storage.write(key, wrap(data))
         expect_equal(storage.read(key), data)
 
     def test_write_replaces_a_value_and_consumes_its_bytes(self, storage: Storage) -> None:
-        """Without `create`, the last write stands, also when it is shorter."""
+        """`write` replaces a value, even by a shorter one, and copies its buffer."""
         storage.write("a", b"a long value")
         source = bytearray(b"new")
         storage.write("a", source)
@@ -139,7 +139,7 @@ class StorageConformance:
         expect_equal(storage.read("a"), b"new")
 
     def test_create_refuses_a_taken_key_until_it_is_deleted(self, storage: Storage) -> None:
-        """`create` never replaces."""
+        """`write(create=True)` never replaces a value."""
         storage.write("a", b"first", create=True)
         with pytest.raises(KeyExistsError):
             storage.write("a", b"second", create=True)
@@ -150,9 +150,9 @@ class StorageConformance:
         expect_equal(storage.read("a"), b"second")
 
     def test_a_create_race_has_exactly_one_winner(self, storage: Storage) -> None:
-        """Of 16 threads that create one key, one wins and its bytes are there.
+        """If 16 threads create one key, exactly one succeeds and its bytes are stored.
 
-        Several may win where `traits` does not promise `create_if_absent`; one's bytes are there.
+        Without `traits.create_if_absent` several may succeed; the bytes of one of them are stored.
         """
         for round_ in range(self.RACES):
             key = f"slot-{round_}"
@@ -166,7 +166,7 @@ class StorageConformance:
             expect(storage.read(key) in [values[number] for number in won], "no winner's bytes")
 
     def test_a_reader_never_sees_half_a_replacement(self, storage: Storage) -> None:
-        """`write` is atomic: old bytes or new bytes."""
+        """`write` is atomic: readers see the old bytes or the new ones."""
         values = [bytes([number]) * 100_000 for number in range(8)]
         storage.write("a", values[0])
         stop = threading.Event()
@@ -204,7 +204,7 @@ class StorageConformance:
     def test_a_range_is_cut_at_the_end_of_the_value(
         self, storage: Storage, start: int, num_bytes: int | None
     ) -> None:
-        """`read` gives fewer bytes, or none, past the end."""
+        """`read` returns fewer bytes, or none, for a range beyond the end of the value."""
         data = b"0123456789"
         storage.write("a", data)
         stop = None if num_bytes is None else start + num_bytes
@@ -212,7 +212,7 @@ class StorageConformance:
 
     @pytest.mark.parametrize(("start", "num_bytes"), [(0, 10), (3, 4), (9, 1), (10, 0), (0, 0)])
     def test_read_into_fills_its_target(self, storage: Storage, start: int, num_bytes: int) -> None:
-        """`read_into` fills exactly the target."""
+        """`read_into` fills its target and nothing beyond."""
         data = b"0123456789"
         storage.write("a", data)
         room = bytearray(b"#" * (num_bytes + 2))
@@ -223,7 +223,7 @@ class StorageConformance:
     def test_read_into_past_the_end_is_an_error(
         self, storage: Storage, start: int, num_bytes: int
     ) -> None:
-        """`read_into` never leaves a target half filled silently."""
+        """`read_into` raises if it can't fill the whole target."""
         storage.write("a", b"0123456789")
         with pytest.raises(StorageError) as caught:
             storage.read_into("a", start, memoryview(bytearray(num_bytes)))
@@ -231,7 +231,7 @@ class StorageConformance:
         expect_equal(caught.value.key, "a")
 
     def test_read_into_sees_a_replaced_value(self, storage: Storage) -> None:
-        """What is kept between reads is never served for another value."""
+        """State that is cached between reads never returns bytes of an older value."""
         room = bytearray(3)
         for value in (b"old", b"new"):
             storage.write("a", value)
@@ -245,13 +245,13 @@ class StorageConformance:
     def test_a_negative_range_is_refused(
         self, storage: Storage, start: int, num_bytes: int
     ) -> None:
-        """Negative starts and lengths are the caller's mistake."""
+        """Negative starts and lengths raise `InvalidRequestError`."""
         storage.write("a", b"0123456789")
         with pytest.raises(InvalidRequestError):
             storage.read("a", start, num_bytes)
 
     def test_many_threads_may_read_one_key(self, storage: Storage) -> None:
-        """`read_into` is safe to call from several threads."""
+        """`read_into` is thread-safe."""
         data = bytes(range(256)) * 4096
         storage.write("a", data)
 
@@ -267,7 +267,7 @@ class StorageConformance:
 
     @pytest.mark.parametrize("key", ["missing", "x/missing", "x", "file/below"])
     def test_reading_a_missing_key_says_so(self, storage: Storage, key: str) -> None:
-        """Neither folders nor places below a value are keys."""
+        """Neither folders nor paths below a value are keys."""
         storage.write("x/there", b"1")
         storage.write("file", b"1")
         with pytest.raises(KeyMissingError) as caught:
@@ -280,7 +280,7 @@ class StorageConformance:
 
     @pytest.mark.parametrize("key", _BAD_KEYS)
     def test_a_key_that_could_leave_the_root_is_refused(self, storage: Storage, key: str) -> None:
-        """Every method refuses unsafe keys before it does anything."""
+        """Every method rejects unsafe keys before it has any effect."""
         calls: list[Callable[[], object]] = [
             lambda: storage.read(key),
             lambda: storage.read_into(key, 0, memoryview(bytearray(1))),
@@ -297,7 +297,7 @@ class StorageConformance:
     # list
 
     def test_list_gives_keys_and_sizes_sorted_at_any_depth(self, storage: Storage) -> None:
-        """`list` tells everything below the root."""
+        """`list` returns all keys below the root, sorted, with their sizes."""
         for key in ("b", "a/2", "a/1", "a-", "a/x/y", "c"):
             storage.write(key, key.encode())
         expected = [Entry(key, len(key)) for key in ("a-", "a/1", "a/2", "a/x/y", "b", "c")]
@@ -318,7 +318,7 @@ class StorageConformance:
     def test_list_takes_any_prefix(
         self, storage: Storage, prefix: str, expected: list[str]
     ) -> None:
-        """A prefix is one of strings, not of folders."""
+        """A prefix is a prefix of the key as a string, not a folder."""
         for key in ("b", "a/1", "a-", "a/x/y", "ab"):
             storage.write(key, b"1")
         expect_equal([entry.key for entry in storage.list(prefix)], expected)
@@ -326,7 +326,7 @@ class StorageConformance:
     # delete
 
     def test_delete_removes_keys_and_only_those(self, storage: Storage) -> None:
-        """`delete` takes any iterable; missing keys are fine, and a folder is no key."""
+        """`delete` accepts any iterable, and ignores missing keys and folders."""
         for key in ("a", "x/b", "x/c", "d"):
             storage.write(key, b"1")
         for _ in range(2):
@@ -337,7 +337,7 @@ class StorageConformance:
     def test_writers_and_deleters_of_one_folder_do_not_disturb_each_other(
         self, storage: Storage
     ) -> None:
-        """A folder that vanishes with its last key comes back with the next."""
+        """A folder that disappears with its last key reappears with the next one."""
 
         def churn(number: int) -> None:
             for round_ in range(20):
@@ -355,7 +355,7 @@ class StorageConformance:
     def test_a_writer_joins_what_it_was_given(
         self, storage: Storage, sizes: tuple[int, ...], sync: bool
     ) -> None:
-        """The committed value is all writes in order, of exactly their length."""
+        """The committed value is the concatenation of all writes, in order."""
         pieces = [bytes([65 + index]) * size for index, size in enumerate(sizes)]
         writer = storage.open_writer("x/part", sync=sync)
         for piece in pieces:
@@ -365,7 +365,7 @@ class StorageConformance:
         expect_equal(storage.list(), [Entry("x/part", sum(sizes))])
 
     def test_a_writer_consumes_what_it_is_given(self, storage: Storage) -> None:
-        """Memory may be reused after each write."""
+        """The buffer of a write may be reused when `write` returns."""
         room = bytearray(1_000_000)
         writer = storage.open_writer("part")
         for number in (1, 2, 3):
@@ -377,7 +377,7 @@ class StorageConformance:
         expect(storage.read("part") == expected, "a write kept only a reference")
 
     def test_nothing_is_visible_before_commit(self, storage: Storage) -> None:
-        """Neither by `read` nor by `list`."""
+        """Neither `read` nor `list` shows a part before its commit."""
         writer = storage.open_writer("part")
         writer.write(b"x" * 10_000_000)
         with pytest.raises(KeyMissingError):
@@ -390,7 +390,7 @@ class StorageConformance:
         expect_keys(storage, ["part"])
 
     def test_an_aborted_writer_leaves_nothing(self, storage: Storage) -> None:
-        """`abort` drops everything, may come twice, and ends the writer."""
+        """`abort` deletes everything, may be called twice, and ends the writer."""
         writer = storage.open_writer("part")
         writer.write(b"x" * 10_000_000)
         writer.abort()
@@ -403,7 +403,7 @@ class StorageConformance:
         expect_keys(storage, [])
 
     def test_commit_refuses_a_taken_key_and_keeps_its_value(self, storage: Storage) -> None:
-        """A key that was published meanwhile stays as it is."""
+        """`commit` never replaces a key that another writer has published."""
         writer = storage.open_writer("part")
         writer.write(b"second")
         storage.write("part", b"first")
@@ -415,9 +415,9 @@ class StorageConformance:
         expect_keys(storage, ["part"])
 
     def test_a_commit_race_has_exactly_one_winner(self, storage: Storage) -> None:
-        """Of 16 writers of one key, one publishes, and its bytes are there.
+        """If 16 writers commit one key, exactly one succeeds and its bytes are stored.
 
-        Several may where `traits` does not promise `create_if_absent`; one's bytes are there.
+        Without `traits.create_if_absent` several may succeed; the bytes of one of them are stored.
         """
         values = [bytes([number]) * 10_000 for number in range(RACERS)]
         writers = [storage.open_writer("part") for _ in values]
