@@ -1,16 +1,17 @@
-"""What the machines ask of their executor: commands, the tasks that they name, and task results.
+"""Commands of the machines to their executor, the tasks in them, and the results of tasks.
 
-All are frozen values. A machine never touches storage, a clock or a rank: it returns commands, and
-receives their results later as events. `ray_dcp.runtime` is the executor: `tasks` carries out the
-tasks; `inline` and the coordinator actor do the rest.
+All are frozen values. A machine never accesses storage, a clock or a rank: it returns commands, and
+receives their results later as events. `ray_dcp.runtime` is the executor: `tasks` runs the tasks;
+`inline` and the coordinator actor execute the other commands.
 
-What an executor does with a batch of commands, in order:
+An executor handles the commands of a batch in order:
 
 * `Answer`: resolve the call in which each of `ranks` waits with `(key, step)`, where `step` is the
-  `step_of` its request; all such calls, if it arrived twice. If nobody waits, drop it.
-* `Perform`: start the task in a thread, as it blocks; pass its result to `Coordination.performed`,
-  once. Tasks of one operation follow each other, except one that took too long.
-* `Arm`: replace the operation's one timer; when it expires, call `Coordination.expired` with the
+  `step_of` its request; all such calls, if the request arrived twice. If no call waits, drop it.
+* `Perform`: run the task in a thread, as it blocks, and pass its result to
+  `Coordination.performed`, once. Tasks of one operation run one after another, unless one of them
+  exceeded its time.
+* `Arm`: replace the operation's only timer; when it expires, call `Coordination.expired` with the
   key and phase that it was armed with. A late expiry does no harm. `Disarm`: drop the timer.
 """
 
@@ -38,9 +39,9 @@ from ray_dcp.planning.reads import ReadNeeds, ReadShares
 
 @dataclass(frozen=True)
 class ReadCheckpoint:
-    """Find the checkpoint that a load is to read. Result: `LoadGo`.
+    """Find the checkpoint that a load reads. Result: `LoadGo`.
 
-    Where its `.metadata` is missing or older, it is published again, if that works.
+    If its `.metadata` is missing or outdated, the task tries to publish it again.
     """
 
     target: Target
@@ -48,40 +49,40 @@ class ReadCheckpoint:
 
 @dataclass(frozen=True)
 class ShareReads:
-    """Decide which rank reads what several need. Pure, but long. Result: `ReadShares`."""
+    """Assign reads that several ranks need to one of them. Pure, but slow. Result: `ReadShares`."""
 
     needs: Mapping[int, ReadNeeds]
-    """Of the ranks that take part."""
+    """Needs of the ranks that take part."""
     world_size: int
 
 
 @dataclass(frozen=True)
 class ReadRecords:
-    """Look at what stands at the target before a save. Result: `RecordsRead`."""
+    """Read the records at the target before a save. Result: `RecordsRead`."""
 
     target: Target
 
 
 @dataclass(frozen=True)
 class MakePlan:
-    """Merge the ranks' columns into one plan. Pure, but long. Result: `Planned`, `RowsMissing`."""
+    """Merge the ranks' columns into a plan. Pure, but slow. Result: `Planned` or `RowsMissing`."""
 
     columns: tuple[bytes, ...]
-    """Encoded `Columns` by rank; empty where they may follow from the others'."""
+    """Encoded `Columns` by rank; empty for ranks whose rows may follow from those of others."""
     part_bytes: int
     to_lowest_rank: bool = False
     """`SaveOptions.dedup_save_to_lowest_rank`."""
     contents: tuple[bytes, ...] = ()
-    """`SaveJoin.contents` by rank, which `columns` lack."""
+    """`SaveJoin.contents` by rank, which `columns` does not include."""
     fingerprints: tuple[bytes, ...] = ()
-    """`SaveJoin.fingerprint` by rank: what its columns must have."""
+    """`SaveJoin.fingerprint` by rank, which its columns must match."""
     nodes: tuple[int, ...] = ()
     """Number of each rank's node."""
 
 
 @dataclass(frozen=True, eq=False)
 class BuildCommit:
-    """Check the receipts, build all bytes of the commit. Pure, but long. Result: `CommitBuilt`."""
+    """Check receipts and build all bytes of the commit. Pure, but slow. Result: `CommitBuilt`."""
 
     target: Target
     attempt: str
@@ -91,7 +92,7 @@ class BuildCommit:
     previous_slot: int
     """Highest slot in use at planning."""
     replaced_metadata: str | None
-    """Digest of the foreign `.metadata` that stood at planning."""
+    """Digest of the foreign `.metadata` that existed at planning."""
     decided: tuple[Verdict, ...] = ()
     """`RecordsRead.decided`."""
     stock_metadata: bool = True
@@ -100,16 +101,16 @@ class BuildCommit:
 
 @dataclass(frozen=True, eq=False)
 class WriteTable:
-    """Write the chunk table, and look whether all data files are visible. Result: `Finished`.
+    """Write the chunk table, durably, and check that all data files are visible.
 
-    The table is durable when it is done.
+    Result: `Finished`.
     """
 
     target: Target
     key: str
     table: bytes
     receipts: tuple[FileReceipt | FileReceipts, ...] = ()
-    """Of the data files."""
+    """Receipts of the data files."""
     attempt: str = ""
     previous_slot: int = 0
     """Highest slot in use at planning."""
@@ -123,12 +124,12 @@ class CreateRecord:
     slot: int
     record: bytes
     create_if_absent: bool = True
-    """`RecordsRead.create_if_absent`, as the save was planned by it."""
+    """`RecordsRead.create_if_absent`, as it was at planning."""
 
 
 @dataclass(frozen=True)
 class ReadRecord:
-    """Read what is in a slot. Result: `SlotTaken` or `SlotFree`."""
+    """Read the record in a slot. Result: `SlotTaken` or `SlotFree`."""
 
     target: Target
     slot: int
@@ -136,9 +137,9 @@ class ReadRecord:
 
 @dataclass(frozen=True)
 class ReadOutcome:
-    """Read whether a record decides an attempt already. Result: `OutcomeRead`.
+    """Read whether a record already decides an attempt. Result: `OutcomeRead`.
 
-    Publishes the `.metadata` of the commit that stands, where whoever committed it did not.
+    Also publishes the `.metadata` of the current commit, if its coordinator had not.
     """
 
     target: Target
@@ -155,33 +156,33 @@ class CreateAbort:
     reason: str
     rank: int | None
     create_if_absent: bool = True
-    """`RecordsRead.create_if_absent`, as the save was planned by it."""
+    """`RecordsRead.create_if_absent`, as it was at planning."""
 
 
 @dataclass(frozen=True)
 class PublishMetadata:
     """Replace `.metadata` by that of the committed checkpoint. Result: `Published`.
 
-    Left as it is, or put back, when a higher slot holds a commit or delete.
+    If a higher slot holds a commit or delete, `.metadata` is left unchanged or restored.
     """
 
     target: Target
     slot: int
-    """Where this attempt's manifest is."""
+    """Slot of this attempt's manifest."""
     metadata: bytes | None
-    """None removes a `.metadata`: the save made none."""
+    """The new bytes; None if the save has no `.metadata`, which deletes an existing one."""
 
 
 @dataclass(frozen=True)
 class CollectReplaced:
     """Delete files that no commit references any more. Result: `Finished`.
 
-    Files with names of stock DCP stay when a `.metadata` that names them stands by now.
+    Files with names of stock DCP are kept if the current `.metadata` names them.
     """
 
     target: Target
     keys: tuple[str, ...]
-    """In the order in which they are deleted."""
+    """Keys, in the order in which they are deleted."""
 
 
 Writing = WriteTable | CreateRecord | CreateAbort | PublishMetadata
@@ -191,22 +192,23 @@ Task = ReadRecords | MakePlan | BuildCommit | ReadRecord | Reading | Writing | C
 
 @dataclass(frozen=True)
 class RecordsRead:
-    """What stands at a target."""
+    """The records and files at a target."""
 
     last_slot: int
-    """Highest slot in use, by a commit or an abort; 0 when there is none."""
+    """Highest slot in use, by a commit or an abort; 0 if there is none."""
     committed: str | None
-    """The checkpoint that a reader would be given, in words for a message; None when none."""
+    """Description of the checkpoint that a reader would get; None if there is none."""
     foreign_metadata: str | None
-    """Hex digest of a `.metadata` that is not ours."""
+    """Hex digest of a `.metadata` that ray_dcp did not write; None if there is none."""
     replaced: tuple[str, ...]
-    """Keys that nothing references once another checkpoint has replaced this one: what any other
-    attempt left, and the records. In the order in which to delete them."""
+    """Keys that are unreferenced once another checkpoint replaces this one: the files of all other
+    attempts, and the records. In the order in which to delete them."""
     warnings: tuple[str, ...] = ()
     decided: tuple[Verdict, ...] = ()
-    """What the next commit records of attempts whose records it makes superfluous."""
+    """Verdicts on attempts whose records the next commit makes superfluous; it includes them."""
     create_if_absent: bool = True
-    """A record has one winner; else whoever writes last wins, and only this save may write."""
+    """Whether the storage creates a record only if it is absent. If not, the last writer wins, and
+    only this save may write."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,15 +217,15 @@ class Planned:
 
     plan: GlobalPlan
     parts: Sequence[RankPlan]
-    """The index is the rank."""
+    """Parts, indexed by rank."""
     warnings: tuple[str, ...] = ()
     disagreements: str = ""
-    """What `SaveOptions(replicas="check")` refuses, in words; empty when all ranks agree."""
+    """Description of what `SaveOptions(replicas="check")` refuses; empty if all ranks agree."""
 
 
 @dataclass(frozen=True)
 class RowsMissing:
-    """No plan: these ranks' rows do not follow from those of the others."""
+    """There is no plan yet: the rows of these ranks do not follow from those of the others."""
 
     ranks: tuple[int, ...]
 
@@ -240,34 +242,34 @@ class CommitBuilt:
 
 @dataclass(frozen=True)
 class Overtaken:
-    """A commit or delete in a higher slot than that of a record: it decides what stands.
+    """A commit or delete above the slot of a record, which decides what the place holds.
 
-    Slots below the one that decides become free again, so that an attempt which lay still for
-    long may create its record in one of them. Such a record was never in force.
+    Slots below the one that decides become free again, so that an attempt that was paused for a
+    long time may create its record in one of them. Such a record was never in force.
     """
 
     slot: int
-    """Of the record that decides."""
+    """Slot of the deciding record."""
     attempt: str
-    """Of that record."""
+    """Attempt of the deciding record."""
     was_committed: bool
-    """The attempt of the lower record was in force before, by the record that decides."""
+    """Whether, by the deciding record, the attempt of the lower record had been committed."""
     is_delete: bool = False
-    """What decides is a delete: nothing stands."""
+    """Whether the deciding record is a delete, so that there is no checkpoint."""
 
 
 @dataclass(frozen=True)
 class RecordCreated:
-    """The record is durable in its slot, and this call put it there."""
+    """This call created the record in its slot, durably."""
 
     slot: int
     overtaken: Overtaken | None = None
-    """None when no higher slot decides."""
+    """None if no higher slot decides."""
 
 
 @dataclass(frozen=True)
 class SlotTaken:
-    """A slot holds this record."""
+    """The slot already holds this record."""
 
     slot: int
     attempt: str
@@ -276,42 +278,42 @@ class SlotTaken:
     record: bytes
     is_delete: bool = False
     overtaken: Overtaken | None = None
-    """None when no higher slot decides."""
+    """None if no higher slot decides."""
 
 
 @dataclass(frozen=True)
 class SlotFree:
-    """Nothing is in the slot now. A write whose fate is unknown may still arrive."""
+    """The slot is free now. A write whose fate is unknown may still arrive."""
 
     slot: int
 
 
 @dataclass(frozen=True)
 class OutcomeRead:
-    """What the records of a target decide about one attempt."""
+    """The outcome of one attempt, by the records of a target."""
 
     slot: int = 0
-    """Slot of the record that decides it; 0 while none does."""
+    """Slot of the record that decides the attempt; 0 if none does yet."""
     record: bytes = b""
-    """Its manifest, where that was committed and not replaced since."""
+    """The attempt's manifest, if it was committed and has not been replaced since."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """`.metadata` was dealt with."""
+    """`.metadata` is up to date."""
 
     superseded: bool = False
-    """A higher commit or delete decides, and `.metadata` is as that wants it."""
+    """Whether a higher commit or delete decides; `.metadata` is then that of the higher record."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The task was done."""
+    """The task succeeded."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The task failed; whether what it was to write was written is unknown."""
+    """The task failed; its writes may or may not have happened."""
 
     error: CheckpointError
 
@@ -322,7 +324,7 @@ Result = Seen | OutcomeRead | Planned | RowsMissing | CommitBuilt | Published | 
 
 @dataclass(frozen=True)
 class Answer:
-    """Give ranks the same reply to their requests of one step, which is the `step_of` each."""
+    """Send ranks the same reply to their requests of one step (`step_of` each request)."""
 
     key: OpKey
     ranks: tuple[int, ...]
@@ -332,7 +334,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Perform:
-    """Carry out a task and pass its result to `Coordination.performed`."""
+    """Run a task and pass its result to `Coordination.performed`."""
 
     key: OpKey
     task: Task
@@ -340,7 +342,7 @@ class Perform:
 
 @dataclass(frozen=True)
 class Arm:
-    """Set the operation's timer, in place of one that is set."""
+    """Set the operation's timer, replacing the current one."""
 
     key: OpKey
     phase: str
@@ -358,9 +360,9 @@ Command = Answer | Perform | Arm | Disarm
 
 
 def step_of(request: Request) -> str:
-    """Returns which step of its operation a request is: the `step` of its `Answer`.
+    """Returns the step of its operation that a request belongs to: the `step` of its `Answer`.
 
-    Different for each request of one rank, and of stagers, for an operation.
+    The requests of one rank in an operation, and those of stagers for it, all have different steps.
     """
     match request:
         case PartsWritten():

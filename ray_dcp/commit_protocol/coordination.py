@@ -1,8 +1,8 @@
-"""`Coordination`: all operations of a coordinator, one machine each. Events in, commands out.
+"""`Coordination`: all operations of a coordinator, one machine each; turns events into commands.
 
-It also has the queue of asynchronous saves that `SaveOptions.max_pending` bounds, passes reports of
-stagers to the saves that they write, and keeps a bounded record of operations that have ended or
-that have not begun yet.
+It also has the queue of asynchronous saves (`SaveOptions.max_pending`), passes reports of stagers
+to the saves whose bytes they write, and keeps a bounded record of operations that have ended or
+have not begun yet.
 """
 
 from __future__ import annotations
@@ -61,17 +61,18 @@ from ray_dcp.errors import (
 Machine = SaveMachine | LoadMachine | ExchangeMachine
 
 EARLY = 1024
-"""Operations of which something is known before they begin."""
+"""Most operations whose early events are kept until they begin."""
 
 LAST = 1024
-"""Operations of a session that are known to have ended one by one; all before them have."""
+"""Most operations of a session that are remembered individually as ended; all earlier ones count
+as ended."""
 
 
 class Forgotten:
-    """Operations of a session that ended and are not remembered.
+    """The keys of operations of a session that ended and whose machines were dropped.
 
-    Why not just the highest: keys are named before they are used, and an operation that goes on
-    in the background may come after many that were named later.
+    *Why* not only the highest key: keys are assigned before they are used, and an operation in the
+    background may begin after many with higher keys have ended.
     """
 
     def __init__(self) -> None:
@@ -82,7 +83,7 @@ class Forgotten:
         return (at := (key.seq, key.step)) <= self._before or at in self._last
 
     def add(self, key: OpKey) -> None:
-        """Notes that an operation ended and is not remembered."""
+        """Records that the machine of an ended operation was dropped."""
         self._last.add((key.seq, key.step))
         if len(self._last) > LAST:
             self._before = max(self._before, min(self._last))
@@ -90,28 +91,31 @@ class Forgotten:
 
 
 class Early:
-    """What came before the first rank has joined an operation here: it counts when one does."""
+    """Events of operations that no rank has joined here yet; they apply when one does."""
 
     def __init__(self) -> None:
         self._gone: OrderedDict[OpKey, dict[int, CheckpointError]] = OrderedDict()
         self._cancelled: OrderedDict[OpKey, str] = OrderedDict()
 
     def lose(self, key: OpKey, rank: int, error: CheckpointError) -> None:
-        """Notes that a rank will not join an operation."""
+        """Records that a rank will not join an operation."""
         self._gone.setdefault(key, {})[rank] = error
         trim(self._gone, EARLY)
 
     def cancel(self, key: OpKey, reason: str) -> None:
-        """Notes that an operation is cancelled, if it is a save."""
+        """Records that an operation is to be cancelled if it is a save."""
         self._cancelled.setdefault(key, reason)
         trim(self._cancelled, EARLY)
 
     def is_cancelled(self, key: OpKey) -> bool:
-        """Returns whether it was cancelled."""
+        """Returns whether an operation was cancelled."""
         return key in self._cancelled
 
     def take(self, key: OpKey) -> tuple[dict[int, CheckpointError], str | None]:
-        """Returns, and forgets, which ranks will not join, and why it is cancelled if it is."""
+        """Removes and returns the ranks that will not join, and why the operation is cancelled.
+
+        The reason is None if it was not cancelled.
+        """
         return self._gone.pop(key, {}), self._cancelled.pop(key, None)
 
 
@@ -122,22 +126,22 @@ def trim(memory: OrderedDict[Any, Any], length: int) -> None:
 
 
 MEMORY = 16
-"""Finished operations that are remembered, so that a request that comes late or twice is
-answered; their plans and receipts are not kept."""
+"""Most ended operations that are kept, so that requests that arrive late or twice are answered;
+their plans and receipts are dropped."""
 
 
 class Coordination:
-    """What a coordinator knows and decides, as a pure state machine.
+    """The state and the decisions of a coordinator, as a pure state machine.
 
-    Every method takes one event and returns the commands that it leads to, to be carried out in
+    Every method accepts one event and returns the resulting commands, which must be executed in
     order (see `ray_dcp.commit_protocol.commands`). A method that raises has changed nothing.
 
     Args:
-        epoch: Number of this coordinator's life: higher after each restart.
-        new_attempt: Makes up an attempt id that no other save ever had, of letters, digits
-            and `-`: it becomes part of file names.
-        clock: Seconds in which this process could listen (`liveness.AwakeClock`): by it silence is
-            measured. Deadlines are the business of whoever carries out `Arm`.
+        epoch: Number of this incarnation of the coordinator; it increases with each restart.
+        new_attempt: Returns a new attempt id, different from those of all other saves, of letters,
+            digits and `-`: it becomes part of file names.
+        clock: Returns the seconds in which this process could receive messages
+            (`liveness.AwakeClock`). It measures silence; deadlines are up to the executor of `Arm`.
 
     Examples:
         >>> from ray_dcp.options import LoadOptions
@@ -171,20 +175,21 @@ class Coordination:
     def receive(self, request: Request, *, silence_s: float | None = None) -> Commands:
         """Accepts a request of a rank.
 
-        The same request again gets the same answer, as long as the operation is remembered.
+        A request that arrives twice gets the same reply, as long as the operation is remembered.
 
         Args:
-            request: As it came.
-            silence_s: Silence after which this rank counts as frozen, in seconds: it sends
-                heartbeats until the operation is over. None: it sends none; only deadlines apply.
+            request: The request.
+            silence_s: Silence, in seconds, after which this rank counts as frozen; the rank sends
+                heartbeats until the operation has ended. If None, it sends none, and only deadlines
+                apply.
 
         Returns:
-            What to do now.
+            The commands to execute.
 
         Raises:
-            CheckpointError: This request alone is refused: answer *this call* with
-                `Refused(error)`, no other of the same rank. A `CommitUnknownError` is for a
-                receipt of an attempt that this coordinator does not know.
+            CheckpointError: Only this request is refused: answer *this call* with
+                `Refused(error)`, and no other call of the same rank. A `CommitUnknownError` answers
+                a receipt of an attempt that this coordinator does not know.
         """
         lost = self._lost.get(request.key.session, {})
         if not isinstance(request, PartsHeld | PartsWritten):  # these do not come from the rank
@@ -212,11 +217,11 @@ class Coordination:
         """Accepts the requests of several ranks in one message, as `receive` does one by one.
 
         Args:
-            message: As it came.
-            silence_s: As for `receive`, of each of these ranks.
+            message: The batch.
+            silence_s: As for `receive`, for each of these ranks.
 
         Returns:
-            What to do now, and which ranks are refused: by this call alone.
+            The commands to execute, and the refusals by rank, which apply to this call only.
         """
         machine = self._active.get(message.key)
         content, plain = message.content, not self._lost.get(message.key.session)
@@ -253,7 +258,7 @@ class Coordination:
         return commands, refused
 
     def resume(self, planned: StagedPlan) -> Commands:
-        """Takes up a save that an earlier coordinator had planned; to be called before all else."""
+        """Resumes a save that an earlier coordinator had planned. Must be called first."""
         machine = self._save(planned.first)
         machine.describe_rank = partial(self._liveness.describe, machine.key)
         self._active[machine.key] = machine
@@ -261,7 +266,7 @@ class Coordination:
         return self._after(machine, commands + self._early_events(machine, {}))
 
     def _early_events(self, machine: Machine, lost: Mapping[int, CheckpointError]) -> Commands:
-        """Applies what came before a machine was there: a cancel, and ranks that will not join."""
+        """Applies the events that arrived before a machine existed: a cancel and lost ranks."""
         gone, cancelled = self._early.take(machine.key)
         commands: Commands = ()
         if cancelled is not None and isinstance(machine, SaveMachine):
@@ -269,21 +274,21 @@ class Coordination:
         return commands + machine.lost({**lost, **gone})
 
     def heartbeat(self, beat: Heartbeat) -> tuple[str, ...]:
-        """Accepts a heartbeat: its rank is alive, and this is its progress. See also `present`.
+        """Records that a rank is alive, and its progress. See also `present`.
 
         Returns:
-            For whom operations have waited for `LONG_WAIT_S`, in words: each wait once, to the
-            lowest rank that waits.
+            Descriptions of waits that have lasted for `LONG_WAIT_S`, which the rank logs. Each wait
+            is reported once, to the lowest rank that waits.
         """
         self._liveness.heartbeat(beat)
         at = (beat.session, beat.rank)
         return tuple(self._long_waits.pop(at)) if at in self._long_waits else ()
 
     def present(self, beat: Heartbeat) -> Commands:
-        """Applies what a heartbeat says of operations. To be called after all were resumed.
+        """Applies a heartbeat's reports on operations. Call it after saves have been resumed.
 
-        An operation that the rank awaits, and never joined here, it joined at a coordinator that
-        is gone: it fails for all.
+        If the rank awaits an operation that it never joined here, it joined at an earlier
+        coordinator: the operation fails on all ranks.
         """
         commands: Commands = ()
         for left in beat.left:
@@ -298,11 +303,11 @@ class Coordination:
         return commands
 
     def ack(self, beat: Heartbeat, ack: HeartbeatAck) -> HeartbeatAck:
-        """Returns the answer to a heartbeat: which operations of its rank failed, or are queued.
+        """Returns the answer to a heartbeat, with the rank's operations that failed or are queued.
 
         Args:
-            beat: To be answered.
-            ack: Who answers.
+            beat: The heartbeat.
+            ack: The answer without operations, which identifies the coordinator.
         """
         queued = tuple(
             machine.key.seq
@@ -315,14 +320,14 @@ class Coordination:
         return replace(ack, failed=failed, queued=queued)
 
     def place(self, session: str, rank: int, place: str) -> None:
-        """Registers where a rank is, for messages: `"pid 12 on node-3"`."""
+        """Registers the place of a rank for messages, for example `"pid 12 on node-3"`."""
         self._lost.get(session, {}).pop(rank, None)
         self._liveness.place(session, rank, place)
 
     def check_silence(self) -> Commands:
-        """Checks which ranks were silent for too long, and fails what needs them.
+        """Fails operations that need ranks which have been silent for too long.
 
-        To be called about every second. A rank that sends again gets the outcome.
+        Call it about every second. A rank that sends again gets the outcome.
         """
         commands: Commands = ()
         for key, machine in list(self._active.items()):
@@ -333,7 +338,7 @@ class Coordination:
         return commands
 
     def _note_long_waits(self) -> None:
-        """Notes for whom operations wait for long, for the lowest rank that waits in each."""
+        """Records a description of each long wait, for the lowest rank that waits."""
         now_s, before, self._waits = self._clock(), self._waits, {}
         for key, machine in self._active.items():
             since_s, is_noted = before.get((key, machine.phase), (now_s, False))
@@ -362,12 +367,12 @@ class Coordination:
         """Accepts the result of a task.
 
         Args:
-            key: Of the `Perform`.
-            task: Of the `Perform`.
-            result: A failure is a `Failed`.
+            key: Key of the `Perform`.
+            task: Task of the `Perform`.
+            result: Result of the task; `Failed` if it failed.
 
         Raises:
-            InternalError: The task was never asked for, or its result came before.
+            InternalError: The task was never started, or its result arrived before.
         """
         machine = self._known(key)
         if machine is None:
@@ -380,24 +385,24 @@ class Coordination:
         return self._after(machine, machine.performed(task, result))
 
     def expired(self, key: OpKey, phase: str) -> Commands:
-        """Handles an expired timer; one of an operation or phase that is over is ignored.
+        """Handles an expired timer; ignores one of an operation or phase that has ended.
 
         Args:
-            key: Of the `Arm`.
-            phase: Of the `Arm`.
+            key: Key of the `Arm`.
+            phase: Phase of the `Arm`.
         """
         machine = self._active.get(key)
         return () if machine is None else self._after(machine, machine.expired(phase))
 
     def lost(self, session: str, ranks: Iterable[int], reason: str) -> Commands:
-        """Marks ranks dead: fails the operations that need them, and those that will.
+        """Marks ranks dead: fails current and later operations that need them.
 
-        A rank that sends again is alive.
+        A rank that sends a message counts as alive again.
 
         Args:
-            session: Whose ranks.
-            ranks: Which.
-            reason: How it is known, for the error.
+            session: Name of the session.
+            ranks: The ranks.
+            reason: How the death was detected, for the error message.
         """
         errors = {rank: lost_rank(rank, reason) for rank in ranks}
         self._lost.setdefault(session, {}).update(errors)
@@ -411,11 +416,11 @@ class Coordination:
     def cancel(self, key: OpKey, reason: str) -> Commands:
         """Cancels a save, unless its commit has begun.
 
-        One that nobody has joined yet fails as soon as somebody does.
+        A save that no rank has joined fails as soon as one joins.
 
         Args:
-            key: Which save.
-            reason: Who wants it, for the error.
+            key: Key of the save.
+            reason: Who cancels it, for the error message.
         """
         if key not in self._active and not self._is_over(key):
             self._early.cancel(key, reason)
@@ -430,13 +435,13 @@ class Coordination:
         return isinstance(machine, SaveMachine) and machine.is_cancelled
 
     def withdraw(self, rank: int, left: Left) -> Commands:
-        """Removes a rank from an operation before its end: it sends nothing more.
+        """Removes a rank from an operation before its end; the rank sends nothing more.
 
-        A save fails, as nothing is lost by that; of another operation, only what needs this rank.
+        A save fails, unless its commit has begun. Another operation fails if it needs the rank.
 
         Args:
-            rank: Who.
-            left: Which operation, and why.
+            rank: The rank.
+            left: The operation and the reason.
         """
         key, error = left.key, left_early(rank, left)
         cancelled: Commands = ()
@@ -452,24 +457,24 @@ class Coordination:
         return self._after(machine, machine.lost({rank: error}))
 
     def outcome(self, key: OpKey) -> Reply | None:
-        """Returns the final reply to every rank, once that is known; None before.
+        """Returns the final reply to every rank; None before it is known.
 
-        A refusal for an operation that is not known: it began with an earlier coordinator.
+        For an unknown operation, which an earlier coordinator began, returns a `Refused`.
         """
         machine = self._known(key)
         return Refused(unknown_operation(key)) if machine is None else machine.outcome
 
     @property
     def active(self) -> tuple[OpKey, ...]:
-        """Operations that are not over, in the order in which they began."""
+        """Operations that have not ended, in the order in which they began."""
         return tuple(self._active)
 
     def _renumbered(self, machine: Machine | None, request: Request) -> int | None:
-        """Returns the number of a call whose rank missed earlier ones; None where it has its own.
+        """Returns the new number of a call if its rank has missed earlier calls; None otherwise.
 
-        The others abandoned the operation that this rank begins. Is it late with the same call, or
-        was that another one, which it never made? One that calls something else is not late, nor
-        one that comes too late twice in a row: it makes what the others call next.
+        It applies if the other ranks abandoned the operation that this rank begins. The rank is
+        then either late with the same call, or never made that call and now makes the next one. It
+        counts as late if its call is the same, unless it was late with the previous call as well.
         """
         key, rank = request.key, request.rank
         if key.step or not isinstance(request, Opening):
@@ -519,7 +524,7 @@ class Coordination:
         return forgotten is not None and key in forgotten
 
     def _refuse_restarted(self, machine: Machine, request: Request) -> Commands:
-        """Fails an operation of which one rank has done a part with an earlier coordinator."""
+        """Fails an operation in which a rank took part with an earlier coordinator."""
         refused = Refused(unknown(request, "this coordinator was restarted since"))
         answer = Answer(request.key, (request.rank,), step_of(request), refused)
         lost = machine.lost({request.rank: went_ahead(request.key, request.rank)})
@@ -552,7 +557,7 @@ class Coordination:
         return [one for one in self._saves if one.is_staged and one.key.session == session]
 
     def _admit_next(self, session: str) -> Commands:
-        """Moves the queue of a session on by one save, which begins or is refused."""
+        """Begins or refuses the next save in the queue of a session, if there is room."""
         saves = self._staged_saves(session)
         under_way = [save for save in saves if save.is_under_way]
         first = next((save for save in saves if save.is_queued), None)
@@ -581,12 +586,18 @@ class Coordination:
     # The stagers of asynchronous saves
 
     def staged_plan(self, key: OpKey) -> StagedPlan | None:
-        """Returns what another coordinator needs to end an asynchronous save that is planned."""
+        """Returns the state with which another coordinator can resume an asynchronous save.
+
+        None if the save is not active or not planned.
+        """
         save = self._save_of(key)
         return None if save is None else save.staged_plan()
 
     def stagers(self) -> dict[str, dict[OpKey, float]]:
-        """Returns the stagers whose bytes are awaited: for each save the timeout, in seconds."""
+        """Returns, for each stager with unwritten bytes, its saves and their heartbeat timeouts.
+
+        The timeouts are in seconds.
+        """
         found: dict[str, dict[OpKey, float]] = {}
         for save in self._saves:
             for stager in save.holders:
@@ -594,15 +605,15 @@ class Coordination:
         return found
 
     def held_by(self, stager: str) -> dict[OpKey, list[int]]:
-        """Returns the ranks whose bytes a stager is to write, of each save, for messages."""
+        """Returns, for each save, the ranks whose bytes a stager has yet to write, for messages."""
         return {save.key: ranks for save in self._saves if (ranks := save.held_by(stager))}
 
     def stager_lost(self, stager: str, reason: str) -> Commands:
-        """Marks a stager lost: saves that need it fail.
+        """Marks a stager as lost: saves that need it fail.
 
         Args:
             stager: `PartsHeld.stager`.
-            reason: How it is known, for the error.
+            reason: How the loss was detected, for the error message.
         """
         commands: Commands = ()
         for save in self._saves:

@@ -59,7 +59,7 @@ class LoadMachine(Operation):
     """One load of all ranks of a session.
 
     Args:
-        first: The first join; hand it to `receive` as well.
+        first: The first join; it must also be passed to `receive`.
     """
 
     ranks_do: Mapping[str, tuple[str, str]] = {

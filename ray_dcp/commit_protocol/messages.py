@@ -1,11 +1,11 @@
-"""Messages between ranks and the coordinator, as frozen values.
+"""Messages between ranks, stagers and the coordinator, as frozen values.
 
-Every message names its operation and its sender, and after planning the attempt and the epoch of
-the coordinator, so that it may arrive twice, late, or after a restart without harm. Unpickling a
-message needs neither torch nor ray.
+Every message names its operation and its sender and, after planning, the attempt and the epoch of
+the coordinator. A message that arrives twice, late, or after a restart therefore does no harm.
+Unpickling a message imports neither torch nor ray.
 
-Receipts of many files are columns (`FileReceipts`): 10,000 of them are a few arrays and not 10,000
-objects.
+Receipts of many files are stored as columns (`FileReceipts`): 10,000 receipts are a few arrays
+instead of 10,000 objects.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.planning.reads import RankShare, ReadNeeds
 
 PlanOrigin = Literal["cold", "warm"]
-"""Where the plan of a save is from: made for it, or of an earlier save of the job."""
+"""Origin of the plan of a save: made for this save, or reused from an earlier save of the job."""
 
 
 @dataclass(frozen=True)
 class OpKey:
-    """Names one operation of all ranks: a step of the n-th call of their users."""
+    """Identifies one operation of all ranks: one step of the user's n-th call."""
 
     session: str
     """Name of the session: run, ranks of the group, generation of the group."""
     seq: int
-    """How many calls the ranks made before this one. A rank that missed calls learns that by
+    """Number of calls that the ranks made before this one. A rank that missed calls receives
     `Renumbered`."""
     step: int = 0
-    """How many operations of this call were named before: a call through plug-ins takes several."""
+    """Number of earlier operations of this call: a call through plug-ins has several."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a checkpoint lies: what `ray_dcp.store.opening.open_storage` needs."""
+    """Location of a checkpoint: the arguments of `ray_dcp.store.opening.open_storage`."""
 
     url: str
     """Absolute path or URL."""
     storage_options: Mapping[str, object] = field(default_factory=dict, repr=False)
-    """Options for the storage: credentials above all. They travel to ranks and stagers, and are
-    written neither to storage nor to logs."""
+    """Options for the storage, mostly credentials. They are sent to ranks and stagers, and never
+    written to storage or logs."""
     filesystem: Any = field(default=None, repr=False, compare=False)
-    """A ready filesystem of fsspec, pyarrow.fs or obstore that serves the URL; None to make one
-    from URL and options."""
+    """A filesystem object of fsspec, pyarrow.fs or obstore that serves the URL; if None, one is
+    created from URL and options."""
 
 
 @dataclass(frozen=True)
 class SaveJoin:
-    """Rank → coordinator: I take part in this save and hold these items. Reply: `SaveGo`."""
+    """Rank → coordinator: the rank joins a save with its items. Reply: `SaveGo`."""
 
     key: OpKey
     rank: int
@@ -66,68 +66,68 @@ class SaveJoin:
     target: Target
     options: SaveOptions
     columns: bytes
-    """`ray_dcp.core.columns.encode` of the rank's `Columns`; empty when `error` is set, and when
-    the coordinator may know them by their fingerprint: it asks otherwise."""
+    """`ray_dcp.core.columns.encode` of the rank's `Columns`. Empty if `error` is set, or if the
+    coordinator may know them by their fingerprint; if it does not, it sends `SendItems`."""
     error: CheckpointError | None = None
     """Why this rank can't take part; fails the save on every rank."""
     staged: bool = False
-    """Whether stagers write the bytes, while the ranks go on: an asynchronous save."""
+    """Whether stagers write the bytes while training continues: an asynchronous save."""
     fingerprint: bytes = b""
-    """`ray_dcp.planning.fingerprint` of the rank's items; empty when `columns` are enough."""
+    """`ray_dcp.planning.fingerprint` of the rank's items; empty if `columns` suffice."""
     contents: bytes = b""
     """The digests of content (`Columns.value`) that are not 0, 8 bytes each."""
     known: bytes = b""
-    """Digest of the global plan of which this rank has its part from an earlier save."""
+    """Digest of the global plan whose part for this rank it has from an earlier save."""
     values: bytes = b""
-    """With `known`: one digest for each group of items of that plan that others hold as well
+    """With `known`: one digest for each group of items of that plan that other ranks hold as well
     (`ray_dcp.planning.merge`)."""
     asked: int = 0
-    """How many `SendItems` this rank has answered with it; more may follow after a restart."""
+    """Number of `SendItems` that this rank has answered so far; more may follow after a restart."""
     capture_s: float = 0.0
-    """Seconds until it had seen what it holds: for the trace."""
+    """Duration of the capture, in seconds, for the trace."""
     node: str = ""
-    """Names the node that this rank is on, for sharing out; empty when it is not known."""
+    """Name of the rank's node, for dividing up replicas; empty if unknown."""
 
 
 @dataclass(frozen=True)
 class SendItems:
-    """Coordinator → rank: join again, with what I do not know. Reply to that: as to a join."""
+    """Coordinator → rank: the rank must join again, with the data that the coordinator lacks."""
 
     rows: bool
-    """`columns` and `contents`; else only `contents`."""
+    """Whether `columns` and `contents` are missing; if False, only `contents`."""
 
 
 @dataclass(frozen=True)
 class SaveAgain:
-    """Coordinator → rank: the plan is unchanged: write your known part, under this attempt."""
+    """Coordinator → rank: the plan is unchanged; the rank writes the part that it knows."""
 
     attempt: str
     epoch: int
     digest: bytes = b""
-    """Of the global plan, by which a part is used again: `SaveJoin.known`."""
+    """Digest of the global plan, which later joins send as `SaveJoin.known`."""
     warnings: tuple[str, ...] = ()
     origin: PlanOrigin = "warm"
     create_if_absent: bool = True
-    """A record has one winner, as the coordinator saw: without it a rank must not abort the attempt
-    by itself."""
+    """Whether the storage creates a record only if it is absent, as the coordinator found. If not,
+    a rank must not abort the attempt by itself."""
 
     def with_plan(self, plan: RankPlan, groups: tuple[Int32Array, ...] = ()) -> SaveGo:
-        """Returns the whole of it, with the part of a rank."""
+        """Returns the same assignment, with the part of a rank."""
         return SaveGo(**vars(self), plan=plan, groups=groups)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveGo(SaveAgain):
-    """Coordinator → rank: write this, under this attempt."""
+    """Coordinator → rank: the part of the plan that the rank writes for this attempt."""
 
     plan: RankPlan
     groups: tuple[Int32Array, ...] = ()
-    """`ray_dcp.planning.merge.groups_of` this rank; empty where it knows them."""
+    """`ray_dcp.planning.merge.groups_of` this rank; empty if the rank knows them."""
 
 
 @dataclass(frozen=True)
 class DeferredPlace:
-    """Where a rank put a deferred item in its file."""
+    """The place of a deferred item in a rank's file."""
 
     row: int
     """Row of the rank's `Columns`."""
@@ -138,12 +138,12 @@ class DeferredPlace:
 
 @dataclass(frozen=True, eq=False)
 class FileReceipt:
-    """One part file is durable under its key."""
+    """A part file that is durable under its key."""
 
     file: int
     """Index into the plan's files."""
     key: str
-    """Key in storage, with the attempt."""
+    """Storage key, which includes the attempt."""
     num_bytes: int
     """Length of the whole file."""
     digest: bytes
@@ -153,7 +153,7 @@ class FileReceipt:
 
 @dataclass(frozen=True)
 class SaveReceipt:
-    """Rank → coordinator: my part is durable, or failed. Reply: `SaveOutcome`."""
+    """Rank → coordinator: the rank's part is durable, or failed. Reply: `SaveOutcome`."""
 
     key: OpKey
     rank: int
@@ -162,25 +162,25 @@ class SaveReceipt:
     files: tuple[FileReceipt, ...] = ()
     error: CheckpointError | None = None
     staged: tuple[float, int] = (0.0, 0)
-    """How long the rank copied before it wrote, in seconds, and how many bytes: for the trace."""
+    """Duration of the rank's copies, in seconds, and bytes copied, for the trace."""
 
 
 @dataclass(frozen=True)
 class PartsHeld:
-    """Stager → coordinator: I hold a rank's bytes, and write them whatever becomes of it.
+    """Stager → coordinator: it holds a rank's bytes, and will write them even if the rank dies.
 
-    Sent before the rank may go on. Reply: `Ack`.
+    Sent before training continues on the rank. Reply: `Ack`.
     """
 
     key: OpKey
     rank: int
-    """Whose bytes."""
+    """The rank whose bytes these are."""
     attempt: str
     epoch: int
     stager: str
-    """Name of this stager, different for each process that ever was one."""
+    """Name of the stager, unique to its process."""
     num_bytes: int = 0
-    """How many were copied: for the trace."""
+    """Bytes copied, for the trace."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class PartsWritten:
 
     key: OpKey
     rank: int
-    """Whose bytes."""
+    """The rank whose bytes these are."""
     attempt: str
     epoch: int
     files: tuple[FileReceipt, ...] = ()
@@ -201,7 +201,7 @@ class PartsWritten:
 
 @dataclass(frozen=True)
 class SaveStaged:
-    """Rank → coordinator: my bytes are staged, or staging failed; how does it end?
+    """Rank → coordinator: the rank's bytes are staged, or staging failed; it awaits the outcome.
 
     Reply: `SaveOutcome`.
     """
@@ -212,12 +212,12 @@ class SaveStaged:
     epoch: int
     error: CheckpointError | None = None
     held: PartsHeld | None = None
-    """The last report of who holds the bytes: another coordinator may not have received it."""
+    """The last `PartsHeld` for these bytes, which a restarted coordinator may not have received."""
 
 
 @dataclass(frozen=True)
 class Ack:
-    """Coordinator → stager: received. Nothing more has to be reported of this."""
+    """Coordinator → stager: the report was received and need not be repeated."""
 
 
 @dataclass(frozen=True)
@@ -227,14 +227,14 @@ class SaveOutcome:
     attempt: str
     slot: int
     manifest: bytes
-    """The committed manifest, as on storage; empty when it is so long that ranks which want it
-    have to read it there."""
+    """The committed manifest, as on storage; empty if it is too long to send, in which case ranks
+    read it from storage."""
     warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class LoadJoin:
-    """Rank → coordinator: I take part in this load. Reply: `LoadGo`."""
+    """Rank → coordinator: the rank joins a load. Reply: `LoadGo`."""
 
     key: OpKey
     rank: int
@@ -246,21 +246,23 @@ class LoadJoin:
 
 @dataclass(frozen=True)
 class LoadGo:
-    """Coordinator → rank: all of you load exactly this checkpoint."""
+    """Coordinator → rank: the checkpoint that all ranks load."""
 
     kind: str
-    """`"native"` (ours), `"stock"` (DCP's `.metadata`) or `"safetensors"` (plain files)."""
+    """`"native"` (of ray_dcp), `"stock"` (DCP's `.metadata`) or `"safetensors"` (plain files)."""
     slot: int
-    """Slot of the manifest; 0 for a checkpoint that is not ours."""
+    """Slot of the manifest; 0 for a checkpoint that ray_dcp did not write."""
     record: bytes
     """Bytes of the manifest, or of the foreign `.metadata`; empty for plain files."""
     table: bytes = b""
-    """A short chunk table of ours, so that it is read once for all; empty: each rank reads it."""
+    """A short chunk table, so that it is read only once; if empty, each rank reads the table."""
 
 
 @dataclass(frozen=True)
 class Untaken:
-    """What of a checkpoint a rank does not load, or no rank does: one bit a name, compressed.
+    """The names of a checkpoint that a rank, or every rank, does not load.
+
+    Both fields are bit sets with one bit for each name of the checkpoint, in order, compressed.
 
     Examples:
         >>> names = ("first.w", "second.w", "lr")
@@ -273,20 +275,20 @@ class Untaken:
     """
 
     names: bytes
-    """All such names."""
+    """The names that are not loaded."""
     refused: bytes
-    """Those that somebody should load."""
+    """The subset of them that some rank has to load."""
 
     @classmethod
     def of(
         cls, stored: Sequence[str], untaken: Collection[str], refused: Collection[str]
     ) -> Untaken:
-        """Returns it for one rank.
+        """Returns the names that one rank does not load.
 
         Args:
             stored: All names of the checkpoint, in its order.
-            untaken: What the rank does not load.
-            refused: What of that somebody should load.
+            untaken: Names that the rank does not load.
+            refused: The subset of `untaken` that some rank has to load.
         """
         bits = [
             np.array([name in some for name in stored]) for some in map(set, (untaken, refused))
@@ -295,10 +297,10 @@ class Untaken:
 
     @classmethod
     def of_all(cls, ranks: Sequence[Untaken]) -> Untaken | None:
-        """Returns what none of some ranks loads though somebody should; None where there is none.
+        """Returns the names that no rank loads, or None if none of them has to be loaded.
 
         Args:
-            ranks: Those of one checkpoint.
+            ranks: The values of all ranks, for the same checkpoint.
         """
         names = np.bitwise_and.reduce([_unpacked(rank.names) for rank in ranks])
         refused = np.bitwise_or.reduce([_unpacked(rank.refused) for rank in ranks]) & names
@@ -307,10 +309,10 @@ class Untaken:
         return cls(zlib.compress(names.tobytes()), zlib.compress(refused.tobytes()))
 
     def refused_of(self, stored: Sequence[str]) -> list[str]:
-        """Returns the names that somebody should load.
+        """Returns the names of `refused`.
 
         Args:
-            stored: See `of`.
+            stored: As for `of`.
         """
         found = np.flatnonzero(np.unpackbits(_unpacked(self.refused), count=len(stored)))
         return [stored[number] for number in found.tolist()]
@@ -322,45 +324,47 @@ def _unpacked(data: bytes) -> npt.NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class LoadReady:
-    """Rank → coordinator: my reads are planned, nothing was touched. Reply: `LoadProceed`."""
+    """Rank → coordinator: the rank's reads are planned, no target changed. Reply: `LoadProceed`."""
 
     key: OpKey
     rank: int
     error: CheckpointError | None = None
     needs: ReadNeeds | None = None
+    """The rank's needs of shared reads; None if it reads everything for itself."""
     untaken: Untaken | None = None
-    """None: this rank takes everything."""
+    """None if this rank loads every name."""
 
 
 @dataclass(frozen=True)
 class LoadProceed:
-    """Coordinator → rank: every rank is ready: read."""
+    """Coordinator → rank: every rank has planned its reads; the rank may read."""
 
     share: RankShare | None = None
-    """None, as `LoadReady.needs`: this rank reads all for itself."""
+    """The rank's share of the shared reads; None if it reads everything for itself."""
     untaken: Untaken | None = None
-    """What no rank takes though somebody should: raise, before anything is touched."""
+    """If set: names that no rank loads though one has to. The rank raises before it changes any
+    target."""
 
 
 @dataclass(frozen=True)
 class ReadCounts:
-    """What one rank or all of them read; named as in `ray_dcp.LoadReport`."""
+    """Bytes that one rank or all ranks read; the fields are those of `ray_dcp.LoadReport`."""
 
     bytes_needed: int = 0
     """Bytes that the targets hold."""
     bytes_read: int = 0
     """Bytes read from storage or memory."""
     bytes_from_memory: int = 0
-    """Of those that were read."""
+    """The part of `bytes_read` that came from the memory of the nodes."""
     bytes_from_peers: int = 0
-    """Got from another rank, and not among those that were read."""
+    """Bytes received from other ranks; not part of `bytes_read`."""
     bytes_read_instead: int = 0
-    """Of those that were read, what should have come from another rank."""
+    """The part of `bytes_read` that other ranks should have sent but did not."""
 
 
 @dataclass(frozen=True)
 class LoadDone:
-    """Rank → coordinator: I have read everything, or failed. Reply: `LoadOutcome`."""
+    """Rank → coordinator: the rank has read everything, or failed. Reply: `LoadOutcome`."""
 
     key: OpKey
     rank: int
@@ -373,15 +377,15 @@ class LoadOutcome:
     """Coordinator → rank: every rank has loaded."""
 
     counts: ReadCounts
-    """Summed over the ranks."""
+    """Sums over all ranks."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Rank → coordinator: hand these to those ranks. Reply: `Exchanged`, when all have come.
+    """Rank → coordinator: bytes for other ranks. Reply: `Exchanged`, when all ranks have sent.
 
-    The one primitive of the paths on which user code of DCP's interfaces runs in the ranks:
-    gather is an outbox for rank 0, scatter an outbox of rank 0.
+    Paths that run user code of DCP's interfaces in the ranks build all communication on it: gather
+    is an outbox for rank 0 on each rank, scatter is an outbox on rank 0.
     """
 
     key: OpKey
@@ -395,38 +399,38 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """Coordinator → rank: what the others had for you, by sender."""
+    """Coordinator → rank: the bytes that ranks sent to this one, by sender."""
 
     inbox: Mapping[int, bytes]
 
 
 @dataclass(frozen=True)
 class Left:
-    """An operation that a rank has left before its end."""
+    """An operation that a rank has left before its end, in reports to the coordinator."""
 
     key: OpKey
     reason: str
     """Why, in words."""
     is_interrupt: bool = False
-    """Whether its user wanted that, as by Ctrl-C."""
+    """Whether the user interrupted the call, for example with Ctrl-C."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Coordinator → rank: the operation failed, with this error, the same for every rank."""
+    """Coordinator → rank: the operation failed, with the same error for every rank."""
 
     error: CheckpointError
 
 
 @dataclass(frozen=True)
 class Renumbered:
-    """Coordinator → rank: the others made calls without this rank. Begin this call as `seq`."""
+    """Coordinator → rank: the rank missed calls of the others, and must begin this one as `seq`."""
 
     seq: int
 
 
 Fenceable = SaveReceipt | SaveStaged | PartsHeld | PartsWritten
-"""What names the attempt that it is about."""
+"""Messages that name an attempt, and are refused if it is not the current one."""
 
 Request = SaveJoin | Fenceable | LoadJoin | LoadReady | LoadDone | Exchange
 SaveReply = SaveGo | SaveAgain | SendItems | SaveOutcome | Ack
@@ -434,20 +438,20 @@ Reply = SaveReply | LoadGo | LoadProceed | LoadOutcome | Exchanged | Refused | R
 
 
 _SEPARATOR = "\n"
-"""Between keys: no key that we give has one."""
+"""Separates keys: no key of ray_dcp contains a line break."""
 
 
 @dataclass(frozen=True, eq=False)
 class FileReceipts:
-    """The fields of `FileReceipt`, of `f` files.
+    """The receipts of `f` files with `k` deferred items in all, as columns.
 
     Attributes:
         file: int64[f], indices into the plan's files.
-        keys: All keys, one a line.
-        num_bytes: int64[f].
+        keys: All keys, one per line.
+        num_bytes: int64[f], length of each file.
         digests: 16 bytes for each file.
-        num_places: int64[f], how many deferred items each has.
-        places: int64[k, 4], row, item offset, item bytes and block bytes of each.
+        num_places: int64[f], number of deferred items of each file.
+        places: int64[k, 4], row, item offset, item bytes and block bytes of each deferred item.
     """
 
     file: Int64Array
@@ -475,12 +479,12 @@ class FileReceipts:
 
     @property
     def lengths(self) -> list[tuple[str, int]]:
-        """Key and length of each file."""
+        """The key and length of each file."""
         keys = self.keys.split(_SEPARATOR) if len(self) else []
         return list(zip(keys, self.num_bytes.tolist(), strict=True))
 
     def take(self, order: Int64Array) -> FileReceipts:
-        """Returns some of them, in an order.
+        """Returns the receipts at some positions, in that order.
 
         Args:
             order: int64[m], positions.
@@ -501,10 +505,10 @@ class FileReceipts:
 
 
 def pack_receipts(receipts: Iterable[FileReceipt]) -> FileReceipts:
-    """Returns receipts as columns, in their order.
+    """Returns receipts as columns, in the same order.
 
     Raises:
-        InternalError: One can't be: its key has a line break, or its digest another length.
+        InternalError: A key has a line break, or a digest has the wrong length.
     """
     found = list(receipts)
     for one in found:
@@ -530,13 +534,13 @@ def pack_receipts(receipts: Iterable[FileReceipt]) -> FileReceipts:
 
 
 def join_receipts(parts: Sequence[FileReceipts | FileReceipt]) -> FileReceipts:
-    """Returns all receipts as one table, by file.
+    """Returns all receipts as one table, sorted by file.
 
     Args:
-        parts: In any order.
+        parts: The receipts, in any order.
 
     Raises:
-        InternalError: Two are of one file.
+        InternalError: A file has two receipts.
     """
     alone = [part for part in parts if isinstance(part, FileReceipt)]
     tables = [part for part in parts if isinstance(part, FileReceipts) and len(part)]

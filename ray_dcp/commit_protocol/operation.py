@@ -1,11 +1,11 @@
-"""`Operation`: what the machines share, above all the barrier of a step; and the exchange machine.
+"""`Operation`: the base class of all machines, with the barrier of a step; and `ExchangeMachine`.
 
-An operation is one call of all ranks. It tracks which ranks have arrived, which wait for an answer,
-and what was answered, so that a request that arrives twice gets the same answer. It decides nothing
-about saving or loading.
+An operation is one call of all ranks. It tracks which ranks have arrived, which wait for a reply,
+and the replies that were sent, so that a request that arrives twice gets the same reply. It decides
+nothing about saving or loading.
 
-`ExchangeMachine` is the simplest one: every rank sends bytes to others, and receives what they sent
-to it. The one primitive of the paths on which user code of DCP's interfaces runs in the ranks.
+`ExchangeMachine` is the simplest machine: every rank sends bytes to others and receives theirs. The
+paths that run user code of DCP's interfaces in the ranks build all communication on it.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from ray_dcp.errors import (
 
 
 class Barrier:
-    """One barrier: which ranks have arrived, which failed, which are missing.
+    """One barrier: the ranks that have arrived, failed or are missing.
 
     Args:
-        world_size: Ranks `0 … world_size - 1` have to arrive.
+        world_size: Ranks `0` to `world_size - 1` have to arrive.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -58,37 +58,40 @@ class Barrier:
         self.errors: dict[int, CheckpointError] = {}
 
     def note(self, rank: int, error: CheckpointError | None) -> None:
-        """Notes that a rank arrived, perhaps with an error."""
+        """Records that a rank has arrived, with its error if it has one."""
         self.arrived.add(rank)
         if error is not None:
             self.errors.setdefault(rank, error)
 
     @property
     def is_complete(self) -> bool:
-        """Whether something is known of every rank. Costs the same for any number of ranks."""
-        # Why only then: the ranks that arrived and those that failed may be the same.
+        """Whether every rank has arrived or failed.
+
+        Complexity: O(1) unless ranks have failed.
+        """
+        # Why this is not enough: a rank may be in both sets.
         if len(self.arrived) + len(self.errors) < self.world_size:
             return False
         return len(self.arrived) >= self.world_size or not self.missing
 
     def blame(self, errors: Mapping[int, CheckpointError]) -> None:
-        """Notes that ranks failed without a report of their own; earlier errors stay."""
+        """Records the errors of ranks that have not reported any themselves; keeps earlier ones."""
         for rank, error in errors.items():
             self.errors.setdefault(rank, error)
 
     @property
     def missing(self) -> list[int]:
-        """Ranks of which nothing is known, ascending."""
+        """Ranks that have neither arrived nor failed, ascending."""
         known = self.arrived | self.errors.keys()
         return [rank for rank in range(self.world_size) if rank not in known]
 
 
 def two_calls(request: Opening, what: str) -> RankDisagreementError:
-    """Returns the error of a rank that called twice.
+    """Returns the error of a rank that made two different calls as one operation.
 
     Args:
         request: The second call.
-        what: In what it differs.
+        what: How it differs from the first.
     """
     return RankDisagreementError(
         f"Expected one call of rank {request.rank} as operation {request.key.seq} of session "
@@ -99,18 +102,18 @@ def two_calls(request: Opening, what: str) -> RankDisagreementError:
 
 
 def compact(opening: Opening) -> Opening:
-    """Returns what has to be kept to recognise a request that arrives twice."""
+    """Returns the part of a request that is kept to recognise it when it arrives twice."""
     if isinstance(opening, SaveJoin) and (opening.columns or opening.contents):
         return replace(opening, columns=b"", contents=b"")
     return opening
 
 
 def content(opening: Opening) -> tuple[object, ...]:
-    """Returns what is equal when the same call arrives twice."""
-    # Why not ==: errors are equal only to themselves, and were pickled on the way.
+    """Returns a value that is equal if and only if the same call arrives twice."""
+    # Why not ==: an error equals only itself, and arrives as another object by pickling.
     skipped, error = {"error"}, opening.error
     if isinstance(opening, SaveJoin) and opening.fingerprint:
-        # Why: a rank that is asked for more joins once more, or fails then: it is the same call.
+        # Why: a rank that answers `SendItems` joins again, or fails in it: the call is the same.
         skipped |= {"columns", "contents", "known", "values", "asked"}
         error = None
     rest = [value for name, value in vars(opening).items() if name not in skipped]
@@ -118,15 +121,16 @@ def content(opening: Opening) -> tuple[object, ...]:
 
 
 GRACE_S = 5.0
-"""How long an operation that must fail waits for the errors of the other ranks, in seconds.
+"""How long a failed operation waits for errors of other ranks before it reports, in seconds.
 
-*Why* not none: what fails one rank (a full disk, a bad option) often fails them all, and the user
-should see that. *Why* not the whole deadline: nobody should wait an hour to learn of a failure.
+*Why* not 0: a cause that fails one rank (a full disk, a bad option) often fails all of them, and
+the error should show that. *Why* not the whole deadline: a user should not wait an hour for a
+failure that is already known.
 """
 
 LOST_GRACE_S = 0.5
-"""The same after ranks died or froze, in seconds: just so long that those which died together are
-named together. Their end predicts little of what the others will report."""
+"""The same after ranks died or froze, in seconds. *Why* shorter: ranks that die together are
+detected together, and their loss says little about what the others will report."""
 
 HISTORY_LENGTH = 64
 
@@ -134,23 +138,24 @@ Commands = tuple[Command, ...]
 
 
 class Operation(ABC):
-    """One operation: its ranks, their waiting calls, the answers given, its one timer and task.
+    """One operation: its ranks, their pending calls, the replies sent, its only timer and task.
 
-    Subclasses define what an accepted event leads to, in `_on_request`, `_on_result`, `_on_expired`
-    and `_all_arrived`. An event that is refused raises before anything has changed.
+    Subclasses handle accepted events in `_on_request`, `_on_result`, `_on_expired` and
+    `_all_arrived`. An event that is refused raises before anything has changed.
 
     Args:
-        first: The request that begins it; not noted yet.
+        first: The request that begins the operation; it must also be passed to `receive`.
 
     Attributes:
-        key: Which operation.
-        url: Of the checkpoint; None for an exchange.
-        phase: Where it stands, for messages and timers.
-        over: Nothing is left to be done; only late requests are still answered.
-        describe_rank: Returns what is known of a rank that is missing, in words.
-        ranks_do: What every rank has to do in a phase, with the option that is its deadline.
-        last_barrier: The phase in which ranks arrive last: one that dies after it arrived
-            has done its share.
+        key: Identifies the operation.
+        url: URL of the checkpoint; None for an exchange.
+        phase: Current phase, for messages and timers.
+        over: Whether the operation has ended; late requests are still answered.
+        describe_rank: Returns a description of a missing rank.
+        ranks_do: For each phase that waits for ranks, what they have to do and the option that is
+            the deadline.
+        last_barrier: The last phase in which ranks arrive: a rank that dies after it arrived there
+            has done its part.
     """
 
     ranks_do: Mapping[str, tuple[str, str]] = {}
@@ -180,21 +185,21 @@ class Operation(ABC):
 
     @property
     def outcome(self) -> Reply | None:
-        """The final reply to all ranks, once that is fixed."""
+        """The final reply to all ranks; None before it is known."""
         return self._outcome
 
     @property
     def call(self) -> str:
-        """What the ranks called, in words."""
+        """Description of the ranks' call."""
         return describe(self._first)
 
     @property
     def waiting_ranks(self) -> set[int]:
-        """Ranks that wait for an answer."""
+        """Ranks that wait for a reply."""
         return {rank for rank, _ in self._waiting}
 
     def awaited(self) -> str:
-        """Returns for whom it waits that moves no bytes, in words; empty when for nobody."""
+        """Returns a description of the missing ranks in a phase that moves no bytes, or ""."""
         idle = self._awaited() is not None and self.phase not in ("writing", "reading")
         missing = self._barrier.missing if idle else []
         return f"for {name_known(missing, self.describe_rank)}" if missing else ""
@@ -204,17 +209,17 @@ class Operation(ABC):
     def receive(self, request: Request) -> Commands:
         """Accepts a request of a rank.
 
-        A request that arrived before is answered as before. When the operation has its outcome,
-        that is the answer to whatever a rank still asks.
+        A request that arrives twice gets the same reply. Once the operation has an outcome, every
+        later request gets the outcome as its reply.
 
         Args:
             request: Any request with this key.
 
         Returns:
-            What to do now.
+            The commands to execute.
 
         Raises:
-            RankDisagreementError: The operation has begun, and this request is of another one.
+            RankDisagreementError: The operation has begun, and this request is a different call.
             CheckpointError: The request is refused; nothing has changed.
         """
         if isinstance(request, Opening):
@@ -236,20 +241,20 @@ class Operation(ABC):
         return self.phase == "joining" and rank not in self._barrier.arrived
 
     def failed_without(self, request: Request) -> bool:
-        """Returns whether it failed before a rank arrived, which now begins an operation."""
+        """Returns whether the operation had failed when the rank of an opening first arrived."""
         opening = isinstance(request, Opening)
         return opening and self.over and request.rank in self._absent
 
     def is_same_call(self, request: Opening) -> bool:
-        """Returns whether a rank may call what the others called: they may differ themselves."""
+        """Returns whether a call may be that of the other ranks, which may differ themselves."""
         return self._have_disagreed() or identity(request) == identity(self._first)
 
     def performed(self, task: Task, result: Result) -> Commands:
-        """Accepts the result of a task; that of an abandoned task is dropped.
+        """Accepts the result of a task; drops that of an abandoned task.
 
         Raises:
-            InternalError: The task was not asked for, its result arrived before, or is of another
-                kind of task.
+            InternalError: The task was not started, or its result arrived before or is of the wrong
+                kind.
         """
         if self._pending is not None and (task is self._pending or task == self._pending):
             awaited, self._pending = self._pending, None
@@ -266,7 +271,7 @@ class Operation(ABC):
         raise self._contradiction(f"result of {type(task).__name__}")
 
     def expired(self, phase: str) -> Commands:
-        """Handles the expired timer of a phase; that of an earlier phase is ignored."""
+        """Handles the expired timer of a phase; ignores that of an earlier phase."""
         if self.over or phase != self.phase:
             return ()
         self._log("expired")
@@ -274,25 +279,26 @@ class Operation(ABC):
         if awaited is None:
             return self._on_expired()
         missing = self._barrier.missing
-        if missing and not self._grace:  # else the wait was only for other ranks' errors
+        if missing and not self._grace:  # with grace, it only waited for other ranks' errors
             self._barrier.blame(self._overdue(missing, *awaited))
         return self._fail(combine(self._barrier.errors, self.url))
 
     def _overdue(
         self, missing: Sequence[int], what: str, after_s: float, way_out: str
     ) -> Mapping[int, CheckpointError]:
-        """Returns the errors of the ranks that missed a deadline. See `_awaited`."""
+        """Returns the errors of ranks that missed a deadline; see `_awaited`."""
         return deadline(self.key, missing, what, after_s, way_out, self.describe_rank)
 
     def needs(self, rank: int) -> bool:
-        """Returns whether it would make a difference that a rank is lost."""
+        """Returns whether the loss of a rank would affect the operation."""
         concerns = 0 <= rank < self.world_size and rank not in self._lost
         return concerns and not self.over and self._outcome is None
 
     def lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
-        """Marks ranks lost that died, froze or left.
+        """Marks ranks as lost, with their errors, because they died, froze or left.
 
-        One that sends after that gets the outcome like the others, but does not count.
+        A lost rank that sends again gets the outcome like the others, but does not count as
+        arrived.
         """
         errors = {rank: error for rank, error in errors.items() if self.needs(rank)}
         if not errors:
@@ -315,7 +321,7 @@ class Operation(ABC):
 
     @abstractmethod
     def _all_arrived(self) -> Commands:
-        """Handles that every rank has arrived in this phase, without an error."""
+        """Handles the arrival of every rank in this phase, without errors."""
 
     def _on_lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
         """Handles the loss of ranks while there is no outcome."""
@@ -327,7 +333,7 @@ class Operation(ABC):
         return self._check_barrier()
 
     def _fail(self, error: CheckpointError) -> Commands:
-        """Fails the operation, before anything is at stake."""
+        """Fails the operation at once; overridden where a commit may be at stake."""
         if self._differing and isinstance(error, RankDisagreementError):
             error = disagreement(self.key, {**self._openings, **self._differing})
         return (*self._conclude(Refused(error)), *self._end("failed"))
@@ -356,17 +362,17 @@ class Operation(ABC):
         return None
 
     def _differ(self, request: Opening, error: RankDisagreementError) -> Commands:
-        """Notes a call that is not the others'; waits a moment for others that differ."""
+        """Records a call that differs from the others'; waits `GRACE_S` for more that differ."""
         self._log(f"{step_of(request)} of rank {request.rank} (differs)")
         self._waiting[request.rank, step_of(request)] = None
-        if error.rank is not None:  # one rank is at fault, by itself
+        if error.rank is not None:  # a single rank is at fault
             return self._fail(error)
         self._differing[request.rank] = compact(request)
         self._barrier.note(request.rank, error)
         return self._fail(error) if self._barrier.is_complete else self._wait(GRACE_S)
 
     def _have_disagreed(self) -> bool:
-        """Whether the outcome is that the ranks differ: late ranks get just that."""
+        """Returns whether the outcome is that the ranks' calls differ; late ranks get that too."""
         outcome = self._outcome
         return isinstance(outcome, Refused) and isinstance(outcome.error, RankDisagreementError)
 
@@ -375,12 +381,12 @@ class Operation(ABC):
         self._note(request, request.error)
 
     def _are_new(self, ranks: Sequence[int]) -> bool:
-        """Whether all these are ranks of this operation that have not arrived in this phase."""
+        """Returns whether all of these are valid ranks that have not arrived in this phase."""
         within = min(ranks) >= 0 and max(ranks) < self.world_size
         return within and self._barrier.arrived.isdisjoint(ranks)
 
     def _note_all(self, step: str, ranks: Sequence[int]) -> None:
-        """Notes that ranks arrived which did not before, without errors."""
+        """Records that new ranks have arrived, without errors."""
         self._log(f"{step} of {name_ranks(ranks)}")
         self._waiting.update(dict.fromkeys([(rank, step) for rank in ranks]))
         self._barrier.arrived.update(ranks)
@@ -393,7 +399,7 @@ class Operation(ABC):
     # Replies
 
     def _reply_each(self, reply_to: Callable[[int], Reply]) -> list[Command]:
-        """Answers all calls that wait, each rank's with a reply of its own."""
+        """Answers all pending calls, each with a reply for its rank."""
         answers: list[Command] = []
         for rank, step in self._waiting:
             reply = self._replies[rank, step] = reply_to(rank)
@@ -402,7 +408,7 @@ class Operation(ABC):
         return answers
 
     def _reply_alike(self, reply: Reply) -> list[Command]:
-        """Gives all that wait the same reply, with one command for each step of theirs."""
+        """Answers all pending calls with the same reply, with one command for each step."""
         self._replies.update(dict.fromkeys(self._waiting, reply))
         by_step: dict[str, list[int]] = {}
         for rank, step in self._waiting:
@@ -411,13 +417,13 @@ class Operation(ABC):
         return [Answer(self.key, tuple(ranks), step, reply) for step, ranks in by_step.items()]
 
     def _conclude(self, reply: Reply) -> list[Command]:
-        """Fixes the outcome, unless it is fixed already, and replies it to all that wait."""
+        """Sets the outcome, unless it is set, and answers all pending calls with it."""
         if self._outcome is not None:
             return []
         self._outcome = reply
         return self._reply_alike(reply)
 
-    # How it goes on
+    # Phases, timer and task
 
     def _to(self, phase: str) -> None:
         self._log(f"→ {phase}")
@@ -445,7 +451,7 @@ class Operation(ABC):
         return Arm(self.key, self.phase, after_s)
 
     def _awaited(self) -> tuple[str, float, str] | None:
-        """Returns what every rank has to do now, within how many seconds, and the way out.
+        """Returns what every rank has to do now, the deadline in seconds, and the way out.
 
         None in a phase that waits for no rank.
         """
@@ -456,7 +462,7 @@ class Operation(ABC):
         return what, after_s, f"raise {type(options).__name__}.{option}"
 
     def _check_barrier(self) -> Commands:
-        """Goes on when something is known of every rank."""
+        """Continues or fails if every rank has arrived or failed; waits otherwise."""
         if not self._barrier.is_complete:
             awaited = self._awaited()
             return () if awaited is None else self._wait(awaited[1])
@@ -465,7 +471,7 @@ class Operation(ABC):
         return self._all_arrived()
 
     def _wait(self, after_s: float) -> Commands:
-        """Waits for the ranks that are missing: to the deadline, or after an error a moment."""
+        """Arms the timer for missing ranks: the deadline or, after an error, a grace period."""
         if self._barrier.errors and not self._grace:
             self._grace = True
             lost = all(
@@ -490,7 +496,7 @@ class Operation(ABC):
             self._abandoned.append(self._pending)
             self._pending = None
 
-    # Its history
+    # History
 
     def _log(self, what: str) -> None:
         self._history.append(what)
@@ -507,7 +513,7 @@ class ExchangeMachine(Operation):
     """One exchange between all ranks of a session.
 
     Args:
-        first: The first request; hand it to `receive` as well.
+        first: The first request; it must also be passed to `receive`.
     """
 
     def __init__(self, first: Exchange) -> None:
@@ -548,8 +554,8 @@ class ExchangeMachine(Operation):
         )
         given = dict(self._replies)
         ended = self._end("done")
-        # Why these stay: there is no one outcome that could be the answer to a request that
-        # arrives once more.
+        # Why kept: replies differ by rank, so that no single outcome could answer a request that
+        # arrives twice.
         self._replies = given
         return (*answers, *ended)
 

@@ -1,12 +1,12 @@
-"""How one save gets its plan: from the plan cache, or from rows that the ranks are asked for.
+"""Obtains the plan of one save: from the plan cache, or from rows that ranks are asked for.
 
-Ranks whose items are as in an earlier save join with a fingerprint. If the coordinator knows the
-plan for all fingerprints, and no content differs that did not differ before, it uses that plan
-again: no row moves. Otherwise it asks for what it lacks: the rows of one rank of each fingerprint,
-and the content digests of all. What it lacks can delay a plan, and never makes it wrong.
+Ranks whose items are the same as in an earlier save join with a fingerprint. If the coordinator has
+the plan for all fingerprints, and no content differs that did not differ before, it reuses that
+plan, and no rows are sent. Otherwise it asks for what it lacks: the rows of one rank of each
+fingerprint, and the content digests of all ranks.
 
-`PlanCache` is soft state: whatever is missing in it is asked for. It is bounded by chunks; the
-oldest plans are dropped first.
+`PlanCache` is soft state: a missing entry delays a plan and never makes it wrong. It is bounded by
+the number of plans and of chunks; the least recently used plans are dropped first.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ from ray_dcp.planning.regular import probes
 from ray_dcp.planning.sharing import node_numbers
 
 MOST_PLANS = 8
-"""A job that saves two layouts in turn (weights and their averages) uses two."""
+"""Most plans in a cache. *Why* several: a job that saves two layouts in turn (weights and their
+averages) needs two."""
 
 MOST_PLAN_CHUNKS = 8_000_000
-"""Of all plans together; a chunk takes about 100 bytes."""
+"""Most chunks of all plans in a cache together; a chunk takes about 100 bytes."""
 
 
 V = TypeVar("V")
 
 
 class PlanCache(Generic[V]):
-    """The plans that were used last, by key: a coordinator's, or one rank's. Thread-safe.
+    """The most recently used plans of a coordinator or a rank, by key. Thread-safe.
 
     Args:
-        num_chunks: Chunks of one of them; by default only their number is bounded.
+        num_chunks: Returns the number of chunks of a plan; by default, only the number of plans is
+            bounded.
     """
 
     def __init__(self, num_chunks: Callable[[V], int] = lambda _: 0) -> None:
@@ -50,14 +52,14 @@ class PlanCache(Generic[V]):
         self._plans: OrderedDict[bytes, V] = OrderedDict()
 
     def get(self, key: bytes) -> V | None:
-        """Returns the plan of a key; None when it is not known."""
+        """Returns the plan of a key, or None if it is not cached."""
         with self._lock:
             if key in self._plans:
                 self._plans.move_to_end(key)
             return self._plans.get(key)
 
     def put(self, key: bytes, plan: V) -> None:
-        """Keeps a plan, and drops the oldest ones beyond the bounds."""
+        """Caches a plan, and drops the least recently used ones beyond the bounds."""
         with self._lock:
             self._plans[key] = plan
             self._plans.move_to_end(key)
@@ -69,23 +71,23 @@ class PlanCache(Generic[V]):
 
 
 def planned_chunks(planned: Planned) -> int:
-    """Returns how many chunks a global plan has."""
+    """Returns the number of chunks of a global plan."""
     return planned.plan.table.num_chunks
 
 
 MOST_NAMED = 20
 
 MANY_UNKNOWN = 64
-"""Where the rows of more different ranks are not known, a few are asked first, of each stage of a
-pipeline some: with regular layouts the rows of all others follow."""
+"""If more fingerprints than this are unknown, only a few ranks are asked at first, some of each
+pipeline stage. *Why*: with regular layouts, the rows of all other ranks follow from theirs."""
 
 
 class Planning:
-    """The plan of one save in the making.
+    """The planning of one save.
 
     Args:
         world_size: Number of ranks.
-        options: How it is saved.
+        options: Options of the save.
         cache: Plans of earlier saves.
     """
 
@@ -101,24 +103,24 @@ class Planning:
         self._needed: set[int] | None = None
 
     def take(self, join: SaveJoin) -> None:
-        """Adds a rank's join; what it was asked for completes an earlier one."""
+        """Adds a rank's join; one that answers `SendItems` replaces the rank's earlier join."""
         known = self._joins.get(join.rank)
         if known is not None and join.asked < known.asked:
-            return  # it came twice, the second time late
+            return  # a late duplicate
         self._joins[join.rank] = join
 
     def take_all(self, joins: Iterable[SaveJoin]) -> None:
-        """Adds first joins of ranks."""
+        """Adds the first joins of several ranks."""
         self._joins.update({join.rank: join for join in joins})
 
     def last_of(self, rank: int) -> SaveJoin:
-        """Returns a rank's last join: the call in which it waits."""
+        """Returns a rank's last join, whose reply it awaits."""
         return self._joins[rank]
 
     def ask(self) -> dict[int, SendItems]:
-        """Returns which ranks have to send what; none when a plan is known or can be made.
+        """Returns what each rank has to send; empty if the plan is cached or can be made.
 
-        To be called when all ranks have joined, and when those that were asked have answered.
+        Call it when all ranks have joined, and again when those that were asked have answered.
         """
         joins = [self._joins[rank] for rank in range(self._world_size)]
         if not self._key:
@@ -135,7 +137,7 @@ class Planning:
         return {} if self._pinned is not None else self._ask_all(joins)
 
     def _ask_all(self, joins: Sequence[SaveJoin]) -> dict[int, SendItems]:
-        """Returns who has to send what so that a plan can be made."""
+        """Returns what each rank has to send so that a new plan can be made."""
         self._rows.update({join.fingerprint: join.columns for join in joins if join.columns})
         asked: dict[int, SendItems] = {}
         wanted: set[bytes] = set()
@@ -155,7 +157,7 @@ class Planning:
         return asked
 
     def plan(self) -> Planned | MakePlan:
-        """Returns the plan, or the task of making it."""
+        """Returns the cached plan, or the task that makes a new one."""
         if self._pinned is not None:
             return self._pinned
         options = self._options
@@ -170,31 +172,31 @@ class Planning:
         )
 
     def lacks(self, ranks: Iterable[int]) -> None:
-        """Notes that the rows of ranks do not follow from what is known: they have to send them."""
+        """Records that ranks must send their rows, as these do not follow from the known ones."""
         self._needed = (self._needed or set()).union(ranks)
 
     def made(self, planned: Planned) -> None:
         """Caches the plan that was made."""
-        # Why: the parts repeat all of the plan, and a rank that saves again has its own.
+        # Why without parts: they duplicate the plan, and ranks that save again have their own.
         parts = RankPlans(planned.plan)
         self._cache.put(self._key, replace(planned, parts=parts))
         self._rows.clear()
 
     def all_know(self, planned: Planned) -> bool:
-        """Whether every rank has its part of a plan, so that `go` is the same for all."""
+        """Returns whether every rank has its part of a plan, so that `go` is the same for all."""
         digest = planned.plan.digest
         return all(join.known == digest for join in self._joins.values())
 
     def go(
         self, rank: int, planned: Planned, attempt: str, epoch: int, create_if_absent: bool
     ) -> SaveAgain:
-        """Returns a rank's part: only that its plan is unchanged, if it has it.
+        """Returns the reply to a rank's join: its part, or `SaveAgain` if it has that already.
 
         Args:
-            rank: Who.
-            planned: By what `plan` gave or led to.
-            attempt: Under which attempt.
-            epoch: Of the coordinator.
+            rank: The rank.
+            planned: The plan, cached or new.
+            attempt: Id of the attempt.
+            epoch: Epoch of the coordinator.
             create_if_absent: See `SaveAgain.create_if_absent`.
         """
         plan = planned.plan
@@ -205,7 +207,7 @@ class Planning:
         return go.with_plan(planned.parts[rank], groups_of(plan.groups, rank))
 
     def clear(self) -> None:
-        """Forgets what the ranks sent: the plan went out, or the save has failed."""
+        """Drops the joins and rows, once the plan has been sent or the save has failed."""
         self._joins.clear()
         self._rows.clear()
         self._pinned = None
@@ -216,7 +218,7 @@ def _has_contents(join: SaveJoin) -> bool:
 
 
 def _warm(planned: Planned, joins: Sequence[SaveJoin]) -> Planned | None:
-    """Returns a plan of earlier with what differs now; None when it may not be used again."""
+    """Returns a cached plan with the current disagreements; None if it can't be reused."""
     plan = planned.plan
     digests = [
         digests_of(*groups_of(plan.groups, join.rank), join.contents)
@@ -229,10 +231,10 @@ def _warm(planned: Planned, joins: Sequence[SaveJoin]) -> Planned | None:
 
 
 def differences(found: tuple[tuple[str, tuple[int, ...]], ...]) -> str:
-    """Returns which contents differ, in words; empty when none do.
+    """Returns a description of the contents that differ; empty if none do.
 
     Args:
-        found: As in `GlobalPlan.disagreements`.
+        found: As `GlobalPlan.disagreements`.
     """
     if not found:
         return ""

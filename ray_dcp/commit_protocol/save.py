@@ -1,24 +1,24 @@
-"""The save machine: from the ranks' joins to one committed checkpoint, or to one error for all.
+"""The save machine: turns the joins of all ranks into a committed checkpoint, or one error for all.
 
 | phase | waits for | then |
 |---|---|---|
 | joining | `SaveJoin` of every rank | ask ranks for unknown rows, or read the records |
 | queued | `begin`; only asynchronous saves | as joining |
-| gathering | `SaveJoin` of those that were asked, again | read the records |
+| gathering | a second `SaveJoin` of the ranks that were asked | read the records |
 | reading | `RecordsRead` | refuse, or plan |
 | planning | `Planned` | `SaveGo` to every rank: *from here on the attempt may be committed* |
 | writing | receipts of every rank's files | build table, manifest and `.metadata` |
-| building | `CommitBuilt` | write the table, look whether the data files are visible |
+| building | `CommitBuilt` | write the table, check that the data files are visible |
 | table | `Finished` | create the manifest |
-| record | the vote | *committed*: do what follows |
-| aborting | the vote | *failed*: `Refused` to every rank, do what follows |
+| record | the vote | *committed*: run the follow-up tasks |
+| aborting | the vote | *failed*: `Refused` to every rank, run the follow-up tasks |
 
-What follows is a list of tasks, one after another. After a commit: `publishing` (`.metadata`),
-`collecting` (what other attempts left), `SaveOutcome` to every rank. After a failure: `collecting`
-what was written.
+The follow-up tasks run one after another. After a commit: `publishing` (`.metadata`), `collecting`
+(files of other attempts), then `SaveOutcome` to every rank. After a failure: `collecting` (the
+files of this attempt).
 
 *Who writes.* In a synchronous save each rank writes its own files and sends a `SaveReceipt`. In an
-asynchronous one the stager of the rank's node writes them, and a rank's part is done when each of
+asynchronous save the stager of the rank's node writes them, and a rank's part is done when each of
 its files has a receipt:
 
 | event while writing | then |
@@ -29,16 +29,16 @@ its files has a receipt:
 | a rank is lost | nothing, if a stager holds its bytes |
 | a stager is lost | the save fails, if bytes that it holds are not written |
 
-A coordinator that is made after this one died resumes an asynchronous save from its `StagedPlan`,
-and accepts messages of the epoch in which it was planned. It reads the storage first: where a
-record decides the attempt already, the save is over.
+A coordinator that replaces a dead one resumes an asynchronous save from its `StagedPlan`, and
+accepts messages of the epoch in which the save was planned. It reads the storage first: if a record
+already decides the attempt, the save is over.
 
-After a crash between any two phases the place holds the previous checkpoint up to `record`, and
-this one from there on. The ends are `done`, `failed` and `unknown`. The timer never stops a vote:
-when it expires the ranks get what is known, and the machine goes on to learn the rest.
+After a crash before the end of `record` the place holds the previous checkpoint; after that, it
+holds this one. The final phases are `done`, `failed` and `unknown`. The timer never stops a vote:
+when it expires, the ranks get the outcome as far as it is known, and the vote continues.
 
-*Invariant*: only the coordinator that created an attempt, or resumed it, commits it, and it never
-tries to after it reported the save as failed.
+*Invariant*: only the coordinator that created or resumed an attempt commits it, and it never tries
+to commit after it has reported the save as failed.
 """
 
 from __future__ import annotations
@@ -108,50 +108,54 @@ REPLACED_SINCE = (
     "The checkpoint was committed, but it does not stand any more: another save of the same "
     "checkpoint id, or a delete, came right after. Only one save at a time should have an id"
 )
-"""The warning of a save that was overtaken after its commit."""
+"""Warning of a save whose checkpoint was replaced or deleted right after its commit."""
 
 REASON_LENGTH = 500
 
 MOST_SENT_BYTES = 64 << 10
-"""Longest manifest that every rank is sent. Why: it names all files, so that with 10,000 ranks that
-each get one, 10 GB would leave the coordinator."""
+"""Longest manifest that is sent to every rank, in bytes. *Why*: a manifest names all files, so that
+the coordinator of 10,000 ranks would send 10 GB."""
 
 MOST_ROUNDS = 3
-"""A plan of earlier may turn out not to hold by what ranks are asked first; then they are asked for
-all that a new one needs: few ranks first, where the rows of the others may follow from theirs."""
+"""Most times that ranks are asked for items. *Why* 3: the first answers may show that a cached plan
+does not apply; then a few ranks are asked for their rows; then all others whose rows do not follow
+from those."""
 
 FOLLOW_UPS: dict[type[Task], str] = {
     PublishMetadata: "publishing",
     CollectReplaced: "collecting",
 }
-"""The phase of each task that may follow the decision."""
+"""The phase of each follow-up task."""
 
 NOT_DONE = {
     "publishing": ".metadata could not be published, so stock DCP does not see it",
     "collecting": "files that it replaced could not all be deleted (the next save does it)",
 }
-"""What a commit warns of after which such a task fails."""
+"""Warning for each phase whose follow-up task fails after a commit."""
 
 
 @dataclass(frozen=True, eq=False)
 class StagedPlan:
-    """What another coordinator needs to end a save that is planned, as a value.
+    """The state of a planned save that another coordinator needs to resume it.
 
-    What was written so far is not in it: the stagers know that.
+    It does not include which files are written: stagers report that again.
     """
 
     first: SaveJoin
     epoch: int
-    """Of the coordinator that planned it."""
+    """Epoch of the coordinator that planned the save."""
     attempt: str
     plan: GlobalPlan
     files: tuple[frozenset[int], ...]
-    """`FilePlan.file` of each rank's part."""
+    """`FilePlan.file` of all files of each rank's part."""
     seen: RecordsRead
     warnings: tuple[str, ...]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Has of the plan what its commit needs: stagers take it in every asynchronous save."""
+        """Pickles only the fields of the plan that the commit needs.
+
+        *Why*: every asynchronous save sends it to the stagers.
+        """
         return {**vars(self), "plan": pack_for_commit(self.plan)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -162,14 +166,14 @@ class SaveMachine(Operation):
     """One save of all ranks of a session.
 
     Args:
-        first: The first join; hand it to `receive` as well.
-        epoch: Of the coordinator.
-        new_attempt: Makes up an attempt id that no other save ever had.
-        plans: What the coordinator knows from earlier saves.
+        first: The first join; it must also be passed to `receive`.
+        epoch: Epoch of the coordinator.
+        new_attempt: Returns a new attempt id, different from those of all other saves.
+        plans: Plans of earlier saves.
 
     Attributes:
-        options: How it is to be saved.
-        is_cancelled: It fails, or failed, because of `cancel`.
+        options: Options of the save.
+        is_cancelled: Whether the save fails, or failed, because of `cancel`.
     """
 
     ranks_do: Mapping[str, tuple[str, str]] = {
@@ -206,52 +210,52 @@ class SaveMachine(Operation):
         self._error: CheckpointError | None = None
         self._warnings: list[str] = []
         self._to_do: list[Task] = []
-        # Of an asynchronous save, whose bytes stagers write.
+        # Only for asynchronous saves, whose bytes stagers write.
         self._files: tuple[frozenset[int], ...] = ()
         self._left: dict[int, set[int]] = {}
         self._holders: dict[int, str] = {}
         self._staged: set[int] = set()
 
-    # What others ask
+    # Queries
 
     @property
     def is_staged(self) -> bool:
-        """Whether stagers write its bytes: an asynchronous save."""
+        """Whether stagers write the bytes, as in an asynchronous save."""
         return self._join.staged
 
     @property
     def is_queued(self) -> bool:
-        """Every rank has joined, and nothing else has happened."""
+        """Whether every rank has joined and the save waits for `begin`."""
         return self.phase == "queued"
 
     @property
     def is_under_way(self) -> bool:
-        """It was let in and has no outcome yet: it may hold a copy of the state.
+        """Whether the save has begun without an outcome yet: it may hold a copy of the state.
 
-        A save whose ranks have an outcome, while a storage keeps its vote open, blocks no other.
+        A save whose ranks have an outcome does not block others, even if its vote is still open.
         """
         return self._outcome is None and self.phase not in ("joining", "queued")
 
     @property
     def may_be_over(self) -> bool:
-        """It was resumed, and has not yet read on storage whether it had ended before."""
+        """Whether the save was resumed, and storage is not yet read for whether it had ended."""
         return isinstance(self._pending, ReadOutcome)
 
     @property
     def holders(self) -> frozenset[str]:
-        """The stagers that hold bytes which nobody has written yet."""
+        """The stagers that hold bytes which are not written yet."""
         if self.phase != "writing":
             return frozenset()
         return frozenset(stager for rank, stager in self._holders.items() if self._left[rank])
 
     def held_by(self, stager: str) -> list[int]:
-        """Returns the ranks of which a stager holds bytes that nobody has written yet."""
+        """Returns the ranks of which a stager holds bytes that are not written yet."""
         return [rank for rank, held in self._holders.items() if held == stager and self._left[rank]]
 
     def staged_plan(self) -> StagedPlan | None:
-        """Returns what another coordinator needs to end this save.
+        """Returns the state with which another coordinator can resume this save.
 
-        None before it is planned, once it is over or fails, and where the ranks write.
+        None before planning, once the save has ended or fails, and if it is synchronous.
         """
         if not self.is_staged or self._plan is None or self._error is not None:
             return None
@@ -268,7 +272,7 @@ class SaveMachine(Operation):
     # Events
 
     def receive(self, request: Request) -> Commands:
-        """See `Operation.receive`; what is of another attempt or epoch is refused first."""
+        """See `Operation.receive`; refuses messages of another attempt or epoch first."""
         if isinstance(request, Fenceable):
             epochs = (self._epoch, self._planned_in)
             if request.attempt != self._attempt or request.epoch not in epochs:
@@ -278,10 +282,10 @@ class SaveMachine(Operation):
         return super().receive(request)
 
     def receive_joins(self, joins: Sequence[SaveJoin]) -> Commands | None:
-        """Takes joins that are alike but for rank, fingerprint and values.
+        """Accepts joins that differ only in rank, fingerprint, values, `capture_s` and node.
 
         Returns:
-            What to do now; None where they have to be taken one by one, and nothing has changed.
+            The commands; None, with nothing changed, if the joins must be received one by one.
         """
         ranks = [join.rank for join in joins]
         plain = (
@@ -302,7 +306,13 @@ class SaveMachine(Operation):
     def receive_receipts(
         self, first: SaveReceipt, ranks: Sequence[int], files: FileReceipts
     ) -> Commands | None:
-        """As `receive_joins`, for ranks that wrote `files` without an error, each its own."""
+        """Accepts receipts, as `receive_joins` does joins, of ranks that wrote without an error.
+
+        Args:
+            first: The receipt of one of the ranks, for the fields that all have in common.
+            ranks: The ranks.
+            files: Receipts of the files of all these ranks.
+        """
         plain = self.phase == "writing" and self._outcome is None and not self.is_staged
         plain &= first.attempt == self._attempt and first.epoch == self._epoch
         if not plain or not self._are_new(ranks):
@@ -312,13 +322,13 @@ class SaveMachine(Operation):
         return self._check_barrier()
 
     def cancel(self, reason: str) -> Commands:
-        """Fails the save, unless its commit has begun.
+        """Fails the save with `SaveCancelledError`, unless its commit has begun.
 
         Args:
-            reason: Who wants it, for the error.
+            reason: Who cancels it, for the error message.
 
         Returns:
-            What to do now; nothing when it is too late.
+            The commands; empty if it is too late.
         """
         error = SaveCancelledError(
             f"The save was cancelled: {reason}", checkpoint_id=self._target.url
@@ -330,16 +340,16 @@ class SaveMachine(Operation):
         """Fails the save, unless its commit has begun.
 
         Args:
-            error: Why, for all ranks.
+            error: The error for all ranks.
 
         Returns:
-            What to do now; nothing when it is too late.
+            The commands; empty if it is too late.
         """
         return self._fail(error) if self._may_fail else ()
 
     @property
     def _may_fail(self) -> bool:
-        """Whether nothing has decided it yet, and its commit has not begun."""
+        """Whether the save has no outcome yet and its commit has not begun."""
         return not self.over and self._error is None and not self._vote.at_stake
 
     def _on_request(self, request: Request) -> Commands:
@@ -347,13 +357,13 @@ class SaveMachine(Operation):
             case (("joining" | "gathering"), SaveJoin()):
                 return self._take_join(request)
             case "writing", SaveReceipt():
-                # Also of a rank of an asynchronous save that found no stager.
+                # Also from a rank of an asynchronous save that found no stager.
                 self._left.get(request.rank, set()).clear()
                 self._note(request, request.error)
                 self._receipts.extend(request.files)
                 return self._check_barrier()
             case "writing", SaveJoin() if self._planned_in != self._epoch:
-                # It was resumed, and this rank had not got its part of the plan.
+                # The save was resumed, and this rank had not received its part of the plan.
                 self._note(request, went_ahead(self.key, request.rank))
                 return self._check_barrier()
             case "writing", PartsHeld() if self.is_staged:
@@ -371,7 +381,7 @@ class SaveMachine(Operation):
             ):
                 return self._acknowledge(request)
             case _ if self._plan is not None and self.phase != "writing":
-                # The save is being decided; this rank gets the outcome.
+                # The save is being decided; this rank waits for the outcome.
                 self._waiting[request.rank, step_of(request)] = None
                 return ()
         raise self._contradiction(f"{type(request).__name__} of rank {request.rank}")
@@ -389,7 +399,7 @@ class SaveMachine(Operation):
             case "writing", OutcomeRead():
                 return self._take_outcome(result)
             case "writing", Failed():
-                return ()  # nobody knows yet whether it was over: the vote will find out
+                return ()  # unknown whether the save had ended: the vote will find out
             case "building", CommitBuilt():
                 self._built = result
                 receipts, seen = tuple(self._receipts), self._seen.last_slot
@@ -431,13 +441,13 @@ class SaveMachine(Operation):
             return super()._on_lost(errors)
         if self.phase != "writing":
             return ()
-        # Why not the others: their stagers have all their bytes, however slow they are.
+        # Why not the others: stagers hold their bytes, and write them however slow they are.
         return super()._on_lost({r: e for r, e in errors.items() if r not in self._holders})
 
     def _overdue(
         self, missing: Sequence[int], what: str, after_s: float, way_out: str
     ) -> Mapping[int, CheckpointError]:
-        # Why apart: these ranks have done their part, and wait for a stager and its storage.
+        # Why separate: these ranks have done their part; a stager or its storage is late.
         held = {rank: self._holders[rank] for rank in missing if rank in self._holders}
         late = [rank for rank in missing if rank not in held]
         found = dict(super()._overdue(late, what, after_s, way_out)) if late else {}
@@ -464,9 +474,9 @@ class SaveMachine(Operation):
         return self.begin()
 
     def begin(self) -> Commands:
-        """Asks ranks for their rows; with all of them, reads the records.
+        """Asks ranks for missing rows; if none are missing, reads the records.
 
-        For an asynchronous save when it is the next in the queue of its session.
+        Called for an asynchronous save when it is the next in the queue of its session.
         """
         asked = self._planning.ask()
         if not asked:
@@ -501,7 +511,7 @@ class SaveMachine(Operation):
             self._warnings.append(f"{planned.disagreements}. The lowest rank's are saved")
         self._attempt = self._new_attempt()
         if any(verdict.attempt == self._attempt for verdict in self._seen.decided):
-            # Why possible: whoever makes up attempts may publish them before.
+            # Why possible: the creator of attempt ids may publish them before the save is planned.
             return self._fail(
                 SaveCancelledError(
                     f"Attempt {self._attempt} was ended by another rank before this save "
@@ -533,7 +543,7 @@ class SaveMachine(Operation):
             checkpoint_id=self._target.url,
         )
 
-    # Writing, where stagers do it
+    # Writing by stagers
 
     def _expect(self, files: tuple[frozenset[int], ...]) -> None:
         self._files = files
@@ -563,7 +573,7 @@ class SaveMachine(Operation):
         return self._check_done(rank)
 
     def _check_done(self, rank: int) -> Commands:
-        """Goes on when nothing of a rank is missing any more."""
+        """Marks a rank as arrived when its files are written and its holder is known."""
         known = rank in self._staged or rank in self._holders
         done = not self._left[rank] and known and rank not in self._barrier.arrived
         if done:
@@ -572,11 +582,11 @@ class SaveMachine(Operation):
         return self._check_barrier() if done or self._barrier.errors else ()
 
     def stager_lost(self, stager: str, reason: str) -> Commands:
-        """Marks a stager lost that died or froze: what it had not written is gone.
+        """Marks a stager that died or froze as lost, with the bytes that it had not written.
 
         Args:
             stager: `PartsHeld.stager`.
-            reason: How it is known, for the error.
+            reason: How the loss was detected, for the error message.
         """
         ranks = self.held_by(stager) if self.phase == "writing" else []
         if not ranks:
@@ -594,19 +604,20 @@ class SaveMachine(Operation):
         self._replies[request.rank, step] = reply
         return (Answer(self.key, (request.rank,), step, reply),)
 
-    # Another coordinator goes on
+    # Resuming on another coordinator
 
     def resume(self, planned: StagedPlan) -> Commands:
-        """Takes up a save where an earlier coordinator had planned it. To be called first.
+        """Resumes a save that an earlier coordinator had planned. Must be called first.
+
+        Stagers have to report again what they hold and have written.
 
         Args:
-            planned: As `staged_plan` returned it there.
+            planned: Result of `staged_plan` there.
 
         Returns:
-            What to do now: among others to look whether the earlier coordinator had ended it. Who
-            holds and has written what has to be reported again.
+            The commands, among them to read whether the earlier coordinator had ended the save.
         """
-        # Why kept: the ranks' messages have the epoch in which they got their parts.
+        # Why kept: messages of ranks have the epoch in which they received their parts.
         self._planned_in = planned.epoch
         self._attempt, self._plan, self._seen = planned.attempt, planned.plan, planned.seen
         self._vote = self._new_vote()
@@ -614,18 +625,18 @@ class SaveMachine(Operation):
         self._expect(planned.files)
         self._call("writing")
         self._log(f"resumed from epoch {planned.epoch}")
-        # Why: these have no bytes that somebody could hold, and may be dead by now.
+        # Why: ranks without files have no bytes that a stager could hold, and may be dead by now.
         self._barrier.arrived.update(rank for rank, own in enumerate(self._files) if not own)
         look = self._perform(ReadOutcome(self._target, self._attempt))
         return (self._arm(self.options.write_timeout_s), look)
 
     def _take_outcome(self, found: OutcomeRead) -> Commands:
-        """Ends a save that the earlier coordinator had committed or declared failed."""
+        """Ends a save that the earlier coordinator had committed or fenced off."""
         if not found.slot:
             return ()
         if found.record:
             self._won = Won(found.slot, found.record)
-        # Why "undecided" otherwise: each rank reads the reason for itself.
+        # Why "undecided" otherwise: each rank reads the outcome and its reason from storage.
         reply = self._success() if self._won else self._undecided()
         return (*self._conclude(reply), *self._finish())
 
@@ -659,7 +670,7 @@ class SaveMachine(Operation):
                 self._error = lost_race(self._vote, step)
                 return self._failed(self._error)
             case Fenced():
-                own = self._error  # None: somebody else fenced it off
+                own = self._error  # None: another process fenced the attempt off
                 vote = self._vote
                 return self._failed(overtaken(own, vote) if own else fenced_off(vote, step))
             case Open() if self.phase == "record" and self._seen.create_if_absent:
@@ -688,24 +699,24 @@ class SaveMachine(Operation):
         return super()._fail(error) if self._plan is None else self._abort(error)
 
     def _abort(self, error: CheckpointError) -> Commands:
-        """Fences the attempt off before its failure is reported."""
+        """Fences the attempt off; the failure is reported only after that."""
         self._error = error
         reason = f"{type(error).__name__}: {error.message}"[:REASON_LENGTH]
         task = self._vote.abort(reason, error.rank)
         return self._step("aborting", task, self.options.commit_timeout_s)
 
     def _leave_open(self, error: CheckpointError) -> Commands:
-        """Ends a save whose abort record could not be created, or would be no obstacle."""
+        """Ends a save whose abort record could not be created, or would not stop its manifest."""
         self._error = self._error or error
         if self._may_yet_be_committed:
             return (*self._conclude(self._undecided()), *self._finish())
-        # No manifest was ever tried, so none will come: this failure is final all the same.
+        # No manifest was ever tried, so none can appear: the failure is final without a record.
         note = f"No abort record could be written for attempt {self._attempt}: {error}"
         self._error.__notes__ = [*getattr(self._error, "__notes__", ()), note]
         return self._failed(self._error)
 
     def _failed(self, error: CheckpointError) -> Commands:
-        """Reports the failure, then deletes what was written: the attempt can't commit any more."""
+        """Reports the failure and deletes the files: the attempt can no longer be committed."""
         files = self._plan.table.files if self._plan else ()
         keys = [key.replace("{attempt}", self._attempt) for key in files]
         keys += [self._built.table_key] if self._built else []
@@ -714,19 +725,19 @@ class SaveMachine(Operation):
 
     @property
     def _may_yet_be_committed(self) -> bool:
-        """Whether a manifest was tried, or another coordinator may resume the save."""
+        """Whether a manifest was tried, or another coordinator may resume and commit the save."""
         return self._vote.at_stake or self.is_staged
 
     def _undecided(self) -> Refused:
-        """Returns the outcome for ranks while the vote is open."""
+        """Returns the outcome that ranks get while the vote is open."""
         if self._error is not None and not self._may_yet_be_committed:
             return Refused(self._error)
         return Refused(undecided(self._vote, self._error.message if self._error else ""))
 
-    # What follows
+    # Follow-up tasks
 
     def _follow(self) -> Commands:
-        """Begins the next task that follows the decision; after the last, reports a commit."""
+        """Begins the next follow-up task; after the last one, reports a commit to the ranks."""
         if not self._to_do:
             told = self._conclude(self._success()) if self._won is not None else []
             return (*told, *self._finish())
@@ -734,21 +745,21 @@ class SaveMachine(Operation):
         return self._step(FOLLOW_UPS[type(task)], task, self.options.commit_timeout_s)
 
     def _done_with(self, result: Published | Finished | Failed) -> Commands:
-        """Handles the result of a task that follows: a commit stands whatever becomes of it."""
+        """Handles the result of a follow-up task; its failure only adds a warning to a commit."""
         match self.phase, result:
             case "publishing", Published(superseded=True):
-                # Why nothing is collected: the later save does it, and `.metadata` is its own.
+                # Why nothing is collected: the later save does it, and owns `.metadata`.
                 self._warnings.append(REPLACED_SINCE)
                 self._to_do = []
             case _, Failed(error) if self._won is not None:
                 why = f"{NOT_DONE[self.phase]}: {type(error).__name__}: {error}"
                 self._warnings.append(f"The checkpoint is committed, but {why}")
-                # Why nothing is collected then: a `.metadata` that stands may name those files.
+                # Why nothing is collected then: the current `.metadata` may name those files.
                 self._to_do = []
         return self._follow()
 
     def _finish(self) -> list[Command]:
-        """Ends in the phase of the outcome."""
+        """Ends in the final phase of the outcome."""
         match self._outcome:
             case SaveOutcome():
                 return self._end("done")
@@ -768,11 +779,11 @@ class SaveMachine(Operation):
 
 
 def no_overwrite(committed: str, url: str) -> CheckpointExistsError:
-    """Returns the error of a save that must not replace what stands.
+    """Returns the error of a save that must not replace the committed checkpoint.
 
     Args:
-        committed: What stands, in words.
-        url: Of the target.
+        committed: Description of the committed checkpoint.
+        url: URL of the target.
     """
     return CheckpointExistsError(
         f"Checkpoint already exists, and SaveOptions.overwrite is False: found {committed}. Save "
@@ -785,8 +796,8 @@ def disagreeing_values(disagreements: str, url: str) -> PlanConflictError:
     """Returns the error of `SaveOptions(replicas="check")`.
 
     Args:
-        disagreements: Which items differ between which ranks, in words.
-        url: Of the target.
+        disagreements: Description of the items that differ, with their ranks.
+        url: URL of the target.
     """
     return PlanConflictError(
         f"{disagreements}. Make the ranks agree, or save with SaveOptions(replicas='warn') to "
@@ -796,11 +807,11 @@ def disagreeing_values(disagreements: str, url: str) -> PlanConflictError:
 
 
 def lost_race(vote: Vote, lost: Lost) -> CheckpointExistsError:
-    """Returns the error of an attempt that was overtaken.
+    """Returns the error of an attempt that lost its slot to another one.
 
     Args:
-        vote: On the attempt.
-        lost: Its decision.
+        vote: Vote on the attempt.
+        lost: Decision of the vote.
     """
     if lost.is_delete:
         return CheckpointExistsError(
@@ -817,13 +828,13 @@ def lost_race(vote: Vote, lost: Lost) -> CheckpointExistsError:
 
 
 def replaced_since(attempt: str, lost: Lost, url: str, rank: int) -> CheckpointExistsError:
-    """Returns the error of a rank that learns of the commit when it does not stand any more.
+    """Returns the error of a rank that learns of its commit after the checkpoint was replaced.
 
     Args:
-        attempt: Of the rank.
-        lost: What came after it.
-        url: Of the target.
-        rank: Which.
+        attempt: The rank's attempt, which was committed.
+        lost: The later save or delete.
+        url: URL of the target.
+        rank: The rank.
     """
     what = "deleted" if lost.is_delete else f"saved again (attempt {lost.attempt})"
     return CheckpointExistsError(
@@ -835,11 +846,11 @@ def replaced_since(attempt: str, lost: Lost, url: str, rank: int) -> CheckpointE
 
 
 def overtaken(cause: CheckpointError, vote: Vote) -> CheckpointError:
-    """Returns the error of a save that failed, with a note when another one came before it.
+    """Returns the error of a failed save, with a note if another save or delete overtook it.
 
     Args:
-        cause: Why it failed; not changed.
-        vote: That fenced it off.
+        cause: Why the save failed; not modified.
+        vote: The vote that fenced the attempt off.
     """
     if vote.decided_by is None:
         return cause
@@ -858,11 +869,11 @@ def overtaken(cause: CheckpointError, vote: Vote) -> CheckpointError:
 
 
 def fenced_off(vote: Vote, fenced: Fenced) -> SaveCancelledError:
-    """Returns the error of an attempt that somebody else declared failed.
+    """Returns the error of an attempt that another process fenced off.
 
     Args:
-        vote: On the attempt.
-        fenced: Its decision.
+        vote: Vote on the attempt.
+        fenced: Decision of the vote.
     """
     return SaveCancelledError(
         f"Attempt {vote.attempt} was declared failed by somebody else before its commit: slot "
@@ -875,8 +886,8 @@ def undecided(vote: Vote, cause: str) -> CommitUnknownError:
     """Returns the error of a vote that stays open.
 
     Args:
-        vote: On the attempt.
-        cause: What went wrong, in words; may be empty.
+        vote: Vote on the attempt.
+        cause: Description of the failure; may be empty.
     """
     why = f" ({cause})" if cause else ""
     return CommitUnknownError(
@@ -888,13 +899,13 @@ def undecided(vote: Vote, cause: str) -> CommitUnknownError:
 
 
 def other_attempt(receipt: Fenceable, attempt: str, epoch: int, url: str) -> CommitUnknownError:
-    """Returns the error of a receipt for another attempt than the one that runs.
+    """Returns the error of a receipt for another attempt than the current one.
 
     Args:
-        receipt: The stray one.
-        attempt: That runs; empty when none does yet.
-        epoch: Of this coordinator.
-        url: Of the target.
+        receipt: The receipt.
+        attempt: The current attempt; empty before planning.
+        epoch: Epoch of this coordinator.
+        url: URL of the target.
     """
     return CommitUnknownError(
         f"Expected a receipt for attempt {attempt or '(none yet)'} of epoch {epoch}, but rank "
@@ -914,14 +925,14 @@ def stagers_late(
     after_s: float,
     way_out: str,
 ) -> DeadlineError:
-    """Returns the error of stagers that did not write in time what they hold.
+    """Returns the error of stagers that missed the deadline for writing their bytes.
 
     Args:
-        url: Of the target.
-        held: Who holds the bytes of which rank; at least one.
-        left: Of each rank the files that are not written.
+        url: URL of the target.
+        held: The stager that holds each rank's bytes; at least one.
+        left: The files of each rank that are not written.
         after_s: The deadline, in seconds.
-        way_out: Which option to raise.
+        way_out: The option to raise, for the error message.
     """
     told = "; ".join(
         f"{stager} has not written {sum(len(left[rank]) for rank in ranks)} files of "
@@ -941,10 +952,10 @@ def lost_stager(stager: str, ranks: Sequence[int], num_files: int, reason: str) 
     """Returns the error for bytes whose stager was lost before they were written.
 
     Args:
-        stager: Which.
-        ranks: Whose bytes it held.
-        num_files: Files of theirs without a receipt.
-        reason: What became of the stager, in words.
+        stager: Name of the stager.
+        ranks: The ranks whose bytes it held.
+        num_files: Number of their files without a receipt.
+        reason: How the loss was detected.
     """
     return ParticipantError(
         f"Expected the stager {stager} to write the bytes of {name_ranks(ranks)}, but it was lost "

@@ -1,15 +1,20 @@
-"""The vote on one attempt: which records to create in which slots, and what the answers decide.
+"""The vote on one attempt: which record to create in which slot, and what the answers decide.
 
-The slots of a target are numbered from 1 and filled without gaps, each by one record that is
-created if absent and never changed: a manifest (commits its attempt), a delete record (commits
-that there is no checkpoint) or an abort record (fences its attempt). *The first record that names
-an attempt decides its fate, and the highest commit or delete decides what the place holds.* So
-whoever wants to decide walks upwards from the highest slot that it has seen, and reads every record
-in its way.
+The slots of a target are numbered from 1 and filled without gaps. Each holds one record, created if
+absent and never changed: a manifest (commits its attempt), a delete record (commits that there is
+no checkpoint) or an abort record (fences its attempt). *The first record that names an attempt
+decides its fate; the highest commit or delete decides what the place holds.* A vote therefore walks
+upwards from the highest slot that it has seen, and reads every record in its way:
 
-*Why* slots below the one that decides may become free again: an attempt that was paused for long
-may create its record in one of them, but a record there changes nothing. Whoever creates it learns
-at once that it was overtaken (`Overtaken`), and what the deciding record remembers of the attempt.
+    slot      1          2         3          4         5
+    record    manifest   abort     manifest   abort     (free)
+    attempt   A          B         C          D
+                                   ^ decides            ^ a vote of attempt E tries this slot
+
+Slots below the one that decides may become free again, when their records are deleted. An attempt
+that was paused for a long time may create its record in one of them. *Why* that is safe: the record
+has no effect, and its creator learns at once that it was overtaken (`Overtaken`), and what the
+deciding record has about its attempt.
 """
 
 from __future__ import annotations
@@ -31,8 +36,8 @@ from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import CheckpointError, InternalError, StorageRefusedError
 
 TRIES = 1
-"""How often a record is tried after failures whose fate is unknown. Storages retry by themselves
-as well; this is for those that lose answers."""
+"""Retries of a record after a failure that leaves unknown whether it was written. Storages retry
+by themselves; this is for those that lose answers."""
 
 
 @dataclass(frozen=True)
@@ -41,28 +46,28 @@ class Won:
 
     slot: int
     record: bytes
-    """The manifest as it stands on storage."""
+    """The manifest as stored."""
 
 
 @dataclass(frozen=True)
 class Fenced:
-    """An abort record of the attempt stands: it will never be committed."""
+    """The attempt has an abort record, and will never be committed."""
 
     slot: int
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Another attempt took the slot with its commit; this one will never be committed.
+    """Another attempt committed in the slot; this one will never be committed.
 
-    Or it was committed and is replaced already, when an abort of it comes too late.
+    Or, in a vote to abort: this attempt was committed and has already been replaced.
     """
 
     slot: int
     attempt: str
-    """Who won."""
+    """The attempt that won the slot."""
     is_delete: bool = False
-    """The place was deleted, and not saved to."""
+    """Whether the winner is a delete, not a save."""
 
 
 @dataclass(frozen=True)
@@ -77,18 +82,19 @@ VoteTask = CreateRecord | CreateAbort | ReadRecord
 
 
 class Vote:
-    """Walks the slots for one attempt: to commit it, or to fence it off.
+    """Walks the slots for one attempt, to commit it or to fence it off.
 
     Args:
-        target: Where.
-        attempt: Whose fate.
+        target: Location of the checkpoint.
+        attempt: The attempt.
         slot: First slot that may be free.
-        create_if_absent: A record has one winner at the target, as whoever planned the attempt saw.
+        create_if_absent: Whether the storage creates a record only if it is absent, as found when
+            the attempt was planned.
 
     Attributes:
         slot: The slot that is tried now.
-        at_stake: A manifest of the attempt was tried: it may stand, or still arrive.
-        met: The last commit or delete of another attempt that was seen.
+        at_stake: Whether a manifest of the attempt was tried, so that it may exist or still appear.
+        decided_by: The last commit or delete of another attempt that was seen; None if none was.
     """
 
     def __init__(
@@ -106,7 +112,7 @@ class Vote:
         self._refused: StorageRefusedError | None = None
 
     def commit(self, record: bytes) -> VoteTask:
-        """Returns the first task of committing.
+        """Starts the commit of the attempt and returns its first task.
 
         Args:
             record: The manifest.
@@ -116,11 +122,11 @@ class Vote:
         return self._create()
 
     def abort(self, reason: str, rank: int | None) -> VoteTask:
-        """Returns the first task of fencing the attempt off, also after `commit` stayed open.
+        """Starts fencing the attempt off and returns the first task; also after an open `commit`.
 
         Args:
-            reason: Goes into the abort record.
-            rank: Who caused it, if it was one rank.
+            reason: Reason, for the abort record.
+            rank: The rank that failed, if it was a single one.
         """
         self._abort = (reason, rank)
         self._tries = TRIES
@@ -128,13 +134,13 @@ class Vote:
         return self._create()
 
     def advance(self, result: Result) -> VoteTask | Decision:
-        """Returns what to do next, or what is decided.
+        """Returns the next task, or the decision.
 
         Args:
-            result: Of the last task.
+            result: Result of the last task.
 
         Raises:
-            InternalError: The result is of no task of a vote.
+            InternalError: The result is not one of a vote's tasks.
         """
         match result:
             case RecordCreated():
@@ -147,8 +153,8 @@ class Vote:
             case SlotFree() if self._refused is not None:
                 return Open(self._refused)
             case SlotFree():
-                # Careful: the write that failed may still arrive. Trying again is safe, as the
-                # slot has one winner, and both would be this record.
+                # Careful: the failed write may still arrive. A retry is safe, as the slot has one
+                # winner, and both writes have the same record.
                 return self._create()
             case Failed():
                 return self._failed(result.error)
@@ -168,9 +174,9 @@ class Vote:
     def _found(
         self, slot: int, is_abort: bool, record: bytes, overtaken: Overtaken | None
     ) -> Decision:
-        """Returns what a record of this attempt in a slot decides."""
-        # Careful: a record below one that decides was created too late, and counts for nothing,
-        # unless that one records otherwise.
+        """Returns the decision that follows from a record of this attempt in a slot."""
+        # Careful: a record below the one that decides was created too late and has no effect. The
+        # deciding record knows whether the attempt was committed before.
         if overtaken is not None:
             self.decided_by = Lost(overtaken.slot, overtaken.attempt, overtaken.is_delete)
             if overtaken.was_committed == is_abort:
