@@ -1,16 +1,16 @@
-"""Batched messages: what several ranks report to the coordinator in one message, and when it goes.
+"""Batched messages: the requests of several ranks in one message, and when to send it.
 
-A rank of a large job hands its requests to the gatherer of its group of ranks, so that the
-coordinator receives a few large messages and not one of every rank. A batch holds once what is the
-same for all its ranks. It means exactly what its requests would mean one by one.
+A rank of a large job sends its requests to the gatherer of its group of ranks, so that the
+coordinator receives a few large messages instead of one from every rank. A batch stores fields that
+are equal for all its ranks once, and has the same effect as its requests one by one.
 
 All ranks of a group take part in each step, except those that are not asked, are dead or are late.
-A batch is complete when the last one arrives, and is sent at once. The batch of an incomplete step
-is sent as far as it is, at growing intervals, so that the coordinator can name the missing ranks.
-Pure, over a clock that is passed in.
+A batch is sent at once when the last request arrives. An incomplete batch is sent at growing
+intervals, with the requests that have arrived, so that the coordinator can name the missing ranks.
+This module is pure; the clock is an argument.
 
-A gatherer holds nothing that is not held elsewhere. A rank whose gatherer dies or does not answer
-sends the same request to the coordinator itself, which recognises a request that arrives twice.
+A gatherer holds nothing that its ranks don't hold as well. A rank whose gatherer dies or does not
+answer sends the same request to the coordinator, which recognises a request that arrives twice.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ from ray_dcp.planning.fingerprint import FINGERPRINT_BYTES
 
 @dataclass(frozen=True)
 class BatchedJoins:
-    """Joins with fingerprints alone, of ranks that know the same plan and call the same."""
+    """Joins, with only fingerprints, of ranks that make the same call and know the same plan."""
 
     first: SaveJoin
-    """Of the lowest rank."""
+    """Join of the lowest rank."""
     ranks: tuple[int, ...]
     fingerprints: bytes
     """32 bytes for each rank."""
     values: tuple[bytes, ...]
     capture_s: tuple[float, ...]
     nodes: tuple[str, ...] = ()
-    """The names of their nodes, each once."""
+    """Names of the nodes, each once."""
     node: bytes = b""
-    """Which of them each rank is on: int32."""
+    """For each rank, the index into `nodes`, as int32."""
 
     def requests(self) -> list[SaveJoin]:
-        """Returns what the ranks sent."""
+        """Returns the joins of the ranks."""
         shared = vars(self.first)
         on = np.frombuffer(self.node, np.int32).tolist()
         found = []
         for index, (rank, values) in enumerate(zip(self.ranks, self.values, strict=True)):
-            # Why not `replace`: it takes as long as all else that becomes of a join.
+            # Why not `replace`: it takes as long as all other work of the coordinator on a join.
             join = object.__new__(SaveJoin)
             start = index * FINGERPRINT_BYTES
             name = self.fingerprints[start : start + FINGERPRINT_BYTES]
@@ -78,15 +78,15 @@ class BatchedReceipts:
     """Receipts of ranks that wrote without an error."""
 
     first: SaveReceipt
-    """Of the lowest rank, without its files."""
+    """Receipt of the lowest rank, without its files."""
     ranks: tuple[int, ...]
     num_files: tuple[int, ...]
-    """Of each rank."""
+    """Number of files of each rank."""
     staged: tuple[tuple[float, int], ...]
     files: FileReceipts
 
     def requests(self) -> list[SaveReceipt]:
-        """Returns what the ranks sent."""
+        """Returns the receipts of the ranks."""
         files = iter(self.files)
         each = zip(self.ranks, self.num_files, self.staged, strict=True)
         return [
@@ -113,11 +113,11 @@ class MessageBatch:
     content: BatchedJoins | BatchedReceipts | tuple[Request, ...]
 
     def requests(self) -> Sequence[Request]:
-        """Returns what the ranks sent, one by one."""
+        """Returns the requests of the ranks."""
         return self.content if isinstance(self.content, tuple) else self.content.requests()
 
     def only(self, ranks: Collection[int]) -> MessageBatch:
-        """Returns the requests of some of these ranks: those that are not answered yet."""
+        """Returns the batch of only some of these ranks, which are not answered yet."""
         return batch_of(request for request in self.requests() if request.rank in ranks)
 
 
@@ -127,14 +127,14 @@ class BatchedReplies:
 
     replies: tuple[tuple[tuple[int, ...], Reply], ...]
     epoch: int = 0
-    """Of the coordinator."""
+    """Epoch of the coordinator."""
 
 
 def batch_of(requests: Iterable[Request]) -> MessageBatch:
-    """Returns one message for several requests.
+    """Returns one message with several requests.
 
     Args:
-        requests: At least one, of one operation and step, each of another rank.
+        requests: Requests of one operation and step, each of another rank; at least one.
     """
     found = sorted(requests, key=lambda request: request.rank)
     first = found[0]
@@ -146,7 +146,7 @@ def batch_of(requests: Iterable[Request]) -> MessageBatch:
 
 _OF_JOINS = frozenset({"rank", "fingerprint", "values", "capture_s", "node"})
 _OF_RECEIPTS = frozenset({"rank", "files", "staged"})
-"""The fields of each rank; all others have to be the same."""
+"""The fields that may differ between ranks; all others must be equal."""
 
 
 def _rest(request: Request, own: frozenset[str]) -> dict[str, object]:
@@ -196,17 +196,17 @@ def _written(
 
 @dataclass(eq=False)
 class Batch:
-    """One message of a gatherer that waits for answers."""
+    """One message of a gatherer that waits for replies."""
 
     key: OpKey
     step: str
     waiting: set[int]
     future: Any = None
-    """What whoever sent it waits for; the executor's."""
+    """The future on which the sender waits; set by the executor."""
     replies: list[tuple[tuple[int, ...], Reply]] = field(default_factory=list)
 
     def put(self, ranks: Iterable[int], reply: Reply) -> None:
-        """Adds a reply for those of the ranks that wait in it."""
+        """Adds a reply for those of the ranks that wait in this message."""
         mine = self.waiting.intersection(ranks)
         if mine:
             self.waiting -= mine
@@ -214,7 +214,7 @@ class Batch:
 
 
 class Batches:
-    """The messages of gatherers that wait for answers, in one coordinator."""
+    """The messages of gatherers that wait for replies of one coordinator."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[OpKey, str], list[Batch]] = {}
@@ -223,18 +223,18 @@ class Batches:
         return len(self._waiting)
 
     def add(self, message: MessageBatch) -> Batch:
-        """Registers a message that waits; to be called before it is handed on."""
+        """Registers a message. Call it before its requests are passed to the coordination."""
         at = (message.key, message.step)
         batch = Batch(*at, set(message.ranks))
         self._waiting.setdefault(at, []).append(batch)
         return batch
 
     def remove(self, batch: Batch) -> None:
-        """Removes a message whose answer nobody waits for any more."""
+        """Removes a message whose sender no longer waits."""
         self._forget((batch.key, batch.step), [batch])
 
     def answer(self, answer: Answer) -> set[int]:
-        """Adds an answer of the coordination; returns the ranks that wait in no message."""
+        """Adds an answer of the coordination; returns its ranks that wait in no message."""
         left = set(answer.ranks)
         for batch in self._waiting.get((answer.key, answer.step), ()):
             left -= batch.waiting
@@ -242,14 +242,14 @@ class Batches:
         return left
 
     def refuse(self, key: OpKey, reply: Reply) -> None:
-        """Gives all ranks that wait in an operation the same reply."""
+        """Adds the same reply for all ranks that wait in an operation."""
         for (own, _), batches in self._waiting.items():
             if own == key:
                 for batch in batches:
                     batch.put(batch.waiting, reply)
 
     def ready(self) -> Iterator[Batch]:
-        """Yields those that have replies, and forgets them."""
+        """Removes and yields the messages that have replies."""
         for at, batches in list(self._waiting.items()):
             answered = [batch for batch in batches if batch.replies]
             if answered:
@@ -263,27 +263,28 @@ class Batches:
 
 
 MOST_GATHERERS = 64
-"""Messages that a coordinator receives in a phase. A job of no more ranks needs no gatherers."""
+"""Most gatherers, so also most messages that a coordinator receives in a phase. A job with no more
+ranks than this needs no gatherers."""
 
 FIRST_WAIT_S = 0.25
 LONGEST_WAIT_S = 4.0
-"""How long a message waits for the ranks that are missing, in seconds: twice as long each time."""
+"""How long a message waits for missing ranks, in seconds: first and at most; doubles each time."""
 
 _STEPS_KEPT = 256
 
 
 def group_of(rank: int, world_size: int, most: int = MOST_GATHERERS) -> range | None:
-    """Returns the ranks whose gatherer a rank uses; None where it calls the coordinator itself.
+    """Returns the group of ranks that share a rank's gatherer; None if there are no gatherers.
 
-    Ranks with neighbouring numbers, which are on one node or few.
+    A group has consecutive ranks, which are on one node or few.
 
     Args:
-        rank: Which.
+        rank: The rank.
         world_size: Number of ranks.
-        most: Number of gatherers.
+        most: Most gatherers.
 
     Raises:
-        InvalidRequestError: There is no such rank.
+        InvalidRequestError: The rank is not between 0 and `world_size - 1`.
 
     Examples:
         >>> group_of(7, 10, most=4), group_of(7, 4096), group_of(7, 64)
@@ -301,7 +302,7 @@ def group_of(rank: int, world_size: int, most: int = MOST_GATHERERS) -> range | 
 
 
 def is_gathered(request: Request) -> bool:
-    """Whether a request goes by way of a gatherer: one that every rank makes at about one time."""
+    """Returns whether a request is sent to a gatherer: all ranks make it at about the same time."""
     steps = SaveJoin | SaveReceipt | SaveStaged | LoadJoin | LoadReady | LoadDone
     failed = getattr(request, "error", None) is not None
     return isinstance(request, steps) and not failed
@@ -309,7 +310,7 @@ def is_gathered(request: Request) -> bool:
 
 @dataclass
 class _Step:
-    """What came of one step, and is not sent yet."""
+    """The requests of one step that have arrived, and the ranks whose requests were sent."""
 
     requests: dict[int, Request] = field(default_factory=dict)
     sent: set[int] = field(default_factory=set)
@@ -318,11 +319,11 @@ class _Step:
 
 
 class BatchWindow:
-    """What one gatherer has received and not sent yet.
+    """The requests that one gatherer has received and not sent yet.
 
     Args:
-        ranks: Of its group.
-        clock: Seconds that never go back.
+        ranks: Ranks of its group.
+        clock: Returns monotonic seconds.
 
     Examples:
         >>> from ray_dcp.options import LoadOptions
@@ -343,7 +344,7 @@ class BatchWindow:
         self._asked: dict[tuple[OpKey, str], set[int]] = {}
 
     def take(self, request: Request) -> list[MessageBatch]:
-        """Adds a rank's request; returns what is to be sent now."""
+        """Adds a rank's request; returns the messages to send now."""
         at = (request.key, step_of(request))
         step = self._steps.get(at)
         if step is None:
@@ -358,18 +359,18 @@ class BatchWindow:
         return []
 
     def due(self) -> list[MessageBatch]:
-        """Returns what is to be sent although ranks are missing. To be called at `next_s`."""
+        """Returns the messages to send although ranks are missing. Call it at `next_s`."""
         now_s = self._clock()
         late = [step for step in self._steps.values() if step.requests and step.due_s <= now_s]
         return [message for step in late for message in self._sent(step)]
 
     @property
     def next_s(self) -> float | None:
-        """When, by the clock, something is to be sent that stays incomplete."""
+        """The clock time at which the next incomplete message is due; None if there is none."""
         return min((step.due_s for step in self._steps.values() if step.requests), default=None)
 
     def replied(self, message: MessageBatch, batched: BatchedReplies) -> None:
-        """Notes the replies: only ranks that are asked for more send the step again."""
+        """Records which ranks the replies ask for items: only they send the next step."""
         if message.step.partition(" ")[0] != "SaveJoin":
             return
         for ranks, reply in batched.replies:

@@ -1,7 +1,7 @@
-"""Error aggregation: one error for all ranks, from the errors that each of them reports.
+"""Error aggregation: combines the errors that ranks report into one error for all of them.
 
-Pure functions over errors: which error a failed operation raises, and its message; and the errors
-for requests that no operation can accept.
+Pure functions that return the error of a failed operation, with its message, and the errors for
+requests that no operation can accept.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from ray_dcp.errors import (
 from ray_dcp.options import LoadOptions, SaveOptions
 
 MOST_DESCRIBED = 16
-"""Missing ranks that an error describes; the others are only named."""
+"""Most missing ranks that an error describes; it only names the others."""
 
 Opening = SaveJoin | LoadJoin | Exchange
 """A request with which a rank begins an operation."""
 
 Call = tuple[str, SaveOptions | LoadOptions | None]
-"""What a rank called and with which options, for messages."""
+"""Description of a rank's call, and its options, for messages."""
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """Returns ranks as a person would write them.
+    """Returns a readable list of ranks.
 
     Args:
-        ranks: In any order.
+        ranks: The ranks, in any order.
 
     Examples:
         >>> name_ranks([4, 0, 1, 2])
@@ -71,19 +71,19 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 Failure = tuple[BaseException, traceback.StackSummary]
-"""What `CheckpointError.failures` holds for each rank that failed."""
+"""Value of `CheckpointError.failures` for each rank that failed."""
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Returns an error and where it was raised, as a pair that survives pickling.
+    """Returns an error and its stack, as a pair that can be pickled.
 
-    An exception that can't be pickled and read back is replaced by a `CheckpointError` that has
-    its class and message: a rank whose error can't travel must not make the others wait.
+    An exception that can't be pickled and unpickled is replaced by a `CheckpointError` with its
+    class and message. *Why*: other ranks must not wait for an error that can't be sent.
 
     Args:
-        error: What was raised on this rank.
+        error: The exception that this rank raised.
     """
-    # Why rebuilt: frames keep their code object since Python 3.13, which does not pickle.
+    # Why rebuilt: since Python 3.13 frame summaries keep the code object, which can't be pickled.
     stack = traceback.StackSummary.from_list(
         [
             (frame.filename, frame.lineno or 0, frame.name, frame.line or "")
@@ -102,12 +102,12 @@ def failure_of(error: BaseException) -> Failure:
 def located(
     error: CheckpointError, checkpoint_id: str | None, rank: int | None = None
 ) -> CheckpointError:
-    """Returns a copy of an error with its checkpoint and its rank.
+    """Returns a copy of an error with its checkpoint and rank filled in.
 
     Args:
-        error: What a task or a rank reported; not changed.
-        checkpoint_id: Of the operation; used when the error does not name one.
-        rank: Used when the error does not name one.
+        error: The error of a task or a rank; not modified.
+        checkpoint_id: Checkpoint of the operation; used if the error does not name one.
+        rank: The rank; used if the error does not name one.
     """
     placed = copy.copy(error)
     placed.rank = rank if placed.rank is None else placed.rank
@@ -116,14 +116,14 @@ def located(
 
 
 def combine(errors: Mapping[int, CheckpointError], checkpoint_id: str | None) -> CheckpointError:
-    """Returns the one error for every rank when these ranks failed.
+    """Returns the error that every rank raises when some ranks failed.
 
-    It is the error of the lowest rank that failed by itself (a rank that is merely missing is
-    the consequence more often than the cause), with all of them in `failures` and in a note.
+    It is the error of the lowest rank that reported one itself, as a missing rank is more often the
+    consequence than the cause. All errors are in its `failures` and in a note.
 
     Args:
-        errors: What happened, by rank; at least one.
-        checkpoint_id: Of the operation.
+        errors: Errors by rank; at least one.
+        checkpoint_id: Checkpoint of the operation.
     """
     first = min(errors, key=lambda rank: (isinstance(errors[rank], ParticipantError), rank))
     combined = located(errors[first], checkpoint_id, first)
@@ -163,15 +163,15 @@ def deadline(
     way_out: str,
     describe_rank: Callable[[int], str] = lambda _: "",
 ) -> dict[int, CheckpointError]:
-    """Returns the error of ranks that were awaited in vain, by rank: one for all of them.
+    """Returns the error of ranks that missed a deadline, by rank; it is the same for all of them.
 
     Args:
         key: The operation.
-        ranks: Who is missing; at least one.
-        what: What they had to do: `"join the save"`.
-        after_s: The deadline that ran out, in seconds.
-        way_out: Which option to raise.
-        describe_rank: What is known of a rank, in words; empty when nothing is.
+        ranks: The missing ranks; at least one.
+        what: What they had to do, for example `"join the save"`.
+        after_s: The deadline that expired, in seconds.
+        way_out: The option to raise, for the message.
+        describe_rank: Returns a description of a rank; empty if nothing is known of it.
     """
     missing = sorted(ranks)
     facts = _known(missing, describe_rank)
@@ -185,10 +185,10 @@ def deadline(
 
 
 def name_known(ranks: Iterable[int], describe_rank: Callable[[int], str]) -> str:
-    """Returns ranks as a person would write them, with what is known of each.
+    """Returns a readable list of ranks, with a description of each.
 
     Args:
-        ranks: In any order.
+        ranks: The ranks, in any order.
         describe_rank: As for `deadline`.
     """
     ordered = sorted(ranks)
@@ -205,8 +205,8 @@ def lost_rank(rank: int, reason: str) -> ParticipantError:
     """Returns the error of a rank that died.
 
     Args:
-        rank: Which.
-        reason: How it is known.
+        rank: The rank.
+        reason: How the death was detected.
     """
     return ParticipantError(
         f"Expected rank {rank} to take part, but it was lost: {reason}. "
@@ -219,8 +219,8 @@ def left_early(rank: int, left: Left) -> ParticipantError:
     """Returns the error of an operation that a rank has left before its end.
 
     Args:
-        rank: Who.
-        left: Which operation, and why.
+        rank: The rank.
+        left: The operation and the reason.
     """
     return ParticipantError(
         f"Expected rank {rank} to take part in operation {left.key.seq} of session "
@@ -231,10 +231,10 @@ def left_early(rank: int, left: Left) -> ParticipantError:
 
 
 def identity(request: Opening) -> tuple[object, ...]:
-    """Returns what has to be equal on all ranks of an operation.
+    """Returns the fields of a call that must be equal on all ranks.
 
     Args:
-        request: How a rank begins it.
+        request: The request with which a rank begins an operation.
     """
     match request:
         case SaveJoin() | LoadJoin():
@@ -244,11 +244,11 @@ def identity(request: Opening) -> tuple[object, ...]:
 
 
 def disagreement(key: OpKey, openings: Mapping[int, Opening]) -> RankDisagreementError:
-    """Returns the error of ranks that called different things as the same operation.
+    """Returns the error of ranks that made different calls as the same operation.
 
     Args:
         key: The operation.
-        openings: What each rank asked for.
+        openings: The request with which each rank began it.
     """
     by_call: dict[str, list[int]] = {}
     for rank, request in sorted(openings.items()):
@@ -263,16 +263,16 @@ def disagreement(key: OpKey, openings: Mapping[int, Opening]) -> RankDisagreemen
 
 
 def describe(request: Opening) -> str:
-    """Returns what a rank called, in words.
+    """Returns a description of a rank's call.
 
     Args:
-        request: How the rank begins it.
+        request: The request with which the rank begins an operation.
     """
     return describe_call(call_of(request))
 
 
 def call_of(request: Opening) -> Call:
-    """Returns what `describe` needs to know of a request, without what the rank holds."""
+    """Returns the part of a request that `describe` needs, without the rank's items."""
     if isinstance(request, Exchange):
         return (f"exchange {request.tag!r}", None)
     what = "save to" if isinstance(request, SaveJoin) else "load from"
@@ -280,7 +280,7 @@ def call_of(request: Opening) -> Call:
 
 
 def describe_call(call: Call) -> str:
-    """Returns a call in words."""
+    """Returns a description of a call, with the options that differ from the defaults."""
     what, options = call
     return what if options is None else f"{what}{_chosen(options)}"
 
@@ -295,7 +295,7 @@ def _chosen(options: SaveOptions | LoadOptions) -> str:
 
 
 def check_world(request: Opening) -> None:
-    """Checks that a rank is one of its world.
+    """Checks that a rank is between 0 and its world size - 1.
 
     Raises:
         InvalidRequestError: It is not.
@@ -312,8 +312,8 @@ def went_ahead(key: OpKey, rank: int) -> ParticipantError:
     """Returns the error of an operation that a rank began with an earlier coordinator.
 
     Args:
-        key: Which operation.
-        rank: Who goes on with it.
+        key: The operation.
+        rank: The rank, which continues it.
     """
     return ParticipantError(
         f"The coordinator was restarted during operation {key.seq} of session {key.session!r}: "
@@ -323,10 +323,10 @@ def went_ahead(key: OpKey, rank: int) -> ParticipantError:
 
 
 def unknown_operation(key: OpKey) -> ParticipantError:
-    """Returns the error of an operation that is not known, for who only asks about it.
+    """Returns the error of a query about an unknown operation.
 
     Args:
-        key: Which.
+        key: The operation.
     """
     return ParticipantError(
         f"Operation {key.seq} of session {key.session!r} is not known here: this coordinator was "
@@ -335,11 +335,11 @@ def unknown_operation(key: OpKey) -> ParticipantError:
 
 
 def unknown(request: Request, why: str) -> CheckpointError:
-    """Returns the error of a request for an operation that is not known.
+    """Returns the error of a request for an unknown operation.
 
     Args:
-        request: Which.
-        why: In words.
+        request: The request.
+        why: Why the operation is unknown, for the message.
     """
     message = (
         f"Operation {request.key.seq} of session {request.key.session!r}, to which rank "

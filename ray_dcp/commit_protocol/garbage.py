@@ -1,12 +1,12 @@
-"""Garbage collection, the decision: which files at a place are ours, and which nothing needs. Pure.
+"""Garbage collection, the pure part: which files at a place ray_dcp owns, and which are garbage.
 
-A file is ours if its name is one that ray_dcp gives, with an attempt in it. All others belong to
-somebody else and are never deleted, whatever they look like and whatever a record has: whoever
-writes a record could otherwise name the files to delete.
+ray_dcp owns a file if its name matches one of its patterns, with an attempt in it. Other files are
+never deleted, whatever a record says. *Why*: the writer of a record could otherwise choose files to
+delete.
 
-*Why no clock is needed.* Whatever was listed before a commit or delete was recorded belongs to
-attempts that were planned before. Each of these would have to pass that record's slot to become
-the checkpoint, and loses there. Files of attempts that began later were not listed.
+*Why* no clock is needed: files that were listed before a commit or delete was recorded belong to
+attempts that were planned earlier. To become the checkpoint, such an attempt would have to pass
+that record's slot, where it loses. Files of attempts that began later were not listed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ray_dcp.format.manifest import (
 from ray_dcp.format.save_trace import trace_key
 
 MOST_DECIDED = 64
-"""How many earlier attempts a record remembers. Each takes 50 bytes; one save adds one or two."""
+"""Most verdicts on earlier attempts in a record, of 50 bytes each; a save adds one or two."""
 
 _METADATA = ".metadata"
 _ATTEMPT = r"(?P<attempt>[0-9a-f]{16})"
-"""What an attempt looks like: `runtime.tasks.new_attempt`."""
+"""Pattern of attempt ids; see `runtime.tasks.new_attempt`."""
 _TEMP = re.compile(r"(?P<folder>(?:[^/]+/)?)\.tmp-[0-9a-f]{12}-(?P<name>[^/]+)")
 
 Kind = Literal["data", "table", "record", "metadata", "temp", "trace"]
@@ -49,15 +49,15 @@ class Owned(NamedTuple):
     """A file that ray_dcp wrote."""
 
     kind: Kind
-    """`temp`: not published, by a writer that still works or by one that crashed. `trace`: written
-    after the commit of its attempt, so it never belongs to one that may still be committed."""
+    """Kind of file. `temp`: an unpublished file of a writer that is running or crashed. `trace`:
+    written after the commit of its attempt, so its attempt is never unfinished."""
     attempt: str | None = None
-    """None where the name has none: of records, `.metadata` and what was to become one."""
+    """None if the name has no attempt: records, `.metadata` and temporary files of these."""
 
 
 @dataclass(frozen=True)
 class KeptFile:
-    """A file that was not deleted."""
+    """A file that is not deleted, and why."""
 
     key: str
     reason: str
@@ -65,21 +65,21 @@ class KeptFile:
 
 @dataclass(frozen=True)
 class GarbagePlan:
-    """What is to be deleted at a place, and what is not."""
+    """The files to delete and to keep at a place."""
 
     delete: tuple[str, ...]
-    """In the order in which to delete: data before tables before records, ascending."""
+    """Keys in the order in which to delete them: data, then tables, then records, ascending."""
     kept: tuple[KeptFile, ...]
-    """What remains beside the checkpoint that stands and the records that decide it."""
+    """Files that remain besides the current checkpoint and the records that decide it."""
     unfinished: tuple[str, ...]
     """Attempts that may still be committed, sorted."""
 
 
 def owner_of(key: str) -> Owned | None:
-    """Returns whose a file is, by its name; None when it is not ours.
+    """Returns the kind and attempt of a file by its name; None if ray_dcp did not write it.
 
     Args:
-        key: Relative to the checkpoint.
+        key: Key relative to the checkpoint.
 
     Examples:
         >>> owner_of("__0_1.0123456789abcdef.distcp")
@@ -102,10 +102,10 @@ def owner_of(key: str) -> Owned | None:
 
 
 def attempts_of(keys: Iterable[str]) -> frozenset[str]:
-    """Returns the attempts that left files; their traces do not count, which nothing needs.
+    """Returns the attempts that left files, other than traces.
 
     Args:
-        keys: What is there, with unpublished files.
+        keys: All keys at the place, with unpublished files.
     """
     found = (owner_of(key) for key in keys)
     left = (owned for owned in found if owned is not None and owned.kind != "trace")
@@ -113,14 +113,15 @@ def attempts_of(keys: Iterable[str]) -> frozenset[str]:
 
 
 def left_by_others(keys: Iterable[str], *, last_slot: int) -> tuple[str, ...]:
-    """Returns what nothing needs once an attempt that begins now has been committed.
+    """Returns the files that are garbage once an attempt that begins now has been committed.
 
     Args:
-        keys: All that is there when it begins, with unpublished files.
-        last_slot: Highest slot in use then.
+        keys: All keys at the place when the attempt begins, with unpublished files.
+        last_slot: Highest slot in use at that time.
 
     Returns:
-        In the order in which to delete; `.metadata`, which the commit replaces, is not among it.
+        The keys in the order in which to delete them, without `.metadata`, which the commit
+        replaces.
     """
     found = [(owner_of(key), key) for key in keys]
     left = [
@@ -132,14 +133,14 @@ def left_by_others(keys: Iterable[str], *, last_slot: int) -> tuple[str, ...]:
 
 
 def verdicts(records: Mapping[int, Record], present: Iterable[str]) -> tuple[Verdict, ...]:
-    """Returns the verdicts of a record that is to decide, on the attempts before it.
+    """Returns the verdicts on earlier attempts that the next deciding record has to include.
 
     Args:
-        records: That decide now, by slot; see `ray_dcp.io.records.read_slots`.
-        present: Attempts that left files. If no record names them, they are overtaken.
+        records: The current records by slot; see `ray_dcp.io.records.read_slots`.
+        present: Attempts that left files. Those that no record names count as not committed.
 
     Returns:
-        The oldest first; at most `MOST_DECIDED`, the newest of them.
+        The newest `MOST_DECIDED` verdicts, oldest first.
     """
     found = deciding(records)
     known = {v.attempt: v.committed for v in found[1].decided} if found is not None else {}
@@ -151,11 +152,11 @@ def verdicts(records: Mapping[int, Record], present: Iterable[str]) -> tuple[Ver
 
 
 def was_committed(record: Manifest | DeleteRecord, attempt: str) -> bool:
-    """Returns whether the record that decides has an earlier attempt as committed.
+    """Returns whether the deciding record lists an earlier attempt as committed.
 
     Args:
-        record: That decides.
-        attempt: In question.
+        record: The deciding record.
+        attempt: The earlier attempt.
     """
     return Verdict(attempt, True) in record.decided
 
@@ -170,17 +171,18 @@ def sweep(
     anonymous: bool = False,
     named: Mapping[str, str] | None = None,
 ) -> GarbagePlan:
-    """Returns which files can be deleted without a commit of one's own.
+    """Returns the files that can be deleted without committing anything.
 
     Args:
-        keys: What is there, with unpublished files.
-        standing: The checkpoint that stands.
-        last_slot: Records up to this slot can be deleted: `previous_slot` of the one that decides.
+        keys: All keys at the place, with unpublished files.
+        standing: Manifest of the current checkpoint; None if there is none.
+        last_slot: `previous_slot` of the deciding record: records up to it can be deleted.
         dead: Attempts that will never be the checkpoint (again).
-        all_dead: All attempts but the standing one are dead, also those that nothing names.
-        anonymous: Delete what was to become a record or `.metadata` as well. If somebody is
-            writing it, that write fails, and its writer tries again.
-        named: Attempts whose files stay all the same, with the reason.
+        all_dead: Treat all attempts except that of `standing` as dead, even those that no record
+            names.
+        anonymous: Also delete temporary files of records and `.metadata`. If a process is writing
+            one, that write fails and is retried.
+        named: Attempts whose files are kept in any case, with the reason.
     """
     own = None if standing is None else standing.attempt
     needed = set() if standing is None else {entry.key for entry in standing.files}
@@ -200,7 +202,7 @@ def sweep(
             if (slot_of(key) or 0) <= last_slot:
                 delete.append((owned, key))
         elif owned.kind == "trace":
-            # Why: its attempt was committed. If it does not stand it was replaced.
+            # Why: only committed attempts have a trace; if not the current one, it was replaced.
             delete.append((owned, key))
         elif owned.attempt is not None and owned.attempt in (named or {}):
             kept.append(KeptFile(key, (named or {})[owned.attempt]))

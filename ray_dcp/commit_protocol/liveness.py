@@ -1,12 +1,12 @@
-"""Heartbeats and liveness: what a coordinator knows of each rank; who is frozen, and who lags.
+"""Heartbeats and failure detection: which ranks are alive, frozen or slow.
 
-A rank sends heartbeats while it takes part in an operation, so that slow, frozen and absent ranks
-can be told apart. A heartbeat is no step of an operation: it is answered at once, changes no
-machine, and may be lost.
+A rank sends heartbeats while it takes part in an operation, so that the coordinator can distinguish
+slow, frozen and absent ranks. A heartbeat is not a step of an operation: it is answered at once,
+changes no machine, and may be lost.
 
-`Liveness` knows of each rank when its last message arrived, what it does and what it called last.
-It decides which ranks are frozen and describes missing ranks in messages; the machines decide what
-follows from that. Pure, over a clock that is passed in.
+`Liveness` records for each rank when its last message arrived, its progress and its last call. It
+decides which ranks are frozen, and describes missing ranks in messages; the machines decide the
+consequences. This module is pure; the clock is an argument.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ray_dcp.commit_protocol.messages import Left, OpKey, Refused
 from ray_dcp.errors import DeadlineError
 
 LONG_WAIT_S = 30.0
-"""A wait for other ranks that lasts longer is logged, once, in seconds."""
+"""A longer wait for other ranks, in seconds, is logged once."""
 
 OUT_OF_REACH_S = 300.0
 """How long an actor may be out of reach before a call fails, in seconds: Ray may take a minute to
@@ -29,11 +29,11 @@ call of one rank fails and that of another succeeds, the second waits for the fi
 
 LONGEST_INTERVAL_S = 5.0
 BEATS_IN_TIMEOUT = 6
-"""Heartbeats that fit into a timeout: some may be late or lost before anybody is blamed."""
+"""Heartbeats per timeout. *Why* several: a few late or lost ones must not make a rank frozen."""
 
 
 def beat_interval_s(timeout_s: float) -> float:
-    """Returns how often to send heartbeats, in seconds.
+    """Returns the interval between heartbeats, in seconds.
 
     Args:
         timeout_s: `heartbeat_timeout_s`, in seconds.
@@ -47,81 +47,81 @@ def beat_interval_s(timeout_s: float) -> float:
 
 @dataclass(frozen=True)
 class Doing:
-    """What a rank does of one call of its user, at the moment of a heartbeat.
+    """Progress of one call of the user on a rank, at the time of a heartbeat.
 
-    Ages, no times: clocks of two machines are never compared.
+    It has durations instead of times, so that clocks of two machines are never compared.
     """
 
     first_seq: int
-    """Lowest operation that this call named."""
+    """Lowest sequence number of the call's operations."""
     last_seq: int
-    """Highest operation that this call named."""
+    """Highest sequence number of the call's operations."""
     phase: str
     """`"capturing"`, `"waiting"`, `"opening"`, `"planning"`, `"staging"` (at
     the node's stager), `"writing"` or `"reading"`."""
     phase_s: float = 0.0
-    """How long it has been in this phase, in seconds."""
+    """Time since the phase began, in seconds."""
     done_bytes: int = 0
     total_bytes: int = 0
-    """Bytes to be moved in this phase; 0 when that is not known."""
+    """Bytes to move in this phase; 0 if unknown."""
     quiet_s: float = 0.0
-    """How long ago bytes last moved, or the phase began, in seconds."""
+    """Time since bytes last moved, or since the phase began, in seconds."""
     key: str | None = None
-    """Storage key at which it is now; the one that takes longest."""
+    """Storage key in progress; of several, the one that takes longest."""
 
     def covers(self, key: OpKey) -> bool:
-        """Returns whether an operation is of this call."""
+        """Returns whether an operation belongs to this call."""
         return self.first_seq <= key.seq <= self.last_seq
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Rank → coordinator: I live, and this is how far I am. Answer: `HeartbeatAck`, at once."""
+    """Rank → coordinator: the rank is alive; its progress. Answer: `HeartbeatAck`, at once."""
 
     session: str
     rank: int
     timeout_s: float
-    """Silence of this rank, from now on and while it does this, means that it is frozen."""
+    """Silence, in seconds, after which this rank counts as frozen during the calls in `doings`."""
     doings: tuple[Doing, ...] = ()
-    """One for each call of the user that is under way: the operations that the rank is present
-    for."""
+    """Progress of each call of the user in progress: the rank is present for their operations."""
     awaits: tuple[OpKey, ...] = ()
-    """Operations that it has joined, and whose outcome it wants to know at once."""
+    """Operations that the rank has joined, and whose failure it wants to know at once."""
     left: tuple[Left, ...] = ()
-    """Operations that it has left before their end."""
+    """Operations that the rank has left before their end."""
     hold_s: float = 0.0
-    """How long the answer may be held back until there is an outcome, in seconds."""
+    """How long the coordinator may delay the answer until there is an outcome, in seconds."""
 
 
 @dataclass(frozen=True)
 class HeartbeatAck:
-    """Coordinator → rank: I live as well, this is who I am, and what you wait for is so far."""
+    """Coordinator → rank: the coordinator is alive; its identity, and the state of operations."""
 
     actor_id: str
     num_restarts: int
-    """How often Ray had started it anew when this process began."""
+    """Number of restarts of the actor by Ray when this process began."""
     place: str
-    """Where it is, for messages: `"pid 12 on node-3"`."""
+    """Place of the coordinator, for messages, for example `"pid 12 on node-3"`."""
     waits: tuple[str, ...] = ()
-    """For whom operations have waited for long, in words, to be logged by this rank."""
+    """Descriptions of long waits for other ranks, which this rank logs."""
     failed: Mapping[OpKey, Refused] = field(default_factory=dict)
-    """Why those of `Heartbeat.awaits` failed that did."""
+    """The errors of those operations in `Heartbeat.awaits` that have failed."""
     queued: tuple[int, ...] = ()
-    """Numbers of the calls of this rank whose saves wait in the queue."""
+    """Sequence numbers of this rank's saves that wait in the queue."""
     is_up_to_date: bool = True
-    """Whether this incarnation has taken up what the one before had planned; before that it says
-    nothing about operations, and what the rank has left is to be sent again."""
+    """Whether this incarnation has resumed the planned saves of the previous one. Before that, the
+    answer says nothing about operations, and the rank has to send `Heartbeat.left` again."""
 
 
 class AwakeClock:
-    """A clock that stands still while its own process does.
+    """A clock that stops while its process is stopped.
 
     *Why*: a process that was stopped for a while must not conclude that all others were silent
-    so long. Whoever reads it calls `tick` regularly; a tick that comes late counts for less.
+    during that time. `tick` has to be called regularly; between two ticks, the clock advances by at
+    most twice `tick_s`.
 
     Args:
-        clock: Seconds that never go back.
-        tick_s: How often `tick` is called, in seconds.
+        clock: Returns monotonic seconds.
+        tick_s: Interval between calls of `tick`, in seconds.
 
     Examples:
         >>> times = iter([0.0, 1.0, 100.0, 100.5])
@@ -137,7 +137,7 @@ class AwakeClock:
         self._awake_s = 0.0
 
     def tick(self) -> float:
-        """Returns the seconds that this process was awake, and notes that it is."""
+        """Advances the clock and returns the seconds that this process was awake."""
         now_s = self._clock()
         self._awake_s += min(now_s - self._ticked_s, self._most_s)
         self._ticked_s = now_s
@@ -149,18 +149,18 @@ class AwakeClock:
 
 
 SESSIONS = 1024
-"""Sessions whose ranks are remembered."""
+"""Most sessions whose ranks are remembered."""
 
 ENDED = 256
-"""Operations of which it is remembered when they ended."""
+"""Most operations whose end times are remembered."""
 
 SLOW_S = 30.0
-"""Bytes that moved within this time, in seconds, are called slow; without any it is stuck."""
+"""A rank that moved bytes within this time, in seconds, is called slow in messages, else stuck."""
 
 
 @dataclass
 class _Known:
-    """What is known of one rank of one session."""
+    """State of one rank of one session."""
 
     heard_s: float | None = None
     timeout_s: float | None = None
@@ -168,15 +168,15 @@ class _Known:
     doings: tuple[Doing, ...] = ()
     last: tuple[OpKey, Call] | None = None
     promised: dict[OpKey, float] = field(default_factory=dict)
-    """Operations during which it promised to send heartbeats, and when it was last present for
-    each."""
+    """Operations during which the rank sends heartbeats, and the time at which it was last present
+    for each."""
 
 
 class Liveness:
-    """When each rank was last heard, and what it reported.
+    """When the last message of each rank arrived, and what it reported.
 
     Args:
-        clock: Seconds in which this process could listen; see `AwakeClock`.
+        clock: Returns the seconds in which this process could receive messages; see `AwakeClock`.
 
     Examples:
         >>> now = [0.0]
@@ -194,19 +194,19 @@ class Liveness:
         self._sessions: OrderedDict[str, dict[int, _Known]] = OrderedDict()
         self._ended: OrderedDict[OpKey, float] = OrderedDict()
 
-    # What is heard
+    # Messages
 
     def take_requests(
         self, key: OpKey, ranks: Sequence[int], timeout_s: float | None, call: Call | None = None
     ) -> None:
-        """Notes that ranks sent requests of one operation and step.
+        """Records that ranks sent requests of one operation and step.
 
         Args:
-            key: Which operation.
-            ranks: Who.
-            timeout_s: Silence after which each rank is frozen, in seconds, if it sends heartbeats
-                until this operation is over for it; None when it does not.
-            call: With which they begin it, if they do.
+            key: The operation.
+            ranks: The ranks.
+            timeout_s: Silence, in seconds, after which each rank counts as frozen, if it sends
+                heartbeats until this operation has ended for it; None if it does not.
+            call: The call, if the requests begin an operation.
         """
         now_s = self._clock()
         last = None if call is None else (key, call)
@@ -221,7 +221,7 @@ class Liveness:
             known.last = last or known.last
 
     def heartbeat(self, beat: Heartbeat) -> None:
-        """Accepts a heartbeat: its rank is present for the operations that it names, no others."""
+        """Records a heartbeat: its rank is present for the operations in it, and no others."""
         known = self._of(beat.session, beat.rank)
         known.heard_s = now_s = self._clock()
         known.timeout_s = beat.timeout_s
@@ -231,27 +231,27 @@ class Liveness:
                 known.promised[key] = now_s
 
     def place(self, session: str, rank: int, place: str) -> None:
-        """Registers where a rank is: `"pid 12 on node-3"`."""
+        """Registers the place of a rank, for example `"pid 12 on node-3"`."""
         self._of(session, rank).place = place
 
     def ended(self, key: OpKey) -> None:
-        """Notes that an operation is over."""
+        """Records that an operation has ended."""
         self._ended[key] = self._clock()
         while len(self._ended) > ENDED:
             self._ended.popitem(last=False)
         for known in self._sessions.get(key.session, {}).values():
             known.promised.pop(key, None)
 
-    # What follows
+    # Conclusions
 
     def silent(self, key: OpKey) -> dict[int, DeadlineError]:
-        """Returns the ranks that are not present for an operation any more, each with its error."""
+        """Returns the ranks that are no longer present for an operation, each with its error."""
         ranks, now_s = self._sessions.get(key.session, {}), self._clock()
         late = [rank for rank, at_s in self.due_s(key).items() if at_s <= now_s]
         return {rank: self._absent(key, rank, ranks[rank]) for rank in late}
 
     def due_s(self, key: OpKey) -> dict[int, float]:
-        """Returns until when each rank that takes part in an operation counts as present."""
+        """Returns the clock time until which each participating rank counts as present."""
         found = {}
         for rank, known in self._sessions.get(key.session, {}).items():
             present_s = known.promised.get(key)
@@ -262,11 +262,11 @@ class Liveness:
         return found
 
     def describe(self, key: OpKey, rank: int) -> str:
-        """Returns what is known of a rank that is awaited, in words; empty when nothing is.
+        """Returns a description of a missing rank.
 
         Args:
             key: The operation in which it is missing.
-            rank: Who.
+            rank: The rank.
         """
         known = self._sessions.get(key.session, {}).get(rank, _Known())
         who = f"rank {rank} ({known.place})" if known.place else f"rank {rank}"
@@ -288,7 +288,7 @@ class Liveness:
         while len(self._sessions) > SESSIONS:
             self._sessions.popitem(last=False)
         known = ranks.get(rank)
-        if known is None:  # why not setdefault: it would make one with every message
+        if known is None:  # why not setdefault: it would create an object for every message
             known = ranks[rank] = _Known()
         return known
 

@@ -1,20 +1,25 @@
-"""The load machine: all ranks read the same checkpoint, and none before every rank can.
+"""The load machine: all ranks read the same checkpoint, once every rank has planned its reads.
 
 | phase | waits for | then |
 |---|---|---|
 | joining | `LoadJoin` of every rank | find the checkpoint |
 | opening | `LoadGo`, from the storage | `LoadGo` to every rank |
-| planning | `LoadReady` of every rank: its reads are planned, nothing was touched | share reads |
-| sharing | `ReadShares`; skipped when no two ranks would share any | `LoadProceed` |
+| planning | `LoadReady` of every rank: its reads are planned, no target changed | share reads |
+| sharing | `ReadShares`; skipped if no two ranks would share any | `LoadProceed` |
 | reading | `LoadDone` of every rank | `LoadOutcome`: done |
 
-An error in any phase is reported to every rank. Up to `planning` no target has changed by then.
-With `LoadReady` a rank says what it leaves of the checkpoint; `LoadProceed` says what all leave.
+An error in any phase is reported to every rank. Up to `planning`, no target has changed by then.
+`LoadReady` has the names of the checkpoint that a rank does not load, `LoadProceed` those that no
+rank loads.
 
-`SharedReads` holds the state of the shared reads of a load: which units have been read, which ranks
-still need them, and which ranks to notify. It has no bytes, only the handles by which other ranks
-find them. Every message may arrive twice and in any order: an actor that serves several calls at a
-time does not start them in the order in which they were sent.
+`SharedReads` is the state of the shared reads of a load: which units have been read, which ranks
+still need them, and which ranks to notify. It holds no bytes, only the handles with which other
+ranks fetch them. Messages may arrive twice and in any order, because an actor with concurrent calls
+does not start them in the order in which they were sent:
+
+    open --Offer--> there --every rank has sent Use--> free
+      |
+      +--Decline, or Leave of the reader--> gone
 """
 
 from __future__ import annotations
@@ -47,12 +52,11 @@ from ray_dcp.errors import DeadlineError
 from ray_dcp.planning.reads import ReadNeeds, ReadShares, may_pay
 
 MOST_SENT_BYTES = 64 << 20
-"""Most bytes of a chunk table that are sent, to all ranks together. Why: a rank that reads it pays
-a request; where there are many, most need a small part of a long one."""
+"""Most bytes of chunk tables that are sent, to all ranks together. *Why* send: a rank that reads
+the table itself pays a request. *Why* a limit: with many ranks, most need a small part of it."""
 
 SHARE_S = 60.0
-"""How long may be thought about who reads what for whom, in seconds; after that everybody reads
-for himself."""
+"""Deadline for planning shared reads, in seconds; after that every rank reads for itself."""
 
 
 class LoadMachine(Operation):
@@ -106,7 +110,7 @@ class LoadMachine(Operation):
             case "sharing", ReadShares():
                 return self._proceed(result if len(result) else None)
             case "sharing", Failed():
-                # Why go on: it was only to spare the storage.
+                # Why not fail: shared reads only reduce the load on the storage.
                 return self._proceed(None)
         raise self._contradiction(f"result {type(result).__name__}")
 
@@ -128,7 +132,7 @@ class LoadMachine(Operation):
                 task = ReadCheckpoint(self._target)
                 return self._step("opening", task, self._options.plan_timeout_s)
             case "planning":
-                # Why of every rank: a rank that takes all sends none, and then nothing is left.
+                # Why only if every rank sent it: a rank that loads every name sends none.
                 if len(self._untaken) == self.world_size:
                     untaken = Untaken.of_all(list(self._untaken.values()))
                     if untaken is not None:
@@ -159,30 +163,30 @@ class LoadMachine(Operation):
 
 @dataclass(frozen=True)
 class Enter:
-    """I take part; these units are mine to read or to get."""
+    """A rank joins the shared reads, with the units that it reads or receives."""
 
     key: OpKey
     rank: int
     units: tuple[int, ...]
     readers: tuple[int, ...]
-    """Of each unit, the rank that reads it."""
+    """For each unit, the rank that reads it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Offer:
-    """I have read this unit."""
+    """A rank has read a unit."""
 
     key: OpKey
     rank: int
     unit: int
     ranks: int
-    """How many ranks need it, the reader among them."""
+    """Number of ranks that need the unit, including the reader."""
     handle: Any
 
 
 @dataclass(frozen=True)
 class Decline:
-    """I will not read these units; let everybody read for himself."""
+    """A rank will not read its units for others; each of them has to read for itself."""
 
     key: OpKey
     rank: int
@@ -191,7 +195,7 @@ class Decline:
 
 @dataclass(frozen=True)
 class Use:
-    """I need these units no more."""
+    """A rank no longer needs these units."""
 
     key: OpKey
     rank: int
@@ -200,24 +204,24 @@ class Use:
 
 @dataclass(frozen=True)
 class Leave:
-    """I need nothing more, and offer nothing more."""
+    """A rank needs no more units, and offers no more."""
 
     key: OpKey
     rank: int
     offered: tuple[int, ...] = ()
-    """What I have offered. Why repeated: this may arrive before the offers do."""
+    """The units that the rank has offered. *Why* repeated: this may arrive before the offers."""
 
 
 @dataclass(frozen=True)
 class Listen:
-    """What is new for me?"""
+    """A rank asks for updates."""
 
     key: OpKey
     rank: int
     seen: int
-    """How many updates I have had."""
+    """Number of updates that the rank has received."""
     wait_s: float
-    """How long to wait for some, in seconds."""
+    """How long to wait for an update, in seconds."""
 
 
 ReadMessage = Enter | Offer | Decline | Use | Leave | Listen
@@ -225,10 +229,10 @@ ReadMessage = Enter | Offer | Decline | Use | Leave | Listen
 
 @dataclass(frozen=True, eq=False)
 class UnitUpdate:
-    """What one rank should know of a unit.
+    """The state of a unit, as sent to one rank.
 
-    `there`: it was read, and can be had by its handle. `gone`: it will not be read for others.
-    `free`: nobody needs it any more.
+    `there`: it was read and can be fetched with its handle. `gone`: it will not be read for others.
+    `free`: no rank needs it any more.
     """
 
     what: Literal["there", "gone", "free"]
@@ -247,7 +251,7 @@ class _Unit:
 
 
 class SharedReads:
-    """The units of one load.
+    """The units of the shared reads of one load.
 
     Examples:
         >>> key, reads = OpKey("run", 3), SharedReads()
@@ -270,7 +274,7 @@ class SharedReads:
 
     @property
     def num_there(self) -> int:
-        """How many units are held for somebody now."""
+        """Number of units whose bytes are currently held for other ranks."""
         return sum(unit.state == "there" for unit in self._units.values())
 
     def take(self, message: ReadMessage) -> None:
@@ -288,16 +292,16 @@ class SharedReads:
                 self._leave(message)
 
     def updates(self, rank: int, seen: int) -> Sequence[UnitUpdate]:
-        """Returns what a rank does not know yet.
+        """Returns the updates that a rank has not received yet.
 
         Args:
-            rank: Who.
-            seen: How many updates it has had.
+            rank: The rank.
+            seen: Number of updates that it has received.
         """
         return [self._new(number) for number in self._updates.get(rank, [])[seen:]]
 
     def _new(self, number: int) -> UnitUpdate:
-        # Why not kept with the update: a handle keeps bytes alive.
+        # Why not stored with the update: a handle keeps the bytes alive.
         unit = self._units[number]
         return UnitUpdate(unit.state if unit.state != "open" else "gone", number, unit.handle)
 
