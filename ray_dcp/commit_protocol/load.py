@@ -17,7 +17,7 @@ still need them, and which ranks to notify. It holds no bytes, only the handles 
 ranks fetch them. Messages may arrive twice and in any order, because an actor with concurrent calls
 does not start them in the order in which they were sent:
 
-    open --Offer--> there --every rank has sent Use--> free
+    open --Offer--> there --every rank has sent Use or Leave--> free
       |
       +--Decline, or Leave of the reader--> gone
 """
