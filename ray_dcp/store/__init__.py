@@ -1,1 +1,1 @@
-"""Keys to bytes: one interface over local disks, memory, object stores and other libraries."""
+"""Storage backends: one key-to-bytes interface over local disks, memory, object stores and more."""

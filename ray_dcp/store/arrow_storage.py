@@ -1,4 +1,4 @@
-"""Storages on filesystems of pyarrow.fs, as Ray's `storage_filesystem` takes them."""
+"""`ArrowStorage`: a storage on a filesystem of pyarrow.fs, such as Ray's `storage_filesystem`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _SCHEMES = {"gcs": "gs", "abfs": "az"}
 
 
 class ArrowStorage(StorageAdapter):
-    """Implements `Storage` on a filesystem of pyarrow.fs; it never creates if absent.
+    """Implements `Storage` on a filesystem of pyarrow.fs, which has no conditional creation.
 
     Args:
-        filesystem: Used as it is.
-        path: Of the place.
+        filesystem: The filesystem, used as it is.
+        path: Path of the root in it.
 
     Examples:
         >>> import tempfile
@@ -40,7 +40,7 @@ class ArrowStorage(StorageAdapter):
 
     @classmethod
     def within(cls, filesystem: Any, url: str) -> Storage:
-        """Returns the storage of a path or URL in a ready filesystem."""
+        """Returns the storage of a path or URL in a given filesystem."""
         filesystem, path = _unwrapped(filesystem, url)
         handler = getattr(filesystem, "handler", None)
         if isinstance(handler, arrow.FSSpecHandler):
@@ -68,10 +68,11 @@ def _url(filesystem: Any, path: str) -> str:
 
 
 class ArrowPort(FilesystemPort):
-    """Implements `FilesystemPort`.
+    """Implements `FilesystemPort` for pyarrow.fs.
 
-    *Why always a temporary file for long ones*: a stream that is dropped without `close` publishes
-    what it has, and there is no way to abort it. On object stores the move is a copy by the store.
+    *Why long files always go through a temporary file*: a stream that is garbage-collected without
+    `close` publishes its bytes, and can't be aborted. On object stores, the store copies the file
+    when it is renamed.
     """
 
     def __init__(self, filesystem: Any) -> None:

@@ -1,7 +1,8 @@
-"""Tries whether a store without files creates a key for exactly one of several who want it.
+"""Determines by a trial whether conditional creation in a store has exactly one winner.
 
-Tried once for each store of a process, with small objects that are removed again: some servers
-take the condition and ignore it (rclone's and JuiceFS's S3 gateways do), which no name tells.
+The trial runs once per store and process, with small objects that are removed again. It is needed
+because some servers accept the condition and ignore it (the S3 gateways of rclone and JuiceFS), and
+nothing else distinguishes them.
 """
 
 from __future__ import annotations
@@ -21,27 +22,28 @@ Create = Callable[[str, bytes], object]
 Read = Callable[[str], bytes]
 Delete = Callable[[list[str]], object]
 
-# Why few: SeaweedFS has more of them wait for seconds.
+# Why few: SeaweedFS delays a larger number of concurrent creations by seconds.
 _RACERS = 4
 _LOCK = ProcessLock()
 _KNOWN: dict[str, bool] = {}
-# Why cleared in a child: whoever tries a store now is not there.
+# Why cleared in a forked child: it lacks the thread that holds the lock.
 _UNDER_WAY: dict[str, threading.Lock] = {}
 os.register_at_fork(after_in_child=_UNDER_WAY.clear)
 
 
 def creates_if_absent_in(store: str, create: Create, read: Read, delete: Delete) -> bool:
-    """Returns whether a key has exactly one winner in a store.
+    """Returns whether creating a key in a store has exactly one winner.
+
+    The result is cached by `store`; a failure is not.
 
     Args:
-        store: Names the store, as its bucket's URL; probed once.
-        create: Creates a hidden key, conditionally, or raises `KeyExistsError`.
-        read: Reads one, or raises `KeyMissingError`.
-        delete: Removes some.
+        store: Identifies the store, for example by the URL of its bucket.
+        create: Creates a hidden key conditionally, or raises `KeyExistsError`.
+        read: Reads a hidden key, or raises `KeyMissingError`.
+        delete: Removes hidden keys.
 
     Raises:
-        StorageError: It could not be tried: the store did not answer, or this process may not
-            write there. Not remembered.
+        StorageError: The trial failed: the store did not answer, or this process may not write.
     """
     with _LOCK:
         turn = _UNDER_WAY.setdefault(store, threading.Lock())
@@ -67,8 +69,8 @@ def _tried(create: Create, read: Read, delete: Delete) -> bool:
         return None
 
     try:
-        # Why read: the answer to a key that was created may be lost, and a server that ignores the
-        # condition may still say that it refused.
+        # Why read back: the answer to a successful creation may be lost, and a server that ignores
+        # the condition may still answer that it refused.
         if not put(first, b"first") and get(first) != b"first":
             return False
         if put(first, b"second") or get(first) != b"first":
@@ -77,7 +79,7 @@ def _tried(create: Create, read: Read, delete: Delete) -> bool:
         with ThreadPoolExecutor(_RACERS) as threads:
             won = list(threads.map(lambda value: put(race, value), values))
         stands = get(race)
-        # Why none is fine: the answer to the winner was lost, and it met itself.
+        # Why no winner is fine: the winner's answer was lost, and its retry found its own key.
         return sum(won) <= 1 and stands in values and (not any(won) or won[int(stands)])
     finally:
         for key in (first, race):

@@ -1,4 +1,4 @@
-"""Storages on filesystems of fsspec: for every protocol that has no client of our own here."""
+"""`FsspecStorage`: a storage on a filesystem of fsspec, for protocols without a native client."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class FsspecStorage(StorageAdapter):
     """Implements `Storage` on a filesystem of fsspec.
 
     Args:
-        filesystem: Used as it is; its listings are never taken from its cache.
-        path: Of the place.
+        filesystem: The filesystem, used as it is; its listing cache is bypassed.
+        path: Path of the root in it.
 
     Examples:
         >>> import fsspec
@@ -52,7 +52,7 @@ class FsspecStorage(StorageAdapter):
 
     @classmethod
     def within(cls, filesystem: AbstractFileSystem, url: str) -> Storage:
-        """Returns the storage of a path or URL in a ready filesystem."""
+        """Returns the storage of a path or URL in a given filesystem."""
         filesystem, path = _unwrapped(filesystem, url)
         if isinstance(filesystem, LocalFileSystem):
             return LocalStorage(path)
@@ -60,10 +60,10 @@ class FsspecStorage(StorageAdapter):
 
 
 def filesystem_of(url: str, options: dict[str, object]) -> tuple[AbstractFileSystem, str]:
-    """Returns the filesystem that fsspec makes for a URL or local path, and the path in it.
+    """Returns the filesystem that fsspec creates for a URL or local path, and the path in it.
 
     Raises:
-        InvalidRequestError: Nothing serves the protocol, or the options are not understood.
+        InvalidRequestError: No package serves the protocol, or an option is unknown.
     """
     scheme = split_url(url)[0]
     try:
@@ -95,18 +95,18 @@ def _unwrapped(filesystem: AbstractFileSystem, url: str) -> tuple[AbstractFileSy
     path = str(filesystem._strip_protocol(url))
     while isinstance(filesystem, DirFileSystem):
         head = f"{filesystem.path}/"
-        # Why: a target that was made from it holds the whole path already.
+        # Why: a `Target` made from such a filesystem contains the whole path already.
         path = path if path.startswith(head) or path == filesystem.path else filesystem._join(path)
         filesystem = filesystem.fs
     return filesystem, path
 
 
 class FsspecPort(FilesystemPort):
-    """Implements `FilesystemPort`.
+    """Implements `FilesystemPort` for fsspec.
 
-    *Why two ways of putting a file*: on object stores a put is atomic and there is no rename, which
-    would copy; on what is a filesystem a put is not, and there is one. The latter have a method of
-    their own for moving.
+    *Why two ways to write a file*: an object store has an atomic put, but no cheap rename; a true
+    filesystem has an atomic rename, but no atomic put. The two are distinguished by whether the
+    class overrides `mv`.
     """
 
     def __init__(self, filesystem: AbstractFileSystem) -> None:
@@ -116,7 +116,7 @@ class FsspecPort(FilesystemPort):
         self.name = f"fsspec:{protocol}:{filesystem._fs_token}"
         self.shared = protocol != "memory"
         self.puts_at_once = type(filesystem).mv is AbstractFileSystem.mv
-        # Why not where it renames: there a create makes an empty file first and then fills it.
+        # Why not for true filesystems: they create an empty file first and then fill it.
         self.can_create = self.puts_at_once
 
     def read(self, path: str, start: int, num_bytes: int | None) -> bytes:
@@ -156,9 +156,9 @@ class FsspecPort(FilesystemPort):
         return super().open_hidden(path)
 
     def _is_uncommitted(self, path: str) -> bool:
-        """Tells whether a file that is opened without `autocommit` is hidden until it is told.
+        """Returns whether a file opened with `autocommit=False` is invisible until `commit`.
 
-        Why its class is asked: some take the argument and do nothing with it.
+        *Why by class*: some filesystems accept the argument and ignore it.
         """
         file = self._fs.open(path, "wb", autocommit=False)
         kind = type(file)
@@ -182,12 +182,12 @@ class FsspecPort(FilesystemPort):
 
     def remove(self, path: str) -> None:
         """See `FilesystemPort`."""
-        self.size(path)  # raises for what is missing, or a folder
+        self.size(path)  # raises for a missing file and for a folder
         self._fs.rm_file(path)
 
 
 class _UncommittedFile:
-    """An upload of a buffered file that is completed by its own `commit`."""
+    """A buffered upload that becomes visible by its own `commit`."""
 
     def __init__(self, file: Any) -> None:
         self._file = file

@@ -1,6 +1,7 @@
-"""`Location`: a URL with what is needed to get there, wherever a `checkpoint_id` is taken.
+"""`Location`: a URL with credentials or a filesystem, accepted wherever a `checkpoint_id` is.
 
-Also tells which values name a place, and takes URLs apart. What they mean is decided in `opening`.
+The module also recognises values that name a storage location, and splits URLs. The module
+`opening` maps them to storages.
 """
 
 from __future__ import annotations
@@ -22,26 +23,25 @@ _NO_URL = re.compile(
     r"(file|local|s3|s3a|gs|gcs|az|azure|abfs|abfss|memory|https?|hdfs|ftp|sftp):(?!//)"
 )
 _SECRETS = re.compile(r"[^/@?]*:[^/@?]*@|.*[?&][^=&]*=", re.DOTALL)
-"""What follows `scheme://` in a URL that carries credentials or options."""
+"""Matches what follows `scheme://` in a URL that contains credentials or options."""
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where a checkpoint lies, with credentials or a ready filesystem. Taken as `checkpoint_id`.
+    """Location of a checkpoint, with credentials or a filesystem. Accepted as `checkpoint_id`.
 
     Neither options nor filesystem are shown by `repr`, logged, or written into a checkpoint. They
-    travel to the other ranks' coordinator and to stagers, and so must be picklable.
+    are sent to the coordinator and to the node agents, and so must be picklable.
 
     Args:
-        url: Path or URL; with a filesystem, the path in it.
+        url: Path or URL; with `filesystem`, the path in it.
         storage_options: Options of the storage, such as `{"endpoint": ..., "access_key_id": ...}`;
             for protocols that fsspec serves, the arguments of its filesystem.
-        filesystem: A filesystem of fsspec or pyarrow.fs, or a store of obstore, to be used
-            instead of making one.
+        filesystem: A filesystem of fsspec or pyarrow.fs, or a store of obstore, used as it is.
 
     Raises:
-        InvalidRequestError: The URL is none, carries credentials itself, the filesystem is none
-            of these, or both options and filesystem are given.
+        InvalidRequestError: `url` is not a path or URL, `url` contains credentials, `filesystem`
+            is of another kind, or both `storage_options` and `filesystem` are given.
 
     Examples:
         >>> run = Location("s3://bucket/run", {"secret_access_key": "hush"})
@@ -77,18 +77,18 @@ class Location:
             )
 
     def __truediv__(self, name: str) -> Location:
-        """Returns the location below this one, such as a step of a run."""
+        """Returns a location below this one, such as a step of a run."""
         return replace(self, url=url_below(self.url, name))
 
 
 Filesystem = Any
 """A filesystem of fsspec or pyarrow.fs, or a store of obstore."""
 AnyPlace = str | os.PathLike[str] | Location | Target | Filesystem
-"""Whatever names where a checkpoint lies."""
+"""Any value that names the location of a checkpoint."""
 
 
 def is_place(value: Any) -> bool:
-    """Tells whether a value names a place, as far as its type goes."""
+    """Returns whether a value names a storage location, judged by its type alone."""
     if isinstance(value, (str, Location, Target)) or brings_filesystem(value):
         return True
     if isinstance(value, os.PathLike):
@@ -100,17 +100,17 @@ def is_place(value: Any) -> bool:
 
 
 def brings_filesystem(value: Any) -> bool:
-    """Tells a `Checkpoint` of Ray Train, as its `Result` gives it.
+    """Returns whether a value has a filesystem, as the `Checkpoint` of a Ray Train `Result` has.
 
-    *Careful*: it counts as a path, and raises when it is asked for one.
+    *Careful*: a `Checkpoint` is an `os.PathLike`, but its `__fspath__` raises.
     """
     return kind_of_filesystem(getattr(value, "filesystem", None)) is not None
 
 
 def kind_of_filesystem(value: Any) -> str | None:
-    """Returns `"fsspec"`, `"arrow"` or `"obstore"` for a filesystem of theirs, else None.
+    """Returns `"fsspec"`, `"arrow"` or `"obstore"` for a filesystem of that library, else None.
 
-    None of them is imported: who holds an object of a class has imported it.
+    No library is imported: if `value` is one of its objects, it has been imported already.
     """
     for kind, module, name in (
         ("fsspec", "fsspec.spec", "AbstractFileSystem"),
@@ -124,7 +124,7 @@ def kind_of_filesystem(value: Any) -> str | None:
 
 
 def url_below(url: str, name: str) -> str:
-    """Returns the URL or path of something below another.
+    """Returns the URL or path of `name` below `url`.
 
     Examples:
         >>> url_below("memory://", "run"), url_below("s3://bucket/run/", "step-1")
@@ -134,7 +134,7 @@ def url_below(url: str, name: str) -> str:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Returns the scheme in small letters, empty for a plain path, and the rest.
+    """Returns the scheme in lower case (empty for a plain path) and the rest of a URL.
 
     Examples:
         >>> split_url("S3://bucket/run"), split_url("/run")
@@ -145,14 +145,15 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def checked_url(place: object, *, in_filesystem: bool = False) -> str:
-    """Returns the text of a path or URL.
+    """Returns the text of a path or URL after checking it.
 
     Args:
-        place: As the user gave it.
-        in_filesystem: It is for a ready filesystem, whose names are its own business.
+        place: Path or URL as the user gave it.
+        in_filesystem: The path is for a given filesystem, which may have names that look like
+            misspelt URLs.
 
     Raises:
-        InvalidRequestError: It is none, or carries credentials.
+        InvalidRequestError: `place` is not a path or URL, or contains credentials.
     """
     text = os.fspath(place) if isinstance(place, os.PathLike) else place
     if not isinstance(text, str):
@@ -178,9 +179,9 @@ def checked_url(place: object, *, in_filesystem: bool = False) -> str:
             key="checkpoint_id",
         )
     scheme, rest = split_url(text)
-    # Why split: in a chained URL each place may carry its own ("zip://a::s3://key:secret@bucket").
+    # Why split: each URL of a chain may have credentials ("zip://a::s3://key:secret@bucket").
     if scheme not in ("", "file", "local") and any(map(_SECRETS.match, rest.split("://"))):
-        # Why not shown: what is refused here would otherwise be written into the checkpoint.
+        # Why the URL is not shown: messages are logged, and this one would contain a secret.
         raise InvalidRequestError(
             f"this {scheme}:// URL carries credentials or options (…:…@ or ?…=…), and URLs are "
             f"written into checkpoints and logs; pass ray_dcp.Location(url, storage_options) "

@@ -1,6 +1,6 @@
-"""`MemoryStorage`: keys to bytes in this process, for tests, examples and throw-away saves.
+"""`MemoryStorage`: a storage in the memory of this process, for tests, examples and trials.
 
-Storages of one name share their content for the life of the process; nothing is durable.
+Storages of one name share their content for the lifetime of the process; nothing is durable.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ray_dcp.store.storage import (
     check_range,
 )
 
-# Why one dict of full paths: `memory://runs` then lists what lies in `memory://runs/step-10`.
+# Why one dict of full paths: `memory://runs` then lists the keys of `memory://runs/step-10`.
 _LOCK = ProcessLock()
 _CONTENT: dict[str, bytes] = {}
 
 
 class MemoryStorage:
-    """Implements `Storage` on one dict of the process, by full path.
+    """Implements `Storage` on one dict of the process, keyed by full path.
 
     Args:
-        name: `/`-separated path of the root; empty for the root of all.
+        name: `/`-separated path of the root; empty for the root of all names.
 
     Raises:
-        InvalidRequestError: The name is no legal key.
+        InvalidRequestError: The name is not a legal key.
 
     Examples:
         >>> MemoryStorage("doc").write("a", b"1")
@@ -50,14 +50,14 @@ class MemoryStorage:
 
     @property
     def url(self) -> str:
-        """`memory://` and the name."""
+        """`memory://` followed by the name."""
         return f"memory://{self._root.rstrip('/')}"
 
     read_traits = MEMORY
 
     @property
     def traits(self) -> StorageTraits:
-        """Creates if absent; neither durable nor shared."""
+        """Conditional creation works; neither durable nor shared."""
         return StorageTraits(create_if_absent=True, durable=False, shared=False)
 
     def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
@@ -118,7 +118,7 @@ class MemoryStorage:
 
 
 class _MemoryWriter(OnceWriter):
-    """Collects the bytes and puts them at commit."""
+    """Buffers the bytes and stores them at commit."""
 
     def __init__(self, storage: MemoryStorage, key: str) -> None:
         self._storage = storage

@@ -1,12 +1,11 @@
-"""`ObjectStorage`: keys to bytes in a bucket of S3, GCS or Azure, by obstore.
+"""`ObjectStorage`: a storage in a bucket of S3, GCS or Azure, accessed through obstore.
 
-**Uploads** (`ObjectWriter`). A file that fits one request is put by one, created only if absent. A
-longer one is a multipart upload, several parts at a time, that obstore makes in a thread of its
-own: it takes the pieces from here without copying them, and aborts the upload when it learns that
-no more will come.
+**Uploads** (`ObjectWriter`). A file that fits one request is written by a single conditional put.
+A longer file is a multipart upload with several parts in flight, which runs in a thread of its own:
+it reads the pieces without copying them, and aborts the upload if the writer is aborted.
 
-**Errors** (`object_failure`). Errors of obstore become `StorageError`s that say which call on which
-key failed. A message never shows signatures or tokens, which URLs may carry.
+**Errors** (`object_failure`). Errors of obstore become `StorageError`s that name the failed call
+and the key. A message never shows signatures or tokens, which URLs may contain.
 """
 
 from __future__ import annotations
@@ -58,37 +57,37 @@ from ray_dcp.store.storage import (
 )
 
 _PIECE_BYTES = 4 << 20
-"""Pieces are handed over in this length, so that memory comes back soon after its part is sent."""
+"""Length of the pieces of an upload. Short, so that memory is freed soon after its part is sent."""
 _MOST_PARTS = 10_000
-"""S3's limit of parts in an upload."""
+"""S3's limit of parts per upload."""
 
 
 class UploadBudget:
-    """Counts the bytes that uploads of a process refer to. For several threads.
+    """Limits the bytes that the uploads of a process hold in memory. Thread-safe.
 
-    *Why a file has a share of its own*: a part is sent when it is full, and one that lacks a few
-    bytes would otherwise wait for ever for room that other such parts take.
+    *Why each file has a reserve*: a part is sent when it is full. Without a reserve, several parts
+    that each lack a few bytes could wait for each other forever.
 
     Args:
-        most_bytes: Of all files together.
-        own_bytes: What a file may always have.
+        most_bytes: Limit of all files together.
+        own_bytes: Reserve of each file, granted even above the limit.
     """
 
     def __init__(self, most_bytes: int, own_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._own_bytes = own_bytes
-        # Why reentrant: memory may be given back by the garbage collector, inside of any call.
+        # Why reentrant: Python's garbage collector may call `give_back` inside of any call.
         self._changed = threading.Condition(threading.RLock())
         self._bytes = 0
         self.highest_bytes = 0
 
     def take(self, own: _Own, num_bytes: int, until: Callable[[], bool]) -> None:
-        """Waits until there is room for more bytes of a file, or until something else happened.
+        """Reserves bytes for a file; waits until there is room or `until` returns True.
 
         Args:
             own: Counter of the file.
-            num_bytes: How many more.
-            until: Ends the wait.
+            num_bytes: Number of bytes to reserve.
+            until: Ends the wait early.
         """
         with self._changed:
             while not (
@@ -102,7 +101,7 @@ class UploadBudget:
             self.highest_bytes = max(self.highest_bytes, self._bytes)
 
     def give_back(self, own: _Own, num_bytes: int) -> None:
-        """Takes that nothing refers to so many bytes of a file any more."""
+        """Releases bytes of a file that are no longer referenced."""
         with self._changed:
             if not own.is_over:
                 own.num_bytes -= num_bytes
@@ -110,9 +109,9 @@ class UploadBudget:
                 self._changed.notify_all()
 
     def forget(self, own: _Own) -> None:
-        """Takes that a file was given up.
+        """Releases all bytes of an aborted file.
 
-        Why: an error that its owner keeps may keep pieces of it for ever.
+        *Why*: an exception that the caller keeps may refer to pieces of the file indefinitely.
         """
         with self._changed:
             self._bytes -= own.num_bytes
@@ -120,13 +119,13 @@ class UploadBudget:
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Has everybody look again whether to go on waiting."""
+        """Makes all waiting threads evaluate `until` again."""
         with self._changed:
             self._changed.notify_all()
 
 
 class _Own:
-    """How many bytes of one file uploads refer to."""
+    """Counts the bytes that the upload of one file holds in memory."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -134,23 +133,23 @@ class _Own:
 
 
 _LOCK = ProcessLock()
-# Why cleared in a child: the uploads that would give bytes back are not there.
+# Why cleared in a forked child: it has no uploads that would release the bytes.
 _BUDGETS: dict[tuple[int, int], UploadBudget] = {}
 os.register_at_fork(after_in_child=_BUDGETS.clear)
 
 
 def budget_of(options: ObjectOptions) -> UploadBudget:
-    """Returns the budget that all files with these options share in this process."""
+    """Returns the budget shared by all files of this process that have these options."""
     key = (options.upload_bytes, 2 * (options.request_bytes + _PIECE_BYTES))
     with _LOCK:
         return _BUDGETS.setdefault(key, UploadBudget(*key))
 
 
 class ObjectWriter(OnceWriter):
-    """Implements `PartWriter`; what can't change is not copied.
+    """Implements `PartWriter`. Immutable bytes are not copied.
 
     Args:
-        storage: Where to.
+        storage: Storage to write to.
         key: The key.
     """
 
@@ -165,9 +164,9 @@ class ObjectWriter(OnceWriter):
         super().__init__(storage._where(key), key)
 
     def _publish(self) -> None:
-        """Puts the file, or ends its upload.
+        """Puts the file, or completes its multipart upload.
 
-        A longer file than one request is looked for first; see `StorageTraits.create_if_absent`.
+        A multipart upload checks first that the key is free; see `StorageTraits.create_if_absent`.
         """
         if self._upload is None:
             self._storage._create(self._key, self._head or b"", "publish")
@@ -202,10 +201,10 @@ class ObjectWriter(OnceWriter):
         return self._upload is not None and self._upload.ended
 
     def _counted(self, piece: memoryview, copy: bool) -> npt.NDArray[np.uint8]:
-        """Returns a piece as an array that gives its bytes back when nothing refers to it."""
+        """Returns a piece as an array that releases its budget when it is garbage-collected."""
         array = np.frombuffer(piece, np.uint8)
         if provider_of(self._storage._store) is None:
-            # Why: obstore's store in memory keeps what it is given.
+            # Why: obstore's in-memory store keeps a reference to the buffer.
             self._budget.give_back(self._own, len(piece))
             return array.copy()
         array = array.copy() if copy else array.view()
@@ -217,7 +216,7 @@ class ObjectWriter(OnceWriter):
             self._head.append(array)
             if self._num_bytes + len(array) <= self._request_bytes:
                 return
-            # Careful: not a method of this writer, which is aborted when nobody refers to it.
+            # Careful: a bound method would keep this writer alive and prevent its abort on deletion.
             put = partial(self._storage._put_parts, self._key)
             self._upload = _Upload(put, self._budget)
             while self._head:
@@ -238,11 +237,11 @@ class ObjectWriter(OnceWriter):
 
 
 class _Upload:
-    """A multipart upload in a thread of its own; pieces go in at one end.
+    """Runs a multipart upload in a thread of its own, which reads the pieces from a queue.
 
     Args:
         put: Uploads the pieces of an iterator.
-        budget: Of which the pieces are; those who wait for room look again at the end.
+        budget: Budget of the pieces; waiting threads are woken when the upload ends.
     """
 
     def __init__(self, put: Callable[[_Pieces], object], budget: UploadBudget) -> None:
@@ -262,7 +261,7 @@ class _Upload:
         self._pieces.put(piece)
 
     def finish(self) -> None:
-        """Ends the file and waits until it is there.
+        """Completes the upload and waits until the file exists.
 
         Raises:
             StorageError: The upload has failed.
@@ -273,7 +272,7 @@ class _Upload:
             self._raise()
 
     def give_up(self) -> None:
-        """Ends the upload without a file, and waits until its parts are removed."""
+        """Aborts the upload, and waits until its parts are removed."""
         self._pieces.drop()
         self._pieces.put(_GivenUpError())
         self._thread.join()
@@ -291,17 +290,17 @@ class _Upload:
     def _raise(self) -> None:
         error = self._error
         if isinstance(error, StorageError):
-            # Why another: the same error may be raised in several calls, each with its traceback.
+            # Why a new object: the error may be raised by several calls, each with its traceback.
             raise type(error)(error.message, key=error.key) from error
         raise error or StorageError("the upload has ended")
 
 
 class _GivenUpError(Exception):
-    """Tells the thread of an upload that no more pieces come, and that there is to be no file."""
+    """Raised in the thread of an upload that is aborted."""
 
 
 class _Pieces(SimpleQueue["npt.NDArray[np.uint8] | Exception"]):
-    """An iterator over pieces that come from another thread, up to an exception. Read once."""
+    """Iterates once over pieces from another thread; a queued exception ends the iteration."""
 
     def __iter__(self) -> Iterator[npt.NDArray[np.uint8]]:
         return self
@@ -309,12 +308,12 @@ class _Pieces(SimpleQueue["npt.NDArray[np.uint8] | Exception"]):
     def __next__(self) -> npt.NDArray[np.uint8]:
         piece = self.get()
         if isinstance(piece, Exception):
-            self.put(piece)  # for whoever asks again
+            self.put(piece)  # for further calls
             raise piece
         return piece
 
     def drop(self) -> None:
-        """Lets go of what was not read."""
+        """Drops all pieces that were not read."""
         with suppress(Empty):
             while True:
                 self.get_nowait()
@@ -328,7 +327,7 @@ _QUERY = re.compile(r"\?[^\s)]*")
 _OF_CREDENTIALS = ("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired")
 _MOST_CHARS = 400
 _WHOLE = "non-partial response"
-"""What obstore says of a server that answers 200 to a range, as rclone's does."""
+"""obstore's message about a server that answers a range request with 200, as rclone does."""
 
 _WAY_OUT = {
     "NoSuchBucket": "create the bucket, or correct its name",
@@ -361,45 +360,45 @@ _CUT = (
 
 
 _CONNECT_S = 10.0
-"""How long a refused connection, an unknown host or an answer that can't be read is tried again:
-nobody is there, or somebody else."""
+"""How long a refused connection, an unknown host or an unreadable answer is retried, in seconds.
+*Why short*: most likely no server is there, or the wrong one."""
 _PASSING_CODES = (
     "RequestTimeout", "OperationAborted", "ConditionalRequestConflict", "SlowDown",
     "BadDigest", "XAmzContentSHA256Mismatch",
 )  # fmt: skip
-"""The last two: the body was altered on its way."""
+"""Error codes worth a retry. The last two report that the body was altered in transit."""
 _PASSING = ("408", "429", "500", "502", "503", "504")
 
 
 _INVALID = "Got invalid"
-"""What obstore says of an answer that was cut off or altered, or of a server that is none of S3."""
+"""obstore's message about an answer that is truncated or altered, or not from an S3 server."""
 
 
 class ConflictError(Exception):
-    """A key could not be created, and yet there is none: another request was in the way."""
+    """A conditional put conflicted with another request, but the key does not exist."""
 
 
 class AlteredError(Exception):
-    """An answer contradicts itself: it was cut off or altered on its way."""
+    """An answer is inconsistent: it was truncated or altered in transit."""
 
 
 def is_past_the_end(error: BaseException) -> bool:
-    """Tells whether the store refused a range because the value is too short for it."""
+    """Returns whether the store refused a range because the value is too short."""
     text = str(error)
     return "416" in _STATUS.findall(text) or "InvalidRange" in text or "range starting at" in text
 
 
 def is_about_credentials(error: BaseException) -> bool:
-    """Tells whether the store refused the credentials, which may be others by now."""
+    """Returns whether the store refused the credentials, which may have been renewed since."""
     text = str(error)
     return _first(_STATUS, text) in ("401", "403") or _first(_CODE, text) in _OF_CREDENTIALS
 
 
 def worth_s(error: BaseException) -> float:
-    """Returns for how long a call is worth further tries, in seconds from the first one.
+    """Returns for how long an error is retried, in seconds since the first try.
 
     Returns:
-        0 where the answer will be the same next time: 403, a request that is malformed.
+        0 for permanent errors, such as 403 or a malformed request.
     """
     text = str(error)
     if isinstance(error, ConflictError | AlteredError):
@@ -419,17 +418,17 @@ def _is_cut(text: str) -> bool:
 
 
 def object_failure(error: BaseException, doing: str, key: str, where: str) -> StorageError:
-    """Returns the `StorageError` that says what an error of obstore means.
+    """Returns the `StorageError` that describes an error of obstore.
 
     Args:
-        error: What obstore raised.
+        error: Exception raised by obstore.
         doing: Verb for the message: "write", "read".
         key: The key concerned.
         where: URL of the key.
 
     Returns:
-        `KeyMissingError`, `KeyExistsError`, or a `StorageError` with the answer of the store, how
-        often it was asked, and a way out.
+        `KeyMissingError`, `KeyExistsError`, or a `StorageError` with the answer of the store, the
+        number of retries and a remedy.
 
     Examples:
         >>> print(object_failure(ValueError("no"), "read", "a", "s3://b/a"))
@@ -455,7 +454,7 @@ def object_failure(error: BaseException, doing: str, key: str, where: str) -> St
     if way_out is None and (_is_cut(text) or isinstance(error, AlteredError) or _INVALID in text):
         way_out = "the connection failed: check the endpoint and the network, then retry"
     message = f"could not {doing} {where}: {said} ({name}, {told})"
-    # Why not of a cut connection: that is no answer.
+    # Why only with a status: a broken connection is not a refusal.
     is_refused = bool(status) and worth_s(error) == 0
     cls = StorageRefusedError if is_refused else StorageError
     return cls(message + (f"; {way_out}" if way_out else ""), key=key or None)
@@ -475,32 +474,31 @@ def _said(text: str, status: str, code: str) -> str:
 
 def _first(pattern: re.Pattern[str], text: str) -> str:
     found = pattern.search(text)
-    # Why one line: Azure puts ids of the request and the time behind it.
+    # Why one line: Azure appends the request id and the time on further lines.
     return found[1].strip().partition("\n")[0] if found else ""
 
 
 T = TypeVar("T")
 
 _READ_CHUNK_BYTES = 1 << 20
-"""A body is copied into its target in steps of at least this length, as it comes."""
+"""Minimum length of the chunks in which a received body is copied into its target."""
 _MOST_DELETED = 1000
 
 
 class ObjectStorage:
-    """Implements `Storage` on one prefix of a bucket. Safe to use from several threads.
+    """Implements `Storage` on one prefix of a bucket. Thread-safe.
 
-    Nothing is touched before the first read or write. Keys lie at `<root>/<key>`, where stock DCP
-    finds them.
+    The store is not accessed before the first read or write. The objects have the names
+    `<root>/<key>`, where stock DCP expects them.
 
     Args:
-        store: A store of obstore. Connections belong to it; it is never closed here.
+        store: A store of obstore. It owns the connections and is never closed here.
         root: Prefix below that of the store; empty for its root.
         options: See `ObjectOptions`.
-        retrying: Repeats calls whose connection failed; made from the options by default.
+        retrying: Retries failed calls; made from `options` by default.
 
     Attributes:
-        request_bytes: Length that a read should have at least, when there is so much to read: each
-            one costs a round trip.
+        request_bytes: Length that a read should have at least, as every request costs a round trip.
 
     Examples:
         >>> from obstore.store import MemoryStore
@@ -525,7 +523,7 @@ class ObjectStorage:
         self._root = root.strip("/")
         self._options = options or ObjectOptions()
         client = client_of(store, self._options.retry_timeout_s)
-        # Why another client: that of `store` repeats requests by itself, which parts need.
+        # Why a second client: `store` retries by itself, which only multipart uploads need.
         self._calls = client.calls
         self._retrying = retrying or client.retrying
 
@@ -534,23 +532,23 @@ class ObjectStorage:
 
     @property
     def url(self) -> str:
-        """`s3://`, `gs://` or `az://`, bucket and prefix."""
+        """URL with the scheme `s3`, `gs` or `az`, the bucket and the prefix."""
         return f"{self._base}/{self._root}" if self._root else self._base
 
     @property
     def read_traits(self) -> ReadTraits:
-        """Of a store that is far away, or of one in memory."""
+        """Traits of a remote store, or of an in-memory store."""
         return MEMORY if provider_of(self._store) is None else OBJECT_STORE
 
     @property
     def traits(self) -> StorageTraits:
-        """Durable and shared; whether it creates if absent is tried once for each store.
+        """Durable and shared; `create_if_absent` is found by a trial, once per store.
 
-        See `ray_dcp.store.create_probe`: a few small objects are put and removed again below the
-        place.
+        See `ray_dcp.store.create_probe`: the trial creates and removes a few small objects below
+        the root.
 
         Raises:
-            StorageError: It could not be tried, as where this process may only read.
+            StorageError: The trial failed, for example because this process may only read.
         """
         return StorageTraits(
             create_if_absent=creates_if_absent_in(
@@ -572,7 +570,7 @@ class ObjectStorage:
         except StorageError as error:
             if error.__cause__ is None or not is_past_the_end(error.__cause__):
                 raise
-        # Why asked: some servers answer so for a key that is not there.
+        # Why checked: some servers give the same answer for a missing key.
         self._size(key)
         return b""
 
@@ -615,7 +613,7 @@ class ObjectStorage:
     def write(self, key: str, data: BytesLike, *, create: bool = False) -> None:
         """See `Storage.write`."""
         check_key(key)
-        # Why copied: obstore's store in memory keeps what it is given.
+        # Why copied: obstore's in-memory store keeps a reference to the buffer.
         view = as_bytes_view(data) if provider_of(self._store) else bytes(as_bytes_view(data))
         if create:
             self._create(key, view)
@@ -637,16 +635,16 @@ class ObjectStorage:
             try:
                 self._asked("delete", "", partial(self._delete, some))
             except KeyMissingError:
-                # Why one by one: not every store takes a missing key as deleted.
+                # Why one by one: not every store ignores missing keys in a bulk delete.
                 for path in some:
                     with suppress(KeyMissingError):
                         self._asked("delete", path, partial(self._delete, [path]))
 
     def _create(self, key: str, body: Any, doing: str = "create") -> None:
-        """Puts a key if there is none.
+        """Puts a key unless it exists.
 
-        Careful: one whose answer was lost is asked again, and may meet itself. Callers read back
-        what is there and compare it with what they wrote.
+        *Careful*: if the answer is lost, the put is retried and may find its own object. Callers
+        read the key back and compare it with what they wrote.
         """
         path = self._path(key)
 
@@ -654,8 +652,8 @@ class ObjectStorage:
             try:
                 self._obstore.put(self._calls, path, body, mode="create", use_multipart=False)
             except self._obstore.exceptions.AlreadyExistsError as error:
-                # Why looked at: obstore says the same of a conflict with another request (409),
-                # after which there may be no such key.
+                # Why checked: obstore raises the same error for a conflict with another request
+                # (409), after which the key may not exist.
                 try:
                     self._obstore.head(self._calls, path)
                 except FileNotFoundError:
@@ -669,8 +667,8 @@ class ObjectStorage:
     def _put_parts(self, key: str, pieces: Iterator[Any]) -> None:
         """Puts the pieces of a long file by a multipart upload.
 
-        Careful: never again after an error, as the pieces are gone then and the file would be
-        shorter. The client of this store repeats the request of each part by itself.
+        *Careful*: it is not retried as a whole, as the pieces are consumed and the file would be
+        too short. The client retries the request of each part by itself.
         """
         put = partial(
             self._obstore.put,
@@ -705,16 +703,16 @@ class ObjectStorage:
         return int(found["size"])
 
     def _asked(self, doing: str, key: str, act: Callable[[], T], *, repeat: bool = True) -> T:
-        """Returns what the store answers.
+        """Calls the store and returns its answer.
 
         Args:
             doing: Verb for messages.
             key: The key concerned.
-            act: Asks it.
-            repeat: Asks again what may pass.
+            act: Makes the call.
+            repeat: Retry transient errors.
 
         Raises:
-            StorageError: What `object_failure` makes of its error.
+            StorageError: The call failed; see `object_failure`.
         """
 
         def failed(error: Exception) -> str:
@@ -728,7 +726,7 @@ class ObjectStorage:
             if not _is_of_the_store(exc):
                 raise
             if is_about_credentials(exc):
-                # Why: those of the environment are read when a client is made, and may be renewed.
+                # Why: a client reads credentials of the environment once; they may be renewed.
                 forget_store(self._store)
             raise object_failure(exc, doing, key, self._where(key)) from exc
         except BaseException as exc:
@@ -748,7 +746,7 @@ class ObjectStorage:
 
     @property
     def _obstore(self) -> Any:
-        # Why inside: obstore is an extra.
+        # Why imported here: obstore is an optional dependency.
         import obstore
         import obstore.exceptions
 
@@ -762,12 +760,12 @@ class ObjectStorage:
         """Returns the storage of a URL.
 
         Args:
-            scheme: Of the URL.
+            scheme: Scheme of the URL.
             rest: Bucket and path.
             options: See `object_stores.split_options`.
 
         Raises:
-            InvalidRequestError: obstore is missing, or an option is not understood.
+            InvalidRequestError: obstore is not installed, or an option is unknown.
         """
         bucket, _, root = rest.partition("/")
         store, ours = make_store(scheme, bucket, options)
@@ -775,10 +773,10 @@ class ObjectStorage:
 
     @classmethod
     def within(cls, store: Any, url: str) -> ObjectStorage:
-        """Returns the storage of a path or URL in a ready store.
+        """Returns the storage of a path or URL in a given store.
 
         Args:
-            store: A store of obstore; its prefix is part of the place.
+            store: A store of obstore, possibly with a prefix.
             url: Path below the store's prefix, or URL that begins with the store's own; may be
                 empty.
         """
@@ -796,7 +794,7 @@ class ObjectStorage:
     # Last: below it, `list` in an annotation would mean this method.
     def list(self, prefix: str = "") -> list[Entry]:
         """See `Storage.list`."""
-        # Why by folder: stores list by folders, while a prefix is any beginning of a key.
+        # Why by folder: stores list whole folders, while `prefix` may end inside of a name.
         folder = prefix.rpartition("/")[0]
         is_folder = not {"", ".", ".."} & set(folder.split("/"))
         place = self._path(folder) if is_folder else self._root
@@ -807,11 +805,11 @@ class ObjectStorage:
             for chunk in self._obstore.list(self._calls, place or None, chunk_size=1000):
                 for item in chunk:
                     if item["path"] == self._root:
-                        continue  # an empty object that stands for the folder
+                        continue  # an empty object that represents the folder
                     if not item["path"].startswith(head):
                         raise AlteredError(f"a listing of {head} has {item['path'][:200]!r}")
                     key = item["path"].removeprefix(head)
-                    # Why "/" at the end: consoles make empty objects of such names for folders.
+                    # Why "/" at the end: consoles represent folders by empty objects of such names.
                     is_hidden = key.endswith("/") or is_temporary(key)
                     if key.startswith(prefix) and not is_hidden:
                         found.append(Entry(key, int(item["size"])))
@@ -821,10 +819,10 @@ class ObjectStorage:
 
 
 def _check_whole(found: Any, stop: int) -> None:
-    """Checks that as many bytes came as the answer said.
+    """Checks that the body is as long as the header of the answer states.
 
     Raises:
-        AlteredError: It is fewer.
+        AlteredError: The body is shorter.
     """
     if stop != found.range[1]:
         raise AlteredError(f"{found.range[1] - stop} bytes of what was told did not come")

@@ -1,7 +1,7 @@
-"""Clients of object stores, from URLs and options, kept while they are used.
+"""Creates and caches the clients of object stores from URLs and options.
 
-`split_options` is pure: it separates our own options, obstore's, and the names that fsspec users
-know. `client_of` returns the same client to all who ask; `object_storage` calls it.
+`split_options` is pure: it separates ray_dcp's options from obstore's, and translates the option
+names of fsspec. `client_of` returns one shared client per store, for `object_storage`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIB = 1 << 20
 K = TypeVar("K")
 V = TypeVar("V")
 
-# fsspec's name -> obstore's, of s3fs, gcsfs and adlfs; the same in obstore's own words stay.
+# Option names of s3fs, gcsfs and adlfs -> obstore's. Names of obstore are used unchanged.
 _FSSPEC_NAMES = {
     "s3": {
         "key": "access_key_id",
@@ -45,15 +45,15 @@ _OF_CLIENTS = frozenset(
         "user_agent",
     )
 )  # fmt: skip
-"""Options of obstore's HTTP client, which takes none of them among those of a provider."""
+"""Options of obstore's HTTP client, which are passed separately from those of a provider."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectOptions:
-    """What ray_dcp itself decides about an object store; given among `storage_options`.
+    """ray_dcp's own options of an object store; given among `storage_options`.
 
     Raises:
-        InvalidRequestError: A field has a value that it can't have.
+        InvalidRequestError: A field has an invalid value.
 
     Examples:
         >>> ObjectOptions(request_bytes=8 << 20).upload_bytes >> 20
@@ -61,15 +61,15 @@ class ObjectOptions:
     """
 
     request_bytes: int = 16 * MIB
-    """Length of one part of an upload, and the longest file that is put by a single request."""
+    """Length of one part of an upload, and of the longest file that is put by a single request."""
     upload_bytes: int = 128 * MIB
-    """Most bytes that wait for their upload to end, over all files that this process writes to
-    the store; each file may have two requests under way beyond that."""
+    """Maximum number of bytes held in memory by uploads, over all files that this process writes
+    to the store. In addition, each file may always have two requests in flight."""
     num_requests: int = 8
-    """Parts of one file that are uploaded at the same time."""
+    """Number of parts of one file that are uploaded concurrently."""
     retry_timeout_s: float = 180.0
-    """How long a call that failed in a way that may pass is tried again, in seconds, with growing
-    pauses and jitter; one that nobody answers at most 10 s."""
+    """How long a call is retried after transient errors, in seconds, with exponential backoff and
+    jitter; at most 10 s if no server answers."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -90,14 +90,15 @@ class ObjectOptions:
 def split_options(
     provider: str, options: Mapping[str, object]
 ) -> tuple[ObjectOptions, dict[str, Any], dict[str, Any]]:
-    """Returns our own options, the configuration of the provider, and arguments of the store.
+    """Returns ray_dcp's own options, the configuration of the provider, and store arguments.
 
     Args:
         provider: `"s3"`, `"gs"` or `"az"`.
         options: As the user gave them.
 
     Raises:
-        InvalidRequestError: One of ours has a wrong value, or one is given by two names.
+        InvalidRequestError: An option of ray_dcp has an invalid value, or an option is given by two
+            names.
 
     Examples:
         >>> split_options("s3", {"key": "me", "client_kwargs": {"region_name": "eu-1"}})[1]
@@ -137,7 +138,7 @@ PROVIDERS = {
     "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs",
     "az": "az", "azure": "az", "abfs": "az", "abfss": "az",
 }  # fmt: skip
-"""URL scheme -> provider, which is also the scheme of the URLs that we write."""
+"""URL scheme -> provider, which is also the scheme of the URLs that ray_dcp writes."""
 _CLASSES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
 _ENDPOINTS = (
     "aws_endpoint_url_s3", "endpoint_url", "endpoint", "aws_endpoint_url", "aws_endpoint",
@@ -152,15 +153,15 @@ _LOCK = ProcessLock()
 _STORES: OrderedDict[str, tuple[Any, ObjectOptions]] = OrderedDict()
 _CLIENTS: OrderedDict[tuple[int, float], tuple[Any, Client]] = OrderedDict()
 _used_in: list[OwnProcess] = []
-"""The process that first had one."""
+"""The process that created the first client."""
 
 
 def make_store(
     scheme: str, bucket: str, options: Mapping[str, object]
 ) -> tuple[Any, ObjectOptions]:
-    """Returns a client for a bucket, and our own options.
+    """Returns a client for a bucket, and ray_dcp's own options.
 
-    Clients are kept, with their connections, and given again for the same options.
+    Clients are cached with their connections; equal options give the same client.
 
     Args:
         scheme: One of `PROVIDERS`.
@@ -168,24 +169,24 @@ def make_store(
         options: As the user gave them.
 
     Raises:
-        InvalidRequestError: obstore is not installed, the bucket is missing, or an option is not
-            understood.
+        InvalidRequestError: obstore is not installed, the bucket is missing, or an option is
+            unknown.
     """
     provider = PROVIDERS[scheme]
     if not bucket:
         raise InvalidRequestError(
             f"expected {scheme}://bucket/path, but found no bucket in {scheme}://"
         )
-    # Why by repr: options need not be hashable. Never shown: it holds the credentials.
+    # Why by repr: options need not be hashable. Never log this name: it contains credentials.
     name = repr((scheme, bucket, sorted((key, repr(value)) for key, value in options.items())))
     return _kept(_STORES, name, lambda: _make(provider, bucket, options))
 
 
 def _kept(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
-    """Returns what a cache of the last ones that were asked for has, made if it is not there."""
+    """Returns an entry of an LRU cache, and creates it if it is missing."""
     with _LOCK:
         _used_in[:] = _used_in or [OwnProcess()]
-        # Why: obstore's threads are not in a child that is forked, and calls there wait for ever.
+        # Why: a forked child lacks obstore's threads, and calls in it would never return.
         _used_in[0].check(
             "obstore", "Start children by spawn or forkserver, or before this process uses a bucket"
         )
@@ -198,20 +199,20 @@ def _kept(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
 
 
 class Client(NamedTuple):
-    """What calls a store."""
+    """Makes the calls to a store."""
 
     calls: Any
-    """The same store, by a client that tries once."""
+    """Another client of the same store, without retries of its own."""
     retrying: Retrying
-    """For all calls, so that they have one budget."""
+    """Retries all calls, so that they share one budget."""
 
 
 def client_of(store: Any, timeout_s: float) -> Client:
-    """Returns what calls a store; the same for all who ask.
+    """Returns the shared client of a store.
 
     Args:
         store: A store of obstore.
-        timeout_s: Of a call with all its repetitions.
+        timeout_s: Deadline of a call including all retries, in seconds.
     """
 
     def make() -> tuple[Any, Client]:
@@ -224,17 +225,17 @@ def client_of(store: Any, timeout_s: float) -> Client:
                 credential_provider=store.credential_provider,
                 retry_config={"max_retries": 0},
             )
-        # Why the store as well: its id is not given to another one while it is kept.
+        # Why also the store: the cache key is its `id`, which may be reused after it is freed.
         return store, Client(calls, Retrying(timeout_s))
 
     return _kept(_CLIENTS, (id(store), timeout_s), make)[1]
 
 
 def forget_store(store: Any) -> None:
-    """Has the next one who asks for this client get a new one, with the credentials of then.
+    """Drops the cached clients of a store, so that the next one reads the credentials again.
 
     Args:
-        store: One whose credentials were refused; any other is fine.
+        store: A store whose credentials were refused. An unknown store is ignored.
     """
     with _LOCK:
         caches: tuple[OrderedDict[Any, tuple[Any, Any]], ...] = (_STORES, _CLIENTS)
@@ -244,13 +245,13 @@ def forget_store(store: Any) -> None:
 
 
 def base_url(store: Any) -> str:
-    """Returns the URL of what a store calls its root."""
+    """Returns the URL of the root of a store."""
     config = getattr(store, "config", None) or {}
     prefix = str(getattr(store, "prefix", None) or "").strip("/")
     kind = type(store).__name__
     provider = provider_of(store)
     if provider is None:
-        # Why the id: two stores in memory are two places.
+        # Why the id: two in-memory stores are two locations.
         root = str(getattr(store, "url", "")) or f"obstore+{kind.lower()}://{id(store):x}"
     else:
         bucket = config.get("bucket") or config.get("container_name") or ""
@@ -259,14 +260,14 @@ def base_url(store: Any) -> str:
 
 
 def name_of_store(store: Any) -> str:
-    """Returns what tells a bucket from all others: two servers may have one of the same name."""
+    """Returns a unique name of a bucket, including its server: two may have equal buckets."""
     config = getattr(store, "config", None) or {}
     root = base_url(store).removesuffix(str(getattr(store, "prefix", None) or ""))
     return f"{root} at {_endpoint(config) or config.get('account_name') or ''}"
 
 
 def provider_of(store: Any) -> str | None:
-    """Returns `"s3"`, `"gs"` or `"az"`; None for stores that no other process sees by a URL."""
+    """Returns `"s3"`, `"gs"` or `"az"`, or None for a store that only this process can access."""
     kind = type(store).__name__
     return next((name for name, found in _CLASSES.items() if found == kind), None)
 
@@ -283,10 +284,10 @@ def _make(provider: str, bucket: str, options: Mapping[str, object]) -> tuple[An
     endpoint = _endpoint(config)
     _check_endpoint(endpoint)
     if provider == "s3":
-        # Why: TLS finds what is altered on the way, and hashing bodies by SHA-256 costs five times
-        # what the upload does (measured: 1.03 instead of 0.22 s of CPU per GiB). Without TLS the
-        # server has nothing else to check a body by, unless the user chose a checksum. Why twice:
-        # of the signed hash and the checksum some servers check only one (SeaweedFS the latter).
+        # Why: TLS detects altered bytes, and hashing bodies by SHA-256 costs five times as much as
+        # the upload (measured: 1.03 instead of 0.22 s of CPU per GiB). Without TLS the server can
+        # check a body only by a hash, unless the user chose a checksum. Why both signed hash and
+        # checksum: some servers check only one of them (SeaweedFS the checksum).
         is_checked = _is_encrypted(endpoint) or any("checksum" in name for name in config)
         checksum = {} if is_checked else {"checksum_algorithm": "SHA256"}
         config = {"unsigned_payload": is_checked, **checksum, **config}
@@ -296,7 +297,7 @@ def _make(provider: str, bucket: str, options: Mapping[str, object]) -> tuple[An
     client: dict[str, Any] = {
         "timeout": _REQUEST_TIMEOUT,
         "connect_timeout": _CONNECT_TIMEOUT,
-        # Why: it only lets an endpoint be without TLS that the user named so, here or in the
+        # Why: this only permits an http endpoint that the user has configured, here or in the
         # environment.
         "allow_http": True,
     }
@@ -312,7 +313,7 @@ def _make(provider: str, bucket: str, options: Mapping[str, object]) -> tuple[An
     try:
         store = cls(bucket, config=config, client_options=client, **arguments)
     except (BaseError, ValueError, TypeError) as exc:
-        # Careful: the message of obstore may quote values; only its first line names the key.
+        # Careful: obstore's message may quote values. Its first line names the option.
         raise InvalidRequestError(
             f"the storage_options for {provider}://{bucket} are not understood: "
             f"{redacted(str(exc).splitlines()[0], config)}",
@@ -326,10 +327,10 @@ def _endpoint(config: Mapping[str, Any]) -> str:
 
 
 def _check_endpoint(endpoint: str) -> None:
-    """Checks a URL, as obstore breaks down at the first call by one that is none.
+    """Checks the URL of an endpoint; an invalid one makes obstore panic at the first call.
 
     Raises:
-        InvalidRequestError: It is not one of a server.
+        InvalidRequestError: It is not the URL of a server.
     """
     try:
         parts = urlsplit(endpoint)
@@ -344,7 +345,7 @@ def _check_endpoint(endpoint: str) -> None:
 
 
 def _is_encrypted(endpoint: str) -> bool:
-    """Tells whether connections to an endpoint of S3 have TLS; those to Amazon's own have it."""
+    """Returns whether connections to an S3 endpoint use TLS, as those to Amazon do by default."""
     environment = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
     endpoints = [endpoint] if endpoint else [os.environ.get(name, "") for name in environment]
     return not any(found.lower().startswith("http:") for found in endpoints)

@@ -1,7 +1,6 @@
-"""`open_storage`: from whatever names a place to its `Target` and the storage that serves it.
+"""`open_storage` returns the storage of a path, URL, `Location` or filesystem.
 
-`watched` reports how much of what is saved is there already, for those who wait while others write
-it.
+`watched` reports the progress of a save that the process itself does not write.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from ray_dcp.store.storage import Storage
 
 
 def as_target(place: AnyPlace) -> Target:
-    """Returns where a place is.
+    """Returns the `Target` of a storage location.
 
     Args:
-        place: A path, a URL, a `Location`, a `Target`, a path object that brings its filesystem
-            (universal_pathlib), a `Checkpoint` of Ray Train, or a ready filesystem whose root is
-            meant.
+        place: A path, a URL, a `Location`, a `Target`, a path object with its own filesystem
+            (universal_pathlib), a `Checkpoint` of Ray Train, or a filesystem, which stands for its
+            root.
 
     Raises:
-        InvalidRequestError: It is none of these.
+        InvalidRequestError: `place` is none of these.
 
     Examples:
         >>> as_target("memory://run").url
@@ -66,20 +65,20 @@ def as_target(place: AnyPlace) -> Target:
 
 
 def open_storage(target: AnyPlace) -> Storage:
-    """Returns the storage bound to one checkpoint directory.
+    """Returns the storage of one checkpoint directory.
 
-    Nothing is touched: whether the place exists or can be written shows on the first read or
-    write.
+    The storage is not accessed: a location that does not exist or is not writable raises only at
+    the first read or write.
 
     Args:
-        target: A path; `file://` and an absolute path (taken as it is, without %-decoding, as
-            fsspec takes it); `memory://` and a name; `s3://`, `gs://` or `az://` with bucket and
-            prefix; any other URL that fsspec serves; a ready filesystem of fsspec, pyarrow.fs or
+        target: A path; `file://` and an absolute path (used as it is, without %-decoding, as
+            fsspec does); `memory://` and a name; `s3://`, `gs://` or `az://` with bucket and
+            prefix; any other URL that fsspec serves; a filesystem of fsspec, pyarrow.fs or
             obstore; or a `Location` or `Target` with one of these.
 
     Raises:
-        InvalidRequestError: The protocol is not served (the message names what to install), the
-            place is empty, or an option is not understood.
+        InvalidRequestError: The protocol is not served (the message names the package to install),
+            the location is empty, or an option is unknown.
 
     Examples:
         >>> open_storage("/checkpoints/step-10").url
@@ -118,18 +117,18 @@ def open_storage(target: AnyPlace) -> Storage:
 
 
 def place_below(target: AnyPlace, name: str) -> Target:
-    """Returns the target of a directory in another one, reached in the same way.
+    """Returns the target of a subdirectory, with the same options or filesystem.
 
     Args:
         target: As for `open_storage`.
-        name: Of the directory; several with `/` between them are fine.
+        name: Name of the subdirectory; may contain `/`.
     """
     place = absolute_target(target)
     return replace(place, url=url_below(place.url, name))
 
 
 def absolute_target(target: AnyPlace) -> Target:
-    """Returns a target with the whole path or URL of a place.
+    """Returns a target with the absolute path or URL of a location.
 
     Args:
         target: As for `open_storage`.
@@ -142,16 +141,16 @@ def absolute_target(target: AnyPlace) -> Target:
     scheme, rest = split_url(place.url)
     if scheme in ("file", "local"):
         return replace(place, url=f"file://{rest}")
-    # Why not that of the storage: it has neither host nor account, nor what is chained.
+    # Why not the URL of the storage: it lacks host, account and chained protocols.
     is_whole = scheme in ("", "memory") or (scheme in PROVIDERS and "@" not in rest)
     return replace(place, url=url if is_whole or place.filesystem is not None else place.url)
 
 
 def place_by_fsspec(url: str) -> Target:
-    """Returns the target of a URL with the filesystem that fsspec makes for it.
+    """Returns the target of a URL, with the filesystem that fsspec creates for it.
 
     Raises:
-        InvalidRequestError: fsspec makes none.
+        InvalidRequestError: fsspec can't create one.
     """
     from ray_dcp.store.fsspec_storage import filesystem_of
 
@@ -160,16 +159,16 @@ def place_by_fsspec(url: str) -> Target:
 
 
 def _with_filesystem(url: str, filesystem: Any) -> Target:
-    """Returns the target for a path or URL in a ready filesystem; its root when empty."""
+    """Returns the target of a path or URL in a given filesystem; an empty one is its root."""
     storage = _in_filesystem(url, filesystem)
     if isinstance(storage, LocalStorage):
         return Target(storage.url)
-    # Why not always the given one: what was wrapped around another is left out.
+    # Why not always the given filesystem: the storage unwraps subtree filesystems.
     return Target(storage.url, filesystem=getattr(storage, "filesystem", filesystem))
 
 
 def _in_filesystem(url: str, filesystem: Any) -> Storage:
-    # Why inside: adapters import the libraries whose filesystems they take.
+    # Why imported here: each adapter imports the library of its filesystems.
     kind = kind_of_filesystem(filesystem)
     if kind == "obstore":
         from ray_dcp.store.object_storage import ObjectStorage
@@ -187,18 +186,18 @@ def _in_filesystem(url: str, filesystem: Any) -> Storage:
 LOOKS_S = 0.25
 
 Told = Callable[[int, int], None]
-"""What is told bytes done and in all, now and then."""
+"""Progress callback: receives bytes done and bytes in total."""
 
 
 @contextmanager
 def watched(target: AnyPlace, told: Told | None, done: int, total: int) -> Iterator[None]:
-    """Tells now and then how much of what is saved is there, which a save itself does not.
+    """Reports the progress of a save while the block runs, by the sizes of the files on disk.
 
     Args:
-        target: Where it is saved; what is no directory of this machine is not looked at.
-        told: Called with bytes done and in all, from another thread.
-        done: Bytes that were done before.
-        total: What is told in the end.
+        target: Destination of the save; only a local directory is polled (every `LOOKS_S`).
+        told: Called with bytes done and bytes in total, from another thread.
+        done: Bytes that were done before the block.
+        total: Bytes in total, reported as done at the end.
     """
     if told is None:
         yield

@@ -1,4 +1,4 @@
-"""`Retrying`: does a call again after a growing, random pause, until a total deadline."""
+"""`Retrying`: repeats failed calls with exponential backoff and jitter, up to a deadline."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ TELL_S = 5.0
 
 
 def pauses(random_share: Callable[[], float], first_s: float = FIRST_S) -> Iterator[float]:
-    """Yields how long to wait before each further try, in seconds: up to twice as long each time.
+    """Yields the pause before each retry, in seconds. Its upper bound doubles up to `MOST_S`.
 
     Args:
-        random_share: Returns numbers in [0, 1): jitter, so that who failed together does not try
-            again together.
-        first_s: Longest first pause.
+        random_share: Returns numbers in [0, 1), as jitter: callers that failed together do not
+            retry together.
+        first_s: Upper bound of the first pause.
 
     Examples:
         >>> found = pauses(lambda: 1.0)
@@ -33,22 +33,22 @@ def pauses(random_share: Callable[[], float], first_s: float = FIRST_S) -> Itera
     """
     limit_s = first_s
     while True:
-        # Why not from 0: at least half of the pause is sure to be made.
+        # Why half of it is fixed: the store is never retried without a pause.
         yield limit_s * (0.5 + random_share() / 2)
         limit_s = min(2 * limit_s, MOST_S)
 
 
 class Retrying:
-    """Repeats calls that failed in a way that may pass. For several threads.
+    """Retries calls after transient errors. Thread-safe.
 
-    One for all calls to one store: whoever tries again after a call of the same kind that used up
-    its time, as an outer loop may, gets one try and no second budget, until such a call has
-    succeeded or as much time has passed again.
+    One object serves all calls to one store. After a call has used up its deadline, calls of the
+    same kind get a single try, so that an outer retry loop does not multiply the deadline. Retries
+    are allowed again when such a call succeeds or another `timeout_s` has passed.
 
     Args:
-        timeout_s: Total deadline of a call with all its repetitions, in seconds.
-        clock: Seconds that never go back.
-        sleep: Waits for so many seconds.
+        timeout_s: Deadline of a call including all retries, in seconds.
+        clock: Monotonic clock, in seconds.
+        sleep: Waits for a number of seconds.
         random_share: See `pauses`.
 
     Examples:
@@ -85,20 +85,20 @@ class Retrying:
         say: Callable[[Exception], str] = lambda error: type(error).__name__,
         kind: str = "",
     ) -> T:
-        """Returns what `act` returns, after as many tries as that takes.
+        """Calls `act` until it succeeds, and returns its result.
 
-        After `TELL_S` without success a WARNING says so, once until the store answers.
+        After `TELL_S` without success, a WARNING is logged, once until a call succeeds.
 
         Args:
-            act: May happen several times.
-            worth_s: For how long an error is worth further tries, in seconds from the first one;
-                0 when it will be the same next time.
-            say: What failed, for that warning.
-            kind: Of the call: those of each kind have a budget, as a store may refuse to write and
-                still read.
+            act: The call; must be safe to repeat.
+            worth_s: Returns for how long an error is retried, in seconds since the first try;
+                0 for a permanent error.
+            say: Returns the text of an error for the warning.
+            kind: Kind of the call. Each kind has its own budget, as a store may refuse writes and
+                still serve reads.
 
         Raises:
-            Exception: The last error of `act`, with a note of how often it was repeated.
+            Exception: The last error of `act`, with a note of the number of retries.
         """
         start_s = self._clock()
         waits = pauses(self._random_share)

@@ -1,14 +1,13 @@
-"""What ray_dcp needs of a storage: the `Storage` and `PartWriter` protocols, and their errors.
+"""The `Storage` and `PartWriter` protocols that every backend implements, and their errors.
 
 A storage is bound to one checkpoint directory. Keys are relative, `/`-separated, without `..`.
-Every method may be called from several threads, and everything may happen twice. A storage
-describes itself by `StorageTraits` and `ReadTraits`, which are asked instead of its class.
+Every method may be called from several threads, and every call may be repeated. Callers look at a
+storage's `StorageTraits` and `ReadTraits`, never at its class.
 
-Every storage shares the checks of keys and ranges, what an errno means (`os_failure`), and the life
-of a writer, from open to committed or aborted (`OnceWriter`). A
-`StorageWrapper` passes everything on to another storage, to be changed in part. `OneFile` is one
-file of a directory as a storage to read: nothing else is visible, nothing can be written. `opening`
-opens the storage of a path or URL.
+All backends share the checks of keys and ranges, the translation of errno values (`os_failure`)
+and the life cycle of a writer, from open to committed or aborted (`OnceWriter`). `StorageWrapper`
+forwards every call to another storage; subclasses override some of them. `OneFile` presents one
+file of a directory as a read-only storage. The module `opening` opens the storage of a path or URL.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 from ray_dcp.errors import CheckpointError, InvalidRequestError, StorageError
 
 BytesLike = bytes | bytearray | memoryview
-"""What can be written."""
+"""Types that can be written."""
 
 
 class KeyMissingError(StorageError, FileNotFoundError):
-    """There is nothing under this key."""
+    """The key does not exist."""
 
 
 class KeyExistsError(StorageError, FileExistsError):
-    """Something is under this key already, and it was to be created."""
+    """The key was to be created, but it exists already."""
 
 
 @dataclass(frozen=True)
@@ -44,25 +43,27 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class StorageTraits:
-    """What a storage can do; asked instead of its class."""
+    """What a storage can do. Callers look at this instead of the class of the storage."""
 
     create_if_absent: bool
-    """`write(create=True)` and `PartWriter.commit` have exactly one winner, whoever asks from
-    wherever. False where they look first and then write: then a save's coordinator alone decides
-    (see `ray_dcp.runtime.tasks`). Where a file of several requests is put together, `commit` of
-    one may look first all the same: of two in the same moment the later stands, and the other is
-    not told. Keys of data files carry their attempt, whose writers write equal bytes."""
+    """`write(create=True)` and `PartWriter.commit` have exactly one winner among all callers on
+    all machines. False if the storage checks first and then writes; the coordinator of a save then
+    decides alone (see `ray_dcp.runtime.tasks`). Even if True, `commit` of a file that is assembled
+    from several requests may check first: of two commits at the same moment, the later one
+    replaces the earlier one, whose caller gets no error. This is harmless for data files, as their
+    keys contain the attempt and all writers of one attempt write equal bytes."""
     durable: bool
-    """What was written survives a power cut."""
+    """Written data survives a power failure."""
     shared: bool
-    """Other processes see it (False for `memory://`)."""
+    """Other processes see the data (False for `memory://`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadTraits:
-    """What reading from a storage is like: guesses by its kind, nothing is measured.
+    """Estimated cost of reads. The values depend on the kind of storage; nothing is measured.
 
-    Apart from `StorageTraits`, since these may have to be tried, which a reader must not.
+    They are separate from `StorageTraits`, which may be determined by a trial write; a reader must
+    not write.
 
     Examples:
         >>> ReadTraits().cached
@@ -70,29 +71,29 @@ class ReadTraits:
     """
 
     request_s: float = 20e-6
-    """What a read costs before its first byte, in seconds: rather than begin another, a reader
-    takes in what lies between."""
+    """Latency of a read until its first byte, in seconds. A reader reads through a gap if that is
+    cheaper than another request."""
     bytes_per_s: float = 3e9
-    """What one reading thread gets."""
+    """Throughput of one reading thread."""
     cached: bool = True
-    """The processes of one machine read through one cache: what one of them has read costs the
-    others no more than a copy."""
+    """The processes of a machine share a page cache: bytes that one of them has read cost the
+    others only a copy."""
     shared: bool = True
-    """Other processes see it."""
+    """Other processes see the data."""
     durable: bool = False
-    """What can be read survives a power cut. False where a writer that died may have named a file
-    without making that durable."""
+    """Everything that is visible survives a power failure. False if a writer that died may have
+    published a name that is not yet durable."""
 
 
 LOCAL_DISK = ReadTraits()
 MEMORY = ReadTraits(request_s=1e-6, bytes_per_s=5e9, shared=False, durable=True)
 NETWORK_DISK = ReadTraits(request_s=1e-3, bytes_per_s=250e6)
-"""NFS, Lustre and the like: through the page cache of each node."""
+"""NFS, Lustre and similar filesystems, which use the page cache of each node."""
 OBJECT_STORE = ReadTraits(request_s=30e-3, bytes_per_s=100e6, cached=False, durable=True)
 
 
 def read_traits_of(storage: object) -> ReadTraits:
-    """Returns the `read_traits` of a storage; those of a local disk where it has none."""
+    """Returns the `read_traits` of a storage, or those of a local disk if it has none."""
     found = getattr(storage, "read_traits", None)
     return found if isinstance(found, ReadTraits) else LOCAL_DISK
 
@@ -101,12 +102,12 @@ def read_if_there(storage: Storage, key: str, most_bytes: int | None = None) -> 
     """Returns the bytes of a key, or None if there is no such key.
 
     Args:
-        storage: Where it lies.
-        key: Which.
-        most_bytes: What is longer is cut off there.
+        storage: Storage to read from.
+        key: Key to read.
+        most_bytes: Maximum number of bytes to return; the rest is not read.
 
     Raises:
-        StorageError: The storage refused.
+        StorageError: The read failed.
     """
     try:
         return storage.read(key, 0, most_bytes)
@@ -116,34 +117,35 @@ def read_if_there(storage: Storage, key: str, most_bytes: int | None = None) -> 
 
 @runtime_checkable
 class PartWriter(Protocol):
-    """Writes one file front to back; nothing is visible before `commit`."""
+    """Writes one file sequentially; the file is not visible before `commit`."""
 
     def write(self, data: BytesLike) -> None:
-        """Appends bytes. They are consumed when the call returns.
+        """Appends bytes. The buffer may be reused when the call returns.
 
         Raises:
-            StorageError: The storage refused; the writer is only good for `abort` then.
+            StorageError: The write failed; only `abort` may be called afterwards.
         """
         ...
 
     def commit(self) -> None:
-        """Makes the bytes durable and visible under the key, if that is still free.
+        """Makes the file durable and visible under its key, if the key is still free.
 
         Raises:
-            KeyExistsError: Somebody else published this key; it is durable.
-            StorageError: Anything else; the bytes are not visible, or their fate is unknown.
+            KeyExistsError: Another writer has published this key, durably.
+            StorageError: Any other failure; the file is not visible, or its state is unknown.
         """
         ...
 
     def abort(self) -> None:
-        """Drops what was written. Never raises; does nothing after `commit`."""
+        """Discards the written bytes. Never raises; does nothing after `commit`."""
         ...
 
 
 class OnceWriter:
-    """Implements `PartWriter` for subclasses that say where the bytes go.
+    """Base class of writers; subclasses implement `_append`, `_publish` and `_discard`.
 
-    One that is dropped while it is open is aborted: it leaves neither file nor thread behind.
+    A writer that is garbage-collected while it is open is aborted, and leaves neither a file nor a
+    thread behind.
 
     Args:
         where: Path or URL of the key, for messages.
@@ -163,7 +165,7 @@ class OnceWriter:
         self._append(data)
 
     def commit(self) -> None:
-        """See `PartWriter.commit`; does nothing when it was committed."""
+        """See `PartWriter.commit`; does nothing if the writer is committed already."""
         if self._state == "committed":
             return
         self._check_open()
@@ -196,13 +198,13 @@ class OnceWriter:
         raise NotImplementedError
 
     def _discard(self) -> None:
-        """Drops what was written; must not raise."""
+        """Discards the written bytes; must not raise."""
         raise NotImplementedError
 
 
 @runtime_checkable
 class Storage(Protocol):
-    """Keys to bytes under one root."""
+    """Maps keys to bytes below one root."""
 
     @property
     def url(self) -> str:
@@ -211,44 +213,45 @@ class Storage(Protocol):
 
     @property
     def traits(self) -> StorageTraits:
-        """What this storage can do; for those who are about to write, as it may have to be tried.
+        """What this storage can do. Only for callers that are about to write: it may write a trial.
 
         Raises:
-            StorageError: It could not be tried.
+            StorageError: The trial failed.
         """
         ...
 
     def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
-        """Returns the bytes `[start, start + num_bytes)` of a key, to its end by default.
+        """Returns the bytes `[start, start + num_bytes)` of a key, by default up to its end.
 
-        Fewer when the key is shorter.
+        The result is shorter if the value ends before.
 
         Raises:
             KeyMissingError: There is no such key.
-            StorageError: Anything else.
+            StorageError: Any other failure.
         """
         ...
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
-        """Fills `target` with the bytes from `start`.
+        """Fills `target` with the bytes of a key from `start` on.
 
         Raises:
             KeyMissingError: There is no such key.
-            StorageError: The key is too short (`target` holds rubbish then), or anything else.
+            StorageError: The value is too short, or the read failed. The content of `target` is
+                undefined then.
         """
         ...
 
     def write(self, key: str, data: BytesLike, *, create: bool = False) -> None:
-        """Puts a small value under a key: atomically, and durable when it returns.
+        """Writes a small value atomically; it is durable when the call returns.
 
         Args:
-            key: Where.
-            data: What.
-            create: Only if the key is free.
+            key: Key to write.
+            data: Value to write.
+            create: Write only if the key does not exist.
 
         Raises:
-            KeyExistsError: `create` and the key is taken; durably so, whoever took it.
-            StorageError: Anything else; whether it happened is unknown.
+            KeyExistsError: `create` is set and the key exists; its value is durable.
+            StorageError: Any other failure; the value may or may not have been written.
         """
         ...
 
@@ -256,30 +259,30 @@ class Storage(Protocol):
         """Returns a writer for a large file.
 
         Args:
-            key: Where.
-            sync: Durable when committed, past the page cache if the storage can.
+            key: Key to write.
+            sync: Make the file durable at commit, bypassing the page cache if the storage can.
         """
         ...
 
     def list(self, prefix: str = "") -> list[Entry]:
-        """Returns the keys that start with `prefix`, sorted, at any depth.
+        """Returns the keys that start with `prefix`, at any depth, sorted.
 
-        An empty list when the root does not exist. Files that a writer has not yet published
-        are not listed.
+        The list is empty if the root does not exist. Files that are not yet published are not
+        listed.
         """
         ...
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Removes keys; those that are gone already are fine.
+        """Removes keys. Keys that do not exist are ignored.
 
         Raises:
-            StorageError: One could not be removed; the others were tried.
+            StorageError: A key could not be removed. All others were attempted.
         """
         ...
 
 
 TEMP_PREFIX = ".tmp-"
-"""File names that begin so are unpublished: not listed, and not legal in keys."""
+"""Prefix of the names of unpublished files, which are not listed and not legal in keys."""
 
 _WAY_OUT = {
     errno.ENOSPC: "free space there, or save elsewhere",
@@ -305,7 +308,7 @@ def is_full(error: CheckpointError | str) -> bool:
         True
     """
     text = error if isinstance(error, str) else error.message
-    # Why by the text: of what failed on another rank nothing else comes here.
+    # Why by the text: it is all that an error report of another rank contains.
     return "[ENOSPC]" in text or "[EDQUOT]" in text
 
 
@@ -314,7 +317,7 @@ def check_key(key: str, *, unpublished: bool = False) -> str:
 
     Args:
         key: Relative, `/`-separated.
-        unpublished: Accept names of unpublished temporary files (for removing them).
+        unpublished: Accept names of unpublished temporary files, so that they can be removed.
 
     Raises:
         InvalidRequestError: The key is empty or absolute, has an empty, `.` or `..` component, a
@@ -355,7 +358,7 @@ def _key_problem(key: object, unpublished: bool) -> str | None:
 
 
 def is_temporary(key: str) -> bool:
-    """Tells whether a key is that of an unpublished file."""
+    """Returns whether a key belongs to an unpublished file."""
     return key.rpartition("/")[2].startswith(TEMP_PREFIX)
 
 
@@ -363,7 +366,7 @@ def check_range(key: str, start: int, num_bytes: int | None) -> None:
     """Checks the range of a read.
 
     Raises:
-        InvalidRequestError: It begins before the file, or has a negative length.
+        InvalidRequestError: The range begins before the file, or its length is negative.
     """
     if start < 0 or (num_bytes is not None and num_bytes < 0):
         raise InvalidRequestError(
@@ -374,10 +377,10 @@ def check_range(key: str, start: int, num_bytes: int | None) -> None:
 
 
 def as_bytes_view(data: BytesLike) -> memoryview:
-    """Returns a flat view of unsigned bytes of a contiguous buffer, without a copy.
+    """Returns a flat view of the bytes of a contiguous buffer, without a copy.
 
     Raises:
-        InvalidRequestError: `data` is no buffer, or is not C-contiguous.
+        InvalidRequestError: `data` is not a buffer, or is not C-contiguous.
     """
     try:
         view = memoryview(data)
@@ -397,17 +400,17 @@ def as_bytes_view(data: BytesLike) -> memoryview:
 
 
 def os_failure(exc: OSError, doing: str, key: str, path: str) -> StorageError:
-    """Returns the `StorageError` that says what an `OSError` of a local path means.
+    """Returns the `StorageError` that describes an `OSError` of a local path.
 
     Args:
-        exc: What the operating system said.
+        exc: Error of the operating system.
         doing: Verb for the message: "write", "read".
         key: The key concerned.
         path: The file or directory concerned.
 
     Returns:
         `KeyMissingError`, `KeyExistsError`, or a `StorageError` with the name of the errno, its
-        text, the path and a way out.
+        text, the path and a remedy.
     """
     if exc.errno == errno.ENOENT:
         return KeyMissingError(f"could not {doing} {path}: there is no such file", key=key)
@@ -422,10 +425,10 @@ def os_failure(exc: OSError, doing: str, key: str, path: str) -> StorageError:
 
 
 class StorageWrapper:
-    """Implements `Storage` by another one; subclasses do some of it their own way.
+    """Forwards every call to another storage; subclasses override some of them.
 
     Args:
-        inner: The storage that does the work.
+        inner: The wrapped storage.
 
     Examples:
         >>> from ray_dcp.store.memory import MemoryStorage
@@ -442,8 +445,8 @@ class StorageWrapper:
         self._inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        # Why: a storage may offer more than the protocol asks for. And the check: a copy is asked
-        # for names before it has any.
+        # Why: a storage may have optional methods beyond the protocol. The check prevents endless
+        # recursion: `copy` looks up names before `__init__` has run.
         if name == "_inner":
             raise AttributeError(name)
         return getattr(self._inner, name)
@@ -484,12 +487,12 @@ class StorageWrapper:
 
 
 class OneFile(StorageWrapper):
-    """Implements the reading part of `Storage`.
+    """Presents one file of a directory as a storage that can only be read.
 
     Args:
-        inner: Of the directory.
-        key: Of the file.
-        suffix: Added to its key.
+        inner: Storage of the directory.
+        key: Key of the file in `inner`.
+        suffix: Appended to `key` to form the only key of this storage.
 
     Examples:
         >>> from ray_dcp.store.memory import MemoryStorage
@@ -522,7 +525,7 @@ class OneFile(StorageWrapper):
 
     def list(self, prefix: str = "") -> builtins.list[Entry]:
         """See `Storage.list`."""
-        # Why not all that begins so: there may be much beside the file, at any depth.
+        # Why not `list(prefix)`: it may find many other keys beside the file, at any depth.
         found = super().list(self._name) if self._key.startswith(prefix) else []
         return [Entry(self._key, one.num_bytes) for one in found if one.key == self._name]
 

@@ -1,9 +1,9 @@
-"""`StorageAdapter`: the `Storage` on any filesystem that a library of others brings.
+"""`StorageAdapter`: implements `Storage` on the filesystems of other libraries.
 
-What differs between the libraries is a `FilesystemPort`; there is one for fsspec and one for
-pyarrow.fs. Conditional creation is tried, not believed; see `create_probe`.
+A `FilesystemPort` hides the differences between the libraries; there is one for fsspec and one for
+pyarrow.fs. Conditional creation is verified by a trial; see `create_probe`.
 
-`redacted` keeps credentials out of messages: libraries may quote in an error what they were given.
+`redacted` removes credentials from messages, as libraries may quote their options in errors.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def redacted(text: str, options: Mapping[str, object]) -> str:
     """Returns a text without the values of options that look like credentials.
 
     Args:
-        text: Of an error.
-        options: As the user gave them; may be nested.
+        text: Text of an error.
+        options: Options as the user gave them; may be nested.
 
     Examples:
         >>> redacted("bad key hush-hush for eu-1", {"secret": "hush-hush", "region": "eu-1"})
@@ -66,7 +66,7 @@ def _credentials(options: Mapping[str, object]) -> Iterator[str]:
 
 
 def _is_credential(name: str) -> bool:
-    # Why by what is harmless: the next provider names its secrets in yet another way.
+    # Why a list of harmless names: names of secrets differ between providers.
     harmless = ("endpoint", "region", "bucket", "account_name", "url", "host", "timeout")
     return not any(word in name.lower() for word in harmless)
 
@@ -74,33 +74,33 @@ def _is_credential(name: str) -> bool:
 T = TypeVar("T")
 
 _HEAD_BYTES = 8 << 20
-"""Files up to this length are put at once, and so created only if absent where that can be."""
+"""Files up to this length are written by a single put, and conditionally where that is possible."""
 _RETRY_S = 60.0
 _REFUSED_S = 10.0
 
 
 class HiddenStream(Protocol):
-    """A file that is written front to back, and has its name only after `publish`."""
+    """A file that is written sequentially and gets its name in `publish`."""
 
     def write(self, data: memoryview) -> None:
-        """Appends bytes; consumed when it returns."""
+        """Appends bytes. The buffer may be reused when the call returns."""
 
     def publish(self) -> None:
-        """Gives it its name, which is free or is replaced."""
+        """Gives the file its name; an existing file is replaced."""
 
     def discard(self) -> None:
-        """Drops it."""
+        """Removes the file."""
 
 
 class FilesystemPort:
-    """What is asked of a filesystem; paths are its own. Raises `OSError`s, or what it likes.
+    """Operations of a filesystem, on its own paths. Methods may raise any exception.
 
     Attributes:
-        name: Names the store, not the path, so that it is probed once.
-        can_create: There is a conditional `create` to be tried.
+        name: Identifies the store (not the path), so that each store is probed only once.
+        can_create: A conditional `create` exists and can be tried.
         puts_at_once: `put` is atomic, as on an object store, where a rename would copy.
-        shared: Other processes see it, also after a power cut.
-        options: As the user gave them, so that they are kept out of messages.
+        shared: Other processes see the files, which survive a power failure.
+        options: Options as the user gave them; their values are removed from messages.
     """
 
     name: str
@@ -110,7 +110,7 @@ class FilesystemPort:
     options: Mapping[str, object] = {}
 
     def read(self, path: str, start: int, num_bytes: int | None) -> bytes:
-        """Returns bytes of a file, fewer when it is shorter, or raises `FileNotFoundError`."""
+        """Returns bytes of a file (fewer if it is shorter), or raises `FileNotFoundError`."""
         raise NotImplementedError
 
     def size(self, path: str) -> int:
@@ -118,23 +118,23 @@ class FilesystemPort:
         raise NotImplementedError
 
     def put(self, path: str, data: bytes) -> None:
-        """Puts a file atomically; asked only where that can be."""
+        """Writes a file atomically. Called only if `puts_at_once`."""
         raise NotImplementedError
 
     def create(self, path: str, data: bytes) -> None:
-        """Puts a file if there is none, any error where there is one; asked where it can."""
+        """Writes a file, or raises any exception if it exists. Called only if `can_create`."""
         raise NotImplementedError
 
     def open(self, path: str) -> Any:
-        """Opens a file to be written, in a folder that is made; it has `write` and `close`."""
+        """Opens a file for writing and creates its folder; the file has `write` and `close`."""
         raise NotImplementedError
 
     def move(self, path: str, to: str) -> None:
-        """Gives a file another name."""
+        """Renames a file."""
         raise NotImplementedError
 
     def find(self, path: str) -> Iterable[tuple[str, int]]:
-        """Yields every file below a path with its length; nothing when it does not exist."""
+        """Yields path and length of every file below a path; nothing if the path does not exist."""
         raise NotImplementedError
 
     def remove(self, path: str) -> None:
@@ -142,11 +142,11 @@ class FilesystemPort:
         raise NotImplementedError
 
     def open_hidden(self, path: str) -> HiddenStream:
-        """Opens a file that is to be published."""
+        """Opens a file for writing that is invisible until it is published."""
         return _RenamedFile(self, path)
 
     def is_there(self, path: str) -> bool:
-        """Tells whether there is a file."""
+        """Returns whether a file exists."""
         try:
             self.size(path)
         except FileNotFoundError:
@@ -155,7 +155,7 @@ class FilesystemPort:
 
 
 class _RenamedFile:
-    """A temporary file that gets its name by a move."""
+    """A temporary file that is published by a rename."""
 
     def __init__(self, port: FilesystemPort, path: str) -> None:
         self._port = port
@@ -169,8 +169,8 @@ class _RenamedFile:
     def publish(self) -> None:
         self._file.close()
         self._port.move(self._temp, self._path)
-        # Why looked at: HDFS replaces no file, answers that it did not rename, and its client over
-        # HTTP does not look at that answer.
+        # Why checked: HDFS does not replace a file but answers that it did not rename, and its HTTP
+        # client ignores that answer.
         if self._port.is_there(self._temp):
             with suppress(FileNotFoundError):
                 self._port.remove(self._path)
@@ -186,13 +186,13 @@ class _RenamedFile:
 
 
 class StorageAdapter:
-    """Implements `Storage` on a port. Safe to use from several threads if the filesystem is.
+    """Implements `Storage` on a `FilesystemPort`. Thread-safe if the filesystem is.
 
     Args:
-        port: Of the filesystem.
-        url: Of the place.
-        root: The same in the filesystem's own paths.
-        retrying: Repeats calls that may be repeated when the connection was cut.
+        port: The filesystem.
+        url: URL of the root.
+        root: Path of the root in the filesystem.
+        retrying: Retries idempotent calls after connection errors.
     """
 
     def __init__(
@@ -213,15 +213,15 @@ class StorageAdapter:
 
     @property
     def read_traits(self) -> ReadTraits:
-        """As of an object store, unless no other process sees it."""
+        """Traits of an object store, or of memory if no other process sees the files."""
         return OBJECT_STORE if self._port.shared else MEMORY
 
     @property
     def traits(self) -> StorageTraits:
-        """Whether it creates if absent is tried once for each filesystem.
+        """Traits of the filesystem; `create_if_absent` is found by a trial, once per filesystem.
 
         Raises:
-            StorageError: It could not be tried.
+            StorageError: The trial failed.
         """
         can_create = self._port.can_create and creates_if_absent_in(
             self._port.name, self._create, self._read, self.delete
@@ -242,7 +242,7 @@ class StorageAdapter:
         except KeyMissingError:
             raise
         except StorageError:
-            # Why asked: some raise where a range begins behind the end, or for folders.
+            # Why checked: some filesystems raise for a range behind the end, or for folders.
             if self._size(key) <= start:
                 return b""
             raise
@@ -260,7 +260,7 @@ class StorageAdapter:
         view[:] = data
 
     def write(self, key: str, data: BytesLike, *, create: bool = False) -> None:
-        """See `Storage.write`; where nothing creates if absent, `create` looks first."""
+        """See `Storage.write`; without conditional creation, `create` checks first."""
         path = self._path(key)
         value = bytes(as_bytes_view(data))
         if create and self.traits.create_if_absent:
@@ -289,7 +289,7 @@ class StorageAdapter:
             raise failures[0]
 
     def unpublished(self) -> tuple[Entry, ...]:
-        """Returns temporary files of writers, live ones and those of crashed processes."""
+        """Returns the temporary files of all writers, including those of crashed processes."""
         return tuple(entry for entry in self._everything() if is_temporary(entry.key))
 
     def _everything(self) -> builtins.list[Entry]:
@@ -327,7 +327,7 @@ class StorageAdapter:
             try:
                 self._port.create(path, value)
             except Exception as error:
-                # Why asked: each library has its own error for a name that is taken.
+                # Why checked: each library has its own exception for a name that exists.
                 if isinstance(error, FileExistsError) or self._port.is_there(path):
                     raise FileExistsError(str(error)) from error
                 raise
@@ -342,10 +342,10 @@ class StorageAdapter:
         return self._asked("read", key, lambda: self._port.size(self._path(key)))
 
     def _asked(self, doing: str, key: str, act: Callable[[], T], *, repeat: bool = True) -> T:
-        """Returns what the filesystem answers.
+        """Calls the filesystem and returns its answer.
 
         Raises:
-            StorageError: With what it said, and without credentials.
+            StorageError: The call failed. The message quotes its error without credentials.
         """
         try:
             return self._retrying.call(act, _worth_s, kind=doing) if repeat else act()
@@ -388,7 +388,7 @@ class StorageAdapter:
 
 
 class _AdapterWriter(OnceWriter):
-    """Keeps a short file in memory; writes a longer one into a hidden stream."""
+    """Buffers a short file in memory, and writes a longer one into a hidden stream."""
 
     def __init__(self, storage: StorageAdapter, key: str, path: str) -> None:
         self._storage = storage
@@ -416,7 +416,7 @@ class _AdapterWriter(OnceWriter):
 
     def _discard(self) -> None:
         self._head = bytearray()
-        # Suppressed: what it leaves is collected later.
+        # Suppressed: a remaining temporary file is removed by garbage collection.
         with suppress(Exception):
             if self._stream is not None:
                 self._stream.discard()
@@ -429,7 +429,7 @@ class _AdapterWriter(OnceWriter):
 
 
 def temporary_beside(path: str) -> str:
-    """Returns the name of a hidden file beside one, which tells what it was to become."""
+    """Returns the path of a temporary file beside `path`; its name ends with the final name."""
     directory, slash, name = path.rpartition("/")
     return f"{directory}{slash}{TEMP_PREFIX}{secrets.token_hex(6)}-{name}"
 
