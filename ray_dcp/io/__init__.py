@@ -1,1 +1,1 @@
-"""Moves bytes between memory and storage as plans say, checking every block. No torch, no ray."""
+"""Executes plans: moves bytes between memory and storage, and verifies them. No torch, no Ray."""

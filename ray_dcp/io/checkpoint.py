@@ -1,12 +1,15 @@
-"""Which checkpoint is at a place, and where all its chunks are.
+"""Finds the checkpoint at a storage location and reads its chunk table.
 
-`find_checkpoint` decides which checkpoint it is, `read_checkpoint` reads its chunk table too. Order
-of truth: the highest commit; where there is none or a delete came after it, the `.metadata` of
-stock DCP; where there is neither, plain safetensors files. Where there is no checkpoint, the error
-says what the place holds, and where one might be instead (`not_found`).
+`find_checkpoint` determines the valid checkpoint; `read_checkpoint` also reads its chunk table. In
+order of precedence, it is the highest commit record that no later delete record revokes; else the
+`.metadata` of stock DCP; else plain safetensors files. If there is none, the error says what the
+location contains and where a checkpoint might be instead (`not_found`).
 
-A `.metadata` beside our records is ours, stale or foreign: it projects the manifest; it should, but
-is missing or older; or another program wrote it.
+A `.metadata` beside commit records is one of these:
+
+- current: it is the projection of the manifest into DCP's format.
+- stale: it should be that projection, but is missing or older.
+- foreign: another program wrote it.
 """
 
 from __future__ import annotations
@@ -64,60 +67,61 @@ CheckpointKind = Literal["native", "stock", "safetensors"]
 
 
 def _at_once(read: Callable[[], CheckFile]) -> CheckFile:
-    # Why no lambda: views are pickled, and Checkpoints with them.
+    # Why not a lambda: a `Checkpoint` is pickled as part of a view.
     return read()
 
 
 @dataclass(eq=False)
 class Checkpoint:
-    """A checkpoint that stands, and where all its chunks are."""
+    """A valid checkpoint, with the locations of its chunks."""
 
     kind: CheckpointKind
-    """`native`: ours. `stock`: DCP's `.metadata`. `safetensors`: plain files."""
+    """`native`: saved by ray_dcp. `stock`: DCP's `.metadata`. `safetensors`: plain files."""
     checkpoint_id: str
     """Path or URL, for messages."""
     slot: int
-    """Slot of the manifest; 0 for a checkpoint that is not ours."""
+    """Slot of the manifest; 0 unless `native`."""
     record: bytes
-    """The manifest, or the foreign `.metadata`, as on storage; empty for plain files."""
+    """The manifest or the foreign `.metadata` as stored; empty for plain files."""
     chunks: ChunkTable | TableParts = field(repr=False)
-    """All of them, or of a large checkpoint what reads those that are needed."""
+    """The whole chunk table or, for a large checkpoint, an object that reads the parts needed."""
     attempt: str | None = None
-    """The attempt that committed it; None for a checkpoint that is not ours."""
+    """Id of the attempt that committed the checkpoint; None unless `native`."""
     manifest: Manifest | None = None
-    """None for a checkpoint that is not ours."""
+    """None unless `native`."""
     foreign: ForeignMetadata | None = None
-    """What the `.metadata` says; None for all but `stock`."""
+    """The decoded `.metadata`; None unless `stock`."""
     metadata_is_stale: bool = False
-    """`.metadata` should project this manifest, but is missing or older: publish it again."""
+    """`.metadata` should be the projection of this manifest, but is missing or older. It should be
+    published again."""
     check_file: CheckFile | None = None
-    """Where checksums that the table lacks are read from, file by file; None: it has them all."""
+    """Reads checksums that the table lacks, file by file; None if the table is complete."""
     in_time: Callable[[Callable[[], CheckFile]], CheckFile] = field(default=_at_once, repr=False)
-    """Calls what reads chunks, under a deadline."""
+    """Runs a function that reads chunks, under a deadline."""
 
     @property
     def tensors(self) -> ChunkTable:
-        """The tensors, maybe without the chunks: no chunk is read for it."""
+        """Table of the tensors, possibly without chunks. Never reads from storage."""
         return self.chunks.tensors if isinstance(self.chunks, TableParts) else self.chunks
 
     @property
     def table(self) -> ChunkTable:
-        """The chunks: those that `narrow` left, else all, which are read now if they were not yet.
+        """The chunk table: the part selected by `narrow`, else all of it, read on first access.
 
         Raises:
-            DamagedCheckpointError: They are damaged or missing.
-            StorageError: They can't be read.
+            DamagedCheckpointError: The table is damaged or missing.
+            StorageError: The table can't be read.
         """
         if isinstance(self.chunks, TableParts):
             return self._take(self.chunks.whole)
         return self.chunks
 
     def narrow(self, wanted: Sequence[Wanted], tensors: Sequence[int]) -> ChunkTable:
-        """Leaves out chunks that are not needed, where that spares reading them; returns the rest.
+        """Restricts a table that is not yet read to the needed chunks; returns the chunk table.
 
         Args:
             wanted: Boxes that are needed.
-            tensors: Of which every chunk is needed.
+            tensors: Tensors of which every chunk is needed.
 
         Raises:
             CheckpointError: As for `table`.
@@ -129,15 +133,15 @@ class Checkpoint:
 
     @property
     def transforms(self) -> Transforms:
-        """What its stored items went through, for `reader`."""
+        """Transforms applied to the stored items, for `reader`."""
         return None if self.foreign is None else self.foreign.transforms
 
     def know_checks(self, chunks: Iterable[int] | None = None) -> None:
-        """Reads the checksums of some chunks, or of all, where the table lacks them still.
+        """Reads the checksums of some chunks (by default all) that the table still lacks.
 
         Raises:
-            DamagedCheckpointError: They are not those of which the manifest has the digest.
-            StorageError: They can't be read.
+            DamagedCheckpointError: The checksums do not match their digest in the manifest.
+            StorageError: The checksums can't be read.
         """
         table = self.table
         if self.check_file is None:
@@ -159,17 +163,17 @@ _DIGITS = re.compile(r"(\d+)")
 
 
 def not_found(storage: Storage, decides: Deciding | None = None) -> CheckpointNotFoundError:
-    """Returns the error for a place without manifest, `.metadata` and plain files.
+    """Returns the error for a location without manifest, `.metadata` and plain files.
 
     Args:
-        storage: Where to look; everything below its root is listed.
-        decides: The record that decides what stands there.
+        storage: Storage of the location; everything below its root is listed.
+        decides: The deciding record of the location.
 
     Returns:
-        An `UncommittedCheckpointError` when there are files of a save.
+        An `UncommittedCheckpointError` if there are files of a save.
 
     Raises:
-        StorageError: It can't be listed.
+        StorageError: The storage can't be listed.
     """
     keys = [entry.key for entry in storage.list()]
     here = [key for key in keys if "/" not in key]
@@ -205,7 +209,7 @@ def _moment(created_s: float) -> str:
     try:
         return time.strftime(" on %Y-%m-%d at %H:%M:%S UTC", time.gmtime(created_s))
     except (OverflowError, OSError, ValueError):
-        return ""  # what was stored is no time at all
+        return ""  # the stored value is not a time
 
 
 def _checkpoint_folders(keys: list[str]) -> list[str]:
@@ -238,7 +242,7 @@ def _shortened(names: list[str]) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts `step-9` before `step-10`."""
+    """Returns a sort key that orders `step-9` before `step-10`."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in _DIGITS.split(name)]
 
 
@@ -246,12 +250,12 @@ METADATA_KEY = ".metadata"
 
 
 def is_ours(metadata: bytes) -> bool:
-    """Tells whether ray_dcp wrote a `.metadata`; false for what can't be read.
+    """Returns whether ray_dcp wrote a `.metadata`; False if it can't be decoded.
 
     Args:
-        metadata: Its bytes.
+        metadata: Content of the file.
     """
-    # Why first by a search: decoding costs 20 us a tensor.
+    # Why search first: decoding costs 20 us per tensor.
     if ATTEMPT_ATTRIBUTE.encode() not in metadata:
         return False
     try:
@@ -261,14 +265,14 @@ def is_ours(metadata: bytes) -> bool:
 
 
 def decode_foreign(metadata: bytes) -> ForeignMetadata:
-    """Returns what a `.metadata` says where no commit of ours stands.
+    """Decodes the `.metadata` of a location without a valid manifest.
 
     Args:
-        metadata: Its bytes.
+        metadata: Content of the file.
 
     Raises:
-        UncommittedCheckpointError: It is of a save of ours.
-        DamagedCheckpointError: It can't be read.
+        UncommittedCheckpointError: ray_dcp wrote the file.
+        DamagedCheckpointError: The file can't be decoded.
     """
     foreign = decode_metadata(metadata)
     if foreign.attempt is not None:
@@ -281,15 +285,16 @@ def decode_foreign(metadata: bytes) -> ForeignMetadata:
 
 
 def is_stale(slot: int, manifest: Manifest, metadata: bytes | None) -> bool:
-    """Tells whether `.metadata` does not project the manifest although it should.
+    """Returns whether `.metadata` should be the projection of a manifest, but is not.
 
     Args:
-        slot: Of the manifest, for messages.
-        manifest: That stands.
-        metadata: Its bytes; None when there is none.
+        slot: Slot of the manifest, for messages.
+        manifest: The valid manifest.
+        metadata: Content of the file; None if it does not exist.
 
     Raises:
-        DamagedCheckpointError: It is a foreign one, which the manifest does not replace.
+        DamagedCheckpointError: The `.metadata` is foreign, and is not the one that the manifest
+            replaced.
     """
     expected = None if manifest.metadata is None else manifest.metadata.digest
     if metadata is None:
@@ -303,20 +308,20 @@ def is_stale(slot: int, manifest: Manifest, metadata: bytes | None) -> bool:
 
 
 def projects(metadata: bytes, attempt: str, table: ChunkTable) -> bool:
-    """Tells whether a `.metadata` is that of a checkpoint, wherever that lay when it was made.
+    """Returns whether a `.metadata` is the projection of a checkpoint made at any location.
 
-    A `.metadata` names its place, so that one that is made of a copy has another digest than the
-    manifest says.
+    A `.metadata` contains its location, so that one made from a copy of the checkpoint has another
+    digest than the manifest names.
 
     Args:
-        metadata: Its bytes.
-        attempt: That was committed.
-        table: Of the checkpoint.
+        metadata: Content of the file.
+        attempt: Id of the committed attempt.
+        table: Chunk table of the checkpoint.
 
     Complexity:
         That of `decode_metadata` and `encode_metadata`.
     """
-    # Why first by a search: decoding costs 20 us a tensor.
+    # Why search first: decoding costs 20 us per tensor.
     if attempt.encode() not in metadata:
         return False
     try:
@@ -331,7 +336,7 @@ def projects(metadata: bytes, attempt: str, table: ChunkTable) -> bool:
 def _refuse_foreign(slot: int, manifest: Manifest, metadata: bytes) -> None:
     try:
         if decode_metadata(metadata).attempt is not None:
-            return  # an earlier save of ours
+            return  # of an earlier save by ray_dcp
         what = "one of another program"
     except CheckpointError as exc:
         what = f"one that can't be read ({exc.message})"
@@ -346,32 +351,32 @@ def _refuse_foreign(slot: int, manifest: Manifest, metadata: bytes) -> None:
 
 
 class Committed(NamedTuple):
-    """The record that decides what the checkpoint is."""
+    """The valid commit record of a checkpoint."""
 
     slot: int
     data: bytes
-    """The record as on storage."""
+    """The record as stored."""
     manifest: Manifest
 
 
 class Found(NamedTuple):
-    """A checkpoint that stands, before its chunk table is looked into; see `Checkpoint`."""
+    """A valid checkpoint whose chunk table is not yet decoded; see `Checkpoint`."""
 
     kind: CheckpointKind
     slot: int
     record: bytes
     manifest: Manifest | None = None
     table: bytes = b""
-    """The chunk table as on storage, verified; empty for a checkpoint that is not ours."""
+    """The chunk table as stored, verified; empty unless `native`."""
     metadata_is_stale: bool = False
 
     def decoded(self) -> ChunkTable:
-        """Returns the chunk table of a checkpoint that is ours.
+        """Returns the decoded chunk table of a native checkpoint.
 
-        Checksums that are at the ends of the data files are 0.
+        Checksums that are stored at the ends of the data files are 0.
 
         Raises:
-            DamagedCheckpointError: It contradicts itself.
+            DamagedCheckpointError: The table is inconsistent.
         """
         with collector_paused():
             table = decode_table(self.table)
@@ -380,7 +385,7 @@ class Found(NamedTuple):
 
 @contextmanager
 def _naming(checkpoint_id: str) -> Iterator[None]:
-    """Names the checkpoint in an error that comes out."""
+    """Adds the checkpoint to errors raised in the block."""
     try:
         yield
     except CheckpointError as exc:
@@ -391,18 +396,19 @@ def _naming(checkpoint_id: str) -> Iterator[None]:
 def read_checkpoint(
     storage: Storage, *, checkpoint_id: str | None = None, checks_later: bool = False
 ) -> Checkpoint:
-    """Returns the checkpoint that stands in a storage.
+    """Returns the valid checkpoint of a storage.
 
     Args:
-        storage: Where to look.
+        storage: Storage of the checkpoint.
         checkpoint_id: Path or URL for messages; the storage's own by default.
-        checks_later: Leave checksums at the ends of data files to `Checkpoint.check_file`.
+        checks_later: Do not read checksums at the ends of data files; `Checkpoint.check_file` reads
+            them when needed.
 
     Raises:
-        CheckpointNotFoundError: There is none; the message says what is there instead.
+        CheckpointNotFoundError: There is none; the message says what the location contains.
         UncommittedCheckpointError: There are files of a save that never committed.
-        DamagedCheckpointError: What decides, or the chunk table, is damaged or missing; or stock
-            DCP saved over our checkpoint.
+        DamagedCheckpointError: The deciding record or the chunk table is damaged or missing; or
+            stock DCP overwrote a checkpoint of ray_dcp.
         StorageError: The storage can't be read.
     """
     found = find_checkpoint(storage, checkpoint_id=checkpoint_id)
@@ -412,22 +418,22 @@ def read_checkpoint(
 
 
 def find_checkpoint(storage: Storage, *, checkpoint_id: str | None = None) -> Found:
-    """Returns which checkpoint stands in a storage, without decoding what it holds.
+    """Returns the valid checkpoint of a storage without decoding it.
 
-    For who decides and leaves the decoding to those who need it: a chunk table is only verified
-    against its manifest, and of a `.metadata` or of safetensors files it is only seen that they
-    are there.
+    The rank that determines the checkpoint leaves the decoding to the ranks that need it. The chunk
+    table is only verified against its manifest; a `.metadata` or safetensors files only have to
+    exist.
 
     Args:
-        storage: Where to look.
+        storage: Storage of the checkpoint.
         checkpoint_id: Path or URL for messages; the storage's own by default.
 
     Raises:
-        CheckpointError: As `read_checkpoint`, but for what only decoding shows.
+        CheckpointError: As `read_checkpoint`, except for errors found by decoding.
     """
     name = storage.url if checkpoint_id is None else checkpoint_id
     with _naming(name):
-        # Why slot 1: most places are saved to once, and a request less is waited for then.
+        # Why slot 1: most locations are saved to once, and this avoids another round trip for them.
         metadata, first, used = at_once(
             lambda: _read_or_none(storage, METADATA_KEY),
             lambda: _read_or_none(storage, record_key(1), MAX_RECORD_BYTES),
@@ -435,14 +441,14 @@ def find_checkpoint(storage: Storage, *, checkpoint_id: str | None = None) -> Fo
         )
         known = {} if first is None else {1: first}
         decides = read_slots(storage, used=used, known=known).decides
-        # Why again: one listing may show neither a record that goes nor the one that makes it go.
+        # Why again: a single listing may miss both a removed record and the one that replaced it.
         decides = read_slots(storage).decides if decides is None else decides
         while (committed := _committed(decides)) is not None:
             try:
                 return _newest_native(storage, committed, metadata)
             except DamagedCheckpointError:
-                # Why: of another moment than the records, it may be that of a later commit, or a
-                # foreign one that two commits replaced.
+                # Why retried: `.metadata` was read at another moment than the records. It may
+                # belong to a later commit, or be a foreign one that two commits have replaced.
                 before, metadata = metadata, _read_or_none(storage, METADATA_KEY)
                 decides = read_slots(storage).decides
                 if metadata == before and decides is not None and decides.slot <= committed.slot:
@@ -459,19 +465,19 @@ def checkpoint_from(
     table: bytes = b"",
     checks_later: bool = False,
 ) -> Checkpoint:
-    """Returns the checkpoint that somebody else decided on, without deciding again.
+    """Returns the checkpoint that another rank has determined.
 
     Args:
-        storage: Where it is.
+        storage: Storage of the checkpoint.
         kind: `Checkpoint.kind`.
         slot: `Checkpoint.slot`.
         record: `Checkpoint.record`.
-        table: The chunk table as on storage, if it was read already.
-        checks_later: Leave chunks and checksums of a large table for when they are needed.
+        table: The chunk table as stored, if it was read already.
+        checks_later: Read chunks and checksums of a large table only when they are needed.
 
     Raises:
         DamagedCheckpointError: The record, the chunk table or a header is damaged or missing.
-        InternalError: `kind` is none, or the record is no manifest.
+        InternalError: `kind` is unknown, or the record is not a manifest.
         StorageError: The storage can't be read.
     """
     name = storage.url
@@ -492,29 +498,30 @@ def checkpoint_from(
 
 
 def newest_record(storage: Storage) -> Committed | None:
-    """Returns the manifest that stands, None when nothing was ever committed or it was deleted.
+    """Returns the valid manifest, or None if nothing was committed or it was deleted.
 
     Reads only the newest records, as `read_slots` does.
 
     Raises:
-        DamagedCheckpointError: A record is damaged; nothing is decided past it.
+        DamagedCheckpointError: A record is damaged; older records are not used instead.
         StorageError: The storage can't be read.
     """
     return _committed(read_slots(storage).decides)
 
 
 class CheckpointReplacedError(StorageError):
-    """Another save replaced the checkpoint while it was read: read it again."""
+    """Another save replaced the checkpoint while it was read. The read should be repeated."""
 
 
 def what_became_of(storage: Storage, checkpoint: Checkpoint) -> CheckpointError | None:
-    """Returns why a checkpoint does not stand any more; None where it does, as far as is known.
+    """Returns the reason why a checkpoint is no longer valid, or None if none is known.
 
-    For who found it damaged: of one that was replaced or deleted meanwhile, files are missing.
+    A reader that found a checkpoint damaged calls this, as files are missing, too, if the
+    checkpoint was replaced or deleted meanwhile.
 
     Args:
-        storage: Where it was read.
-        checkpoint: As it was read.
+        storage: Storage of the checkpoint.
+        checkpoint: The checkpoint as it was read.
 
     Raises:
         StorageError: The storage can't be read.
@@ -540,7 +547,7 @@ def what_became_of(storage: Storage, checkpoint: Checkpoint) -> CheckpointError 
 
 
 def _read_or_none(storage: Storage, key: str, most_bytes: int = MAX_PICKLE_BYTES) -> bytes | None:
-    """Returns a file; of a longer one, a byte more than it may have, which nobody accepts."""
+    """Returns a file, or None. A file over the limit gives `most_bytes + 1` bytes, never valid."""
     try:
         return storage.read(key, 0, most_bytes + 1)
     except KeyMissingError:
@@ -548,7 +555,7 @@ def _read_or_none(storage: Storage, key: str, most_bytes: int = MAX_PICKLE_BYTES
 
 
 def _newest_native(storage: Storage, committed: Committed, metadata: bytes | None) -> Found:
-    """Reads what a manifest names; if that was collected meanwhile, what replaced it."""
+    """Reads the table of a manifest or, if it was garbage-collected, of the newer manifest."""
     while True:
         stale = is_stale(committed.slot, committed.manifest, metadata)
         try:
@@ -572,12 +579,12 @@ def _committed(decides: Deciding | None) -> Committed | None:
 
 
 def _not_native(storage: Storage, metadata: bytes | None, decides: Deciding | None) -> Found:
-    """Returns what stands where no commit of ours does."""
+    """Returns the checkpoint of a location without a valid manifest."""
     if decides is not None:
-        # Why again: what was read before a delete may be what that has removed since.
+        # Why read again: the delete may have removed the file after the first read.
         metadata = _metadata_after_delete(storage, decides.record)
     if metadata is not None:
-        # Why only then: decoding costs 20 us a tensor, and a stock one does not say this.
+        # Why only then: decoding costs 20 us per tensor, and stock DCP never writes this attribute.
         if ATTEMPT_ATTRIBUTE.encode() in metadata:
             decode_foreign(metadata)
         return Found("stock", 0, metadata)
@@ -587,7 +594,7 @@ def _not_native(storage: Storage, metadata: bytes | None, decides: Deciding | No
 
 
 def _metadata_after_delete(storage: Storage, record: Manifest | DeleteRecord) -> bytes | None:
-    """Returns the `.metadata` that somebody else wrote after a delete; None for a left-over."""
+    """Returns a `.metadata` that another program wrote after a delete; None for a leftover."""
     data = _read_or_none(storage, METADATA_KEY)
     if data is None or digest_bytes(data).hex() == record.replaced_metadata:
         return None
@@ -597,7 +604,7 @@ def _metadata_after_delete(storage: Storage, record: Manifest | DeleteRecord) ->
 def _opened(
     storage: Storage, name: str, found: Found, checks_later: bool = False, *, in_part: bool = False
 ) -> Checkpoint:
-    """Decodes what was found; of a large table of ours only the end, if `in_part`."""
+    """Decodes a found checkpoint; with `in_part`, only the end of a large native table."""
     manifest, foreign, check_file = found.manifest, None, None
     chunks: ChunkTable | TableParts
     if manifest is not None:

@@ -1,7 +1,7 @@
-"""Makes a chunk table of a folder of safetensors files, from their headers alone.
+"""Builds the chunk table of a folder of safetensors files from their headers.
 
-Such a folder has no manifest and no `.metadata`: a model of the Hugging Face hub, or what DCP's
-`HuggingFaceStorageWriter` wrote.
+Such a folder has neither a manifest nor a `.metadata`: it is a model of the Hugging Face hub, or
+was written by DCP's `HuggingFaceStorageWriter`.
 """
 
 from __future__ import annotations
@@ -29,39 +29,40 @@ MAX_INDEX_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class _Found:
-    """One tensor of one file."""
+    """One tensor in one file."""
 
     file: int
     tensor: Tensor
     offset: tuple[int, ...]
     payload_offset: int
     shape: tuple[int, ...]
-    """Global shape as far as this file tells."""
+    """Global shape, as far as this file determines it."""
 
 
 def plain_files(storage: Storage) -> list[Entry]:
-    """Returns the safetensors files that lie directly in a storage's root.
+    """Returns the safetensors files directly in the root of a storage.
 
     Raises:
-        StorageError: It can't be listed.
+        StorageError: The storage can't be listed.
     """
     return [e for e in storage.list() if e.key.endswith(".safetensors") and "/" not in e.key]
 
 
 def plain_table(storage: Storage) -> ChunkTable:
-    """Returns the chunk table of the safetensors files in a storage's root.
+    """Returns the chunk table of the safetensors files in the root of a storage.
 
-    A tensor's global shape is what its chunks reach to, as for DCP's reader, unless the file says
-    it. Where several files hold a tensor whole or in part, the index decides if there is one: a
-    tensor that it names is taken from the file that it names.
+    Unless a file states the global shape of a tensor, it is the extent of all its chunks, as in
+    DCP's reader. If several files contain the same tensor and the index names one of them, only
+    that file is used for it.
 
     Args:
-        storage: Where the files are.
+        storage: Storage of the files.
 
     Raises:
-        DamagedCheckpointError: A header is damaged, a file cut off, one tensor has two dtypes
-            or numbers of dimensions, or two files hold the same part of it and no index decides.
-        UnsupportedValueError: A tensor has a dtype that is not read here.
+        DamagedCheckpointError: A header is damaged, a file is truncated, a tensor has two dtypes
+            or numbers of dimensions, or two files contain the same part of a tensor and no index
+            selects one.
+        UnsupportedValueError: A tensor has an unsupported dtype.
         StorageError: A file can't be read.
     """
     files = plain_files(storage)
@@ -99,7 +100,7 @@ def plain_table(storage: Storage) -> ChunkTable:
 
 
 def _named_by_index(storage: Storage) -> dict[str, str]:
-    """Returns the file of each tensor by the index; nothing if there is none that can be read."""
+    """Returns the file of each tensor by the index; empty if there is no readable index."""
     try:
         data = storage.read(INDEX_NAME, 0, MAX_INDEX_BYTES + 1)
         found: Any = json.loads(data)["weight_map"]
@@ -109,13 +110,13 @@ def _named_by_index(storage: Storage) -> dict[str, str]:
 
 
 def _check_apart(table: ChunkTable) -> None:
-    """Checks that no two chunks have an element in common.
+    """Checks that no two chunks overlap.
 
     Raises:
-        DamagedCheckpointError: Two have.
+        DamagedCheckpointError: Two chunks overlap.
 
     Complexity:
-        As for `check_coverage`, of the tensors that several files hold.
+        That of `check_coverage` for the tensors with several chunks.
     """
     several = np.bincount(table.tensor, minlength=table.num_tensors)[table.tensor] > 1
     rows = np.flatnonzero(several & (table.payload_bytes > 0))

@@ -1,8 +1,17 @@
-"""A read plan as jobs for threads: spans of small pairs, direct slices, strided slabs.
+"""Turns a read plan into jobs for threads. Pure; `reader` executes the jobs.
 
-Pure: numbers in, numbers out. `reader` does the jobs. `PairNumbers` has the columns of the pairs as
-lists, for the loops that look at every small pair: which pairs can take the shortest way is decided
-here.
+A pair is one row of the read plan: the common part of a stored chunk and a wanted box (the target).
+There are three kinds of jobs:
+
+- `Span`: one read that serves several small pairs.
+- `Direct`: a slice of a large pair, contiguous in chunk and target, read into the target.
+- `Strided`: a slab of any other large pair, read into scratch memory and copied by elements.
+
+    file      |item|item|gap|item|......|======================|..|--  --  --  --|
+               `---- Span -----'         `-Direct-'`-Direct-'      `-- Strided -'
+
+`PairNumbers` has the columns of all pairs as lists, for the loops over small pairs, and determines
+which pairs can take the fastest path.
 """
 
 from __future__ import annotations
@@ -29,29 +38,30 @@ from ray_dcp.planning.reads import (
 )
 
 SPAN_BYTES = 2 << 20
-"""Small pairs are read together up to this length, and taken apart while it is in the cache."""
+"""Maximum length of a span. *Why*: its pairs are copied while it is in the processor's cache."""
 FREE_GAP_BYTES = 2 << 10
-"""A gap up to this length (a frame between two tensors) is always read through."""
+"""A gap up to this length, such as a frame between two tensors, is always read through."""
 MOST_GAP_BYTES = 8 << 20
-"""A longer gap than this is never read through, however far the storage."""
+"""A longer gap is never read through, whatever the latency of the storage."""
 GAP_SHARE = 0.05
-"""Most bytes to read in vain in other gaps, as a share of the bytes that are needed."""
+"""Maximum number of bytes read in other gaps, as a share of the bytes needed."""
 DIRECT_BYTES = 256 << 10
-"""Contiguous pairs from this length on are read straight into the target."""
+"""Contiguous pairs from this length on are read directly into the target."""
 SLICE_BYTES = 8 << 20
-"""A direct read is cut into slices of about this length, for several threads. Why not shorter: with
-each slice a thread waits for Python's global lock, which another one holds while it hashes blocks
-of up to 64 KiB: with 8 MiB a load from memory takes a quarter less time than with 2 MiB, one from
-the page cache an eighth. Why not longer: it gains nothing more, and leaves fewer slices to share.
-What a disk gives does not depend on it, as `READ_AHEAD_BYTES` are begun before they are asked
-for."""
+"""A direct read is cut into slices of about this length, for several threads.
+
+*Why not shorter*: for each slice, a thread waits for Python's global lock, which another thread
+holds while it hashes blocks of up to 64 KiB. With 8 MiB, a load from memory takes a quarter less
+time than with 2 MiB, and one from the page cache an eighth less. *Why not longer*: it gains nothing
+more and leaves fewer slices to distribute. The throughput of a disk does not depend on it, as
+`READ_AHEAD_BYTES` are requested in advance."""
 READ_AHEAD_BYTES = 64 << 20
-"""How far ahead of its threads a reader has the storage read."""
+"""Distance by which read-ahead requests precede the reads."""
 AHEAD_BYTES = 8 << 20
-"""Longest piece of that which is begun at once."""
+"""Maximum length of one read-ahead request."""
 SCRATCH_BYTES = 64 << 20
-"""Most temporary memory of a job, for regions that are not contiguous; one that needs a longer
-block takes that."""
+"""Maximum temporary memory of a job for regions that are not contiguous, unless one checksum block
+is longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +77,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """Bytes that are contiguous in chunk and target."""
+    """A read of bytes that are contiguous in chunk and target."""
 
     pair: int
     low: int
@@ -77,7 +87,7 @@ class Direct:
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """A slab that is read into scratch memory and copied element by element."""
+    """A read of a slab into scratch memory, from which it is copied element by element."""
 
     pair: int
     slab: Slab
@@ -88,30 +98,40 @@ Job = Span | Direct | Strided
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """Where the bytes of every pair of a read plan are.
+    """Locations of the bytes of every pair of a read plan.
+
+    Offsets in a chunk, for a chunk whose raw bytes start at `place` in its file:
+
+        blocks       |.......|.......|.......|.......|...|
+                     0       |   |        |  |           payload_bytes
+                             |   |        |  read_high
+                             |   |        chunk_high
+                             |   chunk_low
+                             read_low
 
     Attributes:
         plan: The read plan.
-        chunk_offset: int64[p, D], box of the pair's chunk.
+        chunk_offset: int64[p, D], offset of the pair's chunk in its tensor.
         chunk_size: int64[p, D].
-        target_offset: int64[p, D], box of the pair's target.
+        target_offset: int64[p, D], offset of the pair's target in its tensor.
         target_size: int64[p, D].
-        itemsize: int64[p], bytes of an element.
-        file: int32[p].
-        place: int64[p], where the chunk's raw bytes start in the file; meaningless if unparsed.
-        block_bytes: int64[p].
+        itemsize: int64[p], bytes per element.
+        file: int32[p], index of the file.
+        place: int64[p], offset of the chunk's raw bytes in the file; undefined if unparsed.
+        block_bytes: int64[p], length of a checksum block; 0 if nothing is verified.
         payload_bytes: int64[p], length of the chunk's raw bytes.
-        num_bytes: int64[p], bytes of the common part of chunk and target.
-        chunk_low: int64[p], first byte needed of the chunk, from its first raw byte.
-        chunk_high: int64[p], behind the last byte needed.
+        num_bytes: int64[p], length of the common part of chunk and target.
+        chunk_low: int64[p], first byte of the chunk that is needed, relative to `place`.
+        chunk_high: int64[p], end of the last byte that is needed.
         chunk_contiguous: bool[p], every byte of `[chunk_low, chunk_high)` is needed.
-        target_low: int64[p], first byte filled of the target.
-        target_contiguous: bool[p], all bytes from there to the last one filled are filled.
-        read_low: int64[p], `chunk_low` moved down to a checksum block bound.
-        read_high: int64[p], `chunk_high` moved up to a block bound or the chunk's end.
-        unparsed: bool[p], the whole item must be read to know where its elements are.
-        item_low: int64[p], where the item starts in the file.
-        item_high: int64[p].
+        target_low: int64[p], first byte of the target that is filled.
+        target_contiguous: bool[p], every byte of the target between the first and the last one
+            that is filled is filled.
+        read_low: int64[p], `chunk_low` rounded down to a block bound.
+        read_high: int64[p], `chunk_high` rounded up to a block bound or the chunk's end.
+        unparsed: bool[p], the whole item must be read to locate its elements.
+        item_low: int64[p], start of the item in the file.
+        item_high: int64[p], end of the item in the file.
     """
 
     plan: ReadPlan
@@ -140,21 +160,21 @@ class Geometry:
 def geometry(
     table: ChunkTable, wanted: Wanted, plan: ReadPlan, place: Int64Array, verify: Verify
 ) -> Geometry:
-    """Returns where the bytes of every pair are.
+    """Returns the locations of the bytes of every pair.
 
     Args:
-        table: What is stored.
-        wanted: What is asked for.
+        table: Chunk table of the checkpoint.
+        wanted: Wanted boxes.
         plan: `plan_reads(table, wanted)`, or some of its rows.
-        place: int64[c], first raw byte of each chunk in its file; -1 where the whole item must be
+        place: int64[c], offset of each chunk's raw bytes in its file; -1 if the whole item must be
             read.
-        verify: With `"never"` reads are not widened to whole blocks.
+        verify: With `"never"`, reads are not widened to whole blocks.
     """
     width = plan.offset.shape[1]
     chunk, row = plan.chunk, plan.wanted
     chunk_box = widen(table.offset[chunk], table.size[chunk], width)
     target_box = widen(wanted.offset[row], wanted.size[row], width)
-    # Why 0: reads are not widened to blocks then.
+    # Why 0: with blocks of length 0, reads are not widened.
     blocks = np.zeros(len(plan), np.int64) if verify == "never" else table.block_bytes[chunk]
     itemsize = wanted.itemsize[row]
     payload_bytes = volume(chunk_box[1]) * itemsize
@@ -188,7 +208,7 @@ def geometry(
 
 @dataclass(frozen=True)
 class ReadCost:
-    """What reading costs, of which follows what is read through and what is left out.
+    """Cost of reads, which determines the gaps that are read through.
 
     Examples:
         >>> ReadCost(request_s=20e-6, bytes_per_s=3e9).gap_bytes, ReadCost(0.03, 1e8).gap_bytes
@@ -196,29 +216,29 @@ class ReadCost:
     """
 
     request_s: float
-    """What a request costs before its first byte, in seconds."""
+    """Latency of a request until its first byte, in seconds."""
     bytes_per_s: float
-    """What one request gets."""
+    """Throughput of one request."""
     request_bytes: int = 0
-    """How long a request should be at least, where there is so much to read in one piece."""
+    """Minimum length of a request, if as many contiguous bytes are needed."""
 
     @property
     def gap_bytes(self) -> int:
-        """Longest gap whose bytes take no longer than another request."""
+        """Longest gap that takes no longer to read than another request."""
         gap = round(self.request_s * self.bytes_per_s)
         return min(max(gap, FREE_GAP_BYTES), MOST_GAP_BYTES)
 
 
 def make_jobs(geo: Geometry, num_rows: int, cost: ReadCost) -> tuple[list[Job], Int64Array]:
-    """Returns the jobs, by file and place, and how many of them fill each wanted row.
+    """Returns the jobs, sorted by file and offset, and the number of parts of each wanted row.
 
     Args:
-        geo: Where the bytes are.
+        geo: Locations of the bytes.
         num_rows: Number of wanted rows.
-        cost: Of a request, which says what gaps are read through.
+        cost: Cost of a request, which determines the gaps that are read through.
 
     Returns:
-        `(jobs, parts int64[num_rows])`; a pair in a span counts one part.
+        `(jobs, parts int64[num_rows])`; a pair in a span counts as one part.
     """
     straight = geo.chunk_contiguous & geo.target_contiguous & ~geo.unparsed
     direct = straight & (geo.num_bytes >= DIRECT_BYTES)
@@ -243,14 +263,14 @@ def make_jobs(geo: Geometry, num_rows: int, cost: ReadCost) -> tuple[list[Job], 
 def job_reads(
     geo: Geometry, jobs: Sequence[Job], cost: ReadCost
 ) -> tuple[Int32Array, Int64Array, Int64Array]:
-    """Returns what the jobs ask of the storage, in their order; see `Prepared.reads`.
+    """Returns the ranges that the jobs read, in the order of the jobs; see `Prepared.reads`.
 
-    A read that is made in steps counts as one.
+    A read that is made in steps counts as one range.
 
     Args:
-        geo: Where the bytes are.
-        jobs: What `make_jobs` returned.
-        cost: As given there.
+        geo: Locations of the bytes.
+        jobs: Result of `make_jobs`.
+        cost: As for `make_jobs`.
     """
     file: list[int] = []
     low: list[int] = []
@@ -276,15 +296,15 @@ def job_reads(
 def read_ahead(
     geo: Geometry, jobs: Sequence[Job], cost: ReadCost, begin: Callable[[int, int, int], object]
 ) -> Iterator[Job]:
-    """Yields the jobs, and has what they will read begun before that.
+    """Yields the jobs, and issues read-ahead requests for the jobs that follow.
 
-    What is read with gaps is left to the storage.
+    Ranges of `Strided` jobs are not requested in advance.
 
     Args:
-        geo: Where the bytes are.
-        jobs: What `make_jobs` returned.
-        cost: As given there.
-        begin: Called with file, first byte and length of what is read soon, in that order.
+        geo: Locations of the bytes.
+        jobs: Result of `make_jobs`.
+        cost: As for `make_jobs`.
+        begin: Requests a range: called with file, first byte and length.
     """
     plain = [job for job in jobs if not isinstance(job, Strided)]
     file, low, high = job_reads(geo, plain, cost)
@@ -305,7 +325,7 @@ def read_ahead(
 
 
 def slab_reads(geo: Geometry, job: Strided, cost: ReadCost) -> Int64Array:
-    """Returns the ranges to read for a slab: int64[r, 2], chunk-local; see `block_ranges`."""
+    """Returns the ranges to read for a slab, as chunk-local int64[r, 2]; see `block_ranges`."""
     pair = job.pair
     return block_ranges(
         geo.chunk_offset[pair],
@@ -356,7 +376,7 @@ def _slices(geo: Geometry, pair: int, cost: ReadCost) -> list[Direct | Strided]:
     low, high = int(geo.chunk_low[pair]), int(geo.chunk_high[pair])
     block = max(int(geo.block_bytes[pair]), 1)
     step = max(max(SLICE_BYTES, cost.request_bytes) // block, 1) * block
-    # Why two thirds: a last slice of a few bytes would be a request of its own.
+    # Why: a last slice shorter than a third of the others is joined with the one before it.
     cuts = [cut for cut in range(low // step * step + step, high, step) if high - cut > step // 3]
     return [Direct(pair, a, b) for a, b in pairwise([low, *cuts, high])]
 
@@ -375,28 +395,29 @@ def _slabs(geo: Geometry, pair: int) -> list[Direct | Strided]:
 
 
 class PairNumbers:
-    """Columns of the pairs as lists: indexing numpy arrays costs 10 times more.
+    """Columns of the pairs as lists. *Why*: indexing numpy arrays costs 10 times as much.
 
     Attributes:
-        whole: All bytes of a chunk go to all bytes of a target.
-        simple: And no other chunk or target needs them, they are verified at once as one block or
-            not at all, and where they are is known.
-        likeness: Equal for items of one length with equal tensors in them; for unparsed pairs.
+        whole: The pair consists of all bytes of its chunk and all bytes of its target.
+        simple: The pair is whole, no other pair has its chunk or target, it is verified as one
+            block or not at all, and its location is known.
+        likeness: Group number of an unparsed pair; pairs of a group have items of equal length with
+            equal dtype and size.
         unparsed: As in `Geometry`.
         straight: The bytes are contiguous in chunk and target.
-        first_check: The checksum of the first block that is read.
-        block_bytes: Length of a block; 0 when nothing is to be verified.
+        first_check: Checksum of the first block that is read.
+        block_bytes: Length of a block; 0 if nothing is verified.
         file: Index of the file.
-        place: Where the chunk's raw bytes start in the file; meaningless if unparsed.
+        place: Offset of the chunk's raw bytes in the file; undefined if unparsed.
         payload_bytes: Length of the chunk's raw bytes.
         read_low: First byte to read, chunk-local.
-        read_start: The same, in the file.
-        read_bytes: How many to read.
+        read_start: First byte to read, in the file.
+        read_bytes: Number of bytes to read.
         chunk_start: First byte needed, in the file.
-        chunk_low: The same, chunk-local.
-        target_low: First byte filled of the target.
-        num_bytes: Bytes of the common part.
-        item_low: Where the item starts in the file.
+        chunk_low: First byte needed, chunk-local.
+        target_low: First byte of the target that is filled.
+        num_bytes: Length of the common part.
+        item_low: Start of the item in the file.
         item_bytes: Length of the item.
     """
 

@@ -1,12 +1,12 @@
-"""Reads planned bytes from storage into targets, and verifies every block on the way.
+"""Reads planned bytes from storage into targets, and verifies every block.
 
-Large contiguous regions go straight into the target's memory; small ones that lie together are read
-together; the rest goes through a bounded scratch buffer per thread. `read_jobs` decides which bytes
-those are; `Filler` does the jobs on several threads; `BlockVerifier` compares each block with the
-chunk table and says which bytes are damaged.
+Large contiguous regions are read directly into the target's memory, small adjacent regions are
+read together, and all others go through a bounded scratch buffer per thread. `read_jobs` plans
+these jobs, `Filler` executes them on several threads, and `BlockVerifier` compares each block with
+the chunk table and names damaged bytes.
 
-Only the header of an item that stock DCP wrote says where its raw bytes lie (`format.torch_items`).
-So its head is read first, and what it says is compared with the chunk table.
+An item that stock DCP wrote contains the location of its raw bytes in its header only
+(`format.torch_items`). Its head is therefore read first and compared with the chunk table.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from ray_dcp.planning.reads import ReadPlan, Wanted
 from ray_dcp.store.storage import KeyMissingError, Storage, read_traits_of
 
 _SAMPLED = 16
-"""`verify="sample"` checks every 16th of the blocks read of a chunk, beginning with the first."""
+"""`verify="sample"` checks every 16th block that is read of a chunk, starting with the first."""
 
 
 class BlockVerifier:
-    """Checks bytes of chunks against their block checksums.
+    """Verifies bytes of chunks against their block checksums.
 
     Args:
-        table: Where the checksums are.
+        table: Chunk table with the checksums.
         verify: Which blocks to check.
-        checkpoint_id: For messages.
+        checkpoint_id: Path or URL, for messages.
     """
 
     def __init__(self, table: ChunkTable, verify: Verify, checkpoint_id: str) -> None:
@@ -77,17 +77,17 @@ class BlockVerifier:
         anchor: int = 0,
         again: Callable[[], object] | None = None,
     ) -> int:
-        """Checks bytes that begin on a block bound, and end on one or at the chunk's end.
+        """Verifies bytes that begin at a block bound and end at a block bound or the chunk's end.
 
         Args:
             chunk: Row of the chunk table.
             low: First byte, chunk-local.
             view: The bytes.
-            anchor: First byte of the read that this is a part of, for sampling.
-            again: Fills `view` once more: what was altered on its way comes whole then.
+            anchor: First byte of the whole read, chunk-local; sampling counts from it.
+            again: Fills `view` once more, in case that the bytes were altered in transit.
 
         Returns:
-            How many blocks were checked.
+            The number of blocks that were checked.
 
         Raises:
             DamagedCheckpointError: A block does not match.
@@ -123,7 +123,7 @@ class BlockVerifier:
         return count
 
     def damaged(self, chunk: int, block: int) -> DamagedCheckpointError:
-        """Returns the error that says which bytes of which tensor and file are wrong."""
+        """Returns the error that names the damaged bytes, their tensor and their file."""
         table = self._table
         block_bytes = int(table.block_bytes[chunk])
         length = int(table.payload_bytes[chunk])
@@ -141,7 +141,7 @@ class BlockVerifier:
 
 @contextmanager
 def naming_tensor(table: ChunkTable, chunk: int) -> Iterator[None]:
-    """Adds to an error about an item whose it is and where it lies, if it does not say so."""
+    """Adds tensor, file and byte range of an item to an error that does not name them."""
     try:
         yield
     except CheckpointError as error:
@@ -154,7 +154,7 @@ def naming_tensor(table: ChunkTable, chunk: int) -> Iterator[None]:
 
 
 def behind(storage: Storage) -> Storage:
-    """Returns the storage that others took the bytes from which this one gives, or itself."""
+    """Returns the innermost storage, whose bytes do not come from other ranks."""
     while (inner := getattr(storage, "behind", None)) is not None:
         storage = inner
     return storage
@@ -164,8 +164,8 @@ def read_stored(storage: Storage, key: str, start: int, view: memoryview) -> Non
     """Fills `view` from a file that the checkpoint refers to.
 
     Raises:
-        DamagedCheckpointError: The file is gone or too short.
-        StorageError: It can't be read.
+        DamagedCheckpointError: The file is missing or too short.
+        StorageError: The file can't be read.
     """
     try:
         storage.read_into(key, start, view)
@@ -196,13 +196,13 @@ ELEMENT_TYPES = {size: np.dtype(f"V{size}") for size in range(1, 33)} | {
     8: np.dtype("<u8"),
     16: np.dtype("<c16"),
 }
-"""A numpy type that copies elements of a size, whatever they mean."""
+"""Element size -> numpy type used to copy elements of that size, whatever their dtype."""
 
 
 def item_bytes_at_most(table: ChunkTable, chunk: int) -> int:
-    """Returns how long the item of a chunk can be once its transforms are undone.
+    """Returns the maximum length of a chunk's item after its transforms are undone.
 
-    Generous for tensors: a subclass may hold more than the elements that it shows.
+    The limit is generous for tensors, as a subclass may contain more than its elements.
     """
     if table.kind[table.tensor[chunk]] == Kind.OBJECT:
         return MAX_OBJECT_BYTES
@@ -210,13 +210,13 @@ def item_bytes_at_most(table: ChunkTable, chunk: int) -> int:
 
 
 def locate_item(storage: Storage, table: ChunkTable, chunk: int) -> TensorItem | None:
-    """Returns where the tensor of a large item lies, from the item's head alone.
+    """Returns the location of the tensor in a large item, from the item's head alone.
 
     Returns:
-        None when the item is no plain tensor: only `torch.load` can read it.
+        None if the item is not a plain tensor, so that only `torch.load` can read it.
 
     Raises:
-        DamagedCheckpointError: As for `parse_item`, or the file is gone or too short.
+        DamagedCheckpointError: As for `parse_item`, or the file is missing or too short.
         StorageError: The file can't be read.
     """
     length = int(table.item_bytes[chunk])
@@ -232,15 +232,16 @@ def locate_item(storage: Storage, table: ChunkTable, chunk: int) -> TensorItem |
 
 
 def parse_item(table: ChunkTable, chunk: int, head: memoryview) -> TensorItem | None:
-    """Returns where the tensor of an item lies, after comparing it with the chunk table.
+    """Returns the location of the tensor in an item, after comparing it with the chunk table.
 
     Returns:
-        None when the item is no plain tensor: only `torch.load` can read it.
+        None if the item is not a plain tensor, so that only `torch.load` can read it.
 
     Raises:
         NeedMoreBytes: `head` is too short.
-        UnsafeCheckpointError: The item asks for code to run.
-        DamagedCheckpointError: It is no item of `torch.save`, or holds another tensor.
+        UnsafeCheckpointError: The pickle in the item would execute code.
+        DamagedCheckpointError: The item was not written by `torch.save`, or contains another
+            tensor than the chunk table states.
     """
     name, file = table.names[table.tensor[chunk]], table.files[table.file[chunk]]
     try:
@@ -269,13 +270,13 @@ def view_of_item(
     """Returns the elements of an item's tensor as an array with `width` dimensions.
 
     Args:
-        item: Where the tensor lies.
+        item: Location of the tensor.
         data: The whole item.
-        itemsize: Bytes of an element.
-        width: At least the tensor's number of dimensions; more are added as 1, at the end.
+        itemsize: Bytes per element.
+        width: Number of dimensions, at least the tensor's; dimensions of size 1 are appended.
 
     Raises:
-        DamagedCheckpointError: The view reaches out of the item.
+        DamagedCheckpointError: The tensor exceeds the item.
     """
     spare = width - len(item.size)
     payload = data[item.payload_offset : item.payload_offset + item.payload_bytes]
@@ -296,27 +297,27 @@ def view_of_item(
 
 
 _SMALL_PAIR_BYTES = 32 << 10
-"""Spans of pairs that are shorter than this on average are taken apart by one thread at a time."""
+"""Only one thread at a time copies the pairs of a span whose average length is below this."""
 
 
 class TargetSink(Protocol):
-    """Where the bytes of wanted boxes go. Called from several threads at once."""
+    """Receives the bytes of wanted boxes. Must be thread-safe."""
 
     def buffer(self, row: int) -> memoryview:
-        """Returns the target of a wanted row: writable, flat, its C-order bytes as stored.
+        """Returns the target of a wanted row: writable, flat, in C order.
 
-        May be called many times for a row, until `done`; always the same memory.
+        May be called many times for a row before `done`, and returns the same memory each time.
         """
         ...
 
     def done(self, row: int) -> None:
-        """Is told once that all bytes of a row are in its target and verified."""
+        """Called once per row, when all its bytes are in the target and verified."""
         ...
 
 
 @runtime_checkable
 class ManySink(TargetSink, Protocol):
-    """A sink that takes many small rows for less than one by one."""
+    """A sink that accepts many small rows in one call, at a lower cost per row."""
 
     def put_many(
         self,
@@ -325,41 +326,41 @@ class ManySink(TargetSink, Protocol):
         starts: Sequence[int],
         counts: Sequence[int],
     ) -> Sequence[int]:
-        """Fills whole rows, as `buffer`, a copy and `done` do for each.
+        """Fills whole rows, with the same effect as `buffer`, a copy and `done` for each row.
 
         Args:
-            rows: Which.
+            rows: Wanted rows.
             source: Verified bytes.
-            starts: Where those of each row begin in it.
-            counts: How many each has.
+            starts: Offset of each row's bytes in `source`.
+            counts: Number of bytes of each row.
 
         Returns:
-            The places in `rows` of those that it leaves to be filled one by one.
+            Indices into `rows` of the rows that were not filled; the caller fills them one by one.
         """
         ...
 
     def drain(self) -> None:
-        """Returns when nothing is under way any more that `done` or `put_many` began."""
+        """Waits until all work that `done` and `put_many` have started has ended."""
         ...
 
 
 class Filler:
-    """Does jobs, and tells the sink when a row has got all its parts. For several threads.
+    """Executes jobs, and calls the sink's `done` when all parts of a row are filled. Thread-safe.
 
     Args:
-        storage: Where the files are.
-        table: What is stored.
-        geo: Where the bytes of every pair are.
-        sink: Gives the targets.
-        lengths: Bytes of each wanted row.
-        parts: How many parts fill each wanted row.
+        storage: Storage of the files.
+        table: Chunk table of the checkpoint.
+        geo: Locations of the bytes of every pair.
+        sink: Returns the targets.
+        lengths: Number of bytes of each wanted row.
+        parts: Number of parts that fill each wanted row.
         verify: Which blocks to check.
-        cost: As given to `make_jobs`.
+        cost: As for `make_jobs`.
 
     Attributes:
-        bytes_read: Bytes asked of the storage.
-        blocks_checked: How many blocks were verified.
-        opaque: Chunks that turned out to be readable by `torch.load` only.
+        bytes_read: Number of bytes read from the storage.
+        blocks_checked: Number of blocks that were verified.
+        opaque: Chunks that only `torch.load` can read, as found while reading.
     """
 
     def __init__(
@@ -395,10 +396,10 @@ class Filler:
         self._heads: dict[int, tuple[bytes, TensorItem]] = {}
 
     def do(self, job: Job) -> None:
-        """Does one job.
+        """Executes one job.
 
         Raises:
-            DamagedCheckpointError: A block does not match, or a file is gone or too short.
+            DamagedCheckpointError: A block does not match, or a file is missing or too short.
             StorageError: A file can't be read.
         """
         if isinstance(job, Span):
@@ -411,18 +412,18 @@ class Filler:
             self.bytes_read += num_bytes
             self.blocks_checked += blocks
 
-    # The three kinds of jobs; each returns (bytes read, blocks checked).
+    # One method for each kind of job; each returns (bytes read, blocks checked).
 
     def _do_span(self, job: Span) -> tuple[int, int]:
         view = self._scratch(job.high - job.low)
         self._load(job.file, job.low, view)
-        # Why: what is done for a small pair holds Python's global lock, but for moments; threads
-        # that take it from each other at every pair spend more time on that than on the pairs.
+        # Why one thread at a time: copying small pairs holds Python's global lock nearly all the
+        # time. Threads that hand it over at every pair spend more time on that than on the copies.
         with self._turn if len(view) < _SMALL_PAIR_BYTES * len(job.pairs) else nullcontext():
             return len(view), self._copy_pairs(job, view)
 
     def _copy_pairs(self, job: Span, view: memoryview) -> int:
-        """Copies the pairs of a span; returns how many blocks were verified."""
+        """Copies the pairs of a span; returns the number of verified blocks."""
         numbers = self._pairs
         blocks = self._copy_simple(job.pairs, view, job.low)
         verified = (-1, -1, -1)
@@ -450,7 +451,7 @@ class Filler:
         return blocks
 
     def _check_in_span(self, pair: int, view: memoryview, span_low: int) -> int:
-        """Verifies what a pair needs of a span; returns how many blocks that were."""
+        """Verifies the bytes of a pair in a span; returns the number of verified blocks."""
         numbers = self._pairs
         block_bytes = numbers.block_bytes[pair]
         if block_bytes == 0:
@@ -462,10 +463,10 @@ class Filler:
         )
 
     def _copy_simple(self, pairs: Sequence[int], view: memoryview, span_low: int) -> int:
-        """Copies the simple ones among some pairs; returns how many blocks were verified.
+        """Copies the simple pairs among some pairs; returns the number of verified blocks.
 
-        Why all at once: this is the path of small tensors, and a call costs as much as what it
-        would do.
+        *Why in one call*: this is the path of small tensors, for which a call costs as much as the
+        work in it.
         """
         numbers, row_of, lengths = self._pairs, self._row, self._lengths
         simple, first = numbers.simple, numbers.chunk_start
@@ -484,7 +485,7 @@ class Filler:
     def _check_simple(
         self, pairs: Sequence[int], view: memoryview, starts: Sequence[int], counts: Sequence[int]
     ) -> int:
-        """Verifies pairs of one block each; returns how many blocks that were."""
+        """Verifies pairs of one block each; returns the number of verified blocks."""
         numbers, check = self._pairs, block_check
         has_check, expected = numbers.block_bytes, numbers.first_check
         found = [
@@ -522,7 +523,7 @@ class Filler:
     def _read_verified(
         self, pair: int, low: int, high: int, part: memoryview, block: int
     ) -> tuple[int, int]:
-        """Fills `part` with bytes `[low, high)` of a chunk, through scratch if not whole blocks."""
+        """Fills `part` with bytes `[low, high)` of a chunk, via scratch unless blocks are whole."""
         numbers = self._pairs
         start = low // block * block
         stop = min(-(-high // block) * block, numbers.payload_bytes[pair])
@@ -559,7 +560,7 @@ class Filler:
     # Copying between boxes.
 
     def _copy_parsed(self, pair: int, view: memoryview, span_low: int) -> None:
-        """Copies a pair out of a whole stock item."""
+        """Copies a pair from a whole item of stock DCP."""
         geo, numbers, chunk = self._geo, self._pairs, self._chunk[pair]
         start = numbers.item_low[pair] - span_low
         data = view[start : start + numbers.item_bytes[pair]]
@@ -582,9 +583,9 @@ class Filler:
         self._part_done(row)
 
     def _parsed(self, pair: int, data: memoryview) -> TensorItem | None:
-        """Returns where the tensor of a stock item lies.
+        """Returns the location of the tensor in an item of stock DCP.
 
-        Items of tensors that are alike begin with the same bytes, and these alone decide.
+        Items with equal heads have equal locations, so each distinct head is parsed once.
         """
         likeness = self._pairs.likeness[pair]
         known = self._heads.get(likeness)
@@ -598,7 +599,7 @@ class Filler:
     def _copy_box(
         self, pair: int, view: memoryview, base: int, offset: Int64Array, size: Int64Array
     ) -> None:
-        """Copies a box out of C-order bytes of a chunk, of which `view` holds those from `base`."""
+        """Copies a box of a chunk; `view` holds the chunk's bytes, in C order, from `base` on."""
         geo = self._geo
         itemsize = int(geo.itemsize[pair])
         steps = strides(geo.chunk_size[pair][None])[0] * itemsize
@@ -632,7 +633,7 @@ class Filler:
         self._sink.done(row)
 
     def _again(self, pair: int, start: int, view: memoryview) -> Callable[[], None]:
-        """Returns what fills a view with bytes of a file once more."""
+        """Returns a function that fills a view once more, from storage."""
         key = self._table.files[int(self._geo.file[pair])]
         return partial(read_stored, behind(self._storage), key, start, view)
 
@@ -640,16 +641,23 @@ class Filler:
         read_stored(self._storage, self._table.files[file], start, view)
 
     def _scratch(self, num_bytes: int) -> memoryview:
-        """Returns this thread's scratch memory; what it held before is lost."""
+        """Returns the scratch memory of this thread; its previous content is lost."""
         room: npt.NDArray[np.uint8] | None = getattr(self._local, "room", None)
         if room is None or len(room) < num_bytes:
-            self._local.room = room = None  # Why: the old one goes before the new one comes.
+            self._local.room = room = None  # Why: frees the old buffer before the new allocation.
             self._local.room = room = np.empty(num_bytes, np.uint8)
         return room.data[:num_bytes]
 
 
 def _at_block_bounds(low: int, high: int, block: int, payload_bytes: int) -> list[tuple[int, int]]:
-    """Cuts a range into an edge, whole blocks, and another edge."""
+    """Cuts a range at block bounds into an edge, whole blocks, and an edge.
+
+    For example, with blocks of 8 bytes:
+
+        blocks  |.......|.......|.......|.......|
+        range       [low                 high)
+        parts       |===|===============|====|
+    """
     inner = min(-(-low // block) * block, high)
     end = high if high == payload_bytes else max(high // block * block, inner)
     return [(a, b) for a, b in pairwise([low, inner, end, high]) if a < b]
@@ -660,27 +668,28 @@ def _slices(low: Int64Array, size: Int64Array) -> tuple[slice, ...]:
 
 
 Transforms = Sequence[tuple[str, ...] | None] | None
-"""`ForeignMetadata.transforms`."""
+"""Type of `ForeignMetadata.transforms`."""
 
 _WHOLE_ITEM_BYTES = 1 << 20
-"""Stock items up to this length are read whole at once; of longer ones first the head."""
+"""Items of stock DCP up to this length are read as a whole; of longer items, the head is read
+first."""
 
 _FAR_REQUEST_BYTES = 8 << 20
-"""Length that requests have at least where each of them takes a round trip."""
+"""Minimum length of requests to a storage without page cache, where each costs a round trip."""
 
 
 @dataclass(frozen=True)
 class ReadStats:
-    """What a read did."""
+    """Statistics of a read."""
 
     bytes_read: int
-    """Bytes asked of the storage."""
+    """Number of bytes read from the storage."""
     bytes_needed: int
-    """Bytes of all wanted boxes."""
+    """Number of bytes of all wanted boxes."""
     blocks_checked: int
     opaque: tuple[int, ...] = ()
-    """Chunks that only `torch.load` understands. Nothing was written for them, and `done` was not
-    called for the rows that need them: read them with `read_item`."""
+    """Chunks that only `torch.load` can read. Their targets were not filled, and `done` was not
+    called for the rows that need them. Read these chunks with `read_item`."""
 
 
 def read_chunks(
@@ -694,29 +703,30 @@ def read_chunks(
 ) -> ReadStats:
     """Fills the targets of all wanted rows.
 
-    Rows of volume 0 are done at once. Rows that the plan names as uncovered are filled as far as
-    they can be, and never done. After an error the targets hold rubbish.
+    Rows of volume 0 are done at once. Rows that the plan lists as uncovered are filled as far as
+    possible, but `done` is never called for them. After an error, the content of the targets is
+    undefined.
 
     Args:
-        storage: Where the files are.
-        table: What is stored.
+        storage: Storage of the files.
+        table: Chunk table of the checkpoint.
         read_plan: `plan_reads(table, wanted)`.
-        wanted: What is asked for.
-        sink: Gives the targets; used from `options.num_threads` threads.
-        options: `num_threads` and `verify` count.
+        wanted: Wanted boxes.
+        sink: Returns the targets; called from `options.num_threads` threads.
+        options: Only `num_threads` and `verify` are used.
 
     Returns:
-        How much was read and checked, and which chunks could not be read here.
+        The statistics, and the chunks that could not be read.
 
     Raises:
-        DamagedCheckpointError: A block does not match its checksum, or a file is gone or too
-            short; names the tensor, the file and the bytes.
-        UnsafeCheckpointError: A stock item asks for code to run.
+        DamagedCheckpointError: A block does not match its checksum, or a file is missing or too
+            short. The message names the tensor, the file and the bytes.
+        UnsafeCheckpointError: The pickle in an item of stock DCP would execute code.
         StorageError: A file can't be read.
 
     Complexity:
-        O(bytes); a small tensor costs about 3 us. Memory: per thread the greatest of 8 MiB,
-        `read_jobs.SCRATCH_BYTES` and one block, and no more than what one job needs.
+        O(bytes); a small tensor costs about 3 us. Memory per thread: that of its largest job, at
+        most the maximum of 8 MiB, `read_jobs.SCRATCH_BYTES` and one block.
     """
     prepared = prepare_reads(storage, table, read_plan, wanted, options=options)
     return read_prepared(storage, prepared, sink, options=options)
@@ -724,7 +734,7 @@ def read_chunks(
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What is to be read, to the byte, before anything of a target is touched."""
+    """A prepared read: the exact ranges and jobs. No target has been written yet."""
 
     table: ChunkTable
     read_plan: ReadPlan
@@ -732,13 +742,13 @@ class Prepared:
     geo: Geometry
     jobs: Sequence[Job]
     parts: Int64Array
-    """How many jobs fill each wanted row."""
+    """Number of parts that fill each wanted row."""
     opaque: frozenset[int]
-    """As in `ReadStats`; more may turn out to be when they are read."""
+    """As in `ReadStats`; reading may find more."""
     cost: ReadCost
 
     def reads(self) -> tuple[Int32Array, Int64Array, Int64Array]:
-        """Returns `(file, low, high)` of every range that is asked of the storage."""
+        """Returns `(file, low, high)` of every range that is read from the storage."""
         return job_reads(self.geo, self.jobs, self.cost)
 
 
@@ -750,31 +760,31 @@ def prepare_reads(
     *,
     options: LoadOptions,
 ) -> Prepared:
-    """Decides what `read_prepared` reads; asks the storage only for the heads of stock items.
+    """Plans the reads of `read_prepared`. Reads only the heads of items of stock DCP.
 
     Args:
-        storage: Where the files are.
-        table: What is stored.
+        storage: Storage of the files.
+        table: Chunk table of the checkpoint.
         read_plan: `plan_reads(table, wanted)`.
-        wanted: What is asked for.
-        options: `num_threads` and `verify` count.
+        wanted: Wanted boxes.
+        options: Only `num_threads` and `verify` are used.
 
     Raises:
-        CheckpointError: As `read_chunks`, for what the table or the head of an item shows.
+        CheckpointError: As `read_chunks`, for errors in the table or in the head of an item.
     """
     place, opaque = _locate(storage, table, read_plan.chunk, options.num_threads)
     usable = ~np.isin(read_plan.chunk, np.array(sorted(opaque), np.int32))
     geo = geometry(table, wanted, _rows_of(read_plan, usable), place, options.verify)
     cost = read_cost(storage)
     jobs, parts = make_jobs(geo, len(wanted), cost)
-    # One part too many: these rows are never done.
+    # Why one part more: `done` must never be called for these rows.
     parts[read_plan.wanted[~usable]] += 1
     parts[np.array([row for row, _ in read_plan.uncovered], np.int64)] += 1
     return Prepared(table, read_plan, wanted, geo, jobs, parts, frozenset(opaque), cost)
 
 
 def read_cost(storage: Storage) -> ReadCost:
-    """Returns what reads of a storage cost, by its kind and what it says of itself."""
+    """Returns the cost of reads from a storage, by its `read_traits` and `request_bytes`."""
     traits = read_traits_of(storage)
     usual = 0 if traits.cached else _FAR_REQUEST_BYTES
     return ReadCost(traits.request_s, traits.bytes_per_s, getattr(storage, "request_bytes", usual))
@@ -785,13 +795,13 @@ def read_prepared(
 ) -> ReadStats:
     """Fills the targets, as `read_chunks` does.
 
-    Jobs are begun in the order of files and of places in them.
+    Jobs are started in the order of files and offsets.
 
     Args:
-        storage: Where the files are.
-        prepared: What `prepare_reads` returned.
-        sink: Gives the targets; used from `options.num_threads` threads.
-        options: As given to `prepare_reads`.
+        storage: Storage of the files.
+        prepared: Result of `prepare_reads`.
+        sink: Returns the targets; called from `options.num_threads` threads.
+        options: As for `prepare_reads`.
 
     Raises:
         CheckpointError: As `read_chunks`.
@@ -819,7 +829,7 @@ def read_prepared(
     try:
         run_tasks(jobs, filler.do, min(options.num_threads, len(prepared.jobs)))
     except BaseException:
-        # Why: a copy that goes on could come after what its user does with the targets next.
+        # Why: a copy still in progress could overwrite what the caller next puts into a target.
         if isinstance(sink, ManySink):
             sink.drain()
         raise
@@ -839,18 +849,18 @@ def read_item(
     verify: Verify = "always",
     transforms: Transforms = None,
 ) -> bytes:
-    """Returns a whole item (what `torch.save` wrote) after verifying its payload.
+    """Returns a whole item (the output of `torch.save`) after verifying its payload.
 
     Args:
-        storage: Where the files are.
-        table: What is stored.
-        chunk: Row of the table: an object, an opaque chunk, or any other.
+        storage: Storage of the files.
+        table: Chunk table of the checkpoint.
+        chunk: Row of the table: an object, an opaque chunk, or any other chunk.
         verify: Which blocks to check.
         transforms: `ForeignMetadata.transforms`; those of the chunk are undone.
 
     Raises:
-        DamagedCheckpointError: A block does not match its checksum, the file is gone or short, or
-            a transform can't be undone.
+        DamagedCheckpointError: A block does not match its checksum, the file is missing or too
+            short, or a transform can't be undone.
         StorageError: The file can't be read.
     """
     _check_reaches(storage, table, chunk)
@@ -879,7 +889,7 @@ def read_items(
     verify: Verify,
     transforms: Transforms,
 ) -> list[bytes]:
-    """Returns what `read_item` does for each chunk; several are read at a time where that pays.
+    """Returns the item of each chunk, as `read_item` does; reads in parallel where that pays.
 
     Raises:
         CheckpointError: As `read_item`.
@@ -898,7 +908,7 @@ def read_items(
 def _locate(
     storage: Storage, table: ChunkTable, chunks: Int32Array, num_threads: int
 ) -> tuple[Int64Array, set[int]]:
-    """Returns where raw bytes start (int64[c], -1: read the whole item), and opaque chunks."""
+    """Returns the offset of each chunk's raw bytes (-1: read the whole item), and opaque chunks."""
     place = table.payload_offset.copy()
     used = np.unique(chunks)
     opaque: set[int] = set(used[table.kind[table.tensor[used]] != Kind.TENSOR].tolist())
@@ -923,9 +933,9 @@ def _locate(
 
 
 def _check_reaches(storage: Storage, table: ChunkTable, chunk: int) -> None:
-    """Checks that a long item is there to its last byte, before memory is taken for it.
+    """Checks that the last byte of a long item exists, before memory is allocated for the item.
 
-    Why: how long it is said to be may be a lie, in a `.metadata` without checksums.
+    *Why*: its length may be wrong, as a `.metadata` has no checksum.
     """
     length = int(table.item_bytes[chunk])
     if length > _WHOLE_ITEM_BYTES:

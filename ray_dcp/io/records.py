@@ -1,25 +1,28 @@
-"""The records in the slots of a place, and deletions that are announced.
+"""Reads the records of a checkpoint, and aborts announced deletions.
 
-Reads the records in the slots of a place, and tells which one decides what stands.
+**Records** are stored in numbered slots. `read_slots` determines the *deciding* record: the commit
+or delete record that defines the current state.
 
-A record may be removed while it is looked for: by a save or a delete that decides now, and whose
-own record a listing that began before need not show. So a record that is gone, and the finding
-that nothing decides, are held against another listing.
+A record may be removed while it is read, by a save or delete that now decides, and whose own record
+an earlier listing may not show. If a listed record is missing, or no record decides, the result is
+therefore compared with another listing.
 
-Announced deletions: whoever protects a step can end them before they are committed.
+**Announced deletions** can be aborted by a process that protects a step, before they are committed:
 
-Who deletes a step announces it under the attempt of its delete record, then reads what protects
-the step, then commits that record. Who tags or reads the step, removes another one or takes over
-the right to write does that first and then *fences* the announced deletions: an abort record takes
-the attempt, so that it can't be committed any more. One of the two sees the other, whatever the
-order, and however long one of them lies still in between.
+    deletes the step                        protects the step (tag, reader, writer lease)
+    1. announce, under an attempt id        1. write the protection
+    2. read all protections                 2. fence: abort all announced attempts
+    3. commit the delete record
 
-Where a storage can't create a record only if there is none, nobody else can end a deletion by a
-record. There its announcement is taken away, and whoever deletes looks for that right before the
-record. Between the two it can't be stopped, and `fence` says so.
+At least one of the two sees the other, in whatever order and with whatever delays the steps happen.
+The abort record occupies the attempt, so that its delete record can't be committed any more.
 
-An announcement is an empty file whose name tells all. One that was left by a crash ends the same
-way, so nobody has to know whether its process lives.
+A storage without conditional creation allows no such abort record. There, `fence` removes the
+announcement, and the deleting process checks it immediately before step 3. A deletion between that
+check and its record can't be stopped; `fence` reports this.
+
+An announcement is an empty file whose name contains all its data. The announcement of a crashed
+process is aborted in the same way, so that no liveness check is needed.
 """
 
 from __future__ import annotations
@@ -56,40 +59,40 @@ from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage, read
 T = TypeVar("T")
 
 _MOST_TRIES = 20
-"""How often the slots are listed again; each time a save or delete came in between."""
+"""How often the slots are listed again. Each retry means that a save or delete intervened."""
 
 
 class Deciding(NamedTuple):
-    """The record that decides what stands."""
+    """The record that defines the current state of a checkpoint."""
 
     slot: int
     data: bytes
-    """The record as on storage."""
+    """The record as stored."""
     record: Manifest | DeleteRecord
 
 
 @dataclass(frozen=True)
 class Slots:
-    """The records of a place, as far down as is needed to know what stands."""
+    """The newest records of a checkpoint, down to the slot that can still matter."""
 
     used: tuple[int, ...] = ()
-    """Slots in use, ascending; also those whose records were not read."""
+    """Slots in use, ascending, including those whose records were not read."""
     records: dict[int, Record] = field(default_factory=dict)
     data: dict[int, bytes] = field(default_factory=dict)
-    """The same as on storage."""
+    """The records as stored."""
     unreadable: dict[int, DamagedCheckpointError] = field(default_factory=dict)
     older: dict[int, Record] = field(default_factory=dict)
-    """Records further down, if they were asked for: none of them decides anything any more."""
+    """Older records, if requested. They have no effect any more."""
 
     @property
     def last_slot(self) -> int:
-        """Highest slot in use; 0 when there is none."""
+        """Highest slot in use; 0 if there is none."""
         return self.used[-1] if self.used else 0
 
     @property
     def decides(self) -> Deciding | None:
-        """The record that decides what stands; None when nothing was ever committed."""
-        # Why: most records above the one that decides are aborts, and there may be many.
+        """The deciding record; None if nothing was ever committed."""
+        # Why first: there may be many abort records above the deciding one.
         if all(isinstance(record, AbortRecord) for record in self.records.values()):
             return None
         found = deciding(self.records)
@@ -97,22 +100,22 @@ class Slots:
 
 
 def used_slots(storage: Storage) -> tuple[int, ...]:
-    """Returns the slots that are in use, ascending.
+    """Returns the slots in use, ascending.
 
     Args:
-        storage: Of the place.
+        storage: Storage of the checkpoint.
 
     Raises:
-        StorageError: It can't be listed.
+        StorageError: The storage can't be listed.
     """
     return slots_in(entry.key for entry in storage.list("manifest-"))
 
 
 def slots_in(keys: Iterable[str]) -> tuple[int, ...]:
-    """Returns the slots that are in use, ascending.
+    """Returns the slots in use, ascending.
 
     Args:
-        keys: What a listing of the place shows.
+        keys: Keys of a listing of the checkpoint.
     """
     return tuple(sorted(slot for key in keys if (slot := slot_of(key)) is not None))
 
@@ -125,27 +128,35 @@ def read_slots(
     used: tuple[int, ...] | None = None,
     known: Mapping[int, bytes] | None = None,
 ) -> Slots:
-    """Returns the records that decide what stands at a place.
+    """Returns the newest records of a checkpoint, down to those that determine its state.
 
-    Reads downwards, and no further than the slot that the one which decides saw when it was
-    planned: no record below that one can name it, and none there was ever in force unless the
-    one that decides says so.
+    Slots are read in descending order, down to `previous_slot` of the deciding record:
+
+        slot    1  2  3 | 4  5  6  7
+                 older  |    |  |  +- abort
+                        |    |  +---- abort
+                        |    +------- commit, previous_slot=3: decides
+                        +-- not read below, as the deciding record was planned after slot 3
+
+    No older record can refer to the deciding one, and no older commit was ever in force unless the
+    deciding record says so.
 
     Args:
-        storage: Of the place.
-        tolerant: Pass records by that can't be read, instead of failing.
-        whole: Read the older records as well.
-        used: The slots in use, by a listing that the caller made. It is believed where it shows no
-            decision: for callers that create a record by it, and look above that afterwards.
+        storage: Storage of the checkpoint.
+        tolerant: Skip damaged records instead of raising.
+        whole: Read the older records, too.
+        used: The slots in use, if the caller has listed them. A result without a deciding record is
+            then not compared with another listing: the caller creates a record above these slots,
+            and checks afterwards.
         known: Records that were read already, by slot.
 
     Raises:
-        DamagedCheckpointError: A record can't be read; nothing is decided past it.
-        CheckpointError: A newer ray_dcp wrote here.
-        StorageError: The storage can't be read, or the records change all the time.
+        DamagedCheckpointError: A record is damaged; older records are not used instead.
+        CheckpointError: A newer version of ray_dcp wrote the records.
+        StorageError: The storage can't be read, or the records kept changing.
 
     Complexity:
-        O(records above that slot): one, but for aborted and overtaken attempts.
+        O(records above `previous_slot`): one, plus aborted and superseded attempts.
     """
     before: Slots | None = None
     for _ in range(_MOST_TRIES):
@@ -321,17 +332,17 @@ _KEY = re.compile(
 
 
 class Announced(NamedTuple):
-    """A deletion that is announced."""
+    """An announced deletion."""
 
     step: int
     attempt: str
-    """Of its delete record."""
+    """Attempt id of its delete record."""
     name: str
     """Folder of the step."""
 
     @property
     def key(self) -> str:
-        """Returns where it is announced, in the shared folder of the run.
+        """Key of the announcement in the shared folder of the run.
 
         Examples:
             >>> Announced(5, "0123456789abcdef", "step-5").key
@@ -341,14 +352,14 @@ class Announced(NamedTuple):
 
 
 def announced(shared: Storage, step: int | None = None) -> list[Announced]:
-    """Returns the deletions that are announced.
+    """Returns the announced deletions.
 
     Args:
-        shared: What managers share.
-        step: Of which step; of all if None.
+        shared: Shared storage of the run's managers.
+        step: Only those of this step; of all steps if None.
 
     Raises:
-        StorageError: It can't be listed.
+        StorageError: The storage can't be listed.
     """
     prefix = _PREFIX if step is None else f"{_PREFIX}{step}."
     found = (_KEY.fullmatch(entry.key) for entry in shared.list(prefix))
@@ -356,7 +367,7 @@ def announced(shared: Storage, step: int | None = None) -> list[Announced]:
 
 
 def ended(url: str) -> CheckpointExistsError:
-    """Returns the error of a deletion that somebody ended."""
+    """Returns the error of a deletion that another process aborted."""
     return CheckpointExistsError(
         "Expected to delete the checkpoint, but somebody who keeps it ended that: a tag, a "
         "reader, or another process that writes to its run. It stands",
@@ -365,11 +376,11 @@ def ended(url: str) -> CheckpointExistsError:
 
 
 def check_announced(shared: Storage, mark: Announced) -> None:
-    """Checks that nobody took the announcement of a deletion away.
+    """Checks that the announcement of a deletion still exists.
 
     Raises:
-        CheckpointExistsError: Somebody did.
-        StorageError: The storage failed.
+        CheckpointExistsError: Another process removed it.
+        StorageError: The storage can't be read.
     """
     if read_if_there(shared, mark.key) is None:
         raise ended(mark.name)
@@ -381,22 +392,22 @@ def fence(
     reason: str,
     step: int | None = None,
 ) -> str:
-    """Ends the deletions that are announced: none of them is committed after this returns.
+    """Aborts the announced deletions: none of them can be committed after this returns.
 
-    Call it after the change that they must not miss.
+    Must be called after the protection has been written.
 
     Args:
-        shared: What managers share.
+        shared: Shared storage of the run's managers.
         open_folder: Opens a step folder of the run.
-        reason: Goes into the abort record.
-        step: Of which step; of all if None.
+        reason: Reason, stored in the abort record.
+        step: Only deletions of this step; of all steps if None.
 
     Returns:
-        Which may still be committed, in words, where the storage can't create a record only if
-        there is none; "" if none may.
+        A message about deletions that may still be committed, because the storage has no
+        conditional creation; "" if there are none.
 
     Raises:
-        StorageError: The storage failed; some may still be committed.
+        StorageError: The storage failed; some deletions may still be committed.
     """
     marks = announced(shared, step)
     unsure = [
@@ -416,16 +427,17 @@ def fence(
 
 
 def _abort(storage: Storage, attempt: str, reason: str) -> bool:
-    """Ends a deletion by a record; returns whether it is decided now."""
+    """Aborts a deletion by a record; returns whether its outcome is now decided."""
     record = encode_record(AbortRecord(attempt=attempt, reason=reason, rank=None))
     for _ in range(_MOST_TRIES):
         slots = read_slots(storage, tolerant=True)
         if any(one.attempt == attempt for one in slots.records.values()):
             return True
-        # Why: the name is one that somebody else gave, as a program that keeps copies does.
+        # Why: an empty folder has nothing to delete. Another program, such as one that makes
+        # copies, may have written a file of this name.
         if not slots.used and not storage.list():
             return True
-        # Why only looked at: there, an abort could replace the record of somebody else.
+        # Why no record: without conditional creation, it could replace another process's record.
         if not storage.traits.create_if_absent:
             return False
         with suppress(KeyExistsError):

@@ -1,7 +1,8 @@
-"""A small file in a run, whose space a deletion may use on a full disk.
+"""Reserves disk space in a run, so that a deletion works on a full disk.
 
-To free space takes a record of what is deleted, and a writer lease: on a disk without a free block
-neither can be written. The file is given up for them, and made again when there is space.
+A deletion that frees space has to write a delete record and a writer lease first, which is
+impossible on a disk without a free block. The reserve file is deleted to make room for them, and
+created again when there is space.
 """
 
 from __future__ import annotations
@@ -18,32 +19,32 @@ T = TypeVar("T")
 
 RESERVE = "reserve"
 RESERVE_BYTES = 64 << 10
-"""Blocks for a lease, an announcement and some records, whatever the filesystem adds to them."""
+"""Enough for a lease, an announcement and some records, with the overhead of any filesystem."""
 
 
 def keep_reserve(shared: Storage) -> None:
-    """Makes the reserve of a run; does nothing where there is no space for it.
+    """Creates the reserve of a run; does nothing if there is no space for it.
 
     Args:
-        shared: What the managers of the run share.
+        shared: Shared storage of the run's managers.
     """
-    # Why not there: an object store does not fill up, and each of its requests is waited for.
+    # Why not on an object store: it does not fill up, and each request costs a round trip.
     if hasattr(shared, "request_bytes"):
         return
     with suppress(CheckpointError):
-        # Why random: a filesystem that compresses would keep nothing of zeros.
+        # Why random: a compressing filesystem would reserve nothing for zeros.
         shared.write(RESERVE, os.urandom(RESERVE_BYTES))
 
 
 def freeing(shared: Storage, work: Callable[[], T]) -> T:
-    """Returns what work gives; where it fails as the disk is full, once more without the reserve.
+    """Calls `work` and returns its result; if the disk is full, retries without the reserve.
 
     Args:
-        shared: What the managers of the run share.
-        work: May be done twice.
+        shared: Shared storage of the run's managers.
+        work: The call; may be repeated once.
 
     Raises:
-        CheckpointError: As work does.
+        CheckpointError: The error of `work`.
     """
     try:
         return work()

@@ -1,8 +1,8 @@
-"""`SharedReadStorage`: some bytes are read by one rank only, and passed on to the others.
+"""`SharedReadStorage`: one rank reads bytes that several ranks need, and sends them to the others.
 
-`planning.reads.share_reads` decides who reads what; a `Transport` passes it on. What comes from
-another rank is checked like what storage gives. Where it does not come, it is read from storage, so
-that no rank depends on another.
+`planning.reads.share_reads` assigns units of bytes to reading ranks; a `Transport` transfers them.
+Bytes from another rank are verified like bytes from storage. If they do not arrive, they are read
+from storage, so that no rank depends on another.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ray_dcp.planning.reads import RankShare
 from ray_dcp.store.storage import Storage, StorageWrapper
 
 SHARE_TIMEOUT_S = 20.0
-"""How long a reader waits for the others to use what it has read, in seconds, before it leaves the
-rest to everybody: one that is frozen must not keep the others from reading."""
+"""How long a reader waits for other ranks to use the units it has offered, in seconds, before it
+declines its remaining units. *Why*: a frozen rank must not keep the others from reading."""
 
 _LOOK_S = 0.2
 
@@ -31,62 +31,63 @@ Reads = tuple[Int32Array, Int64Array, Int64Array]
 
 
 class Transport(Protocol):
-    """How units get from the rank that reads them to the others of one load.
+    """Transfers units from the rank that reads them to the other ranks of one load. Thread-safe.
 
-    For several threads. Nothing raises: what can't be had is None.
+    No method raises: bytes that are not available are None.
     """
 
     def enter(self, share: RankShare, freed: Callable[[int], None]) -> None:
-        """Begins; `freed(unit)` is called for each unit offered that nobody needs any more."""
+        """Joins the load; calls `freed(unit)` when no rank needs an offered unit any more."""
         ...
 
     def offer(self, unit: int, ranks: int, data: memoryview) -> memoryview | None:
-        """Hands a unit on; returns its bytes where they are now. `data` may change afterwards."""
+        """Offers a copy of a unit's bytes to other ranks and returns it; `data` may be reused."""
         ...
 
     def decline(self, units: Sequence[int]) -> None:
-        """Tells that units of this rank will not be offered."""
+        """Announces that units of this rank will not be offered."""
         ...
 
     def take(self, unit: int, reader: int) -> memoryview | None:
-        """Returns a unit's bytes, once its reader has offered it."""
+        """Waits until the reader of a unit has offered it, and returns its bytes."""
         ...
 
     def use(self, unit: int) -> None:
-        """Tells that this rank needs a unit no more."""
+        """Announces that this rank no longer needs a unit."""
         ...
 
     def leave(self) -> None:
-        """Ends: what is offered stays until the others have used it, and nothing else comes."""
+        """Leaves the load: offered units stay until the others have used them."""
         ...
 
 
 class SharedReadStorage(StorageWrapper):
     """Implements `Storage` for the reads of one load on one rank.
 
-    *Invariant*: units are read and used in the order of their numbers, which is that of files and
-    of places in them. So the first unit that somebody still needs can always be read, and he who
-    needs it is after it: nobody waits in a circle, however little room there is.
+    *Invariant*: units are read and used in ascending order of their numbers, which is the order of
+    files and offsets. The first unit that a rank still needs can therefore always be read: ranks
+    never wait for each other in a cycle, whatever the budget.
 
     Args:
-        inner: Where everything is.
-        files: The chunk table's.
-        share: What this rank reads for others and gets from them.
+        inner: Storage of the files.
+        files: Files of the chunk table.
+        share: Units that this rank reads for others and receives from them.
         rank: This rank.
-        reads: `Prepared.reads()`: all that will be asked.
-        exchange: How it comes and goes.
-        budget_bytes: Most bytes offered at a time that somebody still needs; one unit at least.
-        num_threads: Threads that read for others.
-        check: Raises when going on is of no use.
-        moved: Told the bytes that came from others.
+        reads: `Prepared.reads()`, all ranges that will be read.
+        exchange: Transfers the units.
+        budget_bytes: Maximum number of bytes offered and still needed at a time; at least one unit
+            is always allowed.
+        num_threads: Number of threads that read for others.
+        check: Raises if the load has failed.
+        moved: Called with the number of bytes received from other ranks.
 
     Attributes:
-        bytes_from_storage: Bytes that this rank asked of the storage.
-        bytes_from_peers: Bytes that it took from what others had read.
-        bytes_instead: Of those from storage, what should have come from another rank.
+        bytes_from_storage: Bytes that this rank read from the storage.
+        bytes_from_peers: Bytes that this rank received from other ranks.
+        bytes_instead: Bytes read from the storage because another rank did not send them.
     """
 
-    # Why: others read most of it.
+    # Why none: other ranks read most of the bytes.
     read_ahead = None
 
     def __init__(
@@ -150,10 +151,10 @@ class SharedReadStorage(StorageWrapper):
             self._threads.append(start_thread(self._read_for_all, "ray_dcp reads for all"))
 
     def finish(self, *, failed: bool = False) -> None:
-        """Returns when all that others may expect of this rank has been offered.
+        """Waits until all units of this rank have been offered or declined.
 
         Args:
-            failed: Nothing more is read; the others read for themselves.
+            failed: Read nothing more; the other ranks read the rest themselves.
         """
         with self._changed:
             self._over = self._over or failed
@@ -173,7 +174,7 @@ class SharedReadStorage(StorageWrapper):
 
     @property
     def behind(self) -> Storage:
-        """Where the same bytes can be read again, whoever gave them first."""
+        """The storage itself, from which any bytes can be read again."""
         return self._inner
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
@@ -203,7 +204,7 @@ class SharedReadStorage(StorageWrapper):
     # Using units
 
     def _unit(self, index: int) -> memoryview | None:
-        """Returns a unit's bytes when they are there; None when they have to be read."""
+        """Waits for a unit and returns its bytes; None if they must be read from storage."""
         with self._changed:
             mine_to_fetch = not self._is_mine[index] and index not in self._fetched
             if mine_to_fetch:
@@ -222,12 +223,12 @@ class SharedReadStorage(StorageWrapper):
 
     def _put(self, index: int, view: memoryview | None) -> None:
         with self._changed:
-            # Why not kept: nobody will ask for it again.
+            # Why not always kept: a unit without bytes left will not be read again.
             self._view[index] = view if self._left[index] else None
             self._changed.notify_all()
 
     def _asked(self, index: int, num_bytes: int) -> None:
-        """Notes that bytes of a unit were used; with the last ones it is given back."""
+        """Counts used bytes of a unit, and releases the unit after the last ones."""
         with self._changed:
             self._left[index] -= num_bytes
             if self._left[index] > 0:
@@ -265,7 +266,7 @@ class SharedReadStorage(StorageWrapper):
                     self._number[index], int(self._share.ranks[index]), data
                 )
             except CheckpointError:
-                # Why not told: who needs these bytes reads them, and finds out by himself.
+                # Why ignored: a rank that needs these bytes reads them and gets the error itself.
                 pass
             finally:
                 if view is None:
@@ -274,9 +275,9 @@ class SharedReadStorage(StorageWrapper):
                 self._put(index, view)
 
     def _next(self) -> int | None:
-        """Returns the next unit to read, once there is room for it.
+        """Waits until there is room in the budget for the next unit, and returns the unit.
 
-        Why both at once: a later unit must not take the room that an earlier one needs.
+        *Why under one lock*: a later unit must not take the room that an earlier one needs.
         """
         with self._changed:
             while self._todo and not self._over:
@@ -305,7 +306,13 @@ class SharedReadStorage(StorageWrapper):
 
 
 def bytes_asked(share: RankShare, reads: Reads) -> Int64Array:
-    """Returns how many bytes of each unit will be asked for, each as often as it is: int64[u].
+    """Returns the number of bytes of each unit that will be read, as int64[u].
+
+    A byte that several reads contain counts for each of them:
+
+        unit       |--------------|
+        reads   [-----)  [----)  [----)
+        counted    |==|  |====|  |=|
 
     Args:
         share: The units.
@@ -318,7 +325,7 @@ def bytes_asked(share: RankShare, reads: Reads) -> Int64Array:
         rows = file == number
         a, b = low[rows], high[rows]
         bounds = np.stack([share.low[own], share.high[own]])
-        # Bytes asked before each place: sum over the reads of min(place, high) - min(place, low).
+        # Bytes read before each bound: sum over the reads of min(bound, high) - min(bound, low).
         before = [_asked_before(a, b, place) for place in bounds]
         asked[own] = before[1] - before[0]
     return asked

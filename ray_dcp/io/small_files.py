@@ -1,7 +1,7 @@
-"""A storage that reads a small file once, whole, where every request is waited for.
+"""`SmallFiles`: caches small files of a storage whose requests have a high latency.
 
-A load reads checksums, tensors and objects of one file by several short reads. From a store that is
-far away each of them takes as long as a few megabytes.
+A load reads checksums, tensors and objects of a file by several short reads. On an object store,
+each of them takes as long as reading a few megabytes.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from ray_dcp.format.manifest import FileEntry
 from ray_dcp.store.storage import Storage, StorageWrapper, read_traits_of
 
 KEPT_BYTES = 64 << 20
-"""Most that is kept of all small files together."""
+"""Maximum number of cached bytes of all small files together."""
 
 
 class SmallFiles(StorageWrapper):
-    """Implements the reads of `Storage`; knows no file before `expect`.
+    """Reads each small file as a whole, once. Only files passed to `expect` are cached.
 
     Args:
-        inner: Where the files are.
+        inner: Storage of the files.
 
     Examples:
         >>> from ray_dcp.store.memory import MemoryStorage
@@ -38,10 +38,10 @@ class SmallFiles(StorageWrapper):
         self._files: dict[str, bytes] = {}
 
     def expect(self, files: Iterable[FileEntry]) -> None:
-        """Tells which files will be read; small ones are kept from their first read on.
+        """Registers files that will be read; small ones are cached from their first read on.
 
         Args:
-            files: Keys and lengths.
+            files: Keys and lengths of the files.
         """
         traits, left = read_traits_of(self._inner), KEPT_BYTES
         most_bytes = int(traits.request_s * traits.bytes_per_s)

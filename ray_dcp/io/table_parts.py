@@ -1,10 +1,11 @@
-"""The parts of a chunk table and of its checksums that a load needs, each verified by the manifest.
+"""Reads the parts of a chunk table and of the checksums that a load needs, and verifies them.
 
 `TableParts` reads only the groups of rows (`format.table.GroupedTable`) that are needed. Python's
-collector is paused where much is made, never while storage is waited for: that may hang.
+garbage collector is paused while many objects are created, but never during storage calls, which
+may hang.
 
-`CheckFile` reads block checksums at the ends of data files, of which a rank reads only those that
-it needs. Small files are read whole or in part, and compared with what the manifest says.
+`CheckFile` reads block checksums at the ends of data files; a rank reads only those that it needs.
+All parts are compared with lengths and digests in the manifest.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from ray_dcp.store.storage import KeyMissingError, Storage
 
 
 def verified(storage: Storage, entry: FileEntry, data: bytes = b"") -> bytes:
-    """Returns a file that a manifest names.
+    """Returns the content of a file that a manifest names, verified.
 
     Args:
-        storage: Where it is.
-        entry: What the manifest says of it.
-        data: The file, if it was read already.
+        storage: Storage of the checkpoint.
+        entry: The file's entry in the manifest.
+        data: Content of the file, if it was read already.
 
     Raises:
-        DamagedCheckpointError: It is missing, or another one.
-        StorageError: It can't be read.
+        DamagedCheckpointError: The file is missing, or does not match the manifest.
+        StorageError: The file can't be read.
     """
 
     def read() -> bytes:
@@ -52,11 +53,12 @@ def verified(storage: Storage, entry: FileEntry, data: bytes = b"") -> bytes:
 
 
 def verified_table(storage: Storage, manifest: Manifest) -> bytes:
-    """Returns the chunk table that a manifest names, all of it.
+    """Returns the whole chunk table that a manifest names, verified.
 
     Raises:
-        DamagedCheckpointError: It is missing or another one, or ends otherwise than its end.
-        StorageError: It can't be read.
+        DamagedCheckpointError: The table is missing, or the table or its end does not match the
+            manifest.
+        StorageError: The table can't be read.
     """
     data, end = verified(storage, manifest.table), manifest.table_end
     if end is not None:
@@ -65,16 +67,16 @@ def verified_table(storage: Storage, manifest: Manifest) -> bytes:
 
 
 def verified_end(storage: Storage, manifest: Manifest, table: bytes = b"") -> bytes:
-    """Returns the end of a chunk table in groups, which tells of them.
+    """Returns the end of a grouped chunk table, which contains the index of its groups.
 
     Args:
-        storage: Where it is.
-        manifest: That names it.
-        table: All of it, if it was read already.
+        storage: Storage of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        table: The whole table, if it was read already.
 
     Raises:
-        DamagedCheckpointError: It is missing, or another one.
-        StorageError: It can't be read.
+        DamagedCheckpointError: The table is missing, or its end does not match the manifest.
+        StorageError: The table can't be read.
     """
     entry, end = manifest.table, manifest.table_end
     if end is None or end.num_bytes > min(entry.num_bytes, MAX_TABLE_BYTES):
@@ -92,11 +94,11 @@ def verified_end(storage: Storage, manifest: Manifest, table: bytes = b"") -> by
 
 
 def verified_bytes(storage: Storage, key: str, start: int, num_bytes: int) -> bytes:
-    """Returns bytes of a file that must have as many.
+    """Returns exactly `num_bytes` bytes of a file.
 
     Raises:
-        DamagedCheckpointError: It is missing or shorter.
-        StorageError: It can't be read.
+        DamagedCheckpointError: The file is missing or too short.
+        StorageError: The file can't be read.
     """
     data = _read(storage, key, start, num_bytes) if num_bytes else b""
     if len(data) != num_bytes:
@@ -120,7 +122,7 @@ def _read(storage: Storage, key: str, start: int, num_bytes: int) -> bytes:
 def _checked(
     data: bytes, read: Callable[[], bytes], num_bytes: int, digest: str, key: str, which: str
 ) -> bytes:
-    """Returns bytes after checking them; those that were altered on their way are read again."""
+    """Returns bytes after verifying them; bytes that do not match are read once more."""
     if len(data) != num_bytes or digest_bytes(data).hex() != digest:
         data = read()
     _check(data, num_bytes, digest, key, which)
@@ -138,23 +140,23 @@ def _check(data: bytes, num_bytes: int, digest: str, key: str, which: str) -> No
 
 
 _THREADS = 16
-"""That look at the ends of all data files."""
+"""Number of threads that read the ends of all data files."""
 
 
 class CheckFile:
-    """Checksums that are read file by file, each verified by what the manifest says of it.
+    """Reads checksums at the ends of data files, and verifies them by their digest in the manifest.
 
     Args:
-        storage: Where the files are.
-        manifest: Of the checkpoint.
-        table: What all saves of the plan share of the chunk table, or a part of it.
-        deferred: Of a part: which deferred chunks it has.
+        storage: Storage of the files.
+        manifest: Manifest of the checkpoint.
+        table: The part of the chunk table that all saves of the plan share, or some of its rows.
+        deferred: The deferred chunks that `table` contains, if it is a part.
 
     Attributes:
-        table: The chunk table; checksums that data files end with are 0 until `read` was called
-            for their file.
-        at_end: The data files end with their checksums; else the table has them.
-        bytes_read: Bytes that were read so far.
+        table: The chunk table. Checksums at the end of a data file are 0 until `read` is called
+            for that file.
+        at_end: The data files end with their checksums; otherwise the table contains them.
+        bytes_read: Number of bytes read so far.
 
     Raises:
         DamagedCheckpointError: Table and manifest do not belong together.
@@ -173,34 +175,34 @@ class CheckFile:
         self._entries = {entry.key: entry for entry in manifest.files}
         with collector_paused():
             self.table = with_places(table, manifest, deferred)
-        # Where those of each file are in `table.checks`.
+        # Start of each file's checksums in `table.checks`.
         self._place = self.table.check_start[starts_of_files(self.table)]
         self._there = {*np.unique(self.table.file).tolist()} if self.at_end else set()
         self._known: set[int] = set()
 
     def read(self, files: Iterable[int]) -> None:
-        """Fills in the checksums of some files; those that are there already cost nothing.
+        """Reads the checksums of some files into the table. Each file is read once.
 
         Args:
-            files: Indices into the table's `files`; of a part, others than its own have none.
+            files: Indices into the table's `files`. Files without chunks in a part are ignored.
 
         Raises:
-            DamagedCheckpointError: They are not those of which the manifest has the digest.
-            StorageError: They can't be read.
+            DamagedCheckpointError: The checksums do not match their digest in the manifest.
+            StorageError: The checksums can't be read.
         """
         todo = sorted((self._there & {*files}) - self._known)
         run_tasks(todo, self._read_end, threads_for(self._storage, len(todo)))
         self._known.update(todo)
 
     def ends(self, sizes: Mapping[str, int]) -> list[bytes | str]:
-        """Returns with which checksums each data file ends, or what is wrong with them.
+        """Returns the checksums at the end of each data file, or a description of their damage.
 
         Args:
-            sizes: Lengths of the files that are there, by key. Why: a file that lost a byte may
-                end as it should, and where it is spoiled is reported by these.
+            sizes: Actual lengths of the files, by key. *Why*: a file that lost a byte may still end
+                with valid checksums, which then locate the damage.
 
         Raises:
-            StorageError: They can't be read.
+            StorageError: The checksums can't be read.
         """
         found: list[bytes | str] = [b""] * len(self.table.files)
 
@@ -212,14 +214,14 @@ class CheckFile:
         return found
 
     def end_of(self, number: int, file_bytes: int | None) -> bytes | str:
-        """Returns the same of one file, read now.
+        """Returns the checksums at the end of a data file, or a description of their damage.
 
         Args:
             number: Index into the table's `files`.
-            file_bytes: Its length; None if it is not there.
+            file_bytes: Actual length of the file; None if it does not exist.
 
         Raises:
-            StorageError: They can't be read.
+            StorageError: The checksums can't be read.
         """
         if not self.at_end:
             return b""
@@ -244,7 +246,7 @@ class CheckFile:
         end = entry.num_bytes if file_bytes is None else max(file_bytes, length)
         data = self._bytes(key, end - length, length)
         if digest_bytes(data).hex() != entry.digest:
-            data = self._bytes(key, end - length, length)  # maybe altered on its way
+            data = self._bytes(key, end - length, length)  # may have been altered in transit
         if digest_bytes(data).hex() != entry.digest:
             raise DamagedCheckpointError(
                 f"the checksums of {key} at its end are not those that the manifest names; load an "
@@ -262,16 +264,16 @@ class CheckFile:
 def check_against(
     manifest: Manifest, num_tensors: int, num_chunks: int, files: Iterable[str]
 ) -> None:
-    """Checks that a chunk table is the one that a manifest speaks of.
+    """Checks that a chunk table belongs to a manifest.
 
     Args:
-        manifest: Of the checkpoint.
-        num_tensors: Of the table.
-        num_chunks: Of the whole table.
-        files: Of the table.
+        manifest: Manifest of the checkpoint.
+        num_tensors: Number of tensors in the table.
+        num_chunks: Number of chunks in the whole table.
+        files: Files of the table.
 
     Raises:
-        DamagedCheckpointError: It is not.
+        DamagedCheckpointError: The table does not belong to the manifest.
     """
     unknown = sorted(set(files) - {entry.key for entry in manifest.files})
     found = (num_tensors, num_chunks)
@@ -286,18 +288,20 @@ def check_against(
 
 
 class TableParts:
-    """The chunk table of a checkpoint in groups, which are read as they are needed.
+    """Reads the groups of a chunk table that are needed.
+
+        file   | group 0 | group 1 | ... | group n | end: tensors, index of the groups |
 
     Args:
-        storage: Where it is.
-        manifest: Of the checkpoint.
-        table: All of it, verified, if it was read already.
+        storage: Storage of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        table: The whole table, verified, if it was read already.
 
     Attributes:
         tensors: The table without chunks.
 
     Raises:
-        DamagedCheckpointError: They do not belong together.
+        DamagedCheckpointError: Table and manifest do not belong together.
         StorageError: The end of the table can't be read.
     """
 
@@ -313,15 +317,15 @@ class TableParts:
         check_against(manifest, self.tensors.num_tensors, self._table.num_chunks, files)
 
     def around(self, wanted: Sequence[Wanted], tensors: Sequence[int]) -> CheckFile:
-        """Returns the chunks of what is wanted, with more of the same files.
+        """Returns the groups that contain the wanted chunks.
 
         Args:
-            wanted: Boxes.
-            tensors: Of which every chunk is wanted.
+            wanted: Wanted boxes.
+            tensors: Tensors of which every chunk is wanted.
 
         Raises:
-            DamagedCheckpointError: They are damaged or missing.
-            StorageError: They can't be read.
+            DamagedCheckpointError: A group is damaged or missing.
+            StorageError: A group can't be read.
         """
         groups = self._table.index.around(wanted, tensors)
         first = self._table.index.first_deferred
@@ -333,14 +337,14 @@ class TableParts:
         """Returns all chunks.
 
         Raises:
-            CheckpointError: As `around` does.
+            CheckpointError: As for `around`.
         """
         groups = np.arange(self._table.index.num_groups)
         return CheckFile(self._storage, self._manifest, self._read(groups))
 
     def _read(self, groups: Int64Array) -> ChunkTable:
         found: dict[int, memoryview] = {}
-        # Groups that follow each other are read together.
+        # Adjacent groups are read together.
         for _, run in groupby(enumerate(groups.tolist()), lambda pair: pair[1] - pair[0]):
             spans = [(number, *self._table.span(number)) for _, number in run]
             first, end = spans[0][1], spans[-1][2]
@@ -356,16 +360,16 @@ class TableParts:
 
 
 def table_parts(storage: Storage, manifest: Manifest, table: bytes = b"") -> TableParts | CheckFile:
-    """Returns the chunk table of a checkpoint, in parts if it can.
+    """Returns the chunk table of a checkpoint, in parts if it is grouped.
 
     Args:
-        storage: Where it is.
-        manifest: Of the checkpoint.
-        table: All of it, if it was read already.
+        storage: Storage of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        table: The whole table, if it was read already.
 
     Raises:
-        DamagedCheckpointError: It is damaged or missing.
-        StorageError: It can't be read.
+        DamagedCheckpointError: The table is damaged or missing.
+        StorageError: The table can't be read.
     """
     if manifest.table_end is not None:
         return TableParts(storage, manifest, table)
@@ -376,12 +380,12 @@ def whole_table(storage: Storage, manifest: Manifest, data: bytes) -> CheckFile:
     """Returns all chunks of a checkpoint.
 
     Args:
-        storage: Where it is.
-        manifest: Its manifest.
-        data: The chunk table as on storage, verified.
+        storage: Storage of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        data: The chunk table as stored, verified.
 
     Raises:
-        DamagedCheckpointError: The table contradicts itself or the manifest.
+        DamagedCheckpointError: The table is inconsistent, or does not belong to the manifest.
     """
     with collector_paused():
         rows = decode_table(data)

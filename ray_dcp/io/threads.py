@@ -1,7 +1,7 @@
-"""Runs tasks on a few threads: the first error stops the others and is raised.
+"""Runs tasks on several threads; the first error stops all of them and is raised.
 
-Also runs one piece of work under a deadline: a thread that hangs in the kernel can't be ended,
-but nobody has to wait for it.
+`run_within` runs a function under a deadline: a thread that hangs in the kernel can't be ended, but
+the caller need not wait for it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ray_dcp.store.storage import read_traits_of
 T = TypeVar("T")
 
 UNWIND_S = 1.0
-"""How long work that was asked to stop is waited for, in seconds: it removes what it had begun."""
+"""How long to wait for work that was asked to stop, in seconds. *Why*: it may clean up."""
 
 
 _THREAD_S = 1e-3
-"""A thread more pays where it spares so many seconds of waiting."""
+"""An additional thread pays if it saves this much waiting, in seconds."""
 
 
 class Stop:
-    """Tells tasks that another one has failed, so that going on is of no use."""
+    """Signals to tasks that another task has failed and that they should end. Thread-safe."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -37,20 +37,20 @@ class Stop:
 
     @property
     def asked(self) -> bool:
-        """Some task has failed."""
+        """Whether a task has failed."""
         return self._event.is_set()
 
     @property
     def error(self) -> BaseException | None:
-        """What the first failed task raised."""
+        """The error of the first failed task; None if none has failed."""
         return self._error
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until some task has failed; tells whether one has."""
+        """Waits until a task has failed or the timeout passes; returns whether one has failed."""
         return self._event.wait(timeout_s)
 
     def because(self, error: BaseException) -> None:
-        """Records an error, unless one was there first."""
+        """Requests a stop, and records the error unless there is an earlier one."""
         with self._lock:
             if self._error is None:
                 self._error = error
@@ -59,14 +59,14 @@ class Stop:
                 event.set()
 
     def wakes(self, event: threading.Event) -> None:
-        """Has an event set when it is asked to stop; at once if it was."""
+        """Registers an event that is set on a stop request, or at once after one."""
         with self._lock:
             self._to_wake.append(event)
             if self.asked:
                 event.set()
 
     def forget(self, event: threading.Event) -> None:
-        """Takes an event of `wakes` back."""
+        """Unregisters an event of `wakes`."""
         with self._lock:
             self._to_wake.remove(event)
 
@@ -74,19 +74,19 @@ class Stop:
 def run_tasks(
     tasks: Iterable[T], work: Callable[[T], None], num_threads: int, stop: Stop | None = None
 ) -> None:
-    """Does `work(task)` for every task, each once, in any order, on up to `num_threads` threads.
+    """Calls `work(task)` once for every task, in any order, on up to `num_threads` threads.
 
-    After an error no further task is begun; those under way are waited for. With one thread
-    everything happens in the caller's own.
+    After an error, no further task is started, and running tasks are waited for. With one thread,
+    all tasks run in the caller's thread.
 
     Args:
-        tasks: Taken one by one, under a lock.
-        work: Must be safe to call from several threads.
-        num_threads: Most threads, the caller's own included.
-        stop: Set when a task fails; for tasks that want to end early then.
+        tasks: The tasks; consumed one by one, under a lock.
+        work: Function to call; must be thread-safe.
+        num_threads: Maximum number of threads, including the caller's.
+        stop: Signalled when a task fails, for tasks that can end early.
 
     Raises:
-        BaseException: The first error of a task, as it was raised.
+        BaseException: The first error of a task.
     """
     stop = stop or Stop()
     left = iter(tasks)
@@ -117,12 +117,12 @@ def run_tasks(
 
 
 def threads_for(storage: object, num_requests: int, most: int = 16) -> int:
-    """Returns how many threads pay for small requests that do not depend on each other.
+    """Returns the number of threads that pays for small independent requests.
 
     Args:
-        storage: That is asked.
-        num_requests: How many requests there are.
-        most: Threads.
+        storage: Storage that receives the requests.
+        num_requests: Number of requests.
+        most: Maximum number of threads.
 
     Examples:
         >>> threads_for(None, 40), threads_for(None, 400)
@@ -133,10 +133,10 @@ def threads_for(storage: object, num_requests: int, most: int = 16) -> int:
 
 
 def at_once(*calls: Callable[[], Any]) -> tuple[Any, ...]:
-    """Returns what calls return that wait for a storage at the same time.
+    """Makes several calls concurrently, and returns their results in order.
 
     Raises:
-        BaseException: The first error of a call; the others have ended by then.
+        BaseException: The first error of a call. All calls have ended by then.
 
     Examples:
         >>> at_once(lambda: 1, lambda: "a")
@@ -152,14 +152,14 @@ def at_once(*calls: Callable[[], Any]) -> tuple[Any, ...]:
 
 
 def begin(work: Callable[[], T], name: str) -> Future[T]:
-    """Begins work that may hang for ever, in a daemon thread of its own; returns its future.
+    """Starts a function that may hang in a daemon thread of its own, and returns its future.
 
     Args:
-        work: What to do.
-        name: Of the thread.
+        work: Function to call in the thread.
+        name: Name of the thread.
 
     Raises:
-        LimitError: No thread can be started.
+        LimitError: The thread can't be started.
 
     Examples:
         >>> begin(lambda: 6 * 7, "sums").result()
@@ -184,20 +184,21 @@ def run_within(
     overdue: Callable[[], BaseException],
     unwind_s: float = UNWIND_S,
 ) -> T:
-    """Returns what `work` returns; done in a thread of its own, which is given up if it hangs.
+    """Calls `work` in a thread of its own under a deadline, and returns its result.
+
+    A thread that does not end in time is abandoned; it is a daemon.
 
     Args:
-        work: Should look at `stop` now and then, and end with an error when it is asked to.
-        within_s: How long it may take, in seconds.
-        stop: Ends the wait when it is asked to stop. Asked by this call when time is over, or when
-            the caller's thread is interrupted.
-        overdue: Makes the error when time is over.
-        unwind_s: How long to wait, in seconds, for work that was asked to stop.
+        work: Function to call. It should check `stop` regularly and raise on a stop request.
+        within_s: Deadline, in seconds.
+        stop: A stop request ends the wait. This call requests a stop at the deadline, and if the
+            caller's thread is interrupted.
+        overdue: Returns the error to raise at the deadline.
+        unwind_s: How long to wait for `work` after a stop request, in seconds.
 
     Raises:
-        BaseException: What `work` raised; `stop.error` when it was stopped; the one of `overdue`
-            when time is over; `KeyboardInterrupt` when the caller's thread was interrupted. The
-            thread may still be there then, and is a daemon.
+        BaseException: The error of `work`; `stop.error` after a stop request; the error of
+            `overdue` at the deadline; `KeyboardInterrupt` if the caller's thread is interrupted.
 
     Examples:
         >>> run_within(lambda: 6 * 7, 10.0, Stop(), lambda: TimeoutError())

@@ -1,16 +1,20 @@
-"""Writes part files as a plan says: frames, payloads and deferred items, with checksums on the way.
+"""Writes part files according to a plan, and computes their checksums.
 
-Small tensors are packed with their frames into a joined buffer; large ones are hashed and written
-slice by slice, while a slice is still in the processor's cache. Bytes come from items that are
-whole in memory, or from pieces as they were staged (`PieceSource`). Memory that others may write to
-is copied first. `reader` reads part files back.
+A part file consists of pieces at planned offsets, deferred items and the checksums:
 
-`pieces_of` turns the fixed part of a file plan into pieces: frames, gaps, and which pieces are
-joined. It is pure, a plan in and lists out. Lists, because a piece is looked at in Python, where an
-element of a numpy array costs ten times more.
+    |gap|header|payload|footer| ... |gap|deferred item| ... |checksums of all blocks|
+        `------ piece -------'
 
-A writer that took over from another, or lost the answer to its commit, meets its own key:
-`same_file_is_published` says whether the file under it is the one that it meant to publish.
+Small payloads are packed with their frames (header and footer) into a joined buffer. Large ones are
+hashed and written slice by slice, while a slice is in the processor's cache. The bytes come from
+items in memory, or from pieces that were staged (`PieceSource`). Memory that other threads may
+write to is copied first. `reader` reads part files.
+
+`pieces_of` computes frames, gaps and runs of pieces that are joined. It is pure. It returns lists,
+as accessing an element of a numpy array from Python costs ten times as much.
+
+A writer that took over from another one, or lost the answer to its commit, may find its key taken.
+`same_file_is_published` then determines whether the existing file is the intended one.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ from ray_dcp.store.storage import KeyExistsError, PartWriter, Storage
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive pieces; a large one is alone."""
+    """Consecutive pieces that are written together; a large piece is a run of its own."""
 
     first: int
     stop: int
@@ -53,18 +57,18 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """What is written before the deferred items, in file order; all lists are aligned.
+    """The pieces before the deferred items, in file order; all lists are aligned.
 
     Attributes:
         row: Row of the rank's `Columns`.
         start: First byte of the piece in that item's bytes.
         num_bytes: Length of the raw bytes.
         block_bytes: Length of a checksum block.
-        gap: Zeros before the frame's header.
-        header: Frame before the raw bytes.
-        footer: Frame after them.
-        runs: All pieces, cut into runs.
-        last_gap: Zeros after the last piece.
+        gap: Number of zero bytes before the header.
+        header: Part of the frame before the raw bytes.
+        footer: Part of the frame after the raw bytes.
+        runs: All pieces, divided into runs.
+        last_gap: Number of zero bytes after the last piece.
     """
 
     row: list[int]
@@ -82,13 +86,13 @@ def pieces_of(plan: FilePlan, key: str, *, small_bytes: int, pack_bytes: int) ->
     """Returns the pieces of a file plan.
 
     Args:
-        plan: What to write.
-        key: Of the file, for messages.
-        small_bytes: Longer pieces are large.
-        pack_bytes: About how many bytes of small pieces make a run.
+        plan: Plan of the file.
+        key: Key of the file, for messages.
+        small_bytes: Maximum length of a small piece.
+        pack_bytes: Approximate length of a run of small pieces.
 
     Raises:
-        InternalError: The plan leaves another room than the frames need.
+        InternalError: The frames do not fit the planned offsets.
     """
     frames, frame = _frames(plan)
     header_bytes = np.array([len(one.header) for one in frames], dtype=np.int64)[frame]
@@ -126,14 +130,14 @@ def pieces_of(plan: FilePlan, key: str, *, small_bytes: int, pack_bytes: int) ->
 
 
 def contradiction(expected: str, found: str, key: str) -> InternalError:
-    """Returns the error for a plan that does not fit what is to be written."""
+    """Returns the error for a plan that contradicts the items to be written."""
     return InternalError(
         f"the plan of this file expected {expected}, found {found}; please report this", key=key
     )
 
 
 def _frames(plan: FilePlan) -> tuple[list[Frame], Int64Array]:
-    """Returns the distinct frames, and which of them each piece has."""
+    """Returns the distinct frames, and the index of each piece's frame."""
     first, frame = group_rows([plan.dtype, plan.ndim, *plan.size.T])
     columns = (plan.dtype[first], plan.ndim[first], plan.size[first])
     distinct = zip(*(column.tolist() for column in columns), strict=True)
@@ -162,7 +166,7 @@ Checks = npt.NDArray[np.uint64]
 
 
 class Region(NamedTuple):
-    """Raw bytes in a file with checksums."""
+    """A range of raw bytes in a file, with block checksums."""
 
     offset: int
     num_bytes: int
@@ -172,22 +176,22 @@ class Region(NamedTuple):
 def same_file_is_published(
     storage: Storage, receipt: FileReceipt, regions: Sequence[Region], checks: Checks
 ) -> bool:
-    """Returns whether the file under a receipt's key has the length, checksums and bytes of it.
+    """Returns whether the file under a receipt's key has its length, checksums and bytes.
 
-    What differs is read once more, as it may have been altered on its way here. No listing is
-    asked: it may be older than the file.
+    Bytes that differ are read again, as they may have been altered in transit. The length does not
+    come from a listing, which may be older than the file.
 
     Args:
-        storage: Where to look.
-        receipt: What was to be published.
-        regions: Where the checksums belong, in their order.
+        storage: Storage of the file.
+        receipt: Receipt of the file that was to be published.
+        regions: Ranges of the checksums, in order.
         checks: The block checksums.
 
     Raises:
         StorageError: The file can't be read.
     """
     tail = end_checks(0, checks)
-    # Why one before and one behind: of an empty range a storage does not tell where the file ends.
+    # Why at least one byte and one byte more: an empty range does not show where the file ends.
     low = max(0, receipt.num_bytes - max(len(tail), 1))
 
     def ends_so(end: bytes) -> bool:
@@ -197,7 +201,7 @@ def same_file_is_published(
         return False
     done = 0
     for region in regions:
-        # Why: a multiple of the block, as long as one block fits (none is longer than 1 MiB).
+        # Why: a read must be whole blocks, at least one (no block is longer than 1 MiB).
         step = max(_READ_BYTES // region.block_bytes, 1) * region.block_bytes
         for start in range(0, region.num_bytes, step):
             length = min(step, region.num_bytes - start)
@@ -216,19 +220,19 @@ def same_file_is_published(
 def _comes(
     storage: Storage, key: str, start: int, num_bytes: int, is_so: Callable[[bytes], bool]
 ) -> bool:
-    """Returns whether at least one of a few reads gives what is expected."""
+    """Returns whether at least one of several reads returns the expected bytes."""
     return any(is_so(storage.read(key, start, num_bytes)) for _ in range(_READ_TIMES))
 
 
 BytesLike = bytes | bytearray | memoryview
 
 _COPIED_BYTES = 4 << 20
-"""Whole checksum blocks; hashed and written while they are in the processor's cache."""
+"""Length of a copied part: whole checksum blocks, and short enough for the processor's cache."""
 
 
 @runtime_checkable
 class ManySource(Protocol):
-    """A source that gives the bytes of many small items for less than one by one."""
+    """A source that returns many small items in one call, at a lower cost per item."""
 
     def __call__(self, row: int, /) -> memoryview:
         """Returns the bytes of one item."""
@@ -240,32 +244,32 @@ class ManySource(Protocol):
 
 
 Source = Callable[[int], memoryview] | ManySource
-"""Row of the rank's `Columns` → all C-order bytes of the item (uint8, one dimension)."""
+"""Row of the rank's `Columns` -> all bytes of the item in C order (uint8, one dimension)."""
 Deferred = Callable[[int], BytesLike]
-"""Row of the rank's `Columns` → what `torch.save` makes of the item."""
+"""Row of the rank's `Columns` -> output of `torch.save` for the item."""
 
 
 class PieceSource(Protocol):
-    """The bytes of one file as they were staged: piece by piece, in the order of the file.
+    """Returns the bytes of one file piece by piece, in file order.
 
-    Pieces are numbered as in the `FilePlan`, deferred items after the fixed ones.
+    Pieces are numbered as in the `FilePlan`, deferred items after all others.
     """
 
     before_wait: Callable[[], None]
-    """Set by whoever takes the bytes; called before this waits for more of them, which may come
-    only when those that were given are written."""
+    """Called before the source waits for more bytes; set by the consumer, which then writes all
+    bytes it has received. *Why*: the source may need their memory for further bytes."""
 
     def small(self, first: int, stop: int) -> Iterable[memoryview]:
-        """Returns the bytes of consecutive pieces of at most 128 KiB, whole.
+        """Returns the bytes of consecutive pieces of at most 128 KiB, each as a whole.
 
-        Nobody changes them before `written` has passed them.
+        They do not change before `written` has been called with an end behind them.
         """
         ...
 
     def parts(self, piece: int) -> Iterable[memoryview]:
-        """Returns the bytes of a piece, in parts; each but the last is whole checksum blocks.
+        """Returns the bytes of a piece in parts; each but the last is whole checksum blocks.
 
-        Each is used before the next one is asked for, and nobody changes it until then.
+        A part does not change until the next one is requested.
         """
         ...
 
@@ -274,21 +278,21 @@ class PieceSource(Protocol):
         ...
 
     def written(self, end: int) -> None:
-        """Takes that the storage has all bytes before this place in the file."""
+        """Reports that all bytes of the file before `end` have been written."""
         ...
 
 
 class ItemPieces:
-    """The `PieceSource` of items that are whole in memory, which others may go on writing to.
+    """Implements `PieceSource` on items in memory, which other threads may modify meanwhile.
 
-    *Invariant*: what it gives is a copy, unless it is read-only. A tensor that another thread
-    changes between its checksum and its way to the storage would be committed, and never load.
+    *Invariant*: all returned bytes are copies, unless they are read-only. If another thread changed
+    a tensor between its checksum and its write, the checkpoint would be committed but never load.
 
     Args:
-        plan: Of the file.
-        key: Of the file, for messages.
-        source: Gives the items.
-        deferred: Gives the deferred items.
+        plan: Plan of the file.
+        key: Key of the file, for messages.
+        source: Returns the items.
+        deferred: Returns the deferred items.
     """
 
     def __init__(self, plan: FilePlan, key: str, source: Source, deferred: Deferred) -> None:
@@ -331,15 +335,15 @@ class ItemPieces:
         return num_bytes
 
     def written(self, end: int) -> None:
-        """Does nothing: the items stay where they are."""
+        """Does nothing: the items stay in memory."""
 
     def _copied(self, data: memoryview, place: int) -> Iterator[memoryview]:
-        """Yields copies of the data, one after another in the same memory.
+        """Yields copies of parts of the data, one after another in the same memory.
 
         Args:
-            data: What to copy.
-            place: Where it begins in the file. Copies lie in a page of memory as in one of the
-                file, so that a file that is written past the page cache needs no other copy.
+            data: Bytes to copy.
+            place: Offset of the data in the file. A copy has the same offset in a page of memory as
+                in a page of the file, so that direct I/O needs no further copy.
         """
         if self._buffer is None:
             self._buffer = np.frombuffer(mmap.mmap(-1, _COPIED_BYTES + mmap.PAGESIZE), np.uint8)
@@ -347,7 +351,7 @@ class ItemPieces:
         for start in range(0, len(source), _COPIED_BYTES):
             part = source[start : start + _COPIED_BYTES]
             target = self._buffer[first : first + len(part)]
-            # Why not by memoryviews: they keep other threads from running meanwhile.
+            # Why not a memoryview assignment: it holds Python's global lock during the copy.
             np.copyto(target, part)
             yield target.data
 
@@ -357,7 +361,7 @@ class ItemPieces:
         return map(self._item_of, rows)
 
     def _item_of(self, row: int) -> memoryview:
-        """Returns an item's bytes; pieces of one item mostly follow each other."""
+        """Returns an item's bytes; caches the last item, as its pieces are mostly consecutive."""
         if row != self._item_row:
             self._item_row, self._item = row, self._checked(self._source(row), row)
         return self._item
@@ -390,27 +394,27 @@ class ItemPieces:
 
 
 def _nothing() -> None:
-    """Is called where nobody has to wait."""
+    """Default of `before_wait`."""
 
 
 _PACK_BYTES = 2 << 20
-"""Small tensors are joined up to this length before they go to the storage."""
+"""Small payloads are joined up to this length before they are written."""
 _SMALL_BYTES = 128 << 10
 """Payloads up to this length are joined with others."""
 _SLICE_BYTES = 8 << 20
-"""A large payload is hashed and written in slices of about this length, on block bounds."""
+"""A large payload is hashed and written in slices of about this length, cut at block bounds."""
 _DEFERRED_ALIGNMENT = 64
 
 
 class PartFile:
-    """A part file while it is written: where it ends, what is still to go out, its checksums.
+    """Writes one part file: tracks its end, the buffered bytes and the checksums.
 
     Args:
-        writer: Of the storage.
-        plan: What is written.
-        key: Of the file.
-        source: Gives the bytes.
-        stop: Tells that it is given up.
+        writer: Writer of the storage.
+        plan: Plan of the file.
+        key: Key of the file.
+        source: Returns the bytes.
+        stop: Signals that the save is cancelled.
     """
 
     def __init__(
@@ -434,7 +438,7 @@ class PartFile:
         self._deferred_regions: list[Region] = []
 
     def write(self) -> FileReceipt:
-        """Writes all of the file; returns what is to be told of it."""
+        """Writes the whole file, and returns its receipt."""
         self._write_fixed()
         places = [self._write_deferred(index) for index in range(len(self._plan.deferred))]
         return self._finish(tuple(places))
@@ -452,7 +456,7 @@ class PartFile:
         self._append(bytes(pieces.last_gap))
 
     def _write_deferred(self, index: int) -> DeferredPlace:
-        """Writes one deferred item at the next aligned place; returns that place."""
+        """Writes a deferred item at the next aligned offset, and returns its place."""
         piece = len(self._plan.row) + index
         num_bytes = self._source.num_bytes(piece)
         self._append(bytes(-self._end % _DEFERRED_ALIGNMENT))
@@ -463,13 +467,13 @@ class PartFile:
         return place
 
     def flush(self) -> None:
-        """Hands what is packed to the storage."""
+        """Writes the buffered bytes."""
         if self._stop.asked:
             raise SaveCancelledError(
                 "writing this file was given up, because another one failed", key=self._key
             )
         if self._pack:
-            # Why one part: a join would copy a deferred item once more.
+            # Why a special case: joining a single deferred item would copy it.
             whole = self._pack[0] if len(self._pack) == 1 else b"".join(self._pack)
             self._pack.clear()
             if len(whole):
@@ -478,7 +482,7 @@ class PartFile:
         self._source.written(self._end)
 
     def _finish(self, places: tuple[DeferredPlace, ...]) -> FileReceipt:
-        """Hands on all that is left of the file; returns what is to be told of it."""
+        """Writes the checksums and all buffered bytes, and returns the receipt."""
         checks = np.array(self._checks, dtype=np.uint64)
         self._append(end_checks(self._end, checks))
         self.flush()
@@ -494,8 +498,8 @@ class PartFile:
         """Publishes the file.
 
         Raises:
-            CheckpointExistsError: Another file has its key.
-            StorageError: The storage refused.
+            CheckpointExistsError: Another file has the same key.
+            StorageError: The storage failed.
         """
         try:
             self._writer.commit()
@@ -513,8 +517,8 @@ class PartFile:
     def _pack_small(self, pieces: Pieces, run: Run) -> None:
         """Packs pieces with their frames.
 
-        Why all in one loop: this is the path of small tensors, and a call costs as much as what
-        it would do.
+        *Why a single loop*: this is the path of small tensors, for which a call costs as much as
+        the work in it.
         """
         which = slice(run.first, run.stop)
         add, add_check = self._pack.append, self._checks.append
@@ -580,8 +584,8 @@ def part_key(plan: FilePlan, attempt: str) -> str:
     """Returns the key of a part file.
 
     Args:
-        plan: Of the file.
-        attempt: Id of the attempt that writes it.
+        plan: Plan of the file.
+        attempt: Id of the attempt that writes the file.
     """
     return plan.key.replace("{attempt}", attempt)
 
@@ -595,20 +599,20 @@ def write_part(
     deferred: Deferred,
     options: SaveOptions,
 ) -> tuple[FileReceipt, ...]:
-    """Writes all files of one rank's plan and returns their receipts, in the plan's order.
+    """Writes all files of a rank's plan, and returns their receipts in the order of the plan.
 
     Args:
-        storage: Where to.
-        rank_plan: What to write.
-        attempt: Id of the attempt, put into the keys.
-        source: Gives an item's bytes; called from several threads, possibly more than once a row.
-        deferred: Gives a deferred item's bytes; called once a row, from several threads.
-        options: `num_threads` and `sync_files` count.
+        storage: Storage to write to.
+        rank_plan: Plan of the rank.
+        attempt: Id of the attempt, part of the keys.
+        source: Returns an item's bytes; called from several threads, possibly repeatedly per row.
+        deferred: Returns a deferred item's bytes; called once per row, from several threads.
+        options: Only `num_threads` and `sync_files` are used.
 
     Raises:
-        CheckpointError: The first error of a file; the others were given up and leave nothing
-            visible, but files that were complete by then stay, under keys of this attempt.
-        Exception: Whatever `source` or `deferred` raised.
+        CheckpointError: The first error of a file. The other files are aborted and not visible,
+            except those that were complete already, under keys of this attempt.
+        Exception: An error of `source` or `deferred`.
     """
     receipts: dict[int, FileReceipt] = {}
     stop = Stop()
@@ -632,24 +636,24 @@ def write_pieces(
     options: SaveOptions,
     stop: Stop | None = None,
 ) -> FileReceipt:
-    """Writes one part file, publishes it, and returns its receipt.
+    """Writes and publishes one part file, and returns its receipt.
 
-    A file of the same content that another writer of this attempt published first is fine.
+    A file of equal content that another writer of this attempt has published is accepted.
 
     Args:
-        storage: Where to.
-        file_plan: What to write.
-        attempt: Id of the attempt, put into the key.
-        source: Gives the bytes; may wait for them.
-        options: `sync_files` counts: the file is durable when the call returns.
-        stop: Tells that it is given up.
+        storage: Storage to write to.
+        file_plan: Plan of the file.
+        attempt: Id of the attempt, part of the key.
+        source: Returns the bytes; may wait for them.
+        options: Only `sync_files` is used: the file is durable when the call returns.
+        stop: Signals that the save is cancelled.
 
     Raises:
-        StorageError: The storage refused.
-        CheckpointExistsError: The key is taken by other bytes.
-        SaveCancelledError: It was given up.
+        StorageError: The storage failed.
+        CheckpointExistsError: The key exists with other content.
+        SaveCancelledError: `stop` was signalled.
         InternalError: Plan and pieces contradict each other.
-        Exception: Whatever `source` raised.
+        Exception: An error of `source`.
 
     Complexity:
         O(bytes); a small tensor costs about 2 us.

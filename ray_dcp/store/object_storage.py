@@ -216,7 +216,7 @@ class ObjectWriter(OnceWriter):
             self._head.append(array)
             if self._num_bytes + len(array) <= self._request_bytes:
                 return
-            # Careful: a bound method would keep this writer alive and prevent its abort on deletion.
+            # Careful: a bound method would keep this writer alive, and prevent abort on deletion.
             put = partial(self._storage._put_parts, self._key)
             self._upload = _Upload(put, self._budget)
             while self._head:
