@@ -1,8 +1,10 @@
-"""The place in the data: kept by sample, not by rank, so that it survives a resize.
+"""Saves the position in the training data per sample, not per rank, so that it survives a resize.
 
-`ElasticBatchSampler` is for data sets with indices and any torch `DataLoader`; `ElasticStream` and
-`LoaderPosition` for files read through torchdata's `StatefulDataLoader`; `RowsSeen` for Ray Data.
-Each goes into a state dict, at its top level, and is saved and loaded with it.
+- `ElasticBatchSampler`: map-style datasets, with any torch `DataLoader`.
+- `ElasticStream` and `LoaderPosition`: files, read through torchdata's `StatefulDataLoader`.
+- `RowsSeen`: Ray Data.
+
+Put such an object at the top level of the state dict; it is saved and loaded with it.
 """
 
 from ray_dcp.data.loader import LoaderPosition

@@ -1,7 +1,7 @@
-"""`LoaderPosition`: the place of torchdata's `StatefulDataLoader`, per rank, merged on a resize.
+"""`LoaderPosition`: the position of torchdata's `StatefulDataLoader`, merged on a resize.
 
-Its states are read here and nowhere else; `tests/unit/test_data_position.py` compares them with
-what the installed torchdata writes.
+Only this module interprets the loader's state. `tests/unit/test_data_position.py` compares it with
+the state that the installed torchdata writes.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ class _Loader(Protocol):
     dataset: Any
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where this rank's loader is."""
+        """Returns the position of this rank's loader."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes there when it is next iterated."""
+        """Sets the position of the next iteration."""
         ...
 
 
 class LoaderPosition:
-    """Puts a `StatefulDataLoader` of each rank into a state dict.
+    """Saves the position of each rank's `StatefulDataLoader`.
 
-    On as many ranks as saved it, each loader goes on exactly where it was. On another number, what
-    is left of the epoch is dealt anew if the data set is an `ElasticStream`, or by `resized`. For a
-    data set with indices save an `ElasticBatchSampler` instead, which needs no merging.
+    On the same number of ranks, each loader continues exactly where it was. On another number, the
+    rest of the epoch is redistributed, by an `ElasticStream` or by `resized`. For a map-style
+    dataset, save an `ElasticBatchSampler` instead, which needs no merging.
 
     Args:
-        loader: Of this rank. What it has fetched ahead does not count as consumed.
-        resized: Called with the loaders' states by rank, this rank and the number of ranks; gives
-            this rank's state for the loader. An `ElasticStream` needs none; without it another
-            number of ranks is refused.
+        loader: Loader of this rank. Prefetched samples do not count as consumed.
+        resized: Called with the states of all loaders by rank, this rank and the number of ranks;
+            returns the state for this rank's loader. An `ElasticStream` does not need it; for
+            any other dataset without it, another number of ranks is refused.
 
     Raises:
-        InvalidRequestError: The loader has no state, or an `ElasticBatchSampler`; or settings with
-            which the place of an `ElasticStream` is not known; or `resized` is no function.
+        InvalidRequestError: The loader has no state or uses an `ElasticBatchSampler`; its settings
+            do not allow to determine the position of an `ElasticStream`; or `resized` is not
+            callable.
 
     Examples:
         >>> from torchdata.stateful_dataloader import StatefulDataLoader
@@ -90,16 +91,16 @@ class LoaderPosition:
             _check_settings(loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the loader's state as this rank's own."""
+        """Returns the loader's state as a per-rank value."""
         rule: str | Resized = self._resized or ("error" if self._stream is None else _dealt_anew)
         return {"loader": PerRank(self._loader.state_dict(), resized=rule)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Hands the state to the loader, which goes there when it is next iterated.
+        """Sets the position of the loader's next iteration.
 
         Raises:
-            StateDictError: It is no state of a `LoaderPosition`, or was saved by a loader with
-                another number of workers.
+            StateDictError: `state` is not the state of a `LoaderPosition`, or was saved by a loader
+                with another number of workers.
         """
         own = state.get("loader") if isinstance(state, Mapping) else None
         found = own.value if isinstance(own, PerRank) else None
@@ -123,7 +124,7 @@ class LoaderPosition:
                 f"give it as many, or resume on another number of ranks"
             )
         whole = merged(places)
-        # Why not the merged place: what other ranks have not yet read would be dealt to this one.
+        # Why not the merged position: it would assign samples of other ranks to this one.
         stream.load_state_dict({**places[0], "epoch": whole["epoch"], "own": {}, "ended": False})
         if found.get("_iterator_finished"):
             stream.end()
@@ -156,7 +157,7 @@ def _dealt_anew(states: Sequence[Any], rank: int, world_size: int) -> dict[str, 
 
 
 def _places_in(state: Any) -> list[Any]:
-    """Returns the stream's states that a loader's state holds, of each of its workers."""
+    """Returns the stream's states in a loader's state, one for each worker."""
     if isinstance(state, Mapping) and _MERGED in state:
         return [state[_MERGED]]
     try:

@@ -1,7 +1,7 @@
-"""`RowsSeen`: which rows of a Ray Data set an epoch has had, by their ids.
+"""`RowsSeen`: the rows of a Ray Data dataset that an epoch has consumed, by their ids.
 
-Ray Data gives blocks to ranks in no promised order, so the number of rows that a rank had does not
-tell which. Ids do, whatever the order, the shuffling and the number of ranks.
+Ray Data does not guarantee the order in which ranks get blocks, so that a number of rows does not
+identify them. Ids do, for any order, shuffling and number of ranks.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from ray_dcp.errors import InvalidRequestError, StateDictError
 from ray_dcp.torch_adapter.per_rank import PerRank
 
 MOST_LATER = 4096
-"""Runs that wait to be joined with the others, or as many as those are."""
+"""Added runs are merged when there are more than this, and more than merged runs."""
 
 T = TypeVar("T")
 Runs = NDArray[np.int64]
 
 
 class IdRuns:
-    """A set of whole numbers, kept as runs [start, stop) in increasing order.
+    """A set of integers, stored as runs [start, stop) in increasing order.
 
     Args:
-        runs: As `.runs` gives them, shape (number, 2).
+        runs: Runs as returned by the property `runs`, of shape (number, 2).
 
     Raises:
-        StateDictError: They are not that.
+        StateDictError: `runs` has another shape or order.
 
     Examples:
         >>> ids = IdRuns()
@@ -38,8 +38,8 @@ class IdRuns:
         >>> ids.runs.tolist(), len(ids), ids.has([4, 6]).tolist()
         ([[3, 6], [9, 10]], 4, [True, False])
 
-    Complexity: 16 bytes a run. `add` sorts what it is given, and now and then all runs: n additions
-    cost as much as sorting them a few times, O(n log n).
+    Complexity: 16 bytes per run. `add` sorts its argument and, rarely, all runs: n additions cost
+    O(n log n) in total.
     """
 
     def __init__(self, runs: ArrayLike = ()) -> None:
@@ -62,7 +62,7 @@ class IdRuns:
 
     @property
     def runs(self) -> Runs:
-        """As few runs as there can be, in increasing order, of shape (number, 2)."""
+        """The smallest number of runs, in increasing order, of shape (number, 2)."""
         if self._later:
             every = np.concatenate((self._runs, *self._later))
             every = every[np.argsort(every[:, 0], kind="stable")]
@@ -77,10 +77,10 @@ class IdRuns:
         return int((self.runs[:, 1] - self.runs[:, 0]).sum())
 
     def add(self, ids: ArrayLike) -> None:
-        """Adds ids; those that are there already stay.
+        """Adds ids to the set.
 
         Raises:
-            InvalidRequestError: They are no whole numbers.
+            InvalidRequestError: `ids` are not integers.
         """
         numbers = np.unique(_whole(ids))
         if numbers.size:
@@ -94,10 +94,10 @@ class IdRuns:
             self._join(other.runs)
 
     def has(self, ids: ArrayLike) -> NDArray[np.bool_]:
-        """Returns which of some ids are in the set.
+        """Returns for each id whether it is in the set.
 
         Raises:
-            InvalidRequestError: They are no whole numbers.
+            InvalidRequestError: `ids` are not integers.
         """
         numbers, runs = _whole(ids), self.runs
         if not len(runs):
@@ -108,26 +108,26 @@ class IdRuns:
     def _join(self, more: Runs) -> None:
         self._later.append(more)
         self._num_later += len(more)
-        # Why not at once: every batch would sort all that came before it.
+        # Why not at once: every batch would sort all earlier runs.
         if self._num_later > max(MOST_LATER, len(self._runs)):
             _ = self.runs
 
 
 class RowsSeen:
-    """Keeps which rows of a Ray Data set were consumed in the epoch, by a column of whole numbers.
+    """Records which rows of a Ray Data dataset the epoch has consumed, by a column of integer ids.
 
-    On resume give Ray Train the rows that are left as a data set of their own, and go over that
-    first. Two limits are Ray's: a split among ranks is made equal by leaving out up to as many rows
-    an epoch as there are ranks less one, and their order is not the one of a run without a break.
+    After a resume, pass the remaining rows to Ray Train as a dataset of their own, and iterate over
+    it first. Two limits come from Ray: to split a dataset equally, it drops up to `ranks - 1` rows
+    per epoch; and the order of rows differs from that of an uninterrupted run.
 
     Args:
-        column: With the ids, each once in the data set.
+        column: Column of the ids, which must be unique in the dataset.
 
     Attributes:
-        epoch: That is read, from 0.
+        epoch: The current epoch, from 0.
 
     Raises:
-        InvalidRequestError: `column` is no name.
+        InvalidRequestError: `column` is not a name.
 
     Examples:
         >>> import numpy as np
@@ -158,27 +158,27 @@ class RowsSeen:
 
     @property
     def num_seen(self) -> int:
-        """Rows of this epoch that are known here: of this rank, and of all before the last load."""
+        """Number of known rows of this epoch: of this rank, and of all before the last load."""
         return len(self._seen)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch; nothing happens when it is the one that is read.
+        """Starts an epoch; does nothing if it is the current one.
 
         Raises:
-            InvalidRequestError: It is no epoch.
+            InvalidRequestError: `epoch` is not a valid number.
         """
         check_whole(epoch, "epoch")
         if epoch != self.epoch:
             self.epoch, self._seen = epoch, IdRuns()
 
     def follow(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yields batches, and counts their rows as consumed.
+        """Yields batches, and marks their rows as consumed.
 
         Args:
-            batches: Of columns by name: NumPy arrays, tensors, a pandas or Arrow table.
+            batches: Batches with columns by name: NumPy arrays, tensors, pandas or Arrow tables.
 
         Raises:
-            InvalidRequestError: A batch has no such column, or no whole numbers in it.
+            InvalidRequestError: A batch lacks the column, or its ids are not integers.
         """
         for batch in batches:
             self._seen.add(self._ids(batch))
@@ -188,19 +188,19 @@ class RowsSeen:
         """Returns the rows of a batch of arrays that were not consumed.
 
         Raises:
-            InvalidRequestError: As `follow`.
+            InvalidRequestError: As for `follow`.
         """
         left = ~self._seen.has(self._ids(batch))
         return {name: np.asarray(values)[left] for name, values in batch.items()}
 
     def left(self, dataset: Any) -> Any:
-        """Returns a Ray Data set without the rows that were consumed.
+        """Returns a dataset without the consumed rows.
 
         Args:
-            dataset: A `ray.data.Dataset`. Its rows are dropped where they are read.
+            dataset: A `ray.data.Dataset`. Its rows are filtered when they are read.
 
         Raises:
-            InvalidRequestError: It is no such thing.
+            InvalidRequestError: `dataset` is not a `ray.data.Dataset`.
         """
         if not callable(getattr(dataset, "map_batches", None)):
             raise InvalidRequestError(
@@ -209,14 +209,14 @@ class RowsSeen:
         return dataset.map_batches(self.unseen, batch_format="numpy")
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the epoch, and what this rank has seen as its own."""
+        """Returns the epoch, and the rows of this rank as a per-rank value."""
         return {"epoch": self.epoch, "seen": PerRank(self._seen.runs, resized=_on_first_rank)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state_dict` gave; on another number of ranks the first has all of it.
+        """Restores a state of `state_dict`. On another number of ranks, rank 0 gets all rows.
 
         Raises:
-            StateDictError: It is no such state; nothing is changed.
+            StateDictError: `state` is not such a state; nothing is changed.
         """
         own = state.get("seen") if isinstance(state, Mapping) else None
         if not isinstance(own, PerRank) or type(state.get("epoch")) is not int:
@@ -239,7 +239,7 @@ class RowsSeen:
 
 
 def _on_first_rank(values: Sequence[Any], rank: int, world_size: int) -> Runs:
-    # Why one: all that counts is what the ranks have seen together.
+    # Why only rank 0: what counts is the union over all ranks.
     every = IdRuns()
     for value in values if rank == 0 else ():
         every.union(IdRuns(value))

@@ -1,7 +1,11 @@
-"""`ElasticBatchSampler`: a batch sampler whose place is a number of samples, valid for any ranks.
+"""`ElasticBatchSampler`: a batch sampler whose position is valid for any number of ranks.
 
-Samples come in the order of one endless stream, epoch after epoch, the same on every machine. A
-place in the stream is one number: how many samples come before it. The order is pure.
+All epochs form one endless stream of samples, whose order is the same on every machine. A place in
+the stream is the number of samples before it:
+
+    place    0            N            2N
+    stream   |- epoch 0 --|- epoch 1 --|- epoch 2 -- ...
+    batches  [0 1|2 3][0 1|2 3] ...            global batches, each divided among ranks (here 4)
 """
 
 from __future__ import annotations
@@ -17,21 +21,21 @@ from ray_dcp.core.checks import check_whole
 from ray_dcp.errors import InvalidRequestError, StateDictError
 
 ORDER_VERSION = 1
-"""Goes up when `SampleOrder` orders differently: places of two versions do not compare."""
+"""Incremented when the order of `SampleOrder` changes: places are valid within one version only."""
 
 MAX_SEED = 2**64
 
 
 @dataclass
 class SampleOrder:
-    """The order of the samples of every epoch.
+    """The order of the samples in every epoch. Deterministic.
 
-    Place p of the stream is a sample of epoch p // num_samples.
+    Place p of the stream belongs to epoch `p // num_samples`.
 
     Args:
-        num_samples: Of the data set.
-        seed: From 0, below 2 ** 64.
-        shuffle: Whether every epoch has an order of its own; if not, all are 0, 1, 2, ….
+        num_samples: Number of samples in the dataset.
+        seed: Seed of the order, from 0 to 2 ** 64 - 1.
+        shuffle: Shuffle every epoch; otherwise the order is always 0, 1, 2, ….
 
     Raises:
         InvalidRequestError: There are no samples, or the seed is out of range.
@@ -43,7 +47,7 @@ class SampleOrder:
         >>> order.samples(3, 7).tolist() == order.samples(0, 10).tolist()[3:7]
         True
 
-    Complexity: 4 bytes a sample, 8 from 2 ** 32 samples on, for each of the last two epochs asked.
+    Complexity: 4 bytes per sample (8 above 2 ** 32 samples) for each of the last two epochs used.
     """
 
     num_samples: int
@@ -76,10 +80,10 @@ class SampleOrder:
         if order is None:
             narrow = self.num_samples <= 2**32
             order = np.arange(self.num_samples, dtype=np.uint32 if narrow else np.uint64)
-            # Why this generator: numpy promises its stream for ever, and torch promises none.
+            # Why this generator: numpy guarantees that its stream never changes; torch does not.
             key = [self.seed & 0xFFFFFFFF, self.seed >> 32, epoch & 0xFFFFFFFF, epoch >> 32]
             np.random.RandomState(key).shuffle(order)
-            # Why two: a batch may cross from one epoch into the next.
+            # Why two: a batch may extend from one epoch into the next.
             if len(self._epochs) > 1:
                 del self._epochs[min(self._epochs)]
             self._epochs[epoch] = order
@@ -87,9 +91,9 @@ class SampleOrder:
 
 
 def share_of(count: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Returns which of `count` things are a rank's: [start, stop).
+    """Returns the range [start, stop) of `count` elements that belongs to a rank.
 
-    All are somebody's, in order of ranks; two ranks' numbers differ by at most one.
+    The ranges are consecutive, cover all elements, and differ in length by at most one.
 
     Examples:
         >>> [share_of(7, rank, 3) for rank in range(3)]
@@ -103,35 +107,38 @@ Last = Literal["wrap", "short", "drop"]
 
 
 class ElasticBatchSampler:
-    """Deals the samples of a data set to ranks, and goes on where it was on any number of them.
+    """Distributes the samples of a dataset to ranks, and resumes on any number of ranks.
 
-    For `torch.utils.data.DataLoader(dataset, batch_sampler=...)`, with any number of its workers.
-    All ranks together take one global batch a step off one shuffled stream, each rank its share. So
-    what was consumed is one number, the same on all ranks, and it means the same to any number of
-    ranks: put the sampler into the state dict, and no sample of an epoch is lost or seen twice.
+    Use it as `torch.utils.data.DataLoader(dataset, batch_sampler=...)`, with any number of workers.
+    In each step, all ranks together take one global batch from one shuffled stream, and each rank
+    gets its share. The position is therefore a single number, the same on all ranks and valid for
+    any number of ranks. Put the sampler into the state dict: no sample of an epoch is lost or
+    repeated after a resume.
 
-    A batch counts as consumed when the loop has it from `follow`, not when a worker of the loader
-    has fetched it. So save at the end of a step, on all ranks at the same one.
+    A batch counts as consumed when `follow` yields it, not when a worker of the loader fetches it.
+    Save at the end of a step, at the same step on all ranks.
 
-    With `global_batch_size` the batches are the same on any number of ranks, and so is training, up
-    to the order of sums. Where the ranks do not divide it, their shares differ by one sample; weigh
-    losses by the share then.
+    With `global_batch_size`, the batches are the same on any number of ranks, and so is training,
+    up to the order of floating-point sums. If the number of ranks does not divide it, shares differ
+    by one sample; weight the losses by the share.
 
     Args:
-        num_samples: Of the data set.
+        num_samples: Number of samples in the dataset.
         rank: This rank.
         world_size: Number of ranks.
-        global_batch_size: Samples that all ranks take together in a step; or give `batch_size`.
-        batch_size: Samples that each rank takes in a step: the global batch grows with the ranks.
-        seed: Of the order, from 0, below 2 ** 64. A loaded state brings its own.
-        shuffle: Whether every epoch has an order of its own. A loaded state brings its own.
-        last: What becomes of the samples at the end of an epoch that do not fill a global batch.
-            `"wrap"`: the batch is filled up from the next epoch, which begins behind it. `"short"`:
-            they are a smaller batch, of which a rank may get nothing: the loader's `collate_fn`
-            has to take an empty list then. `"drop"`: they are left out.
+        global_batch_size: Number of samples per step on all ranks together. Give either this or
+            `batch_size`.
+        batch_size: Number of samples per step on each rank; the global batch grows with the number
+            of ranks.
+        seed: Seed of the order, from 0 to 2 ** 64 - 1. A loaded state replaces it.
+        shuffle: Shuffle every epoch. A loaded state replaces it.
+        last: How to treat the samples at the end of an epoch that do not fill a global batch.
+            `"wrap"` fills the batch with samples of the next epoch, which then starts after them.
+            `"short"` makes a smaller batch, of which a rank may get no sample; the loader's
+            `collate_fn` must accept an empty list. `"drop"` drops the samples.
 
     Raises:
-        InvalidRequestError: An argument has a value that it can't have.
+        InvalidRequestError: An argument has an invalid value.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -194,7 +201,7 @@ class ElasticBatchSampler:
 
     @property
     def num_samples(self) -> int:
-        """Samples of the data set."""
+        """Number of samples in the dataset."""
         return self._order.num_samples
 
     @property
@@ -204,31 +211,31 @@ class ElasticBatchSampler:
 
     @property
     def consumed(self) -> int:
-        """Samples of this epoch that all ranks together have consumed."""
+        """Number of samples of this epoch that all ranks together have consumed."""
         return self._place % self.num_samples
 
     @property
     def global_batch_size(self) -> int:
-        """Samples that all ranks together take in a step."""
+        """Number of samples per step on all ranks together."""
         return self._step
 
     def __len__(self) -> int:
-        """Returns how many batches are left in this epoch: the same on all ranks."""
+        """Returns the number of batches left in this epoch, the same on all ranks."""
         left = self.num_samples - self.consumed
         return left // self._step if self._last == "drop" else -(-left // self._step)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yields this rank's samples of each batch that is left in this epoch."""
+        """Yields this rank's samples of each remaining batch of this epoch."""
         return self._batches(self._place)
 
     def follow(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yields the batches of a loader to the end of the epoch, and counts them as consumed.
+        """Yields the batches of a loader up to the end of the epoch, and counts them as consumed.
 
         Args:
-            loader: That has this sampler as its `batch_sampler`. It is iterated once.
+            loader: Loader with this sampler as its `batch_sampler`. It is iterated once.
 
         Raises:
-            InvalidRequestError: The loader gave more or fewer batches than this sampler.
+            InvalidRequestError: The loader returned more or fewer batches than this sampler.
         """
         if not isinstance(loader, Iterable):
             raise InvalidRequestError(
@@ -237,10 +244,10 @@ class ElasticBatchSampler:
         return self._follow(loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place, the same on all ranks: whole numbers and a bool.
+        """Returns the position, the same on all ranks, as integers and a bool.
 
         Raises:
-            StateDictError: The loader was iterated without `follow`: nobody knows the place.
+            StateDictError: The loader was iterated without `follow`, so the position is unknown.
         """
         if self._unfollowed:
             raise StateDictError(
@@ -256,13 +263,13 @@ class ElasticBatchSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to a place that `state_dict` gave, on any number of ranks.
+        """Restores a position of `state_dict`, saved by any number of ranks.
 
         Args:
-            state: Its seed and its `shuffle` replace this sampler's.
+            state: The state. Its seed and `shuffle` replace those of this sampler.
 
         Raises:
-            StateDictError: It is of another data set or another version, or no such state; nothing
+            StateDictError: `state` is of another dataset or version, or not such a state; nothing
                 is changed.
         """
         expected = {"place": int, "num_samples": int, "seed": int, "shuffle": bool,
@@ -290,7 +297,7 @@ class ElasticBatchSampler:
             raise StateDictError(f"a place in the data can't be {state['place']}")
         self._order = SampleOrder(self.num_samples, state["seed"], state["shuffle"])
         self._place = state["place"]
-        # Why: a larger global batch than the one that was saved may no longer fit in the epoch.
+        # Why: a global batch larger than the saved one may not fit into the rest of the epoch.
         if not len(self):
             self._place = (self.epoch + 1) * self.num_samples
         self._unfollowed = False
@@ -326,7 +333,7 @@ class ElasticBatchSampler:
             yield self._order.samples(start + low, start + high).tolist()
 
     def _places(self, place: int) -> Iterator[tuple[int, int, int]]:
-        """Yields start and stop of each global batch left in the epoch, and where the next is."""
+        """Yields start and stop of each remaining global batch, and the place of the next one."""
         end = (place // self.num_samples + 1) * self.num_samples
         while place < end:
             stop = place + self._step
@@ -334,14 +341,14 @@ class ElasticBatchSampler:
                 stop = min(stop, end)
             if self._last == "drop" and stop > end:
                 return
-            # Why: the rest is left out, so the next batch is of the next epoch.
+            # Why: the rest of the epoch is dropped, so the next batch belongs to the next epoch.
             after = end if self._last == "drop" and stop + self._step > end else stop
             yield place, stop, after
             place = after
 
 
 def check_rank(rank: Any, world_size: Any) -> None:
-    """Raises `InvalidRequestError` unless a rank is one of so many."""
+    """Raises `InvalidRequestError` unless `0 <= rank < world_size`."""
     if type(world_size) is not int or type(rank) is not int or not 0 <= rank < world_size:
         raise InvalidRequestError(
             f"rank must be a whole number from 0 and below world_size, but they are {rank!r} and "

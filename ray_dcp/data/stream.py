@@ -1,8 +1,7 @@
-"""`ElasticStream`: an iterable data set over files or shards, with a place in each of them.
+"""`ElasticStream`: an iterable dataset over files or shards, with a position in each of them.
 
-Each rank and worker of a loader reads whole sources. When their number changes, the sources that
-are not at their end are distributed anew, and each continues behind the last sample that was
-consumed of it.
+Each worker of each rank's loader reads whole sources. When the number of ranks or workers changes,
+the unfinished sources are redistributed, and each continues after its last consumed sample.
 """
 
 from __future__ import annotations
@@ -17,34 +16,34 @@ from ray_dcp.data.sampler import SampleOrder, check_rank
 from ray_dcp.errors import InvalidRequestError, StateDictError
 
 AT_END = -1
-"""Stands for the number of samples consumed of a source that has no more."""
+"""Stands for the number of consumed samples of a source that is finished."""
 
 State = dict[str, Any]
 
 
 class ElasticStream(IterableDataset[Any]):
-    """The samples of many sources (files, shards), each read by one rank at a time.
+    """An iterable dataset over many sources (files, shards), each read by one rank at a time.
 
-    For torchdata's `StatefulDataLoader`, whose place `LoaderPosition` then keeps across another
-    number of ranks and of workers: every sample comes once an epoch.
+    Use it with torchdata's `StatefulDataLoader`. `LoaderPosition` then preserves the position for
+    any number of ranks and workers: every sample occurs exactly once per epoch.
 
-    The ranks need not have the same number of samples. End an epoch on all of them, then call
+    Ranks may have different numbers of samples. Finish an epoch on all of them, then call
     `set_epoch` with the next one.
 
     Args:
-        sources: Their names, each once; the same on all ranks.
-        read: Called with the name of a source and a number of samples; gives its samples from that
-            one on, always in the same order.
+        sources: Unique names of the sources, the same on all ranks.
+        read: Called with the name of a source and a number n; returns an iterable over the samples
+            of the source without the first n, always in the same order.
         rank: This rank.
         world_size: Number of ranks.
-        seed: Of the order of sources.
-        shuffle: Whether every epoch has an order of sources of its own.
+        seed: Seed of the order of sources.
+        shuffle: Shuffle the sources in every epoch.
 
     Attributes:
-        epoch: That is read, from 0.
+        epoch: The current epoch, from 0.
 
     Raises:
-        InvalidRequestError: An argument has a value that it can't have.
+        InvalidRequestError: An argument has an invalid value.
 
     Examples:
         >>> lines = {"a.txt": ["a0", "a1", "a2"], "b.txt": ["b0"]}
@@ -91,17 +90,17 @@ class ElasticStream(IterableDataset[Any]):
         self._ended = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch; nothing happens when it is the one that is read.
+        """Starts an epoch; does nothing if it is the current one.
 
         Raises:
-            InvalidRequestError: It is no epoch.
+            InvalidRequestError: `epoch` is not a valid number.
         """
         check_whole(epoch, "epoch")
         if epoch != self.epoch:
             self.epoch, self._before, self._own, self._ended = epoch, {}, {}, False
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields what is left of the epoch for this rank and this worker of its loader."""
+        """Yields the remaining samples of the epoch for this rank and worker."""
         if self._ended:
             return
         for source in self._mine():
@@ -110,13 +109,13 @@ class ElasticStream(IterableDataset[Any]):
                 continue
             for sample in self._read(source, consumed):
                 consumed += 1
-                # Why before: whoever has the sample may ask for the state at once.
+                # Why before the yield: the consumer may call `state_dict` right after it.
                 self._own[source] = consumed
                 yield sample
             self._own[source] = AT_END
 
     def state_dict(self) -> State:
-        """Returns what was consumed of each source: before the ranks were last dealt, and since."""
+        """Returns the samples consumed of each source, before and since the last distribution."""
         return {
             "epoch": self.epoch,
             "before": dict(self._before),
@@ -125,11 +124,11 @@ class ElasticStream(IterableDataset[Any]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to a place of this rank and worker, or one that `merged` made of all of theirs.
+        """Restores a state of this rank and worker, or a state that `merged` returned.
 
         Raises:
-            StateDictError: It is no such state, or of sources that this stream has not; nothing is
-                changed.
+            StateDictError: `state` is not such a state, or has sources that this stream lacks;
+                nothing is changed.
         """
         checked = checked_state(state)
         strange = sorted({*checked["before"], *checked["own"]} - set(self._sources))
@@ -142,7 +141,7 @@ class ElasticStream(IterableDataset[Any]):
         self._before, self._own = dict(checked["before"]), dict(checked["own"])
 
     def end(self) -> None:
-        """Yields nothing more in this epoch."""
+        """Ends the epoch: no more samples are yielded in it."""
         self._ended = True
 
     def _mine(self) -> list[str]:
@@ -151,7 +150,7 @@ class ElasticStream(IterableDataset[Any]):
         slot = self._rank * num_workers + worker
         count = len(self._sources)
         order = self._order.samples(self.epoch * count, (self.epoch + 1) * count)
-        # Careful: dealt by what stood before, so that a restart deals the same to the same slots.
+        # Careful: distributed by the state before, so that a restart gives each slot the same.
         left = [
             name
             for name in (self._sources[number] for number in order)
@@ -161,13 +160,13 @@ class ElasticStream(IterableDataset[Any]):
 
 
 def merged(states: Sequence[Any]) -> State:
-    """Returns one place of those of all ranks and workers, for any number of them.
+    """Merges the states of all ranks and workers into one that is valid for any number of them.
 
     Args:
-        states: As `ElasticStream.state_dict` gave them.
+        states: Results of `ElasticStream.state_dict`.
 
     Raises:
-        StateDictError: They are of different epochs, or none, or no such states.
+        StateDictError: The states are of different epochs, there are none, or they are invalid.
     """
     checked = [checked_state(state) for state in states]
     epochs = sorted({state["epoch"] for state in checked})
@@ -186,10 +185,10 @@ def merged(states: Sequence[Any]) -> State:
 
 
 def checked_state(state: Any) -> State:
-    """Returns a state of `ElasticStream`.
+    """Returns a state of `ElasticStream` after checking it.
 
     Raises:
-        StateDictError: It is none.
+        StateDictError: `state` is not such a state.
     """
     ok = (
         isinstance(state, Mapping)

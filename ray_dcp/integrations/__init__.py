@@ -1,1 +1,1 @@
-"""Glue to training frameworks, and the training program of `ray-dcp demo`."""
+"""Adapters for training frameworks, and the training program of `ray-dcp demo`."""

@@ -1,8 +1,8 @@
 """A small Transformer trained with FSDP2, whose state can be saved, resumed and compared.
 
-Every function here runs on a rank (of a `WorkerGroup`, or of any process group). The gradient of
-a step comes from one rank while the others add zeros, so that no sum depends on the number of
-ranks: a run that is resumed on another number of ranks must equal an uninterrupted one bit for bit.
+All functions run on a rank (of a `WorkerGroup`, or of any process group). Only one rank computes
+the gradient of a step, and the others add zeros, so that no sum depends on the number of ranks: a
+run that is resumed on another number of ranks must equal an uninterrupted run bit for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ray_dcp.errors import InvalidRequestError
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the Transformer; uneven on purpose, so that shards differ between ranks."""
+    """Sizes of the Transformer. They are uneven, so that shards differ between ranks."""
 
     vocabulary: int = 211
     width: int = 96
@@ -89,7 +89,7 @@ class Transformer(nn.Module):
 
 @dataclass
 class Run:
-    """What one rank keeps between calls."""
+    """State of one rank between calls."""
 
     config: ModelConfig
     model: nn.Module
@@ -109,7 +109,7 @@ class Run:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `ray_dcp.load` filled in."""
+        """Restores a state dict that `ray_dcp.load` has filled."""
         set_state_dict(
             self.model,
             self.optimizer,
@@ -125,12 +125,12 @@ _current: list[Run] = []
 
 
 def start(config: ModelConfig | None = None, seed: int = 0) -> None:
-    """Builds model, optimizer and scheduler on this rank, sharded over all ranks by FSDP2.
+    """Creates model, optimizer and scheduler on this rank, sharded over all ranks by FSDP2.
 
     Args:
         config: Sizes of the model.
-        seed: Seed of the initial weights. Another one shows that a restored state comes from
-            the checkpoint and not from the same initialisation.
+        seed: Seed of the initial weights. A different seed before a restore proves that the state
+            comes from the checkpoint and not from the initialisation.
     """
     config = config or ModelConfig()
     torch.manual_seed(seed)
@@ -151,7 +151,7 @@ def start(config: ModelConfig | None = None, seed: int = 0) -> None:
 
 
 def current() -> Run:
-    """Returns the run that `start` made on this rank.
+    """Returns the run that `start` created on this rank.
 
     Raises:
         InvalidRequestError: `start` was not called.
@@ -164,7 +164,7 @@ def current() -> Run:
 def train(until_step: int) -> float:
     """Trains up to a step and returns the last loss.
 
-    The batch of a step depends on the step alone: a learnable rule (the next token is a fixed
+    The batch depends on the step only. It follows a learnable rule (the next token is a fixed
     function of the last two) with noise, over so few tokens that the loss falls from the start.
     """
     run = current()
@@ -173,7 +173,7 @@ def train(until_step: int) -> float:
         tokens = batch(run.config, run.step)
         logits = run.model(tokens[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        # Why: sums with zeros are exact, sums of shares are not; see the module's docstring.
+        # Why: sums with zeros are exact, sums of partial gradients are not; see the module.
         torch.autograd.backward(loss if dist.get_rank() == 0 else loss * 0.0)
         run.optimizer.step()
         run.scheduler.step()

@@ -1,6 +1,6 @@
-"""`RayDcpCallback`: checkpoints of a Hugging Face `Trainer`. Needs `ray-dcp[transformers]`.
+"""`RayDcpCallback`: checkpoints of a Hugging Face `Trainer`. Requires `ray-dcp[transformers]`.
 
-In place of the Trainer's own: give `TrainingArguments(save_strategy="no")`.
+It replaces the Trainer's own checkpoints: pass `TrainingArguments(save_strategy="no")`.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from ray_dcp.manager.restoring import RestoreReport
 logger = logging.getLogger(__name__)
 
 TRAINER = ("global_step", "epoch", "total_flos", "num_input_tokens_seen")
-"""What is saved of the Trainer's own state."""
+"""Fields of the Trainer's own state that are saved."""
 
 
 class RayDcpCallback(TrainerCallback):
-    """Saves steps that are due by a manager, and begins at the newest that can be loaded.
+    """Saves due steps through a manager, and resumes from the newest step that can be loaded.
 
-    Model, optimizer, scheduler and the Trainer's counters are saved, in the background. The metrics
-    of the last evaluation go with the step, so that a retention may rank by `eval_loss`.
+    It saves model, optimizer, scheduler and the Trainer's counters in the background. The metrics
+    of the last evaluation are stored with the step, so that a retention policy can rank by
+    `eval_loss`.
 
-    The callback can't tell the Trainer to skip data: after a restore it goes on up to `max_steps`,
-    with a new pass over the data.
+    The callback can't make the Trainer skip data: after a restore, training continues up to
+    `max_steps` with a new pass over the data.
 
     Args:
-        manager: Says when to save and what to keep; closed by its maker.
-        resume: Restore before the first step: "auto", the newest that can be loaded; "latest",
-            or an error; or not.
+        manager: Decides when to save and what to keep. The caller closes it.
+        resume: Restore before the first step: `"auto"`, the newest step that can be loaded, if any;
+            `"latest"`, the newest step, or raise; `"never"`, do not restore.
 
     Raises:
-        InvalidRequestError: It is no manager.
+        InvalidRequestError: `manager` is not a `CheckpointManager`, or `resume` is invalid.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class RayDcpCallback(TrainerCallback):
         self.restored: RestoreReport | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Restores a step, if there is one."""
+        """Restores a step, as configured by `resume`."""
         if self._resume == "never" or (self._resume == "auto" and not self._manager.all_steps()):
             return
         found = _state_of(state, kwargs)
@@ -74,7 +75,7 @@ class RayDcpCallback(TrainerCallback):
         logger.info("Goes on at step %d of %s", self.restored.step, self._manager.path)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Saves the step if it is due; stops the training after a preemption was saved."""
+        """Saves the step if it is due."""
         step = state.global_step
         if self._manager.should_save(step):
             self._manager.save_async(
@@ -82,15 +83,15 @@ class RayDcpCallback(TrainerCallback):
             )
 
     def on_evaluate(self, *_: Any, **kwargs: Any) -> None:
-        """Takes the metrics for the next step that is saved."""
+        """Stores the metrics for the next save."""
         told = kwargs.get("metrics") or {}
         self._metrics = {name: float(v) for name, v in told.items() if isinstance(v, (int, float))}
 
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:
-        """Waits for the saves that are under way.
+        """Waits for the saves in progress.
 
         Raises:
-            CheckpointError: One failed.
+            CheckpointError: A save failed.
         """
         self._manager.join()
 
@@ -106,5 +107,5 @@ def _state_of(state: TrainerState, told: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """Returns the optimizer that Accelerate has wrapped."""
+    """Returns the optimizer inside of Accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)

@@ -1,7 +1,8 @@
-"""`RayDcpCheckpointIO`: checkpoints of PyTorch Lightning. Needs `ray-dcp[lightning]`.
+"""`RayDcpCheckpointIO`: checkpoints of PyTorch Lightning. Requires `ray-dcp[lightning]`.
 
-Lightning hands over one nested checkpoint on rank 0. Its tensors are saved as such, what holds them
-as one object: so that any structure comes back as it was, and loads by safe rules.
+Lightning passes one nested checkpoint on rank 0. Its tensors are saved as tensors, and the
+structure around them as one object: any structure is restored unchanged, and loads with
+`weights_only` rules.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ _TENSOR = "__ray_dcp_tensor__"
 class RayDcpCheckpointIO(CheckpointIO):
     """Saves and loads the checkpoints of a Lightning `Trainer`: `Trainer(plugins=[this])`.
 
-    Each is a directory. It is there at once or not at all, its bytes are verified when it is
-    loaded, and saving over one keeps it until the new one is committed. For strategies that hand
-    the whole checkpoint to rank 0 (single device, DDP).
+    Each checkpoint is a directory. It appears atomically, its bytes are verified by a load, and a
+    save to the same path keeps it until the new checkpoint is committed. It supports strategies
+    that pass the whole checkpoint to rank 0 (single device, DDP).
 
     Args:
         in_background: Return from a save once the bytes are copied. Errors are raised by the next
             call and at the end of the run.
-        save_options: How to save.
-        load_options: How to load.
+        save_options: Options of saves.
+        load_options: Options of loads.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class RayDcpCheckpointIO(CheckpointIO):
         load_options: LoadOptions | None = None,
     ) -> None:
         self._in_background = in_background
-        # Why in the call: Lightning has no handle to wait for.
+        # Why stage in the call: Lightning has no handle to wait for.
         self._save_options = replace(save_options or SaveOptions(), staging="call")
         self._load_options = load_options or LoadOptions()
         self._under_way: list[SaveHandle] = []
@@ -63,13 +64,13 @@ class RayDcpCheckpointIO(CheckpointIO):
         """Saves a checkpoint.
 
         Args:
-            checkpoint: As Lightning makes it.
-            path: Of the directory.
-            storage_options: Not taken.
+            checkpoint: The checkpoint that Lightning has made.
+            path: Path of the directory.
+            storage_options: Not supported; must be None.
 
         Raises:
             InvalidRequestError: `storage_options` was given.
-            CheckpointError: As `ray_dcp.save`; or an earlier save in the background failed.
+            CheckpointError: As for `ray_dcp.save`; or an earlier background save failed.
         """
         if storage_options is not None:
             raise InvalidRequestError(
@@ -96,13 +97,14 @@ class RayDcpCheckpointIO(CheckpointIO):
         """Returns a checkpoint as it was saved.
 
         Args:
-            path: Of the directory.
-            map_location: A device for the tensors, or a function of tensor and place; the CPU if
-                None.
-            weights_only: False runs code from the checkpoint; the load options' if None.
+            path: Path of the directory.
+            map_location: Device of the tensors, or a function of tensor and location as for
+                `torch.load`; the CPU if None.
+            weights_only: False allows the checkpoint to execute code. If None, the load options
+                decide.
 
         Raises:
-            CheckpointError: As `ray_dcp.load`.
+            CheckpointError: As for `ray_dcp.load`.
         """
         self._raise_failures(wait=True)
         view = open_checkpoint(path)
@@ -120,13 +122,13 @@ class RayDcpCheckpointIO(CheckpointIO):
         return found
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Removes a checkpoint, with its directory unless others keep files there.
+        """Removes a checkpoint, and its directory unless it contains other files.
 
         Args:
-            path: Of the directory.
+            path: Path of the directory.
 
         Raises:
-            CheckpointError: It could not be removed.
+            CheckpointError: The checkpoint could not be removed.
         """
         self._raise_failures(wait=True)
         target = target_of(path, None)
@@ -134,10 +136,10 @@ class RayDcpCheckpointIO(CheckpointIO):
         remove_folder(Root(Target(str(place.parent))), place.name)
 
     def teardown(self) -> None:
-        """Waits for saves in the background.
+        """Waits for background saves.
 
         Raises:
-            CheckpointError: One failed.
+            CheckpointError: A save failed.
         """
         self._raise_failures(wait=True)
 
@@ -157,13 +159,13 @@ class RayDcpCheckpointIO(CheckpointIO):
 
 
 def _without_tensors(value: Any, tensors: dict[str, Any]) -> Any:
-    """Returns a structure with numbers in the place of its tensors, which go to `tensors`."""
+    """Returns a structure with placeholders for its tensors, which are added to `tensors`."""
     if isinstance(value, torch.Tensor):
         name = str(len(tensors))
         tensors[name] = value.detach()
         return {_TENSOR: name}
     if isinstance(value, dict):
-        # Why a plain dict: Lightning's own classes of dicts need no code to be loaded then.
+        # Why a plain dict: Lightning's dict classes could not be loaded without executing code.
         return {key: _without_tensors(one, tensors) for key, one in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_without_tensors(one, tensors) for one in value)

@@ -1,7 +1,7 @@
-"""`RayDcpCheckpointManager`: torchtitan's contract for checkpoint managers, by ray_dcp's manager.
+"""`RayDcpCheckpointManager`: torchtitan's checkpoint manager interface on `CheckpointManager`.
 
-Needs `ray-dcp[torchtitan]` (0.3 or newer). The steps have the keys of torchtitan's own DCP
-checkpoints: those of a run that it began are read.
+Requires `ray-dcp[torchtitan]` (0.3 or newer). Steps have the same keys as torchtitan's own DCP
+checkpoints, so that a run that torchtitan started can be resumed.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torc
 class RayDcpCheckpointManager(BaseCheckpointManager):
     """Checkpoints of torchtitan's trainer: `config.checkpoint = RayDcpCheckpointManager.Config()`.
 
-    The newest step that can be loaded is loaded, steps are saved atomically, and old ones deleted
-    only after a newer one is committed: so `keep_latest_k` may not lose the last.
+    It loads the newest step that can be loaded, saves steps atomically, and deletes old steps only
+    after a newer one is committed, so that `keep_latest_k` never deletes the last valid step.
 
     Args:
-        config: What torchtitan's own takes, and `async_mode`.
-        dataloader: Of the trainer, as the others.
-        model_parts: Modules.
-        optimizers: Stateful.
-        lr_schedulers: Stateful.
-        states: Further states, as the trainer's own.
-        sd_adapter: Not taken: for Hugging Face formats use torchtitan's own manager.
-        base_folder: What `config.folder` is below.
+        config: Options of torchtitan's base class, and `async_mode`.
+        dataloader: Data loader of the trainer.
+        model_parts: Modules of the trainer.
+        optimizers: Optimizers of the trainer; a `Stateful`.
+        lr_schedulers: Learning rate schedulers of the trainer; a `Stateful`.
+        states: Further states, such as the trainer's own.
+        sd_adapter: Ignored. For Hugging Face formats, use torchtitan's own manager.
+        base_folder: Parent folder of `config.folder`.
 
     Raises:
-        InvalidRequestError: The config asks for a Hugging Face format.
+        InvalidRequestError: The config requests a Hugging Face format.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):
-        """Policies, as torchtitan has them."""
+        """Policies of torchtitan's base class, and the save mode."""
 
         async_mode: Literal["disabled", "async"] = "async"
-        """Whether training goes on while a step is written."""
+        """`"async"`: training continues while a step is written."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class RayDcpCheckpointManager(BaseCheckpointManager):
         self._manager.join()
 
     def _maybe_wait_for_staging(self) -> None:
-        """Does nothing: the bytes are copied when a save returns."""
+        """Does nothing: the bytes are copied before a save returns."""
 
     def _close(self) -> None:
         self._manager.close()
@@ -151,7 +151,7 @@ class RayDcpCheckpointManager(BaseCheckpointManager):
         return self._states[MODEL]
 
     def _whole_state(self, *, loading: bool = False) -> dict[str, Any]:
-        """Returns the state as torchtitan saves it: the model's keys beside the other states."""
+        """Returns the state as torchtitan saves it, with the model's keys at the top level."""
         left_out = self._config.exclude_from_loading if loading else ()
         others = {
             name: state

@@ -1,4 +1,4 @@
-"""Checkpoints of Ray Train runs: what each rank does, and what the controller asks of them.
+"""Checkpoints of Ray Train runs: the checkpointer of each rank, and the controller's callback.
 
 Public names are in `ray_dcp.train`.
 """

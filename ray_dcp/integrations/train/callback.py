@@ -1,8 +1,8 @@
-"""`SaveBeforeResize`: has the run saved before its workers are ended, from Ray Train's controller.
+"""`SaveBeforeResize`: saves a Ray Train run before the controller ends its workers.
 
-Ray Train ends workers within milliseconds once it has decided to resize, and does not notify the
-training function. It calls the controller's callbacks before, and they may take their time. They
-are a developers' interface of Ray (`ray_private.TESTED`): all use of it is here.
+After a decision to resize, Ray Train ends the workers within milliseconds, without notifying the
+training function. Before that, it calls the controller's callbacks, which may block. They are a
+developer API of Ray (`ray_private.TESTED`) that only this module uses.
 """
 
 from __future__ import annotations
@@ -22,31 +22,33 @@ from ray_dcp.integrations.train.save_requests import Call, next_round_s
 from ray_dcp.runtime import ray_calls
 
 ANSWER_S = 20.0
-"""How long a worker may take to answer, in seconds: it may be starting to load a large module."""
+"""How long a worker may take to answer, in seconds. *Why*: it may be importing a large module."""
 END_S = 30.0
-"""How long workers wait for their end after the save, in seconds."""
+"""How long workers wait after the save to be ended, in seconds."""
 
 logger = logging.getLogger(__name__)
 
 
 class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
-    """Has a `ray_dcp.train.checkpointer` save before a resize, and when a node is taken away.
+    """Makes a `ray_dcp.train.checkpointer` save before a resize, and when a node is preempted.
 
-    Given as `RunConfig(callbacks=[ray_dcp.train.SaveBeforeResize()])`, or to all runs by
-    `RAY_TRAIN_CALLBACKS=ray_dcp.train.SaveBeforeResize`.
+    Pass it as `RunConfig(callbacks=[ray_dcp.train.SaveBeforeResize()])`, or enable it for all runs
+    by `RAY_TRAIN_CALLBACKS=ray_dcp.train.SaveBeforeResize`.
 
-    Before a resize all ranks save the next step that none of them has begun to decide about, and
-    wait there: nothing is trained that would be lost. The resize goes on once that is committed,
-    or after `limit_s`. When nodes are drained, all ranks save at once, and again as late as a save
-    still fits before the deadline, as earlier ones tell. Training goes on in between; after the
-    last one the ranks wait for their end, as what they would train is lost.
+    Before a resize, all ranks save at the next step that no rank has reached, and wait there, so
+    that no trained step is lost. The resize continues when the save is committed, or after
+    `limit_s`.
+
+    When nodes are drained, all ranks save at once, and once more as late as a save still fits
+    before the deadline, judging by the duration of earlier saves. Training continues in between.
+    After the last save the ranks wait to be ended, as further steps would be lost.
 
     Args:
-        limit_s: How long a resize waits for the save, in seconds. A step must fit into it, and a
-            save.
+        limit_s: How long a resize waits for the save, in seconds. It must be long enough for one
+            step and one save.
 
     Raises:
-        InvalidRequestError: `limit_s` is no number above 0.
+        InvalidRequestError: `limit_s` is not a positive number.
     """
 
     def __init__(self, limit_s: float = 120.0) -> None:
@@ -54,44 +56,44 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
         self._group: Any = None
         self._known: Any = None
         self._has_failed = False
-        # Why one for a group: callbacks travel to the controller, which a lock can't.
+        # Why created per group: callbacks are pickled for the controller, and a lock can't be.
         self._asking: Any = None
 
-    # Ray Train calls
+    # Callbacks of Ray Train
 
     def after_worker_group_start(self, worker_group: Any) -> None:
-        """Notes whom to ask."""
+        """Registers the worker group."""
         self._asking = threading.Lock()
         self._group = worker_group
         self._known = None
 
     def before_worker_group_shutdown(self, worker_group: Any) -> None:
-        """Forgets them."""
+        """Unregisters the worker group."""
         self._group = None
 
     def before_controller_execute_failure_decision(self, failure_decision: Any) -> None:
-        """Notes that what comes next is no resize but a restart."""
+        """Records that the next decision is a restart, not a resize."""
         self._has_failed = True
 
     def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
-        """Has a save made before the workers end."""
+        """Requests a save and waits for it before the workers are ended."""
         group, has_failed = self._group, self._has_failed
         self._has_failed = False
         if group is None or has_failed:
-            return  # The first start, or one after a failure: there is nobody to ask.
+            return  # The first start, or a start after a failure: there are no workers.
         self._guarded(
             f"the resize to {getattr(resize_decision, 'num_workers', '?')} workers",
             lambda: self._save_before_the_end(_caller(group)),
         )
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
-        """Has saves made when nodes are taken away."""
+        """Requests saves when nodes are preempted."""
         info = getattr(current_state, "preemption_info", None)
         group = self._group
         if info is None or group is None or info == self._known:
             return
         self._known = info
-        # Why a thread: the controller must go on looking at its workers.
+        # Why a thread: the controller must continue to monitor its workers.
         threading.Thread(
             target=self._guarded,
             args=("a preemption", lambda: self._save_in_time(group, info)),
@@ -99,7 +101,7 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
             daemon=True,
         ).start()
 
-    # What it does then
+    # Reactions
 
     def _save_before_the_end(self, call: Call) -> None:
         how, took_s = self._save(call, "resize", linger_s=self._limit_s + END_S)
@@ -118,7 +120,7 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
     def _save(
         self, call: Call, reason: str, *, left_s: float | None = None, **more: Any
     ) -> tuple[str, float | None]:
-        """Asks for a save and waits for it; returns how it ended and after how many seconds."""
+        """Requests a save and waits for it; returns its outcome and its duration in seconds."""
         seq, begun_s = secrets.token_hex(8), time.monotonic()
         why_not = save_requests.ask_all(call, seq, reason, left_s=left_s, **more)
         if why_not is not None:
@@ -128,12 +130,12 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
         return how, time.monotonic() - begun_s
 
     def _save_in_time(self, group: Any, info: Any) -> None:
-        """Saves at once, and as late as possible once more."""
+        """Saves at once, and again as late as possible."""
         call = _caller(group)
         deadline_s = None if info.deadline_ms is None else info.deadline_ms / 1000
         took_s: float | None = None
         while True:
-            # Why one at a time: of two nodes that are drained, the second comes with a new notice.
+            # Why one at a time: if two nodes are drained, the second causes a new notice.
             with self._asking:
                 if self._group is not group or self._known != info:
                     return
@@ -146,7 +148,7 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
     def _save_once(
         self, call: Call, info: Any, deadline_s: float | None, took_s: float | None
     ) -> float | None:
-        """Returns how long the save took that was asked for; None when none was."""
+        """Requests a save; returns its duration in seconds, or None if none was made."""
         left_s = None if deadline_s is None else deadline_s - time.time()
         linger_s = 0.0 if left_s is None else max(0.0, left_s) + END_S
         how, took_s = self._save(
@@ -162,7 +164,7 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
         return took_s
 
     def _guarded(self, what: str, do: Callable[[], object]) -> None:
-        """Does something; what fails is told and does not end the run."""
+        """Calls `do`; an error is logged and does not end the run."""
         try:
             do()
         except Exception as error:  # noqa: BLE001 - a raising hook fails the run
@@ -175,7 +177,7 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
 
 
 def _caller(group: Any) -> Call:
-    """Returns what calls the workers of a group of Ray Train's, on their actors' main threads."""
+    """Returns a `Call` to the workers of a Ray Train group, executed in their main threads."""
 
     def call(method: str, *arguments: Any) -> list[Any]:
         refs = group.execute_async(save_requests.of_this_worker, method, *arguments)

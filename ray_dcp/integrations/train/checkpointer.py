@@ -1,18 +1,17 @@
-"""`Checkpointer`: what `train_fn` of a Ray Train run saves and restores with, on every rank.
+"""`Checkpointer`: saves and restores the state of a Ray Train run, on every rank of `train_fn`.
 
-`checkpointer` makes the one of a worker, and checks what all ranks pass.
+`checkpointer` creates the one of a worker, and checks the arguments.
 
-All ranks make the same saves in the same order, and a save has one outcome on all of them. So each
-rank finds by itself which saves have ended (`UnderWay`), at the same call as the others: a save
-that began has waited until no more than `max_pending` others were left.
+All ranks make the same saves in the same order, and each save has the same outcome on all of them.
+Each rank therefore determines without communication which saves have ended (`UnderWay`), in the
+same call as the others: a new save has waited until at most `max_pending` others were in progress.
 
-`Pace` throttles reports: which committed saves are reported to Ray Train, and when. Ray Train
-registers one report each time that its controller looks, and `report` waits while one is not taken.
-So of saves that follow each other faster not all are reported: the newest counts. Every rank
-decides alone and alike, as what they decide by is the same on all: the steps, their outcomes, and
-when each was planned, as its manifest says.
+`Pace` throttles reports to Ray Train. Its controller registers one report per poll, and `report`
+blocks while an earlier one is not yet registered. If saves are faster than that, only the newest
+ones are reported. All ranks make the same decision, as it depends only on values that are equal on
+all of them: the steps, their outcomes, and the time of each plan in its manifest.
 
-`Warned` has the warnings for the operator of a run: fallbacks, failed saves, steps left aside.
+`Warned` logs warnings for the operator of a run: fallbacks, failed saves, ignored steps.
 """
 
 from __future__ import annotations
@@ -59,14 +58,14 @@ from ray_dcp.torch_adapter.state import check_mapping, stateful_to_state_dict
 from ray_dcp.warming import warm_staging
 
 ASK_AGAIN_S = (0.0, 0.5, 2.0)
-"""When a storage is asked for an outcome that nobody told, in seconds after one another."""
+"""Pauses before each query of the storage for an unknown outcome, in seconds."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Save:
-    """One that was begun."""
+    """A save that has been started."""
 
     folder: StepFolder
     target: Target
@@ -76,28 +75,28 @@ class Save:
 
     @property
     def was_skipped(self) -> bool:
-        """Whether it ended at once, as enough others were under way."""
+        """Whether the save was skipped, because too many others were in progress."""
         return self.handle.done() and isinstance(self.handle.exception(), SaveSkippedError)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How one ended."""
+    """The outcome of a save."""
 
     save: Save
     error: CheckpointError | None = None
-    """Why it is not committed; the same on all ranks."""
+    """Why the save is not committed, the same on all ranks; None if it is."""
     created_s: float | None = None
-    """When it was planned, by the coordinator's clock."""
+    """Time of the plan, by the coordinator's clock."""
 
 
 class UnderWay:
-    """The saves that have not been looked at since they were begun.
+    """The saves whose outcome has not been processed yet.
 
     Args:
-        max_pending: How many may be under way at a time.
-        ask: Returns the outcome of an attempt, by its place.
-        wait: Lets seconds pass.
+        max_pending: Maximum number of saves in progress.
+        ask: Returns the outcome of an attempt at a target.
+        wait: Waits for a number of seconds.
     """
 
     def __init__(
@@ -117,22 +116,21 @@ class UnderWay:
 
     @property
     def newest(self) -> Save | None:
-        """The one that was begun last; None when it has ended."""
+        """The save that was started last; None if its outcome has been processed."""
         return self._saves[-1] if self._saves else None
 
     def add(self, save: Save) -> None:
-        """Notes a save that was begun."""
+        """Registers a save that has been started."""
         self._saves.append(save)
 
     def ended(self, *, all_of_them: bool = False) -> list[Ended]:
-        """Returns those that have ended, on all ranks the same, in the order of their calls.
+        """Returns the saves that have ended, in the order of their calls, the same on all ranks.
 
         Args:
-            all_of_them: Wait for the others as well.
+            all_of_them: Wait for all saves.
 
         Raises:
-            CommitUnknownError: Nobody can say how one ended: what other ranks know of it may be
-                something else.
+            CommitUnknownError: The outcome of a save can't be determined. Other ranks may know it.
         """
         newest = self._saves[-1:]
         if newest and newest[0].was_skipped:
@@ -157,7 +155,7 @@ class UnderWay:
         raise error
 
     def _settle(self, save: Save, error: CommitUnknownError) -> CheckpointError | None:
-        """Returns why a save is not committed whose outcome this rank was not told."""
+        """Determines an unknown outcome from storage; returns why the save is not committed."""
         for pause_s in ASK_AGAIN_S:
             self._wait(pause_s)
             try:
@@ -170,19 +168,19 @@ class UnderWay:
                 return CheckpointError(
                     f"It was aborted: {error.message}", checkpoint_id=save.target.url
                 )
-        # Why raised whatever on_error says: ranks that know more would wait for this one.
+        # Why raised regardless of `on_error`: ranks that know the outcome would wait for this one.
         raise error
 
 
 def is_misuse(error: CheckpointError) -> bool:
-    """Tells whether an error says that the ranks do not make the same calls."""
+    """Returns whether an error reports that the ranks do not make the same calls."""
     causes = [error, *(cause for cause, _ in error.failures.values())]
     return any(isinstance(cause, RankDisagreementError) for cause in causes)
 
 
 @dataclass
 class Warned:
-    """What was said so far; only rank 0 says anything.
+    """Logs warnings for the operator, on rank 0 only.
 
     Args:
         rank: This rank.
@@ -190,11 +188,11 @@ class Warned:
 
     rank: int
     num_failed: int = 0
-    """Saves that failed since one was committed."""
+    """Number of failed saves since the last committed one."""
     _of_steps: bool = False
 
     def fell_back(self, report: LoadReport, registered: StepFolder | None) -> None:
-        """Tells of newer steps than the one that was restored."""
+        """Warns that newer steps than the restored one could not be used."""
         if self.rank:
             return
         for path, error in report.damaged:
@@ -209,7 +207,7 @@ class Warned:
             )
 
     def failed(self, step: int, error: CheckpointError) -> None:
-        """Tells of a save that failed."""
+        """Warns about a failed save."""
         self.num_failed += 1
         if self.rank == 0:
             self._say(
@@ -218,7 +216,7 @@ class Warned:
             )
 
     def ignored_steps(self, has_steps: bool, restored: LoadReport | None, url: str) -> None:
-        """Tells, once, that a run is saved anew that was not restored though it could be."""
+        """Warns, once, if the run has steps but saves without having restored one."""
         if has_steps and restored is None and not self._of_steps and self.rank == 0:
             self._say(
                 f"{url} has steps of earlier workers of this run, but restore() was not called or "
@@ -229,40 +227,41 @@ class Warned:
 
     def _say(self, text: str) -> None:
         logger.warning(text)
-        # Why both: a run shows the one in its log, and a test or a notebook the other.
+        # Why both: a run shows the log, and a test or a notebook shows the Python warning.
         reporting.warn(text, stacklevel=4)
 
 
 _SLACK = 1.5
-"""Times the interval of the controller: what it needs to look is on top of it."""
+"""Minimum time between reports, in poll intervals of the controller. *Why above 1*: the duration of
+a poll adds to the interval."""
 
 
 @dataclass
 class Pace:
-    """What was reported last.
+    """Throttles reports.
 
     Args:
-        interval_s: How often Ray Train's controller looks, in seconds.
+        interval_s: Poll interval of Ray Train's controller, in seconds.
     """
 
     interval_s: float
     last_s: float | None = None
-    """When what was reported last was planned."""
+    """Time of the plan of the save that was reported last."""
 
     def is_due(self, created_s: float | None, *, final: bool = False) -> bool:
-        """Tells whether to report the newest save that is committed, and takes it as reported.
+        """Returns whether to report the newest committed save; if so, counts it as reported.
 
         Args:
-            created_s: When it was planned, by the coordinator's clock; None when its manifest does
-                not travel.
-            final: No later call will come.
+            created_s: Time of its plan, by the coordinator's clock; None if this rank has no
+                manifest.
+            final: This is the last call.
 
         Examples:
             >>> pace = Pace(2.0)
             >>> [pace.is_due(created_s) for created_s in (100.0, 101.0, 104.0)]
             [True, False, True]
         """
-        # Why above zero: a clock that was set back must not keep a run from being reported.
+        # Why `0 <=`: a clock that was set back must not suppress reports.
         too_soon = (
             created_s is not None
             and self.last_s is not None
@@ -279,10 +278,10 @@ OnError = Literal["warn", "raise"]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What all ranks give alike; see `checkpointer`.
+    """Settings of a checkpointer, the same on all ranks; see `checkpointer`.
 
     Raises:
-        InvalidRequestError: An argument has a value that it can't have.
+        InvalidRequestError: An argument has an invalid value.
     """
 
     folder: str = "checkpoints"
@@ -308,15 +307,17 @@ class Settings:
 
 
 class Checkpointer:
-    """The checkpoints of a Ray Train run; made by `checkpointer`. A context manager.
+    """Saves and restores the checkpoints of a Ray Train run. Created by `checkpointer`.
+
+    It is a context manager. All ranks call its methods in the same order.
 
     Args:
-        facts: Of the run.
-        group: This rank's place in it.
+        facts: Properties of the run.
+        group: This rank's membership in the worker group.
         settings: See `checkpointer`.
 
     Attributes:
-        restored: What `restore` did on this rank; None before, and when there was nothing.
+        restored: Report of the last `restore` on this rank; None if nothing was restored.
     """
 
     def __init__(self, facts: RunFacts, group: Group, settings: Settings) -> None:
@@ -332,7 +333,7 @@ class Checkpointer:
         self._last_step = -1
         self._decided: tuple[int, bool, Asked | None] = (-1, False, None)
         self._closed = False
-        # Why one thread: what it does to the storage has an order, and training does not wait.
+        # Why one thread: its storage operations stay in order, and training does not wait for them.
         self._aside = ThreadPoolExecutor(1, "ray_dcp train") if facts.rank == 0 else None
         self._owner = REQUESTS.open()
 
@@ -341,32 +342,32 @@ class Checkpointer:
 
     @property
     def url(self) -> str:
-        """Path or URL of the folder in which the steps lie; `ray_dcp.load_newest` takes it."""
+        """Path or URL of the folder with the steps, as accepted by `ray_dcp.load_newest`."""
         return self._group.root.url
 
     def restore(self, state: MutableMapping[str, Any]) -> int | None:
         """Loads the newest committed step of the run into a state, in place; returns its number.
 
-        Whatever Ray Train has registered: what counts is what is committed in the run's storage.
-        Bytes that the nodes still keep in memory come from there. The step may have been saved by
-        any number of ranks. Where the newest can't be loaded the next older one is, with a
-        warning that names each that was passed over.
+        The step is chosen from the run's storage, whatever Ray Train has registered. Bytes that
+        nodes still hold in their memory tier are read from there. The step may have been saved by
+        any number of ranks. If the newest step can't be loaded, the next older one is loaded, with
+        a warning that names each skipped step.
 
-        Called again later it goes back to the newest step, after waiting for saves that are under
-        way; steps are counted from there on.
+        A later call waits for the saves in progress and returns to the newest step; the next step
+        to save must be newer than that one.
 
         Args:
-            state: As for `save`. Modules and optimizers are loaded in place, other values that are
-                no `Stateful` are replaced in it.
+            state: As for `save`. Modules and optimizers are loaded in place; other values that are
+                not `Stateful` are replaced.
 
         Returns:
-            The step; None when nothing was ever committed in this run.
+            The step; None if nothing was ever committed in this run.
 
         Raises:
             CheckpointNotFoundError: Ray Train has registered a checkpoint of this run, but none
-                is there: its files are gone, or somebody else saved it.
-            DamagedCheckpointError: All are damaged.
-            CheckpointError: As `ray_dcp.load_newest`.
+                exists: its files were removed, or another program saved it.
+            DamagedCheckpointError: All steps are damaged.
+            CheckpointError: As for `ray_dcp.load_newest`.
         """
         self._check_open()
         self._take(self._under_way.ended(all_of_them=True))
@@ -398,15 +399,15 @@ class Checkpointer:
         return step
 
     def should_save(self, step: int) -> bool:
-        """Tells whether `save` would save a step now, on all ranks the same.
+        """Returns whether `save` would save this step, the same on all ranks.
 
-        For states that are expensive to make: `save` may be left out where this is False.
+        If the state is expensive to build, call this first, and skip `save` if it returns False.
 
         Args:
-            step: The one that `save` would be called with.
+            step: Argument of the following `save`.
 
         Raises:
-            InvalidRequestError: It is no step, or not newer than the last one saved; or the
+            InvalidRequestError: `step` is invalid or not newer than the last saved step, or the
                 checkpointer is closed.
         """
         self._check_new(step)
@@ -425,29 +426,29 @@ class Checkpointer:
         *,
         force: bool = False,
     ) -> bool:
-        """Saves a state in the background if its step is due; call it after every step.
+        """Saves a state in the background if its step is due. Call it after every step.
 
-        Returns once the bytes are copied. When they are committed, a later call tells Ray Train:
-        with `NO_UPLOAD`, on all ranks alike, with these metrics and the step among them.
+        Returns once the bytes are copied. After the commit, a later call reports the checkpoint to
+        Ray Train on all ranks, with `NO_UPLOAD`, the metrics and the step.
 
-        Due is a step that `save_interval` divides, and one at which the run is about to be resized
-        or a node to be taken away (`SaveBeforeResize`).
+        A step is due if it is a multiple of `save_interval`, or if the run is about to be resized
+        or a node is preempted (`SaveBeforeResize`).
 
         Args:
-            step: Newer than the last one that was saved or restored.
-            state: Values by name. Modules and optimizers may be given as they are, and fit any
-                number of ranks then; other `Stateful` values give their `state_dict()`.
-            metrics: Of numbers and texts, for Ray Train. Rank 0's count.
-            force: Save whether it is due or not; the same on all ranks.
+            step: The step; must be newer than the last saved or restored step.
+            state: Values by name. Modules and optimizers may be passed directly, and can then be
+                loaded by any number of ranks. Other `Stateful` values are saved by their
+                `state_dict()`.
+            metrics: Numbers and strings by name, for Ray Train. Those of rank 0 are used.
+            force: Save even if the step is not due. Must be the same on all ranks.
 
         Returns:
-            Whether the step was due.
+            Whether the step was due or forced.
 
         Raises:
-            InvalidRequestError: The step or the metrics can't be taken, or the checkpointer is
-                closed.
+            InvalidRequestError: The step or the metrics are invalid, or the checkpointer is closed.
             RankDisagreementError: The ranks do not save the same steps.
-            CheckpointError: With `on_error="raise"`: a save failed, this one or one before.
+            CheckpointError: With `on_error="raise"`: this save or an earlier one failed.
         """
         self._check_new(step)
         told = reports.check_metrics(metrics)
@@ -470,10 +471,10 @@ class Checkpointer:
         return True
 
     def close(self) -> None:
-        """Waits for the saves that are under way, and tells Ray Train of the newest.
+        """Waits for the saves in progress, and reports the newest one to Ray Train.
 
-        Every rank calls it; leaving a `with` block does, unless by an error. Does nothing when
-        it was called before.
+        Every rank must call it. The end of a `with` block calls it, unless there is an error. Does
+        nothing if it was called before.
 
         Raises:
             CheckpointError: With `on_error="raise"`: a save failed.
@@ -493,11 +494,11 @@ class Checkpointer:
         if error is None:
             self.close()
         elif not self._closed:
-            # Why nobody is waited for: other ranks may be dead, or wait for this one. What is
-            # staged is committed without this process.
+            # Why not wait: other ranks may be dead, or may be waiting for this one. Staged saves
+            # are committed without this process.
             self._leave(wait=False)
 
-    # What becomes of a save
+    # Saves and their outcomes
 
     def _begin(
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any], *, waits: bool
@@ -507,7 +508,7 @@ class Checkpointer:
         target = self._group.root.below(folder.name)
         self._later(lambda: self._note(folder, metrics))
         begun_s = time.monotonic()
-        # Why in the call: it returns to a user who has no handle to wait for.
+        # Why stage in the call: the user has no handle to wait for.
         options = replace(self._settings.options, staging="call")
         handle = run_async_save(
             decide_save(None, None, target),
@@ -521,7 +522,7 @@ class Checkpointer:
         self._under_way.add(Save(folder, target, metrics, handle))
 
     def _take(self, ended: list[Ended]) -> None:
-        """Takes in how saves have ended, in the order of their calls."""
+        """Processes the outcomes of saves, in the order of their calls."""
         failed: CheckpointError | None = None
         for one in ended:
             if one.error is None:
@@ -530,7 +531,7 @@ class Checkpointer:
                 continue
             if isinstance(one.error, SaveCancelledError):
                 logger.info("Step %d is not saved: %s", one.save.folder.step, one.error)
-                continue  # By when_full, or by who cancelled it: nothing failed.
+                continue  # Skipped by `when_full`, or cancelled: not a failure.
             self._warned.failed(one.save.folder.step, one.error)
             if self._settings.on_error == "raise" or is_misuse(one.error):
                 failed = failed or one.error
@@ -538,7 +539,7 @@ class Checkpointer:
             raise failed
 
     def _tell(self, *, final: bool = False) -> None:
-        """Reports to Ray Train what is to be reported now, on all ranks alike."""
+        """Reports the newest committed save to Ray Train if a report is due. Collective."""
         if self._untold and self._pace.is_due(self._untold[-1].created_s, final=final):
             newest = self._untold[-1].save
             self._untold.clear()
@@ -551,10 +552,11 @@ class Checkpointer:
             self._later(lambda: retention.told(folder))
 
     def _answer(self, asked: Asked, step: int) -> None:
-        """Says how a save that was asked for has ended, or has that said when it ends.
+        """Records the outcome of a requested save, now or when the save ends.
 
-        Lingers where the workers are ended now. The save is not reported before: the controller
-        waits, and takes no report meanwhile. The next group reports what it restores.
+        If the worker group is about to end, the call then blocks (`Asked.linger_s`). The save is
+        not reported to Ray Train before: the controller waits and registers no reports. The next
+        group reports the checkpoint that it restores.
         """
         save = self._under_way.newest
         if save is None:
@@ -565,16 +567,16 @@ class Checkpointer:
             )
 
     def _register(self, report: LoadReport, registered: str | None) -> None:
-        """Reports what was restored, where Ray Train was not told of it before."""
+        """Reports the restored checkpoint unless Ray Train has registered it or a newer one."""
         folder, known = parse(report.checkpoint_id or ""), parse(registered or "")
         if folder is None or folder == self._group.folder_of(folder.step):
-            return  # Of this group: it is told like all others.
+            return  # Saved by this group, and reported like all its saves.
         if known is None or known < folder:
             storage = self._group.root.open(folder.name)
             metrics = reports.read_metrics(storage) if self._facts.rank == 0 else {}
             self._report(folder, {**metrics, "step": folder.step})
 
-    # Aside of training, on rank 0
+    # Beside training, on rank 0
 
     def _later(self, do: Callable[[], object]) -> Future[object] | None:
         return None if self._aside is None else self._aside.submit(_logged, do)
@@ -584,11 +586,11 @@ class Checkpointer:
         self._group.root.open(folder.name).write(info_key(0), data)
 
     def _warm(self, state: Mapping[str, Any]) -> None:
-        """Gets memory and the node's stager ready, so that the first save is as fast as others."""
+        """Prepares staging memory and the node agent, so that the first save is not slower."""
         try:
             warm_staging(self._group.session, stateful_to_state_dict(state), self._settings.options)
         except CheckpointError as error:
-            # Why not raised: a save says so too, and is what on_error is for.
+            # Why not raised: the save raises the same error, subject to `on_error`.
             logger.warning("Saves are not made ready for: %s", error)
 
     def _leave(self, *, wait: bool) -> None:
@@ -603,7 +605,7 @@ class Checkpointer:
 
     def _check_new(self, step: int) -> None:
         self._check_open()
-        StepNames().name_of(step)  # raises for what is no step
+        StepNames().name_of(step)  # raises for an invalid step
         if step <= self._last_step:
             raise InvalidRequestError(
                 f"step {step} is not newer than step {self._last_step}, which was saved or "
@@ -643,31 +645,33 @@ def checkpointer(
     storage_options: Mapping[str, object] | None = None,
     check_preemption_every: int = 0,
 ) -> Checkpointer:
-    """Returns what saves and restores the state of the Ray Train run that this worker belongs to.
+    """Returns the checkpointer of the Ray Train run that this worker belongs to.
 
-    Every rank calls it once, inside `train_fn`, with the same arguments; and then the methods of
-    what it returns, in the same order. Checkpoints go into `folder` of the run's own storage
-    (`RunConfig`), straight from the workers' nodes.
+    Every rank calls it once, inside `train_fn`, with the same arguments, and then calls the methods
+    of the checkpointer in the same order. Checkpoints are written to `folder` in the run's own
+    storage (`RunConfig`), directly from the workers' nodes.
 
     Args:
         folder: Name of a folder in the run's storage.
-        max_to_keep: Newest committed steps that ray_dcp keeps, 0 for all. Leave it out where Ray
-            Train keeps `CheckpointConfig(num_to_keep=...)`.
-        save_interval: `save` saves the steps that this divides.
-        on_error: What happens when a save fails: `"warn"` and go on, or `"raise"` on every rank,
-            which ends the worker group. A call that differs between ranks is raised in any case.
-        options: How to save; `keep_in_memory` makes restarts quick.
-        load_options: How to restore.
+        max_to_keep: Number of newest committed steps that ray_dcp keeps; 0 keeps all. Leave it at 0
+            if Ray Train deletes checkpoints by `CheckpointConfig(num_to_keep=...)`.
+        save_interval: `save` saves the steps that are multiples of this.
+        on_error: What to do if a save fails: `"warn"` logs a warning and continues; `"raise"`
+            raises on every rank, which ends the worker group. Calls that differ between ranks
+            always raise.
+        options: Options of saves. `keep_in_memory` makes restarts fast.
+        load_options: Options of loads.
         storage_options: Credentials and options of an `s3://`, `gs://` or `az://` storage path;
-            by default those of its URL, and of the environment.
-        check_preemption_every: Ask `ray.train.get_preemption_info()` at every so manieth `save`,
-            which is a barrier of all ranks. 0 leaves that to `SaveBeforeResize` in
-            `RunConfig(callbacks=[...])`, which costs nothing while nobody is preempted.
+            by default those of its URL and of the environment.
+        check_preemption_every: Number of `save` calls per check of
+            `ray.train.get_preemption_info()`, which is a barrier of all ranks. With 0, only
+            `SaveBeforeResize` in `RunConfig(callbacks=[...])` checks, which costs nothing while no
+            node is preempted.
 
     Raises:
-        InvalidRequestError: This is no Ray Train worker, or an argument is wrong.
-        CheckpointExistsError: Another run of this name lives and writes here.
-        CheckpointError: The storage can't be listed, or the ranks do not find each other.
+        InvalidRequestError: This is not a Ray Train worker, or an argument is invalid.
+        CheckpointExistsError: Another live run of this name writes here.
+        CheckpointError: The storage can't be listed, or the ranks can't connect.
 
     Examples:
         ```py

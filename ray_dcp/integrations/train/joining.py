@@ -1,20 +1,25 @@
-"""How the workers of a group join a run: who writes, under which group number, what is kept.
+"""Joins the workers of a group to a run: writer lease, group number, retention.
 
-Rank 0 reads the storage once and sends the others the result, or the error, through Ray Train.
+Rank 0 reads the storage once, and broadcasts the result or the error through Ray Train.
 
 `StepFolder` is the name of a checkpoint's folder. A name is never used twice: Ray Train deletes by
-name, and a worker group that was killed may still have a save in progress. The number of the worker
-group comes first, so that of two checkpoints of one step the later sorts last; the step comes last,
-where all of ray_dcp looks for it.
+name, and a killed worker group may still have a save in progress. The number of the worker group
+comes first, so that of two checkpoints of one step the later one sorts last. The step comes last,
+where all of ray_dcp expects it.
 
-`Retention`, on rank 0, removes checkpoints where ray_dcp is the side that deletes, by the manager's
-`Deletions`: those that have a tag, or are read, stay. Ray Train
-refuses to continue a run when a folder is gone that it has registered. So of a reported checkpoint
-the delete record stays; of others nothing does.
+    g0003-7f3c21-step-00000120
+     |     |          +- step
+     |     +------------ random word: distinguishes groups that got the same number
+     +------------------ number of the worker group in the run
 
-`run_facts` reads Ray Train's context. Beside the callback this is the one module of the integration
-that uses what Ray keeps private: how checkpoints are kept, the run's id, and how often its
-controller looks.
+`Retention`, on rank 0, removes old checkpoints if ray_dcp is the side that deletes. It uses the
+manager's `Deletions`, which keep steps that are tagged or being read. Ray Train refuses to continue
+a run if a registered folder does not exist, so the delete record of a reported checkpoint remains;
+of other checkpoints nothing does.
+
+`run_facts` reads Ray Train's context. Besides the callback, this is the only module of the
+integration that uses private APIs of Ray: the checkpoint config, the run's id, and the poll
+interval of the controller.
 """
 
 from __future__ import annotations
@@ -60,7 +65,7 @@ _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True, order=True)
 class StepFolder:
-    """The folder of one step, as one worker group saved it; sorted by age.
+    """The folder of a step saved by one worker group; ordered by age.
 
     Examples:
         >>> folder = StepFolder(120, 3, "7f3c21")
@@ -72,26 +77,26 @@ class StepFolder:
     group: int
     """Number of the worker group in the run, from 1."""
     word: str
-    """Tells two groups of one number."""
+    """Random word that distinguishes groups with the same number."""
 
     @property
     def name(self) -> str:
-        """Of the folder."""
+        """Name of the folder."""
         return f"g{self.group:04d}-{self.word}-step-{self.step:08d}"
 
 
 def parse(name: str) -> StepFolder | None:
-    """Returns the step folder of a name; None for any other name.
+    """Returns the step folder of a name, or None for any other name.
 
     Args:
-        name: Of a folder; only what follows the last slash counts.
+        name: Name or path of a folder; only its last component is used.
     """
     found = _NAME.fullmatch(name.rstrip("/").rpartition("/")[2])
     return StepFolder(int(found[3]), int(found[1]), found[2]) if found else None
 
 
 def next_group(names: Iterable[str]) -> int:
-    """Returns the number of a new worker group, above all that have left folders.
+    """Returns the number of a new worker group, above those of all existing folders.
 
     Examples:
         >>> next_group(["g0002-7f3c21-step-00000120", "others"]), next_group([])
@@ -102,10 +107,10 @@ def next_group(names: Iterable[str]) -> int:
 
 
 def check_folder(folder: object) -> str:
-    """Returns a folder of the run after checking that it stays inside of it.
+    """Returns the name of a folder in the run after checking it.
 
     Raises:
-        InvalidRequestError: It is no name.
+        InvalidRequestError: `folder` is not a simple name.
 
     Examples:
         >>> check_folder("checkpoints")
@@ -128,14 +133,14 @@ logger = logging.getLogger(__name__)
 
 
 def owner_of(max_to_keep: int, num_to_keep: int | None) -> Owner:
-    """Returns who deletes old checkpoints.
+    """Returns which side deletes old checkpoints.
 
     Args:
-        max_to_keep: Of the checkpointer; 0 for all.
-        num_to_keep: Of Ray Train's `CheckpointConfig`.
+        max_to_keep: Setting of the checkpointer; 0 keeps all.
+        num_to_keep: Setting of Ray Train's `CheckpointConfig`.
 
     Raises:
-        InvalidRequestError: Both would, or `max_to_keep` is no number.
+        InvalidRequestError: Both sides would delete, or `max_to_keep` is invalid.
 
     Examples:
         >>> owner_of(3, None), owner_of(0, 3), owner_of(0, None)
@@ -162,17 +167,16 @@ def superfluous(
     owner: Owner,
     max_to_keep: int,
 ) -> list[StepFolder]:
-    """Returns the folders that may go, oldest first.
+    """Returns the folders that can be deleted, oldest first.
 
-    What stays in any case: the newest that is committed, the newest that Ray Train was told of, and
-    what is newer.
+    The newest committed folder, the newest reported folder and all newer ones are always kept.
 
     Args:
-        committed: Of the run.
-        uncommitted: Of worker groups before this one.
-        registered: Names of folders that Ray Train was told of.
-        owner: Who deletes.
-        max_to_keep: How many ray_dcp keeps.
+        committed: Committed folders of the run.
+        uncommitted: Uncommitted folders of earlier worker groups.
+        registered: Names of the folders that were reported to Ray Train.
+        owner: Which side deletes old checkpoints.
+        max_to_keep: Number of committed folders that ray_dcp keeps.
 
     Examples:
         >>> folders = [StepFolder(step, 1, "7f3c21") for step in (10, 20, 30)]
@@ -188,22 +192,22 @@ def superfluous(
     if owner == "ray_dcp":
         gone.update(committed[:-max_to_keep])
     elif owner == "ray" and told:
-        # Why: Ray Train never hears of these, as a newer one was registered instead.
+        # Why: Ray Train can't delete these, as a newer one was reported instead of them.
         gone.update(one for one in committed if one < told[-1] and one not in told)
     gone.update(one for one in uncommitted if one < committed[-1])
     return sorted(gone - stays)
 
 
 class Retention:
-    """Deletes what is superfluous. Its methods are called from one thread.
+    """Deletes superfluous folders. Not thread-safe.
 
     Args:
-        root: The folder of the run in which the steps lie.
-        owner: Who deletes.
-        max_to_keep: How many ray_dcp keeps.
-        group: Number of this worker group: what later ones left is not looked at.
-        registered: Names that Ray Train knows.
-        check: Raises when this run has lost the writer lease.
+        root: Folder of the run with the steps.
+        owner: Which side deletes old checkpoints.
+        max_to_keep: Number of committed folders that ray_dcp keeps.
+        group: Number of this worker group; only uncommitted folders of earlier groups are deleted.
+        registered: Names of the folders that Ray Train has registered.
+        check: Raises if this run has lost the writer lease.
     """
 
     def __init__(
@@ -225,7 +229,7 @@ class Retention:
         self._deletions = Deletions(root, Readers(lease_s=LEASE_S), check, self._removed)
 
     def told(self, folder: StepFolder) -> None:
-        """Notes that Ray Train was told of one, and deletes what is superfluous now."""
+        """Registers a folder that was reported to Ray Train, and deletes superfluous folders."""
         self._registered.add(folder.name)
         try:
             chosen, _ = self._look()
@@ -237,7 +241,7 @@ class Retention:
             logger.warning("Old checkpoints in %s were not deleted: %s", self._root.url, error)
 
     def _look(self) -> tuple[list[Going], Catalogue]:
-        """Returns what may go, by a look at the storage; those with a tag stay."""
+        """Scans the storage; returns the untagged folders to delete, and the catalogue."""
         self._found = look_at_folders(
             self._root, lambda name: getattr(parse(name), "step", None), self._found.folders
         )
@@ -260,32 +264,32 @@ class Retention:
 
 
 POLL_S = 2.0
-"""How often Ray Train's controller looks unless it is told otherwise, in seconds."""
+"""Default poll interval of Ray Train's controller, in seconds."""
 
 _ENDPOINTS = {"endpoint_override": "endpoint", "region": "region"}
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The run of this worker."""
+    """Properties of the Ray Train run that this worker belongs to."""
 
     rank: int
     world_size: int
     name: str
     """`RunConfig.name`."""
     run_id: str
-    """Of this `fit()`."""
+    """Id of this `fit()`."""
     num_to_keep: int | None
     """`CheckpointConfig.num_to_keep`."""
     poll_s: float
-    """How often the controller looks, in seconds."""
+    """Poll interval of the controller, in seconds."""
     storage: Any
     """Ray Train's `StorageContext`."""
     storage_path: str
     """`RunConfig.storage_path`."""
 
     def checkpoint(self, name: str) -> Any:
-        """Returns Ray Train's `Checkpoint` of a folder below the run."""
+        """Returns Ray Train's `Checkpoint` for a folder of the run."""
         from ray.train import Checkpoint
 
         path = self.storage.build_checkpoint_path_from_name(name)
@@ -293,11 +297,11 @@ class RunFacts:
 
 
 def run_facts() -> RunFacts:
-    """Returns the run of this worker.
+    """Returns the properties of this worker's run.
 
     Raises:
-        InvalidRequestError: This is no worker of Ray Train, or one in local mode.
-        InternalError: This Ray keeps these facts elsewhere.
+        InvalidRequestError: This is not a Ray Train worker, or it runs in local mode.
+        InternalError: This version of Ray has a different internal structure.
     """
     outside = InvalidRequestError(
         "ray_dcp.train.checkpointer must be called inside the train_fn of a Ray Train (V2) run "
@@ -331,18 +335,18 @@ def run_facts() -> RunFacts:
 def target_of_run(
     facts: RunFacts, folder: str, storage_options: Mapping[str, object] | None
 ) -> Target:
-    """Returns where the checkpoints of a run go.
+    """Returns the target of a run's checkpoints.
 
-    Object stores are reached by ray_dcp's own client where the URL in `RunConfig.storage_path`
-    says which, or options are given; else through the filesystem that Ray Train uses.
+    An object store is accessed by ray_dcp's own client if `RunConfig.storage_path` is a URL of one
+    or options are given; otherwise through the filesystem that Ray Train uses.
 
     Args:
-        facts: Of the run.
-        folder: Of the run.
-        storage_options: For the object store.
+        facts: Properties of the run.
+        folder: Name of the folder in the run.
+        storage_options: Options of the object store.
 
     Raises:
-        InvalidRequestError: There is no URL that the options would be for.
+        InvalidRequestError: Options are given, but the storage path is not an object store's URL.
     """
     path = facts.storage.build_checkpoint_path_from_name(folder)
     target = as_target(Location(path, filesystem=facts.storage.storage_filesystem))
@@ -369,7 +373,7 @@ def target_of_run(
 
 
 def _options_in(query: str) -> dict[str, object]:
-    """Returns the options of our client for those in a URL of pyarrow's."""
+    """Translates the options in a pyarrow URL into those of ray_dcp's client."""
     given = dict(parse_qsl(query))
     options: dict[str, object] = {
         ours: given[theirs] for theirs, ours in _ENDPOINTS.items() if theirs in given
@@ -389,35 +393,35 @@ def _other_ray(error: Exception) -> InternalError:
 
 
 STAGED_S = 60.0
-"""How long to wait for saves of earlier groups that are staged on this node, in seconds."""
+"""How long to wait for staged saves of earlier groups on this node, in seconds."""
 
 REGISTERED_S = 5.0
-"""How long Ray Train may take to tell what it has registered, in seconds."""
+"""Timeout of the query for registered checkpoints, in seconds."""
 
 
 @dataclass
 class Group:
-    """This rank's place in a worker group that saves."""
+    """This rank's membership in a worker group."""
 
     root: Root
     number: int
-    """Of the group in the run, from 1."""
+    """Number of the group in the run, from 1."""
     word: str
     session: Session
     owns_session: bool
     has_steps: bool
-    """There are folders of steps: of groups before this one, or of whoever saved there."""
+    """The folder contains steps, of earlier groups or of another program."""
     lease: WriterLease | None = None
-    """On rank 0."""
+    """None except on rank 0."""
     retention: Retention | None = None
-    """On rank 0."""
+    """None except on rank 0."""
 
     def folder_of(self, step: int) -> StepFolder:
-        """Returns the folder of a step that this group saves."""
+        """Returns the folder for a step saved by this group."""
         return StepFolder(step, self.number, self.word)
 
     def leave(self) -> None:
-        """Gives up what this rank holds."""
+        """Releases the lease, and the session if it is owned."""
         if self.lease is not None:
             self.lease.give_back()
         if self.owns_session:
@@ -431,19 +435,19 @@ def join(
     storage_options: Mapping[str, object] | None,
     broadcast: Callable[[Any], Any],
 ) -> Group:
-    """Returns this rank's place; every rank calls it.
+    """Joins the worker group, and returns this rank's membership. Collective.
 
     Args:
-        facts: Of the run.
-        folder: In which the steps lie.
-        max_to_keep: How many ray_dcp keeps; 0 for all.
-        storage_options: For the object store.
-        broadcast: Returns, on all ranks, what rank 0 gave.
+        facts: Properties of the run.
+        folder: Folder of the steps.
+        max_to_keep: Number of committed steps that ray_dcp keeps; 0 keeps all.
+        storage_options: Options of the object store.
+        broadcast: Returns the value of rank 0 on all ranks.
 
     Raises:
-        InvalidRequestError: An argument is wrong, on all ranks alike.
-        CheckpointExistsError: Another run of this name writes here, and lives.
-        CheckpointError: The storage can't be listed, or no session can be made.
+        InvalidRequestError: An argument is invalid, on all ranks.
+        CheckpointExistsError: Another live run of this name writes here.
+        CheckpointError: The storage can't be listed, or the session can't be created.
     """
     root = Root(absolute_target(target_of_run(facts, check_folder(folder), storage_options)))
     owner = owner_of(max_to_keep, facts.num_to_keep)
@@ -452,7 +456,7 @@ def join(
     if facts.rank == 0:
         try:
             lease = take_lease(root, facts.run_id, facts.name)
-            # Why: a save that a killed group has staged here may be all there is.
+            # Why: the only checkpoint may be one that a killed group has staged here.
             NodeMemory().await_staged(root.url, STAGED_S, Stop())
             listed = list_run(root.target)
             number = next_group([*(one.name for one in listed.steps), *listed.others])
@@ -462,7 +466,7 @@ def join(
             begun = number, secrets.token_hex(3), bool(listed.steps)
         except Exception as failed:  # noqa: BLE001 - the other ranks wait in the broadcast
             error = failed
-    # Why cut: Ray Train broadcasts 1 kB.
+    # Why truncated: Ray Train broadcasts at most 1 kB.
     why = None if error is None else f"{type(error).__name__}: {error}"[:800]
     told = broadcast((begun, why))
     if error is not None:
@@ -473,25 +477,25 @@ def join(
     session: Any = session_for(None, False)
     owns = isinstance(session, InlineSession)
     if owns:
-        # Why with Ray although alone: its stager keeps what is staged when this worker is killed.
-        session = RaySession(f"train-{facts.name}-{word}", 0, 1)
+        # Why with Ray even for one rank: its node agent keeps staged saves if the worker is killed.
+        session = Session(f"train-{facts.name}-{word}", 0, 1)
         session.register()
     return Group(root, number, word, session, owns, has_steps, lease, retention)
 
 
 def take_lease(root: Root, run_id: str, name: str, **how: Any) -> WriterLease:
-    """Returns the writer lease of a run, taken: at once from an earlier group of the same run.
+    """Acquires the writer lease of a run; takes it over at once from an earlier group of the run.
 
-    What that group announced to delete stays from now on.
+    Deletions that the earlier group has announced are aborted.
 
     Args:
-        root: Of the run.
-        run_id: Of this `fit()`.
-        name: Of the run.
-        **how: As for `WriterLease`.
+        root: Folder of the run.
+        run_id: Id of this `fit()`.
+        name: Name of the run.
+        **how: Arguments of `WriterLease`.
 
     Raises:
-        CheckpointExistsError: Another run of this name lives.
+        CheckpointExistsError: Another live run of this name holds the lease.
         StorageError: The storage failed.
     """
     holder = replace(this_process(), nonce=run_id)

@@ -1,4 +1,4 @@
-"""What a worker reports to Ray Train and asks it: checkpoints, what is registered, preemptions."""
+"""Calls of a worker to Ray Train: reports, registered checkpoints, metrics and preemptions."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ray_dcp.store.storage import Storage
 
 
 def broadcast(value: Any) -> Any:
-    """Returns, on all ranks, what rank 0 gave."""
+    """Returns the value of rank 0 on all ranks. Collective."""
     from ray.train.collective import broadcast_from_rank_zero
 
     return broadcast_from_rank_zero(value)
 
 
 def report(checkpoint: Any, metrics: Mapping[str, Any]) -> None:
-    """Tells Ray Train of a committed checkpoint; every rank does."""
+    """Reports a committed checkpoint to Ray Train. Collective."""
     import ray.train
 
     ray.train.report(
@@ -34,7 +34,7 @@ def report(checkpoint: Any, metrics: Mapping[str, Any]) -> None:
 
 
 def registered() -> str | None:
-    """Returns the path of the checkpoint that Ray Train has registered last; None for none."""
+    """Returns the path of the checkpoint that Ray Train registered last, or None."""
     import ray.train
 
     checkpoint = ray.train.get_checkpoint()
@@ -42,15 +42,15 @@ def registered() -> str | None:
 
 
 def refuse_fresh_start(path: str | None, url: str, error: CheckpointNotFoundError) -> None:
-    """Raises where Ray Train knows of a checkpoint of a run in which none is found.
+    """Raises if Ray Train has registered a checkpoint of a run in which none was found.
 
     Args:
-        path: Of what Ray Train has registered.
-        url: Of the folder that was looked at.
-        error: What the look gave.
+        path: Path of the checkpoint that Ray Train has registered, or None.
+        url: URL of the folder that was searched.
+        error: Error of the search.
 
     Raises:
-        CheckpointNotFoundError: It knows of one.
+        CheckpointNotFoundError: Ray Train has registered a checkpoint.
     """
     if path is None:
         return
@@ -73,10 +73,10 @@ def refuse_fresh_start(path: str | None, url: str, error: CheckpointNotFoundErro
 
 
 def check_metrics(metrics: object) -> dict[str, Any]:
-    """Returns metrics as Ray Train takes them: tensors of one element become numbers.
+    """Returns metrics as Ray Train accepts them: tensors of one element become numbers.
 
     Raises:
-        InvalidRequestError: They are none.
+        InvalidRequestError: `metrics` is not a dict, or a tensor has several elements.
 
     Examples:
         >>> check_metrics({"loss": torch.tensor(0.5), "phase": "warmup"})
@@ -103,7 +103,7 @@ def check_metrics(metrics: object) -> dict[str, Any]:
 
 
 def encoded_metrics(step: int, metrics: Mapping[str, Any]) -> bytes:
-    """Returns the metrics that are numbers as they lie beside the checkpoint."""
+    """Returns the numeric metrics, encoded as they are stored beside the checkpoint."""
     numbers = {
         name: float(value)
         for name, value in metrics.items()
@@ -113,10 +113,10 @@ def encoded_metrics(step: int, metrics: Mapping[str, Any]) -> bytes:
 
 
 def read_metrics(storage: Storage) -> dict[str, Any]:
-    """Returns them; without any where they can't be read.
+    """Returns the metrics stored beside a checkpoint; empty if they can't be read.
 
     Args:
-        storage: Of the checkpoint.
+        storage: Storage of the checkpoint.
     """
     try:
         return dict(decode_info(storage.read(info_key(0))).metrics)
@@ -125,10 +125,10 @@ def read_metrics(storage: Storage) -> dict[str, Any]:
 
 
 class Preemption:
-    """Asks Ray Train whether a node is taken away, at the same calls on all ranks.
+    """Checks for preempted nodes through Ray Train, in the same calls on all ranks.
 
     Args:
-        every: At every so manieth call; 0 for never.
+        every: Number of calls per check; 0 to never check.
         rank: This rank.
     """
 
@@ -139,7 +139,7 @@ class Preemption:
         self._known: Any = None
 
     def asks(self, step: int) -> Asked | None:
-        """Returns a request for a save at this step; every rank calls it."""
+        """Returns a request for a save at this step, or None. Collective."""
         if not self._every:
             return None
         self._num_calls += 1
@@ -151,7 +151,7 @@ class Preemption:
         if info is None or info == self._known:
             return None
         self._known = info
-        # Why rank 0's word: clocks and measured times differ between ranks.
+        # Why rank 0 decides: clocks and measured times differ between ranks.
         fits = broadcast(self._fits(info) if self._rank == 0 else None)
         return Asked(f"preemption-{step}", "preemption", step - 1) if fits else None
 

@@ -1,14 +1,22 @@
-"""Save requests: saves that the controller asks workers for, beside those of their own interval.
+"""Save requests: saves that the controller requests, in addition to those of `save_interval`.
 
-`SaveRequests` is a rank's side. The training thread calls it at every `save`; the actor's main
-thread, on which Ray Train calls into a worker, brings requests. Ranks are at different steps when
-they are asked, and yet must save the same one. So each is held first: it reports the last step that
-it has decided, and decides no further one until it learns from which step on to save. At steps at
-which nobody asks, ranks exchange nothing.
+Ranks are at different steps when a request arrives, but must save the same step. A request
+therefore has two phases:
 
-`ask_all` is the controller's side: it asks all ranks of a worker group for one save, and waits for
-it. It reaches the ranks through a `Call`, without Ray. `next_round_s` and its neighbours decide
-when a run whose node is preempted is saved once more: as late as a save still fits. They are pure.
+    controller                     each rank
+    hold(seq)  ------------------> blocks its next decision
+               <------------------ last decided step, durations of recent saves
+    ask(first step after the
+        maximum of all)  --------> continues, and saves at that step
+    state(seq) ------------------> waiting, saving, committed or failed
+
+Without a request, ranks exchange nothing.
+
+`SaveRequests` is a rank's side. The training thread calls it at every `save`. The actor's main
+thread, on which Ray Train calls into a worker, delivers requests. `ask_all` and `follow` are the
+controller's side; they access the ranks through a `Call`, without Ray. `next_round_s` and related
+functions determine when a run on a preempted node is saved once more: as late as a save still fits.
+They are pure.
 """
 
 from __future__ import annotations
@@ -22,38 +30,39 @@ from typing import Any, Literal
 State = Literal["unknown", "waiting", "saving", "committed", "failed"]
 
 HOLD_S = 60.0
-"""How long a rank waits for the word after it was held, in seconds: whoever held it may be dead.
-Longer than two calls to all ranks may take, as one that goes on does not save with the others."""
+"""How long a held rank waits for the second phase, in seconds. *Why a limit*: the controller may be
+dead. *Why this long*: two calls to all ranks must fit, as a rank that continues early does not save
+with the others."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A save that was asked for."""
+    """A requested save."""
 
     seq: str
-    """Which request."""
+    """Id of the request."""
     reason: str
     after_step: int
-    """It is made at the first step after this one."""
+    """The save is made at the first step after this one."""
     linger_s: float = 0.0
-    """The worker group ends after it: how long to wait for that once it is committed, in seconds,
-    instead of making steps that would be lost."""
+    """How long to wait for the end of the worker group after the commit, in seconds, as further
+    steps would be lost; 0 if the group does not end."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank tells when it is held."""
+    """Answer of a held rank."""
 
     last_step: int
-    """That it has decided; -1 for none."""
+    """Last step for which the rank has decided whether to save; -1 if there is none."""
     stage_s: float | None
-    """How long training waited for recent saves, at most, in seconds."""
+    """Maximum time that training waited for a recent save, in seconds."""
     commit_s: float | None
-    """How long recent saves took until they were committed, at most, in seconds."""
+    """Maximum time from the start of a recent save to its commit, in seconds."""
 
 
 class SaveRequests:
-    """What the two threads of one worker share; for the checkpointer that was made last."""
+    """State shared by the two threads of a worker, for the newest checkpointer. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -66,10 +75,10 @@ class SaveRequests:
         self._taken: str = ""
         self._ended: dict[str, bool] = {}
 
-    # For the training thread
+    # Called by the training thread
 
     def open(self, last_step: int = -1) -> int:
-        """Begins to take requests for a new checkpointer; returns the number that it shows."""
+        """Accepts requests for a new checkpointer; returns its owner number."""
         with self._changed:
             self._is_open = True
             self._owner += 1
@@ -80,7 +89,7 @@ class SaveRequests:
             return self._owner
 
     def close(self, owner: int) -> None:
-        """Ends that."""
+        """Stops accepting requests, unless there is a newer owner."""
         with self._changed:
             if owner != self._owner:
                 return
@@ -89,11 +98,11 @@ class SaveRequests:
             self._changed.notify_all()
 
     def at(self, step: int, owner: int) -> Asked | None:
-        """Returns what was asked for this step; waits while this rank is held.
+        """Returns the request for a step, or None; waits while this rank is held.
 
         Args:
-            step: That is decided now.
-            owner: Who decides it, as `open` gave it.
+            step: The step to decide.
+            owner: Owner number of the checkpointer.
         """
         with self._changed:
             if owner != self._owner:
@@ -113,33 +122,33 @@ class SaveRequests:
             return asked
 
     def went_back(self, step: int, owner: int) -> None:
-        """Notes that steps are counted from another one on, which was restored.
+        """Resets the last decided step after a restore.
 
         Args:
-            step: The one.
-            owner: Who restored it, as `open` gave it.
+            step: The restored step.
+            owner: Owner number of the checkpointer.
         """
         with self._changed:
             if owner == self._owner:
                 self._last_step = step
 
     def took(self, stage_s: float, commit_s: float) -> None:
-        """Notes how long a save took; the longest of what is known counts, and fades.
+        """Records the durations of a save, as a maximum that decays towards recent values.
 
         Args:
-            stage_s: That training waited, in seconds.
-            commit_s: Until it was committed, in seconds.
+            stage_s: Time that training waited, in seconds.
+            commit_s: Time until the commit, in seconds.
         """
         with self._changed:
             self._seconds = (_faded(self._seconds[0], stage_s), _faded(self._seconds[1], commit_s))
 
     def seconds(self) -> tuple[float | None, float | None]:
-        """Returns how long recent saves took: `stage_s` and `commit_s` of `took`."""
+        """Returns the durations of recent saves: `stage_s` and `commit_s` of `took`."""
         with self._changed:
             return self._seconds
 
     def ended(self, asked: Asked, committed: bool) -> None:
-        """Tells how a save ended that was asked for; lingers where the worker group ends now."""
+        """Records the outcome of a requested save; waits up to `linger_s` after a commit."""
         with self._changed:
             self._ended[asked.seq] = committed
             if not committed:
@@ -148,13 +157,13 @@ class SaveRequests:
             while self._taken == asked.seq and (left_s := end_s - time.monotonic()) > 0:
                 self._changed.wait(left_s)
 
-    # For whoever asks
+    # Called by the controller
 
     def hold(self, seq: str) -> Held | None:
-        """Keeps this rank from deciding a step; None when it can't be asked.
+        """Holds this rank before its next decision; returns None if it can't accept a request.
 
         Args:
-            seq: Of the request.
+            seq: Id of the request.
         """
         with self._changed:
             if not self._is_open or self._held is not None or self._asked is not None:
@@ -163,7 +172,7 @@ class SaveRequests:
             return Held(self._last_step, *self._seconds)
 
     def ask(self, asked: Asked) -> bool:
-        """Gives the word to a rank that is held; returns whether it was still held."""
+        """Delivers a request and releases this rank; returns False if it was no longer held."""
         with self._changed:
             if self._held is None or self._held[0] != asked.seq:
                 return False
@@ -173,7 +182,7 @@ class SaveRequests:
             return True
 
     def drop(self, seq: str) -> None:
-        """Takes a request back, and lets a rank go on that is held or lingers for it."""
+        """Withdraws a request, and releases this rank if it is held or lingers for it."""
         with self._changed:
             if self._held is not None and self._held[0] == seq:
                 self._held = None
@@ -184,7 +193,7 @@ class SaveRequests:
             self._changed.notify_all()
 
     def state(self, seq: str) -> State:
-        """Returns how far the save is that was asked for."""
+        """Returns the state of a requested save."""
         with self._changed:
             if seq in self._ended:
                 return "committed" if self._ended[seq] else "failed"
@@ -199,22 +208,27 @@ def _faded(known_s: float | None, seconds: float) -> float:
 
 
 REQUESTS = SaveRequests()
-"""Of this worker: a process is one."""
+"""The save requests of this worker process."""
 
 
 SPARE = 2.0
-"""Times the duration of a save that must be left before the deadline."""
+"""A save is started this many of its durations (plus `SPARE_S`) before the deadline."""
 SPARE_S = 2.0
-"""And this on top, in seconds."""
+"""Fixed part of that reserve, in seconds."""
 
 
 def next_round_s(now_s: float, deadline_s: float | None, took_s: float | None) -> float | None:
-    """Returns how long to wait before saving again, in seconds; None when that is not worth it.
+    """Returns how long to wait before saving again, in seconds; None if that does not pay.
+
+        now_s                                           deadline_s
+          |---- wait_s ----|---- SPARE * took_s ----|-SPARE_S-|
+
+    It pays if the wait is longer than a save takes.
 
     Args:
-        now_s: Seconds since 1970.
-        deadline_s: When the node goes; None when nobody said.
-        took_s: How long the last save took, with the request for it; None without one.
+        now_s: Current time, in seconds since the epoch.
+        deadline_s: End of the node; None if unknown.
+        took_s: Duration of the last save with its request, in seconds; None if there was none.
 
     Examples:
         >>> next_round_s(100.0, 130.0, 4.0), next_round_s(120.0, 130.0, 4.0)
@@ -227,11 +241,11 @@ def next_round_s(now_s: float, deadline_s: float | None, took_s: float | None) -
 
 
 def is_last_round(left_s: float, took_s: float | None) -> bool:
-    """Tells whether no further save would be worth it after one that is begun now.
+    """Returns whether a save that starts now is the last one that pays.
 
     Args:
-        left_s: Seconds until the node goes.
-        took_s: How long a save takes, as far as is known.
+        left_s: Time until the end of the node, in seconds.
+        took_s: Expected duration of a save, in seconds; None if unknown.
 
     Examples:
         >>> is_last_round(30.0, 4.0), is_last_round(10.0, 4.0), is_last_round(10.0, None)
@@ -241,27 +255,27 @@ def is_last_round(left_s: float, took_s: float | None) -> bool:
 
 
 MARGIN = 1.25
-"""How much longer than the ones before a save may take."""
+"""A save is expected to take at most this many times as long as earlier ones (plus `MARGIN_S`)."""
 MARGIN_S = 0.5
-"""And this on top, in seconds."""
+"""Fixed part of that margin, in seconds."""
 LOOK_S = 0.05
-"""How often ranks are asked how far they are, in seconds."""
+"""Interval of state queries to the ranks, in seconds."""
 
 
 Call = Callable[..., list[Any]]
-"""Calls a method of the `SaveRequests` of each worker of a group: gets its name and arguments,
-returns what each gave, by rank, and raises where one does not answer."""
+"""Calls a method of the `SaveRequests` of each worker of a group. It receives the name and the
+arguments, returns the results by rank, and raises if a worker does not answer."""
 
 
 def save_fits(left_s: float | None, stage_s: float | None) -> bool:
-    """Tells whether a save is worth it in the time that is left, as far as earlier ones tell.
+    """Returns whether a save fits into the time left, judging by earlier saves.
 
-    It is when its bytes would be with the stagers, from where they go on to storage for as long as
-    the machines live.
+    It fits if its bytes can be staged in time: the node agents write staged bytes as long as the
+    machines live.
 
     Args:
-        left_s: Seconds that are left; None for no end.
-        stage_s: How long training waited for earlier saves; None when there was none.
+        left_s: Time left, in seconds; None if there is no limit.
+        stage_s: Time that training waited for earlier saves, in seconds; None if there were none.
 
     Examples:
         >>> save_fits(5, 0.2), save_fits(0.3, 0.2), save_fits(5, None), save_fits(None, 0.2)
@@ -279,21 +293,22 @@ def ask_all(
     left_s: float | None = None,
     took_s: float | None = None,
 ) -> str | None:
-    """Asks all ranks to save at the same step, the next that none of them has decided.
+    """Requests that all ranks save at the same step, the first that none of them has decided.
 
     Args:
-        call: Reaches them.
-        seq: Of the request; never used before.
-        reason: For the log.
-        linger_s: See `Asked.linger_s`; where `left_s` is given, only if no further save would fit.
-        left_s: Seconds in which it must be committed; None for no end.
-        took_s: How long the last such save took, with the request for it; None when there was none.
+        call: Calls the ranks.
+        seq: Unique id of the request.
+        reason: Reason, for the log.
+        linger_s: See `Asked.linger_s`; if `left_s` is given, only used if no further save pays.
+        left_s: Time in which the save must be committed, in seconds; None if there is no limit.
+        took_s: Duration of the last requested save with its request, in seconds; None if there was
+            none.
 
     Returns:
-        None; why they are not asked, in words.
+        None if the save was requested; otherwise the reason why not.
 
     Raises:
-        Exception: A worker does not answer.
+        Exception: A worker did not answer.
     """
     try:
         held: Sequence[Held | None] = call("hold", seq)
@@ -326,17 +341,17 @@ def follow(
     clock: Callable[[], float] = time.monotonic,
     wait: Callable[[float], object] = time.sleep,
 ) -> State:
-    """Returns how the save of a request ended; how far it is when the limit has passed.
+    """Waits for a requested save, and returns its outcome, or its state at the timeout.
 
     Args:
-        call: Reaches who were asked.
-        seq: As there.
-        limit_s: How long to wait, in seconds.
-        clock: Seconds that only go forward.
-        wait: Lets seconds pass.
+        call: Calls the ranks.
+        seq: Id of the request.
+        limit_s: Timeout, in seconds.
+        clock: Monotonic clock, in seconds.
+        wait: Waits for a number of seconds.
 
     Raises:
-        Exception: A worker does not answer.
+        Exception: A worker did not answer.
     """
     end_s = clock() + limit_s
     while True:
@@ -356,5 +371,5 @@ def _longest(seconds: Iterable[float | None]) -> float | None:
 
 
 def of_this_worker(method: str, *arguments: Any) -> Any:
-    """Calls a method of the `SaveRequests` of this process: what the workers are told to run."""
+    """Calls a method of the `SaveRequests` of this process. The controller runs it on workers."""
     return getattr(REQUESTS, method)(*arguments)
