@@ -1,6 +1,6 @@
-"""`StorageConformance`: a test suite for the guarantees of the `Storage` protocol.
+"""`StorageConformance`: tests of every guarantee of the `Storage` protocol, for any storage.
 
-Subclass it in a test module, with a fixture `storage` that returns an empty storage::
+Subclass it in a test module with a fixture `storage` that returns an empty storage::
 
     class TestMyStorage(StorageConformance):
         @pytest.fixture
@@ -31,13 +31,13 @@ RACERS = 16
 
 
 def expect_winners(storage: Storage, won: list[int]) -> None:
-    """Fails the test unless a race had one winner, or several without `create_if_absent`."""
+    """Fails unless exactly one racer won, or several without `create_if_absent`."""
     enough = len(won) == 1 if storage.traits.create_if_absent else bool(won)
     expect(enough, f"{len(won)} of {RACERS} created one key")
 
 
 def race(act: Callable[[int], None]) -> list[int]:
-    """Runs `act(0)` to `act(15)` concurrently; returns those that raised no `KeyExistsError`."""
+    """Runs `act(0)` … `act(15)` concurrently; returns those that did not raise `KeyExistsError`."""
     barrier = threading.Barrier(RACERS)
     won: list[int] = []
     failed: list[BaseException] = []
@@ -69,7 +69,7 @@ def expect(holds: bool, otherwise: str) -> None:
 
 
 def expect_equal(found: object, expected: object) -> None:
-    """Fails the test unless two values are equal; the message is truncated to 500 characters."""
+    """Fails the test unless two values are equal; the message is truncated."""
     expect(found == expected, f"expected {expected!r}, found {found!r}"[:500])
 
 
@@ -85,20 +85,20 @@ _BAD_KEYS = (
 
 
 class StorageConformance:
-    """Tests that a storage meets the guarantees of `ray_dcp.store.storage`."""
+    """Tests that a storage fulfils the protocol of `ray_dcp.store.storage`."""
 
     RACES = 5
-    """How often 16 threads race to create a key; lower it for a slow server."""
+    """Number of races of 16 threads to create a key; lower it for a slow server."""
 
     @pytest.fixture
     def storage(self) -> Storage:
-        """Returns an empty storage; subclasses override it."""
+        """Returns an empty storage. Subclasses override it."""
         pytest.fail(f"{type(self).__name__} must define the fixture 'storage'")
 
-    # attributes
+    # protocol
 
     def test_it_is_a_storage_with_a_url_and_traits(self, storage: Storage) -> None:
-        """The storage has the attributes of the protocol."""
+        """All attributes of the protocol exist."""
         expect(isinstance(storage, Storage), "the Storage protocol is not fulfilled")
         expect(isinstance(storage.url, str) and bool(storage.url), "url is empty")
         expect(isinstance(storage.traits, StorageTraits), "traits are no StorageTraits")
@@ -107,7 +107,7 @@ class StorageConformance:
     def test_an_untouched_storage_is_empty_also_after_its_traits_were_tried(
         self, storage: Storage
     ) -> None:
-        """`traits` never change, and keys that were written to detect them are deleted."""
+        """`traits` never change, and their trial leaves no keys."""
         expect_keys(storage, [])
         with pytest.raises(KeyMissingError):
             storage.read("a")
@@ -126,12 +126,12 @@ class StorageConformance:
     def test_what_was_written_is_read(
         self, storage: Storage, data: bytes, wrap: Callable[[bytes], BytesLike], key: str
     ) -> None:
-        """`read` returns the bytes of `write`, in subfolders too, for any type of buffer."""
+        """`read` returns the bytes of `write`, also in subfolders and for any type of buffer."""
         storage.write(key, wrap(data))
         expect_equal(storage.read(key), data)
 
     def test_write_replaces_a_value_and_consumes_its_bytes(self, storage: Storage) -> None:
-        """`write` replaces a value, even by a shorter one, and copies its buffer."""
+        """Without `create`, the last write wins, even if it is shorter."""
         storage.write("a", b"a long value")
         source = bytearray(b"new")
         storage.write("a", source)
@@ -139,7 +139,7 @@ class StorageConformance:
         expect_equal(storage.read("a"), b"new")
 
     def test_create_refuses_a_taken_key_until_it_is_deleted(self, storage: Storage) -> None:
-        """`write(create=True)` never replaces a value."""
+        """`create` never replaces a value."""
         storage.write("a", b"first", create=True)
         with pytest.raises(KeyExistsError):
             storage.write("a", b"second", create=True)
@@ -150,9 +150,9 @@ class StorageConformance:
         expect_equal(storage.read("a"), b"second")
 
     def test_a_create_race_has_exactly_one_winner(self, storage: Storage) -> None:
-        """If 16 threads create one key, exactly one succeeds and its bytes are stored.
+        """Of 16 threads that create a key, exactly one wins, and its bytes are stored.
 
-        Without `traits.create_if_absent` several may succeed; the bytes of one of them are stored.
+        Without `create_if_absent`, several may win, and the bytes of one of them are stored.
         """
         for round_ in range(self.RACES):
             key = f"slot-{round_}"
@@ -166,7 +166,7 @@ class StorageConformance:
             expect(storage.read(key) in [values[number] for number in won], "no winner's bytes")
 
     def test_a_reader_never_sees_half_a_replacement(self, storage: Storage) -> None:
-        """`write` is atomic: readers see the old bytes or the new ones."""
+        """`write` is atomic: readers see the old bytes or the new bytes."""
         values = [bytes([number]) * 100_000 for number in range(8)]
         storage.write("a", values[0])
         stop = threading.Event()
@@ -204,7 +204,7 @@ class StorageConformance:
     def test_a_range_is_cut_at_the_end_of_the_value(
         self, storage: Storage, start: int, num_bytes: int | None
     ) -> None:
-        """`read` returns fewer bytes, or none, for a range beyond the end of the value."""
+        """`read` returns fewer bytes, or none, past the end."""
         data = b"0123456789"
         storage.write("a", data)
         stop = None if num_bytes is None else start + num_bytes
@@ -223,7 +223,7 @@ class StorageConformance:
     def test_read_into_past_the_end_is_an_error(
         self, storage: Storage, start: int, num_bytes: int
     ) -> None:
-        """`read_into` raises if it can't fill the whole target."""
+        """`read_into` never leaves a target partly filled without an error."""
         storage.write("a", b"0123456789")
         with pytest.raises(StorageError) as caught:
             storage.read_into("a", start, memoryview(bytearray(num_bytes)))
@@ -231,7 +231,7 @@ class StorageConformance:
         expect_equal(caught.value.key, "a")
 
     def test_read_into_sees_a_replaced_value(self, storage: Storage) -> None:
-        """State that is cached between reads never returns bytes of an older value."""
+        """Caches between reads never return the bytes of a replaced value."""
         room = bytearray(3)
         for value in (b"old", b"new"):
             storage.write("a", value)
@@ -245,7 +245,7 @@ class StorageConformance:
     def test_a_negative_range_is_refused(
         self, storage: Storage, start: int, num_bytes: int
     ) -> None:
-        """Negative starts and lengths raise `InvalidRequestError`."""
+        """Negative starts and lengths are invalid requests."""
         storage.write("a", b"0123456789")
         with pytest.raises(InvalidRequestError):
             storage.read("a", start, num_bytes)
@@ -280,7 +280,7 @@ class StorageConformance:
 
     @pytest.mark.parametrize("key", _BAD_KEYS)
     def test_a_key_that_could_leave_the_root_is_refused(self, storage: Storage, key: str) -> None:
-        """Every method rejects unsafe keys before it has any effect."""
+        """Every method refuses unsafe keys before it has any effect."""
         calls: list[Callable[[], object]] = [
             lambda: storage.read(key),
             lambda: storage.read_into(key, 0, memoryview(bytearray(1))),
@@ -297,7 +297,7 @@ class StorageConformance:
     # list
 
     def test_list_gives_keys_and_sizes_sorted_at_any_depth(self, storage: Storage) -> None:
-        """`list` returns all keys below the root, sorted, with their sizes."""
+        """`list` returns all keys below the root."""
         for key in ("b", "a/2", "a/1", "a-", "a/x/y", "c"):
             storage.write(key, key.encode())
         expected = [Entry(key, len(key)) for key in ("a-", "a/1", "a/2", "a/x/y", "b", "c")]
@@ -318,7 +318,7 @@ class StorageConformance:
     def test_list_takes_any_prefix(
         self, storage: Storage, prefix: str, expected: list[str]
     ) -> None:
-        """A prefix is a prefix of the key as a string, not a folder."""
+        """A prefix is a prefix of the key's text, not a folder."""
         for key in ("b", "a/1", "a-", "a/x/y", "ab"):
             storage.write(key, b"1")
         expect_equal([entry.key for entry in storage.list(prefix)], expected)
@@ -326,7 +326,7 @@ class StorageConformance:
     # delete
 
     def test_delete_removes_keys_and_only_those(self, storage: Storage) -> None:
-        """`delete` accepts any iterable, and ignores missing keys and folders."""
+        """`delete` accepts any iterable and ignores missing keys; a folder is not a key."""
         for key in ("a", "x/b", "x/c", "d"):
             storage.write(key, b"1")
         for _ in range(2):
@@ -337,7 +337,7 @@ class StorageConformance:
     def test_writers_and_deleters_of_one_folder_do_not_disturb_each_other(
         self, storage: Storage
     ) -> None:
-        """A folder that disappears with its last key reappears with the next one."""
+        """A folder that disappears with its last key is created again with the next one."""
 
         def churn(number: int) -> None:
             for round_ in range(20):
@@ -355,7 +355,7 @@ class StorageConformance:
     def test_a_writer_joins_what_it_was_given(
         self, storage: Storage, sizes: tuple[int, ...], sync: bool
     ) -> None:
-        """The committed value is the concatenation of all writes, in order."""
+        """The committed value is the exact concatenation of all writes."""
         pieces = [bytes([65 + index]) * size for index, size in enumerate(sizes)]
         writer = storage.open_writer("x/part", sync=sync)
         for piece in pieces:
@@ -365,7 +365,7 @@ class StorageConformance:
         expect_equal(storage.list(), [Entry("x/part", sum(sizes))])
 
     def test_a_writer_consumes_what_it_is_given(self, storage: Storage) -> None:
-        """The buffer of a write may be reused when `write` returns."""
+        """The caller may reuse its buffer after each write."""
         room = bytearray(1_000_000)
         writer = storage.open_writer("part")
         for number in (1, 2, 3):
@@ -377,7 +377,7 @@ class StorageConformance:
         expect(storage.read("part") == expected, "a write kept only a reference")
 
     def test_nothing_is_visible_before_commit(self, storage: Storage) -> None:
-        """Neither `read` nor `list` shows a part before its commit."""
+        """Neither `read` nor `list` shows a file before its commit."""
         writer = storage.open_writer("part")
         writer.write(b"x" * 10_000_000)
         with pytest.raises(KeyMissingError):
@@ -390,7 +390,7 @@ class StorageConformance:
         expect_keys(storage, ["part"])
 
     def test_an_aborted_writer_leaves_nothing(self, storage: Storage) -> None:
-        """`abort` deletes everything, may be called twice, and ends the writer."""
+        """`abort` discards everything, may be called twice, and ends the writer."""
         writer = storage.open_writer("part")
         writer.write(b"x" * 10_000_000)
         writer.abort()
@@ -403,7 +403,7 @@ class StorageConformance:
         expect_keys(storage, [])
 
     def test_commit_refuses_a_taken_key_and_keeps_its_value(self, storage: Storage) -> None:
-        """`commit` never replaces a key that another writer has published."""
+        """A key that was published meanwhile keeps its value."""
         writer = storage.open_writer("part")
         writer.write(b"second")
         storage.write("part", b"first")
@@ -415,9 +415,9 @@ class StorageConformance:
         expect_keys(storage, ["part"])
 
     def test_a_commit_race_has_exactly_one_winner(self, storage: Storage) -> None:
-        """If 16 writers commit one key, exactly one succeeds and its bytes are stored.
+        """Of 16 writers of a key, exactly one publishes, and its bytes are stored.
 
-        Without `traits.create_if_absent` several may succeed; the bytes of one of them are stored.
+        Without `create_if_absent`, several may publish, and the bytes of one of them are stored.
         """
         values = [bytes([number]) * 10_000 for number in range(RACERS)]
         writers = [storage.open_writer("part") for _ in values]

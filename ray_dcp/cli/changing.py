@@ -1,6 +1,6 @@
-"""The commands `rm`, `gc`, `tag` and `metadata`: they delete, or write beside a checkpoint.
+"""The commands `rm`, `gc`, `tag` and `metadata`, which delete files or write beside a checkpoint.
 
-They load neither torch nor ray.
+They import neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ _MOST_SHOWN = 20
 @yes
 @dry_run
 def rm(steps: tuple[str, ...], force: bool, quiet: bool, yes: bool, dry_run: bool) -> None:
-    """Delete the checkpoints at STEPS: paths, or RUN@STEP.
+    """Delete the checkpoints at STEPS, which are paths or RUN@STEP.
 
-    Each at one moment: whoever loads finds it whole, or deleted. What others wrote there stays.
+    Each deletion is atomic: a load finds the checkpoint complete or deleted. Files of other
+    programs are kept.
     """
     from ray_dcp.runtime.garbage_collection import delete
 
@@ -99,7 +100,7 @@ def _check_deletable(step: StepView, marks: _Marks, *, force: bool) -> None:
 
 
 class _Marks:
-    """A step, with its tags, its note and its readers in the run that its folder lies in."""
+    """A step, with its tags, note and readers in its run."""
 
     def __init__(self, step: StepView) -> None:
         run, _, name = step.path.url.rstrip("/").rpartition("/")
@@ -115,18 +116,18 @@ class _Marks:
             self._look()
 
     def delete(self, *, force: bool, dry_run: bool) -> CollectReport:
-        """Deletes the step that was looked at, unless it was protected or replaced since then."""
+        """Deletes the step as it was read, unless it has been protected or replaced since."""
         from ray_dcp.runtime.garbage_collection import delete
         from ray_dcp.runtime.tasks import new_attempt
 
-        # Careful: before the delete. The same step may be saved again, with an info of its own.
+        # Careful: list before the delete. The step may be saved again, with an info of its own.
         storage = open_storage(self._view.path)
         infos = [e.key for e in storage.list("step-info-") if info_slot(e.key) is not None]
         if dry_run or self._shared is None or self._step is None:
             report = delete(self._view.path, expected=self._expected, dry_run=dry_run)
             storage.delete([] if dry_run or report.warnings else infos)
             return report
-        # Why: a tag or a reader lease from now on aborts the deletion, or fails because of it.
+        # Why: from now on, a new tag or reader lease aborts the deletion, or fails.
         mark = Announced(self._step, new_attempt(), self._name)
         freeing(self._shared, partial(self._shared.write, mark.key, b""))
         try:
@@ -144,7 +145,7 @@ class _Marks:
             storage.delete([] if report.warnings else infos)
             return report
         finally:
-            # Why all: a manager may have decided to remove another step because this one existed.
+            # Why all deletions: a manager may delete another step because this one existed.
             fence(
                 self._shared,
                 lambda name: open_storage(place_below(self._run, name)),
@@ -153,16 +154,16 @@ class _Marks:
 
     @property
     def _expected(self) -> str | None:
-        """The attempt that was looked at; "" where nothing is committed, None if unknown."""
+        """Attempt id of the step as it was read; "" if nothing is committed, None if unknown."""
         if self._view.manifest is not None:
             return self._view.manifest.attempt
         return None if self._view.state == "damaged" else ""
 
     @contextmanager
     def _taken_away(self, shared: Storage, step: int) -> Iterator[None]:
-        """Removes tags and note before the step is deleted, and restores them if that fails.
+        """Removes tags and note for the deletion in the block, and restores them if it fails.
 
-        Why before: the step may be saved again right after the delete, with tags of its own.
+        *Why before the deletion*: the step may be saved again right after it, with other tags.
         """
         marks = {tag_key(step, tag): b"" for tag in self.tags}
         note = read_if_there(shared, note_key(step))
@@ -185,7 +186,7 @@ class _Marks:
 
 
 def _reader(shared: Storage, lease: str) -> str:
-    """Returns who reads a step by a lease; "" where its process has ended."""
+    """Returns the holder of a reader lease as text; "" if its process has ended."""
     from ray_dcp.manager.leases import LeaseHolder, this_process
 
     data = read_if_there(shared, lease)
@@ -208,7 +209,7 @@ def _reader(shared: Storage, lease: str) -> str:
 @yes
 @dry_run
 def gc(root: str, abort_unfinished: bool, quiet: bool, yes: bool, dry_run: bool) -> None:
-    """Delete what crashed and aborted saves left at and below ROOT; checkpoints stay."""
+    """Delete files that crashed and aborted saves left at and below ROOT; checkpoints are kept."""
     run = run_at(root)
     ours = [step for step in run if step.state not in (*FOREIGN, "unreadable")]
     planned = _collect(ours, abort_unfinished=abort_unfinished, dry_run=True)
@@ -237,7 +238,7 @@ def gc(root: str, abort_unfinished: bool, quiet: bool, yes: bool, dry_run: bool)
 
 
 def _without_known(name: str, report: CollectReport, folders: Collection[str]) -> CollectReport:
-    """Leaves out what a step's manager takes away itself: its notes, and the step's items."""
+    """Leaves out kept files that a manager removes itself: step infos, and items of a step."""
 
     def is_known(key: str) -> bool:
         path = key if name == "." else f"{name}/{key}"
@@ -258,7 +259,7 @@ def _collect(
             found = collect(step.path, abort_unfinished=abort_unfinished, dry_run=dry_run)
             reports.append((step.name, found))
         except CheckpointError as error:
-            # Why on: one damaged folder keeps the others from being cleaned otherwise.
+            # Why continue: a damaged folder must not prevent the cleanup of the others.
             click.echo(f"{step.name}: left alone: {error.message}", err=True)
     return reports
 
@@ -301,9 +302,9 @@ def _tell(
 @click.option("--note", metavar="TEXT", help="Put a note on the step; '' removes it.")
 @dry_run
 def tag(step: str, tags: tuple[str, ...], remove: bool, note: str | None, dry_run: bool) -> None:
-    """Give STEP, as RUN@500, tags or a note; without any, print what it has.
+    """Add tags or a note to STEP, such as RUN@500; without any, print those it has.
 
-    A CheckpointManager keeps the steps that have a tag.
+    A CheckpointManager never deletes a step that has a tag.
     """
     run, found = step_in_run(step)
     for one in tags:
@@ -334,7 +335,7 @@ def tag(step: str, tags: tuple[str, ...], remove: bool, note: str | None, dry_ru
 def metadata(path: str, dry_run: bool) -> None:
     """Write the .metadata of the checkpoint at PATH, so that stock DCP can read it.
 
-    For a checkpoint that was saved with SaveOptions(stock_metadata=False), or was copied without
+    Use it for a checkpoint that was saved with SaveOptions(stock_metadata=False), or copied without
     its dot file.
     """
     from ray_dcp.runtime.records import write_metadata

@@ -1,4 +1,7 @@
-"""The commands `diff` and `reshard`: what differs, and what a load would read. No torch, no ray."""
+"""The commands `diff` and `reshard`, which compare checkpoints and simulate loads.
+
+They import neither torch nor Ray.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,8 @@ def diff(
 ) -> None:
     """List the tensors of checkpoint SECOND that differ from those of FIRST; PATH or RUN@STEP.
 
-    Decided by stored hashes, without reading tensors, where both cut a tensor into the same chunks.
-    What hashes can't decide is read and compared, which the last lines report.
+    Tensors with the same chunks in both checkpoints are compared by their stored hashes, without
+    reading them. Other tensors are read and compared; the last lines report how much was read.
     """
     address_one, address_other = address_of(first), address_of(second)
     one, other = address_one.open(first), address_other.open(second)
@@ -113,8 +116,8 @@ def _row(row: TensorDiff, value: ValueDiff | None) -> dict[str, object]:
 def reshard(path: str, layout: str, pattern: str | None) -> None:
     """Show what a load of the checkpoint at PATH, or RUN@STEP, on other ranks would read.
 
-    Planned as a load plans; nothing is read. PEAK is what a rank needs in memory: its tensors, and
-    what is read and not yet in place.
+    The plan is that of a load, but no tensor is read. PEAK is the memory that a rank needs: its
+    tensors, and bytes that are read but not yet copied into them.
     """
     address = address_of(path)
     found = address.open(path).reshard(layout, include=pattern)

@@ -1,4 +1,4 @@
-"""`ray-dcp demo`: train, save through Ray, kill, resume on other numbers of ranks, compare bits."""
+"""The command `demo`: trains, saves, kills the ranks, resumes on others, and compares all bits."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def _say(line: str) -> None:
 
 
 def _run(steps: int, root: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns what each save and load took, and which values differ."""
-    # Why: workers inherit the environment; torch and ray warn there about what users can't change.
+    """Returns the measurements of each save and load, and the values that differ."""
+    # Why: torch and Ray warn about things that users can't change.
     warnings.filterwarnings("ignore", category=FutureWarning)
     from ray_dcp.integrations import demo as program
     from ray_dcp.runtime.worker_group import WorkerGroup

@@ -1,4 +1,4 @@
-"""The command `doctor`: looks for what is wrong with a run or its storage. No torch, no ray."""
+"""The command `doctor`: finds problems of a run or its storage. Imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LIFECYCLE = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     level: Level
     what: str
@@ -50,9 +50,9 @@ class Finding:
     help="Try to write as well: whether names can be created once, and how fast. Cleans up.",
 )
 def doctor(root: str, write: bool) -> None:
-    """Look for what is wrong with the run at ROOT, or with its storage.
+    """Find problems of the run at ROOT, or of its storage.
 
-    Exit status: 0 nothing is wrong, 1 a checkpoint is damaged, 2 the storage refuses.
+    Exit status: 0 no problem, 1 a checkpoint is damaged, 2 the storage refuses.
     """
     found = [_versions()]
     storage = open_storage(root)
@@ -130,7 +130,7 @@ def _odd(step: StepView) -> Iterator[tuple[Level, str]]:
 
 
 def _probe(storage: Storage) -> Iterator[Finding]:
-    """Tries what a save needs, under names of its own, and takes them away again."""
+    """Tries the operations of a save, on keys of its own, and removes these again."""
     key = f".ray-dcp-doctor-{secrets.token_hex(6)}"
     try:
         storage.write(key, b"1", create=True)

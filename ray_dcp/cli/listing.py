@@ -1,6 +1,6 @@
-"""The commands `ls`, `du` and `watch`: the steps of a run, what takes space, and what happens.
+"""The commands `ls`, `du` and `watch`, which list steps, disk usage and changes of a run.
 
-They load neither torch nor ray.
+They import neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ def ls(root: str, full: bool | None, everything: bool, check: bool) -> None:
     """List the checkpoints at and below ROOT.
 
     STATE is committed, in flight (files of a save that may still be committed, or that crashed),
-    aborted (a save failed), damaged (files are missing or have another length), stock (not written
-    by ray_dcp), deleted, or unreadable. NEW are the bytes that the step before does not have, by
-    stored hashes; STALL is how long training waited, DURABLE how long it took until the commit.
+    aborted (the save failed), damaged (files are missing or have the wrong length), stock (not
+    written by ray_dcp), deleted, or unreadable. NEW is the number of bytes that the previous step
+    does not have, by stored hashes. STALL is how long training waited; DURABLE is the time until
+    the commit.
     """
     run = run_of(root)
     steps = run.steps if everything else run.present
@@ -65,10 +66,10 @@ def ls(root: str, full: bool | None, everything: bool, check: bool) -> None:
 
 
 def run_of(root: str) -> RunView:
-    """Returns a run; an empty one for a directory without checkpoints.
+    """Returns the run at a path; it is empty for a directory without checkpoints.
 
     Raises:
-        CheckpointNotFoundError: There is no such directory; the message offers the nearest.
+        CheckpointNotFoundError: The directory does not exist; the message suggests similar paths.
     """
     if os.path.isfile(root):
         raise CheckpointNotFoundError(
@@ -87,7 +88,7 @@ def run_of(root: str) -> RunView:
 
 
 def listed(step: StepView, now_s: float, *, full: bool) -> dict[str, Any]:
-    """Returns a step as JSON has it."""
+    """Returns a step as a value for JSON."""
     looks_in = full and step.is_readable
     return {
         "name": step.name,
@@ -113,7 +114,7 @@ def _lines(run: RunView, steps: Sequence[StepView], now_s: float, *, full: bool)
     rows = step_cells(run, steps, details=full, now_s=now_s)
     notes = []
     for step, row in zip(steps, rows, strict=True):
-        # Why not both: the number is the end of the name, and a run has one kind of names.
+        # Why dropped: the name ends with the number of the step, and notes get lines of their own.
         del row["step"], row["note"]
         if step.detail and step.state in ("committed", "damaged", "unreadable"):
             notes.append(f"{step.name}: {step.detail}")
@@ -135,11 +136,11 @@ def _lines(run: RunView, steps: Sequence[StepView], now_s: float, *, full: bool)
 @click.command()
 @click.argument("root")
 def du(root: str) -> None:
-    """Show what takes how much space at and below ROOT, step by step.
+    """Show the disk usage of each step at and below ROOT.
 
-    DATA is of committed checkpoints, LEFT of saves that failed or crashed (see gc), RECORDS are
-    manifests, chunk tables and .metadata, OTHER is what other programs wrote. Of steps that were
-    deleted the total has the records.
+    DATA belongs to committed checkpoints, LEFT to saves that failed or crashed (see gc). RECORDS
+    are manifests, chunk tables and .metadata. OTHER was written by other programs. The total
+    includes the records of deleted steps.
     """
     run = run_of(root)
     rows = usage_of(run)
@@ -166,9 +167,9 @@ def du(root: str) -> None:
 )
 @click.option("--looks", type=click.IntRange(1), help="End after so many looks; else with Ctrl-C.")
 def watch(root: str, interval: float, looks: int | None) -> None:
-    """Print what happens to the run at ROOT: steps that appear, change their state, or disappear.
+    """Print changes of the run at ROOT: steps that appear, change their state, or disappear.
 
-    A line for each; with --json an object for each line.
+    Each change is printed as one line or, with --json, as one object per line.
     """
     before: dict[str, str] = {}
     number = 0
@@ -183,15 +184,17 @@ def watch(root: str, interval: float, looks: int | None) -> None:
             before = {step.name: step.state for step in run}
             number += 1
     except KeyboardInterrupt:
-        return  # that is how it ends
+        return  # the normal end
 
 
 def changes(run: RunView, before: dict[str, str]) -> list[tuple[str, str, str]]:
-    """Returns `(name, state before, state now)` of each step that is not as it was.
+    """Returns `(name, state before, state now)` of each step whose state has changed.
+
+    The state of a step that does not exist is "".
 
     Args:
-        run: As it is now.
-        before: State by name, as it was. One that was not there, or is not any more, has "".
+        run: The current run.
+        before: Earlier state of each step, by name.
     """
     now = {step.name: str(step.state) for step in run}
     states = [(name, before.get(name, ""), now.get(name, "")) for name in {**now, **before}]

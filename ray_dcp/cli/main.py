@@ -1,8 +1,8 @@
-"""The `ray-dcp` command: its sub-commands, loaded when they are called, and its exit codes.
+"""The `ray-dcp` command: its subcommands, which are imported when they are called, and exit codes.
 
-0: fine. 1: the checkpoint is damaged. 2: the call is wrong, there is no checkpoint, the storage
-refused, or the output could not be written. 130: Ctrl-C. 141: who reads the output has ended.
-Reading commands load neither torch nor ray.
+Exit codes: 0, success. 1, the checkpoint is damaged. 2, the call is invalid, there is no
+checkpoint, the storage failed, or the output could not be written. 130, interrupted by Ctrl-C. 141,
+the reader of the output has ended. Commands that only read import neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import click
 import ray_dcp
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, InvalidRequestError
 
-# Name -> `module:attribute` of its click command, and its summary, as `--help` must not import what
-# a command imports.
+# Name -> `module:attribute` of its click command, and its summary. Why the summary is here:
+# `--help` must not import the modules of all commands.
 COMMANDS = {
     "ls": ("listing:ls", "List the checkpoints below a directory."),
     "show": ("showing:show", "Show what is in a checkpoint."),
@@ -47,26 +47,26 @@ COMMANDS = {
 }
 
 JSON, DEBUG, VERBOSE = (f"ray_dcp.{name}" for name in ("json", "debug", "verbose"))
-"""Keys in click's `meta`: whether the options of every command were given."""
+"""Keys in click's `meta` for the common options of all commands; True if given."""
 OPTIONS = {
     "--json": (JSON, "Print JSON, errors too."),
     "--verbose": (VERBOSE, "Also print ids of saves, and numbers of records."),
     "--debug": (DEBUG, "Show a traceback before the message of an error."),
 }
-"""Of every command, also behind its arguments: key in click's `meta`, and help."""
+"""Common options, accepted at any position of a command line: key in click's `meta`, and help."""
 
 
 INTERRUPTED, PIPE_CLOSED = 130, 141
-"""Exit codes, as of a program that a signal ended: 128 and the number of SIGINT or SIGPIPE."""
+"""Exit codes of a program ended by a signal: 128 plus the number of SIGINT or SIGPIPE."""
 
 
 class Failure(click.ClickException):
-    """Ends the command with one message.
+    """Ends the command with a single message.
 
     Args:
         message: One line for people.
         exit_code: 1 if a checkpoint is damaged, 130 after Ctrl-C, else 2.
-        error: Its class, and where it was, for programs.
+        **error: Class and location of the error, for programs.
     """
 
     def __init__(self, message: str, exit_code: int = 2, **error: object) -> None:
@@ -76,7 +76,7 @@ class Failure(click.ClickException):
         self._as_json = click.get_current_context().meta.get(JSON)
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Prints the message to standard error, or with `--json` an object to standard output."""
+        """Prints the message to standard error or, with `--json`, an object to standard output."""
         if self._as_json:
             click.echo(json.dumps({"error": self._error}, indent=2, default=str))
         else:
@@ -84,11 +84,11 @@ class Failure(click.ClickException):
 
 
 class LazyGroup(click.Group):
-    """A group that imports a command's module when the command is called.
+    """A command group that imports the module of a command when the command is called.
 
     Args:
-        lazy: Name of each command, with `module:attribute` below `ray_dcp.cli`, and one
-            line for `--help`.
+        lazy: For each command name, `module:attribute` below `ray_dcp.cli`, and the line for
+            `--help`.
     """
 
     def __init__(self, *args: Any, lazy: dict[str, tuple[str, str]], **kwargs: Any) -> None:
@@ -97,14 +97,14 @@ class LazyGroup(click.Group):
         self.params += _options()
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """Runs the command line; the exit code is not that of damage where the output is lost."""
+        """Runs the command line. Lost output never gives the exit code of a damaged checkpoint."""
         run: Callable[..., Any] = super().main
         if not extra.pop("standalone_mode", True):
             return run(*args, standalone_mode=False, **extra)
         code: Any = 2
         try:
             _open_streams()
-            # Why not click's own handling: its exit code of a closed pipe, or of Ctrl-C, is 1.
+            # Why not click's own handling: it exits with 1 on a closed pipe and on Ctrl-C.
             code = run(*args, standalone_mode=False, **extra)
         except click.ClickException as error:
             code = error.exit_code
@@ -123,16 +123,16 @@ class LazyGroup(click.Group):
         except BrokenPipeError:
             code = PIPE_CLOSED
             _drop_output()
-        except (OSError, ValueError):  # what was not written was told above
+        except (OSError, ValueError):  # the lost output was reported above
             _drop_output()
         sys.exit(code if isinstance(code, int) else 0)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Returns the names in their order, without importing anything."""
+        """Returns the command names in order, without importing anything."""
         return list(self._lazy)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Returns a command after importing its module; None for an unknown name."""
+        """Imports the module of a command and returns the command; None for an unknown name."""
         if cmd_name not in self._lazy:
             return None
         module, _, attribute = self._lazy[cmd_name][0].partition(":")
@@ -143,18 +143,18 @@ class LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the list of commands from the summaries."""
+        """Writes the list of commands with their summaries."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, told) for name, (_, told) in self._lazy.items()])
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Takes note of the options of every command, before anything of the call can be wrong."""
+        """Records the common options first, so that errors in parsing respect them."""
         given = args[: args.index("--")] if "--" in args else args
         ctx.meta.update({key: True for name, (key, _) in OPTIONS.items() if name in given})
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command; an error becomes one message and an exit code."""
+        """Runs the command, and turns an error into one message and an exit code."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
@@ -170,7 +170,7 @@ class LazyGroup(click.Group):
 
 _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 _DRAWN = str.maketrans("├└│─…█░▒▓·×", "|`|-~#.+%.x")
-"""What is drawn with where the output has no such letters."""
+"""ASCII replacements of drawing characters, for encodings that lack them."""
 
 
 def _in_letters_of(error: UnicodeError) -> tuple[str, int]:
@@ -181,13 +181,13 @@ def _in_letters_of(error: UnicodeError) -> tuple[str, int]:
 
 
 def _open_streams() -> None:
-    """Makes sure that whatever is printed can be.
+    """Prepares the standard streams so that any text can be printed.
 
     Raises:
-        Failure: Standard output is closed.
+        SystemExit: Standard output is closed.
     """
     with suppress(OSError):
-        # Why: a file that is opened later would get the number of a closed stream, and its prints.
+        # Why: a file opened later would get the descriptor of a closed stream, and its output.
         while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
             pass
         os.close(number)
@@ -203,7 +203,7 @@ def _open_streams() -> None:
 
 
 def _drop_output() -> None:
-    """Sends what is still to be printed nowhere, so that the end of the process does not fail."""
+    """Redirects pending output to the null device, so that the exit of the process succeeds."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -214,7 +214,7 @@ def _failure(error: BaseException) -> Failure:
     told: dict[str, Any] = {"type": type(error).__name__}
     match error:
         case CheckpointError():
-            # Careful: of a wrong call `key` is an argument's name, which nobody typed here.
+            # Careful: in an InvalidRequestError, `key` is the name of a Python argument.
             key = None if isinstance(error, InvalidRequestError) else error.key
             found = {"checkpoint": error.checkpoint_id, "rank": error.rank, "file": key}
             told |= {name: value for name, value in found.items() if value not in (None, "")}
@@ -257,10 +257,10 @@ def _options() -> list[click.Parameter]:
 @click.group(cls=LazyGroup, lazy=COMMANDS)
 @click.version_option(ray_dcp.__version__, prog_name="ray-dcp")
 def main() -> None:
-    """Look at checkpoints of PyTorch jobs, and move them: of ray_dcp, torch's DCP, safetensors.
+    """Inspect, verify and copy checkpoints of PyTorch jobs: ray_dcp, torch's DCP, safetensors.
 
     A checkpoint is named by its path or URL, or as RUN@STEP: run@latest, run@best, run@best:loss,
-    run@500, run@TAG. Commands that write take --dry-run; tables fit the screen.
+    run@500, run@TAG. Commands that write accept --dry-run. Tables are fitted to the terminal.
 
-    Exit status: 0 fine, 1 the checkpoint is damaged, 130 interrupted by Ctrl-C, 2 anything else.
+    Exit status: 0 success, 1 the checkpoint is damaged, 130 interrupted by Ctrl-C, 2 anything else.
     """

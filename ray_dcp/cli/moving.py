@@ -1,4 +1,4 @@
-"""The commands `export`, `import` and `cp`. What they need of torch is loaded when they write."""
+"""The commands `export`, `import` and `cp`. They import torch only when they write."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from ray_dcp.view.verify import verify as verify_path
 from ray_dcp.view.wording import count_text, size_text
 
 _MOST_TRIES = 20
-"""How often a step is copied that is replaced each time meanwhile."""
+"""How often the copy of a step is retried if the step is replaced meanwhile."""
 
 _include = click.option(
     "--tensor",
@@ -92,8 +92,8 @@ def export(
 ) -> None:
     """Write the checkpoint SOURCE, a path or RUN@STEP, as TARGET in another format.
 
-    Streaming: memory holds no more than a tensor. Free disk space is checked first.
-    safetensors and hf hold tensors alone: what they leave out is listed.
+    The export is streamed: memory holds at most one tensor. Free disk space is checked first.
+    safetensors and hf contain tensors only; objects that they leave out are listed.
     """
     address = address_of(source)
     view = address.open(source)
@@ -143,9 +143,9 @@ def import_(
     unsafe: bool,
     dry_run: bool,
 ) -> None:
-    """Make the checkpoint TARGET of SOURCE: a torch.save or safetensors file, or a folder.
+    """Create the checkpoint TARGET from SOURCE: a torch.save or safetensors file, or a folder.
 
-    A folder holds safetensors files or a checkpoint of stock DCP.
+    A folder contains safetensors files or a checkpoint of stock DCP.
     """
     from ray_dcp.runtime.copying import check_free
 
@@ -181,10 +181,10 @@ def import_(
 def cp(source: str, target: str, verify: bool, dry_run: bool) -> None:
     """Copy the checkpoint SOURCE, a path or RUN@STEP, to TARGET, a path or URL.
 
-    SOURCE may be a run: its steps are copied below TARGET, oldest first, each with its tags and
-    note. A copy appears when all of it is durable; an interrupted one leaves nothing. Steps that
-    were copied before are skipped, so that what was interrupted goes on when it is run again. A
-    damaged step is left out, and the exit status is 1.
+    SOURCE may be a run: its steps are copied below TARGET, oldest first, with their tags and notes.
+    A copy becomes visible when it is complete and durable; an interrupted copy leaves nothing.
+    Steps that were copied before are skipped, so that an interrupted command can be repeated. A
+    damaged step is not copied, and the exit status is 1.
     """
     check_answers(target)
     is_run, found = addresses_of(source)
@@ -235,11 +235,11 @@ class _Copy:
     Attributes:
         state: `planned`, `copied`, `there` (was copied before), `gone` (was deleted meanwhile), or
             `failed`.
-        failure: Why a step of a run is not copied that is damaged or can't be read.
-        num_files: To copy, with those of its items.
-        num_bytes: The same.
-        problems: What is damaged of the copy.
-        in_run: It is one of a run, which may be replaced or deleted meanwhile.
+        failure: Error of a step of a run that is damaged or can't be read.
+        num_files: Number of files to copy, including those of its items.
+        num_bytes: Number of bytes to copy, including those of its items.
+        problems: Damages found in the copy.
+        in_run: The checkpoint is a step of a run, and may be replaced or deleted meanwhile.
     """
 
     def __init__(self, source: Address, target: AnyPlace, in_run: bool) -> None:
@@ -252,10 +252,10 @@ class _Copy:
         self.in_run = in_run
 
     def plan(self, text: str) -> None:
-        """Looks what there is to copy.
+        """Determines the files to copy.
 
         Raises:
-            CheckpointExistsError: Something else is at the target.
+            CheckpointExistsError: The target contains another checkpoint.
             CheckpointError: The checkpoint can't be copied.
         """
         from ray_dcp.runtime.copying import check_free
@@ -272,11 +272,11 @@ class _Copy:
         self._tried(look)
 
     def run(self, target: str, *, verify: bool) -> None:
-        """Copies it, with its tags and its note.
+        """Copies the checkpoint, with its tags and its note.
 
         Args:
-            target: Of the run.
-            verify: Also reads the copy.
+            target: Target of the run.
+            verify: Read and verify the copy.
         """
 
         def act() -> None:
@@ -296,7 +296,7 @@ class _Copy:
             self.problems = (*report.problems, *report.unread)
 
     def _tried(self, act: Callable[[], None]) -> None:
-        """Does something with the checkpoint as it is now: in a run it may be replaced or go."""
+        """Calls `act`; handles that a step of a run is replaced, deleted or damaged meanwhile."""
         for number in range(_MOST_TRIES):
             try:
                 return act()
@@ -309,7 +309,8 @@ class _Copy:
                 self.state = "gone"
                 return None
             except (DamagedCheckpointError, StorageError) as error:
-                # Why on: the other steps are whole. What the target refuses, it refuses of all.
+                # Why continue: a damaged step does not affect the others. An error of the target
+                # would affect all of them, and is raised.
                 is_unread = self.source.step is not None and self.source.step.state == "unreadable"
                 if not self.in_run or (isinstance(error, StorageError) and not is_unread):
                     raise
@@ -320,7 +321,7 @@ class _Copy:
 
 
 def _told(source: str, target: str, copies: Sequence[_Copy], verb: str) -> list[str]:
-    """Returns what was copied, or would be, as lines."""
+    """Returns lines that describe what was or would be copied."""
     states = Counter(copy.state for copy in copies)
     counted = "copied" if verb == "copied" else "planned"
     todo = [copy for copy in copies if copy.state == counted]
@@ -336,14 +337,14 @@ def _told(source: str, target: str, copies: Sequence[_Copy], verb: str) -> list[
 
 
 def _done(value: dict[str, Any], copies: Sequence[_Copy]) -> dict[str, Any]:
-    """Returns the value of a copy with what became of the checkpoints."""
+    """Returns the JSON value of a copy with the number of checkpoints by outcome."""
     states = Counter(copy.state for copy in copies)
     counts = {"num_copied": "copied", "num_there": "there", "num_gone": "gone"}
     return {**value, **{name: states[state] for name, state in counts.items()}}
 
 
 def _planned(view: CheckpointView) -> tuple[int, int]:
-    """Returns files and bytes of a checkpoint with its items."""
+    """Returns the number of files and bytes of a checkpoint with its items."""
     from ray_dcp.runtime.copying import plan_copy
 
     folders = items_of(view.storage, view.checkpoint)
@@ -353,7 +354,7 @@ def _planned(view: CheckpointView) -> tuple[int, int]:
 
 
 def _copy_marks(step: StepView, target: str) -> None:
-    """Gives the copy of a step in a run its tags and its note."""
+    """Copies tags and note of a step in a run."""
     if not step.tags and not step.note:
         return
     run = open_run(Target(target))

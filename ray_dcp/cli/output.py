@@ -1,4 +1,4 @@
-"""What commands print with: tables that fit, JSON, questions, and bars on standard error."""
+"""Output of the commands: tables fitted to the terminal, JSON, questions, and progress bars."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from ray_dcp.view.pictures.drawing import shortened
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _LEAST_NAME = 12
-"""Letters to which a name is shortened at most where a table is too wide."""
+"""Minimum number of characters to which a name is shortened if a table is too wide."""
 
 dry_run = click.option("--dry-run", is_flag=True, help="Only print what would be done.")
 yes = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 
 
 def says(option: str) -> bool:
-    """Whether an option of every command was given: `JSON` or `VERBOSE` of `main`."""
+    """Returns whether a common option was given: `JSON` or `VERBOSE` of `main`."""
     context = click.get_current_context(silent=True)
     return context is not None and bool(context.meta.get(option))
 
 
 def told(value: Any, *lines: str) -> None:
-    """Prints what a command found or did: with `--json` a value as JSON, else lines for people."""
+    """Prints the result of a command: with `--json` a value as JSON, else lines for people."""
     if says(JSON):
         click.echo(json.dumps(value, indent=2, default=str))
     elif lines:
@@ -40,16 +40,16 @@ def told(value: Any, *lines: str) -> None:
 
 
 def interrupted(value: dict[str, Any], *lines: str) -> NoReturn:
-    """Prints what was found or done until Ctrl-C, and ends the command."""
+    """Prints the partial result after Ctrl-C, and ends the command."""
     told({**value, "interrupted": True}, *lines)
     click.echo("Error: interrupted", err=True)
     sys.exit(INTERRUPTED)
 
 
 def screen_width() -> int | None:
-    """Returns how many columns there are; None where the output is no terminal.
+    """Returns the width of the terminal in columns; None if the output is not a terminal.
 
-    `COLUMNS` counts in any case, as for other programs.
+    The environment variable `COLUMNS` takes precedence, as for other programs.
     """
     if "COLUMNS" not in os.environ and not sys.stdout.isatty():
         return None
@@ -63,20 +63,20 @@ def table(
     least: Sequence[str] = (),
     style: Callable[[str, str], str] = lambda column, cell: "",
 ) -> list[str]:
-    """Returns a table as lines of text that are no wider than the screen.
+    """Returns a table as lines of text that fit the terminal.
 
-    Columns without a value are left out. Where there is no room the columns of `least` are dropped,
-    the first of them first; then the longest left-aligned column is shortened in its middle.
+    Columns without values are left out. If the table is too wide, columns of `least` are dropped in
+    order; then the cells of the widest left-aligned column are shortened in the middle.
 
     Args:
-        rows: Cells by column, the same columns in each.
-        left: Columns whose cells begin at the left.
+        rows: Cells by column; all rows have the same columns.
+        left: Columns that are left-aligned.
         least: Columns that may be dropped, the least important first.
-        style: Style of a cell on a terminal, by column and text.
+        style: Returns the style of a cell on a terminal, by column and text.
     """
     cells = [{column: str(cell) for column, cell in row.items()} for row in rows]
     if sys.stdout.isatty():
-        # Why: a name in a checkpoint must not move the cursor of who looks at it.
+        # Why: a name in a checkpoint must not control the terminal.
         cells = [
             {c: _CONTROL.sub("\N{REPLACEMENT CHARACTER}", t) for c, t in r.items()} for r in cells
         ]
@@ -107,9 +107,9 @@ def table(
 
 
 def styled(text: str, style: str) -> str:
-    """Returns text with a style on a terminal: a colour, `dim` or `bold`; plain where that is "".
+    """Returns text with a style: a colour, `dim`, `bold`, or "" for none.
 
-    Where the output is no terminal click takes the style away.
+    click removes styles if the output is not a terminal.
     """
     if style in ("dim", "bold"):
         return click.style(text, **{style: True})
@@ -118,13 +118,13 @@ def styled(text: str, style: str) -> str:
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Draws a bar on a terminal's standard error, for long work; draws nothing elsewhere.
+    """Draws a progress bar on standard error, if that is a terminal.
 
     Args:
-        what: Is done, in words.
+        what: Description of the work.
 
     Yields:
-        A callback for bytes done and in all, from any thread; None where nothing is drawn.
+        A thread-safe callback for bytes done and bytes in total; None if nothing is drawn.
     """
     if not sys.stderr.isatty():
         yield None
@@ -149,14 +149,14 @@ def _is_asked() -> bool:
 
 
 def agree(question: str, *, yes: bool) -> None:
-    """Asks whether to destroy something; returns only if the answer is yes.
+    """Asks the user to confirm a destructive operation; returns only if confirmed.
 
     Args:
-        question: Without its question mark.
-        yes: The option was given.
+        question: The question, without its question mark.
+        yes: The option `--yes` was given.
 
     Raises:
-        InvalidRequestError: Nobody can be asked.
+        InvalidRequestError: The input is not a terminal.
         click.Abort: The answer is no.
     """
     if yes:

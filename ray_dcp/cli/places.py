@@ -1,4 +1,4 @@
-"""From what a user types to what is meant: `PATH`, `RUN`, `RUN@STEP`."""
+"""Resolves the arguments of the commands: `PATH`, `RUN`, `RUN@STEP`."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ from ray_dcp.view.run_listing import step_of
 from ray_dcp.view.run_view import RunView, StepView, nearest_paths, open_run
 
 ANSWER_S = 10.0
-"""How long an object store may take to answer for the first time."""
+"""Timeout of the first request to an object store, in seconds."""
 
 
 class Address(NamedTuple):
-    """What a user named."""
+    """A checkpoint named by the user."""
 
     name: str
-    """`PATH`, or the path of the step that `RUN@STEP` is."""
+    """`PATH`, or the path of the step for `RUN@STEP`."""
     place: AnyPlace
     step: StepView | None = None
-    """As it was listed, where it is one of a run."""
+    """The listed step, if the checkpoint was found in a run."""
 
     def open(self, text: str = "") -> CheckpointView:
-        """Returns the checkpoint.
+        """Opens the checkpoint.
 
         Args:
-            text: As the user typed it, for a hint at what else may have been meant.
+            text: Text that the user typed, for a hint in the error message.
 
         Raises:
-            CheckpointError: As `ray_dcp.open`.
+            CheckpointError: As for `ray_dcp.open`.
         """
         try:
             return open_checkpoint(self.place)
@@ -60,25 +60,25 @@ class Address(NamedTuple):
 
 
 def checkpoint_at(text: str) -> CheckpointView:
-    """Returns the checkpoint at `PATH` or `RUN@STEP`.
+    """Opens the checkpoint at `PATH` or `RUN@STEP`.
 
     Raises:
-        CheckpointError: As `ray_dcp.open`.
+        CheckpointError: As for `ray_dcp.open`.
     """
     return address_of(text).open(text)
 
 
 def address_of(text: str, *, damaged: bool = False) -> Address:
-    """Returns which checkpoint `PATH` or `RUN@STEP` is, without opening it.
+    """Resolves `PATH` or `RUN@STEP` to a checkpoint, without opening it.
 
-    Where `latest` or `best` passes over a damaged step, standard error has it.
+    Prints a warning to standard error if `latest` or `best` skips a damaged step.
 
     Args:
-        text: As the user typed it.
-        damaged: `latest` and `best` may also be a damaged step.
+        text: Text that the user typed.
+        damaged: `latest` and `best` include damaged steps.
 
     Raises:
-        CheckpointNotFoundError: The run has no such step; the message offers the nearest.
+        CheckpointNotFoundError: The run has no such step; the message suggests similar ones.
     """
     run, key = _split(text)
     check_answers(run)
@@ -92,31 +92,31 @@ def address_of(text: str, *, damaged: bool = False) -> Address:
 
 
 def say_passed_over(run: RunView, key: str, chosen: StepView) -> None:
-    """Prints to standard error which damaged step `latest` or `best` would be, if there is one."""
+    """Warns on standard error if `latest` or `best` would be a damaged step."""
     over = passed_over(run.steps, key, chosen)
     if over is not None:
         click.echo(f"warning: {passed_over_text(over, chosen, key)}", err=True)
 
 
 def addresses_of(text: str, *, damaged: bool = False) -> tuple[bool, list[Address]]:
-    """Returns whether a run is named, and its checkpoints or the one that is named.
+    """Returns whether the text names a run, and the run's checkpoints or the named checkpoint.
 
-    Of a run those that were committed, also damaged ones, and those that can't be read; items of
-    a step go with it.
+    The checkpoints of a run are those that were committed, including damaged ones, and those that
+    can't be read. Items of a step are not listed separately.
 
     Args:
         text: `PATH` or `RUN@STEP`.
         damaged: As for `address_of`.
 
     Raises:
-        CheckpointError: As `ray_dcp.open`.
+        CheckpointError: As for `ray_dcp.open`.
     """
     address = address_of(text, damaged=damaged)
     if address.step is not None:
         return False, [address]
     try:
         open_checkpoint(address.place)
-    # Why StorageError: one folder of a run that can't be listed keeps nobody from the others.
+    # Why StorageError: an unreadable folder of a run must not hide the others.
     except (CheckpointNotFoundError, StorageError) as error:
         found = [step for step in steps_of_run(text) if step.name != "."]
         if not found:
@@ -124,25 +124,25 @@ def addresses_of(text: str, *, damaged: bool = False) -> tuple[bool, list[Addres
             raise
         return True, [Address(f"{text.rstrip('/')}/{one.name}", one.path, one) for one in found]
     except CheckpointError:
-        pass  # the caller opens it, and reports what is wrong
+        pass  # the caller opens it and gets the error
     return False, [address]
 
 
 @contextmanager
 def kept(place: AnyPlace) -> Iterator[None]:
-    """Keeps a step from being deleted by its job while it is read for long, where that can be.
+    """Holds a reader lease on a step in the block, so that its job does not delete the step.
 
-    Look whether the step is there after that.
+    Callers must check inside of the block that the step still exists.
 
     Args:
-        place: Of the step. One whose run has no `CheckpointManager` is not kept.
+        place: Location of the step. Without a `CheckpointManager` in its run, there is no lease.
     """
     target = absolute_target(place)
     url, _, name = target.url.rstrip("/").rpartition("/")
-    # Why none: what is a bucket, or lies at the root of a disk, is in no run.
+    # Why the check: a bucket, or a folder at the root of a disk, is not in a run.
     step = step_of(name) if url and not url.endswith("/") else None
     with ExitStack() as stack:
-        # Why suppressed: who may only read can still read; nothing keeps the step then.
+        # Suppressed: with read-only access there is no lease, but the step can be read.
         with suppress(StorageError):
             run = replace(target, url=url)
             if step is not None and open_storage(place_below(run, SHARED_FOLDER)).list("writer-"):
@@ -154,7 +154,7 @@ def kept(place: AnyPlace) -> Iterator[None]:
 
 
 def steps_of_run(text: str) -> list[StepView]:
-    """Returns what was committed in a run, or can't be read; without the items of steps."""
+    """Returns the committed and the unreadable steps of a run, without the items of steps."""
     try:
         run = open_run(Target(text))
     except CheckpointError:
@@ -165,11 +165,11 @@ def steps_of_run(text: str) -> list[StepView]:
 
 
 def step_at(text: str) -> StepView:
-    """Returns the step of `RUN@STEP`, or what is at a path, which is a run of its own then.
+    """Returns the step of `RUN@STEP`, or the checkpoint at a path as a step.
 
     Raises:
-        CheckpointNotFoundError: There is none.
-        InvalidRequestError: `latest` or `best` would be another step, which is damaged.
+        CheckpointNotFoundError: There is no such step.
+        InvalidRequestError: `latest` or `best` would skip a damaged step.
     """
     run, step = _split(text)
     if step is not None:
@@ -177,7 +177,7 @@ def step_at(text: str) -> StepView:
         chosen = steps.step(step)
         over = passed_over(steps.steps, step, chosen)
         if over is not None:
-            # Why: what goes is gone, and it is not clear which of the two is meant.
+            # Why: a deletion can't be undone, and either of the two may be meant.
             raise InvalidRequestError(
                 f"which step of {run}? {passed_over_text(over, chosen, step)}; name one by its "
                 f"number, as {run}@{over.step}"
@@ -193,11 +193,11 @@ def step_at(text: str) -> StepView:
 
 
 def step_in_run(text: str) -> tuple[RunView, StepView]:
-    """Returns run and step of `RUN@STEP`, or of the path of a step, whose run is the folder above.
+    """Returns run and step of `RUN@STEP`, or of the path of a step in its run.
 
     Raises:
         CheckpointNotFoundError: There is no such step.
-        InvalidRequestError: The text names no step.
+        InvalidRequestError: The text does not name a step.
     """
     run, step = _split(text)
     if step is None and (hint := _steps_of(run)):
@@ -217,7 +217,7 @@ def run_at(text: str) -> RunView:
     """Returns the run at a path.
 
     Raises:
-        CheckpointNotFoundError: There is nothing that looks like a checkpoint.
+        CheckpointNotFoundError: The path contains no checkpoints.
     """
     check_answers(text)
     run = open_run(Target(text))
@@ -229,7 +229,7 @@ def run_at(text: str) -> RunView:
 
 
 def hint_at(text: str) -> str:
-    """Returns what may have been meant where no checkpoint was found.
+    """Returns a suggestion for a text that names no checkpoint.
 
     Args:
         text: `PATH` or `RUN@STEP`.
@@ -240,27 +240,27 @@ def hint_at(text: str) -> str:
 
 @cache
 def check_answers(url: str) -> None:
-    """Checks that an object store can be reached, by one small request in each process.
+    """Checks that an object store can be reached, by one small request per process.
 
-    Why: it is asked again and again for minutes otherwise, which is right for a save at night, and
-    a riddle for whoever has typed the wrong endpoint.
+    *Why*: storage calls retry for minutes, which is right for an unattended save, but not for a
+    user who has mistyped an endpoint.
 
     Args:
-        url: Path or URL; only that of an object store is looked at.
+        url: Path or URL; does nothing unless it is the URL of an object store.
 
     Raises:
-        StorageError: It does not answer in `ANSWER_S`, or refuses.
+        StorageError: The store does not answer within `ANSWER_S`, or refuses.
     """
     if url.partition("://")[0] not in PROVIDERS or "://" not in url:
         return
-    # Why half: after what failed at the last moment one more request is begun.
+    # Why half: one more request may start just before the retry deadline.
     half_s = ANSWER_S / 2
     options = {"retry_timeout_s": half_s, "timeout": timedelta(seconds=half_s)}
     read_if_there(open_storage(Target(url, options)), ".metadata", 1)
 
 
 def _steps_of(text: str) -> str:
-    """Returns how to name a step where a run was named; nothing where it is none."""
+    """Returns a hint how to name a step of a run; "" if the text is not a run."""
     found = [one for one in steps_of_run(text) if one.name != "." and one.is_readable]
     if not found:
         return ""
@@ -270,16 +270,16 @@ def _steps_of(text: str) -> str:
 
 
 def _split(text: str) -> tuple[str, str | None]:
-    # Why: an @ may be part of a name.
+    # Why check for a file: "@" may be part of its name.
     return (text, None) if os.path.exists(text) else split_address(text)
 
 
 def written(path: str, text: str) -> None:
-    """Writes a file of this machine so that it is there whole or not at all.
+    """Writes a local file atomically.
 
     Raises:
-        InvalidRequestError: There is no such directory.
-        StorageError: It can't be written.
+        InvalidRequestError: The directory does not exist.
+        StorageError: The file can't be written.
     """
     folder, name = os.path.split(os.path.abspath(path))
     if not os.path.isdir(folder):

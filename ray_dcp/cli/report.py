@@ -1,4 +1,4 @@
-"""The command `report`: one HTML file with the pictures of a run. No torch, no ray."""
+"""The command `report`: one HTML file with pictures of a run. Imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from ray_dcp.view.wording import size_text
 @click.argument("run")
 @click.argument("file", default="report.html", type=click.Path(dir_okay=False))
 def report(run: str, file: str) -> None:
-    """Write pictures of the steps of RUN, and of the newest, as one page to FILE.
+    """Write pictures of the steps of RUN, and of its newest step, as one page to FILE.
 
-    The page needs nothing from outside. No tensor is read.
+    The page is self-contained. No tensor is read.
     """
     found = run_at(run)
     parts = [part for section in _sections(found) for part in section]
@@ -42,7 +42,7 @@ def report(run: str, file: str) -> None:
 
 
 def _sections(run: RunView) -> Iterator[tuple[str, str]]:
-    """Yields headings with pictures, and the reason where one can't be drawn."""
+    """Yields headings with pictures, or with the reason why a picture can't be drawn."""
     yield "", picture_steps(run).html
     metrics = {name for step in run for name in step.metrics}
     steps = [step for step in run if step.step is not None]

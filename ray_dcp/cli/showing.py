@@ -1,4 +1,4 @@
-"""The commands `show` and `verify`, as tables for people or as JSON. No torch, no ray."""
+"""The commands `show` and `verify`. They import neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ def show(
 ) -> None:
     """Show the tensors and objects of the checkpoint at PATH, or RUN@STEP.
 
-    Of more than 40 names it shows the modules that they belong to. LAYOUT is how a tensor is cut
-    into chunks: whole, rows/8, columns/2, 4x2. Exit status: 1 if a file is missing or too short.
+    If there are more than 40 names, their modules are shown instead. LAYOUT is how a tensor is
+    divided into chunks: whole, rows/8, columns/2, 4x2. Exit status: 1 if a file is missing or too
+    short.
     """
     view = checkpoint_at(path)
     wrong = wrong_lengths(view.storage, view.checkpoint)
@@ -96,7 +97,7 @@ def _row(view: CheckpointView, name: str) -> dict[str, object]:
 
 
 def _groups(root: Node) -> list[dict[str, str]]:
-    """Returns a row for each module, of as many levels as fit."""
+    """Returns a row for each module, down to the deepest level that fits."""
     level = [*root.children.items()]
     while True:
         deeper = [
@@ -157,9 +158,9 @@ def _shown(view: CheckpointView, names: Sequence[str]) -> dict[str, Any]:
 def verify(path: str) -> None:
     """Compare every stored byte of the checkpoint at PATH, or RUN@STEP, with its checksums.
 
-    PATH may be a run: then of each of its steps. RUN@latest is the newest that was committed, also
-    a damaged one. Exit status: 0 no damage, 1 damaged, 2 there is no checkpoint, something can't be
-    read, or the call is wrong.
+    If PATH is a run, all of its steps are verified. RUN@latest is the newest committed step, even
+    if it is damaged. Exit status: 0 no damage, 1 damaged, 2 there is no checkpoint, a file can't be
+    read, or the call is invalid.
     """
     is_run, addresses = addresses_of(path, damaged=True)
     results, lines, found = list[dict[str, Any]](), list[str](), VerifyReport(0, ())
@@ -196,7 +197,7 @@ def verify(path: str) -> None:
                 add(f"{name} (in part)", error.report, False)
             value = {"path": path, "steps": results} if is_run else (results or [{"path": path}])[0]
             interrupted(value, *lines)
-    # Why the one alone: that is what it was before runs could be verified.
+    # Why not a list for one checkpoint: programs rely on this form.
     told({"path": path, "steps": results} if is_run else results[0], *lines)
     if not found.ok:
         sys.exit(1 if found.problems else 2)

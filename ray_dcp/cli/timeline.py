@@ -1,6 +1,6 @@
-"""The command `timeline`: the course of a save as bars for people, as JSON, or for Chrome's viewer.
+"""The command `timeline`: shows the phases of a save as bars, as JSON, or as a Chrome trace.
 
-It loads neither torch nor ray.
+It imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ray_dcp.view.wording import count_text, seconds_text, size_text
 
 RANK = {"capture": ("░", "yellow"), "plan": ("·", "dim"), "stage": ("▒", "magenta"),
         "write": ("█", "blue"), "commit": ("-", "dim")}  # fmt: skip
-"""How a phase of a rank is drawn, also without colours, and its style."""
+"""Character and style of each phase of a rank; the character suffices without colours."""
 COORDINATOR = {"look": ("·", "green"), "plan": ("░", "dim"), "build": ("▒", "green"),
                "table": ("▓", "green"), "record": ("█", "green")}  # fmt: skip
 
@@ -38,10 +38,10 @@ _MOST_LANES = 64
     help="Write the trace to FILE for chrome://tracing and ui.perfetto.dev.",
 )
 def timeline(path: str, chrome_file: str | None) -> None:
-    """Show what took how long on which rank when the checkpoint at PATH was saved.
+    """Show the duration of each phase on each rank when the checkpoint at PATH was saved.
 
-    PATH may be RUN@STEP, as run@latest. Ranks that were late in a phase are marked with `!`. All
-    times are those of the coordinator.
+    PATH may be RUN@STEP, such as run@latest. Stragglers in a phase are marked with `!`. All times
+    are by the clock of the coordinator.
     """
     view = checkpoint_at(path)
     trace = view.trace
@@ -65,12 +65,12 @@ def timeline(path: str, chrome_file: str | None) -> None:
 
 
 def gantt(trace: SaveTrace, title: str, width: int = _WIDTH) -> list[str]:
-    """Returns a trace as lines of styled text, each at most `width` long but for the title.
+    """Returns a trace as lines of styled text, each at most `width` wide except the title.
 
     Args:
-        trace: Of a save.
-        title: Its path.
-        width: Columns, at least 60.
+        trace: Trace of a save.
+        title: Path of the checkpoint.
+        width: Width in columns, at least 60.
     """
     found = trace.lanes()
     names = {lane: "coordinator" if lane is None else f"rank {lane}" for lane in found}
@@ -125,11 +125,12 @@ def _bar(
     spans: tuple[Span, ...], end_s: float, width: int, looks: dict[str, tuple[str, str]]
 ) -> str:
     cells = [(" ", "")] * width
-    # Why in this order: a stager writes while the rank still copies, and waiting matters least.
+    # Why in this order: a node agent writes while the rank still copies, so other phases cover
+    # `write`, and all cover `commit`, which is mostly waiting.
     order = {"commit": 0, "write": 1}
     for span in sorted(spans, key=lambda span: order.get(span.phase, 2)):
         first = min(int(span.start_s / end_s * width), width - 1)
-        # Why at least one: what took no time at all took place.
+        # Why at least one cell: a phase of no duration happened, too.
         last = max(first + 1, min(round(span.stop_s / end_s * width), width))
         for cell in range(max(first, 0), last):
             cells[cell] = looks.get(span.phase, ("?", ""))

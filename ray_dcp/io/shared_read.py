@@ -310,9 +310,11 @@ def bytes_asked(share: RankShare, reads: Reads) -> Int64Array:
 
     A byte that several reads contain counts for each of them:
 
-        unit       |--------------|
-        reads   [-----)  [----)  [----)
-        counted    |==|  |====|  |=|
+        unit        |---------------|
+        read 1   [-----)
+        read 2                  [-------)
+        read 3          [-----)
+        counted     |==||=====| |===|
 
     Args:
         share: The units.
