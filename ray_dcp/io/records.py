@@ -132,11 +132,9 @@ def read_slots(
 
     Slots are read in descending order, down to `previous_slot` of the deciding record:
 
-        slot    1  2  3 | 4  5  6  7
-                 older  |    |  |  +- abort
-                        |    |  +---- abort
-                        |    +------- commit, previous_slot=3: decides
-                        +-- not read below, as the deciding record was planned after slot 3
+        slot     1  2  3   4  5  6  7      A: abort record
+        record   -  -  -   A  C  A  A      C: deciding commit, with previous_slot=3
+        read               <---------      -: older record, without effect
 
     No older record can refer to the deciding one, and no older commit was ever in force unless the
     deciding record says so.
