@@ -317,7 +317,7 @@ class TableParts:
         check_against(manifest, self.tensors.num_tensors, self._table.num_chunks, files)
 
     def around(self, wanted: Sequence[Wanted], tensors: Sequence[int]) -> CheckFile:
-        """Returns the groups that contain the wanted chunks.
+        """Reads the groups with the wanted chunks; they contain further chunks of the same files.
 
         Args:
             wanted: Wanted boxes.
@@ -334,7 +334,7 @@ class TableParts:
         return CheckFile(self._storage, self._manifest, self._read(groups), deferred)
 
     def whole(self) -> CheckFile:
-        """Returns all chunks.
+        """Reads all groups.
 
         Raises:
             CheckpointError: As for `around`.

@@ -35,9 +35,9 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
     Pass it as `RunConfig(callbacks=[ray_dcp.train.SaveBeforeResize()])`, or enable it for all runs
     by `RAY_TRAIN_CALLBACKS=ray_dcp.train.SaveBeforeResize`.
 
-    Before a resize, all ranks save at the next step that no rank has reached, and wait there, so
-    that no trained step is lost. The resize continues when the save is committed, or after
-    `limit_s`.
+    Before a resize, all ranks save at the first step that no rank has started to decide, and wait
+    there, so that no trained step is lost. The resize continues when the save is committed, or
+    after `limit_s`.
 
     When nodes are drained, all ranks save at once, and once more as late as a save still fits
     before the deadline, judging by the duration of earlier saves. Training continues in between.
