@@ -478,7 +478,7 @@ def join(
     owns = isinstance(session, InlineSession)
     if owns:
         # Why with Ray even for one rank: its node agent keeps staged saves if the worker is killed.
-        session = Session(f"train-{facts.name}-{word}", 0, 1)
+        session = RaySession(f"train-{facts.name}-{word}", 0, 1)
         session.register()
     return Group(root, number, word, session, owns, has_steps, lease, retention)
 
