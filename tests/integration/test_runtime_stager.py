@@ -271,8 +271,9 @@ class Victim:
         self.staging.warm(num_bytes).result(180)
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-    def stage(self, sizes, target, book) -> None:
-        staged(self.staging, share(sizes, part_bytes=9 * MIB), target, book, save=target.url)
+    def stage(self, sizes, target, book, **options) -> None:
+        what = share(sizes, part_bytes=9 * MIB)
+        staged(self.staging, what, target, book, save=target.url, **options)
 
     def stage_and_die(self, sizes, target, book) -> None:
         what = share(sizes)
@@ -326,7 +327,9 @@ def test_when_everybody_is_killed_the_store_is_free_again(namespace, stuck_book,
     whole = ray.cluster_resources()["object_store_memory"]
     assert eventually(lambda: store_bytes_free() >= whole - MIB)
     victim = Victim.remote(namespace)
-    ray.get(victim.stage.remote([8 * MIB] * 3, places[0], stuck_book), timeout=400)
+    # Why kept: else the bytes go as soon as they are written.
+    begun = victim.stage.remote([8 * MIB] * 3, places[0], stuck_book, keep_in_memory=1)
+    ray.get(begun, timeout=400)
     pid = ray.get(victim.pid.remote())
     watcher = opened(namespace, name="watcher")
     stager = watcher.info()["pid"]
