@@ -80,14 +80,14 @@ class ProcessLock:
 
 
 def start_thread(work: Callable[[], object], name: str) -> threading.Thread:
-    """Returns a daemon thread that does some work.
+    """Starts a daemon thread, and returns it.
 
     Args:
-        work: What to do.
-        name: Of the thread.
+        work: Function to call in the thread.
+        name: Name of the thread.
 
     Raises:
-        LimitError: No thread can be started.
+        LimitError: The thread can't be started.
     """
     thread = threading.Thread(target=work, name=name, daemon=True)
     try:

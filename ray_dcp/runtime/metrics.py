@@ -168,7 +168,7 @@ os.register_at_fork(after_in_child=lambda: _inherited.extend([True] * _ray_is_up
 
 
 class Account:
-    """Tells of one save or load on one rank: emits its events, as its phases end.
+    """Emits the events of one save or load on one rank, when its phases end.
 
     As a context manager it also ends the phases, and emits how it ended.
 

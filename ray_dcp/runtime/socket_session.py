@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 class Link(Protocol):
-    """How a rank reaches its coordinator."""
+    """The way of a rank to its coordinator."""
 
     ended: ParticipantError | None
     """Why there is no coordinator any more."""
@@ -70,12 +70,12 @@ class Link(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends it."""
+        """Closes the connection."""
         ...
 
 
 class SocketLink:
-    """How a rank other than 0 reaches the coordinator.
+    """The connection of a rank other than 0 to the coordinator.
 
     Args:
         session: Name of the session.
@@ -85,8 +85,8 @@ class SocketLink:
         key: Authenticates both.
 
     Raises:
-        AuthenticationError: Who listens there does not know the key.
-        OSError: Nobody listens there.
+        AuthenticationError: The process that listens there does not know the key.
+        OSError: No process listens there.
     """
 
     def __init__(

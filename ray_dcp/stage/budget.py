@@ -86,7 +86,7 @@ class WindowBudget(Generic[J]):
         *,
         keep: bool = False,
     ) -> None:
-        """Takes a new job, which waits for room from now on.
+        """Registers a job, which waits for room from now on.
 
         Args:
             job: Names it.

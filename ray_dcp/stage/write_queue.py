@@ -22,12 +22,14 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.core.processes import start_thread
 from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError, LimitError, ParticipantError, SaveCancelledError
 from ray_dcp.io.threads import run_tasks
@@ -138,7 +140,7 @@ class WriteQueue:
         self._layouts: OrderedDict[Hashable, StagingLayout] = OrderedDict()
 
     def begin(self, order: StageOrder, reporter: Any) -> Grant | Unknown:
-        """Takes an order, and returns how many windows have room; may be none as yet.
+        """Registers an order, and returns how many windows have room; may be none as yet.
 
         The same order again is the same job.
 
@@ -310,7 +312,7 @@ class WriteQueue:
             self._tidy(job)
 
     def process_died(self, process: str) -> None:
-        """Takes that a rank is dead: what it had handed over whole is written, the rest not."""
+        """Marks a rank dead: its complete shares are written, and its other shares fail."""
         with self._lock:
             for job in list(self._jobs.values()):
                 if job.order.process == process and job.state.rank == "filling":
@@ -526,10 +528,13 @@ class WriteQueue:
             return
         job.to("writers_started")
         try:
-            threading.Thread(target=self._work, args=(job,), daemon=True).start()
-        except RuntimeError as exc:
-            # Why no report: it would take a thread. The rank is told, which waits for an answer.
-            self._fail(job, "cancelled", no_thread(job.order.key.rank, exc))
+            rank = job.order.key.rank
+            start_thread(partial(self._work, job), f"ray_dcp writes what rank {rank} staged")
+        except LimitError as error:
+            # Why no report: it would take a thread. The rank gets the error, as it waits for one.
+            refused = copy.copy(error)  # the frames of its traceback hold the staged bytes
+            refused.rank = rank
+            self._fail(job, "cancelled", refused)
             job.to("writers_ended")
             self._settle(job)
 
@@ -918,16 +923,6 @@ def unwritten(job: Job, file: int, error: BaseException) -> StageReport:
         )
     # Why a copy: the report stays, and the frames of a traceback hold views of the bytes.
     return StageReport(job.order.key, plan.file, None, copy.copy(error))
-
-
-def no_thread(rank: int, error: RuntimeError) -> LimitError:
-    """Returns the error for a share that the stager has no thread to write with."""
-    return LimitError(
-        f"expected the node's stager to start a thread that writes the bytes of rank {rank}, but "
-        f"{error}: the node has as many processes and threads as it may. Raise the limit (ulimit "
-        f"-u, or pids of the container), or end what needs them, and save again",
-        rank=rank,
-    )
 
 
 def died(rank: int) -> ParticipantError:
