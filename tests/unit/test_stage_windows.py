@@ -280,6 +280,21 @@ def test_events_may_come_twice_and_no_part_of_a_job_ever_goes_back():
                 assert before == now or before == values[0] or part != "rank"
 
 
+def test_a_share_that_is_handed_over_is_needed_until_it_is_written():
+    filling = JobState().after("writers_started")
+    handed_over = filling.after("all_here")
+    assert not filling.is_needed  # its rank has the bytes
+    assert handed_over.is_needed
+    assert handed_over.after("committed").is_needed
+    assert not handed_over.after("cancelled").is_needed
+    assert not handed_over.after("writers_ended").is_needed
+
+
+def test_what_is_written_can_not_fail_any_more():
+    written = JobState().after("writers_started").after("all_here").after("writers_ended")
+    assert written.after("failed") == written
+
+
 def test_memory_goes_only_when_neither_rank_nor_writers_use_it_and_stays_what_it_was():
     for state, after in reachable().items():
         assert state.is_at_rest == (state.rank != "filling" and state.writers == "ended")
