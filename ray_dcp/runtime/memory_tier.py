@@ -23,7 +23,7 @@ from ray_dcp.errors import CheckpointError
 from ray_dcp.io.threads import Stop
 from ray_dcp.runtime.actor_names import NAMESPACE, stager_name
 from ray_dcp.runtime.tasks import outcome
-from ray_dcp.stage.memory import WindowBytes
+from ray_dcp.stage.memory import WindowBytes, runs_of
 from ray_dcp.stage.memory_tier import Part, TierEntry, TierFile, cut, registered_name
 from ray_dcp.stage.values import InFlight, StagedWindow
 from ray_dcp.store.storage import Storage, StorageWrapper
@@ -263,7 +263,7 @@ class _Loan:
                 for window, runs in zip(
                     refs, ray_calls.get([*refs.values()], timeout=ANSWER_S), strict=True
                 ):
-                    self._windows[window] = WindowBytes(runs)
+                    self._windows[window] = WindowBytes(runs_of(runs))
 
     def window(self, window: StagedWindow) -> WindowBytes | None:
         """Returns the bytes of a window that is mapped."""

@@ -36,6 +36,7 @@ from ray_dcp.errors import CheckpointError
 from ray_dcp.runtime import metrics, ray_calls, ray_private
 from ray_dcp.runtime.actor_names import NAMESPACE, stager_name
 from ray_dcp.runtime.ray_private import Caller, store_bytes
+from ray_dcp.stage.memory import runs_of
 from ray_dcp.stage.memory_tier import Part, TierEntry, registered_name
 from ray_dcp.stage.values import (
     SHARE_OF_STORE,
@@ -203,7 +204,7 @@ class Stager:
 
         Args:
             key: Whose.
-            refs: By window, the object that has its bytes (a list of uint8 arrays).
+            refs: By window, the object that has its bytes (a list of buffers).
         """
         self._touch()
         try:
@@ -215,7 +216,7 @@ class Stager:
             return
         for number, ref in refs.items():
             lent = ref if isinstance(ref, ray.ObjectRef) else None
-            self._queue.deliver(key, number, objects.pop(0), lent)
+            self._queue.deliver(key, number, runs_of(objects.pop(0)), lent)
 
     async def seal(self, key: StageKey, refs: dict[int, Any]) -> bool | Unknown:
         """Accepts the last full windows, as `deliver`; returns when all are here."""

@@ -78,6 +78,11 @@ class WindowBytes:
         return not self.borrowers and all(array() is None for array in self._arrays)
 
 
+def runs_of(buffers: Sequence[Any]) -> list[np.ndarray]:
+    """Returns the runs of an object that came through Ray, where they lie."""
+    return [np.frombuffer(buffer, np.uint8) for buffer in buffers]
+
+
 def touch(array: np.ndarray) -> None:
     """Makes the pages of private uint8[n] present in this process, without changing them.
 

@@ -36,8 +36,9 @@ class StagerOptions:
     limit_bytes: int | None = None
     """Most bytes that all ranks of a node may have staged at a time; at most half of the node's
     object store, which is the default."""
-    window_bytes: int = 64 * MIB
-    """Unit of handing over and of reuse; smaller under a small limit."""
+    window_bytes: int = 128 * MIB
+    """Longest window, the unit in which bytes are handed over; shorter under a small limit, and for
+    bytes from a device. A longer one costs training less: each is one call of `ray.put`."""
 
     def __post_init__(self) -> None:
         checks = {

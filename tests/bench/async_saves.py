@@ -189,7 +189,6 @@ class _Saves:
                 warm_up(self._state)
                 self._save("first ")
                 for _ in range(self.steady_saves):
-                    # Jobs save less often than it takes until the memory of a save is free.
                     assert eventually(lambda: not session.staging().info()["used_bytes"])
                     self._note("memcpy", self._copy.seconds())
                     self._note("raw direct write", raw_write_s(self._root / "raw", self._num_bytes))
@@ -205,6 +204,8 @@ class _Saves:
         with watched_memory(pids) as peak:
             warm_up(self._state)
             for _ in range(2):
+                # Jobs save less often than it takes until the memory of a save is free.
+                assert eventually(lambda: not session.staging().info()["used_bytes"])
                 self._save("", session)
         self._extra = (peak.num_bytes - idle) / self._num_bytes
         self._idle = memory_bytes(pids[1:]) - (memory_bytes(pids) - idle)
