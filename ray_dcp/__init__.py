@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ray_dcp import errors
-from ray_dcp.version import __version__ as __version__
+from ray_dcp.core import __version__ as __version__
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
@@ -59,22 +59,20 @@ if TYPE_CHECKING:
     from ray_dcp.asynchronous import SaveHandle as SaveHandle
     from ray_dcp.asynchronous import SaveProgress as SaveProgress
     from ray_dcp.asynchronous import SaveReport as SaveReport
+    from ray_dcp.asynchronous import async_save as async_save
     from ray_dcp.conversion import dcp_to_safetensors as dcp_to_safetensors
     from ray_dcp.conversion import dcp_to_torch_save as dcp_to_torch_save
     from ray_dcp.conversion import read_state_dict as read_state_dict
     from ray_dcp.conversion import torch_save_to_dcp as torch_save_to_dcp
-    from ray_dcp.entrypoints import async_save as async_save
-    from ray_dcp.entrypoints import load as load
-    from ray_dcp.entrypoints import load_newest as load_newest
-    from ray_dcp.entrypoints import load_state_dict as load_state_dict
-    from ray_dcp.entrypoints import save as save
-    from ray_dcp.entrypoints import save_state_dict as save_state_dict
     from ray_dcp.errors import *  # noqa: F403 - its `__all__` says which
     from ray_dcp.exporting import copy as copy
     from ray_dcp.exporting import export as export
     from ray_dcp.exporting import import_checkpoint as import_checkpoint
     from ray_dcp.fsspec_filesystem import FsspecReader as FsspecReader
     from ray_dcp.fsspec_filesystem import FsspecWriter as FsspecWriter
+    from ray_dcp.loading import load as load
+    from ray_dcp.loading import load_newest as load_newest
+    from ray_dcp.loading import load_state_dict as load_state_dict
     from ray_dcp.manager.manager import CheckpointManager as CheckpointManager
     from ray_dcp.options import LoadOptions as LoadOptions
     from ray_dcp.options import SaveOptions as SaveOptions
@@ -87,6 +85,9 @@ if TYPE_CHECKING:
     from ray_dcp.runtime.session import Session as Session
     from ray_dcp.runtime.tasks import outcome as outcome
     from ray_dcp.runtime.worker_group import WorkerGroup as WorkerGroup
+    from ray_dcp.saving import save as save
+    from ray_dcp.saving import save_state_dict as save_state_dict
+    from ray_dcp.saving import warm_up as warm_up
     from ray_dcp.stage.values import StagerOptions as StagerOptions
     from ray_dcp.store.location import Location as Location
     from ray_dcp.torch_adapter.load_report import LoadReport as LoadReport
@@ -95,78 +96,55 @@ if TYPE_CHECKING:
     from ray_dcp.view.run_view import RunView as RunView
     from ray_dcp.view.run_view import open as open  # noqa: A004 - the contract's name
     from ray_dcp.view.verify import verify as verify
-    from ray_dcp.warming import warm_up as warm_up
 
 _TORCH = "torch.distributed.checkpoint"
 
-# Public name -> module that defines it. `__all__` and `__getattr__` both read this table.
-_HOMES: dict[str, str] = {
-    "save": "ray_dcp.entrypoints",
-    "async_save": "ray_dcp.entrypoints",
-    "SaveHandle": "ray_dcp.asynchronous",
-    "SaveProgress": "ray_dcp.asynchronous",
-    "SaveReport": "ray_dcp.asynchronous",
-    "CheckpointManager": "ray_dcp.manager.manager",
-    "load": "ray_dcp.entrypoints",
-    "save_state_dict": "ray_dcp.entrypoints",
-    "load_newest": "ray_dcp.entrypoints",
-    "load_state_dict": "ray_dcp.entrypoints",
-    "StagerOptions": "ray_dcp.stage.values",
-    "warm_up": "ray_dcp.warming",
-    "dcp_to_safetensors": "ray_dcp.conversion",
-    "dcp_to_torch_save": "ray_dcp.conversion",
-    "read_state_dict": "ray_dcp.conversion",
-    "torch_save_to_dcp": "ray_dcp.conversion",
-    "copy": "ray_dcp.exporting",
-    "export": "ray_dcp.exporting",
-    "import_checkpoint": "ray_dcp.exporting",
-    "connect": "ray_dcp.runtime.discovery",
-    "Session": "ray_dcp.runtime.session",
-    "WorkerGroup": "ray_dcp.runtime.worker_group",
-    "LoadReport": "ray_dcp.torch_adapter.load_report",
-    "PerRank": "ray_dcp.torch_adapter.per_rank",
-    "SaveOptions": "ray_dcp.options",
-    "LoadOptions": "ray_dcp.options",
-    "open": "ray_dcp.view.run_view",
-    "RunView": "ray_dcp.view.run_view",
-    "verify": "ray_dcp.view.verify",
-    "outcome": "ray_dcp.runtime.tasks",
-    "collect": "ray_dcp.runtime.garbage_collection",
-    "delete": "ray_dcp.runtime.garbage_collection",
-    "write_metadata": "ray_dcp.runtime.records",
-    "CollectReport": "ray_dcp.runtime.records",
-    "Location": "ray_dcp.store.location",
-    "CheckpointView": "ray_dcp.view.checkpoint_view",
-    # Torch's own classes, not copies: plug-ins subclass them, and `isinstance` must agree.
-    "AsyncStager": f"{_TORCH}.staging",
-    "BlockingAsyncStager": f"{_TORCH}.staging",
-    "BytesStorageMetadata": _TORCH,
-    "CheckpointException": _TORCH,
-    "CheckpointableTensor": "ray_dcp.protocol",
-    "ChunkStorageMetadata": _TORCH,
-    "DefaultLoadPlanner": _TORCH,
-    "DefaultSavePlanner": _TORCH,
-    "FileSystemReader": _TORCH,
-    "FileSystemWriter": _TORCH,
-    "FsspecReader": "ray_dcp.fsspec_filesystem",
-    "FsspecWriter": "ray_dcp.fsspec_filesystem",
-    "HuggingFaceStorageReader": _TORCH,
-    "HuggingFaceStorageWriter": _TORCH,
-    "LoadPlan": _TORCH,
-    "LoadPlanner": _TORCH,
-    "Metadata": _TORCH,
-    "QuantizedHuggingFaceStorageReader": _TORCH,
-    "ReadItem": _TORCH,
-    "SavePlan": _TORCH,
-    "SavePlanner": _TORCH,
-    "Stateful": f"{_TORCH}.stateful",
-    "StorageReader": _TORCH,
-    "StorageWriter": _TORCH,
-    "TensorStorageMetadata": _TORCH,
-    "WriteItem": _TORCH,
-    "load_sharded_optimizer_state_dict": _TORCH,
-}
-_HOMES.update(dict.fromkeys(errors.__all__, "ray_dcp.errors"))
+# Public names by the module that defines them. `__all__` and `__getattr__` both read this table.
+_HOMES = {
+    name: home
+    for home, names in {
+        "ray_dcp.asynchronous": ("SaveHandle", "SaveProgress", "SaveReport", "async_save"),
+        "ray_dcp.conversion": (
+            "dcp_to_safetensors",
+            "dcp_to_torch_save",
+            "read_state_dict",
+            "torch_save_to_dcp",
+        ),
+        "ray_dcp.errors": errors.__all__,
+        "ray_dcp.exporting": ("copy", "export", "import_checkpoint"),
+        "ray_dcp.loading": ("load", "load_newest", "load_state_dict"),
+        "ray_dcp.manager.manager": ("CheckpointManager",),
+        "ray_dcp.options": ("LoadOptions", "SaveOptions"),
+        "ray_dcp.runtime.discovery": ("connect",),
+        "ray_dcp.runtime.garbage_collection": ("collect", "delete"),
+        "ray_dcp.runtime.records": ("CollectReport", "write_metadata"),
+        "ray_dcp.runtime.session": ("Session",),
+        "ray_dcp.runtime.tasks": ("outcome",),
+        "ray_dcp.runtime.worker_group": ("WorkerGroup",),
+        "ray_dcp.saving": ("save", "save_state_dict", "warm_up"),
+        "ray_dcp.stage.values": ("StagerOptions",),
+        "ray_dcp.store.location": ("Location",),
+        "ray_dcp.torch_adapter.load_report": ("LoadReport",),
+        "ray_dcp.torch_adapter.per_rank": ("PerRank",),
+        "ray_dcp.view.checkpoint_view": ("CheckpointView",),
+        "ray_dcp.view.run_view": ("RunView", "open"),
+        "ray_dcp.view.verify": ("verify",),
+        # Torch's own classes, not copies: plug-ins subclass them, and `isinstance` must agree.
+        _TORCH: (
+            "BytesStorageMetadata", "CheckpointException", "ChunkStorageMetadata",
+            "DefaultLoadPlanner", "DefaultSavePlanner", "FileSystemReader", "FileSystemWriter",
+            "HuggingFaceStorageReader", "HuggingFaceStorageWriter", "LoadPlan", "LoadPlanner",
+            "Metadata", "QuantizedHuggingFaceStorageReader", "ReadItem", "SavePlan",
+            "SavePlanner", "StorageReader", "StorageWriter", "TensorStorageMetadata",
+            "WriteItem", "load_sharded_optimizer_state_dict",
+        ),
+        f"{_TORCH}.staging": ("AsyncStager", "BlockingAsyncStager"),
+        f"{_TORCH}.stateful": ("Stateful",),
+        "ray_dcp.fsspec_filesystem": ("FsspecReader", "FsspecWriter"),
+        "ray_dcp.protocol": ("CheckpointableTensor",),
+    }.items()
+    for name in names
+}  # fmt: skip
 
 __all__ = sorted(_HOMES)
 

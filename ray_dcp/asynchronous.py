@@ -1,4 +1,4 @@
-"""Runs `async_save`: stages in the caller's thread, then continues in a thread of its own.
+"""`async_save`: stages in the caller's thread, then continues in a thread of its own.
 
 It returns a `SaveHandle`, a future of the committed checkpoint's metadata.
 
@@ -22,16 +22,18 @@ from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.storage import StorageWriter
 
+from ray_dcp import events
 from ray_dcp.commit_protocol.messages import Left, OpKey, SaveOutcome
-from ray_dcp.core import reporting
 from ray_dcp.core.checks import check_wait
 from ray_dcp.core.phases import STAGE, STAGED
 from ray_dcp.core.processes import OwnProcess, start_thread
-from ray_dcp.core.reporting import contained
 from ray_dcp.errors import (
     CheckpointError,
     DeadlineError,
@@ -39,13 +41,7 @@ from ray_dcp.errors import (
     LimitError,
     SaveCancelledError,
 )
-from ray_dcp.operations import (
-    CheckpointId,
-    RankSession,
-    capture_of,
-    run_save,
-    target_of,
-)
+from ray_dcp.events import contained
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.metrics import Account
 from ray_dcp.runtime.rank_load import drive
@@ -53,8 +49,18 @@ from ray_dcp.runtime.rank_progress import LEAVING_S, Activity
 from ray_dcp.runtime.rank_save import RankSave
 from ray_dcp.runtime.session import Disconnected, shut_down_meanwhile, until_disconnected
 from ray_dcp.runtime.staging_backend import Finish, StagingBackend, staging_backend_of
+from ray_dcp.saving import (
+    CheckpointId,
+    RankSession,
+    StateDict,
+    capture_of,
+    check_options,
+    run_save,
+    session_for,
+    target_of,
+)
 from ray_dcp.torch_adapter.checkpointable import fields_of, give_fields
-from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route
+from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route, decide_save
 from ray_dcp.torch_adapter.lazy_metadata import CommittedMetadata
 from ray_dcp.torch_adapter.operation_log import OperationLog
 from ray_dcp.torch_adapter.state import stateful_to_state_dict
@@ -62,6 +68,91 @@ from ray_dcp.torch_adapter.state import stateful_to_state_dict
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+
+def async_save(
+    state_dict: StateDict,
+    *,
+    checkpoint_id: CheckpointId | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    async_checkpointer_type: AsyncCheckpointerType | None = None,
+    async_stager: AsyncStager | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    options: SaveOptions | None = None,
+) -> SaveHandle:
+    """Saves a state dict from all ranks in the background; returns when its bytes are copied.
+
+    All ranks of the group call it with the same arguments. When it returns the state may change:
+    each rank's bytes are staged. In a job with Ray they are held by a stager of the node, and from
+    then on the save survives the death of its ranks and of the driver; a process without Ray holds
+    them itself, and the save ends with it. The checkpoint exists when the handle reports it, and
+    not before.
+
+    A failed save does not stop training: the handle raises its error, the same on every rank. With
+    `SaveOptions(staging="background")` the call returns before the bytes are copied, and the state
+    may change only when `SaveHandle.staged()` has returned.
+
+    Args:
+        state_dict: As for `save`.
+        checkpoint_id: As for `save`.
+        storage_writer: As for `save`. A third-party writer that is an `AsyncStager` also stages,
+            as in DCP.
+        planner: As for `save`; its hooks run before this returns.
+        process_group: As for `save`.
+        async_checkpointer_type: Accepted for compatibility with DCP. The stager's process writes
+            where there is one, a thread of this process otherwise.
+        async_stager: Stages the state instead of ray_dcp, by DCP's protocol. This process then
+            saves what it returns: such a save does not survive the process.
+        no_dist: As for `save`.
+        use_collectives: As for `save`.
+        options: See `SaveOptions`; `max_pending` and `when_full` apply to asynchronous saves.
+
+    Returns:
+        A future of DCP's `Metadata`, which is also an `AsyncSaveResponse`; see `SaveHandle`.
+
+    Raises:
+        InvalidRequestError: The call is wrong.
+        ParticipantError: The session can't be created.
+
+    Examples:
+        >>> import tempfile, torch, ray_dcp
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     weight = torch.ones(2, 3)
+        ...     handle = ray_dcp.async_save({"w": weight}, checkpoint_id=f"{root}/step-1")
+        ...     _ = weight.zero_()  # training goes on
+        ...     metadata = handle.result()
+        ...     ray_dcp.open(f"{root}/step-1")["w"][0].tolist()
+        [1.0, 1.0, 1.0]
+
+    Source: `torch/distributed/checkpoint/state_dict_saver.py`, `async_save`.
+    """
+    check_options(options, SaveOptions)
+    if async_stager is not None and not isinstance(async_stager, AsyncStager):
+        raise InvalidRequestError(
+            f"Expected async_stager to be an AsyncStager with stage, synchronize_staging, close "
+            f"and should_synchronize_after_execute, but found {type(async_stager).__name__}",
+            key="async_stager",
+        )
+    with OperationLog(
+        "async_save", checkpoint_id=checkpoint_id, storage_writer=storage_writer, planner=planner
+    ) as log:
+        decision = decide_save(planner, storage_writer, checkpoint_id)
+        session = session_for(process_group, no_dist)
+        handle = run_async_save(
+            decision,
+            session,
+            state_dict,
+            options,
+            checkpoint_id,
+            stager=async_stager,
+            use_collectives=use_collectives,
+            log=log,
+        )
+        log.uploading(handle)
+        return handle
 
 
 @dataclass(frozen=True)
@@ -206,6 +297,7 @@ class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
 
     Args:
         checkpoint_id: Path or URL, for messages.
+        save: The save on this rank.
 
     Attributes:
         checkpoint_id: Path or URL.
@@ -221,12 +313,12 @@ class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
         ['w']
     """
 
-    def __init__(self, checkpoint_id: str) -> None:
+    def __init__(self, checkpoint_id: str, save: _Save) -> None:
         SaveFuture.__init__(self)
         self.checkpoint_id = checkpoint_id
         self.staging_completion: SaveFuture[None] = SaveFuture()
         self.upload_completion: SaveFuture[Any] = SaveFuture()
-        self._source: _Save | None = None
+        self._save = save
         self._looked_at = False
 
     def staged(self, timeout_s: float | None = None) -> None:
@@ -243,8 +335,8 @@ class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
         try:
             self._wait_for(self.staging_completion, timeout_s, "be staged")
         finally:
-            if self._source is not None and not is_staged:
-                self._source.progress.waited_s += time.perf_counter() - began_s
+            if not is_staged:
+                self._save.progress.waited_s += time.perf_counter() - began_s
 
     def before_step(self, *optimizers: Any) -> None:
         """Makes the next step of each optimizer wait until the state is staged.
@@ -328,9 +420,7 @@ class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
             False if the commit has begun, which can't be cancelled. In either case, this future
             reports how the save ended.
         """
-        if not self._process.is_this or self.done() or self._source is None:
-            return False
-        return self._source.cancel()
+        return self._process.is_this and not self.done() and self._save.cancel()
 
     def cancelled(self) -> bool:
         """Returns whether the save has ended by being cancelled."""
@@ -339,7 +429,7 @@ class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
     @property
     def progress(self) -> SaveProgress:
         """Progress of this rank's part of the save."""
-        written, total = self._source.moved() if self._source else (0, 0)
+        written, total = self._save.moved()
         if self.done():
             failed = Future.exception(self) is not None
             return SaveProgress(*(("failed", written) if failed else ("committed", total)), total)
@@ -348,9 +438,7 @@ class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
 
     def report(self) -> SaveReport:
         """Returns the phases, seconds and bytes of this rank so far."""
-        if self._source is None:
-            return SaveReport(path="", staging="", attempt=None)
-        return self._source.report()
+        return self._save.report()
 
     # Why: AsyncSaveResponse is a dataclass that compares fields; a future equals only itself.
     __eq__ = object.__eq__
@@ -445,7 +533,6 @@ def run_async_save(
         # Why: otherwise the planner's code would run in another thread.
         options = replace(options, staging="call")
     name = decision.target.url if decision.target is not None else str(checkpoint_id)
-    handle = SaveHandle(name)
     own = None
     if stager is None and decision.path == FOREIGN:
         if isinstance(decision.storage, AsyncStager):
@@ -453,12 +540,12 @@ def run_async_save(
         else:
             stager = own = DefaultStager(StagingOptions(False, False, False, False))
     if stager is None:
-        _NativeSave(handle, decision, session, options, log).begin(state_dict)
-    else:
-        _StagedByUser(handle, decision, session, options, log).begin(
-            stager, state_dict, checkpoint_id, use_collectives=use_collectives, own=own
-        )
-    return handle
+        native = _NativeSave(name, decision, session, options, log)
+        native.begin(state_dict)
+        return native.handle
+    staged = _StagedByUser(name, decision, session, options, log)
+    staged.begin(stager, state_dict, checkpoint_id, use_collectives=use_collectives, own=own)
+    return staged.handle
 
 
 class _Save:
@@ -470,23 +557,22 @@ class _Save:
 
     def __init__(
         self,
-        handle: SaveHandle,
+        checkpoint_id: str,
         decision: Route,
         session: RankSession,
         options: SaveOptions,
-        log: OperationLog | None = None,
+        log: OperationLog | None,
     ) -> None:
-        self._handle = handle
         self._decision = decision
         self._session = session
         self._options = options
         # Why now: all ranks must name their calls in the order in which the user makes them.
         self._name = session.next_key()
         activity = session.activity(options.heartbeat_timeout_s, self._name)
-        self._account = Account("async_save", handle.checkpoint_id, activity, decision.path, log)
+        self._account = Account("async_save", checkpoint_id, activity, decision.path, log)
         self.progress = activity.progress
         self._staging = ""
-        handle._source = self
+        self.handle = SaveHandle(checkpoint_id, self)
 
     def cancel(self) -> bool:
         """Asks the coordinator to fail the save; returns False if its commit has begun."""
@@ -525,7 +611,7 @@ class _Save:
         try:
             self._account.end(error)
         finally:  # also when a listener of events raises SystemExit
-            self._handle._end(metadata, error)
+            self.handle._end(metadata, error)
 
     def _go_on(self, finish: Callable[[], Metadata]) -> bool:
         """Runs the rest of the save in a new thread, which then completes the handle.
@@ -551,7 +637,7 @@ class _Save:
         _running.add(self)
         _drain_at_exit()
         try:
-            start_thread(run, f"ray_dcp save {self._handle.checkpoint_id}")
+            start_thread(run, f"ray_dcp save {self.handle.checkpoint_id}")
         except LimitError as error:
             _running.discard(self)
             self._session.leave(Left(self._key, error.message), LEAVING_S)
@@ -561,17 +647,17 @@ class _Save:
 
     def drain(self, timeout_s: float) -> None:
         """Waits until the save has ended; logs an error if it has not within the timeout."""
-        wait([self._handle.upload_completion], timeout_s)
-        if not self._handle.done():
+        wait([self.handle.upload_completion], timeout_s)
+        if not self.handle.done():
             logger.error(
                 "The asynchronous save to %s has not ended after %g s and is left; ask "
                 "ray_dcp.outcome(%r, %r) what became of it",
-                self._handle.checkpoint_id,
+                self.handle.checkpoint_id,
                 timeout_s,
-                self._handle.checkpoint_id,
+                self.handle.checkpoint_id,
                 self.progress.attempt,
             )
-        self._handle._log_if_unseen()
+        self.handle._log_if_unseen()
 
 
 class _NativeSave(_Save):
@@ -633,7 +719,7 @@ class _NativeSave(_Save):
             error, rest = backend.stage(save, go, captured)
             progress.count(backend.num_bytes)
             progress.release(progress.enter(STAGED))
-            self._handle._is_staged(error)
+            self.handle._is_staged(error)
             return partial(finish, rest)
 
         def finish(rest: Finish) -> Metadata:
@@ -650,7 +736,7 @@ class _NativeSave(_Save):
                 backend.release(committed=committed)
             if session.rank == 0:
                 for warning in dict.fromkeys([*noted, *outcome.warnings]):
-                    reporting.warn(warning, stacklevel=2)
+                    events.warn(warning, stacklevel=2)
             self._decision.committed(outcome.attempt)
             return CommittedMetadata.of(target, outcome)
 
@@ -691,7 +777,7 @@ class _StagedByUser(_Save):
             raise
         self._in_background = isinstance(staged, Future)
         if isinstance(staged, Future):
-            staged.add_done_callback(lambda done: self._handle._is_staged(done.exception()))
+            staged.add_done_callback(lambda done: self.handle._is_staged(done.exception()))
 
         def finish() -> Metadata:
             try:
@@ -716,7 +802,7 @@ class _StagedByUser(_Save):
         if not isinstance(staged, Future):
             if stager.should_synchronize_after_execute:
                 stager.synchronize_staging()
-            self._handle._is_staged()
+            self.handle._is_staged()
         self.progress.release()
 
 

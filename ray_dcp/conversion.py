@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.serialization import set_default_mmap_options, skip_data
 
 from ray_dcp.core.values import ChunkTable, Kind, NamePath
-from ray_dcp.entrypoints import load, save
 from ray_dcp.errors import (
     InvalidRequestError,
     StateDictError,
@@ -44,8 +43,9 @@ from ray_dcp.io.checkpoint import CheckpointReplacedError, find_checkpoint, read
 from ray_dcp.io.plain_files import INDEX_NAME, plain_files
 from ray_dcp.io.reader import locate_item, read_item
 from ray_dcp.io.threads import run_tasks, threads_for
-from ray_dcp.operations import CheckpointId
+from ray_dcp.loading import load
 from ray_dcp.options import KeyMap, LoadOptions, SaveOptions
+from ray_dcp.saving import CheckpointId, save
 from ray_dcp.store.opening import Told, open_storage
 from ray_dcp.torch_adapter.dispatch import FOREIGN, decide_load
 from ray_dcp.torch_adapter.flatten import flatten, renamer, set_by_path

@@ -4,16 +4,22 @@ To receive events, call `subscribe`, or add a handler to the logger `ray_dcp.eve
 `record.event`, a JSON-serializable dict. The end of a save or load on rank 0 is logged at INFO (one
 line for each save and load of a job), all other events at DEBUG. `runtime.metrics` derives metrics
 from the same events.
+
+After a commit, and after a load has filled the last byte, only reports remain: events, warnings,
+which may be errors (`python -W error`), logs, whose handlers may raise, and calls of user objects.
+None of them may turn a committed save, or a load, into a failure: `contained` and `warn` see to
+that.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from ray_dcp.core.processes import ProcessLock
-from ray_dcp.core.reporting import contained
 from ray_dcp.errors import CommitUnknownError, SaveCancelledError, SaveSkippedError
 
 __all__ = ["LOGGER_NAME", "Event", "emit", "outcome_of", "subscribe"]
@@ -23,6 +29,7 @@ LOGGER_NAME = "ray_dcp.events"
 Listener = Callable[["Event"], None]
 
 _logger = logging.getLogger(LOGGER_NAME)
+_reports = logging.getLogger("ray_dcp.reports")
 _lock = ProcessLock()
 _listeners: tuple[Listener, ...] = ()
 
@@ -163,3 +170,38 @@ def emit(event: Event) -> None:
         except Exception:
             with contained("The log of a listener"):
                 _logger.exception("A listener of events failed on %s", event)
+
+
+@contextmanager
+def contained(what: str) -> Iterator[None]:
+    """Logs an exception raised in the block, and continues.
+
+    Args:
+        what: What reports, for the log.
+
+    Examples:
+        >>> _reports.disabled = True
+        >>> with contained("a listener"):
+        ...     raise ValueError("no")
+        >>> _reports.disabled = False
+    """
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever it is, what it reports stands
+        # Suppressed: the exception may come from a log handler.
+        with suppress(Exception):
+            _reports.warning("%s failed: %s: %s", what, type(error).__name__, error)
+
+
+def warn(message: str, *, stacklevel: int) -> None:
+    """Warns the user; if warnings are errors, logs the message instead.
+
+    Args:
+        message: The warning.
+        stacklevel: Argument of `warnings.warn`, counted from the caller.
+    """
+    with contained("A warning"):
+        try:
+            warnings.warn(message, UserWarning, stacklevel=stacklevel + 1)
+        except UserWarning:
+            _reports.warning("%s", message)

@@ -48,6 +48,8 @@ _FLOATS = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8
 _FRAME_BYTES = 4096
 """Upper bound of the overhead that a tensor has in a file, in bytes."""
 _ONE_FILE_BYTES = 1 << 62
+_HUB_FILE_BYTES = 5 << 30
+"""Size of the files of an export to `hf`: that of transformers' `save_pretrained`."""
 
 
 @dataclass(frozen=True)
@@ -161,47 +163,34 @@ def export(
         >>> torch.load(f"{root}/w.pt")["w"].dtype
         torch.bfloat16
     """
-    view = source if isinstance(source, CheckpointView) else open_checkpoint(source)
-    how: dict[str, Any] = {"include": include, "dtype": dtype, "strip_prefix": strip_prefix}
-    plan = plan_export(view, target, format, **how)
-    place: Any = plan.source if isinstance(source, CheckpointView) else source
-    path, names = Path(target), renamer(strip_prefix, plan.left_out)
-    options = {"include": list(include), "dtype": _torch_dtype(dtype), "key_map": names}
-    with still_there(view):
-        _write(view, place, path, format, how, options, told)
-    return plan
-
-
-def _write(
-    view: CheckpointView,
-    place: Any,
-    path: Path,
-    format: ExportFormat,  # noqa: A002
-    how: Mapping[str, Any],
-    options: Mapping[str, Any],
-    told: Told | None,
-) -> None:
     from ray_dcp.conversion import dcp_to_safetensors, dcp_to_torch_save
 
-    if format == "torch":
-        dcp_to_torch_save(place, path, **options, told=told)
-    elif format == "dcp":
-        if _is_copy(view, **how):
+    view = source if isinstance(source, CheckpointView) else open_checkpoint(source)
+    plan = plan_export(
+        view, target, format, include=include, dtype=dtype, strip_prefix=strip_prefix
+    )
+    place: Any = plan.source if isinstance(source, CheckpointView) else source
+    path, names = Path(target), _key_map(strip_prefix, plan.left_out)
+    choice = {"include": list(include), "dtype": _torch_dtype(dtype), "key_map": names}
+    with still_there(view):
+        if format == "torch":
+            dcp_to_torch_save(place, path, **choice, told=told)
+        elif format == "dcp" and _is_copy(view, include, dtype, strip_prefix):
             copy(view, path, told=told)
             if not (path / ".metadata").exists():
                 write_metadata(path)
+        elif format == "dcp":
+            _rewrite(place, path, choice, told=told)
         else:
-            _rewrite(place, path, options, told=told)
-    else:
-        with _beside(path) as temporary:
-            files = _ONE_FILE_BYTES if format == "safetensors" else 5 << 30
-            dcp_to_safetensors(place, temporary, file_bytes=files, **options, told=told)
-            if format == "safetensors":
-                (made,) = temporary.glob("*.safetensors")
-                made.replace(path)
-            else:
+            with _beside(path) as temporary:
+                file_bytes = _ONE_FILE_BYTES if format == "safetensors" else _HUB_FILE_BYTES
+                dcp_to_safetensors(place, temporary, file_bytes=file_bytes, **choice, told=told)
+                made = temporary
+                if format == "safetensors":
+                    (made,) = temporary.glob("*.safetensors")
                 path.parent.mkdir(parents=True, exist_ok=True)
-                temporary.replace(path)
+                made.replace(path)
+    return plan
 
 
 def import_checkpoint(
@@ -412,7 +401,7 @@ def _check_target(plan: ExportPlan) -> None:
     _check_free_bytes(path, plan.disk_bytes)
 
 
-def renamer(prefix: str, left_out: Sequence[str]) -> KeyMap | None:
+def _key_map(prefix: str, left_out: Sequence[str]) -> KeyMap | None:
     """Returns a key map that removes a prefix from names and drops those that are left out."""
     if not prefix and not left_out:
         return None

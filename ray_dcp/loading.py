@@ -1,31 +1,25 @@
-"""Runs a load on its path, and the load of the newest step of a run.
-
-`operations` runs saves. `entrypoints` has the public signatures and documents their guarantees.
-"""
+"""`load` and `load_newest`, on every path: native, planner hooks or foreign storage."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator, Iterable
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     _EmptyStateDictLoadPlanner,
 )
-from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader
 
+from ray_dcp import events
 from ray_dcp.commit_protocol.messages import Reply, Request, Target
 from ray_dcp.core.phases import AWAIT_STAGED
 from ray_dcp.errors import CheckpointError, InvalidRequestError, MissingKeyError
 from ray_dcp.io.checkpoint import Checkpoint
-from ray_dcp.operations import (
-    CheckpointId,
-    RankSession,
-    StateDict,
-    target_of,
-    text_of,
-)
 from ray_dcp.options import LoadOptions
 from ray_dcp.runtime.memory_tier import NodeMemory, memory_of
 from ray_dcp.runtime.metrics import Account
@@ -40,8 +34,19 @@ from ray_dcp.runtime.rank_load import (
     with_time_to_join,
 )
 from ray_dcp.runtime.rank_progress import Activity
+from ray_dcp.saving import (
+    CheckpointId,
+    RankSession,
+    StateDict,
+    check_options,
+    second_argument,
+    session_for,
+    target_of,
+    text_of,
+)
+from ray_dcp.store.opening import absolute_target
 from ray_dcp.torch_adapter.collective import Group
-from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, NATIVE, Route, decide_load
+from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, NATIVE, Route, check_plug_in, decide_load
 from ray_dcp.torch_adapter.flatten import below
 from ray_dcp.torch_adapter.foreign import foreign_load
 from ray_dcp.torch_adapter.lazy_metadata import metadata_of
@@ -53,6 +58,191 @@ from ray_dcp.torch_adapter.targets import plan_targets
 from ray_dcp.torch_adapter.torch_save_reader import TorchSaveReader
 
 LoadSteps = Generator[Request, Reply, LoadReport]
+
+
+def load(
+    state_dict: StateDict,
+    *positional: StorageReader,
+    checkpoint_id: CheckpointId | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    options: LoadOptions | None = None,
+) -> LoadReport:
+    """Loads a checkpoint into a state dict, in place, resharding as needed.
+
+    All ranks of the group must call this function. Tensors are filled in place (meta tensors are
+    materialised); other values are replaced in the dict; top-level `Stateful` values load their
+    state. No value changes before every rank has planned its reads. Bytes that are read are
+    verified against their checksums.
+
+    Args:
+        state_dict: The targets. Its tensors define which part of each saved tensor this rank loads.
+        *positional: DCP's deprecated form, with the storage reader as second argument. Warns.
+        checkpoint_id: Path or URL of a checkpoint of ray_dcp, of stock DCP, or of a folder of
+            safetensors files.
+        storage_reader: ray_dcp carries out a `FileSystemReader`, `FsspecReader` or
+            `HuggingFaceStorageReader` natively, with the arguments that it was made with. It calls
+            any other reader, subclasses of these included, as DCP does.
+        planner: ray_dcp carries out a default planner natively, and calls the hooks of any other.
+        process_group: The ranks that load together; the default group if None.
+        no_dist: Load as a single process, regardless of the process group.
+        options: See `LoadOptions`.
+
+    Returns:
+        Which keys were loaded, missing, unexpected and cast.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint; the message names what is there instead.
+        MissingKeyError: The checkpoint lacks keys; the message has their number and five of them.
+        StateDictError: The checkpoint has state of a module or optimizer that no target takes.
+        ShapeMismatchError: Shapes or dtypes do not match; the message names all of them.
+        DamagedCheckpointError: Stored bytes differ from those that were committed.
+        ParticipantError: A rank or the coordinator died or was too late.
+
+    Examples:
+        >>> import tempfile, torch, ray_dcp
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     _ = ray_dcp.save({"w": torch.ones(2)}, checkpoint_id=f"{root}/step-1")
+        ...     state = {"w": torch.zeros(2)}
+        ...     ray_dcp.load(state, checkpoint_id=f"{root}/step-1").loaded
+        ...     state["w"]
+        ('w',)
+        tensor([1., 1.])
+
+    Source: `torch/distributed/checkpoint/state_dict_loader.py`, `load`.
+    """
+    reader = second_argument("storage_reader", positional, storage_reader)
+    check_options(options, LoadOptions)
+    with OperationLog(
+        "load", checkpoint_id=checkpoint_id, storage_reader=reader, planner=planner
+    ) as log:
+        decision = decide_load(planner, reader, checkpoint_id)
+        session = session_for(process_group, no_dist)
+        return run_load(decision, session, state_dict, options, checkpoint_id, log=log)
+
+
+def load_newest(
+    state_dict: StateDict,
+    run: CheckpointId,
+    *,
+    at_most: int | None = None,
+    newer_than: int | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    options: LoadOptions | None = None,
+) -> LoadReport:
+    """Loads the newest undamaged checkpoint of a run, in place, as `load` does.
+
+    All ranks of the group must call this function. A run is a directory of step folders, such as
+    `step-1000` or `epoch=2-step=500`: the number at the end of a folder's name is its step, and the
+    highest step is the newest. Folders without a number, and folders inside step folders, are
+    ignored.
+
+    The newest committed checkpoint is tried first. If any rank finds it damaged (a file is missing
+    or truncated, a checksum does not match, a record can't be read), all ranks load the next older
+    one into the same targets. A warning names each damaged checkpoint, and the report lists every
+    step that was skipped.
+
+    Errors for which an older checkpoint is no remedy are raised at once: a state dict that does not
+    match, objects that `LoadOptions.weights_only` refuses, a storage failure, a dead rank or a
+    missed deadline.
+
+    Args:
+        state_dict: The targets, as for `load`. A damaged checkpoint may overwrite some of them
+            before an older one is loaded. If the older one lacks such a value, the load fails even
+            with `LoadOptions(strict=False)`, as the value can't be left unchanged.
+        run: Path, URL, `Location` or filesystem of the directory.
+        at_most: Load this step or an older one, for example to go back before a loss spike.
+        newer_than: Load only steps above this one, for example to wait for the next checkpoint.
+        planner: As for `load`. It is set up again for each checkpoint that is tried.
+        process_group: As for `load`.
+        no_dist: As for `load`.
+        options: As for `load`. With `verify="never"`, damage inside files is not detected.
+
+    Returns:
+        As `load`, with `checkpoint_id`, `step` and `skipped`.
+
+    Raises:
+        CheckpointNotFoundError: No step is committed; the message names what is there instead.
+        DamagedCheckpointError: Every committed step is damaged. The state dict may hold parts of
+            those that were tried.
+        MissingKeyError: As for `load`; or an older step lacks a value that a damaged one
+            overwrote.
+        CheckpointError: As `load` does, with a note on each step that was skipped before.
+
+    Complexity:
+        One listing of all files of the run by one rank, and one load for each step that is tried.
+
+    Examples:
+        >>> import pathlib, tempfile, torch, ray_dcp, warnings
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     for step in (9, 10):
+        ...         state = {"w": torch.full((1000,), step)}
+        ...         _ = ray_dcp.save(state, checkpoint_id=f"{run}/step-{step}")
+        ...     (data,) = pathlib.Path(run, "step-10").glob("*.distcp")
+        ...     data.unlink()
+        ...     with warnings.catch_warnings(record=True) as told:
+        ...         warnings.simplefilter("always")
+        ...         report = ray_dcp.load_newest(state, run)
+        >>> report.step, state["w"][0].item(), len(report.damaged), len(told)
+        (9, 9, 1, 1)
+    """
+    check_plug_in(planner, "planner", LoadPlanner, SavePlanner)
+    check_options(options, LoadOptions)
+    with OperationLog("load_newest", checkpoint_id=run, planner=planner) as log:
+        report = run_load_newest(
+            session := session_for(process_group, no_dist),
+            state_dict,
+            options or LoadOptions(),
+            absolute_target(run),
+            planner,
+            StepRange(at_most=at_most, newer_than=newer_than),
+            log,
+        )
+    if session.rank == 0:
+        for path, error in report.damaged:
+            events.warn(
+                f"Loaded {report.checkpoint_id} instead of the newer {path}, which is damaged: "
+                f"{error}. Look at it with `ray-dcp verify {path}`",
+                stacklevel=2,
+            )
+    return report
+
+
+def load_state_dict(
+    state_dict: StateDict,
+    storage_reader: StorageReader,
+    process_group: dist.ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: LoadPlanner | None = None,
+) -> LoadReport:
+    """Loads like `load`, but does not load the state of `Stateful` values. Deprecated in DCP.
+
+    Args:
+        state_dict: As for `load`.
+        storage_reader: As for `load`; its `reset` is called.
+        process_group: As for `load`.
+        coordinator_rank: The rank on which a third-party planner or storage decides.
+        no_dist: As for `load`.
+        planner: As for `load`.
+
+    Raises:
+        CheckpointError: As `load` does.
+
+    Source: `torch/distributed/checkpoint/state_dict_loader.py`, `load_state_dict`.
+    """
+    warnings.warn("load_state_dict is deprecated: use ray_dcp.load", FutureWarning, stacklevel=2)
+    with OperationLog("load_state_dict", storage_reader=storage_reader, planner=planner) as log:
+        decision = decide_load(planner, storage_reader, None)
+        session = session_for(process_group, no_dist)
+        if decision.path == FOREIGN:
+            storage_reader.reset()
+        how: dict[str, Any] = {"coordinator_rank": coordinator_rank, "stateful": False, "log": log}
+        return run_load(decision, session, state_dict, None, None, **how)
 
 
 def run_load(

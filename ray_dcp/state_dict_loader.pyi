@@ -1,2 +1,2 @@
-from ray_dcp.entrypoints import load as load
-from ray_dcp.entrypoints import load_state_dict as load_state_dict
+from ray_dcp.loading import load as load
+from ray_dcp.loading import load_state_dict as load_state_dict

@@ -3,6 +3,6 @@ from torch.distributed.checkpoint.state_dict_saver import (
 )
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse as AsyncSaveResponse
 
-from ray_dcp.entrypoints import async_save as async_save
-from ray_dcp.entrypoints import save as save
-from ray_dcp.entrypoints import save_state_dict as save_state_dict
+from ray_dcp.asynchronous import async_save as async_save
+from ray_dcp.saving import save as save
+from ray_dcp.saving import save_state_dict as save_state_dict

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from ray_dcp.core.checksums import digest_bytes
-from ray_dcp.core.grouping import offsets_of
-from ray_dcp.core.values import ChunkTable
+from ray_dcp.core.values import ChunkTable, offsets_of
 from ray_dcp.format.manifest import FileEntry, Manifest, encode_record, record_key
 from ray_dcp.format.table import encode_table
 

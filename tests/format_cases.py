@@ -11,9 +11,8 @@ import pytest
 
 from ray_dcp.core.checksums import block_bytes_for_many, digest_bytes, num_blocks_many
 from ray_dcp.core.dtypes import ITEMSIZE
-from ray_dcp.core.grouping import offsets_of
 from ray_dcp.core.packing import pack, pack_record, record_bytes, unpack, unpack_record
-from ray_dcp.core.values import ChunkTable, Kind
+from ray_dcp.core.values import ChunkTable, Kind, offsets_of
 from ray_dcp.format import table as table_format
 from ray_dcp.format.manifest import FileEntry, Manifest, PlaceRun
 from ray_dcp.format.table import encode_table

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.serialization import add_safe_globals
 
 import ray_dcp
-from ray_dcp import operations
+from ray_dcp import saving
 from tests import optimizers
 from tests.optimizers import Net, contents, differences
 from tests.thread_ranks import RankThread, Shared
@@ -157,7 +157,7 @@ class World:
                 )
         self.now = "2"
         self._later: dict[Any, dict[str, Any]] = {}
-        operations.current_session = lambda group, alone=False: self.sessions[self.now]
+        saving.current_session = lambda group, alone=False: self.sessions[self.now]
 
     def has(self, layout: str) -> bool:
         """Whether this rank is in a mesh."""

@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from ray_dcp import operations
+from ray_dcp import saving
 from ray_dcp.commit_protocol.commands import step_of
 from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.commit_protocol.messages import OpKey
@@ -133,7 +133,7 @@ def run_as_ranks(work: Callable[[int], object], world_size: int, dies=lambda *_:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            operations, "current_session",
+            saving, "current_session",
             lambda group, alone: None if alone else getattr(here, "session", None),
         )  # fmt: skip
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]

@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_dcp.core.checksums import DIGEST_BYTES
-from ray_dcp.core.grouping import offsets_of, within
-from ray_dcp.core.values import Int32Array, Int64Array, RankPlan
+from ray_dcp.core.values import Int32Array, Int64Array, RankPlan, offsets_of, within
 from ray_dcp.errors import CheckpointError, InternalError
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.planning.reads import RankShare, ReadNeeds

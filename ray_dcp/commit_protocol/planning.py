@@ -21,10 +21,9 @@ from ray_dcp.commit_protocol.commands import MakePlan, Planned
 from ray_dcp.commit_protocol.error_aggregation import name_ranks
 from ray_dcp.commit_protocol.messages import PlanOrigin, SaveAgain, SaveJoin, SendItems
 from ray_dcp.options import SaveOptions
-from ray_dcp.planning.fingerprint import alike, plan_key
+from ray_dcp.planning.fingerprint import alike, plan_key, probes
 from ray_dcp.planning.global_plan import RankPlans
 from ray_dcp.planning.merge import digests_of, find_disagreements, groups_of
-from ray_dcp.planning.regular import probes
 from ray_dcp.planning.sharing import node_numbers
 
 MOST_PLANS = 8

@@ -12,8 +12,7 @@ table. DCP reads only the items that `.metadata` names, never the bytes behind t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, overload
+from collections.abc import Callable
 
 import numpy as np
 import xxhash
@@ -53,14 +52,7 @@ def block_bytes_for(num_bytes: int) -> int:
         >>> block_bytes_for(0), block_bytes_for(3 << 20), block_bytes_for(1 << 40)
         (1024, 16384, 1048576)
     """
-    if num_bytes < 0:
-        raise InvalidRequestError(f"A length must be 0 or more bytes, but is {num_bytes}")
-    aimed = -(-num_bytes // _BLOCKS_AIMED)
-    if aimed <= MIN_BLOCK_BYTES:
-        return MIN_BLOCK_BYTES
-    if aimed >= MAX_BLOCK_BYTES:
-        return MAX_BLOCK_BYTES
-    return 1 << (aimed - 1).bit_length()
+    return int(block_bytes_for_many(np.array([num_bytes]))[0])
 
 
 def block_bytes_for_many(num_bytes: Int64Array) -> Int64Array:
@@ -152,26 +144,8 @@ def digest(checks: UInt64Array) -> bytes:
     return xxhash.xxh3_128_digest(np.ascontiguousarray(checks, dtype="<u8").data)
 
 
-def digest_bytes(buf: Buffer) -> bytes:
-    """Returns the 16-byte digest of a whole small file: its xxh3-128.
-
-    Args:
-        buf: Bytes of the file.
-    """
-    return xxhash.xxh3_128_digest(buf)
-
-
-def digest_parts(parts: Iterable[Buffer]) -> bytes:
-    """Returns `digest_bytes` of a file that is given in parts.
-
-    Examples:
-        >>> digest_parts([b"a", b"bc"]) == digest_bytes(b"abc")
-        True
-    """
-    state = xxhash.xxh3_128()
-    for part in parts:
-        state.update(part)
-    return state.digest()
+digest_bytes: Callable[[Buffer], bytes] = xxhash.xxh3_128_digest
+"""Returns the 16-byte digest of a whole small file: its xxh3-128."""
 
 
 def first_bad_block(buf: Buffer, block_bytes: int, checks: UInt64Array) -> int | None:
@@ -218,24 +192,15 @@ def end_checks(end: int, checks: UInt64Array) -> bytes:
     return bytes(-end % ALIGNMENT) + np.ascontiguousarray(checks, dtype="<u8").tobytes()
 
 
-@overload
-def length_with_checks(end: int, num_checks: int) -> int: ...
-
-
-@overload
-def length_with_checks(end: Int64Array, num_checks: Int64Array) -> Int64Array: ...
-
-
-def length_with_checks(end: Any, num_checks: Any) -> Any:
-    """Returns the length of a file with its checksums, or the lengths of many files.
+def length_with_checks(end: Int64Array, num_checks: Int64Array) -> Int64Array:
+    """Returns the length of each file with its checksums.
 
     Args:
-        end: End of the last item; a number or an array.
-        num_checks: Number of checksums that follow; a number or an array.
+        end: int64[f], end of the last item.
+        num_checks: int64[f], number of checksums that follow.
 
     Examples:
-        >>> length_with_checks(60, 2), length_with_checks(60, 0)
-        (80, 60)
+        >>> length_with_checks(np.array([60, 60]), np.array([2, 0])).tolist()
+        [80, 60]
     """
-    lengths = end + (-end % ALIGNMENT) * (num_checks > 0) + CHECK_BYTES * num_checks
-    return int(lengths) if isinstance(end, int) else lengths
+    return end + (-end % ALIGNMENT) * (num_checks > 0) + CHECK_BYTES * num_checks

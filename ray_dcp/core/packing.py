@@ -25,8 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow
 
-from ray_dcp.core.grouping import within
-from ray_dcp.core.values import Int64Array
+from ray_dcp.core.values import Int64Array, within
 
 pa: Any = pyarrow
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch.distributed import checkpoint as _stock
 
-from ray_dcp.entrypoints import async_save as async_save
-from ray_dcp.entrypoints import load as load
-from ray_dcp.entrypoints import load_state_dict as load_state_dict
-from ray_dcp.entrypoints import save as save
-from ray_dcp.entrypoints import save_state_dict as save_state_dict
+from ray_dcp.asynchronous import async_save as async_save
+from ray_dcp.loading import load as load
+from ray_dcp.loading import load_state_dict as load_state_dict
+from ray_dcp.saving import save as save
+from ray_dcp.saving import save_state_dict as save_state_dict
 
 _OF_LATER_TORCH = {
     "CheckpointableTensor": "protocol",

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.distributed.checkpoint import state_dict_loader as _stock
 
-from ray_dcp.entrypoints import load as load
-from ray_dcp.entrypoints import load_state_dict as load_state_dict
+from ray_dcp.loading import load as load
+from ray_dcp.loading import load_state_dict as load_state_dict
 
 __all__ = list(_stock.__all__)
 

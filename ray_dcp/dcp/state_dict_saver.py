@@ -8,11 +8,8 @@ from typing import Any
 from torch.distributed.checkpoint import state_dict_saver as _stock
 from torch.distributed.checkpoint.state_dict_saver import *
 
-from ray_dcp.entrypoints import (
-    async_save,
-    save,
-    save_state_dict,
-)
+from ray_dcp.asynchronous import async_save
+from ray_dcp.saving import save, save_state_dict
 
 __all__ = list(_stock.__all__)
 

@@ -346,7 +346,7 @@ class Manifest:
     decided: tuple[Verdict, ...] = ()
     """Outcomes of the attempts that existed at planning, as far as they are remembered."""
     deferred: tuple[PlaceRun, ...] = ()
-    """Places of items whose length is unknown to the plan (`ray_dcp.format.table_places`)."""
+    """Places of items whose length is unknown to the plan (`ray_dcp.format.table`)."""
     table_end: FileEntry | None = None
     """The last bytes of `table`, if its rows are in groups (`ray_dcp.format.table`)."""
     format_version: int = FORMAT_VERSION

@@ -26,10 +26,18 @@ from typing import Any
 
 import numpy as np
 
-from ray_dcp.core.collector import collector_paused
+from ray_dcp.core import NEWEST_TORCH
 from ray_dcp.core.dtypes import ITEMSIZE
-from ray_dcp.core.grouping import group_rows
-from ray_dcp.core.values import BoolArray, ChunkTable, Int64Array, Kind, NamePath, padded
+from ray_dcp.core.processes import collector_paused
+from ray_dcp.core.values import (
+    BoolArray,
+    ChunkTable,
+    Int64Array,
+    Kind,
+    NamePath,
+    group_rows,
+    padded,
+)
 from ray_dcp.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -53,8 +61,7 @@ from ray_dcp.format.safe_pickle import (
     side_by_side,
     uneven_rows,
 )
-from ray_dcp.format.table_check import check_table, volumes
-from ray_dcp.version import NEWEST_TORCH
+from ray_dcp.format.table import check_table, volumes
 
 ATTEMPT_ATTRIBUTE = "ray_dcp_attempt"
 """Extra attribute of the pickled `Metadata`: the attempt that it describes. Stock DCP ignores
@@ -101,7 +108,7 @@ def encode_metadata(
         table = _without_empty_mappings(table)
     writer = PickleWriter()
     # Careful: the calls below write remembered values, and must do so before the object is begun.
-    shared = _Shared(writer, table)
+    shared = _SharedValues(writer, table)
     fields = {
         "state_dict_metadata": _tensors(writer, table, shared),
         "planner_data": _planner_data(writer, table, shared) if has_paths else b"N",
@@ -143,7 +150,7 @@ def _without_empty_mappings(table: ChunkTable) -> ChunkTable:
     )
 
 
-class _Shared:
+class _SharedValues:
     """Opcodes of values that several fields refer to: names and boxes."""
 
     def __init__(self, writer: PickleWriter, table: ChunkTable) -> None:
@@ -186,7 +193,7 @@ def _object(writer: PickleWriter, module: str, name: str, first: str) -> bytes:
     return writer.name(module, name) + _NEW + _STATE + writer.text(first)
 
 
-def _tensors(writer: PickleWriter, table: ChunkTable, shared: _Shared) -> bytes:
+def _tensors(writer: PickleWriter, table: ChunkTable, shared: _SharedValues) -> bytes:
     tensor = _object(writer, _METADATA, "TensorStorageMetadata", "properties")
     tensor += writer.name(_METADATA, "TensorProperties") + _NEW
     is_object = table.kind == Kind.OBJECT
@@ -248,7 +255,7 @@ def _property_states(writer: PickleWriter, table: ChunkTable) -> list[int]:
     return [known[pair] for pair in pairs]
 
 
-def _planner_data(writer: PickleWriter, table: ChunkTable, shared: _Shared) -> bytes:
+def _planner_data(writer: PickleWriter, table: ChunkTable, shared: _SharedValues) -> bytes:
     paths = [
         (name,) if path is None else path
         for name, path in zip(table.names, table.paths, strict=True)
@@ -276,7 +283,7 @@ def _part_indices(writer: PickleWriter, parts: list[str | int]) -> list[int]:
     return [next(text) if isinstance(part, str) else numbers[part] for part in parts]
 
 
-def _places(writer: PickleWriter, table: ChunkTable, shared: _Shared) -> bytes:
+def _places(writer: PickleWriter, table: ChunkTable, shared: _SharedValues) -> bytes:
     order, starts = _by_tensor(table)
     index = np.empty(table.num_chunks, dtype=np.int64)
     index[order] = np.arange(table.num_chunks) - starts[table.tensor[order]]
@@ -296,7 +303,7 @@ def _places(writer: PickleWriter, table: ChunkTable, shared: _Shared) -> bytes:
 def _place_rows(
     writer: PickleWriter,
     table: ChunkTable,
-    shared: _Shared,
+    shared: _SharedValues,
     which: BoolArray,
     hints: tuple[bytes | Opcodes, ...],
 ) -> bytes:

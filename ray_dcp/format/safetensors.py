@@ -59,7 +59,7 @@ _UNSUPPORTED = {
 _MAX_NDIM = 64
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """One tensor of a file."""
 
     name: str
@@ -75,14 +75,14 @@ class Entry(NamedTuple):
 class SafetensorsHeader:
     """The content of the header of a safetensors file."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     """The tensors, in the order of their bytes."""
     metadata: Mapping[str, str]
     data_offset: int
     """File offset of the first raw byte."""
 
 
-def packed(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> list[Entry]:
+def packed(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> list[TensorEntry]:
     """Returns the entries of tensors stored one after the other.
 
     Args:
@@ -95,7 +95,7 @@ def packed(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> list[Entry]:
     entries, end = [], 0
     for name, dtype, shape in tensors:
         begin, end = end, end + prod(shape) * ITEMSIZE[dtype]
-        entries.append(Entry(name, dtype, tuple(shape), begin, end))
+        entries.append(TensorEntry(name, dtype, tuple(shape), begin, end))
     return entries
 
 
@@ -251,7 +251,7 @@ def _texts(fields: Any) -> dict[str, str]:
     return fields
 
 
-def _entry(name: str, fields: Any) -> Entry:
+def _entry(name: str, fields: Any) -> TensorEntry:
     if not is_unicode(name):
         raise _damaged("names in Unicode", ascii(name[:200]))
     if not isinstance(fields, dict):
@@ -270,7 +270,7 @@ def _entry(name: str, fields: Any) -> Entry:
     place = _lengths(name, fields.get("data_offsets"))
     if len(place) != 2 or place[1] - place[0] != prod(size) * ITEMSIZE[dtype]:
         raise _damaged(f"{prod(size)} elements of {dtype} for {name[:200]!r}", f"bytes {place}")
-    return Entry(name, dtype, size, place[0], place[1])
+    return TensorEntry(name, dtype, size, place[0], place[1])
 
 
 def _lengths(name: str, values: Any) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 The file `chunks.<attempt>.table` has the rows, one per chunk, in groups, and at its end a record
 (`core.packing`) with all tensors and the index of the groups. Data that differs between the saves
-of a plan is in the manifest (`table_places`).
+of a plan is in the manifest: the attempt in file names, and the places of deferred items, whose
+length is known only once they are written. `with_places` adds them.
 
     | group 0 | checksums | group 1 | checksums | ... | record: tensors, index |
                                                       ^ `end_of`
@@ -16,7 +17,8 @@ manifest has the digest of the end, the index has the digests of the groups.
 of these chunks.
 
 *Trust*: `core.packing` bounds memory by a fixed multiple of the file's length, and every other
-claim of the file is checked against the data that it describes.
+claim of the file is checked against the data that it describes (`check_table`). Whether the chunks
+cover their tensors is checked by `planning.coverage`.
 """
 
 from __future__ import annotations
@@ -24,18 +26,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ray_dcp.core.checksums import CHECK_BYTES, DIGEST_BYTES, digest_bytes, num_blocks_many
 from ray_dcp.core.columns import int_keys
-from ray_dcp.core.grouping import offsets_of
+from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.core.packing import pack, pack_record, record_bytes, unpack, unpack_record
-from ray_dcp.core.values import ChunkTable, Int32Array, Int64Array, IntKey, NamePath, widen
+from ray_dcp.core.values import (
+    BoolArray,
+    ChunkTable,
+    Int32Array,
+    Int64Array,
+    IntKey,
+    Kind,
+    NamePath,
+    offsets_of,
+    widen,
+)
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
-from ray_dcp.format.table_check import check_table, damaged
-from ray_dcp.planning.reads import Boxes, Wanted, meetings
+from ray_dcp.format.manifest import Manifest, PlaceRun
+from ray_dcp.format.names import check_file_keys
+from ray_dcp.planning.reads import TensorBoxes, Wanted, meetings
 
 FORMAT_VERSION = 1
 """The version that is written and read."""
@@ -68,7 +81,7 @@ class TableIndex:
     start: Int64Array
     digests: tuple[bytes, ...]
     group: Int32Array
-    boxes: Boxes
+    boxes: TensorBoxes
 
     @property
     def num_groups(self) -> int:
@@ -321,7 +334,7 @@ def _encode_group(table: ChunkTable, low: int, high: int) -> bytes:
     return pack([column[mine] for column in columns], runs) + checks.tobytes()
 
 
-def _boxes_of_groups(table: ChunkTable, bounds: Int64Array) -> tuple[Int32Array, Boxes]:
+def _boxes_of_groups(table: ChunkTable, bounds: Int64Array) -> tuple[Int32Array, TensorBoxes]:
     """Returns group and bounding box of each tensor's chunks in each group."""
     group = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
     code = table.tensor.astype(np.int64) * len(bounds) + group
@@ -332,7 +345,7 @@ def _boxes_of_groups(table: ChunkTable, bounds: Int64Array) -> tuple[Int32Array,
         offset = np.minimum.reduceat(offset, first, axis=0)
         end = np.maximum.reduceat(end, first, axis=0)
     rows = order[first]
-    boxes = Boxes(table.tensor[rows], offset, end - offset, table.num_tensors)
+    boxes = TensorBoxes(table.tensor[rows], offset, end - offset, table.num_tensors)
     return group[rows].astype(np.int32), boxes
 
 
@@ -433,7 +446,7 @@ def _index(
             digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)
         ),
         group=group,
-        boxes=Boxes(tensor, offset, size, table.num_tensors),
+        boxes=TensorBoxes(tensor, offset, size, table.num_tensors),
     )
 
 
@@ -459,3 +472,277 @@ def _no_table(error: Exception) -> DamagedCheckpointError:
     return DamagedCheckpointError(
         f"Expected a chunk table: {str(error)[:500]}; it is damaged, load an earlier step"
     )
+
+
+MOST_CHECKS = 1 << 29
+"""Most checksums that are outside the table: those of 512 TiB in blocks of 1 MiB."""
+
+
+class DeferredRows(NamedTuple):
+    """Which of all deferred chunks a part of a table contains."""
+
+    rows: Int64Array
+    """int64[k], numbers of the deferred chunks, in the order of the part."""
+    total: int
+    """Number of deferred chunks in the whole table."""
+
+
+def checks_follow(manifest: Manifest) -> bool:
+    """Returns whether the data files end with their block checksums, or the chunk table has them.
+
+    Why not always: early versions wrote `safetensors` files that end with a tensor.
+    """
+    return manifest.container == "torch_save"
+
+
+def place_runs(places: Int64Array) -> tuple[PlaceRun, ...]:
+    """Returns the places of deferred items in the form of a manifest.
+
+    Args:
+        places: int64[k, 3], item offset, item bytes and block bytes of each item.
+
+    Examples:
+        >>> place_runs(np.array([[64, 9, 1024], [64, 9, 1024], [128, 9, 1024]]))
+        (PlaceRun(item_offset=64, item_bytes=9, block_bytes=1024, num_items=2), \
+PlaceRun(item_offset=128, item_bytes=9, block_bytes=1024, num_items=1))
+    """
+    changes = np.flatnonzero((places[1:] != places[:-1]).any(axis=1)) + 1
+    starts = np.concatenate([np.zeros(min(len(places), 1), np.int64), changes])
+    counts = np.diff(np.append(starts, len(places)))
+    rows = np.column_stack([places[starts], counts]).tolist()
+    return tuple(PlaceRun(*row) for row in rows)
+
+
+def with_places(
+    table: ChunkTable, manifest: Manifest, deferred: DeferredRows | None = None
+) -> ChunkTable:
+    """Returns the chunk table of one attempt, or of a part of it.
+
+    Args:
+        table: The table that all saves of the plan share, with all chunks of a file or none.
+        manifest: Manifest of the attempt.
+        deferred: Which deferred chunks `table` contains; None means all.
+
+    Returns:
+        The table. Checksums at the end of data files are 0 in it, and are filled in later
+        (`io.table_parts.CheckFile`).
+
+    Raises:
+        DamagedCheckpointError: Table and manifest don't belong together, or the result contradicts
+            itself.
+    """
+    if (np.diff(table.file) < 0).any():
+        raise damaged("chunks in the order of their files", "another order")
+    late = np.flatnonzero(table.payload_offset < 0)
+    rows, total = (np.arange(len(late)), len(late)) if deferred is None else deferred
+    # Why Python's sum: it does not overflow.
+    told = sum(run.num_items for run in manifest.deferred)
+    if told != total or len(rows) != len(late):
+        raise damaged(f"{told} deferred items, as its manifest says,", f"{total}")
+    runs = np.array(manifest.deferred, dtype=np.int64).reshape(-1, 4)
+    found = runs[np.searchsorted(np.cumsum(runs[:, 3]), rows, side="right"), :3]
+    whole = placed(table, manifest.attempt, found)
+    lengths = (whole.item_offset, whole.payload_bytes, whole.block_bytes)
+    if any((column < 0).any() for column in lengths):
+        raise damaged("a place for each chunk", "none")
+    counts = num_blocks_many(whole.payload_bytes, whole.block_bytes)
+    if int(counts.max(initial=0)) > MOST_CHECKS or int(counts.sum()) > MOST_CHECKS:
+        raise damaged(f"at most {MOST_CHECKS} checksums", "more")
+    check_start, checks = offsets_of(counts), table.checks
+    if checks_follow(manifest):
+        if len(checks):
+            raise damaged("no checksums beside those that its files end with", f"{len(checks)}")
+        # Why zeros: the system allocates memory only once it is written to.
+        checks = np.zeros(int(check_start[-1]), np.uint64)
+    elif not np.array_equal(table.check_start, check_start):
+        raise damaged(f"{check_start[-1]} checksums, block by block", f"{len(checks)}")
+    whole = replace(whole, check_start=check_start, checks=checks)
+    check_table(whole)
+    return whole
+
+
+def placed(table: ChunkTable, attempt: str, places: Int64Array) -> ChunkTable:
+    """Returns a planned chunk table with the file names of one attempt and all places.
+
+    Args:
+        table: The table that all saves of the plan share.
+        attempt: Id that replaces `{attempt}` in file names.
+        places: int64[k, 3], item offset, item bytes and block bytes of each deferred chunk.
+    """
+    late = np.flatnonzero(table.payload_offset < 0)
+    columns = {name: getattr(table, name).copy() for name in _COLUMNS_OF_PLACES}
+    for name, which in _COLUMNS_OF_PLACES.items():
+        columns[name][late] = places[:, which]
+    files = tuple(key.replace("{attempt}", attempt) for key in table.files)
+    return replace(table, files=files, **columns)
+
+
+_COLUMNS_OF_PLACES = {
+    "item_offset": 0,
+    "item_bytes": 1,
+    "block_bytes": 2,
+    "payload_offset": 0,
+    "payload_bytes": 1,
+}
+"""Columns of a chunk table, with the column of `places` that fills them for deferred chunks."""
+
+
+def starts_of_files(table: ChunkTable) -> Int64Array:
+    """Returns where the chunks of each file begin, and the number of chunks: int64[f + 1].
+
+    Args:
+        table: A chunk table whose chunks are in file order.
+    """
+    return np.searchsorted(table.file, np.arange(len(table.files) + 1)).astype(np.int64)
+
+
+_MAX_VOLUME = float(1 << 62)
+
+
+def damaged(expected: str, found: str) -> DamagedCheckpointError:
+    """Returns the error for an invalid chunk table."""
+    return DamagedCheckpointError(
+        f"Expected {expected} in the chunk table, found {found}; it is damaged, load an "
+        "earlier step"
+    )
+
+
+def check_table(table: ChunkTable, *, files: bool = True) -> None:
+    """Checks a table's lengths, indices, boxes, places and numbers of checksums.
+
+    A planned table passes too: it may lack all checksums and the places of deferred chunks.
+
+    Args:
+        table: The table; not changed.
+        files: Also check that file names stay in the checkpoint's directory.
+
+    Raises:
+        DamagedCheckpointError: The table contradicts itself; the message names the first chunk or
+            tensor at fault.
+        UnsafeCheckpointError: A file lies outside the checkpoint's directory.
+    """
+    _check_lengths(table)
+    if files:
+        check_file_keys(table.files)
+    _check_tensors(table)
+    _check_chunks(table)
+    _check_places(table)
+    _check_checksums(table)
+
+
+def volumes(size: Int64Array) -> Int64Array:
+    """Returns the volume of each box; -1 if a length is negative or the volume is beyond 2**62.
+
+    Args:
+        size: int64[n, D], lengths of each box.
+    """
+    rough, found = np.ones(len(size)), np.ones(len(size), np.int64)
+    bad = np.zeros(len(size), np.bool_)
+    # Why column by column: numpy takes five times as long along rows of two or three numbers.
+    with np.errstate(over="ignore"):
+        for dim in range(size.shape[1]):
+            rough *= size[:, dim]
+            found *= size[:, dim]
+            bad |= size[:, dim] < 0
+    return np.where(bad | (rough > _MAX_VOLUME), -1, found)
+
+
+def _check_lengths(table: ChunkTable) -> None:
+    per_tensor = (table.paths, table.kind, table.dtype, table.ndim, table.requires_grad)
+    per_chunk = (
+        table.file, table.item_offset, table.item_bytes, table.payload_offset,
+        table.payload_bytes, table.block_bytes,
+    )  # fmt: skip
+    width = table.shape.shape[1:]
+    boxes = (table.offset.shape, table.size.shape)
+    if (
+        any(len(column) != table.num_tensors for column in per_tensor)
+        or any(len(column) != table.num_chunks for column in per_chunk)
+        or table.shape.shape != (table.num_tensors, *width)
+        or boxes != ((table.num_chunks, *width),) * 2
+        or len(width) != 1
+    ):
+        raise damaged("columns of equal length", "different lengths")
+    if len(set(table.names)) != table.num_tensors:
+        raise damaged("each FQN once", "one twice")
+    if len(set(table.files)) != len(table.files):
+        raise damaged("each file once", "one twice")
+
+
+def _check_tensors(table: ChunkTable) -> None:
+    is_object = table.kind == Kind.OBJECT
+    known = np.array([dtype in ITEMSIZE for dtype in table.dtypes] + [False], dtype=bool)
+    in_range = (table.dtype >= -1) & (table.dtype < len(table.dtypes))
+    dtype_fits = in_range & ((table.dtype >= 0) | is_object)
+    # Careful: index -1 selects the False that was appended.
+    plain = known[np.where(in_range, table.dtype, -1)] | (table.kind != Kind.TENSOR)
+    width = table.shape.shape[1]
+    padding = np.arange(width) >= table.ndim[:, None]
+    _require(table, "a known kind", np.isin(table.kind, [int(kind) for kind in Kind]))
+    _require(table, "a dtype of the vocabulary", dtype_fits)
+    _require(table, "a dtype that has raw bytes", plain)
+    _require(table, f"0 to {width} dimensions", (table.ndim >= 0) & (table.ndim <= width))
+    _require(table, "a global shape", ((table.shape >= 0) & ((table.shape == 1) | ~padding)).all(1))
+    _require(table, "less than 2**62 elements", volumes(table.shape) >= 0)
+
+
+def _check_chunks(table: ChunkTable) -> None:
+    _require_chunk(table, "a tensor", (table.tensor >= 0) & (table.tensor < table.num_tensors))
+    _require_chunk(table, "a file", (table.file >= 0) & (table.file < len(table.files)))
+    ndim = table.ndim[table.tensor]
+    fits = np.ones(table.num_chunks, np.bool_)
+    for dim in range(table.shape.shape[1]):
+        shape = table.shape[:, dim][table.tensor]
+        offset, size = table.offset[:, dim], table.size[:, dim]
+        # Why not offset + size <= shape: the sum may overflow.
+        fits &= (offset >= 0) & (size >= 0) & (offset <= shape - size)
+        fits &= (dim < ndim) | ((offset == 0) & (size == 1))
+    _require_chunk(table, "a box inside its tensor", fits)
+
+
+def _check_places(table: ChunkTable) -> None:
+    placed = table.item_offset >= 0
+    numbers = (table.item_offset, table.item_bytes, table.payload_offset, table.payload_bytes)
+    _require_chunk(table, "a place in its file", np.minimum.reduce(numbers) >= -1)
+    whole = ~placed | ((table.item_bytes >= 0) & (table.payload_bytes >= 0))
+    ends = table.item_offset <= np.iinfo(np.int64).max - np.maximum(table.item_bytes, 0)
+    _require_chunk(table, "a length", whole & ends)
+    told = placed & (table.payload_offset >= 0)
+    skipped = table.payload_offset - table.item_offset
+    inside = (skipped >= 0) & (table.payload_bytes <= table.item_bytes - skipped)
+    _require_chunk(table, "its raw bytes inside its item", ~told | inside)
+    plain = table.kind[table.tensor] == Kind.TENSOR
+    itemsizes = np.array([ITEMSIZE.get(dtype, 0) for dtype in table.dtypes] + [0], dtype=np.int64)
+    expected = volumes(table.size) * itemsizes[table.dtype[table.tensor]]
+    fits = ~plain | (table.payload_bytes == expected)
+    _require_chunk(table, "as many raw bytes as its box", fits)
+
+
+def _check_checksums(table: ChunkTable) -> None:
+    starts = table.check_start
+    if (
+        len(starts) != table.num_chunks + 1
+        or int(starts[0]) != 0
+        or int(starts[-1]) != len(table.checks)
+    ):
+        raise damaged(f"{len(table.checks)} checksums over all chunks", "another sum")
+    _require_chunk(table, "blocks of 0 or more bytes", table.block_bytes >= 0)
+    if len(table.checks):
+        expected = num_blocks_many(table.payload_bytes, table.block_bytes)
+        _require_chunk(table, "a checksum for every block", np.diff(starts) == expected)
+    elif starts.any():
+        raise damaged("no checksums", "some")
+
+
+def _require(table: ChunkTable, expected: str, fits: BoolArray) -> None:
+    if not fits.all():
+        raise damaged(f"{expected} for {table.names[int(np.argmin(fits))]!r}", "none that fits")
+
+
+def _require_chunk(table: ChunkTable, expected: str, fits: BoolArray) -> None:
+    if fits.all():
+        return
+    row = int(np.argmin(fits))
+    tensor = int(table.tensor[row])
+    name = table.names[tensor] if 0 <= tensor < table.num_tensors else "?"
+    raise damaged(f"{expected} for chunk {row} of {name!r}", "none that fits")

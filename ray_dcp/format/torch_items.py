@@ -39,7 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_dcp.core.dtypes import DTYPE_OF_STORAGE, ITEMSIZE, STORAGE_OF_DTYPE, itemsize_of
-from ray_dcp.core.values import Int64Array
+from ray_dcp.core.values import Int64Array, group_rows
 from ray_dcp.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -106,7 +106,7 @@ class _Storage:
     """Number of elements; number of bytes for an untyped storage."""
 
 
-class _Hooks:
+class _NoHooks:
     """Stands for the empty OrderedDict of backward hooks."""
 
 
@@ -147,16 +147,24 @@ class _TensorMachine(PickleMachine):
         name = target.name if type(target) is Global else ""
         match name.removeprefix("torch._utils._rebuild_"), args:
             case "collections.OrderedDict", ():
-                return _Hooks()
-            case "parameter", (TensorItem() as view, _, _Hooks()):
+                return _NoHooks()
+            case "parameter", (TensorItem() as view, _, _NoHooks()):
                 return view
             case "tensor", (_Storage() as storage, offset, size, stride):
                 return _view(storage, storage.dtype, offset, size, stride)
-            case "tensor_v2", (_Storage() as storage, offset, size, stride, _, _Hooks()):
+            case "tensor_v2", (_Storage() as storage, offset, size, stride, _, _NoHooks()):
                 return _view(storage, storage.dtype, offset, size, stride)
             case (
                 "tensor_v3",
-                (_Storage() as storage, offset, size, stride, _, _Hooks(), Global(name=dtype)),
+                (
+                    _Storage() as storage,
+                    offset,
+                    size,
+                    stride,
+                    _,
+                    _NoHooks(),
+                    Global(name=dtype),
+                ),
             ):
                 return _view(storage, dtype.removeprefix("torch."), offset, size, stride)
         # For example, a seventh argument of _rebuild_tensor_v2 sets a conjugate or negative bit.
@@ -456,7 +464,7 @@ def frame_bytes_many(
     ndim: npt.NDArray[np.integer],
     size: Int64Array,
 ) -> tuple[Int64Array, Int64Array]:
-    """Returns the frame lengths of many tensors at once, without making the frames.
+    """Returns the lengths of the frames of many tensors.
 
     Args:
         dtypes: Vocabulary of dtype names.
@@ -472,25 +480,17 @@ def frame_bytes_many(
         InvalidRequestError: A length is negative, or a tensor is beyond 2**62 bytes.
 
     Complexity:
-        O(n * D) in numpy.
+        O(n * D) in numpy, and one `torch_save_frame` for each distinct tensor.
     """
-    itemsize = np.array([itemsize_of(name) for name in dtypes], dtype=np.int64)[dtype]
-    sizes = np.asarray(size, dtype=np.int64)
-    payload = _checked_volumes(sizes, itemsize) * itemsize
-    fixed = np.array([_pickle_base(name) for name in dtypes], dtype=np.int64)[dtype]
-    typed = np.array([name in STORAGE_OF_DTYPE for name in dtypes], dtype=bool)[dtype]
-    counted = np.where(typed, payload // itemsize, payload)
-    pickled = fixed + _int_lengths(counted) + 2 * np.where(ndim > 3, 2, 1)
-    stride = np.ones(len(sizes), dtype=np.int64)
-    for column in range(sizes.shape[1] - 1, -1, -1):
-        used = column < ndim
-        pickled += np.where(used, _int_lengths(sizes[:, column]) + _int_lengths(stride), 0)
-        stride = np.where(used, stride * np.maximum(sizes[:, column], 1), stride)
-    large = payload >= _FULL32
-    header = _RECORDS_BASE + pickled + _LOCAL.size + len(_DATA_NAME) + 4 + np.where(large, 20, 0)
-    header = -(-header // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
-    end64 = np.where(header + payload >= _FULL32, _END64.size + _LOCATOR64.size, 0)
-    return header, _DIRECTORY_BASE + _END.size + end64 + np.where(large, 20, 0)
+    first, group = group_rows([dtype, ndim, *size.T])
+    columns = (dtype[first].tolist(), ndim[first].tolist(), size[first].tolist())
+    frames = [
+        torch_save_frame(dtypes[code], tuple(lengths[:count]))
+        for code, count, lengths in zip(*columns, strict=True)
+    ]
+    header = np.array([len(frame.header) for frame in frames], dtype=np.int64)
+    footer = np.array([len(frame.footer) for frame in frames], dtype=np.int64)
+    return header[group], footer[group]
 
 
 def _checked_volume(dtype: str, size: tuple[int, ...]) -> tuple[int, int]:
@@ -498,23 +498,12 @@ def _checked_volume(dtype: str, size: tuple[int, ...]) -> tuple[int, int]:
     # Why not prod(size): a 0 among the sizes would hide that the strides overflow.
     span = prod(max(length, 1) for length in size) * itemsize
     if min(size, default=0) < 0 or span > _MAX_BYTES:
-        raise _bad_size(size)
+        raise InvalidRequestError(
+            f"Expected lengths of 0 or more and at most 2**62 bytes in one tensor, found size "
+            f"{size}"
+        )
     numel = prod(size)
     return numel, numel * itemsize
-
-
-def _checked_volumes(size: Int64Array, itemsize: Int64Array) -> Int64Array:
-    span = np.maximum(size, 1).astype(np.float64).prod(axis=1) * itemsize
-    bad = np.flatnonzero((size < 0).any(axis=1) | (span > _MAX_BYTES))
-    if bad.size:
-        raise _bad_size(tuple(size[bad[0]].tolist()))
-    return np.asarray(size.prod(axis=1), dtype=np.int64)
-
-
-def _bad_size(size: tuple[int, ...]) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"Expected lengths of 0 or more and at most 2**62 bytes in one tensor, found size {size}"
-    )
 
 
 def _central_entry(name: bytes, crc: int, length: int, offset: int, extra: bytes) -> bytes:
@@ -548,8 +537,8 @@ def _end_of_directory(directory: bytes, count: int, offset: int) -> bytes:
     return directory + end64 + locator + end
 
 
-def _pickle_parts(dtype: str) -> tuple[bytes, bytes]:
-    """Returns `data.pkl` before the number of elements, and after the strides."""
+def _pickle_of(dtype: str, size: tuple[int, ...], numel: int) -> bytes:
+    """Returns the `data.pkl` of a C-contiguous tensor."""
     storage = STORAGE_OF_DTYPE.get(dtype)
     version = "2" if storage else "3"
     storage_global = f"torch\n{storage}" if storage else "torch.storage\nUntypedStorage"
@@ -558,51 +547,16 @@ def _pickle_parts(dtype: str) -> tuple[bytes, bytes]:
         f"X\x07\0\0\0storagec{storage_global}\nX\x01\0\0\x000X\x03\0\0\0cpu"
     )
     tail = "\x89ccollections\nOrderedDict\n)R" + ("" if storage else f"ctorch\n{dtype}\n") + "tR."
-    return head.encode("latin-1"), tail.encode("latin-1")
-
-
-_BEFORE_SIZE = b"tQK\0"
-
-
-def _pickle_base(dtype: str) -> int:
-    head, tail = _pickle_parts(dtype)
-    return len(head) + len(_BEFORE_SIZE) + len(tail)
-
-
-def _pickle_of(dtype: str, size: tuple[int, ...], numel: int) -> bytes:
-    head, tail = _pickle_parts(dtype)
     # Careful: an untyped storage counts bytes, a typed one elements.
-    counted = numel if dtype in STORAGE_OF_DTYPE else numel * ITEMSIZE[dtype]
+    counted = numel if storage else numel * ITEMSIZE[dtype]
     stride: list[int] = []
     step = 1
     for length in reversed(size):
         stride.insert(0, step)
         step *= max(length, 1)
     shape, strides = (pickled_tuple([*map(pickled_int, row)]) for row in (size, stride))
-    return b"".join((head, pickled_int(counted), _BEFORE_SIZE, shape, strides, tail))
-
-
-_INT_BOUNDS = np.array(
-    [1 << 8, 1 << 16, 1 << 31, 1 << 39, 1 << 47, 1 << 55, (1 << 63) - 1], dtype=np.int64
-)
-_INT_LENGTHS = np.array([2, 3, 5, 2 + 5, 2 + 6, 2 + 7, 2 + 8, 2 + 8], dtype=np.int64)
-
-
-def _int_lengths(values: Int64Array) -> Int64Array:
-    return _INT_LENGTHS[np.searchsorted(_INT_BOUNDS, values, side="right")]
-
-
-_RECORDS_BASE = (
-    _LOCAL.size
-    + len("archive/data.pkl")
-    + sum(_LOCAL.size + len(name) + len(data) for name, data in _SMALL_RECORDS)
-)
-_DIRECTORY_BASE = (
-    4 * _CENTRAL.size
-    + len("archive/data.pkl")
-    + len(_DATA_NAME)
-    + sum(len(name) for name, _ in _SMALL_RECORDS)
-)
+    opcodes = (pickled_int(counted), b"tQK\0", shape, strides)
+    return b"".join((head.encode("latin-1"), *opcodes, tail.encode("latin-1")))
 
 
 def stored_records(data: bytes | memoryview) -> list[tuple[str, memoryview]]:

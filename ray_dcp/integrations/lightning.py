@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
 
-from ray_dcp.asynchronous import SaveHandle
+from ray_dcp.asynchronous import SaveHandle, async_save
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.entrypoints import async_save, load, save
 from ray_dcp.errors import CheckpointError, InvalidRequestError
+from ray_dcp.loading import load
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.steps import remove_folder
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.records import target_of
+from ray_dcp.saving import save
 from ray_dcp.torch_adapter.tensors import dtype_of
 from ray_dcp.view.checkpoint_view import open_checkpoint
 

@@ -20,8 +20,8 @@ from torchtitan.components.checkpointer.base import (
     ModelWrapper,
 )
 
-from ray_dcp.entrypoints import load
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
+from ray_dcp.loading import load
 from ray_dcp.manager.manager import CheckpointManager
 from ray_dcp.options import LoadOptions
 

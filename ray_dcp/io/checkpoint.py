@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from ray_dcp.core.checksums import digest_bytes
-from ray_dcp.core.collector import collector_paused
+from ray_dcp.core.processes import collector_paused
 from ray_dcp.core.values import ChunkTable
 from ray_dcp.errors import (
     CheckpointError,
@@ -47,8 +47,7 @@ from ray_dcp.format.metadata import (
     encode_metadata,
 )
 from ray_dcp.format.safe_pickle import MAX_PICKLE_BYTES
-from ray_dcp.format.table import decode_table
-from ray_dcp.format.table_places import with_places
+from ray_dcp.format.table import decode_table, with_places
 from ray_dcp.io.plain_files import plain_files, plain_table
 from ray_dcp.io.reader import Transforms
 from ray_dcp.io.records import Deciding, read_slots, used_slots

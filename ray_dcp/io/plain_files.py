@@ -14,9 +14,14 @@ import numpy as np
 
 from ray_dcp.core.values import ChunkTable, Kind, box_text, pad, padded, widen
 from ray_dcp.errors import DamagedCheckpointError, UnsupportedValueError
-from ray_dcp.format.safetensors import Entry as Tensor
-from ray_dcp.format.safetensors import SafetensorsHeader, global_shapes, parse_header, saved_offsets
-from ray_dcp.format.table_check import check_table
+from ray_dcp.format.safetensors import (
+    SafetensorsHeader,
+    TensorEntry,
+    global_shapes,
+    parse_header,
+    saved_offsets,
+)
+from ray_dcp.format.table import check_table
 from ray_dcp.format.torch_items import NeedMoreBytes
 from ray_dcp.io.threads import run_tasks, threads_for
 from ray_dcp.planning.coverage import check_coverage
@@ -32,7 +37,7 @@ class _Found:
     """One tensor in one file."""
 
     file: int
-    tensor: Tensor
+    tensor: TensorEntry
     offset: tuple[int, ...]
     payload_offset: int
     shape: tuple[int, ...]

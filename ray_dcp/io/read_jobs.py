@@ -22,8 +22,15 @@ from itertools import pairwise
 
 import numpy as np
 
-from ray_dcp.core.grouping import group_rows
-from ray_dcp.core.values import BoolArray, ChunkTable, Int32Array, Int64Array, volume, widen
+from ray_dcp.core.values import (
+    BoolArray,
+    ChunkTable,
+    Int32Array,
+    Int64Array,
+    group_rows,
+    volume,
+    widen,
+)
 from ray_dcp.options import Verify
 from ray_dcp.planning.reads import (
     ReadPlan,

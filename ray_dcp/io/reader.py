@@ -30,7 +30,7 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.format.stream_transforms import MAX_OBJECT_BYTES, unpacked_item
-from ray_dcp.format.table_check import volumes
+from ray_dcp.format.table import volumes
 from ray_dcp.format.torch_items import NeedMoreBytes, NotPlainTensor, TensorItem, parse_torch_save
 from ray_dcp.io.read_jobs import (
     Direct,

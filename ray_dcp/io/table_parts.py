@@ -16,15 +16,16 @@ from itertools import groupby
 import numpy as np
 
 from ray_dcp.core.checksums import CHECK_BYTES, digest_bytes, end_checks
-from ray_dcp.core.collector import collector_paused
-from ray_dcp.core.grouping import within
-from ray_dcp.core.values import ChunkTable, Int64Array
+from ray_dcp.core.processes import collector_paused
+from ray_dcp.core.values import ChunkTable, Int64Array, within
 from ray_dcp.errors import DamagedCheckpointError
 from ray_dcp.format.manifest import FileEntry, Manifest
-from ray_dcp.format.table import MAX_TABLE_BYTES, GroupedTable, decode_table
-from ray_dcp.format.table_places import (
+from ray_dcp.format.table import (
+    MAX_TABLE_BYTES,
     DeferredRows,
+    GroupedTable,
     checks_follow,
+    decode_table,
     starts_of_files,
     with_places,
 )

@@ -37,8 +37,7 @@ from ray_dcp.core.checksums import (
     end_checks,
     num_blocks,
 )
-from ray_dcp.core.grouping import group_rows
-from ray_dcp.core.values import FilePlan, Int64Array, RankPlan
+from ray_dcp.core.values import FilePlan, Int64Array, RankPlan, group_rows
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InternalError, SaveCancelledError
 from ray_dcp.format.torch_items import Frame, torch_save_frame
 from ray_dcp.io.threads import Stop, run_tasks

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.core.collector import collector_paused
+from ray_dcp.core.processes import collector_paused
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
 from ray_dcp.format.manifest import MAX_RECORD_BYTES, DeleteRecord, Manifest, slot_of
 from ray_dcp.format.names import CATALOGUE, READING, SHARED_FOLDER, StepNames, tags_in

@@ -24,14 +24,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ray_dcp.asynchronous import SaveHandle
+from ray_dcp.asynchronous import SaveHandle, async_save
 from ray_dcp.commit_protocol.commands import Failed, ReadRecords, RecordsRead, Result, Task
 from ray_dcp.commit_protocol.error_aggregation import exchanged
 from ray_dcp.commit_protocol.messages import Exchange, OpKey, Reply, Request
 from ray_dcp.commit_protocol.vote import Decision, Fenced, Lost, Open, Won
 from ray_dcp.core.processes import start_thread
-from ray_dcp.core.reporting import contained
-from ray_dcp.entrypoints import async_save, save
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -39,6 +37,7 @@ from ray_dcp.errors import (
     LimitError,
     StorageError,
 )
+from ray_dcp.events import contained
 from ray_dcp.io.records import read_slots
 from ray_dcp.io.threads import begin
 from ray_dcp.manager.catalogue import Root
@@ -47,12 +46,12 @@ from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.save_policy import SaveFacts, asks_only_the_step
 from ray_dcp.manager.settings import Item, Settings, states_of
 from ray_dcp.manager.steps import StepTarget
-from ray_dcp.operations import RankSession, run_save, session_for
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_save import decided_on_rank_0, result_or_error
 from ray_dcp.runtime.tasks import perform, settle
+from ray_dcp.saving import RankSession, run_save, save, session_for
 from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.store.storage import is_full
 from ray_dcp.torch_adapter.dispatch import decide_save

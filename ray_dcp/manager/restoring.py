@@ -13,9 +13,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ray_dcp import events
 from ray_dcp.commit_protocol.messages import Reply, Request, Target
-from ray_dcp.core import reporting
-from ray_dcp.entrypoints import check_options
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -31,6 +30,7 @@ from ray_dcp.manager.retention import Mode, RetentionPolicy, best_of, rankings
 from ray_dcp.manager.settings import Item
 from ray_dcp.options import LoadOptions
 from ray_dcp.runtime.rank_load import drive, first_that_loads, with_time_to_join
+from ray_dcp.saving import check_options
 from ray_dcp.store.opening import place_below
 from ray_dcp.torch_adapter.dispatch import decide_load
 from ray_dcp.torch_adapter.load_report import LoadReport
@@ -349,7 +349,7 @@ def _tell(
     with actions.writer.lock:
         actions.writer.damaged.update(number for number, _ in skipped)
     for number, error in skipped:
-        reporting.warn(
+        events.warn(
             f"Restored step {step} of {actions.root.url} instead of the newer step {number}, "
             f"which can't be loaded: {error}. It neither counts for retention nor is it "
             f"deleted, and may be saved again; look at it with `ray-dcp verify`",

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ray_dcp.core.grouping import running_max
-from ray_dcp.core.values import BoolArray, ChunkTable, Int64Array, contains, volume
+from ray_dcp.core.values import BoolArray, ChunkTable, Int64Array, contains, running_max, volume
 
 _PAIRS_TOLD = 8
 

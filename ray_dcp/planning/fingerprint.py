@@ -9,23 +9,34 @@ the same boxes has the same plan.
 The first half covers everything but the boxes: it is equal on ranks that hold parts of the same
 tensors, so it separates the ranks of one pipeline stage from the others without sending a row. The
 second half covers the boxes, and the rank's number where per-rank names contain it.
+
+**Regular layouts.** If every rank holds the part of each tensor that its position in a mesh
+determines (`Shard` and `Replicate` of DTensors, equal slabs, uneven last slabs), its boxes follow
+from those of rank 0 and one step for each dimension of the mesh, so the other ranks' rows need not
+be sent. The caller passes neither mesh nor placements: they are inferred from the rows of a few
+ranks.
+
+    rank   0    1    2    3        strides (1, 2), lengths (2, 2)
+    box    A   A+s  A+t A+s+t      steps s (rank 1 - rank 0) and t (rank 2 - rank 0)
+
+A rank's fingerprint proves that it holds the inferred boxes, so a wrong guess costs time and
+nothing else: ranks that hold something else send their rows. Inferred boxes are planned like boxes
+that were sent.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ray_dcp.core.checksums import digest_parts
-from ray_dcp.core.columns import int_keys
-from ray_dcp.core.rank_names import is_own, number_in, without_rank
+from ray_dcp.core import __version__
+from ray_dcp.core.checksums import digest_bytes
+from ray_dcp.core.columns import int_keys, is_own, number_in, without_rank
 from ray_dcp.core.values import Columns, Int64Array, NamePath
-from ray_dcp.version import __version__
 
 FINGERPRINT_BYTES = 32
 
@@ -66,9 +77,10 @@ def fingerprint(
         >>> of("float32", 1) == of("float32", 2), of("float32", 1) == of("bfloat16", 1)
         (True, False)
     """
-    options = (world_size, part_bytes, to_lowest_rank)
-    items, number = _items_of(columns, options), number_in(columns.names, world_size)
-    return _named(items, columns, number)
+    of = Fingerprints(
+        columns, world_size=world_size, part_bytes=part_bytes, to_lowest_rank=to_lowest_rank
+    )
+    return of.of_boxes(columns, number_in(columns.names, world_size))
 
 
 class Fingerprints:
@@ -92,14 +104,31 @@ class Fingerprints:
         part_bytes: int,
         to_lowest_rank: bool = False,
     ) -> None:
-        options = (world_size, part_bytes, to_lowest_rank)
-        self._items = _items_of(columns, options)
-        names = without_rank(columns, world_size).names
-        self.has_own = any(is_own(name, world_size) for name in names)
+        own = without_rank(columns, world_size)
+        self.has_own = any(is_own(name, world_size) for name in own.names)
+        words = [__version__, _FORM, world_size, part_bytes, to_lowest_rank]
+        state = blake2b(json.dumps(words).encode(), digest_size=_ITEMS_BYTES)
+        state.update(_vocabulary(own.names, own.paths, own.dtypes))
+        for key in _ARRAYS:
+            array = getattr(columns, key)
+            state.update(f"{key} {array.dtype.str} {array.shape}".encode())
+            state.update(np.ascontiguousarray(array).data)
+        state.update(np.ascontiguousarray(columns.value != 0).data)
+        self._items = state.digest()
 
-    def of_boxes(self, columns: Columns, rank: int) -> bytes:
-        """Returns the fingerprint of a rank that holds the boxes of `columns` of the same items."""
-        return _named(self._items, columns, rank if self.has_own else None)
+    def of_boxes(self, columns: Columns, rank: int | None) -> bytes:
+        """Returns the fingerprint of a rank that holds the boxes of `columns` of the same items.
+
+        Args:
+            columns: What the rank holds.
+            rank: Number of the rank. It counts only if `has_own`.
+        """
+        about = self._items + str((columns.size.shape, rank if self.has_own else None)).encode()
+        boxes = [
+            np.ascontiguousarray(box, "<i8").tobytes() for box in (columns.size, columns.offset)
+        ]
+        # Why another digest: it takes a tenth of the time, and one is made for each rank of a mesh.
+        return self._items + digest_bytes(b"".join((about, *boxes)))
 
 
 def alike(fingerprints: Sequence[bytes]) -> list[Int64Array]:
@@ -116,29 +145,6 @@ def alike(fingerprints: Sequence[bytes]) -> list[Int64Array]:
     for rank, name in enumerate(fingerprints):
         found.setdefault(name[:_ITEMS_BYTES], []).append(rank)
     return [np.array(ranks, dtype=np.int64) for ranks in found.values()]
-
-
-def _items_of(columns: Columns, options: tuple[int | str | bool | None, ...]) -> bytes:
-    words = [__version__, _FORM, *options]
-    state = blake2b(json.dumps(words).encode(), digest_size=_ITEMS_BYTES)
-    own = without_rank(columns, int(options[0] or 0))
-    state.update(_vocabulary(own.names, own.paths, own.dtypes))
-    for key in _ARRAYS:
-        _add(state, key, getattr(columns, key))
-    state.update(np.ascontiguousarray(columns.value != 0).data)
-    return state.digest()
-
-
-def _named(items: bytes, columns: Columns, number: int | None) -> bytes:
-    # Why another digest: it takes a tenth of the time, and one is made for each rank of a mesh.
-    boxes = (columns.size, columns.offset)
-    parts = [np.ascontiguousarray(box, dtype="<i8").data for box in boxes]
-    return items + digest_parts((items + str((columns.size.shape, number)).encode(), *parts))
-
-
-def _add(state: blake2b, key: str, array: npt.NDArray[Any]) -> None:
-    state.update(f"{key} {array.dtype.str} {array.shape}".encode())
-    state.update(np.ascontiguousarray(array).data)
 
 
 _Vocabulary = tuple[tuple[str, ...], tuple[NamePath | None, ...], tuple[str, ...]]
@@ -173,3 +179,101 @@ def plan_key(fingerprints: Sequence[bytes], nodes: Sequence[int] = ()) -> bytes:
     state = blake2b(b"".join(fingerprints), digest_size=FINGERPRINT_BYTES)
     state.update(np.array(nodes, dtype=np.int64).tobytes())
     return state.digest()
+
+
+_AT_ONCE = 1 << 16
+"""How many numbers are computed at once: they stay in the cache of a core."""
+
+
+def probes(world_size: int) -> tuple[int, ...]:
+    """Returns the ranks whose rows determine the mesh: 0, and where a dimension may begin.
+
+    Examples:
+        >>> probes(12)
+        (0, 1, 2, 3, 4, 6)
+    """
+    small = [one for one in range(1, int(world_size**0.5) + 1) if world_size % one == 0]
+    divisors = {*small, *(world_size // one for one in small)}
+    return (0, *sorted(divisors - {world_size}))
+
+
+@dataclass(frozen=True, eq=False)
+class Regular:
+    """A mesh of ranks, and what each of them holds.
+
+    Attributes:
+        first: What rank 0 holds.
+        strides: Distance in ranks between neighbours along each dimension of the mesh, ascending;
+            each is a multiple of the one before.
+        lengths: Length of each dimension.
+        steps: int64[dimensions, n, D], how far the boxes of neighbours lie apart.
+    """
+
+    first: Columns
+    strides: tuple[int, ...]
+    lengths: tuple[int, ...]
+    steps: Int64Array
+
+    def columns(self, ranks: Int64Array) -> Iterator[Columns]:
+        """Yields what each of these ranks holds, if all are as regular as the ranks of `probes`."""
+        step = max(1, _AT_ONCE // max(1, self.first.offset.size))
+        for start in range(0, len(ranks), step):
+            for offset, size in zip(*self._boxes(ranks[start : start + step]), strict=True):
+                yield replace(self.first, offset=offset, size=size)
+
+    def _boxes(self, ranks: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Returns offsets and sizes of the boxes of m ranks: two int64[m, n, D]."""
+        offset = np.repeat(self.first.offset[None], len(ranks), axis=0)
+        for stride, length, step in zip(self.strides, self.lengths, self.steps, strict=True):
+            if step.any():
+                offset += step * (ranks // stride % length)[:, None, None]
+        return _placed(self.first, offset)
+
+
+def infer(known: Mapping[int, Columns], world_size: int) -> Regular | None:
+    """Returns the mesh that the boxes of the ranks form; None if they form none.
+
+    Args:
+        known: What the ranks of `probes` hold; other ranks may be included.
+        world_size: Number of ranks.
+    """
+    first = known.get(0)
+    if first is None or any(rank not in known for rank in probes(world_size)):
+        return None
+    if not all(_alike(first, known[rank]) for rank in probes(world_size)):
+        return None
+    strides, steps = [1], [np.zeros_like(first.offset)]
+    if world_size > 1:
+        steps = [known[1].offset - first.offset]
+    for rank in probes(world_size)[2:]:
+        if rank % strides[-1]:
+            continue
+        # A dimension ends where its steps don't add up. Two dimensions that behave as one count as
+        # one.
+        expected = first.offset + steps[-1] * (rank // strides[-1])
+        offset, size = _placed(first, expected)
+        found = known[rank]
+        if not (np.array_equal(offset, found.offset) and np.array_equal(size, found.size)):
+            strides.append(rank)
+            steps.append(found.offset - first.offset)
+    ends = [*strides[1:], world_size]
+    lengths = [end // stride for stride, end in zip(strides, ends, strict=True)]
+    return Regular(first, tuple(strides), tuple(lengths), np.stack(steps))
+
+
+def _alike(one: Columns, other: Columns) -> bool:
+    """Returns whether two ranks hold boxes of the same tensors, in the same order."""
+    return (
+        one.names == other.names
+        and one.paths == other.paths
+        and one.dtypes == other.dtypes
+        and one.offset.shape == other.offset.shape
+    )
+
+
+def _placed(first: Columns, offset: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Returns rank 0's items moved to other offsets, clipped to the bounds of their tensors."""
+    offset = np.minimum(offset, np.maximum(first.shape, first.offset))
+    inside = np.maximum(first.shape - offset, 0)
+    size = np.where(offset == first.offset, first.size, np.minimum(first.size, inside))
+    return offset, size

@@ -2,7 +2,8 @@
 
 `make_plan` merges the ranks' columns (`merge`: copies, conflicts), divides the bytes among the
 ranks (`sharing`: who writes) and lays out the files (`layout`: where). `rank_plan` and `RankPlans`
-return one rank's part of the plan: its files, in the order of their bytes.
+return one rank's part of the plan: its files, in the order of their bytes. `checked_receipts`
+compares what the ranks have written with the plan.
 """
 
 from __future__ import annotations
@@ -12,22 +13,26 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from hashlib import blake2b
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from ray_dcp.core.columns import check
-from ray_dcp.core.grouping import run_of
+from ray_dcp.commit_protocol.messages import FileReceipts
+from ray_dcp.core.checksums import length_with_checks, num_blocks_many
 from ray_dcp.core.values import (
     NO_GROUPS,
+    BoolArray,
     Columns,
     FilePlan,
     GlobalPlan,
+    Int64Array,
     RankPlan,
+    offsets_of,
+    run_of,
 )
-from ray_dcp.errors import InvalidRequestError
+from ray_dcp.errors import InternalError
 from ray_dcp.format.table import decode_table, encode_table
 from ray_dcp.planning.layout import LARGE_BYTES, lay_out
 from ray_dcp.planning.merge import check_held, distinct_boxes, group_values, merge
@@ -51,7 +56,6 @@ def make_plan(
     min_writer_bytes: int = 0,
     to_lowest_rank: bool = False,
     nodes: Sequence[int] | None = None,
-    checked: bool = False,
 ) -> GlobalPlan:
     """Decides who writes what, and where, for one state.
 
@@ -60,7 +64,8 @@ def make_plan(
     in every process.
 
     Args:
-        columns: What each rank holds; the index is the rank. At least one.
+        columns: What each rank holds, valid by `columns.check`; the index is the rank. At least
+            one.
         part_bytes: Target length of a file; at least 1.
         min_piece_bytes: Shortest piece into which a replicated box is cut; at least 1.
         min_writer_bytes: Least that a rank writes in total, approximately, if it is assigned bytes
@@ -68,13 +73,11 @@ def make_plan(
         to_lowest_rank: The lowest rank that holds a replicated item writes all of it.
         nodes: Number of each rank's node (`sharing.node_numbers`). The bytes written are balanced
             over nodes first. By default each rank is on a node of its own.
-        checked: The columns come from `columns.decode`, which has checked them.
 
     Returns:
         The plan. A rank that writes nothing has no file.
 
     Raises:
-        InvalidRequestError: A rank's columns are invalid.
         PlanConflictError: Ranks disagree about an FQN, or boxes overlap or reach out of their
             tensor. All conflicts are reported at once.
         CoverageError: No rank holds some elements of a tensor, and there is no other fault.
@@ -84,8 +87,6 @@ def make_plan(
         A few sorts of as many numbers as there are rows: 1.4 us a row for 1000 ranks that hold
         1000 shards each (2 shared cores).
     """
-    if not checked:
-        _check(columns)
     held = merge(columns)
     boxes = distinct_boxes(held)
     check_held(held, boxes)
@@ -113,12 +114,6 @@ def make_plan(
         groups=group_values(held, boxes, pieces.differing),
     )
     return replace(plan, digest=_digest_of(plan))
-
-
-def _check(columns: Sequence[Columns]) -> None:
-    wrong = [f"rank {rank}: {line}" for rank, own in enumerate(columns) for line in check(own)]
-    if wrong:
-        raise InvalidRequestError("the items can't be planned:\n  " + "\n  ".join(wrong))
 
 
 def _digest_of(plan: GlobalPlan) -> bytes:
@@ -249,3 +244,86 @@ def _file_plan(plan: GlobalPlan, file: int) -> FilePlan:
         block_bytes=table.block_bytes[own],
         deferred=plan.source_row[chunks[fixed:]],
     )
+
+
+def checked_receipts(plan: GlobalPlan, attempt: str, receipts: FileReceipts) -> Int64Array:
+    """Returns what the receipts add to the plan, in the order of its chunks.
+
+    Args:
+        plan: The plan.
+        attempt: Id of the attempt that wrote the files.
+        receipts: The receipt of each of the plan's files, in their order.
+
+    Returns:
+        int64[k, 3]: item offset, item bytes and block bytes of each deferred chunk.
+
+    Raises:
+        InternalError: Receipts and plan do not match: a file is missing or not planned, has another
+            key or length, or other deferred items than planned. All such files are named.
+    """
+    keys = [key.replace("{attempt}", attempt) for key in plan.table.files]
+    there, files = {*receipts.file.tolist()}, {*range(len(keys))}
+    wrong = [f"file {file} is not planned" for file in sorted(there - files)]
+    wrong += [
+        f"{keys[file]} of rank {plan.file_rank[file]} has none" for file in sorted(files - there)
+    ]
+    if not wrong:
+        wrong = [
+            f"{keys[file]} of rank {plan.file_rank[file]}: its key, its length or the places of "
+            f"its deferred items, found {next(iter(receipts.take(np.array([file]))))}"
+            for file in np.flatnonzero(_misfits(plan, keys, receipts)).tolist()
+        ]
+    if wrong:
+        raise InternalError("receipts do not fit the plan: " + "; ".join(wrong), key=attempt)
+    # Invariant: deferred chunks and places are both sorted by file and, within a file, by row.
+    return receipts.places[:, 1:]
+
+
+def _misfits(plan: GlobalPlan, keys: list[str], receipts: FileReceipts) -> BoolArray:
+    """Returns which files have a receipt that differs from the plan: bool[f]."""
+    shape = _shape_of(plan)
+    places, num_places = receipts.places, receipts.num_places
+    if receipts.keys != "\n".join(keys):
+        return np.array([one.key != key for one, key in zip(receipts, keys, strict=True)])
+    if not np.array_equal(num_places, shape.num_places):
+        return np.asarray(num_places != shape.num_places)
+    # Where each deferred item may begin: at the end of the one before, or of the fixed area.
+    starts, ends = offsets_of(num_places), places[:, 1] + places[:, 2]
+    has = np.flatnonzero(num_places)
+    before = np.append(0, ends)[:-1] if len(ends) else ends
+    before[starts[has]] = plan.file_bytes[has]
+    wrong = (places[:, 0] != shape.rows) | (places[:, 1] < before)
+    wrong |= (places[:, 2] < 0) | (places[:, 3] <= 0)
+    expected = plan.file_bytes.copy()
+    expected[has] = ends[starts[has + 1] - 1]
+    late = np.diff(offsets_of(num_blocks_many(places[:, 2], places[:, 3]))[starts])
+    found = receipts.num_bytes != length_with_checks(expected, shape.fixed_checks + late)
+    found[np.repeat(np.arange(len(keys)), num_places)[wrong]] = True
+    return np.asarray(found)
+
+
+class _Shape(NamedTuple):
+    """What the receipts of a plan must look like."""
+
+    fixed_checks: Int64Array
+    num_places: Int64Array
+    rows: Int64Array
+
+
+_shapes: WeakKeyDictionary[GlobalPlan, _Shape] = WeakKeyDictionary()
+
+
+def _shape_of(plan: GlobalPlan) -> _Shape:
+    """Why cached: it is the same for every save that uses the plan."""
+    shape = _shapes.get(plan)
+    if shape is None:
+        table = plan.table
+        blocks = num_blocks_many(np.maximum(table.payload_bytes, 0), table.block_bytes)
+        starts = np.searchsorted(table.file, np.arange(len(table.files) + 1))
+        late = np.flatnonzero(table.payload_offset < 0)
+        shape = _shapes[plan] = _Shape(
+            np.diff(offsets_of(blocks)[starts]),
+            np.bincount(table.file[late], minlength=len(table.files)),
+            plan.source_row[late].astype(np.int64),
+        )
+    return shape

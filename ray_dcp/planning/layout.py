@@ -22,7 +22,7 @@ SMALL_ALIGNMENT = 64
 """Alignment of all other payloads: the one that `torch.save` uses."""
 
 
-class Layout(NamedTuple):
+class FileLayout(NamedTuple):
     """The place of every piece.
 
     Attributes:
@@ -38,7 +38,7 @@ class Layout(NamedTuple):
     file_bytes: Int64Array
 
 
-def lay_out(held: Held, pieces: Pieces, *, part_bytes: int) -> Layout:
+def lay_out(held: Held, pieces: Pieces, *, part_bytes: int) -> FileLayout:
     """Assigns every piece to a part file of its rank and to a place in that file.
 
     A file begins with the small payloads, each 64-aligned, so that one read covers many of them.
@@ -85,7 +85,7 @@ def lay_out(held: Held, pieces: Pieces, *, part_bytes: int) -> Layout:
         check_start=np.zeros(len(row) + 1, dtype=np.int64),
         checks=np.zeros(0, dtype=np.uint64),
     )
-    return Layout(table, order, file_rank, end)
+    return FileLayout(table, order, file_rank, end)
 
 
 def _in_file_order(held: Held, pieces: Pieces) -> Int64Array:

@@ -21,7 +21,6 @@ from itertools import pairwise
 import numpy as np
 
 from ray_dcp.commit_protocol.error_aggregation import name_ranks
-from ray_dcp.core.grouping import first_rows, group_rows, offsets_of, run_of
 from ray_dcp.core.values import (
     BoolArray,
     Columns,
@@ -31,7 +30,11 @@ from ray_dcp.core.values import (
     NamePath,
     ValueGroups,
     box_text,
+    first_rows,
+    group_rows,
+    offsets_of,
     pad,
+    run_of,
 )
 from ray_dcp.errors import CoverageError, InternalError, PlanConflictError
 from ray_dcp.planning.coverage import check_coverage
@@ -58,7 +61,7 @@ class Held(Columns):
 
 
 @dataclass(frozen=True, eq=False)
-class Boxes:
+class DistinctBoxes:
     """The distinct (FQN, box) of all ranks, in order of first appearance, and their holders.
 
     Attributes:
@@ -137,7 +140,7 @@ def _by_appearance(tensor: Int64Array, count: int) -> tuple[Int64Array, list[int
     return new[tensor], order.tolist()
 
 
-def distinct_boxes(held: Held) -> Boxes:
+def distinct_boxes(held: Held) -> DistinctBoxes:
     """Returns each distinct (FQN, box) with all rows that hold it.
 
     One box without elements is kept for each (FQN, offset), and none where a box with elements
@@ -157,7 +160,9 @@ def distinct_boxes(held: Held) -> Boxes:
     fresh[1:] = (ranks[1:] != ranks[:-1]) | (groups[1:] != groups[:-1])
     counts = np.bincount(groups[fresh], minlength=len(first))
     again = rows[order[~fresh]]
-    return Boxes(rows[first], offsets_of(counts), rows[order[fresh]], np.sort(again[~empty[again]]))
+    return DistinctBoxes(
+        rows[first], offsets_of(counts), rows[order[fresh]], np.sort(again[~empty[again]])
+    )
 
 
 def _without_shadowed(held: Held, empty: BoolArray) -> Int64Array:
@@ -172,7 +177,7 @@ def _without_shadowed(held: Held, empty: BoolArray) -> Int64Array:
     return np.flatnonzero(keep)
 
 
-def check_held(held: Held, boxes: Boxes) -> None:
+def check_held(held: Held, boxes: DistinctBoxes) -> None:
     """Checks that the ranks' items form one checkpoint.
 
     Raises:
@@ -252,7 +257,7 @@ def _definitions_text(held: Held, index: np.int64) -> str:
     return f"{held.names[index]!r}: {told}"
 
 
-def _repeated_texts(held: Held, boxes: Boxes) -> list[str]:
+def _repeated_texts(held: Held, boxes: DistinctBoxes) -> list[str]:
     """Returns a sentence for each item that a rank lists a second time."""
     found: dict[tuple[int, str], list[int]] = {}
     for row in boxes.again.tolist():
@@ -280,7 +285,7 @@ def _listed(wrong: list[str]) -> str:
 DIGEST_BYTES = 8
 
 
-def group_values(held: Held, boxes: Boxes, differing: BoolArray) -> ValueGroups:
+def group_values(held: Held, boxes: DistinctBoxes, differing: BoolArray) -> ValueGroups:
     """Returns which contents must be equal on which ranks.
 
     Args:

@@ -27,16 +27,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ray_dcp.core.grouping import offsets_of, running_max, within
 from ray_dcp.core.values import (
     BoolArray,
     ChunkTable,
     Int32Array,
     Int64Array,
     intersect,
+    offsets_of,
+    running_max,
     strides,
     volume,
     widen,
+    within,
 )
 from ray_dcp.planning.coverage import missing_volumes
 
@@ -387,7 +389,7 @@ class ReadPlan:
         return len(self.chunk)
 
 
-class Boxes(NamedTuple):
+class TensorBoxes(NamedTuple):
     """Boxes of tensors, such as those of chunks."""
 
     tensor: Int32Array
@@ -416,7 +418,7 @@ def plan_reads(table: ChunkTable, wanted: Wanted) -> ReadPlan:
     width = max(1, table.offset.shape[1], wanted.offset.shape[1])
     box = widen(wanted.offset, wanted.size, width)
     chunk_box = widen(table.offset, table.size, width)
-    by_tensor = Boxes(table.tensor, *chunk_box, table.num_tensors)
+    by_tensor = TensorBoxes(table.tensor, *chunk_box, table.num_tensors)
     chunk, row, offset, size = meetings(by_tensor, wanted.tensor, box)
     elements = volume(box[1])
     missing = missing_volumes(row, offset, size, *box)
@@ -435,7 +437,7 @@ def plan_reads(table: ChunkTable, wanted: Wanted) -> ReadPlan:
 
 
 def meetings(
-    boxes: Boxes, tensor: Int32Array, wanted: tuple[Int64Array, Int64Array]
+    boxes: TensorBoxes, tensor: Int32Array, wanted: tuple[Int64Array, Int64Array]
 ) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
     """Returns all pairs of a box and a wanted box of the same tensor that have a common part.
 

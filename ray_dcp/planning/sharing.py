@@ -15,10 +15,18 @@ import numpy.typing as npt
 
 from ray_dcp.commit_protocol.error_aggregation import name_ranks
 from ray_dcp.core.dtypes import ITEMSIZE
-from ray_dcp.core.grouping import group_rows, offsets_of, within
-from ray_dcp.core.values import BoolArray, Int32Array, Int64Array, Kind, volume
+from ray_dcp.core.values import (
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    Kind,
+    group_rows,
+    offsets_of,
+    volume,
+    within,
+)
 from ray_dcp.errors import UnsupportedValueError
-from ray_dcp.planning.merge import Boxes, Held
+from ray_dcp.planning.merge import DistinctBoxes, Held
 
 Ranks = npt.NDArray[np.integer]
 
@@ -238,7 +246,7 @@ class Pieces:
 
 def share_out(
     held: Held,
-    boxes: Boxes,
+    boxes: DistinctBoxes,
     *,
     world_size: int,
     min_piece_bytes: int,
@@ -349,7 +357,7 @@ class Cuts(NamedTuple):
     row: Int64Array
 
 
-def _itemsizes(held: Held, boxes: Boxes) -> Int64Array:
+def _itemsizes(held: Held, boxes: DistinctBoxes) -> Int64Array:
     """Returns the bytes per element of each box, 0 for objects."""
     known = [ITEMSIZE.get(name, 0) for name in held.dtypes]
     kind, dtype = held.kind[boxes.row], held.dtype[boxes.row]
@@ -369,7 +377,7 @@ def _itemsizes(held: Held, boxes: Boxes) -> Int64Array:
 
 
 def _disagreements(
-    held: Held, boxes: Boxes
+    held: Held, boxes: DistinctBoxes
 ) -> tuple[BoolArray, tuple[tuple[str, tuple[int, ...]], ...]]:
     """Returns which boxes have holders with different content digests, and names these boxes."""
     value = held.value[boxes.holder]
@@ -388,7 +396,7 @@ def _disagreements(
     return differing, tuple(told)
 
 
-def _splittable(held: Held, boxes: Boxes) -> BoolArray:
+def _splittable(held: Held, boxes: DistinctBoxes) -> BoolArray:
     """Returns the boxes that every holder allows to be split: bool[g]."""
     if len(boxes.row) == 0:
         return np.zeros(0, dtype=bool)
@@ -408,7 +416,7 @@ def _lead(size: Int64Array) -> npt.NDArray[np.intp]:
 
 def _cut_boxes(
     held: Held,
-    boxes: Boxes,
+    boxes: DistinctBoxes,
     itemsize: Int64Array,
     box: Int64Array,
     first: Int64Array,
@@ -426,7 +434,7 @@ def _cut_boxes(
     return offset, size, start
 
 
-def _by_holders(held: Held, boxes: Boxes, free: Int64Array) -> Iterator[Int64Array]:
+def _by_holders(held: Held, boxes: DistinctBoxes, free: Int64Array) -> Iterator[Int64Array]:
     """Yields groups of boxes that have the same holders."""
     if len(free) == 0:
         return
@@ -492,7 +500,7 @@ def _cut_line(
     return piece_box, begin - before[piece_box], count, order[owner]
 
 
-def _holder_classes(held: Held, boxes: Boxes) -> Int64Array:
+def _holder_classes(held: Held, boxes: DistinctBoxes) -> Int64Array:
     """Numbers the boxes so that boxes with equal holders have equal numbers."""
     ranks = held.rank[boxes.holder].astype(np.uint64)
     mixed = (ranks + np.uint64(1)) * _MIX

@@ -54,9 +54,8 @@ from ray_dcp.commit_protocol.messages import (
     Target,
 )
 from ray_dcp.core.processes import start_thread
-from ray_dcp.core.reporting import contained
 from ray_dcp.errors import CheckpointError, LimitError
-from ray_dcp.events import Event, outcome_of
+from ray_dcp.events import Event, contained, outcome_of
 from ray_dcp.format.save_trace import (
     PHASES,
     RankTimes,

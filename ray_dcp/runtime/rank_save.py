@@ -41,7 +41,6 @@ from ray_dcp.commit_protocol.save import replaced_since
 from ray_dcp.commit_protocol.vote import Fenced, Lost, Won
 from ray_dcp.core.columns import encode
 from ray_dcp.core.phases import CAPTURE, COMMIT, PLAN, STAGED, WRITE
-from ray_dcp.core.reporting import contained
 from ray_dcp.core.values import Columns, Int32Array, RankPlan
 from ray_dcp.errors import (
     CheckpointError,
@@ -50,6 +49,7 @@ from ray_dcp.errors import (
     ParticipantError,
     RankDisagreementError,
 )
+from ray_dcp.events import contained
 from ray_dcp.format.manifest import Manifest, decode_record
 from ray_dcp.io.threads import Stop, run_within
 from ray_dcp.io.writer import Deferred, Source, write_part

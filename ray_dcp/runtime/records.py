@@ -29,7 +29,7 @@ from ray_dcp.commit_protocol.garbage import (
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.commit_protocol.vote import Fenced, Lost, Won
 from ray_dcp.core.checksums import digest_bytes
-from ray_dcp.core.collector import collector_paused
+from ray_dcp.core.processes import collector_paused
 from ray_dcp.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -657,7 +657,7 @@ def write_metadata(
 
     Examples:
         >>> from ray_dcp.options import SaveOptions
-        >>> from ray_dcp.entrypoints import save
+        >>> from ray_dcp.saving import save
         >>> from ray_dcp.store.memory import MemoryStorage
         >>> storage = MemoryStorage("doc-metadata")
         >>> options = SaveOptions(stock_metadata=False)

@@ -59,9 +59,8 @@ from ray_dcp.commit_protocol.messages import (
 from ray_dcp.commit_protocol.planning import differences
 from ray_dcp.commit_protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
 from ray_dcp.core.checksums import digest_bytes
-from ray_dcp.core.collector import collector_paused
-from ray_dcp.core.columns import decode
-from ray_dcp.core.rank_names import for_rank, without_rank
+from ray_dcp.core.columns import decode, for_rank, without_rank
+from ray_dcp.core.processes import collector_paused
 from ray_dcp.core.values import Columns, GlobalPlan, Int64Array
 from ray_dcp.errors import (
     CheckpointError,
@@ -82,17 +81,20 @@ from ray_dcp.format.manifest import (
     record_key,
 )
 from ray_dcp.format.metadata import encode_metadata
-from ray_dcp.format.table import end_of
-from ray_dcp.format.table_places import place_runs, placed
+from ray_dcp.format.table import end_of, place_runs, placed
 from ray_dcp.io.checkpoint import METADATA_KEY, find_checkpoint
 from ray_dcp.io.records import read_slots, used_slots
 from ray_dcp.io.threads import at_once, run_tasks, threads_for
-from ray_dcp.planning.fingerprint import Fingerprints, alike, fingerprint
-from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, encoded_table, make_plan, rank_plan
+from ray_dcp.planning.fingerprint import Fingerprints, Regular, alike, fingerprint, infer
+from ray_dcp.planning.global_plan import (
+    MIN_WRITER_BYTES,
+    checked_receipts,
+    encoded_table,
+    make_plan,
+    rank_plan,
+)
 from ray_dcp.planning.merge import with_contents
 from ray_dcp.planning.reads import Ranges, ReadShares, share_reads
-from ray_dcp.planning.receipts import checked_receipts
-from ray_dcp.planning.regular import Regular, infer
 from ray_dcp.runtime.records import (
     confirm_record,
     decision_of,
@@ -132,7 +134,6 @@ def plan_of(task: MakePlan) -> Planned | RowsMissing:
         min_writer_bytes=MIN_WRITER_BYTES,
         to_lowest_rank=task.to_lowest_rank,
         nodes=task.nodes,
-        checked=True,
     )
     parts = tuple(rank_plan(plan, rank) for rank in range(plan.world_size))
     return Planned(plan, parts, disagreements=differences(plan.disagreements))

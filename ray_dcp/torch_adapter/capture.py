@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ray_dcp.core.collector import collector_paused
 from ray_dcp.core.dtypes import READABLE, as_numbers, raw_dtype
+from ray_dcp.core.processes import collector_paused
 from ray_dcp.core.values import BoolArray, Columns, Int64Array, Kind, NamePath, padded
 from ray_dcp.errors import InvalidRequestError, NonFiniteError, UnsupportedValueError
 from ray_dcp.options import SaveOptions

@@ -30,8 +30,8 @@ except ModuleNotFoundError:  # torch before 2.15; later ones deprecate it
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.core.reporting import contained
 from ray_dcp.errors import InvalidRequestError
+from ray_dcp.events import contained
 from ray_dcp.options import INSTEAD_OF_SAFETENSORS, LoadOptions, SaveOptions
 from ray_dcp.store.location import AnyPlace, Location, is_place, split_url
 from ray_dcp.store.opening import absolute_target, as_target, place_by_fsspec

@@ -13,7 +13,7 @@ from torch.distributed import c10d_logger
 from torch.distributed.checkpoint import logger as _stock
 
 from ray_dcp.core.phases import Step
-from ray_dcp.core.reporting import contained
+from ray_dcp.events import contained
 
 DCP_LOGGER: logging.Logger = _stock._dcp_logger
 """The logger of DCP's own functions: handlers that a job installed receive ray_dcp's calls too."""

@@ -32,7 +32,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ray_dcp.commit_protocol.messages import Untaken
-from ray_dcp.core.collector import collector_paused
+from ray_dcp.core.processes import collector_paused
 from ray_dcp.core.values import ChunkTable, Int64Array, Kind, volume
 from ray_dcp.errors import (
     CoverageError,

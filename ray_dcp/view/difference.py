@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_dcp.core.dtypes import READABLE, as_numbers
-from ray_dcp.core.grouping import offsets_of, within
-from ray_dcp.core.values import BoolArray, ChunkTable, Int64Array, Kind, widen
+from ray_dcp.core.values import BoolArray, ChunkTable, Int64Array, Kind, offsets_of, widen, within
 from ray_dcp.errors import InvalidRequestError, MissingKeyError
 from ray_dcp.store.opening import Told
 from ray_dcp.view.naming import nearest

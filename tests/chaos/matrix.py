@@ -18,7 +18,7 @@ NODE_S = 20.0
 FREEZE_S = scenes.FROZEN_S + 2.0
 """How soon a frozen process must be told, with the heartbeat timeout of these cells."""
 
-CAPTURE = Trap("rank", "ray_dcp.operations:capture")
+CAPTURE = Trap("rank", "ray_dcp.saving:capture")
 WRITE = Trap("rank", "ray_dcp.store.local:_pwrite", call=2)
 BEAT = Trap("rank", "ray_dcp.runtime.heartbeat:Heartbeat", call=2)
 STAGE = Trap("rank", "ray_dcp.stage.transfer:window_parts")

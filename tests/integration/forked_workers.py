@@ -22,7 +22,7 @@ from typing import Any
 # the same ones.
 PRELOADED = (
     "ray", "ray._private.workers.default_worker", "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "pytest", "ray_dcp.operations",
+    "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "pytest", "ray_dcp.saving",
     "ray_dcp.runtime.worker_group", "ray_dcp.runtime.coordinator", "ray_dcp.runtime.stager",
     "ray_dcp.runtime.gatherer",
 )  # fmt: skip

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from ray_dcp.commit_protocol.commands import Failed, MakePlan, Planned, RowsMissing
 from ray_dcp.core.columns import ColumnsBuilder, encode
 from ray_dcp.errors import CheckpointError
-from ray_dcp.planning.fingerprint import alike, fingerprint
+from ray_dcp.planning.fingerprint import alike, fingerprint, probes
 from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, make_plan
 from ray_dcp.planning.merge import contents_of, without_contents
-from ray_dcp.planning.regular import probes
 from ray_dcp.planning.sharing import node_numbers
 from ray_dcp.runtime import tasks
 from ray_dcp.runtime.tasks import perform

@@ -30,9 +30,9 @@ from ray_dcp.core.columns import decode, encode
 from ray_dcp.core.values import Columns, Kind
 from ray_dcp.errors import StateDictError, UnsupportedValueError
 from ray_dcp.options import SaveOptions
+from ray_dcp.saving import share_bytes
 from ray_dcp.torch_adapter.capture import Capture, capture
 from ray_dcp.torch_adapter.objects import load_object
-from ray_dcp.warming import share_bytes
 
 from .adapter_support import as_rank, box, frozen, load, on_ranks, stored
 

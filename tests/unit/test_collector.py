@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from ray_dcp.core.collector import collector_paused
+from ray_dcp.core.processes import collector_paused
 
 
 @pytest.fixture(autouse=True)

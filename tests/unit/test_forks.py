@@ -21,7 +21,7 @@ from ray_dcp.stage.memory import PrivateMemory
 from tests.forked_programs import Programs
 
 HANDLED = {
-    "core.collector._lock": "a new one; a collector that was paused goes on",
+    "core.processes._collector_lock": "a new one; a collector that was paused goes on",
     "events._lock": "a new one; listeners stay, as handlers of logs do",
     "manager.preemption._listeners": "listen only in the process that asked for it",
     "manager.manager._open": "cleared: nothing of the parent's is closed at a child's exit",
@@ -139,7 +139,7 @@ def test_workers_that_are_forked_save_their_own_values(programs, tmp_path, befor
 
 HELD = """
 from importlib import import_module
-from ray_dcp.core.collector import collector_paused
+from ray_dcp.core.processes import collector_paused
 from ray_dcp.core.processes import ProcessLock
 from ray_dcp.runtime import rank_load
 

@@ -22,7 +22,7 @@ def packed(tensors):
         piece = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
         dtype = str(tensor.dtype).removeprefix("torch.")
         entries.append(
-            sf.Entry(name, dtype, tuple(tensor.shape), len(data), len(data) + len(piece))
+            sf.TensorEntry(name, dtype, tuple(tensor.shape), len(data), len(data) + len(piece))
         )
         data += piece
     return entries, data

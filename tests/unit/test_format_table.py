@@ -8,7 +8,7 @@ from ray_dcp.core import packing
 from ray_dcp.core.values import IntKey, Kind
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 from ray_dcp.format import table as tb
-from ray_dcp.format.table_check import check_table
+from ray_dcp.format.table import check_table
 from tests import big_views
 from tests.format_cases import difference, forged, many_table, mixed_table, table_of
 

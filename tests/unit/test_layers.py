@@ -19,10 +19,8 @@ PACKAGE = REPOSITORY / "ray_dcp"
 
 LAYERS = {
     "errors": 0,
-    "version": 0,
     "options": 1,
     "events": 1,
-    "clock": 1,
     "core": 1,
     "planning": 2,
     "format": 2,
@@ -37,11 +35,9 @@ LAYERS = {
     "asynchronous": 5,
     "conversion": 5,
     "data": 5,
-    "entrypoints": 5,
     "exporting": 5,
     "loading": 5,
-    "warming": 5,
-    "operations": 5,
+    "saving": 5,
     "manager": 5,
     "__init__": 6,
     "dcp": 6,
@@ -71,13 +67,11 @@ HOMES = {
         {
             "torch_adapter",
             "runtime",
-            "operations",
+            "saving",
             "loading",
             "asynchronous",
-            "warming",
             "conversion",
             "data",
-            "entrypoints",
             "manager",
             "dcp",
             "xla",
@@ -97,7 +91,7 @@ HOMES = {
 # Modules outside torch's homes that import it inside a call which returns or compares tensors.
 TORCH_INSIDE_CALLS = {"view.tensor_handle", "cli.demo"}
 
-# Modules below the entrypoints that read the environment, each with its reason.
+# Modules below the entry points that read the environment, each with its reason.
 ENVIRONMENT_READERS = {
     "store.object_stores": "whether the endpoint that obstore takes from there has TLS",
     "runtime.actor_names": "RAY_ADDRESS",
@@ -266,8 +260,7 @@ def test_modules_that_load_without_torch_import_no_torch_module_of_ours_at_once(
     need_torch = {
         "torch_adapter",
         "runtime",
-        "operations",
-        "entrypoints",
+        "saving",
         "conversion",
         "data",
         "manager",
@@ -326,7 +319,7 @@ def test_the_environment_is_read_only_by_the_entrypoints_and_listed_modules():
     readers = {
         name
         for name, tree in modules().items()
-        if LAYERS[package_of(name)] < LAYERS["entrypoints"]
+        if LAYERS[package_of(name)] < LAYERS["saving"]
         for node in ast.walk(tree)
         if reads_environment(node)
     }
@@ -370,7 +363,7 @@ def test_a_process_that_is_alone_looks_for_its_session_without_ray():
     program = (
         "from ray_dcp.runtime.discovery import current_session\n"
         "assert current_session() is None\n"
-        "import ray_dcp.operations, ray_dcp.asynchronous, ray_dcp.loading\n"
+        "import ray_dcp.saving, ray_dcp.asynchronous, ray_dcp.loading\n"
     )
     assert loaded_by(program) == {"torch"}
 

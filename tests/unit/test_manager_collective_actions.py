@@ -69,7 +69,7 @@ def test_a_step_that_is_told_as_failed_never_appears(tmp_path):
 
 def test_an_attempt_that_was_ended_before_its_save_began_is_not_committed(tmp_path, monkeypatch):
     from ray_dcp.commit_protocol.messages import Target
-    from ray_dcp.operations import run_save
+    from ray_dcp.saving import run_save
     from ray_dcp.torch_adapter.dispatch import decide_save
 
     target, attempt = Target(str(tmp_path)), "0123456789abcdef"
@@ -93,7 +93,7 @@ def hangs():
 def test_a_decision_that_waits_for_the_storage_for_ever_ends_in_time_on_all_ranks(
     hangs, world_size
 ):
-    from ray_dcp.operations import session_for
+    from ray_dcp.saving import session_for
 
     def work(_):
         agree(

@@ -12,10 +12,10 @@ import torch
 from click.testing import CliRunner
 
 import ray_dcp
-from ray_dcp import operations
+from ray_dcp import saving
 from ray_dcp.cli.main import main
+from ray_dcp.core import NEWEST_TORCH, OLDEST_TORCH
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, InvalidRequestError
-from ray_dcp.version import NEWEST_TORCH, OLDEST_TORCH
 from tests import checkpoints
 
 REPOSITORY = Path(__file__).parents[2]
@@ -94,11 +94,11 @@ def test_a_torch_that_was_not_tried_is_told_once(
     is_new: bool,
 ):
     monkeypatch.setattr(torch, "__version__", version)
-    operations._note_untried.cache_clear()
+    saving._note_untried.cache_clear()
     for _ in range(2):
         ray_dcp.save(blank(), checkpoint_id=tmp_path, no_dist=True)
         ray_dcp.load(blank(), checkpoint_id=tmp_path, no_dist=True)
-    operations._note_untried.cache_clear()
+    saving._note_untried.cache_clear()
     lines = [one.getMessage() for one in caplog.records if "was not tried" in one.getMessage()]
     assert lines == ([lines[0]] if is_new else [])
     assert all(version in line and NEWEST_TORCH in line for line in lines)

@@ -14,9 +14,8 @@ import pytest
 
 from ray_dcp.commit_protocol.messages import FileReceipt, FileReceipts, join_receipts
 from ray_dcp.core.columns import ColumnsBuilder, check, decode, encode
-from ray_dcp.core.grouping import group_rows
 from ray_dcp.core.packing import pack_record, unpack_record
-from ray_dcp.core.values import ChunkTable, Columns, GlobalPlan, IntKey, Kind
+from ray_dcp.core.values import ChunkTable, Columns, GlobalPlan, IntKey, Kind, group_rows
 from ray_dcp.errors import (
     CoverageError,
     InternalError,
@@ -433,7 +432,7 @@ def test_a_column_of_a_large_chunk_is_read_in_few_ranges_without_walking_its_row
 
 
 def test_rows_with_equal_hashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray_dcp.core.grouping._MIX", 0)
+    monkeypatch.setattr("ray_dcp.core.values._MIX", 0)
     first, group = group_rows([np.array([3, 4, 3, 5]), np.array([1, 1, 1, 1])])
     assert (first.tolist(), group.tolist()) == ([0, 1, 3], [0, 1, 0, 2])
 

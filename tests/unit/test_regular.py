@@ -11,8 +11,7 @@ from ray_dcp.commit_protocol import planning
 from ray_dcp.commit_protocol.commands import Planned, RowsMissing
 from ray_dcp.commit_protocol.messages import SaveAgain, SendItems, Target
 from ray_dcp.core.columns import ColumnsBuilder
-from ray_dcp.planning.fingerprint import Fingerprints, fingerprint
-from ray_dcp.planning.regular import infer, probes
+from ray_dcp.planning.fingerprint import Fingerprints, fingerprint, infer, probes
 from ray_dcp.runtime import rank_save
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.opening import open_storage

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 import ray_dcp
-from ray_dcp import operations
+from ray_dcp import saving
 from ray_dcp.commit_protocol.messages import Exchange, Exchanged, Refused
 from ray_dcp.core.phases import WRITE
 from ray_dcp.errors import DeadlineError, InternalError, InvalidRequestError, ParticipantError
@@ -281,7 +281,7 @@ def as_ranks(
     """Returns what work gave or raised on each rank, in a thread of its own."""
     here = threading.local()
     monkeypatch.setattr(
-        operations, "current_session", lambda *_: None if _[1] else getattr(here, "session", None)
+        saving, "current_session", lambda *_: None if _[1] else getattr(here, "session", None)
     )
 
     def run(session: SocketSession) -> Any:

@@ -23,9 +23,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from ray_dcp import events
 from ray_dcp.asynchronous import SaveHandle, run_async_save
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.core import reporting
 from ray_dcp.core.checks import check_whole
 from ray_dcp.errors import (
     CheckpointError,
@@ -52,10 +52,10 @@ from ray_dcp.loading import run_load_newest
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.rank_load import StepRange
 from ray_dcp.runtime.tasks import outcome
+from ray_dcp.saving import warm_staging
 from ray_dcp.torch_adapter.dispatch import decide_save
 from ray_dcp.torch_adapter.load_report import LoadReport
 from ray_dcp.torch_adapter.state import check_mapping, stateful_to_state_dict
-from ray_dcp.warming import warm_staging
 
 ASK_AGAIN_S = (0.0, 0.5, 2.0)
 """Pauses before each query of the storage for an unknown outcome, in seconds."""
@@ -228,7 +228,7 @@ class Warned:
     def _say(self, text: str) -> None:
         logger.warning(text)
         # Why both: a run shows the log, and a test or a notebook shows the Python warning.
-        reporting.warn(text, stacklevel=4)
+        events.warn(text, stacklevel=4)
 
 
 _SLACK = 1.5

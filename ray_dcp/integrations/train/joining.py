@@ -49,12 +49,12 @@ from ray_dcp.io.threads import Stop
 from ray_dcp.manager.catalogue import Catalogue, Root, look_at_folders
 from ray_dcp.manager.leases import LEASE_S, Readers, WriterLease, this_process
 from ray_dcp.manager.steps import Deletions, Going, going, remove_records
-from ray_dcp.operations import session_for
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.memory_tier import NodeMemory
 from ray_dcp.runtime.ray_private import TESTED
 from ray_dcp.runtime.ray_session import RaySession
 from ray_dcp.runtime.session import Session
+from ray_dcp.saving import session_for
 from ray_dcp.store.location import Location, split_url
 from ray_dcp.store.opening import absolute_target, as_target
 from ray_dcp.view.run_listing import list_run

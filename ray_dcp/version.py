@@ -1,7 +1,0 @@
-"""The versions of ray_dcp and of torch, for modules that must not import the package's facade."""
-
-__version__ = "0.1.0"
-
-OLDEST_TORCH = "2.9"
-NEWEST_TORCH = "2.15"
-"""The oldest and the newest tested version of torch; `docs/limits.md` lists all of them."""
