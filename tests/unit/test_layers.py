@@ -246,28 +246,8 @@ def test_a_heavy_dependency_is_imported_only_at_its_home(distribution: str):
 
 
 def test_modules_that_load_without_torch_import_no_torch_module_of_ours_at_once():
-    torch_free = {
-        "core",
-        "planning",
-        "format",
-        "store",
-        "commit_protocol",
-        "io",
-        "stage",
-        "view",
-        "cli",
-    }
-    need_torch = {
-        "torch_adapter",
-        "runtime",
-        "saving",
-        "conversion",
-        "data",
-        "manager",
-        "dcp",
-        "xla",
-        "integrations",
-    }
+    need_torch = HOMES["torch"][0]
+    torch_free = {"cli", *(name for name, layer in LAYERS.items() if 1 <= layer <= 3)} - need_torch
     loading = [
         str(found)
         for found in imports()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -92,10 +93,8 @@ def test_another_version_is_told_as_such() -> None:
     ],
 )
 def test_impossible_columns_are_refused(change: dict[str, object], told: str) -> None:
-    broken = replace(some(), **change)
-    assert len(check(broken)) >= 1
-    with pytest.raises(InvalidRequestError, match=told):
-        encode(broken)
+    assert re.search(told, "; ".join(check(replace(some(), **change))))
+    assert check(some()) == []
 
 
 def test_all_impossible_items_are_told_at_once() -> None:

@@ -1,6 +1,5 @@
 """Regular layouts: the rows of a few ranks tell those of all, and nobody is believed unseen."""
 
-from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
@@ -11,7 +10,7 @@ from ray_dcp.commit_protocol import planning
 from ray_dcp.commit_protocol.commands import Planned, RowsMissing
 from ray_dcp.commit_protocol.messages import SaveAgain, SendItems, Target
 from ray_dcp.core.columns import ColumnsBuilder
-from ray_dcp.planning.fingerprint import Fingerprints, fingerprint, infer, probes
+from ray_dcp.planning.fingerprint import fingerprint, probes
 from ray_dcp.runtime import rank_save
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.opening import open_storage
@@ -68,27 +67,6 @@ def test_probes_are_where_a_dimension_may_begin():
         assert strides - {int(np.prod(mesh))} <= set(probes(int(np.prod(mesh))))
     assert probes(1) == (0,)
     assert len(probes(10240)) < 32
-
-
-def test_infer_without_what_it_needs():
-    columns = dict(enumerate(slabs(4, ((8,), 0))))
-    assert infer({}, 4) is None
-    assert infer({0: columns[0], 1: columns[1]}, 4) is None
-    assert infer({**columns, 2: replace(columns[2], names=("other",))}, 4) is None
-    alone = infer({0: columns[0]}, 1)
-    assert alone is not None
-    assert not alone.steps.any()
-    regular = infer({rank: columns[rank] for rank in (0, 1, 2)}, 4)
-    assert regular is not None
-    assert [own.offset.tolist() for own in regular.columns(np.array([3]))] == [[[6]]]
-
-
-def test_fingerprints_of_many_are_those_of_each():
-    columns = held([Stage(range(6), (2, 3), [Tensor("t", (4, 9), [0, 1])])])
-    names = Fingerprints(columns[0], world_size=6, **NAMED)
-    found = [names.of_boxes(own, rank) for rank, own in enumerate(columns)]
-    assert found == [fingerprint(own, world_size=6, **NAMED) for own in columns]
-    assert len(set(found)) == 6
 
 
 def test_a_rank_s_own_names_count_in_the_second_half_of_its_fingerprint():

@@ -35,18 +35,24 @@ from tests.unit.test_protocol_staged import SECOND, StagedPlay
 
 
 class Stager:
-    """What a coordinator calls of a stager."""
+    """What a coordinator calls of a stager, which may fail with an error."""
 
-    def __init__(self, name):
-        self.name = name
-        self.sealed = []
-        self.asked = []
+    def __init__(self, called, error=None):
+        self.called, self.error = called, error
+        self.sealed, self.asked = [], []
+        self.name = SimpleNamespace(remote=self._name)
         self.shares = SimpleNamespace(remote=self._shares)
 
+    async def _name(self):
+        if self.error:
+            raise self.error
+        return self.called
+
     async def _shares(self, attempt):
+        name = await self._name()
         self.asked.append(attempt)
         keys = [StageKey((KEY, 1), rank, attempt) for rank in self.sealed]
-        return self.name, [StageProgress(key, 8, 8, True, ()) for key in keys]
+        return name, [StageProgress(key, 8, 8, True, ()) for key in keys]
 
 
 class Cluster:
@@ -243,7 +249,7 @@ def test_the_plan_outlives_all_stagers_and_goes_with_its_save(cluster):
 def test_a_stager_in_the_place_of_one_that_died_is_known_by_its_own_name(cluster):
     keep_plan(cluster)
     new = cluster.add(0)
-    new.name, new.sealed = "s0#1", [0]
+    new.called, new.sealed = "s0#1", [0]
     assert another_coordinator().held_by("s0#1") == {KEY: [0]}
 
 
@@ -308,96 +314,50 @@ def test_a_save_that_had_ended_does_not_keep_the_next_one_waiting(tmp_path, ende
     assert (tmp_path / "c" / ".metadata").exists() == (ended == "committed")
 
 
-def watch_of(play, lost, clock):
-    return StagerWatch(play.coordination, lambda commands: None, "namespace", lost.append, clock)
+UNREACHABLE = ActorUnavailableError("connection reset", b"0" * 16)
 
 
-def test_a_stager_that_is_lost_is_one_warning_with_its_ranks(cluster, caplog):
+@pytest.mark.parametrize(
+    ("stagers", "passed_s", "lost"),
+    [
+        ({}, [0, 0, 0], [{"s0", "s1"}] * 2),
+        # A broken connection is no loss before it is beyond any bound; a death is.
+        ({0: UNREACHABLE, 1: ActorDiedError()}, [0, 0, 3600, 0], [{"s1"}, {"s0", "s1"}]),
+        # The coordinator's own process was stopped.
+        ({0: None, 1: None}, [0.5, 0.5, 3600, 0.5], [set()] * 2),
+    ],
+    ids=["gone", "unreachable, dead", "alive"],
+)
+def test_a_stager_that_is_lost_is_one_warning_with_its_ranks(
+    cluster, caplog, stagers, passed_s, lost
+):
     play = StagedPlay(world_size=2)
     play.to_staged()
-    lost = []
+    for number, error in stagers.items():
+        cluster.add(number).called, cluster.stagers[f"s{number}"].error = f"s{number}", error
+    found, now_s = [], [0.0]
+    clock = AwakeClock(lambda: now_s[0], 1.0) if lost[-1] == set() else lambda: now_s[0]
+    watch = StagerWatch(play.coordination, lambda commands: None, "namespace", found.append, clock)
 
     async def story():
-        watch = watch_of(play, lost, lambda: 0.0)
-        for _ in range(5):
+        after = []
+        for seconds in passed_s:
             await watch.look()
             await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+            after.append({*found})
+            now_s[0] += seconds
+        return after
 
     with caplog.at_level(logging.WARNING):
-        asyncio.run(story())
+        assert asyncio.run(story())[-2:] == lost
     told = [record.getMessage() for record in caplog.records]
-    assert sorted(message[:14] for message in told) == ["Lost stager s0", "Lost stager s1"]
+    assert sorted(message[12:14] for message in told) == sorted(lost[-1])
     assert all("ranks [" in message and "operation 0" in message for message in told)
-    assert {"s0", "s1"} == set(lost)
-
-
-class Answering:
-    """A stager that says who it is."""
-
-    def __init__(self, name):
-        self._name = name
-        self.name = SimpleNamespace(remote=self._ask)
-
-    async def _ask(self):
-        return self._name
-
-
-class Unreachable:
-    """A stager of which each call fails with the error that is given."""
-
-    def __init__(self, error):
-        self.error = error
-        self.name = self.shares = SimpleNamespace(remote=self._ask)
-
-    async def _ask(self, *_):
-        raise self.error
-
-
-def test_a_broken_connection_to_a_stager_is_no_loss_and_its_death_is(cluster):
-    play = StagedPlay(world_size=2)
-    play.to_staged()
-    cluster.stagers["s0"] = Unreachable(ActorUnavailableError("connection reset", b"0" * 16))
-    cluster.stagers["s1"] = Unreachable(ActorDiedError())
-    lost = []
-
-    async def story():
-        now_s = [0.0]
-        watch = watch_of(play, lost, lambda: now_s[0])
-        for _ in range(5):
-            await watch.look()
-            await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
-        before = [*lost]
-        now_s[0] += 3600.0  # beyond any bound
-        await watch.look()
-        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
-        return before
-
-    assert set(asyncio.run(story())) == {"s1"}
-    assert set(lost) == {"s0", "s1"}
-
-
-def test_a_coordinator_that_was_stopped_for_long_takes_no_stager_for_frozen(cluster):
-    play = StagedPlay(world_size=2)
-    play.to_staged()
-    for name in ("s0", "s1"):
-        cluster.stagers[name] = Answering(name)
-    lost, now_s = [], [0.0]
-    clock = AwakeClock(lambda: now_s[0], 1.0)
-
-    async def story():
-        watch = watch_of(play, lost, clock)
-        for stopped_s in (0.5, 0.5, 3600.0, 0.5):
-            await watch.look()
-            await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
-            now_s[0] += stopped_s
-
-    asyncio.run(story())
-    assert lost == []
 
 
 def test_a_stager_out_of_reach_for_a_moment_is_asked_again_what_it_holds(cluster):
     keep_plan(cluster)
-    cluster.stagers["s0"] = Unreachable(ActorUnavailableError("connection reset", b"0" * 16))
+    cluster.add(0).error = ActorUnavailableError("connection reset", b"0" * 16)
 
     async def go_on():
         coordination = Coordination(epoch=2, new_attempt=lambda: "a2")
