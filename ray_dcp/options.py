@@ -18,6 +18,7 @@ __all__ = ["DtypePolicy", "KeyMap", "LoadOptions", "SaveOptions", "Verify", "Whe
 DtypePolicy = Literal["widen", "error", "cast", "keep"]
 KeyMap = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], "str | None"]
 ShareReads = Literal["auto"] | bool
+Unchanged = Literal["write", "link"]
 Verify = Literal["always", "sample", "never"]
 WhenFull = Literal["wait", "skip"]
 
@@ -72,6 +73,12 @@ class SaveOptions:
     sync_files: bool = True
     """Make files durable (fsync) before they are reported, and bypass the page cache where the
     filesystem allows it. Use False only for throw-away saves."""
+    unchanged: Unchanged = "write"
+    """What to do with part files that would equal one of the last committed step of the run (those
+    in one folder). `write`: write them. `link`: keep what is not expected to change in files of its
+    own, and give such a file, where its block checksums are those of the last step's file, another
+    name (a hard link; on S3, GCS and Azure a copy that the store makes) instead of writing it
+    again. Each step stays whole by itself, but steps share bytes on a disk, and so their damage."""
     stock_metadata: bool = True
     """Also write DCP's `.metadata`, without which stock DCP can't read the checkpoint. It has 100
     to 160 bytes per tensor and rank, and takes as long to build as the rest of the commit. With

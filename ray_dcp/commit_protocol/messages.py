@@ -148,6 +148,8 @@ class FileReceipt:
     digest: bytes
     """xxh3-128 over all block checksums of the file, in order (16 bytes)."""
     deferred: tuple[DeferredPlace, ...] = ()
+    reused: Literal["", "linked", "copied"] = ""
+    """How the file got the bytes of a file of an earlier step; empty if it was written."""
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,10 @@ from ray_dcp.core.packing import (
     unpack_bytes,
     unpack_record,
 )
-from ray_dcp.core.values import Columns, IntKey, Kind, NamePath, padded
+from ray_dcp.core.values import Columns, IntKey, Kind, NamePath, Settled, padded
 from ray_dcp.errors import InternalError, InvalidRequestError, RankDisagreementError
 
-_FORM = 3
+_FORM = 4
 _FLAT = {
     "name": np.int32,
     "kind": np.int8,
@@ -41,6 +41,7 @@ _FLAT = {
     "requires_grad": np.bool_,
     "splittable": np.bool_,
     "value": np.uint64,
+    "settled": np.int8,
 }
 _BOXES = ("shape", "offset", "size")
 _MAX_BYTES = float(1 << 62)
@@ -66,7 +67,7 @@ class ColumnsBuilder:
         self._names: dict[str, int] = {}
         self._paths: list[NamePath | None] = []
         self._dtypes: dict[str, int] = {}
-        self._flat: list[tuple[int, int, int, bool, bool, int]] = []
+        self._flat: list[tuple[int, int, int, bool, bool, int, int]] = []
         self._boxes: list[tuple[Sequence[int], Sequence[int], Sequence[int]]] = []
 
     def tensor(
@@ -82,6 +83,7 @@ class ColumnsBuilder:
         requires_grad: bool = False,
         splittable: bool = False,
         value: int = 0,
+        settled: int = Settled.UNKNOWN,
     ) -> int:
         """Adds a box of a tensor.
 
@@ -96,6 +98,7 @@ class ColumnsBuilder:
             requires_grad: The tensor's `requires_grad`.
             splittable: Whether the box may be split among its holders.
             value: Digest of its content, 0 for none.
+            settled: A `Settled`.
 
         Returns:
             The row of the box.
@@ -105,7 +108,8 @@ class ColumnsBuilder:
         lengths = shape if size is None else size
         code = self._dtypes.setdefault(dtype, len(self._dtypes))
         self._boxes.append((shape, start, lengths))
-        self._flat.append((self._name(fqn, path), kind, code, requires_grad, splittable, value))
+        flat = (kind, code, requires_grad, splittable, value, int(settled))
+        self._flat.append((self._name(fqn, path), *flat))
         return len(self._flat) - 1
 
     def object(self, fqn: str, *, path: NamePath | None = None, value: int = 0) -> int:
@@ -120,7 +124,7 @@ class ColumnsBuilder:
             The row of the object.
         """
         self._boxes.append(((), (), ()))
-        self._flat.append((self._name(fqn, path), Kind.OBJECT, -1, False, False, value))
+        self._flat.append((self._name(fqn, path), Kind.OBJECT, -1, False, False, value, 0))
         return len(self._flat) - 1
 
     def build(self) -> Columns:
@@ -140,8 +144,8 @@ class ColumnsBuilder:
                 "expected shape, offset and size of one length, but they differ for "
                 + ", ".join(repr(names[name]) for name in uneven)
             )
-        flat = list(zip(*self._flat, strict=True)) or [()] * 6
-        name, kind, dtype, grad, splittable, value = flat
+        flat = list(zip(*self._flat, strict=True)) or [()] * 7
+        name, kind, dtype, grad, splittable, value, settled = flat
         shapes, offsets, sizes = zip(*self._boxes, strict=True) if self._boxes else ((), (), ())
         ndim = np.array([*map(len, shapes)], dtype=np.int64)
         width = max(1, int(ndim.max(initial=0)))
@@ -159,6 +163,7 @@ class ColumnsBuilder:
             requires_grad=np.array(grad, dtype=np.bool_),
             splittable=np.array(splittable, dtype=np.bool_),
             value=np.array(value, dtype=np.uint64),
+            settled=np.array(settled, dtype=np.int8),
         )
         wrong = check(columns)
         if wrong:
@@ -300,6 +305,7 @@ def _check_codes(columns: Columns) -> list[str]:
     bounds = (
         ("name", columns.name, 0, len(columns.names) - 1),
         ("kind", columns.kind, 0, max(Kind)),
+        ("settled", columns.settled, 0, max(Settled)),
         ("ndim", columns.ndim, 0, width),
         ("dtype of a tensor", columns.dtype[~is_object], 0, len(columns.dtypes) - 1),
         ("dtype of an object", columns.dtype[is_object], -1, -1),

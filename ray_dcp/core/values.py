@@ -22,7 +22,7 @@ The arithmetic processes all rows at once. Decisions are made by the modules of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from itertools import chain
@@ -70,6 +70,17 @@ class Kind(IntEnum):
     pickles as itself, a stream transform)."""
 
 
+class Settled(IntEnum):
+    """The guess whether an item changes between saves. Of several holders, the highest counts."""
+
+    UNKNOWN = 0
+    """Planned as an item that changes."""
+    SETTLED = 1
+    """Is not expected to change."""
+    CHANGED = 2
+    """Was expected not to change, but did."""
+
+
 @dataclass(frozen=True, eq=False)
 class Columns:
     """The items that one rank holds, one row per item (a DCP `WriteItem`).
@@ -92,6 +103,7 @@ class Columns:
             replicas, and plain floating tensors of at least 4 MiB.
         value: uint64[n], a digest of all bytes of an item that several ranks may hold with
             different content (plain tensors, boxes of DTensor replicas, objects); 0 for none.
+        settled: int8[n], a `Settled`: the guess whether the item changes between saves.
     """
 
     names: tuple[str, ...]
@@ -107,6 +119,7 @@ class Columns:
     requires_grad: BoolArray
     splittable: BoolArray
     value: UInt64Array
+    settled: Int8Array
 
     def __len__(self) -> int:
         return len(self.name)
@@ -208,6 +221,7 @@ class FilePlan:
         block_bytes: int64[m], length of its checksum blocks.
         deferred: int32[k], rows of the rank's `Columns` that follow, in this order. The file ends
             with its block checksums (`checksums.end_checks`).
+        settled: Whether no item of the file is expected to change between saves.
     """
 
     file: int
@@ -226,6 +240,7 @@ class FilePlan:
     payload_bytes: Int64Array
     block_bytes: Int64Array
     deferred: Int32Array
+    settled: bool = False
 
 
 @dataclass(frozen=True)
@@ -279,6 +294,7 @@ class GlobalPlan:
             the lowest rank's copy, whole.
         digest: 32 bytes that identify the plan.
         groups: Which contents must be equal for the plan to be used again.
+        settled: bool[f], whether no item of a file is expected to change between saves.
     """
 
     world_size: int
@@ -291,6 +307,7 @@ class GlobalPlan:
     disagreements: tuple[tuple[str, tuple[int, ...]], ...]
     digest: bytes
     groups: ValueGroups = NO_GROUPS
+    settled: BoolArray = field(default_factory=lambda: np.zeros(0, dtype=bool))
 
     @cached_property
     def fixed_bytes(self) -> int:

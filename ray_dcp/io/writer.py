@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import mmap
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -34,6 +35,7 @@ from ray_dcp.core.checksums import (
     block_check,
     block_checks,
     digest,
+    digest_parts,
     end_checks,
     num_blocks,
 )
@@ -42,7 +44,13 @@ from ray_dcp.errors import CheckpointError, CheckpointExistsError, InternalError
 from ray_dcp.format.torch_items import Frame, torch_save_frame
 from ray_dcp.io.threads import Stop, run_tasks
 from ray_dcp.options import SaveOptions
-from ray_dcp.store.storage import KeyExistsError, PartWriter, Storage
+from ray_dcp.store.storage import (
+    KeyExistsError,
+    PartWriter,
+    PublishedFile,
+    Storage,
+    reuse_file,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +262,9 @@ class PieceSource(Protocol):
     Pieces are numbered as in the `FilePlan`, deferred items after all others.
     """
 
+    is_held: bool
+    """Set by the consumer while it only looks at the bytes: `written` has no effect then, so that
+    all bytes can be requested again. A source that can't hold them all raises `NotHeldError`."""
     before_wait: Callable[[], None]
     """Called before the source waits for more bytes; set by the consumer, which then writes all
     bytes it has received. *Why*: the source may need their memory for further bytes."""
@@ -281,6 +292,10 @@ class PieceSource(Protocol):
         ...
 
 
+class NotHeldError(Exception):
+    """A source has no memory for all bytes of a file at once."""
+
+
 class ItemPieces:
     """Implements `PieceSource` on items in memory, which other threads may modify meanwhile.
 
@@ -296,6 +311,7 @@ class ItemPieces:
 
     def __init__(self, plan: FilePlan, key: str, source: Source, deferred: Deferred) -> None:
         self.before_wait = _nothing
+        self.is_held = False
         self._key = key
         self._source = source
         self._deferred = deferred
@@ -493,6 +509,11 @@ class PartFile:
             deferred=places,
         )
 
+    @property
+    def end(self) -> bytes:
+        """The last bytes of the file: all checksums."""
+        return np.array(self._checks, dtype="<u8").tobytes()
+
     def commit(self, storage: Storage, receipt: FileReceipt) -> None:
         """Publishes the file.
 
@@ -579,6 +600,71 @@ class PartFile:
         return [Region(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
 
 
+Published = Mapping[bytes, PublishedFile]
+"""Part files of committed checkpoints, by `file_layout`."""
+NOTHING_PUBLISHED: Published = MappingProxyType({})
+
+
+def file_layout(plan: FilePlan) -> bytes:
+    """Returns 16 bytes that name everything in a file but the raw bytes of its tensors.
+
+    Two files of the same layout whose block checksums are equal have equal bytes: headers and
+    footers follow from dtypes and sizes, and neither attempt nor step is in the file.
+
+    Args:
+        plan: Plan of a file without deferred items.
+    """
+    words = repr((plan.num_bytes, plan.dtypes, plan.size.shape))
+    columns = (
+        plan.dtype, plan.ndim, plan.size, plan.item_offset, plan.item_bytes, plan.payload_offset,
+        plan.payload_bytes, plan.block_bytes,
+    )  # fmt: skip
+    return digest_parts([words.encode(), *(np.ascontiguousarray(c).data.cast("B") for c in columns)])
+
+
+def _reused(
+    storage: Storage,
+    plan: FilePlan,
+    key: str,
+    source: PieceSource,
+    options: SaveOptions,
+    stop: Stop,
+    published: Published,
+) -> FileReceipt | None:
+    """Returns the receipt of a file that got the bytes of a published one; None if it did not."""
+    found = published.get(file_layout(plan)) if plan.settled and published else None
+    if found is None:
+        return None
+    source.is_held = True
+    try:
+        # Why all of the work of a writer: so that the checksums can't differ from its own.
+        file = PartFile(_Nowhere(), plan, key, source, stop)
+        receipt = file.write()
+    except NotHeldError:
+        return None
+    finally:
+        source.is_held = False
+    if (receipt.num_bytes, receipt.digest.hex()) != (found.num_bytes, found.digest):
+        return None
+    reused = reuse_file(storage, key, found, file.end, sync=options.sync_files)
+    if reused is None:
+        return None
+    source.written(receipt.num_bytes)
+    return replace(receipt, reused=reused)
+
+
+class _Nowhere:
+    """A `PartWriter` that keeps nothing."""
+
+    def write(self, data: BytesLike) -> None:
+        """Does nothing."""
+
+    def commit(self) -> None:
+        """Does nothing."""
+
+    abort = commit
+
+
 def part_key(plan: FilePlan, attempt: str) -> str:
     """Returns the key of a part file.
 
@@ -597,6 +683,7 @@ def write_part(
     source: Source,
     deferred: Deferred,
     options: SaveOptions,
+    published: Published = NOTHING_PUBLISHED,
 ) -> tuple[FileReceipt, ...]:
     """Writes all files of a rank's plan, and returns their receipts in the order of the plan.
 
@@ -607,6 +694,7 @@ def write_part(
         source: Returns an item's bytes; called from several threads, possibly repeatedly per row.
         deferred: Returns a deferred item's bytes; called once per row, from several threads.
         options: Only `num_threads` and `sync_files` are used.
+        published: See `write_pieces`.
 
     Raises:
         CheckpointError: The first error of a file. The other files are aborted and not visible,
@@ -619,7 +707,9 @@ def write_part(
     def write(index: int) -> None:
         plan = rank_plan.files[index]
         pieces = ItemPieces(plan, part_key(plan, attempt), source, deferred)
-        receipts[index] = write_pieces(storage, plan, attempt, pieces, options=options, stop=stop)
+        receipts[index] = write_pieces(
+            storage, plan, attempt, pieces, options=options, stop=stop, published=published
+        )
 
     num_files = len(rank_plan.files)
     run_tasks(range(num_files), write, min(options.num_threads, num_files), stop)
@@ -634,10 +724,12 @@ def write_pieces(
     *,
     options: SaveOptions,
     stop: Stop | None = None,
+    published: Published = NOTHING_PUBLISHED,
 ) -> FileReceipt:
     """Writes and publishes one part file, and returns its receipt.
 
-    A file of equal content that another writer of this attempt has published is accepted.
+    A settled file is not written if its block checksums are those of a published file of the same
+    layout, and the storage can reuse that one: then all its bytes are equal. A file of equal content that another writer of this attempt has published is accepted.
 
     Args:
         storage: Storage to write to.
@@ -646,6 +738,7 @@ def write_pieces(
         source: Returns the bytes; may wait for them.
         options: Only `sync_files` is used: the file is durable when the call returns.
         stop: Signals that the save is cancelled.
+        published: Part files of committed checkpoints, by `file_layout`.
 
     Raises:
         StorageError: The storage failed.
@@ -659,9 +752,13 @@ def write_pieces(
     """
     key = part_key(file_plan, attempt)
     writer: PartWriter | None = None
+    stop = stop or Stop()
     try:
+        reused = _reused(storage, file_plan, key, source, options, stop, published)
+        if reused is not None:
+            return reused
         writer = storage.open_writer(key, sync=options.sync_files)
-        file = PartFile(writer, file_plan, key, source, stop or Stop())
+        file = PartFile(writer, file_plan, key, source, stop)
         receipt = file.write()
         file.commit(storage, receipt)
     except BaseException as exc:

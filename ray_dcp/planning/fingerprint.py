@@ -42,11 +42,11 @@ FINGERPRINT_BYTES = 32
 
 _ITEMS_BYTES = 16
 """Length of the first half."""
-_FORM = 5
+_FORM = 6
 """Version of the planning code: raise it when the same items lead to another plan."""
 
 _ARRAYS = (
-    "name", "kind", "dtype", "ndim", "shape", "requires_grad", "splittable",
+    "name", "kind", "dtype", "ndim", "shape", "requires_grad", "splittable", "settled",
 )  # fmt: skip
 
 

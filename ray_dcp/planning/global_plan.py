@@ -112,6 +112,7 @@ def make_plan(
         disagreements=pieces.disagreements,
         digest=b"",
         groups=group_values(held, boxes, pieces.differing),
+        settled=layout.settled,
     )
     return replace(plan, digest=_digest_of(plan))
 
@@ -125,6 +126,7 @@ def _digest_of(plan: GlobalPlan) -> bytes:
     arrays = (plan.source_rank, plan.source_row, plan.source_start, plan.file_bytes)
     words = [
         plan.world_size, table.names, table.paths, table.dtypes, table.files, groups.told,
+        np.flatnonzero(plan.settled).tolist(),
     ]  # fmt: skip
     state = blake2b(json.dumps(words).encode(), digest_size=32)
     columns: tuple[npt.NDArray[Any], ...] = (
@@ -243,6 +245,7 @@ def _file_plan(plan: GlobalPlan, file: int) -> FilePlan:
         payload_bytes=table.payload_bytes[own],
         block_bytes=table.block_bytes[own],
         deferred=plan.source_row[chunks[fixed:]],
+        settled=bool(plan.settled[file]),
     )
 
 

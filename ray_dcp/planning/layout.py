@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ray_dcp.core.checksums import block_bytes_for_many
-from ray_dcp.core.values import ChunkTable, Int32Array, Int64Array, Kind
+from ray_dcp.core.values import BoolArray, ChunkTable, Int32Array, Int64Array, Kind
 from ray_dcp.format.torch_items import frame_bytes_many
 from ray_dcp.planning.merge import Held
 from ray_dcp.planning.sharing import ITEM_COST_BYTES, Pieces
@@ -30,12 +30,14 @@ class FileLayout(NamedTuple):
         piece: int64[c], row of `Pieces`; sorted by (file, place), a file's deferred pieces last.
         file_rank: int32[f], the rank that writes the file.
         file_bytes: int64[f], where the last fixed item of the file ends.
+        settled: bool[f], whether no item of the file is expected to change between saves.
     """
 
     table: ChunkTable
     piece: Int64Array
     file_rank: Int32Array
     file_bytes: Int64Array
+    settled: BoolArray
 
 
 def lay_out(held: Held, pieces: Pieces, *, part_bytes: int) -> FileLayout:
@@ -46,6 +48,8 @@ def lay_out(held: Held, pieces: Pieces, *, part_bytes: int) -> FileLayout:
 
         | small, 64-aligned | large, page-aligned | deferred | block checksums |
                                                   ^ `file_bytes`
+
+    What is not expected to change between saves lies in files of its own, behind the others.
 
     Args:
         held: Items of all ranks.
@@ -85,15 +89,16 @@ def lay_out(held: Held, pieces: Pieces, *, part_bytes: int) -> FileLayout:
         check_start=np.zeros(len(row) + 1, dtype=np.int64),
         checks=np.zeros(0, dtype=np.uint64),
     )
-    return FileLayout(table, order, file_rank, end)
+    return FileLayout(table, order, file_rank, end, pieces.settled[order[first]])
 
 
 def _in_file_order(held: Held, pieces: Pieces) -> Int64Array:
-    """Returns the pieces sorted by rank, section of the file, and row."""
+    """Returns the pieces sorted by rank, whether they change, section of the file, and row."""
     section = np.where(pieces.num_bytes >= LARGE_BYTES, 1, 0)
     section[held.kind[pieces.held] != Kind.TENSOR] = 2
+    section[pieces.settled] += 3
     rank = held.rank[pieces.held].astype(np.int64)
-    code = (rank * 3 + section) * len(held.rank) + pieces.held
+    code = (rank * 6 + section) * len(held.rank) + pieces.held
     # Why stable: pieces of one row stay in the order of their bytes.
     return np.argsort(code, kind="stable")
 
@@ -106,7 +111,8 @@ def _in_parts(
         return order, order
     rank = held.rank[pieces.held[order]]
     weight = pieces.num_bytes[order] + ITEM_COST_BYTES
-    first = np.flatnonzero(np.diff(rank, prepend=-1))
+    group = rank.astype(np.int64) * 2 + pieces.settled[order]
+    first = np.flatnonzero(np.diff(group, prepend=-1))
     starts = np.append(first, len(order))
     total = np.add.reduceat(weight, first)
     parts = np.maximum(-(-total // part_bytes), 1)
@@ -115,7 +121,7 @@ def _in_parts(
     before = np.repeat(line[first] - weight[first], np.diff(starts))
     part = (line - before - weight // 2) // np.repeat(step, np.diff(starts))
     fresh = np.ones(len(order), dtype=bool)
-    fresh[1:] = (np.diff(rank) != 0) | (np.diff(part) != 0)
+    fresh[1:] = (np.diff(group) != 0) | (np.diff(part) != 0)
     file = np.cumsum(fresh) - 1
     owner = rank[fresh]
     leaders = np.flatnonzero(np.diff(owner, prepend=-1))

@@ -112,7 +112,7 @@ def merge(columns: Sequence[Columns]) -> Held:
     counts = [len(own) for own in columns]
     same = {
         key: np.concatenate([getattr(own, key) for own in columns])
-        for key in ("kind", "ndim", "requires_grad", "splittable", "value")
+        for key in ("kind", "ndim", "requires_grad", "splittable", "value", "settled")
     }
     return Held(
         names=tuple(map(known.__getitem__, order)),

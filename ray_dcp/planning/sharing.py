@@ -20,6 +20,7 @@ from ray_dcp.core.values import (
     Int32Array,
     Int64Array,
     Kind,
+    Settled,
     group_rows,
     offsets_of,
     volume,
@@ -231,6 +232,7 @@ class Pieces:
         size: int64[p, D].
         start: int64[p], its first byte in the C-order bytes of the held item.
         num_bytes: int64[p], its raw bytes; 0 for objects, a guess for opaque tensors.
+        settled: bool[p], whether it is not expected to change between saves.
         disagreements: `(fqn, ranks whose content is not that of the planned copy)`.
         differing: bool[g], the boxes of the disagreements.
     """
@@ -240,6 +242,7 @@ class Pieces:
     size: Int64Array
     start: Int64Array
     num_bytes: Int64Array
+    settled: BoolArray
     disagreements: tuple[tuple[str, tuple[int, ...]], ...]
     differing: BoolArray
 
@@ -267,6 +270,9 @@ def share_out(
     Every other box stays whole and goes to the holder in whose share its middle lies. Content that
     differs between the ranks comes whole from the lowest rank.
 
+    Boxes that are expected to change, and those that are not, are each balanced by themselves: the
+    latter may not be written at all.
+
     Args:
         held: Items of all ranks.
         boxes: Their distinct boxes.
@@ -284,28 +290,34 @@ def share_out(
     differing, disagreements = _disagreements(held, boxes)
     free = (np.diff(boxes.start) > 1) & ~differing & (not to_lowest_rank)
     cuttable = free & _splittable(held, boxes) & (num_bytes >= 2 * min_piece_bytes)
-    loads = Loads(np.zeros(world_size, dtype=np.int64), nodes)
-    fixed = np.flatnonzero(~free)
-    writer = boxes.holder[boxes.start[:-1][fixed]]
-    loads.add(held.rank[writer], num_bytes[fixed] + ITEM_COST_BYTES)
-    parts = [Cuts(fixed, np.zeros_like(fixed), _lead_lengths(held.size[boxes.row[fixed]]), writer)]
-    for members in _by_holders(held, boxes, np.flatnonzero(free)):
-        start, stop = boxes.start[members[0] : members[0] + 2].tolist()
-        shared = _share_alike(
-            members,
-            num_bytes[members],
-            _lead_lengths(held.size[boxes.row[members]]),
-            cuttable[members],
-            held.rank[boxes.holder[start:stop]],
-            loads,
-            min_piece_bytes,
-            min_writer_bytes,
-        )
-        parts += [cut._replace(row=boxes.holder[boxes.start[cut.box] + cut.row]) for cut in shared]
+    settled = _settled(held, boxes)
+    parts: list[Cuts] = []
+    for own in (~settled, settled) if settled.any() else (~settled,):
+        loads = Loads(np.zeros(world_size, dtype=np.int64), nodes)
+        fixed = np.flatnonzero(own & ~free)
+        writer = boxes.holder[boxes.start[:-1][fixed]]
+        loads.add(held.rank[writer], num_bytes[fixed] + ITEM_COST_BYTES)
+        rows = _lead_lengths(held.size[boxes.row[fixed]])
+        parts.append(Cuts(fixed, np.zeros_like(fixed), rows, writer))
+        for members in _by_holders(held, boxes, np.flatnonzero(own & free)):
+            start, stop = boxes.start[members[0] : members[0] + 2].tolist()
+            shared = _share_alike(
+                members,
+                num_bytes[members],
+                _lead_lengths(held.size[boxes.row[members]]),
+                cuttable[members],
+                held.rank[boxes.holder[start:stop]],
+                loads,
+                min_piece_bytes,
+                min_writer_bytes,
+            )
+            parts += [
+                cut._replace(row=boxes.holder[boxes.start[cut.box] + cut.row]) for cut in shared
+            ]
     box, first, count, row = (np.concatenate(column) for column in zip(*parts, strict=True))
     offset, size, begin = _cut_boxes(held, boxes, itemsize, box, first, count)
     length = volume(size) * itemsize[box]
-    return Pieces(row, offset, size, begin, length, disagreements, differing)
+    return Pieces(row, offset, size, begin, length, settled[box], disagreements, differing)
 
 
 def _share_alike(
@@ -402,6 +414,14 @@ def _splittable(held: Held, boxes: DistinctBoxes) -> BoolArray:
         return np.zeros(0, dtype=bool)
     shared = np.logical_and.reduceat(held.splittable[boxes.holder], boxes.start[:-1])
     return np.asarray(shared & (held.kind[boxes.row] == Kind.TENSOR))
+
+
+def _settled(held: Held, boxes: Boxes) -> BoolArray:
+    """Returns the boxes that are not expected to change between saves: bool[g]."""
+    if len(boxes.row) == 0:
+        return np.zeros(0, dtype=bool)
+    highest = np.maximum.reduceat(held.settled[boxes.holder], boxes.start[:-1])
+    return np.asarray((highest == Settled.SETTLED) & (held.kind[boxes.row] == Kind.TENSOR))
 
 
 def _lead_lengths(size: Int64Array) -> Int64Array:

@@ -33,6 +33,7 @@ from ray_dcp.errors import CheckpointError, InternalError, LimitError, SaveCance
 from ray_dcp.runtime.metrics import Performer, Tracing
 from ray_dcp.runtime.rank_progress import Activity, RankProgress
 from ray_dcp.runtime.rank_save import PlanMemory
+from ray_dcp.runtime.unchanged import RunHistory
 from ray_dcp.runtime.tasks import new_attempt, perform
 
 
@@ -129,7 +130,7 @@ class InlineSession:
         new_attempt: Callable[[], str] = new_attempt,
     ) -> None:
         self.name = name
-        self.plans = PlanMemory()
+        self.plans, self.history = PlanMemory(), RunHistory()
         self.is_whole = True
         self._process = OwnProcess()
         self._shell = Shell(Coordination(epoch=1, new_attempt=new_attempt))

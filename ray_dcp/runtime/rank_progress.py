@@ -9,17 +9,25 @@ a coordinator out of reach) fails the call on every rank instead of letting the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ray_dcp.commit_protocol.liveness import Doing
-from ray_dcp.commit_protocol.messages import Left, OpKey, Renumbered, Reply, Request
+from ray_dcp.commit_protocol.messages import FileReceipt, Left, OpKey, Renumbered, Reply, Request
 from ray_dcp.core.phases import PhaseClock
 from ray_dcp.errors import CheckpointError, DeadlineError, SaveCancelledError
 from ray_dcp.io.threads import Stop
-from ray_dcp.store.storage import Entry, PartWriter, Storage, StorageWrapper
+from ray_dcp.store.storage import (
+    Entry,
+    PartWriter,
+    PublishedFile,
+    Reused,
+    Storage,
+    StorageWrapper,
+    reuse_file,
+)
 
 if TYPE_CHECKING:
     from ray_dcp.runtime.inline import InlineSession
@@ -41,6 +49,7 @@ class RankProgress(PhaseClock):
         attempt: Of a save, once it is planned.
         plan: Of a save, once it is planned: see `SaveReport.plan`.
         memory_bytes: Of a load, those of its bytes that came from the memory of the nodes.
+        reused_bytes: Of a save, those of this rank's files that were not written, by how.
 
     Examples:
         >>> from ray_dcp.core.phases import WRITE
@@ -60,6 +69,7 @@ class RankProgress(PhaseClock):
         self.attempt: str | None = None
         self.plan: str | None = None
         self.memory_bytes = 0
+        self.reused_bytes: dict[str, int] = {}
         self._first_seq: int | None = None
         self._last_seq = -1
         self._at: dict[object, str] = {}
@@ -87,6 +97,20 @@ class RankProgress(PhaseClock):
         """Notes that there is no coordinator any more that knows this save or load."""
         self.abandoned = error
         self.stop.because(error)
+
+    def count_files(self, files: Iterable[FileReceipt]) -> None:
+        """Counts part files of this rank that are durable.
+
+        Args:
+            files: Their receipts.
+        """
+        for file in files:
+            if file.reused:
+                self.reused_bytes[file.reused] = (
+                    self.reused_bytes.get(file.reused, 0) + file.num_bytes
+                )
+            else:
+                self.count(file.num_bytes)
 
     @contextmanager
     def at(self, key: str) -> Iterator[None]:
@@ -185,6 +209,14 @@ class WatchedStorage(StorageWrapper):
         with self._progress.at(key):
             self._inner.write(key, data, create=create)
 
+    def reuse(self, key: str, source: PublishedFile, end: bytes, *, sync: bool) -> Reused | None:
+        """See `ray_dcp.store.storage.reuse_file`."""
+        with self._progress.at(key):
+            reused = reuse_file(self._inner, key, source, end, sync=sync)
+        if reused is not None:
+            self._progress.moved(source.num_bytes)
+        return reused
+
     def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
         """See `Storage.open_writer`."""
         self._progress.check(key)
@@ -237,6 +269,7 @@ class Activity:
         world_size: Number of ranks of the session.
         node: Names the node of this rank; empty for a process that is alone.
         plans: Plans of this rank's earlier saves.
+        history: What this rank knows of the runs that it saved to.
 
     Examples:
         >>> from ray_dcp.runtime.inline import InlineSession
@@ -253,7 +286,7 @@ class Activity:
     ) -> None:
         self.progress = RankProgress()
         self.rank, self.world_size = session.rank, session.world_size
-        self.node, self.plans = session.node, session.plans
+        self.node, self.plans, self.history = session.node, session.plans, session.history
         self._named, self._num_steps = key, 0
         self._seq: int | None = None
         self._session = session

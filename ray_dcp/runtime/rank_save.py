@@ -13,7 +13,7 @@ import copy
 import json
 import logging
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -39,6 +39,7 @@ from ray_dcp.commit_protocol.messages import (
 from ray_dcp.commit_protocol.planning import PlanCache
 from ray_dcp.commit_protocol.save import replaced_since
 from ray_dcp.commit_protocol.vote import Fenced, Lost, Won
+from ray_dcp.core.checksums import block_bytes_for, num_blocks
 from ray_dcp.core.columns import encode
 from ray_dcp.core.phases import CAPTURE, COMMIT, PLAN, STAGED, WRITE
 from ray_dcp.core.values import Columns, Int32Array, RankPlan
@@ -59,6 +60,7 @@ from ray_dcp.planning.merge import contents_of, digests_of, without_contents
 from ray_dcp.runtime.rank_progress import Activity, RankProgress, WatchedStorage
 from ray_dcp.runtime.records import republish
 from ray_dcp.runtime.tasks import settle
+from ray_dcp.runtime.unchanged import RunHistory
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 
@@ -221,6 +223,8 @@ class RankSave:
     """Its progress, and whether it has to stop."""
     memory: PlanMemory = field(default_factory=PlanMemory)
     """Plans of earlier saves of this rank's session; this one's is added."""
+    history: RunHistory = field(default_factory=RunHistory)
+    """What this rank knows of earlier saves, for `SaveOptions(unchanged="link")`."""
     node: str = ""
     """Names the node of this rank, where that is known."""
 
@@ -238,6 +242,7 @@ class RankSave:
             staged=staged,
             progress=activity.progress,
             memory=activity.plans,
+            history=activity.history,
             node=activity.node,
         )
 
@@ -288,7 +293,10 @@ class RankSave:
         )
         known: Remembered | None = None
         if captured is not None:
-            first = partial(_first, join, captured.columns, plans)
+            columns = captured.columns
+            if options.unchanged == "link":
+                columns = self.history.guess(self.target, columns, self.opener)
+            first = partial(_first, join, columns, plans)
             described, error = result_or_error(first, "encoding the plan", rank)
             join, known = described or (replace(join, error=error), None)
         progress.enter(PLAN)
@@ -296,7 +304,7 @@ class RankSave:
         with naming_checkpoint(self.target.url):
             reply = yield join
             while isinstance(reply, SendItems) and captured is not None:
-                again = partial(_again, join, reply, captured.columns)
+                again = partial(_again, join, reply, columns)
                 answer, error = result_or_error(again, "encoding the plan", rank)
                 join = answer or replace(join, error=error, asked=join.asked + 1)
                 reply = yield join
@@ -314,6 +322,11 @@ class RankSave:
                 raise reply_error(reply, rank)
         if reply.groups:
             plans.put(join.fingerprint, Remembered(reply.digest, reply.plan, *reply.groups))
+        if options.unchanged == "link":
+            # Suppressed: the step that takes the bytes of these items reports the error.
+            with suppress(Exception):
+                counts = _deferred_checks(reply.plan, captured)
+                self.history.planned(self.target, reply, columns, counts)
         return reply, captured
 
     def write(self, go: SaveGo, source: Source, deferred: Deferred) -> SaveReceipt:
@@ -334,6 +347,7 @@ class RankSave:
                 source=source,
                 deferred=deferred,
                 options=self.options,
+                published=self.history.published(go.attempt),
             )
 
         overdue = partial(
@@ -342,20 +356,24 @@ class RankSave:
         progress.enter(WRITE, sum(file.num_bytes for file in go.plan.files))
         in_time = partial(run_within, write, timeout_s, progress.stop, overdue)
         files, error = result_or_error(in_time, "writing", rank)
-        progress.count(sum(file.num_bytes for file in files or ()))
+        progress.count_files(files or ())
         # Why not of a stager of the user's: it copied before this save began.
         copied = progress.seconds.get("stage", 0.0), progress.bytes.get("stage", 0)
         staged = copied if self.staged else (0.0, 0)
         return SaveReceipt(self.key, rank, go.attempt, go.epoch, files or (), error, staged)
 
     def outcome(
-        self, go: SaveGo, request: SaveReceipt | SaveStaged
+        self,
+        go: SaveGo,
+        request: SaveReceipt | SaveStaged,
+        written: Callable[[], Sequence[FileReceipt]] = tuple,
     ) -> Generator[Request, Reply, SaveOutcome]:
         """Returns how this rank's save ended, from the coordinator or else from the storage.
 
         Args:
             go: What this rank was to write.
             request: The last request of this rank.
+            written: Returns the receipts of what a stager wrote, if it is known.
 
         Raises:
             CheckpointError: The save failed.
@@ -380,7 +398,12 @@ class RankSave:
             raise reply_error(outcome, rank)
         if isinstance(request, SaveStaged):
             with contained("The count of what a stager wrote"):
-                progress.count(_written(go, outcome))
+                files = () if self.options.unchanged == "write" else written()
+                progress.count_files(files)
+                progress.count(0 if files else _written(go, outcome))
+        if self.options.unchanged == "link":
+            with contained("The look at what was committed"):
+                self.history.committed(go.attempt, outcome, self.opener)
         progress.over = progress.is_good = True
         return outcome
 
@@ -471,6 +494,16 @@ def _written(go: SaveGo, outcome: SaveOutcome) -> int:
     # Why the plan's, without objects and checksums: the manifest is so long that nobody gets it.
     written = [file if files is None else files[file.file] for file in go.plan.files]
     return sum(file.num_bytes for file in written)
+
+
+def _deferred_checks(plan: RankPlan, captured: Captured) -> tuple[int, ...]:
+    """Returns for each file the number of checksums of its deferred items."""
+    return tuple(
+        sum(num_blocks(length, block_bytes_for(length)) for length in lengths)
+        for lengths in (
+            [len(captured.deferred(row)) for row in file.deferred.tolist()] for file in plan.files
+        )
+    )
 
 
 def _again(join: SaveJoin, asked: SendItems, columns: Columns) -> SaveJoin:

@@ -50,6 +50,7 @@ from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.heartbeat import HeartbeatSender
 from ray_dcp.runtime.rank_progress import Activity, RankProgress
 from ray_dcp.runtime.rank_save import PlanMemory
+from ray_dcp.runtime.unchanged import RunHistory
 
 MARGIN_S = 120.0
 """How much longer than the coordinator's own deadlines a rank waits for it, in seconds: the
@@ -139,7 +140,8 @@ class Session(ABC):
         self._who = who
         self._process = OwnProcess()
         self._lock = threading.Lock()
-        self._next_seq, self.skipped_calls, self.plans = 0, 0, PlanMemory()
+        self._next_seq, self.skipped_calls = 0, 0
+        self.plans, self.history = PlanMemory(), RunHistory()
         self._timeouts = CallTimeouts()
         self._heartbeats = heartbeats
 

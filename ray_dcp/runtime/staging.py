@@ -29,6 +29,7 @@ from ray_dcp.core.processes import pid_namespace
 from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError, ParticipantError
 from ray_dcp.io.threads import Stop, begin
+from ray_dcp.io.writer import NOTHING_PUBLISHED, Published
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE
@@ -228,6 +229,7 @@ class RankStaging:
         *,
         target: Target,
         options: SaveOptions,
+        published: Published = NOTHING_PUBLISHED,
         reporter: Any = None,
         stop: Stop | None = None,
     ) -> Staged:
@@ -242,6 +244,7 @@ class RankStaging:
             captured: Where the bytes are.
             target: Where to write.
             options: How; `write_timeout_s` bounds each wait for room.
+            published: See `ray_dcp.io.writer.write_pieces`.
             reporter: Handle of the actor that gets the report of each file; see `Stager.begin`.
             stop: Ends it early, with its error: where ranks share a file one waits for the others.
 
@@ -260,7 +263,15 @@ class RankStaging:
             link = self.link()
             window_bytes = min(link.window_bytes, longest)
             order = StageOrder(
-                key, self._process, plan_id, None, lengths, target, options, window_bytes
+                key,
+                self._process,
+                plan_id,
+                None,
+                lengths,
+                target,
+                options,
+                window_bytes,
+                dict(published),
             )
             try:
                 num_bytes = transfer(

@@ -20,6 +20,7 @@ import numpy as np
 from ray_dcp.commit_protocol.error_aggregation import reply_error
 from ray_dcp.commit_protocol.messages import (
     Ack,
+    FileReceipt,
     PartsHeld,
     Reply,
     Request,
@@ -265,7 +266,7 @@ class StagerBackend:
         # Why not `save.key`: the call may have another number by now.
         key = save.progress.key or save.key
         ack = SaveStaged(key, save.rank, go.attempt, go.epoch, error, held)
-        return error, save.outcome(go, ack)
+        return error, save.outcome(go, ack, self._written)
 
     def progress(self) -> tuple[int, int]:
         """See `StagingBackend.progress`."""
@@ -279,6 +280,12 @@ class StagerBackend:
         if self._staged is not None:
             self._staged.release(committed=committed)
 
+    def _written(self) -> tuple[FileReceipt, ...]:
+        """Returns the receipts of this rank's files, if the stager still has them all."""
+        found = None if self._staged is None else self._staged.progress()
+        receipts = () if found is None else tuple(one.receipt for one in found.reports)
+        return tuple(one for one in receipts if one is not None)
+
     def _transfer(self, save: RankSave, go: SaveGo, captured: Captured) -> PartsHeld:
         session, key = self._session, save.progress.key or save.key
         staged = self._staged = session.staging().stage(
@@ -287,6 +294,7 @@ class StagerBackend:
             captured,
             target=save.target,
             options=save.options,
+            published=save.history.published(go.attempt),
             reporter=session.coordinator(),
             stop=save.progress.stop,
         )

@@ -6,13 +6,15 @@ Unpickling them needs neither torch nor ray.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ray_dcp.commit_protocol.messages import FileReceipt, Target
 from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.options import SaveOptions
+from ray_dcp.store.storage import PublishedFile
 
 MIB = 1 << 20
 
@@ -123,6 +125,8 @@ class StageOrder:
     options: SaveOptions
     window_bytes: int
     """Length of a window."""
+    published: Mapping[bytes, PublishedFile] = field(default_factory=dict)
+    """See `ray_dcp.io.writer.write_pieces`."""
 
 
 @dataclass(frozen=True)

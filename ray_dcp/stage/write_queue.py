@@ -33,7 +33,7 @@ from ray_dcp.core.processes import start_thread
 from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError, LimitError, ParticipantError, SaveCancelledError
 from ray_dcp.io.threads import run_tasks
-from ray_dcp.io.writer import part_key, write_pieces
+from ray_dcp.io.writer import NotHeldError, part_key, write_pieces
 from ray_dcp.stage.budget import Room, WindowBudget
 from ray_dcp.stage.job_state import Event, JobState
 from ray_dcp.stage.memory import WindowBytes
@@ -99,6 +99,11 @@ def step_behind(nice: int, io_priority: Literal["low", "idle"]) -> None:
 LINGER_S = 1.5
 """How long the memory of a window is in use after its last reference is gone, in seconds. Ray frees
 objects once a second (`free_objects_period_milliseconds`), and has to hear of them."""
+
+
+HOLD_S = 2 * LINGER_S
+"""How long a writer that holds windows waits for room for the next one, in seconds: longer than it
+takes until the memory of windows that were let go is free."""
 
 
 class WriteQueue:
@@ -468,7 +473,9 @@ class WriteQueue:
     def _pump(self) -> None:
         granted = self._budget.grants()
         for room in granted:
-            self._jobs[room.job].num_granted += 1
+            job = self._jobs[room.job]
+            job.num_granted += 1
+            job.changed.notify_all()
         whose = dict.fromkeys(room.job for room in granted)
         for room in self._budget.ended():
             job = self._jobs.get(room.job)
@@ -716,6 +723,8 @@ class Job:
     """Bytes of the windows that are here, or were."""
     reports: dict[int, StageReport] = field(default_factory=dict)
     """By position in `plan.files`."""
+    may_hold: bool = True
+    """Whether there was room for all windows that its writers wanted to hold."""
     written_bytes: int = 0
     moved_s: float = field(default_factory=lambda: time.monotonic())
     """When bytes last reached the storage, or the job began; by the monotonic clock."""
@@ -795,6 +804,7 @@ class StagedPieces:
         passed: Callable[[int | None, int], None],
     ) -> None:
         self.before_wait: Callable[[], None] = lambda: None
+        self.is_held = False
         layout = job.layout
         low, high = layout.file_first[file : file + 2].tolist()
         own = slice(low, high)
@@ -829,6 +839,8 @@ class StagedPieces:
 
     def written(self, end: int) -> None:
         """See `PieceSource.written`."""
+        if self.is_held:
+            return
         num_bytes = 0
         while self._done < len(self._window) and self._file_end[self._done] <= end:
             num_bytes += self._length[self._done]
@@ -869,6 +881,8 @@ class StagedPieces:
         self._turn.release()
         try:
             with job.changed:
+                if self.is_held:
+                    self._hold(window)
                 while job.error is None and window not in job.windows:
                     job.changed.wait()
                 if job.error is not None:
@@ -878,6 +892,25 @@ class StagedPieces:
         finally:
             self._turn.acquire()
         return view
+
+
+    def _hold(self, window: int) -> None:
+        """Waits for room for a window while all windows before it stay; the lock is held.
+
+        *Why* a bound: the room may be taken by windows that wait for each other, each with a writer
+        that holds what it has.
+
+        Raises:
+            NotHeldError: There is none.
+        """
+        job = self._job
+        has_room = job.changed.wait_for(
+            lambda: job.error is not None or job.num_granted > window,
+            HOLD_S if job.may_hold else 0.0,
+        )
+        if not has_room:
+            job.may_hold = False
+            raise NotHeldError
 
 
 def write_staged(
@@ -900,7 +933,14 @@ def write_staged(
     pieces = StagedPieces(job, file, turn, passed)
     try:
         storage = opener(order.target)
-        receipt = write_pieces(storage, plan, order.key.attempt, pieces, options=order.options)
+        receipt = write_pieces(
+            storage,
+            plan,
+            order.key.attempt,
+            pieces,
+            options=order.options,
+            published=order.published,
+        )
     except Exception as exc:  # noqa: BLE001 - told to whoever collects the receipts
         return unwritten(job, file, exc)
     finally:

@@ -51,7 +51,9 @@ from ray_dcp.store.storage import (
     Entry,
     OnceWriter,
     PartWriter,
+    PublishedFile,
     ReadTraits,
+    Reused,
     StorageTraits,
     as_bytes_view,
     check_key,
@@ -116,6 +118,13 @@ def make_directories(path: str, *, sync: bool) -> None:
             sync_directory(os.path.dirname(directory))
 
 
+def temp_beside(path: str) -> str:
+    """Returns a free name in the directory of a file for its temporary file."""
+    directory, name = os.path.split(path)
+    prefix = f"{TEMP_PREFIX}{secrets.token_hex(6)}-"
+    return os.path.join(directory, prefix + name[: _NAME_MAX - len(prefix)])
+
+
 def open_temp(path: str, key: str, *, sync: bool, direct: bool = False) -> tuple[int, str, bool]:
     """Creates a temporary file in the directory of the file that it will become.
 
@@ -132,9 +141,7 @@ def open_temp(path: str, key: str, *, sync: bool, direct: bool = False) -> tuple
         StorageError: The file can't be created. If its directory can't be created, the message
             names the nearest parent that exists.
     """
-    directory, name = os.path.split(path)
-    prefix = f"{TEMP_PREFIX}{secrets.token_hex(6)}-"
-    temp = os.path.join(directory, prefix + name[: _NAME_MAX - len(prefix)])
+    directory, temp = os.path.dirname(path), temp_beside(path)
     flag = getattr(os, "O_DIRECT", 0) if direct else 0
     try:
         for _ in range(_MOST_TRIES):
@@ -714,6 +721,27 @@ class LocalStorage:
         """See `Storage.open_writer`."""
         return LocalWriter(self._path(key), key, sync=sync and self._durable, direct=sync)
 
+    def reuse(self, key: str, source: PublishedFile, end: bytes, *, sync: bool) -> Reused | None:
+        """See `reuse_file`: gives the file a second name, by a hard link."""
+        path, sync = self._path(key), sync and self._durable
+        if not os.path.isabs(source.url):
+            return None
+        temp = temp_beside(path)
+        try:
+            make_directories(os.path.dirname(path), sync=sync)
+            try:
+                # Why first: what is looked at then can neither be removed nor replaced.
+                os.link(os.path.join(source.url, source.key), temp, follow_symlinks=False)
+                if not _ends_with(temp, source.num_bytes, end, sync=sync):
+                    return None
+                publish(temp, path, create=True, sync=sync)
+            finally:
+                with suppress(OSError):
+                    os.unlink(temp)
+        except OSError as exc:
+            raise os_failure(exc, "link", key, path) from exc
+        return "linked"
+
     def delete(self, keys: Iterable[str]) -> None:
         """See `Storage.delete`. Directories that become empty are removed, too."""
         failures: list[StorageError] = []
@@ -824,6 +852,23 @@ def _fill(fd: int, start: int, view: memoryview) -> int:
             break
         done += more
     return done
+
+
+def _ends_with(path: str, num_bytes: int, end: bytes, *, sync: bool) -> bool:
+    """Returns whether a file has a length and last bytes; with `sync`, makes its bytes durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != num_bytes:
+            return False
+        if os.pread(fd, len(end), num_bytes - len(end)) != end:
+            return False
+        if sync:
+            # Why: the save that wrote the file may not have.
+            os.fsync(fd)
+        return True
+    finally:
+        os.close(fd)
 
 
 def _read_failure(exc: OSError, key: str, path: str) -> StorageError:

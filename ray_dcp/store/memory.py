@@ -17,6 +17,8 @@ from ray_dcp.store.storage import (
     KeyMissingError,
     OnceWriter,
     PartWriter,
+    PublishedFile,
+    Reused,
     StorageTraits,
     as_bytes_view,
     check_key,
@@ -86,6 +88,16 @@ class MemoryStorage:
     def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
         """See `Storage.open_writer`; `sync` changes nothing."""
         return _MemoryWriter(self, check_key(key))
+
+    def reuse(self, key: str, source: PublishedFile, end: bytes, *, sync: bool) -> Reused | None:
+        """See `reuse_file`: both keys have the same bytes object."""
+        name = f"{source.url}/{source.key}".removeprefix("memory://")
+        with _LOCK:
+            data = _CONTENT.get(name, b"")
+        if len(data) != source.num_bytes or not data.endswith(end):
+            return None
+        self._put(check_key(key), data, create=True)
+        return "linked"
 
     def list(self, prefix: str = "") -> list[Entry]:
         """See `Storage.list`."""

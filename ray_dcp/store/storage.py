@@ -17,7 +17,7 @@ import errno
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
 
 from ray_dcp.errors import CheckpointError, InvalidRequestError, StorageError
 
@@ -279,6 +279,48 @@ class Storage(Protocol):
             StorageError: A key could not be removed. All others were attempted.
         """
         ...
+
+
+@dataclass(frozen=True)
+class PublishedFile:
+    """A part file of a committed checkpoint, which never changes."""
+
+    url: str
+    """URL of the checkpoint."""
+    key: str
+    num_bytes: int
+    digest: str
+    """Hex digest of its block checksums."""
+
+
+Reused = Literal["linked", "copied"]
+"""How a key got the bytes of another file: a second name of it, or a copy made by the storage."""
+
+
+def reuse_file(
+    storage: Storage, key: str, source: PublishedFile, end: bytes, *, sync: bool
+) -> Reused | None:
+    """Gives a key the bytes of a published file, if the storage can do that without moving them.
+
+    A storage can if it has the optional method `reuse` with these arguments. It looks at the length
+    and the last bytes of the source after nobody can take them away any more: a name may have been
+    given to another file.
+
+    Args:
+        storage: Storage of the key.
+        key: The new key.
+        source: The published file.
+        end: Last bytes that the source must have.
+        sync: Make the new name durable.
+
+    Returns:
+        How; None if the storage can't do it, or the source is gone or another file.
+    """
+    reuse = getattr(storage, "reuse", None)
+    try:
+        return None if reuse is None or not end else reuse(key, source, end, sync=sync)
+    except StorageError:
+        return None
 
 
 TEMP_PREFIX = ".tmp-"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 
 from ray_dcp.core.dtypes import READABLE, as_numbers, raw_dtype
 from ray_dcp.core.processes import collector_paused
-from ray_dcp.core.values import BoolArray, Columns, Int64Array, Kind, NamePath, padded
+from ray_dcp.core.values import BoolArray, Columns, Int64Array, Kind, NamePath, Settled, padded
 from ray_dcp.errors import InvalidRequestError, NonFiniteError, UnsupportedValueError
 from ray_dcp.options import SaveOptions
 from ray_dcp.torch_adapter import device_copy
@@ -34,7 +34,7 @@ from ray_dcp.torch_adapter.objects import dump_object, is_simple, load_problem, 
 from ray_dcp.torch_adapter.per_rank import PerRank, named_for_rank
 from ray_dcp.torch_adapter.replica_digests import bytes_digest, content_digests
 from ray_dcp.torch_adapter.shards import Box, Layouts, is_sharded, sharded
-from ray_dcp.torch_adapter.state import stateful_to_state_dict
+from ray_dcp.torch_adapter.state import frozen_names, stateful_to_state_dict
 from ray_dcp.torch_adapter.subclasses import with_attributes
 from ray_dcp.torch_adapter.tensors import (
     PLAIN_TYPES,
@@ -121,6 +121,7 @@ def capture(
         digests=world_size > 1,
         with_paths=flatten_state_dict,
         flatten_sharded_tensors=flatten_sharded_tensors,
+        frozen=frozen_names(state_dict) if options.unchanged == "link" else None,
     )
     with collector_paused():
         flat = (
@@ -252,10 +253,22 @@ class Rows:
         values: The source of each item's bytes.
         problems: Reasons why values can't be saved.
         warnings: Warnings for the user.
+
+    Args:
+        digests: Compute digests of what other ranks may hold as well.
+        with_paths: Keep the places in the nested state dict.
+        flatten_sharded_tensors: See `capture`.
+        frozen: Names of tensors that are known not to be trained, beside parameters that are in the
+            state dict themselves; None if nobody asks which.
     """
 
     def __init__(
-        self, *, digests: bool, with_paths: bool = True, flatten_sharded_tensors: bool = True
+        self,
+        *,
+        digests: bool,
+        with_paths: bool = True,
+        flatten_sharded_tensors: bool = True,
+        frozen: Collection[str] | None = None,
     ) -> None:
         self._digests = digests
         self._with_paths = with_paths
@@ -268,6 +281,8 @@ class Rows:
         self._dtype: list[torch.dtype | None] = []
         self._shape: list[tuple[int, ...]] = []
         self._requires_grad: list[bool] = []
+        self._frozen = frozen
+        self._settled: set[int] = set()
         self.boxes: dict[int, Box] = {}
         self.replicated: set[int] = set()
         self._value: list[int] = []
@@ -321,6 +336,9 @@ class Rows:
         self._dtype += dtypes
         self._shape += shapes
         self._requires_grad += [tensor.requires_grad for tensor in tensors]
+        if self._frozen is not None:
+            some = zip(names, tensors, range(len(self.values), len(self.values) + count), strict=True)
+            self._settled.update(row for fqn, one, row in some if self._is_frozen(fqn, one))
         self._compared += range(len(self.values), len(self.values) + count)
         self._value += [0] * count
         self.values += tensors
@@ -366,10 +384,19 @@ class Rows:
                 )
             self.add(kind, source, held.dtype, held.shape, held.requires_grad, digest)
             self.boxes[row] = box
+            if self._is_frozen(fqn, value):
+                self._settled.add(row)
             if held.replicated:
                 self.replicated.add(row)
                 if kind == _TENSOR:
                     self._compared.append(row)
+
+    def _is_frozen(self, fqn: str, value: Any) -> bool:
+        """Returns whether a value is a parameter that is not trained."""
+        if self._frozen is None:
+            return False
+        is_parameter = isinstance(value, torch.nn.Parameter)
+        return fqn in self._frozen or (is_parameter and not value.requires_grad)
 
     def _dump(self, fqn: str, value: Any) -> bytes:
         data = dump_object(value, fqn=fqn)
@@ -419,6 +446,8 @@ class Rows:
         dtypes = [dtype for dtype in dict.fromkeys(self._dtype) if dtype is not None]
         codes: dict[torch.dtype | None, int] = {None: -1}
         codes.update((dtype, code) for code, dtype in enumerate(dtypes))
+        settled = np.zeros(num, np.int8)
+        settled[list(self._settled)] = Settled.SETTLED
         return Columns(
             names=tuple(self._names),
             paths=tuple(self._paths),
@@ -433,6 +462,7 @@ class Rows:
             requires_grad=np.array(self._requires_grad, np.bool_),
             splittable=self._splittable(size),
             value=np.array(self._value, np.uint64),
+            settled=settled,
         )
 
     def _splittable(self, size: Int64Array) -> BoolArray:

@@ -9,6 +9,7 @@ parameters. So both are named by parameter, as in torch's own helpers; see `opti
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -172,6 +173,37 @@ def must_be_taken(
     kinds = (nn.Module, torch.optim.Optimizer)
     whole = [str(key) for key, value in state_dict.items() if isinstance(value, kinds)]
     return [name for name in unexpected if below(name, whole)] if whole else ()
+
+
+def frozen_names(state_dict: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the names of parameters that the modules of a state dict do not train.
+
+    Args:
+        state_dict: The user's argument of `save`.
+
+    Examples:
+        >>> model = nn.Linear(2, 1)
+        >>> _ = model.weight.requires_grad_(False)
+        >>> sorted(frozen_names({"model": model}))
+        ['model.weight']
+    """
+    return frozenset(
+        f"{key}.{_WRAPPED.sub('', name)}"
+        for key, value in state_dict.items()
+        if isinstance(value, nn.Module)
+        for name, parameter in _unwrapped(value).named_parameters(remove_duplicate=False)
+        if not parameter.requires_grad
+    )
+
+
+_WRAPPED = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""Parts of names that wrappers of modules add. Why not by torch's helper: it looks each name up in
+the module, and a name that is missed costs a guess."""
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    is_ddp = isinstance(module, nn.parallel.DistributedDataParallel)
+    return module.module if is_ddp else module
 
 
 class _Model:
