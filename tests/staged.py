@@ -73,20 +73,28 @@ def share(
     *,
     part_bytes: int = 1 << 30,
     seed: int = 0,
+    settled: bool = False,
 ) -> Share:
     """Returns a share of uint8 tensors of these lengths and objects of these bytes."""
-    items = _items(sizes, deferred, seed)
+    items = _items(sizes, deferred, seed, settled=settled)
     plan = make_plan([items.columns], part_bytes=part_bytes)
     return Share(items, rank_plan(plan, 0), sum(sizes) + sum(map(len, deferred)))
 
 
-def _items(sizes: list[int], deferred: Sequence[bytes], seed: int, prefix: str = "") -> Items:
+def _items(
+    sizes: list[int],
+    deferred: Sequence[bytes],
+    seed: int,
+    prefix: str = "",
+    *,
+    settled: bool = False,
+) -> Items:
     generator = np.random.default_rng(seed)
     builder = ColumnsBuilder()
     values: list[Any] = []
     for index, size in enumerate(sizes):
         values.append(generator.integers(0, 256, size, dtype=np.uint8))
-        builder.tensor(f"{prefix}t{index:05d}", "uint8", (size,))
+        builder.tensor(f"{prefix}t{index:05d}", "uint8", (size,), settled=int(settled))
     for index, data in enumerate(deferred):
         values.append(data)
         builder.object(f"{prefix}o{index}")

@@ -600,7 +600,7 @@ class PartFile:
         return [Region(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
 
 
-Published = Mapping[bytes, PublishedFile]
+Published = Mapping[bytes, tuple[PublishedFile, ...]]
 """Part files of committed checkpoints, by `file_layout`."""
 NOTHING_PUBLISHED: Published = MappingProxyType({})
 
@@ -619,7 +619,9 @@ def file_layout(plan: FilePlan) -> bytes:
         plan.dtype, plan.ndim, plan.size, plan.item_offset, plan.item_bytes, plan.payload_offset,
         plan.payload_bytes, plan.block_bytes,
     )  # fmt: skip
-    return digest_parts([words.encode(), *(np.ascontiguousarray(c).data.cast("B") for c in columns)])
+    return digest_parts(
+        [words.encode(), *(np.ascontiguousarray(c).data.cast("B") for c in columns)]
+    )
 
 
 def _reused(
@@ -632,8 +634,8 @@ def _reused(
     published: Published,
 ) -> FileReceipt | None:
     """Returns the receipt of a file that got the bytes of a published one; None if it did not."""
-    found = published.get(file_layout(plan)) if plan.settled and published else None
-    if found is None:
+    found = published.get(file_layout(plan), ()) if plan.settled and published else ()
+    if not found:
         return None
     source.is_held = True
     try:
@@ -644,13 +646,13 @@ def _reused(
         return None
     finally:
         source.is_held = False
-    if (receipt.num_bytes, receipt.digest.hex()) != (found.num_bytes, found.digest):
-        return None
-    reused = reuse_file(storage, key, found, file.end, sync=options.sync_files)
-    if reused is None:
-        return None
-    source.written(receipt.num_bytes)
-    return replace(receipt, reused=reused)
+    for one in found:
+        if (receipt.num_bytes, receipt.digest.hex()) == (one.num_bytes, one.digest):
+            reused = reuse_file(storage, key, one, file.end, sync=options.sync_files)
+            if reused is not None:
+                source.written(receipt.num_bytes)
+                return replace(receipt, reused=reused)
+    return None
 
 
 class _Nowhere:
@@ -729,7 +731,8 @@ def write_pieces(
     """Writes and publishes one part file, and returns its receipt.
 
     A settled file is not written if its block checksums are those of a published file of the same
-    layout, and the storage can reuse that one: then all its bytes are equal. A file of equal content that another writer of this attempt has published is accepted.
+    layout, and the storage can reuse that one: then all its bytes are equal. A file of equal
+    content that another writer of this attempt has published is accepted.
 
     Args:
         storage: Storage to write to.

@@ -33,8 +33,8 @@ from ray_dcp.errors import CheckpointError, InternalError, LimitError, SaveCance
 from ray_dcp.runtime.metrics import Performer, Tracing
 from ray_dcp.runtime.rank_progress import Activity, RankProgress
 from ray_dcp.runtime.rank_save import PlanMemory
-from ray_dcp.runtime.unchanged import RunHistory
 from ray_dcp.runtime.tasks import new_attempt, perform
+from ray_dcp.runtime.unchanged import RunHistory
 
 
 class Shell:

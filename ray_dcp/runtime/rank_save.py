@@ -399,8 +399,10 @@ class RankSave:
         if isinstance(request, SaveStaged):
             with contained("The count of what a stager wrote"):
                 files = () if self.options.unchanged == "write" else written()
-                progress.count_files(files)
-                progress.count(0 if files else _written(go, outcome))
+                if len(files) == len(go.plan.files):
+                    progress.count_files(files)
+                else:
+                    progress.count(_written(go, outcome))
         if self.options.unchanged == "link":
             with contained("The look at what was committed"):
                 self.history.committed(go.attempt, outcome, self.opener)

@@ -206,12 +206,13 @@ def _find(run: _Run, target: Target, name: str, opener: Callable[[Target], Stora
 
 
 def _published(url: str, plan: RankPlan, entries: tuple[FileEntry, ...]) -> Published:
-    return {
-        file_layout(file): PublishedFile(url, entry.key, entry.num_bytes, entry.digest)
-        for file in plan.files
-        if file.settled
-        for entry in [entries[file.file]]
-    }
+    found: dict[bytes, tuple[PublishedFile, ...]] = {}
+    for file in plan.files:
+        if file.settled:
+            entry, layout = entries[file.file], file_layout(file)
+            one = PublishedFile(url, entry.key, entry.num_bytes, entry.digest)
+            found[layout] = (*found.get(layout, ()), one)
+    return found
 
 
 def _learn(save: _Planned, outcome: SaveOutcome, opener: Callable[[Target], Storage]) -> None:
@@ -268,12 +269,12 @@ def _guesses(
         if file.settled:
             moved.update((names[one], Settled.CHANGED) for one in owner[~same].tolist())
             continue
-        for one, num_bytes in zip(owner[same].tolist(), file.payload_bytes[same].tolist(), strict=True):
+        for one, num_bytes in zip(
+            owner[same].tolist(), file.payload_bytes[same].tolist(), strict=True
+        ):
             equal[one] = equal.get(one, 0) + num_bytes
     known = save.run.guesses
-    new = [
-        one for one in equal if one not in changed and known.get(names[one]) != Settled.CHANGED
-    ]
+    new = [one for one in equal if one not in changed and known.get(names[one]) != Settled.CHANGED]
     num_bytes = sum(equal[one] for one in new)
     if num_bytes >= max(LEAST_SETTLED_BYTES, settled_bytes // WORTH_A_PLAN):
         moved.update((names[one], Settled.SETTLED) for one in new)

@@ -125,7 +125,7 @@ class StageOrder:
     options: SaveOptions
     window_bytes: int
     """Length of a window."""
-    published: Mapping[bytes, PublishedFile] = field(default_factory=dict)
+    published: Mapping[bytes, tuple[PublishedFile, ...]] = field(default_factory=dict)
     """See `ray_dcp.io.writer.write_pieces`."""
 
 

@@ -101,11 +101,6 @@ LINGER_S = 1.5
 objects once a second (`free_objects_period_milliseconds`), and has to hear of them."""
 
 
-HOLD_S = 2 * LINGER_S
-"""How long a writer that holds windows waits for room for the next one, in seconds: longer than it
-takes until the memory of windows that were let go is free."""
-
-
 class WriteQueue:
     """Holds and writes what ranks hand over.
 
@@ -454,7 +449,8 @@ class WriteQueue:
         for old in over[:-_JOBS_KEPT]:
             self._forget(old)
         changed = threading.Condition(self._lock)
-        job = self._jobs[order.key] = Job(order, plan, layout, reporter, changed)
+        hold_s = 2 * self._linger_s
+        job = self._jobs[order.key] = Job(order, plan, layout, reporter, changed, hold_s=hold_s)
         return job
 
     def _keeps(self, job: Job) -> bool:
@@ -473,9 +469,9 @@ class WriteQueue:
     def _pump(self) -> None:
         granted = self._budget.grants()
         for room in granted:
-            job = self._jobs[room.job]
-            job.num_granted += 1
-            job.changed.notify_all()
+            granted_to = self._jobs[room.job]
+            granted_to.num_granted += 1
+            granted_to.changed.notify_all()
         whose = dict.fromkeys(room.job for room in granted)
         for room in self._budget.ended():
             job = self._jobs.get(room.job)
@@ -723,8 +719,9 @@ class Job:
     """Bytes of the windows that are here, or were."""
     reports: dict[int, StageReport] = field(default_factory=dict)
     """By position in `plan.files`."""
-    may_hold: bool = True
-    """Whether there was room for all windows that its writers wanted to hold."""
+    hold_s: float = 2 * LINGER_S
+    """How long a writer that holds windows waits for room for the next one, in seconds: longer than
+    it takes until the memory of windows that were let go is free; 0 once it was in vain."""
     written_bytes: int = 0
     moved_s: float = field(default_factory=lambda: time.monotonic())
     """When bytes last reached the storage, or the job began; by the monotonic clock."""
@@ -893,7 +890,6 @@ class StagedPieces:
             self._turn.acquire()
         return view
 
-
     def _hold(self, window: int) -> None:
         """Waits for room for a window while all windows before it stay; the lock is held.
 
@@ -906,10 +902,10 @@ class StagedPieces:
         job = self._job
         has_room = job.changed.wait_for(
             lambda: job.error is not None or job.num_granted > window,
-            HOLD_S if job.may_hold else 0.0,
+            job.hold_s,
         )
         if not has_room:
-            job.may_hold = False
+            job.hold_s = 0.0
             raise NotHeldError
 
 

@@ -337,7 +337,9 @@ class Rows:
         self._shape += shapes
         self._requires_grad += [tensor.requires_grad for tensor in tensors]
         if self._frozen is not None:
-            some = zip(names, tensors, range(len(self.values), len(self.values) + count), strict=True)
+            some = zip(
+                names, tensors, range(len(self.values), len(self.values) + count), strict=True
+            )
             self._settled.update(row for fqn, one, row in some if self._is_frozen(fqn, one))
         self._compared += range(len(self.values), len(self.values) + count)
         self._value += [0] * count

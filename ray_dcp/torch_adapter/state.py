@@ -196,14 +196,18 @@ def frozen_names(state_dict: Mapping[str, Any]) -> frozenset[str]:
     )
 
 
-_WRAPPED = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_WRAPPED = re.compile(
+    r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
 """Parts of names that wrappers of modules add. Why not by torch's helper: it looks each name up in
 the module, and a name that is missed costs a guess."""
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    is_ddp = isinstance(module, nn.parallel.DistributedDataParallel)
-    return module.module if is_ddp else module
+    inner: nn.Module = module
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        inner = module.module
+    return inner
 
 
 class _Model:

@@ -20,6 +20,7 @@ from ray_dcp.errors import (
     SaveCancelledError,
     StorageError,
 )
+from ray_dcp.io.writer import file_layout
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.rank_load import MemorySource
 from ray_dcp.stage import transfer as stage_transfer
@@ -32,6 +33,7 @@ from ray_dcp.stage.windows import lay_out_windows
 from ray_dcp.stage.write_queue import WriteQueue
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import PublishedFile
 from tests.gated_storage import Gate
 from tests.polling import eventually
 from tests.staged import MIB, Rank, Share, same_files, scribbled, share
@@ -101,6 +103,75 @@ def test_a_state_larger_than_the_budget_goes_through_and_no_report_is_awaited(pl
     what.written(places[1])
     assert node.idle()
     assert same_files(*places)
+
+
+def published(what: Share, target: Target) -> dict[bytes, tuple[PublishedFile, ...]]:
+    """Writes a share, and returns its files as those of a committed step."""
+    files = tuple(
+        PublishedFile(target.url, one.key, one.num_bytes, one.digest.hex())
+        for one in what.written(target)
+    )
+    return {file_layout(file): files for file in what.plan.files}
+
+
+def reused(node: Node) -> list[str]:
+    return sorted(report.receipt.reused for report in node.reports)
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "expected"),
+    [(40, ["linked"] * 2), (9, ["linked"] * 2), (3, [""] * 2)],
+)
+def test_a_settled_file_is_linked_if_there_is_room_for_all_of_it(num_slots, expected, places):
+    what = share([3 * MIB] * 6, part_bytes=10 * MIB, settled=True)
+    files = published(what, places[1])
+    node = Node(num_slots)
+    node.rank(what, places[0], published=files, options=SaveOptions(num_threads=1)).stage()
+    assert node.idle()
+    assert same_files(*places)
+    assert reused(node) == expected
+    inodes = [{file.stat().st_ino for file in Path(place.url).glob("*.distcp")} for place in places]
+    assert len(inodes[0] & inodes[1]) == sum(map(bool, expected))
+
+
+def test_a_settled_file_with_other_bytes_is_written(places):
+    files = published(share([3 * MIB] * 6, settled=True), places[0])
+    what = share([3 * MIB] * 6, seed=1, settled=True)
+    node = Node(40)
+    node.rank(what, places[1], published=files).stage()
+    assert node.idle()
+    assert reused(node) == [""]
+    found = open_storage(places[1]).read(what.plan.files[0].key.format(attempt="a1"))
+    assert what.items.values[0].tobytes() in found
+
+
+def test_writers_that_hold_the_room_of_each_other_get_through(places, tmp_path):
+    shares = [share([5 * MIB] * 3, seed=seed, settled=True) for seed in (0, 1)]
+    node = Node(8)
+    ranks = []
+    for number, what in enumerate(shares):
+        files = published(what, Target(str(tmp_path / f"before-{number}")))
+        place = Target(str(tmp_path / f"after-{number}"))
+        ranks.append(node.rank(what, place, save=f"s{number}", published=files).begin())
+    threads = [threading.Thread(target=rank.stage) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(180)
+    assert node.idle()
+    for number in (0, 1):
+        places = [Target(str(tmp_path / f"{when}-{number}")) for when in ("before", "after")]
+        assert same_files(*places)
+
+
+def test_a_save_that_is_cancelled_while_its_windows_are_held_gives_them_back(places):
+    what = share([3 * MIB] * 6, settled=True)
+    node = Node(40)
+    rank = node.rank(what, places[0], published=published(what, places[1])).begin()
+    rank.fill()
+    node.queue.cancel(rank.order.key, by_rank=True)
+    assert node.idle()
+    assert not open_storage(places[0]).list()
 
 
 def test_memory_is_free_for_another_save_once_its_bytes_are_written(places):

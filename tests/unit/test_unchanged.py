@@ -1,0 +1,376 @@
+"""`SaveOptions(unchanged="link")`: a file that equals one of the last step is not written again."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from torch import nn
+
+import ray_dcp
+from ray_dcp.options import SaveOptions
+from ray_dcp.runtime.inline import session_alone
+from ray_dcp.runtime.unchanged import RunHistory
+from ray_dcp.store.memory import MemoryStorage
+from tests.checkpoints import flip
+
+LINK = SaveOptions(unchanged="link")
+WIDTH = 600
+"""1.4 MB of weights: above the least that is worth files of its own."""
+
+
+class Tuned(nn.Module):
+    """A module with a large part that is not trained, and a small one that is."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.lora = nn.Linear(8, 8)
+
+    def train_a_step(self) -> None:
+        with torch.no_grad():
+            self.lora.weight += 1
+
+
+def path_of(root: Path, step: int) -> Path:
+    return root / f"step-{step}"
+
+
+def save(root: Path, step: int, state: dict[str, Any], options: SaveOptions = LINK) -> Path:
+    path = path_of(root, step)
+    ray_dcp.save(state, checkpoint_id=path, options=options)
+    return path
+
+
+def inodes(path: Path) -> set[int]:
+    return {file.stat().st_ino for file in path.glob("*.distcp")}
+
+
+def shared(one: Path, other: Path) -> int:
+    """Returns how many data files two checkpoints share."""
+    return len(inodes(one) & inodes(other))
+
+
+def values_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Returns a copy of the tensors of a state by their names."""
+    found = {}
+    for key, value in state.items():
+        inner = value.state_dict() if isinstance(value, nn.Module) else {"": value}
+        for name, one in inner.items():
+            found[f"{key}.{name}".rstrip(".")] = one.detach().clone()
+    return found
+
+
+def check_holds(path: Path, expected: dict[str, torch.Tensor]) -> None:
+    """Checks that a checkpoint is whole and holds these values, for us and for stock DCP."""
+    assert ray_dcp.verify(path).ok
+    ours = {name: torch.zeros_like(value) for name, value in expected.items()}
+    theirs = {name: torch.zeros_like(value) for name, value in expected.items()}
+    ray_dcp.load(ours, checkpoint_id=path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock.load(theirs, checkpoint_id=path, no_dist=True)
+    for name, value in expected.items():
+        assert torch.equal(ours[name], value), name
+        assert torch.equal(theirs[name], value), name
+
+
+def a_run(root: Path, steps: int = 3) -> tuple[Tuned, list[dict[str, torch.Tensor]]]:
+    """Saves steps of a run whose large part does not change; returns the model and their values."""
+    model, saved = Tuned(), []
+    for step in range(steps):
+        model.train_a_step()
+        save(root, step, {"model": model})
+        saved.append(values_of({"model": model}))
+    return model, saved
+
+
+def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forgets what this process knows of earlier saves."""
+    monkeypatch.setattr(session_alone(), "history", RunHistory())
+
+
+# --- What is linked ------------------------------------------------------------------------------
+
+
+def test_frozen_parameters_are_linked_from_the_second_save_on(tmp_path):
+    _, saved = a_run(tmp_path)
+    for step in (1, 2):
+        assert shared(path_of(tmp_path, step - 1), path_of(tmp_path, step)) == 1
+    for step, values in enumerate(saved):
+        check_holds(path_of(tmp_path, step), values)
+
+
+def test_the_default_is_to_write_everything(tmp_path):
+    model = Tuned()
+    one, other = (save(tmp_path, step, {"model": model}, SaveOptions()) for step in (0, 1))
+    assert shared(one, other) == 0
+    assert len(list(one.glob("*.distcp"))) == 1
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda m: m, partial(torch.compile, backend="eager")], ids=["plain", "compiled"]
+)
+def test_a_module_says_which_of_its_parameters_are_frozen(tmp_path, wrap):
+    state = {"model": wrap(Tuned()), "step": torch.zeros(4)}
+    one, other = (save(tmp_path, step, state) for step in (0, 1))
+    assert shared(one, other) == 1
+
+
+def test_parameters_in_a_plain_state_dict_say_whether_they_are_frozen(tmp_path):
+    model = Tuned()
+    for step in (0, 1):
+        model.train_a_step()
+        save(tmp_path, step, {"model": model.state_dict(keep_vars=True)})
+    assert shared(path_of(tmp_path, 0), path_of(tmp_path, 1)) == 1
+
+
+def test_detached_tensors_are_linked_once_they_were_equal_in_two_saves(tmp_path):
+    model, saved = Tuned(), []
+    for step in range(5):
+        model.train_a_step()
+        save(tmp_path, step, {"model": dict(model.state_dict())})
+        saved.append(values_of({"model": model}))
+    links = [shared(path_of(tmp_path, step - 1), path_of(tmp_path, step)) for step in range(1, 5)]
+    # Equal in 0 and 1; in a file of its own from 2 on.
+    assert links == [0, 0, 1, 1]
+    for step, values in enumerate(saved):
+        check_holds(path_of(tmp_path, step), values)
+
+
+def test_what_changed_once_stays_out_of_the_settled_files(tmp_path):
+    model, buffer = Tuned(), torch.zeros(WIDTH, WIDTH)
+    model.register_parameter("other", nn.Parameter(buffer, requires_grad=False))
+    links = []
+    for step in range(6):
+        if step in (2, 5):
+            model.other.data += 1
+        save(tmp_path, step, {"model": model})
+        if step:
+            links.append(shared(path_of(tmp_path, step - 1), path_of(tmp_path, step)))
+    # Changed in 2: written; in 3 the others get a file of their own, which is linked even in 5.
+    assert links == [1, 0, 0, 1, 1]
+    check_holds(path_of(tmp_path, 5), values_of({"model": model}))
+
+
+def test_a_dense_state_has_no_settled_files(tmp_path):
+    state = {"w": torch.zeros(WIDTH, WIDTH)}
+    for step in range(4):
+        state["w"] += 1
+        path = save(tmp_path, step, state)
+        assert len(list(path.glob("*.distcp"))) == 1
+        check_holds(path, state)
+
+
+def test_a_little_is_not_worth_a_file_of_its_own(tmp_path):
+    path = save(tmp_path, 0, {"model": Tuned(width=8)})
+    assert len(list(path.glob("*.distcp"))) == 1
+
+
+def test_a_new_process_links_to_what_an_earlier_one_committed(tmp_path, monkeypatch):
+    model, _ = a_run(tmp_path, 2)
+    new_process(monkeypatch)
+    path = save(tmp_path, 2, {"model": model})
+    assert shared(path_of(tmp_path, 1), path) == 1
+
+
+def test_saves_over_one_path_link_to_what_they_replace(tmp_path):
+    model, found = Tuned(), []
+    for _ in range(3):
+        model.train_a_step()
+        path = save(tmp_path, 0, {"model": model})
+        found.append(inodes(path))
+        check_holds(path, values_of({"model": model}))
+    assert found[0] & found[1] & found[2]
+
+
+def test_it_works_in_memory_storage():
+    storage = MemoryStorage("unchanged-run")
+    model = Tuned()
+    for step in range(2):
+        model.train_a_step()
+        ray_dcp.save({"model": model}, checkpoint_id=f"{storage.url}/step-{step}", options=LINK)
+    assert ray_dcp.verify(f"{storage.url}/step-1").ok
+
+
+# --- What is not ---------------------------------------------------------------------------------
+
+
+def test_a_frozen_value_that_changed_is_written(tmp_path):
+    model, saved = a_run(tmp_path, 2)
+    model.base.weight.data[WIDTH - 1, WIDTH - 1] += 1
+    path = save(tmp_path, 2, {"model": model})
+    assert shared(path_of(tmp_path, 1), path) == 0
+    check_holds(path, values_of({"model": model}))
+    for step, values in enumerate(saved):
+        check_holds(path_of(tmp_path, step), values)
+
+
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.EMLINK, errno.EPERM, errno.ENOENT])
+def test_a_filesystem_that_does_not_link_gets_the_bytes(tmp_path, monkeypatch, number):
+    model, _ = a_run(tmp_path, 1)
+    real = os.link
+
+    def link(old: str, new: str, **how: Any) -> None:
+        if ".distcp" in str(old) and ".tmp-" not in str(old):
+            raise OSError(number, os.strerror(number), new)
+        real(old, new, **how)
+
+    monkeypatch.setattr(os, "link", link)
+    path = save(tmp_path, 1, {"model": model})
+    assert shared(path_of(tmp_path, 0), path) == 0
+    check_holds(path, values_of({"model": model}))
+    assert not list(path.glob(".tmp-*"))
+
+
+def linked_file(path: Path) -> Path:
+    return max(path.glob("*.distcp"), key=lambda file: file.stat().st_size)
+
+
+def cut_short(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 8)
+
+
+def flip_a_checksum(file: Path) -> None:
+    flip(file, file.stat().st_size - 1)
+
+
+def replace_by_a_symbolic_link(file: Path) -> None:
+    away = file.rename(file.parent.parent / "away")
+    file.symlink_to(away)
+
+
+def replace_by_a_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [cut_short, flip_a_checksum, replace_by_a_symbolic_link, replace_by_a_folder, Path.unlink],
+    ids=lambda harm: harm.__name__,
+)
+def test_a_file_that_is_not_what_was_committed_is_not_linked(tmp_path, harm):
+    model, _ = a_run(tmp_path, 1)
+    file = linked_file(path_of(tmp_path, 0))
+    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+    harm(file)
+    if file.is_file():
+        os.utime(file, ns=times)
+    path = save(tmp_path, 1, {"model": model})
+    assert shared(path_of(tmp_path, 0), path) == 0
+    check_holds(path, values_of({"model": model}))
+
+
+def test_files_of_an_attempt_that_was_not_committed_are_not_linked(tmp_path, monkeypatch):
+    from ray_dcp.runtime import tasks
+
+    model, _ = a_run(tmp_path, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(tasks, "build_commit", _refuse)
+        with pytest.raises(ray_dcp.errors.CheckpointError):
+            save(tmp_path, 1, {"model": model})
+    shutil.rmtree(path_of(tmp_path, 0))
+    left = inodes(path_of(tmp_path, 1))
+    path = save(tmp_path, 2, {"model": model})
+    assert not left & inodes(path)
+
+
+def _refuse(*_: Any) -> None:
+    raise ray_dcp.errors.StorageError("scripted")
+
+
+def test_metadata_says_the_same_of_the_values(tmp_path):
+    state = {"model": Tuned().state_dict(keep_vars=True)}
+    one = save(tmp_path, 0, state)
+    other = save(tmp_path, 1, state, SaveOptions())
+    ours, theirs = (stock.FileSystemReader(path).read_metadata() for path in (one, other))
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.planner_data == theirs.planner_data
+
+
+# --- Steps stay whole by themselves --------------------------------------------------------------
+
+
+def test_no_published_file_is_written_to(tmp_path):
+    model, _ = a_run(tmp_path, 1)
+    file = linked_file(path_of(tmp_path, 0))
+    data, before = file.read_bytes(), file.stat().st_mtime_ns
+    for step in range(1, 5):
+        model.base.weight.data += step % 2
+        save(tmp_path, step, {"model": model})
+    ray_dcp.delete(path_of(tmp_path, 1))
+    ray_dcp.collect(path_of(tmp_path, 0))
+    assert file.read_bytes() == data
+    assert file.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
+def test_steps_can_be_deleted_in_any_order(tmp_path, order):
+    _, saved = a_run(tmp_path)
+    left = set(order)
+    for step in order:
+        ray_dcp.delete(path_of(tmp_path, step))
+        left.remove(step)
+        for other in left:
+            check_holds(path_of(tmp_path, other), saved[other])
+
+
+def test_a_step_that_is_deleted_during_the_save_takes_nothing_with_it(tmp_path, monkeypatch):
+    model, _ = a_run(tmp_path, 1)
+    real = os.link
+
+    def link(old: str, new: str, **how: Any) -> None:
+        real(old, new, **how)
+        shutil.rmtree(path_of(tmp_path, 0), ignore_errors=True)
+
+    monkeypatch.setattr(os, "link", link)
+    path = save(tmp_path, 1, {"model": model})
+    check_holds(path, values_of({"model": model}))
+
+
+COPIES = {
+    "cp -r": ["cp", "-r"],
+    "cp -a": ["cp", "-a"],
+    "rsync -aH": ["rsync", "-aH"],
+}
+
+
+@pytest.mark.parametrize("command", COPIES.values(), ids=COPIES)
+def test_a_copied_run_is_whole(tmp_path, command):
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    _, saved = a_run(tmp_path / "run")
+    subprocess.run([*command, tmp_path / "run", tmp_path / "copy"], check=True)
+    root = tmp_path / "copy" / "run" if command[0] == "rsync" else tmp_path / "copy"
+    shutil.rmtree(tmp_path / "run")
+    for step, values in enumerate(saved):
+        check_holds(path_of(root, step), values)
+
+
+def test_a_step_that_we_copy_is_whole(tmp_path):
+    _, saved = a_run(tmp_path)
+    ray_dcp.copy(path_of(tmp_path, 2), tmp_path / "copy")
+    for step in range(3):
+        ray_dcp.delete(path_of(tmp_path, step))
+    check_holds(tmp_path / "copy", saved[2])
+
+
+def test_damage_is_found_in_all_steps_that_share_it(tmp_path):
+    a_run(tmp_path)
+    file = linked_file(path_of(tmp_path, 1))
+    with open(file, "r+b") as opened:
+        opened.seek(file.stat().st_size // 2)
+        byte = opened.read(1)
+        opened.seek(-1, os.SEEK_CUR)
+        opened.write(bytes([byte[0] ^ 1]))
+    assert [ray_dcp.verify(path_of(tmp_path, step)).ok for step in range(3)] == [False] * 3
