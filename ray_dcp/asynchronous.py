@@ -189,7 +189,13 @@ class SaveReport:
     bytes_staged: int = 0
     """Bytes that this rank copied."""
     bytes_written: int = 0
-    """Bytes of this rank's part files that are known to be durable."""
+    """Bytes of this rank's part files that are known to be durable, without those that were not
+    written."""
+    bytes_linked: int = 0
+    """Bytes of its part files that are a second name of an earlier step's file, with
+    `SaveOptions(unchanged="link")`."""
+    bytes_copied: int = 0
+    """Bytes of its part files that the object store copied from an earlier step."""
     rank: int = 0
     """This rank."""
     waited_s: float | None = None
@@ -602,6 +608,8 @@ class _Save:
             seconds=dict(progress.seconds),
             bytes_staged=progress.bytes.get("stage", 0),
             bytes_written=progress.bytes.get("write", 0),
+            bytes_linked=progress.reused_bytes.get("linked", 0),
+            bytes_copied=progress.reused_bytes.get("copied", 0),
             waited_s=progress.waited_s if self._in_background else None,
             stall_s=progress.held_s,
         )

@@ -47,8 +47,9 @@ def ls(root: str, full: bool | None, everything: bool, check: bool) -> None:
     STATE is committed, in flight (files of a save that may still be committed, or that crashed),
     aborted (the save failed), damaged (files are missing or have the wrong length), stock (not
     written by ray_dcp), deleted, or unreadable. NEW is the number of bytes that the previous step
-    does not have, by stored hashes. STALL is how long training waited; DURABLE is the time until
-    the commit.
+    does not have, by stored hashes. REUSED is the number of bytes that the save did not write, as
+    it linked or copied files of an earlier step. STALL is how long training waited; DURABLE is the
+    time until the commit.
     """
     run = run_of(root)
     steps = run.steps if everything else run.present
@@ -107,6 +108,7 @@ def listed(step: StepView, now_s: float, *, full: bool) -> dict[str, Any]:
         "layout": step.layout if looks_in else None,
         "stall_s": step.stall_s if full else None,
         "durable_s": step.durable_s if full else None,
+        **({f"{how}_bytes": count for how, count in step.reused_bytes.items()} if full else {}),
     }
 
 
@@ -139,19 +141,27 @@ def du(root: str) -> None:
     """Show the disk usage of each step at and below ROOT.
 
     DATA belongs to committed checkpoints, LEFT to saves that failed or crashed (see gc). RECORDS
-    are manifests, chunk tables and .metadata. OTHER was written by other programs. The total
+    are manifests, chunk tables and .metadata. OTHER was written by other programs. SHARED takes no
+    space of its own: files above have the same bytes (hard links); it is not part of ALL. The total
     includes the records of deleted steps.
     """
     run = run_of(root)
     rows = usage_of(run)
     sums: dict[str, int] = {kind: sum(row.num_bytes[kind] for row in rows) for kind in KINDS}
     cells = []
+    shared = sum(row.shared_bytes for row in rows)
     gone = {step.name for step in run} - {step.name for step in run.present}
-    for row in (*(one for one in rows if one.name not in gone), Usage("total", sums)):
+    for row in (*(one for one in rows if one.name not in gone), Usage("total", sums, shared)):
         sizes = {str(kind): size_text(row.num_bytes[kind]) for kind in KINDS}
+        if shared:
+            sizes["shared"] = size_text(row.shared_bytes)
         cells.append({"name": row.name, **sizes, "all": size_text(row.total_bytes)})
-    steps = [{"name": row.name, **row.num_bytes} for row in rows]
-    value = {"path": run.url, "steps": steps, "total": sums}
+    steps = [
+        {"name": row.name, **row.num_bytes, **({"shared": row.shared_bytes} if shared else {})}
+        for row in rows
+    ]
+    total = {**sums, **({"shared": shared} if shared else {})}
+    value = {"path": run.url, "steps": steps, "total": total}
     unread = [f"{step.name}: {step.detail}" for step in run if step.state == "unreadable"]
     told(value, *table(cells, left=("name",)), *unread)
 

@@ -124,6 +124,9 @@ class SaveGo(SaveAgain):
     """`ray_dcp.planning.merge.groups_of` this rank; empty if the rank knows them."""
 
 
+REUSED = ("", "linked", "copied")
+
+
 @dataclass(frozen=True)
 class DeferredPlace:
     """The place of a deferred item in a rank's file."""
@@ -148,8 +151,9 @@ class FileReceipt:
     digest: bytes
     """xxh3-128 over all block checksums of the file, in order (16 bytes)."""
     deferred: tuple[DeferredPlace, ...] = ()
-    reused: Literal["", "linked", "copied"] = ""
-    """How the file got the bytes of a file of an earlier step; empty if it was written."""
+    reused: str = ""
+    """How the file got the bytes of a file of an earlier step, one of `REUSED`; empty if it was
+    written."""
 
 
 @dataclass(frozen=True)
@@ -453,6 +457,7 @@ class FileReceipts:
         digests: 16 bytes for each file.
         num_places: int64[f], number of deferred items of each file.
         places: int64[k, 4], row, item offset, item bytes and block bytes of each deferred item.
+        reused: One byte for each file, an index into `REUSED`.
     """
 
     file: Int64Array
@@ -461,6 +466,7 @@ class FileReceipts:
     digests: bytes
     num_places: Int64Array
     places: Int64Array
+    reused: bytes
 
     def __len__(self) -> int:
         return len(self.file)
@@ -476,6 +482,7 @@ class FileReceipts:
                 int(self.num_bytes[index]),
                 self.digests[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)],
                 tuple(DeferredPlace(*place) for place in places),
+                REUSED[self.reused[index]],
             )
 
     @property
@@ -502,6 +509,7 @@ class FileReceipts:
             digests[order].tobytes(),
             self.num_places[order],
             self.places[places],
+            np.frombuffer(self.reused, np.uint8)[order].tobytes(),
         )
 
 
@@ -531,6 +539,7 @@ def pack_receipts(receipts: Iterable[FileReceipt]) -> FileReceipts:
         b"".join([one.digest for one in found]),
         _column([len(one.deferred) for one in found]),
         np.array(places, dtype=np.int64).reshape(-1, 4),
+        bytes([REUSED.index(one.reused) for one in found]),
     )
 
 
@@ -555,6 +564,7 @@ def join_receipts(parts: Sequence[FileReceipts | FileReceipt]) -> FileReceipts:
         b"".join([table.digests for table in tables]),
         _joined([table.num_places for table in tables]),
         np.concatenate([np.zeros((0, 4), np.int64), *(table.places for table in tables)]),
+        b"".join([table.reused for table in tables]),
     )
     whole = whole.take(np.argsort(whole.file, kind="stable"))
     twice = np.flatnonzero(np.diff(whole.file) == 0)

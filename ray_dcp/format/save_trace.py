@@ -123,6 +123,10 @@ class SaveTrace:
     held_by: str = HELD_BY
     """Phases of an asynchronous save for which training waits. `stage` is not among them if a
     thread copies, even if a rank waited for that too. The file omits the default."""
+    linked_bytes: int = 0
+    """Bytes of files that were linked and not written. The file omits the default."""
+    copied_bytes: int = 0
+    """Bytes of files that the storage copied. The file omits the default."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -258,6 +262,10 @@ def make_trace(
     )
 
 
+_OMITTED = ("held_by", "linked_bytes", "copied_bytes")
+"""Fields that are left out of a file in which they have their defaults."""
+
+
 def encode_trace(trace: SaveTrace) -> bytes:
     """Returns a trace as JSON in UTF-8, with one line per span and a digest at its end.
 
@@ -265,9 +273,10 @@ def encode_trace(trace: SaveTrace) -> bytes:
         trace: The trace to encode.
     """
     told: dict[str, Any] = {"format": _FORMAT, "version": _VERSION}
-    told |= {f.name: getattr(trace, f.name) for f in fields(trace)}
-    if trace.held_by == HELD_BY:
-        del told["held_by"]
+    for one in fields(trace):
+        value = getattr(trace, one.name)
+        if one.name not in _OMITTED or value != one.default:
+            told[one.name] = value
     parts = []
     for name, value in told.items():
         if name in ("spans", "phases", "stragglers"):

@@ -42,6 +42,7 @@ from ray_dcp.commit_protocol.commands import (
     WriteTable,
 )
 from ray_dcp.commit_protocol.messages import (
+    REUSED,
     OpKey,
     PartsHeld,
     PartsWritten,
@@ -284,6 +285,7 @@ class SaveRecorder:
         self._written: dict[int, float] = {}
         self._staged_bytes: dict[int, int] = {}
         self._bytes: dict[int, dict[int, int]] = {}
+        self._reused_bytes: dict[str, dict[int, int]] = {how: {} for how in REUSED[1:]}
         self._where: dict[int, str] = {}
         self._tasks: list[tuple[str, float, float]] = []
 
@@ -365,13 +367,17 @@ class SaveRecorder:
             {phase: self._times(phase, *steps[phase], zero_s) for phase in PHASES},
             where=self._where,
         )
+        linked, copied = (sum([*files.values()]) for files in self._reused_bytes.values())
+        trace = replace(trace, linked_bytes=linked, copied_bytes=copied)
         return replace(trace, held_by="capture plan") if self._in_background else trace
 
     def _wrote(self, request: SaveReceipt | PartsWritten, now_s: float) -> None:
         files = self._bytes.setdefault(request.rank, {})
         before = len(files)
         for receipt in request.files:
-            files.setdefault(receipt.file, receipt.num_bytes)
+            files.setdefault(receipt.file, 0 if receipt.reused else receipt.num_bytes)
+            if receipt.reused:
+                self._reused_bytes[receipt.reused][receipt.file] = receipt.num_bytes
         # Why: a file that two stagers wrote was durable with the first.
         if len(files) > before or request.rank not in self._written:
             self._written[request.rank] = now_s

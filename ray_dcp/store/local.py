@@ -809,7 +809,9 @@ def _walk(directory: str, base: str, prefix: str, published: bool) -> Iterator[E
                 # Suppressed: the file was removed since the scan, or is a dangling link.
                 with suppress(FileNotFoundError):
                     if item.is_file():
-                        yield Entry(key, item.stat().st_size)
+                        status = item.stat()
+                        shares = _identity(status) if status.st_nlink > 1 else None
+                        yield Entry(key, status.st_size, shares)
 
 
 def _check_inside(path: str, root: str, key: str) -> None:

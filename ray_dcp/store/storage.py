@@ -16,7 +16,7 @@ import builtins
 import errno
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
 
 from ray_dcp.errors import CheckpointError, InvalidRequestError, StorageError
@@ -39,6 +39,8 @@ class Entry:
 
     key: str
     num_bytes: int
+    shares: object = field(default=None, compare=False)
+    """Equal for keys that have the same bytes on the disk; None if no other key may have them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,6 +111,14 @@ class StepView(ListedCheckpoint):
         """From the begin of the save to its commit, in seconds; None if that was not recorded."""
         return None if self.trace is None else self.trace.committed_s
 
+    @property
+    def reused_bytes(self) -> Mapping[str, int]:
+        """Bytes that its save did not write, `linked` or `copied`; empty if that is not known."""
+        if self.trace is None:
+            return {}
+        found = {"linked": self.trace.linked_bytes, "copied": self.trace.copied_bytes}
+        return {how: num_bytes for how, num_bytes in found.items() if num_bytes}
+
     def __repr__(self) -> str:
         return f"StepView({self.name!r}, {self.state}, {size_text(self.num_bytes)})"
 
@@ -384,11 +392,14 @@ class Usage:
     num_bytes: Mapping[str, int]
     """By kind: `data` of what is committed; `left`: of attempts that are not; `records`: manifests,
     chunk tables, `.metadata` and infos of steps; `other`: what other programs wrote."""
+    shared_bytes: int = 0
+    """The part of them that takes no space, as a file that was counted before has the same bytes on
+    the disk (hard links)."""
 
     @property
     def total_bytes(self) -> int:
-        """Of all kinds."""
-        return sum(self.num_bytes.values())
+        """Space that all kinds take."""
+        return sum(self.num_bytes.values()) - self.shared_bytes
 
 
 def usage_of(run: RunView) -> list[Usage]:
@@ -405,16 +416,23 @@ def usage_of(run: RunView) -> list[Usage]:
     """
     by_name = {step.name: step for step in run}
     found: dict[str, Counter[str]] = {name: Counter() for name in by_name}
+    seen: set[object] = set()
     for entry in readable_entries(open_storage(run.place))[0]:
         name = _owner(entry.key, by_name)
         if name is None:
             top = entry.key.partition("/")[0] + ("/" if "/" in entry.key else "")
             kind = "records" if top == f"{SHARED_FOLDER}/" else "other"
-            found.setdefault(top, Counter())[kind] += entry.num_bytes
+            found.setdefault(name := top, Counter())[kind] += entry.num_bytes
         else:
             key = entry.key if name == "." else entry.key[len(name) + 1 :]
             found[name][_kind(key, by_name[name])] += entry.num_bytes
-    return [Usage(name, {kind: counts[kind] for kind in KINDS}) for name, counts in found.items()]
+        if entry.shares is not None:
+            found[name]["shared"] += entry.num_bytes if entry.shares in seen else 0
+            seen.add(entry.shares)
+    return [
+        Usage(name, {kind: counts[kind] for kind in KINDS}, counts["shared"])
+        for name, counts in found.items()
+    ]
 
 
 def _owner(key: str, by_name: Mapping[str, StepView]) -> str | None:

@@ -75,6 +75,7 @@ def _details(step: StepView) -> dict[str, str]:
     new = step.new_bytes if step.is_readable else None
     return {
         "new": "" if new is None else size_text(new),
+        "reused": size_text(reused) if (reused := sum(step.reused_bytes.values())) else "",
         "layout": (step.layout if step.is_readable else None) or "",
         "stall": "" if step.stall_s is None else seconds_text(step.stall_s),
         "durable": "" if step.durable_s is None else seconds_text(step.durable_s),
