@@ -11,48 +11,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import obstore
+import obstore.exceptions
+import obstore.store
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
+from click.testing import CliRunner
 from torch import nn
 
 import ray_dcp
+from ray_dcp.cli.main import main
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.inline import session_alone
 from ray_dcp.runtime.unchanged import RunHistory
 from ray_dcp.store.memory import MemoryStorage
 from tests.checkpoints import flip
-
-LINK = SaveOptions(unchanged="link")
-WIDTH = 600
-"""1.4 MB of weights: above the least that is worth files of its own."""
-
-
-class Tuned(nn.Module):
-    """A module with a large part that is not trained, and a small one that is."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.base = nn.Linear(width, width).requires_grad_(False)
-        self.lora = nn.Linear(8, 8)
-
-    def train_a_step(self) -> None:
-        with torch.no_grad():
-            self.lora.weight += 1
-
-
-def path_of(root: Path, step: int) -> Path:
-    return root / f"step-{step}"
+from tests.unchanged_programs import LINK, WIDTH, Tuned, holds, inodes, path_of, save_steps
+from tests.unit.test_cli_json import printed
 
 
 def save(root: Path, step: int, state: dict[str, Any], options: SaveOptions = LINK) -> Path:
     path = path_of(root, step)
     ray_dcp.save(state, checkpoint_id=path, options=options)
     return path
-
-
-def inodes(path: Path) -> set[int]:
-    return {file.stat().st_ino for file in path.glob("*.distcp")}
 
 
 def shared(one: Path, other: Path) -> int:
@@ -88,7 +70,7 @@ def a_run(root: Path, steps: int = 3) -> tuple[Tuned, list[dict[str, torch.Tenso
     """Saves steps of a run whose large part does not change; returns the model and their values."""
     model, saved = Tuned(), []
     for step in range(steps):
-        model.train_a_step()
+        model.set_step(step)
         save(root, step, {"model": model})
         saved.append(values_of({"model": model}))
     return model, saved
@@ -129,7 +111,7 @@ def test_a_module_says_which_of_its_parameters_are_frozen(tmp_path, wrap):
 def test_parameters_in_a_plain_state_dict_say_whether_they_are_frozen(tmp_path):
     model = Tuned()
     for step in (0, 1):
-        model.train_a_step()
+        model.set_step(step)
         save(tmp_path, step, {"model": model.state_dict(keep_vars=True)})
     assert shared(path_of(tmp_path, 0), path_of(tmp_path, 1)) == 1
 
@@ -137,7 +119,7 @@ def test_parameters_in_a_plain_state_dict_say_whether_they_are_frozen(tmp_path):
 def test_detached_tensors_are_linked_once_they_were_equal_in_two_saves(tmp_path):
     model, saved = Tuned(), []
     for step in range(5):
-        model.train_a_step()
+        model.set_step(step)
         save(tmp_path, step, {"model": dict(model.state_dict())})
         saved.append(values_of({"model": model}))
     links = [shared(path_of(tmp_path, step - 1), path_of(tmp_path, step)) for step in range(1, 5)]
@@ -185,8 +167,8 @@ def test_a_new_process_links_to_what_an_earlier_one_committed(tmp_path, monkeypa
 
 def test_saves_over_one_path_link_to_what_they_replace(tmp_path):
     model, found = Tuned(), []
-    for _ in range(3):
-        model.train_a_step()
+    for step in range(3):
+        model.set_step(step)
         path = save(tmp_path, 0, {"model": model})
         found.append(inodes(path))
         check_holds(path, values_of({"model": model}))
@@ -197,7 +179,7 @@ def test_it_works_in_memory_storage():
     storage = MemoryStorage("unchanged-run")
     model = Tuned()
     for step in range(2):
-        model.train_a_step()
+        model.set_step(step)
         ray_dcp.save({"model": model}, checkpoint_id=f"{storage.url}/step-{step}", options=LINK)
     assert ray_dcp.verify(f"{storage.url}/step-1").ok
 
@@ -374,3 +356,108 @@ def test_damage_is_found_in_all_steps_that_share_it(tmp_path):
         opened.seek(-1, os.SEEK_CUR)
         opened.write(bytes([byte[0] ^ 1]))
     assert [ray_dcp.verify(path_of(tmp_path, step)).ok for step in range(3)] == [False] * 3
+
+
+# --- Asynchronous saves, and reports -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staging", ["call", "background"])
+def test_an_asynchronous_save_links_and_reports_it(tmp_path, staging):
+    reports = save_steps(tmp_path, 3, "async_save", staging=staging)
+    for step, report in enumerate(reports):
+        path = path_of(tmp_path, step)
+        assert holds(path, step)
+        sizes = sorted(file.stat().st_size for file in path.glob("*.distcp"))
+        expected = (sizes[0], sizes[1], 0) if step else (sum(sizes), 0, 0)
+        assert (report.bytes_written, report.bytes_linked, report.bytes_copied) == expected
+
+
+def test_ls_and_du_say_what_was_linked_and_what_is_shared(tmp_path):
+    a_run(tmp_path, 2)
+    linked = linked_file(path_of(tmp_path, 1)).stat().st_size
+    ls = printed("ls", tmp_path)
+    assert ["linked_bytes" in one for one in ls] == [False, True]
+    assert ls[1]["linked_bytes"] == linked
+    du = printed("du", tmp_path)
+    assert [one["shared"] for one in du["steps"]] == [0, linked]
+    assert du["total"]["shared"] == linked
+    assert printed("timeline", path_of(tmp_path, 1))["linked_bytes"] == linked
+    text = CliRunner().invoke(main, ["ls", str(tmp_path)]).output
+    assert "REUSED" in text
+
+
+def test_what_a_save_wrote_is_what_events_and_the_trace_say(tmp_path):
+    heard = []
+    unsubscribe = ray_dcp.events.subscribe(heard.append)
+    try:
+        a_run(tmp_path, 2)
+    finally:
+        unsubscribe()
+    written = [event.num_bytes for event in heard if event.name == "save.write"]
+    files = [
+        sorted(f.stat().st_size for f in path_of(tmp_path, s).glob("*.distcp")) for s in (0, 1)
+    ]
+    assert written == [sum(files[0]), files[1][0]]
+    assert [ray_dcp.open(path_of(tmp_path, s)).trace.num_bytes for s in (0, 1)] == written
+
+
+# --- Object stores -------------------------------------------------------------------------------
+
+
+def a_store() -> Any:
+    return ray_dcp.Location("run", filesystem=obstore.store.MemoryStore())
+
+
+def test_a_store_copies_what_did_not_change(monkeypatch):
+    place, sent = a_store(), []
+    put = obstore.put
+    monkeypatch.setattr(obstore, "put", lambda *a, **k: (sent.append(a[1]), put(*a, **k))[1])
+    reports = save_steps(place, 3, "async_save")
+    assert [report.bytes_copied > 0 for report in reports] == [False, True, True]
+    assert len([key for key in sent if key.endswith(".distcp")]) == 4
+    for step in range(3):
+        assert holds(path_of(place, step), step)
+    ray_dcp.delete(path_of(place, 0))
+    ray_dcp.delete(path_of(place, 2))
+    assert holds(path_of(place, 1), 1)
+
+
+def other_copy(store: Any, old: str, new: str) -> None:
+    obstore.put(store, new, b"something else")
+
+
+def replaced_source(store: Any, old: str, new: str) -> None:
+    obstore.put(store, new, obstore.get(store, old).bytes())
+    obstore.put(store, old, b"something else")
+
+
+def gone_source(store: Any, old: str, new: str) -> None:
+    obstore.delete(store, old)
+    raise FileNotFoundError(old)
+
+
+def lost_answer(store: Any, old: str, new: str) -> None:
+    obstore.put(store, new, obstore.get(store, old).bytes())
+    raise obstore.exceptions.GenericError("status code: 400")
+
+
+def no_copies(store: Any, old: str, new: str) -> None:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [other_copy, replaced_source, gone_source, lost_answer, no_copies],
+    ids=lambda copy: copy.__name__,
+)
+def test_what_a_store_did_not_copy_well_is_written(monkeypatch, copy):
+    place = a_store()
+    save_steps(place, 1)
+    monkeypatch.setattr(obstore, "copy", copy)
+    model = Tuned()
+    ray_dcp.save({"model": model}, checkpoint_id=place / "step-1", options=LINK)
+    monkeypatch.undo()
+    model.set_step(0)
+    ray_dcp.save({"model": model}, checkpoint_id=place / "step-2", options=SaveOptions())
+    assert holds(place / "step-2", 0)
+    assert ray_dcp.verify(place / "step-1").ok
