@@ -21,15 +21,19 @@ from ray_dcp.store.storage import (
     BytesLike,
     Entry,
     PartWriter,
+    PublishedFile,
+    Reused,
     Storage,
     StorageWrapper,
     as_bytes_view,
     os_failure,
+    reuse_file,
 )
 
 Operation = Literal[
-    "read", "read_into", "write", "open_writer", "writer.write", "commit", "list", "delete"
-]
+    "read", "read_into", "write", "open_writer", "writer.write", "commit", "list", "delete",
+    "reuse",
+]  # fmt: skip
 Effect = Literal["before", "after", "torn", "short", "flip", "slow"]
 
 _WRITES = ("write", "writer.write")
@@ -267,6 +271,11 @@ class FaultyStorage(StorageWrapper):
             elif fault is not None and fault.effect == "after":
                 writer.abort()
         return _FaultyWriter(self._script, self.url, key, writer)
+
+    def reuse(self, key: str, source: PublishedFile, end: bytes, *, sync: bool) -> Reused | None:
+        """See `ray_dcp.store.storage.reuse_file`."""
+        with self._call("reuse", key):
+            return reuse_file(self._inner, key, source, end, sync=sync)
 
     def list(self, prefix: str = "") -> builtins.list[Entry]:
         """See `Storage.list`."""

@@ -23,7 +23,8 @@ from torchtitan.components.checkpointer.base import (
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.loading import load
 from ray_dcp.manager.manager import CheckpointManager
-from ray_dcp.options import LoadOptions
+from ray_dcp.manager.settings import Item
+from ray_dcp.options import LoadOptions, SaveOptions
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -35,7 +36,7 @@ class RayDcpCheckpointManager(BaseCheckpointManager):
     after a newer one is committed, so that `keep_latest_k` never deletes the last valid step.
 
     Args:
-        config: Options of torchtitan's base class, and `async_mode`.
+        config: Options of torchtitan's base class, `async_mode` and `unchanged`.
         dataloader: Data loader of the trainer.
         model_parts: Modules of the trainer.
         optimizers: Optimizers of the trainer; a `Stateful`.
@@ -54,6 +55,8 @@ class RayDcpCheckpointManager(BaseCheckpointManager):
 
         async_mode: Literal["disabled", "async"] = "async"
         """`"async"`: training continues while a step is written."""
+        unchanged: Literal["write", "link"] = "write"
+        """See `SaveOptions.unchanged`."""
 
     def __init__(
         self,
@@ -94,6 +97,7 @@ class RayDcpCheckpointManager(BaseCheckpointManager):
             config.keep_latest_k,
             chkpt_on_preemption=False,
             also_read=("step-{step}",),
+            item=Item(save_options=SaveOptions(unchanged=config.unchanged)),
         )
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:

@@ -39,7 +39,7 @@ from ray_dcp.io.checkpoint import newest_record
 from ray_dcp.io.threads import begin
 from ray_dcp.io.writer import NOTHING_PUBLISHED, Published, file_layout
 from ray_dcp.store.storage import PublishedFile, Storage
-from ray_dcp.view.run_listing import list_run
+from ray_dcp.view.run_listing import folders_in, step_of
 
 LEAST_SETTLED_BYTES = 1 << 20
 """Fewer bytes than this are not worth files of their own."""
@@ -101,11 +101,11 @@ class RunHistory:
         """Returns the items of a save with a guess which of them will not change.
 
         Args:
-            target: Where they are saved to; the run is the folder that it lies in.
+            target: Where they are saved to.
             columns: The items, with what the state dict tells.
             opener: What opens the storage.
         """
-        name = target.url.rstrip("/").rpartition("/")[0]
+        name = "/*".join(_run_of(target.url))
         with self._lock:
             run = self._runs.get(name)
             is_new = run is None
@@ -114,7 +114,7 @@ class RunHistory:
             while len(self._runs) > _MOST_RUNS:
                 self._runs.popitem(last=False)
         if is_new:
-            self._read(run, partial(_find, run, target, name, opener))
+            self._read(run, partial(_find, run, target, opener))
         else:
             _wait(run)
         known = np.array([run.guesses.get(one, 0) for one in columns.names], dtype=np.int8)
@@ -138,7 +138,7 @@ class RunHistory:
             num_deferred: For each file the number of checksums of its deferred items.
         """
         with self._lock:
-            run = self._runs[target.url.rstrip("/").rpartition("/")[0]]
+            run = self._runs["/*".join(_run_of(target.url))]
             planned = _Planned(run, target, go.plan, go.digest, columns, num_deferred)
             self._planned[go.attempt] = planned
             while len(self._planned) > _MOST_PLANNED:
@@ -157,7 +157,7 @@ class RunHistory:
         _wait(save.run)
         for url, manifest in () if save.run.published else save.run.found:
             if manifest.plan_digest == save.digest.hex():
-                return _published(url, save.plan, tuple(manifest.files))
+                return published_files(url, save.plan, tuple(manifest.files))
         return save.run.published
 
     def committed(
@@ -190,13 +190,27 @@ def _wait(run: _Run) -> None:
         wait([run.reading], WAIT_S)
 
 
-def _find(run: _Run, target: Target, name: str, opener: Callable[[Target], Storage]) -> None:
+def _run_of(url: str) -> tuple[str, str]:
+    """Returns the folder of a run, and what follows the name of a step in it.
+
+    Examples:
+        >>> _run_of("/run/step-7"), _run_of("/run/step-7/model"), _run_of("/run/latest")
+        (('/run', ''), ('/run', '/model'), ('/run', ''))
+    """
+    folder, _, name = url.rstrip("/").rpartition("/")
+    above, _, step = folder.rpartition("/")
+    is_item = step_of(name) is None and step_of(step) is not None
+    return (above, f"/{name}") if is_item else (folder, "")
+
+
+def _find(run: _Run, target: Target, opener: Callable[[Target], Storage]) -> None:
     """Finds the newest steps that earlier processes committed."""
-    listed = list_run(replace(target, url=name))
+    root, item = _run_of(target.url)
+    folders = folders_in(opener(replace(target, url=root)))
+    steps = sorted((step_of(one), one) for one in folders if step_of(one) is not None)
+    urls = [target.url, *(f"{root}/{name}{item}" for _, name in reversed(steps))]
     found = []
-    for url in [target.url, *(listed.checkpoint_id(one.name) for one in listed.steps)][
-        : _MOST_STEPS + 1
-    ]:
+    for url in urls[: _MOST_STEPS + 1]:
         # Suppressed: what can't be read is not reused.
         with suppress(CheckpointError):
             committed = newest_record(opener(replace(target, url=url)))
@@ -205,7 +219,14 @@ def _find(run: _Run, target: Target, name: str, opener: Callable[[Target], Stora
     run.found = tuple(found)
 
 
-def _published(url: str, plan: RankPlan, entries: tuple[FileEntry, ...]) -> Published:
+def published_files(url: str, plan: RankPlan, entries: tuple[FileEntry, ...]) -> Published:
+    """Returns the settled files of a rank's plan, as a committed checkpoint has them.
+
+    Args:
+        url: Of the checkpoint.
+        plan: What the rank wrote.
+        entries: All data files of the checkpoint.
+    """
     found: dict[bytes, tuple[PublishedFile, ...]] = {}
     for file in plan.files:
         if file.settled:
@@ -222,7 +243,7 @@ def _learn(save: _Planned, outcome: SaveOutcome, opener: Callable[[Target], Stor
     if not isinstance(record, Manifest) or record.attempt != outcome.attempt:
         return
     entries = tuple(record.files)
-    run.published = _published(save.target.url, save.plan, entries)
+    run.published = published_files(save.target.url, save.plan, entries)
     before = run.checks if run.plan == save.digest else {}
     found: dict[int, _Checks] = {}
     for file, num_deferred in zip(save.plan.files, save.num_deferred, strict=True):

@@ -726,21 +726,22 @@ class LocalStorage:
         path, sync = self._path(key), sync and self._durable
         if not os.path.isabs(source.url):
             return None
-        temp = temp_beside(path)
+        temp, is_done = temp_beside(path), False
         try:
             make_directories(os.path.dirname(path), sync=sync)
+            # Why first: what is looked at then can neither be removed nor replaced.
+            os.link(os.path.join(source.url, source.key), temp, follow_symlinks=False)
             try:
-                # Why first: what is looked at then can neither be removed nor replaced.
-                os.link(os.path.join(source.url, source.key), temp, follow_symlinks=False)
-                if not _ends_with(temp, source.num_bytes, end, sync=sync):
-                    return None
-                publish(temp, path, create=True, sync=sync)
+                if _ends_with(temp, source.num_bytes, end, sync=sync):
+                    publish(temp, path, create=True, sync=sync)
+                    is_done = True
             finally:
-                with suppress(OSError):
-                    os.unlink(temp)
+                if not is_done:
+                    with suppress(OSError):
+                        os.unlink(temp)
         except OSError as exc:
             raise os_failure(exc, "link", key, path) from exc
-        return "linked"
+        return "linked" if is_done else None
 
     def delete(self, keys: Iterable[str]) -> None:
         """See `Storage.delete`. Directories that become empty are removed, too."""

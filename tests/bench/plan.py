@@ -86,7 +86,7 @@ def slabs(world_size: int, tensors: int, *, regular: bool) -> Iterator[Columns]:
             offset=np.stack([low, np.zeros(tensors, np.int64)], axis=1),
             size=np.stack([top - low, np.full(tensors, COLUMNS)], axis=1),
             requires_grad=ones.astype(np.bool_), splittable=np.zeros(tensors, np.bool_),
-            value=np.zeros(tensors, np.uint64),
+            value=np.zeros(tensors, np.uint64), settled=np.zeros(tensors, np.int8),
         )  # fmt: skip
 
 
@@ -129,6 +129,7 @@ def meshed(world_size: int, tensors: int, layout: str) -> Iterator[Columns]:
             name=np.arange(tensors, dtype=np.int32), kind=kinds, dtype=dtype, ndim=ndim,
             shape=shape, offset=offset, size=lengths, requires_grad=kinds == Kind.TENSOR,
             splittable=(kinds == Kind.TENSOR) & (ndim > 0), value=value.astype(np.uint64),
+            settled=np.zeros(len(kinds), np.int8),
         )  # fmt: skip
 
 

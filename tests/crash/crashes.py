@@ -13,7 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,9 +22,14 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint.state_dict_saver as stock
 
+from ray_dcp.commit_protocol.messages import SaveGo, Target
+from ray_dcp.core.values import Columns, RankPlan
 from ray_dcp.errors import CheckpointError, CommitUnknownError, InvalidRequestError, StorageError
+from ray_dcp.io.checkpoint import newest_record
+from ray_dcp.io.writer import Published
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.garbage_collection import collect, delete
+from ray_dcp.runtime.unchanged import RunHistory, published_files
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.storage import Storage
 from tests import checkpoints
@@ -170,7 +175,58 @@ def _collect(place: Place, **how: bool) -> None:
     collect(place.url, opener=place.open, **how)
 
 
+SETTLED = ("big", "rep.large")
+NEW_WITH_OLD: State = {**NEW, **{name: OLD[name] for name in SETTLED}}
+"""What is saved by an operation that keeps a part of what stands before."""
+_LINK = SaveOptions(num_threads=1, unchanged="link")
+
+
+class _KnownRun(RunHistory):
+    """Knows at once, and of small states, what a run's history learns in a thread.
+
+    Args:
+        storage: Where the checkpoint stands whose files may be reused.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        super().__init__()
+        self._storage = storage
+        self._plans: list[RankPlan] = []
+
+    def guess(self, target: Target, columns: Columns, opener: object) -> Columns:
+        is_settled = np.array([columns.names[one] in SETTLED for one in columns.name])
+        return replace(columns, settled=is_settled.astype(np.int8))
+
+    def planned(self, target: Target, go: SaveGo, columns: Columns, counts: object) -> None:
+        self._plans.append(go.plan)
+
+    def published(self, attempt: str) -> Published:
+        found = newest_record(self._storage)
+        if found is None:
+            return {}
+        files = tuple(found.manifest.files)
+        return {
+            layout: published
+            for plan in self._plans
+            for layout, published in published_files(self._storage.url, plan, files).items()
+        }
+
+    def committed(self, *_: object) -> None:
+        self._plans.clear()
+
+
+def _save_to_link(place: Place) -> None:
+    place.save(OLD, options=_LINK, history=_KnownRun(place.storage))
+
+
+def _save_linked(place: Place) -> str:
+    return place.save(NEW_WITH_OLD, 2, options=_LINK, history=_KnownRun(place.storage))
+
+
 OPERATIONS = (
+    Operation(
+        name="save.linked", prepare=_save_to_link, run=_save_linked, previous=OLD, new=NEW_WITH_OLD
+    ),
     Operation(name="save.first", prepare=_nothing, run=_save_new, new=NEW),
     Operation(name="save.overwrite", prepare=_save_old, run=_save_new, previous=OLD, new=NEW),
     Operation(

@@ -10,9 +10,11 @@ import os
 from functools import partial
 
 import pytest
+from obstore.store import MemoryStore
 
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.object_storage import ObjectStorage
 from tests.crash.crashes import OPERATIONS, check_crashes
 from tests.crash.interruptions import interrupted_system
 from tests.inline_ranks import run_ranks
@@ -27,6 +29,7 @@ SPARSE = 1 if os.environ.get("RAY_DCP_THOROUGH") else 2
 @pytest.mark.parametrize("operation", OPERATIONS, ids=str)
 def test_a_process_that_dies_leaves_the_previous_or_the_new_checkpoint(operation):
     reached = check_crashes(operation, variants=["before"])
+    assert ("reuse" in reached.calls) == (operation.name == "save.linked")
     assert reached.told == {"nothing": reached.points["before"]}
     assert ("new" in reached.stood) == (operation.new is not operation.previous)
     assert reached.stood["previous"] >= 1
@@ -58,7 +61,7 @@ def test_a_process_that_dies_at_a_system_call_leaves_the_previous_or_the_new(ope
     assert crashes(every=8 * SPARSE).points["before"] >= 1
 
 
-@pytest.mark.parametrize("name", ["save.overwrite", "save.overwrite_safetensors"])
+@pytest.mark.parametrize("name", ["save.overwrite", "save.overwrite_safetensors", "save.linked"])
 def test_who_meets_an_error_at_a_system_call_is_told_what_stands(name, tmp_path):
     reached = check_crashes(
         name,
@@ -69,6 +72,38 @@ def test_who_meets_an_error_at_a_system_call_is_told_what_stands(name, tmp_path)
     )
     assert set(reached.points) == {"refused", "lost", "broken"}
     assert {"committed", "failed"} <= set(reached.told)
+
+
+class WithoutLinks(MemoryStorage):
+    """A storage that can give no key the bytes of another one."""
+
+    reuse = None
+
+
+def test_a_link_is_a_step_of_its_own_on_a_filesystem(tmp_path):
+    reached = check_crashes(
+        "save.linked",
+        storage=partial(LocalStorage, tmp_path / "step-1"),
+        interrupt=interrupted_system,
+        variants=["before", "after", "lost", "refused"],
+        every=2,
+    )
+    assert reached.calls["link"] > 4
+    assert reached.stood["previous"] >= 1 <= reached.stood["new"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ObjectStorage(MemoryStore(), "run"),
+        partial(WithoutLinks, "without-links"),
+    ],
+    ids=["copies", "neither"],
+)
+def test_a_storage_that_copies_or_does_neither_keeps_the_previous_or_the_new(make):
+    reached = check_crashes("save.linked", storage=make, variants=["before", "lost", "refused"])
+    assert reached.calls["reuse"] >= 3
+    assert {"previous", "new"} <= set(reached.stood)
 
 
 @pytest.mark.parametrize("name", ["save.overwrite", "save.overwrite_safetensors"])

@@ -132,6 +132,7 @@ OTHER = {
     "requires_grad": lambda c: ~c.requires_grad,
     "splittable": lambda c: ~c.splittable,
     "value": lambda c: np.where(c.value, 0, 1).astype(np.uint64),
+    "settled": lambda c: c.settled + np.int8(1),
 }
 
 
@@ -161,7 +162,7 @@ ELSE: dict[str, Any] = {
     "part_bytes": 4096, "num_threads": 3, "max_pending": 2,
     "when_full": "skip", "keep_in_memory": 1, "staging": "background",
     "plan_timeout_s": 7.0, "write_timeout_s": 7.0, "commit_timeout_s": 7.0,
-    "heartbeat_timeout_s": 7.0,
+    "heartbeat_timeout_s": 7.0, "unchanged": "link",
 }  # fmt: skip
 
 

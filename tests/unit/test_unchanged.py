@@ -22,6 +22,7 @@ from torch import nn
 
 import ray_dcp
 from ray_dcp.cli.main import main
+from ray_dcp.manager import CheckpointManager, Item
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.inline import session_alone
 from ray_dcp.runtime.unchanged import RunHistory
@@ -461,3 +462,32 @@ def test_what_a_store_did_not_copy_well_is_written(monkeypatch, copy):
     ray_dcp.save({"model": model}, checkpoint_id=place / "step-2", options=SaveOptions())
     assert holds(place / "step-2", 0)
     assert ray_dcp.verify(place / "step-1").ok
+
+
+# --- Managers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("items", [False, True], ids=["whole", "items"])
+@pytest.mark.parametrize("restarts", [False, True], ids=["", "restarts"])
+def test_a_manager_passes_the_option_on(tmp_path, monkeypatch, items, restarts):
+    item = Item(save_options=LINK)
+    how = {"items": {"model": item, "other": Item()}} if items else {"item": item}
+    model = Tuned()
+
+    def save_step(step: int) -> None:
+        with CheckpointManager(tmp_path, 1, 2, **how, no_dist=True) as manager:
+            model.set_step(step)
+            state = (
+                {"model": {"net": model}, "other": {"x": torch.ones(2)}}
+                if items
+                else {"model": model}
+            )
+            manager.save(step, state)
+
+    for step in range(3):
+        save_step(step)
+        if restarts:
+            new_process(monkeypatch)
+    folders = sorted(path for path in tmp_path.glob("*/model" if items else "*0*") if path.is_dir())
+    assert shared(*folders[-2:]) == 1  # retention deleted the first
+    assert all(ray_dcp.verify(folder).ok for folder in folders[-2:])
