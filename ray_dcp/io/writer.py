@@ -299,7 +299,7 @@ class NotHeldError(Exception):
 class ItemPieces:
     """Implements `PieceSource` on items in memory, which other threads may modify meanwhile.
 
-    *Invariant*: all returned bytes are copies, unless they are read-only. If another thread changed
+    *Invariant*: all returned bytes are copies, unless they are read-only or held. If another thread changed
     a tensor between its checksum and its write, the checkpoint would be committed but never load.
 
     Args:
@@ -340,7 +340,9 @@ class ItemPieces:
             return (data,)
         row = self._row[piece]
         part = self._part_of(self._item_of(row), row, self._start[piece], self._num_bytes[piece])
-        return (part,) if part.readonly else self._copied(part, self._place[piece])
+        # Why no copy of what is held: only its checksums are made, and nothing is written.
+        is_safe = part.readonly or self.is_held
+        return (part,) if is_safe else self._copied(part, self._place[piece])
 
     def num_bytes(self, piece: int) -> int:
         """See `PieceSource.num_bytes`."""

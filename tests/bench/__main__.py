@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.bench import async_saves, elastic, load, plan, reshard, single, storage, train
+from tests.bench import async_saves, elastic, load, plan, reshard, single, storage, train, unchanged
 
 
 def main() -> int:
@@ -15,7 +15,7 @@ def main() -> int:
         ("async", async_saves), ("day", async_saves), ("small", single), ("big", single),
         ("elastic", elastic),
         ("load", load), ("plan", plan), ("reshard", reshard),
-        ("storage", storage), ("train", train),
+        ("storage", storage), ("train", train), ("unchanged", unchanged),
     ):  # fmt: skip
         told = module.__doc__ or ""
         choice = choices.add_parser(what, description=told, help=told.partition("\n")[0])
@@ -52,6 +52,8 @@ def _run(given: argparse.Namespace) -> int | None:
             return reshard.reshard(given.ranks, given.dir)
         case "storage":
             return storage.storage(given.rounds, given.dir, given.megabytes)
+        case "unchanged":
+            return unchanged.unchanged(given.rounds, given.dir)
     return train.train(given.rounds, given.dir, given.megabytes)
 
 

@@ -21,6 +21,7 @@ import ray_dcp
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
 from tests import damage
 from tests.damage import Damage
+from tests.unchanged_programs import holds, inodes, path_of, save_steps
 
 FLIPS = {"ours": 20, "safetensors": 25, "stock": 80, "zstd": 60, "hub": 25}
 """Flipped bits a file."""
@@ -274,3 +275,27 @@ def test_a_manifest_that_was_cut_off_does_not_bring_the_older_checkpoint_back(tw
     into = {"w": torch.full((9,), 7.0)}
     ray_dcp.load(into, checkpoint_id=path, no_dist=True)
     assert into["w"].tolist() == [0.0] * 9, "what the error says to do helps"
+
+
+def test_a_flipped_bit_is_found_in_all_steps_that_share_it(tmp_path):
+    save_steps(tmp_path, 3)
+    paths = [path_of(tmp_path, step) for step in range(3)]
+    (inode,) = set.intersection(*map(inodes, paths))
+    files = [next(f for f in path.glob("*.distcp") if f.stat().st_ino == inode) for path in paths]
+    data = files[0].read_bytes()
+    found = collections.Counter[str]()
+    for one in damage.flips(files[0].name, data, 400, 0):
+        with open(files[0], "r+b") as opened:
+            opened.seek(one.start)
+            opened.write(one.data[one.start : one.stop])
+        reports = [ray_dcp.verify(path) for path in paths]
+        assert len({report.ok for report in reports}) == 1, str(one.what)
+        for file, report in zip(files, reports, strict=True):
+            assert all(problem.file == file.name for problem in report.problems)
+        if reports[0].ok:
+            assert holds(paths[one.start % 3], one.start % 3)
+        found["found" if not reports[0].ok else "harmless"] += 1
+        with open(files[0], "r+b") as opened:
+            opened.seek(one.start)
+            opened.write(data[one.start : one.stop])
+    assert found["found"] > 380
