@@ -299,8 +299,9 @@ class NotHeldError(Exception):
 class ItemPieces:
     """Implements `PieceSource` on items in memory, which other threads may modify meanwhile.
 
-    *Invariant*: all returned bytes are copies, unless they are read-only or held. If another thread changed
-    a tensor between its checksum and its write, the checkpoint would be committed but never load.
+    *Invariant*: all returned bytes are copies, unless they are read-only or held. If another thread
+    changed a tensor between its checksum and its write, the checkpoint would be committed but never
+    load.
 
     Args:
         plan: Plan of the file.
