@@ -35,7 +35,7 @@ from ray_dcp.core.checksums import (
     block_check,
     block_checks,
     digest,
-    digest_parts,
+    digest_bytes,
     end_checks,
     num_blocks,
 )
@@ -622,9 +622,8 @@ def file_layout(plan: FilePlan) -> bytes:
         plan.dtype, plan.ndim, plan.size, plan.item_offset, plan.item_bytes, plan.payload_offset,
         plan.payload_bytes, plan.block_bytes,
     )  # fmt: skip
-    return digest_parts(
-        [words.encode(), *(np.ascontiguousarray(c).data.cast("B") for c in columns)]
-    )
+    parts = [words.encode(), *(np.ascontiguousarray(column).tobytes() for column in columns)]
+    return digest_bytes(b"".join(parts))
 
 
 def _reused(

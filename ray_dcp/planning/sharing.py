@@ -416,7 +416,7 @@ def _splittable(held: Held, boxes: DistinctBoxes) -> BoolArray:
     return np.asarray(shared & (held.kind[boxes.row] == Kind.TENSOR))
 
 
-def _settled(held: Held, boxes: Boxes) -> BoolArray:
+def _settled(held: Held, boxes: DistinctBoxes) -> BoolArray:
     """Returns the boxes that are not expected to change between saves: bool[g]."""
     if len(boxes.row) == 0:
         return np.zeros(0, dtype=bool)

@@ -22,7 +22,6 @@ import numpy as np
 from ray_dcp.commit_protocol.messages import SaveGo, SaveOutcome, Target
 from ray_dcp.core.checksums import CHECK_BYTES, digest, num_blocks_many
 from ray_dcp.core.dtypes import ITEMSIZE
-from ray_dcp.core.grouping import offsets_of
 from ray_dcp.core.values import (
     BoolArray,
     Columns,
@@ -31,6 +30,7 @@ from ray_dcp.core.values import (
     RankPlan,
     Settled,
     UInt64Array,
+    offsets_of,
     volume,
 )
 from ray_dcp.errors import CheckpointError, LimitError
