@@ -178,10 +178,10 @@ def _collect(place: Place, **how: bool) -> None:
 SETTLED = ("big", "rep.large")
 NEW_WITH_OLD: State = {**NEW, **{name: OLD[name] for name in SETTLED}}
 """What is saved by an operation that keeps a part of what stands before."""
-_LINK = SaveOptions(num_threads=1, unchanged="link")
+LINK = SaveOptions(num_threads=1, unchanged="link")
 
 
-class _KnownRun(RunHistory):
+class KnownRun(RunHistory):
     """Knows at once, and of small states, what a run's history learns in a thread.
 
     Args:
@@ -216,11 +216,11 @@ class _KnownRun(RunHistory):
 
 
 def _save_to_link(place: Place) -> None:
-    place.save(OLD, options=_LINK, history=_KnownRun(place.storage))
+    place.save(OLD, options=LINK, history=KnownRun(place.storage))
 
 
 def _save_linked(place: Place) -> str:
-    return place.save(NEW_WITH_OLD, 2, options=_LINK, history=_KnownRun(place.storage))
+    return place.save(NEW_WITH_OLD, 2, options=LINK, history=KnownRun(place.storage))
 
 
 OPERATIONS = (

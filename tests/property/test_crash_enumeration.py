@@ -12,11 +12,16 @@ from functools import partial
 import pytest
 from obstore.store import MemoryStore
 
+from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.object_storage import ObjectStorage
+from tests.crash import crashes
 from tests.crash.crashes import OPERATIONS, check_crashes
 from tests.crash.interruptions import interrupted_system
+from tests.crash.invariants import is_same
+from tests.crash.ranks import load_state, save_state
+from tests.fault_injection import Script
 from tests.inline_ranks import run_ranks
 from tests.numpy_ranks import loads_whole, save, save_ranks, state_of
 
@@ -104,6 +109,45 @@ def test_a_storage_that_copies_or_does_neither_keeps_the_previous_or_the_new(mak
     reached = check_crashes("save.linked", storage=make, variants=["before", "lost", "refused"])
     assert reached.calls["reuse"] >= 3
     assert {"previous", "new"} <= set(reached.stood)
+
+
+class Meanwhile(Script):
+    """Does something before the call of a number."""
+
+    def __init__(self, at, act):
+        super().__init__()
+        self.num_calls, self._at, self._act = 0, at, act
+
+    def choose(self, call):
+        if self.num_calls == self._at:
+            self._act()
+        self.num_calls += 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda root, step: LocalStorage(root / step), lambda root, step: MemoryStorage(f"m/{step}")],
+    ids=["links", "memory"],
+)
+def test_the_last_step_may_be_deleted_before_any_call_of_a_save_that_links_to_it(make, tmp_path):
+    number, linked = 0, 0
+    while True:
+        old, new = make(tmp_path / str(number), "step-1"), make(tmp_path / str(number), "step-2")
+        save_state(old, crashes.OLD, options=crashes.LINK, history=crashes.KnownRun(old))
+        script = Meanwhile(number, partial(delete, old.url, opener=lambda _, old=old: old))
+        save_state(
+            script.wrap(new), crashes.NEW_WITH_OLD, options=crashes.LINK,
+            history=crashes.KnownRun(old),
+        )  # fmt: skip
+        linked += sum(call.operation == "reuse" for call in script.calls)
+        assert is_same(load_state(new, crashes.NEW), crashes.NEW_WITH_OLD)
+        is_over = script.num_calls <= number
+        delete(new.url, opener=lambda _, new=new: new)
+        if is_over:
+            break
+        number += 3
+    assert number > 12
+    assert linked > 12
 
 
 @pytest.mark.parametrize("name", ["save.overwrite", "save.overwrite_safetensors"])
