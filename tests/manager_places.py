@@ -8,7 +8,8 @@ from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.manager.catalogue import Root, look
 from ray_dcp.manager.leases import this_process
 from ray_dcp.manager.root_writer import Writer
-from ray_dcp.manager.settings import Settings
+from ray_dcp.manager.save_policy import EverySteps
+from ray_dcp.manager.settings import Settings, retention_of
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import Entry, PartWriter, Storage, StorageTraits
 from tests.crash.invariants import standing_state
@@ -18,7 +19,9 @@ HERE = this_process()
 
 
 def settings(**given):
-    return Settings(save_interval=1, chkpt_on_preemption=False, **given)
+    """Returns settings that save each step, from `max_to_keep` and the fields of `Settings`."""
+    kept = retention_of(given.pop("max_to_keep", 0), given.pop("retention", None))
+    return Settings(policy=EverySteps(1), kept=kept, **given)
 
 
 class Below:

@@ -1,9 +1,9 @@
-"""The catalogue of a root: which steps are committed, by what is on storage.
+"""The catalogue of a root: which steps are committed, according to the storage.
 
-One listing has the highest slot of every step folder. What an earlier look found in a folder holds
-as long as that slot stays the same, so its records are not read again.
+`look` scans the storage: one listing shows the highest record slot of every step folder. Records of
+a folder are read again only if that slot has changed since an earlier scan.
 
-`Root` has the names of a managed root: one folder per step, and `.manager` for what is shared.
+`Root` is a directory of step folders. Its folder `.manager` holds what all managers share.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import cached_property
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core.processes import collector_paused
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
-from ray_dcp.format.manifest import MAX_RECORD_BYTES, DeleteRecord, Manifest, slot_of
+from ray_dcp.format.manifest import MAX_RECORD_BYTES, Manifest, slot_of
 from ray_dcp.format.names import CATALOGUE, READING, SHARED_FOLDER, StepNames, tags_in
 from ray_dcp.format.step_info import (
     CatalogueRow,
@@ -38,10 +38,10 @@ Opener = Callable[[Target], Storage]
 
 @dataclass(frozen=True)
 class Root:
-    """A directory of step folders, and how to reach it."""
+    """A directory of step folders, and how to access it."""
 
     target: Target
-    """Absolute."""
+    """Absolute path or URL, with options."""
     opener: Opener = open_storage
     """Opens the storage of a target."""
 
@@ -51,8 +51,7 @@ class Root:
         return self.target.url
 
     def below(self, name: str) -> Target:
-        """Returns the target of a folder of the root."""
-        # Why replaced: with the options, or the ready filesystem, of the root.
+        """Returns the target of a folder of the root, with the root's options or filesystem."""
         return replace(self.target, url=url_below(self.url, name))
 
     def open(self, name: str) -> Storage:
@@ -66,14 +65,14 @@ class Root:
 
     @property
     def shared(self) -> Storage:
-        """The storage of what managers share."""
+        """The storage of the folder that all managers share."""
         return self.open(FOLDER)
 
     def fence(self, reason: str, step: int | None) -> str:
-        """Ends the deletions that are announced, of one step or of all; see `io.records.fence`.
+        """Aborts the announced deletions of one step, or of all steps; see `io.records.fence`.
 
         Raises:
-            StorageError: The storage failed; some may still be committed.
+            StorageError: The storage failed; some deletions may still be committed.
         """
         return fence(self.shared, self.open, reason, step)
 
@@ -86,20 +85,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepFound(CatalogueRow):
-    """A step that is committed, with what its folder holds."""
+    """A committed step, with what its folder holds."""
 
     step: int = field(kw_only=True)
     is_ours: bool = True
-    """A save of ray_dcp; False: stock DCP's, which is read and never deleted."""
+    """Whether ray_dcp saved it. Checkpoints of stock DCP are read and never deleted."""
     is_known: bool = True
-    """False: its newest record, or what was told of it, can't be read: retention decides nothing
-    about it."""
+    """False if its newest record or its info can't be read, so that retention must not decide about
+    it."""
 
     def facts(self, tags: frozenset[str]) -> StepFacts:
-        """Returns what a retention policy may look at."""
+        """Returns the facts by which a retention policy decides."""
         return replace(self._facts, tags=tags) if tags else self._facts
 
-    # Why kept: retention looks at all steps after each save, and there may be 10,000.
+    # Why cached: retention evaluates all steps after each save, and there may be 10,000.
     @cached_property
     def _facts(self) -> StepFacts:
         metrics = {} if self.info is None else self.info.metrics
@@ -108,37 +107,36 @@ class StepFound(CatalogueRow):
 
 @dataclass(frozen=True)
 class _Folder:
-    """A folder in which something of ours lies; nothing is committed but by its records."""
+    """A step folder with files of ray_dcp; only its records show whether a step is committed."""
 
     step: int
     name: str
     last: int = 0
-    """Highest slot in use; 0: no record has to be read."""
+    """Highest slot in use; 0 if no record has to be read."""
     infos: Sequence[int | None] = ()
     """Slots of its infos."""
-    is_told: bool = False
-    """An earlier look could not read it either, and said so."""
+    was_warned: bool = False
+    """Whether an earlier scan could not read it, and logged that."""
 
 
 @dataclass
 class Catalogue:
-    """What one look at a root has found."""
+    """The result of one scan of a root."""
 
     steps: dict[int, StepFound] = field(default_factory=dict)
-    """Committed ones, ascending."""
+    """Committed steps, ascending."""
     folders: dict[str, StepFound] = field(default_factory=dict)
-    """The same by the names of their folders, with those that are left aside: a step may be in two
-    folders."""
+    """Committed steps by folder name. If a step has two folders, `steps` has one of them."""
     tags: dict[int, frozenset[str]] = field(default_factory=dict)
     leftovers: dict[str, int] = field(default_factory=dict)
-    """Step folders of ours, by name, where nothing is committed and files are left."""
+    """Step numbers of folders, by name, in which ray_dcp left files but committed nothing."""
     read_by: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """Keys of the leases on a step, in the shared folder."""
+    """Keys of the reader leases on each step, in the shared folder."""
     num_read: int = 0
-    """Of how many folders records had to be read."""
+    """Number of folders whose records were read."""
 
     def facts(self, *, known: bool = True) -> list[StepFacts]:
-        """Returns the facts of the steps that retention decides about; or of those it can't."""
+        """Returns the facts of the steps about which retention decides; or must not decide."""
         return [
             found.facts(self.tags.get(step, frozenset()))
             for step, found in self.steps.items()
@@ -152,47 +150,80 @@ class Catalogue:
         self.leftovers.pop(found.name, None)
 
 
+# Why paused: a scan creates only objects that stay, and the garbage collector would take half of
+# its time.
+@collector_paused()
 def look(root: Root, names: StepNames, before: Catalogue | None = None) -> Catalogue:
-    """Returns what is committed in a root.
+    """Scans a root, and returns what is committed; an empty catalogue if there is no root.
 
     Args:
-        root: Where.
+        root: The directory.
         names: Which folders are steps.
-        before: An earlier look; what has not changed since is not read again.
-
-    Returns:
-        Empty where nothing is.
+        before: Result of an earlier scan; unchanged folders are not read again.
 
     Raises:
         StorageError: The storage can't be listed or read.
 
     Complexity:
-        One listing; one or two small reads for each step that neither `before` nor the catalogue
-        file knows.
+        One listing; one or two small reads for each step that is neither in `before` nor in the
+        catalogue file.
     """
     known = _published(root, names) if before is None else before.folders
-    found = look_at_folders(root, names.step_of, known)
-    for one in found.folders.values():
-        found.steps[one.step] = _preferred(found.steps.get(one.step), one, names)
+    storage = root.storage
+    folders = folders_in(storage)
+    folders.pop("", None)
+    shared = folders.pop(FOLDER, [])
+    found = Catalogue(tags=tags_in(shared))
+    for lease in filter(None, map(_LEASE.fullmatch, shared)):
+        is_read = int(lease[1])
+        found.read_by[is_read] = (*found.read_by.get(is_read, ()), lease[0])
+    numbered = ((names.step_of(name), name) for name in sorted(folders))
+    looked = [
+        _look_into(step, name, folders[name], known) for step, name in numbered if step is not None
+    ]
+    found.num_read = _read_all(looked, root, storage)
+    for one in looked:
+        if isinstance(one, StepFound):
+            found.folders[one.name] = one
+            found.steps[one.step] = _preferred(found.steps.get(one.step), one, names)
+        elif one is not None:
+            found.leftovers[one.name] = one.step
     found.steps = dict(sorted(found.steps.items()))
     return found
 
 
-def write_catalogue(root: Root, catalogue: Catalogue) -> None:
-    """Writes the catalogue file, so that the next process need not read every step's records.
+def look_at_step(root: Root, name: str, step: int) -> StepFound | None:
+    """Scans one step folder; returns the committed step, or None if nothing is committed.
 
-    Only the writer of a root does. Nothing depends on it: a row is used as long as the folder that
-    it lists has the same records.
+    Args:
+        root: The directory.
+        name: Name of the folder.
+        step: Number of the step.
 
     Raises:
-        StorageError: It could not be written.
+        StorageError: The storage can't be listed or read.
+    """
+    keys = [entry.key for entry in root.open(name).list()]
+    looked = [_look_into(step, name, keys, {})]
+    _read_all(looked, root, root.storage)
+    return looked[0] if isinstance(looked[0], StepFound) else None
+
+
+def write_catalogue(root: Root, catalogue: Catalogue) -> None:
+    """Writes the catalogue file, which saves the next process from reading every step's records.
+
+    Only the writer of a root calls it. The file is a cache: a row is used only if the folder's
+    records are those that it was made from.
+
+    Raises:
+        StorageError: The file could not be written.
     """
     rows = [one for one in catalogue.steps.values() if one.is_ours and one.is_known]
     root.shared.write(CATALOGUE, encode_catalogue(rows))
 
 
 def _published(root: Root, names: StepNames) -> dict[str, StepFound]:
-    """Returns what the catalogue file has about folders; nothing where it can't be read."""
+    """Returns the rows of the catalogue file by folder; empty if it can't be read."""
     try:
         data = read_if_there(root.shared, CATALOGUE, MAX_RECORD_BYTES)
         rows = [] if data is None else decode_catalogue(data)
@@ -206,69 +237,11 @@ def _published(root: Root, names: StepNames) -> dict[str, StepFound]:
     }
 
 
-# Why: all that a long run makes here stays, and to look for garbage in it takes half the time.
-@collector_paused()
-def look_at_folders(
-    root: Root, step_of: Callable[[str], int | None], known: Mapping[str, StepFound]
-) -> Catalogue:
-    """Returns what is in the step folders of a root, whether or not two are of one step.
-
-    Args:
-        root: Where.
-        step_of: Gives the step of a folder; None for one that is none.
-        known: From an earlier look, by name.
-
-    Returns:
-        A catalogue without `steps`.
-
-    Raises:
-        StorageError: The storage can't be listed or read.
-    """
-    storage = root.storage
-    folders = folders_in(storage)
-    folders.pop("", None)
-    shared = folders.pop(FOLDER, [])
-    found = Catalogue(tags=tags_in(shared))
-    for key in shared:
-        lease = _LEASE.fullmatch(key)
-        if lease is not None:
-            is_read = int(lease[1])
-            found.read_by[is_read] = (*found.read_by.get(is_read, ()), key)
-    numbered = ((step_of(name), name) for name in sorted(folders))
-    looked = [
-        _look_into(step, name, folders[name], known) for step, name in numbered if step is not None
-    ]
-    found.num_read = _read_all(looked, root, storage)
-    for one in looked:
-        if isinstance(one, StepFound):
-            found.folders[one.name] = one
-        elif one is not None:
-            found.leftovers[one.name] = one.step
-    return found
-
-
-def look_at_step(root: Root, name: str, step: int) -> StepFound | None:
-    """Returns what is committed in one step folder; None when nothing is.
-
-    Args:
-        root: Where.
-        name: Of the folder.
-        step: Its number.
-
-    Raises:
-        StorageError: The storage can't be listed or read.
-    """
-    keys = [entry.key for entry in root.open(name).list()]
-    looked = [_look_into(step, name, keys, {})]
-    _read_all(looked, root, root.storage)
-    return looked[0] if isinstance(looked[0], StepFound) else None
-
-
 def _look_into(
     step: int, name: str, keys: Iterable[str], known: Mapping[str, StepFound]
 ) -> StepFound | _Folder | None:
-    """Returns a folder's entry, by the names in it and what is known of it."""
-    # Why so plainly: this runs 10,000 times when a long run is opened.
+    """Returns the entry of a folder, by the names of its files and by an earlier scan."""
+    # Why so plain: this runs 10,000 times when a long run is opened.
     last, infos, tables, is_ours, is_stock = 0, [], [], False, False
     for key in keys:
         if key.startswith("manifest-"):
@@ -284,7 +257,7 @@ def _look_into(
         elif key == ".metadata":
             is_stock = True
     found = known.get(name)
-    # Why the attempt: a folder that was removed and is saved to again begins at slot 1 again.
+    # Why the attempt: in a folder that was removed and saved to again, slots begin at 1 again.
     if (
         found is not None
         and found.is_known
@@ -293,8 +266,8 @@ def _look_into(
         and any(found.attempt in table for table in tables)
     ):
         return found
-    # Why only then: a commit has a chunk table, so that of a folder of nothing but records, as a
-    # deletion leaves it, none has to be read.
+    # Why only then: a commit has a chunk table. A folder that holds nothing but records, as a
+    # deletion leaves it, needs no read.
     if last and (is_ours or is_stock or infos or tables):
         return _Folder(step, name, last, infos, found is not None and not found.is_known)
     if is_stock and not is_ours:
@@ -303,7 +276,7 @@ def _look_into(
 
 
 def _read_all(looked: list[StepFound | _Folder | None], root: Root, storage: Storage) -> int:
-    """Puts what is committed in folders in their place; returns of how many records were read."""
+    """Replaces folders by the committed steps in them; returns the number of folders read."""
 
     def read(index: int) -> None:
         folder = looked[index]
@@ -316,11 +289,17 @@ def _read_all(looked: list[StepFound | _Folder | None], root: Root, storage: Sto
 
 
 def _read(folder: _Folder, root: Root, storage: Storage) -> StepFound | _Folder:
+    """Returns the committed step of a folder, or the folder itself if nothing is committed."""
     step, name, last = folder.step, folder.name, folder.last
-    level = logging.INFO if folder.is_told else logging.WARNING
+    level = logging.INFO if folder.was_warned else logging.WARNING
     stays = "so that the step stays and does not count for retention"
     try:
-        slot, record = _standing(storage, root, name, last)
+        record = highest_record(storage, name, last)
+        if record is not None:
+            slot = last
+        else:
+            decides = read_slots(root.open(name)).decides
+            slot, record = (0, None) if decides is None else (decides.slot, decides.record)
     except StorageError:
         raise
     except CheckpointError as error:
@@ -333,7 +312,7 @@ def _read(folder: _Folder, root: Root, storage: Storage) -> StepFound | _Folder:
     info = None
     try:
         info = info_below(storage, name, folder.infos, slot)
-        # Why: an info that was listed and is gone is of a step that is being replaced or removed.
+        # Why: if an info that was listed is gone, the step is being replaced or removed.
         is_known = info is not None or not any(
             one is not None and one < slot for one in folder.infos
         )
@@ -347,27 +326,10 @@ def _read(folder: _Folder, root: Root, storage: Storage) -> StepFound | _Folder:
 
 
 def _preferred(known: StepFound | None, other: StepFound, names: StepNames) -> StepFound:
-    """Returns the one of two folders of one step that is named as the manager names it."""
+    """Returns one of two folders of a step: the one named as new steps are, else the later name."""
     if known is None:
         return other
     chosen = known if known.name == names.name_of(known.step) else other
     left = other if chosen is known else known
-    logger.warning(
-        "%s and %s are both step %d: %s is left alone",
-        chosen.name,
-        left.name,
-        known.step,
-        left.name,
-    )
+    logger.info("%s and %s are both step %d", chosen.name, left.name, known.step)
     return chosen
-
-
-def _standing(
-    storage: Storage, root: Root, name: str, last: int
-) -> tuple[int, Manifest | DeleteRecord | None]:
-    """Returns what decides in a folder: nearly always the record in the highest slot."""
-    record = highest_record(storage, name, last)
-    if record is not None:
-        return last, record
-    decides = read_slots(root.open(name)).decides
-    return (0, None) if decides is None else (decides.slot, decides.record)

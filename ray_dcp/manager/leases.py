@@ -1,17 +1,16 @@
-"""Leases: the writer lease of a root, the readers' leases on steps, and whether their holders live.
+"""Leases: the writer lease of a root, the reader leases of steps, and the liveness of holders.
 
-The writer lease lets one process at a time write to a root, and a holder that lost it
-learns so. It is a numbered file, created only if absent: the highest number holds it. A process
-that wants it checks its holder first. While the holder lives, the newcomer is refused. A holder
-that has ended is succeeded; if it still runs after all, it finds a higher number before its next
-save.
+The writer lease ensures that one process at a time writes to a root, and that a process which lost
+it finds out. It is a numbered file that is created only if absent; the file with the highest number
+is the lease. A process that wants the lease checks the current holder first. If the holder is
+alive, the process is refused. If not, the process creates the next number; a holder that was
+assumed dead finds that number before its next save.
 
-A reader's lease protects a step from deletion while it is read. The reader writes its lease and
-then fences the deletions that are announced; whoever deletes announces that and then looks for
-leases. See `ray_dcp.io.records`.
+A reader lease protects a step from deletion while it is read. The reader writes its lease and then
+aborts announced deletions; a deletion is announced before leases are read. See `io.records`.
 
-Whether a holder lives is known on one machine from the operating system. On another machine only
-its renewals show: a file that the holder keeps changing. Clocks of two machines are never compared.
+On the same machine, the operating system knows whether a holder is alive. On another machine, a
+holder is alive if it keeps changing a file. Clocks of two machines are never compared.
 """
 
 from __future__ import annotations
@@ -41,26 +40,28 @@ from ray_dcp.store.storage import KeyExistsError, Storage, read_if_there
 
 @dataclass(frozen=True)
 class LeaseHolder:
-    """A process, with what distinguishes it from all others."""
+    """The identity of a process that holds a lease."""
 
     machine: str
     """Host, boot and process namespace."""
     pid: int
     started: str
-    """When the process began, in the kernel's words: a pid is used again."""
+    """Start time of the process as the kernel shows it, because process ids are reused."""
     host: str = ""
     nonce: str = ""
-    """Tells two holders of one process."""
+    """Distinguishes two holders in one process. Holders with the same nonce replace each other
+    without a liveness check, as the worker groups of one Ray Train run do."""
     root: str = ""
-    """Path or URL of the run, as this process calls it: a copy of a run has a copy of its lease."""
+    """Path or URL of the run as this process names it. A copy of a run contains a copy of its
+    lease, which this reveals."""
 
     def encode(self, beat: int = 0, **more: float) -> bytes:
-        """Returns it as it is stored, with more numbers beside it."""
+        """Returns the stored form, with additional numbers."""
         return json.dumps({**asdict(self), "beat": beat, **more}, sort_keys=True).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> LeaseHolder | None:
-        """Returns what is stored; None for anything else."""
+        """Returns the holder in a stored lease; None if it can't be decoded."""
         try:
             found = json.loads(data)
             return cls(
@@ -75,11 +76,11 @@ class LeaseHolder:
             return None
 
     def is_same_process(self, other: LeaseHolder) -> bool:
-        """Tells whether two holders are one process."""
+        """Returns whether two holders are the same process."""
         return (self.machine, self.pid, self.started) == (other.machine, other.pid, other.started)
 
     def lives_here(self, here: LeaseHolder) -> bool | None:
-        """Tells whether it lives, as this process sees it; None where another machine would know.
+        """Returns whether the process is alive; None if it runs on another machine.
 
         Args:
             here: This process.
@@ -94,7 +95,7 @@ class LeaseHolder:
 
 
 def this_process() -> LeaseHolder:
-    """Returns this process, with a nonce of its own."""
+    """Returns the identity of this process, with a new nonce."""
     host = socket.gethostname()
     boot = ""
     with suppress(OSError):
@@ -108,7 +109,7 @@ def this_process() -> LeaseHolder:
 
 
 def _started(pid: int) -> str | None:
-    """Returns when a process began; "" when it has ended, None when /proc does not show it."""
+    """Returns the start time of a process; "" if it has ended, None if /proc does not show it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -117,7 +118,7 @@ def _started(pid: int) -> str | None:
 
 
 def _exists(pid: int) -> bool:
-    """Returns whether a process exists, also where /proc hides those of other users (hidepid)."""
+    """Returns whether a process exists, even if /proc hides those of other users (hidepid)."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -127,29 +128,36 @@ def _exists(pid: int) -> bool:
     return True
 
 
-def _read_holder(storage: Storage, key: str) -> tuple[bytes | None, LeaseHolder | None]:
-    """Returns a lease as stored, None if there is none; and its holder, None if unreadable."""
-    for _ in range(2):  # one answer of a server, or of a bad cable, is no proof of damage
-        data = read_if_there(storage, key)
-        holder = None if data is None else LeaseHolder.decode(data)
-        if data is None or holder is not None:
-            break
-    return data, holder
+_UNREADABLE = LeaseHolder("", 0, "")
+"""The holder of a lease that can't be decoded. Such a lease counts as held."""
+
+
+def _read_holder(storage: Storage, key: str) -> tuple[bytes, LeaseHolder | None]:
+    """Returns a lease as stored, and its holder; None if there is no such lease."""
+    data = b""
+    for _ in range(2):  # A transmission error is not damage.
+        found = read_if_there(storage, key)
+        if found is None:
+            return b"", None
+        data, holder = found, LeaseHolder.decode(found)
+        if holder is not None:
+            return data, holder
+    return data, _UNREADABLE
 
 
 def renewed(beat: Callable[[int], object], every_s: float) -> Callable[[], None]:
-    """Renews a lease in a thread, again and again.
+    """Renews a lease periodically in a thread.
 
     Args:
-        beat: Renews it; gets the number of the renewal, from 1. Its errors are ignored: the next
-            renewal comes soon.
-        every_s: How often, in seconds.
+        beat: Renews the lease; receives the number of the renewal, from 1. Errors are ignored, as
+            the next renewal follows soon.
+        every_s: Interval, in seconds.
 
     Returns:
-        What ends that, and waits for a renewal that is in progress.
+        A function that stops the renewals, and waits for one in progress.
 
     Raises:
-        LimitError: No thread can be started.
+        LimitError: The thread can't be started.
     """
     over = threading.Event()
 
@@ -169,32 +177,33 @@ def renewed(beat: Callable[[int], object], every_s: float) -> Callable[[], None]
 
 
 LEASE_S = 30.0
-"""Time without a renewal after which a holder on another machine counts as dead, in seconds."""
+"""Default time without a renewal after which a holder on another machine counts as dead, in
+seconds."""
 
 _BEATS = 3
-"""Renewals within that time."""
+"""Number of renewals within that time."""
 _MOST_TRIES = 20
 _RIGHT = re.compile(r"writer-(\d{8,16})\.(json|beat|released)")
-_UNREADABLE = LeaseHolder("", 0, "")
-"""Of a lease that can't be read: it is held until somebody says otherwise."""
 
 logger = logging.getLogger(__name__)
 
 
 class WriterLease:
-    """The writer lease of a root, once this process has taken it.
+    """The writer lease of a root. Not held until `take` returns.
 
     Args:
-        root: Where.
+        root: The root.
         lease_s: Time without a renewal after which a holder on another machine counts as dead, in
             seconds.
-        holder: Who takes it; this process by default.
-        wait: Lets seconds pass.
-        beats: Renew it in a thread, so that others see that this process lives.
+        holder: Identity of the holder; this process by default.
+        wait: Waits for a number of seconds.
+        beats: Whether a thread renews the lease, so that other machines see that this process is
+            alive.
 
     Attributes:
-        failures: How many holders before this one ended without giving it back.
-        ran_s: How long holders before this one had it, until their last commits, in seconds.
+        failures: Number of earlier holders that ended without releasing the lease.
+        ran_s: Total time that earlier holders had the lease, each until its last commit, in
+            seconds.
     """
 
     def __init__(
@@ -218,29 +227,22 @@ class WriterLease:
 
     @property
     def is_taken(self) -> bool:
-        """Whether this process took it and did not give it back."""
+        """Whether this process has taken the lease and not released it."""
         return self._number > 0
 
-    def holder(self) -> LeaseHolder | None:
-        """Returns who has the lease now, or had it last without giving it back; None for nobody.
-
-        Raises:
-            StorageError: The storage failed.
-        """
-        return self._held(self._root.shared)[1]
-
     def take(self, *, even_if_held: bool = False, now_s: float = 0.0, last_s: float = 0.0) -> None:
-        """Takes the lease; does nothing when this process has it, by `check`.
+        """Acquires the lease; only checks it if this process has taken it already.
 
         Args:
-            even_if_held: Also from a holder that lives; it is refused from then on.
-            now_s: Seconds since 1970.
-            last_s: When the newest step was committed, in seconds since 1970.
+            even_if_held: Whether to take the lease from a holder that is alive. That holder is
+                refused from then on.
+            now_s: Current time, in seconds since the epoch.
+            last_s: Time of the last commit in this root, in seconds since the epoch.
 
         Raises:
-            CheckpointExistsError: Another process has it, and lives; or somebody else took it
+            CheckpointExistsError: Another process holds the lease and is alive, or has taken it
                 from this one.
-            LimitError: There is no thread to renew it.
+            LimitError: No thread can be started to renew the lease.
             StorageError: The storage failed.
         """
         if self.is_taken:
@@ -298,11 +300,11 @@ class WriterLease:
         return CheckpointExistsError(told, checkpoint_id=url)
 
     def check(self) -> None:
-        """Checks that this process still has the lease.
+        """Checks that this process still holds the lease.
 
         Raises:
-            CheckpointExistsError: Another one took it.
-            InvalidRequestError: It was never taken.
+            CheckpointExistsError: Another process has taken it.
+            InvalidRequestError: This process has not taken it.
             StorageError: The storage failed.
         """
         if not self.is_taken:
@@ -311,16 +313,17 @@ class WriterLease:
         highest, _ = _highest(storage)
         if highest == self._number:
             return
-        other = self._holder_of(storage, highest)
+        _, other = _read_holder(storage, _name(highest))
+        name = None if other is _UNREADABLE else other
         raise CheckpointExistsError(
-            f"{self._root.url} is written by {other or 'another manager'} since this manager "
+            f"{self._root.url} is written by {name or 'another manager'} since this manager "
             f"opened it; nothing is saved or deleted by this one any more. Use one root a job, or "
             f"end the other one and make the manager anew",
             checkpoint_id=self._root.url,
         )
 
     def give_back(self) -> None:
-        """Lets others take the lease at once. Does nothing when another one has it.
+        """Releases the lease. Does nothing if another process holds it.
 
         Raises:
             StorageError: The storage failed.
@@ -334,17 +337,13 @@ class WriterLease:
             storage.write(_name(number, "released"), b"")
 
     def _held(self, storage: Storage) -> tuple[int, LeaseHolder | None]:
-        """Returns the highest number, and its holder unless it was given back."""
+        """Returns the highest number and its holder; None if it was released."""
         number, is_released = _highest(storage)
-        return number, None if is_released else self._holder_of(storage, number)
-
-    def _holder_of(self, storage: Storage, number: int) -> LeaseHolder | None:
-        data, holder = _read_holder(storage, _name(number))
-        return None if data is None else holder or _UNREADABLE
+        return number, None if is_released else _read_holder(storage, _name(number))[1]
 
     def _count(self, storage: Storage, number: int, has_failed: bool, last_s: float) -> None:
-        """Takes over what the holder before counted, and adds that one."""
-        # Why suppressed: a file that can't be read proves nothing.
+        """Continues the counts of the previous holder, and adds that holder."""
+        # Suppressed: a lease that can't be decoded has no counts.
         with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
             before = json.loads(read_if_there(storage, _name(number)) or b"{}")
             self.failures = int(before["failures"]) + has_failed
@@ -354,8 +353,8 @@ class WriterLease:
     def _lives(self, storage: Storage, number: int, holder: LeaseHolder) -> bool:
         if holder is _UNREADABLE:
             return True
-        if holder.is_same_process(self._holder):
-            return False  # an earlier manager of this process: the later one counts
+        if holder.is_same_process(self._holder) or holder.nonce == self._holder.nonce:
+            return False  # An earlier holder that this one replaces.
         lives = holder.lives_here(self._holder)
         if lives is not None:
             return lives
@@ -381,7 +380,8 @@ class WriterLease:
 
 
 _LONGEST_RUN_S = 90 * 24 * 3600.0
-"""What one holder counts for at most: one wrong clock must not hide all failures from then on."""
+"""Limit of the time that one holder adds to `ran_s`. *Why*: one wrong clock must not outweigh all
+failures from then on."""
 
 
 def _name(number: int, kind: str = "json") -> str:
@@ -389,7 +389,7 @@ def _name(number: int, kind: str = "json") -> str:
 
 
 def _highest(storage: Storage) -> tuple[int, bool]:
-    """Returns the number of the newest lease (0 for none), and whether nobody holds it."""
+    """Returns the number of the newest lease (0 if there is none), and whether it is released."""
     keys = {entry.key for entry in storage.list("writer-")}
     leases = (found for found in map(_RIGHT.fullmatch, keys) if found and found[2] == "json")
     number = max((int(found[1]) for found in leases), default=0)
@@ -397,22 +397,25 @@ def _highest(storage: Storage) -> tuple[int, bool]:
 
 
 class ReaderLease:
-    """Keeps a step while it is entered. Look whether the step is there *after* that.
+    """A context manager that protects a step from deletion.
 
-    Attributes:
-        unsure: Why the step may be deleted all the same, in words; "" where it can't be.
+    The caller checks that the step exists *after* entering it.
 
     Args:
-        root: Where.
-        step: Which step.
+        root: The root.
+        step: The step.
         lease_s: Time without a renewal after which a reader on another machine counts as dead, in
             seconds.
-        holder: Who reads; this process by default.
-        beats: Renew it in a thread, so that others see that this process lives.
+        holder: Identity of the reader; this process by default.
+        beats: Whether a thread renews the lease, so that other machines see that this process is
+            alive.
+
+    Attributes:
+        unsure: Why the step may be deleted nevertheless; empty if it can't be.
 
     Raises:
-        StorageError: When entered: the lease could not be written, or a deletion of the step that
-            is announced could not be ended.
+        StorageError: On entry: the lease could not be written, or an announced deletion of the step
+            could not be aborted.
     """
 
     def __init__(
@@ -452,9 +455,9 @@ class ReaderLease:
 
     def __exit__(self, *_: object) -> None:
         if not self._process.is_this:
-            return  # a child that was forked ends inside: its parent reads on
+            return  # A forked child leaves the block, while its parent reads on.
         self._stop()
-        # Why suppressed: the reader is done, and a lease ends with the process that holds it.
+        # Suppressed: a lease that stays expires with its process.
         with suppress(CheckpointError):
             self._root.shared.delete([self._key])
 
@@ -463,13 +466,13 @@ class ReaderLease:
 
 
 class Readers:
-    """Decides whether the readers of steps are live.
+    """Checks whether the holders of reader leases are alive.
 
     Args:
         lease_s: Time without a renewal after which a reader on another machine counts as dead, in
             seconds.
-        holder: Who asks; this process by default.
-        clock: Seconds that only go forward.
+        holder: Identity of this process.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -483,22 +486,22 @@ class Readers:
         self._holder = holder or this_process()
         self._clock = clock
         self._seen: dict[str, tuple[bytes, float]] = {}
-        """Content of leases, and since when it is that."""
+        """Content of each lease, and the time at which it was first seen."""
 
     def is_live(self, shared: Storage, key: str) -> bool:
-        """Returns whether a lease is held; removes it where its holder has ended.
+        """Returns whether a lease is held; removes it if its holder has ended.
 
         Args:
-            shared: What managers share.
-            key: Of the lease.
+            shared: Storage of the shared folder.
+            key: Key of the lease.
 
         Raises:
             StorageError: The storage failed.
         """
         data, holder = _read_holder(shared, key)
-        if data is None:
-            return False
         if holder is None:
+            return False
+        if holder is _UNREADABLE:
             if key not in self._seen:
                 logger.warning(
                     "%s/%s can't be read: its step stays. If nobody reads the step, remove that "

@@ -1,7 +1,8 @@
 """`CheckpointManager`: the checkpoints of a run, step by step.
 
-`collective_actions` and `restoring` have what all ranks do together, `root_writer` what rank 0 does
-for them. Managers that are open when the process ends are closed then: their saves end first.
+`collective_actions` and `restoring` contain what all ranks do together, `root_writer` what rank 0
+does for them. Managers that are open when the process ends are closed then, so that their saves
+end.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -26,9 +28,9 @@ from ray_dcp.errors import (
     InvalidRequestError,
     StorageError,
 )
-from ray_dcp.format.names import STEP_NAME
+from ray_dcp.format.names import STEP_NAME, StepNames
 from ray_dcp.manager.catalogue import Root
-from ray_dcp.manager.collective_actions import CollectiveActions, in_time
+from ray_dcp.manager.collective_actions import CollectiveActions, Ended, in_time
 from ray_dcp.manager.leases import LEASE_S, ReaderLease
 from ray_dcp.manager.preemption import Preemption
 from ray_dcp.manager.restoring import (
@@ -43,25 +45,32 @@ from ray_dcp.manager.restoring import (
 from ray_dcp.manager.retention import Mode, RetentionPolicy
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.save_policy import SaveFacts, SavePolicy
-from ray_dcp.manager.settings import Item, Settings
+from ray_dcp.manager.settings import (
+    Item,
+    Settings,
+    items_of,
+    retention_of,
+    save_policy_of,
+)
 from ray_dcp.manager.steps import Order
 from ray_dcp.options import LoadOptions
 from ray_dcp.runtime.records import target_of
+from ray_dcp.saving import session_for
 
 logger = logging.getLogger(__name__)
 
 
 def _close_at_exit(manager: CheckpointManager) -> None:
-    """Has a manager that has saves under way closed at the end of the process."""
+    """Registers a manager with saves in progress, so that it is closed when the process ends."""
     _open.add(manager)
-    # Why with each save: handlers run in reverse order, and Ray's own, which ends the connection,
-    # comes with the first `import ray`.
+    # Why with each save: handlers run in reverse order of registration, and this one has to run
+    # before Ray's, which `import ray` registers and which closes the connection.
     atexit.unregister(_close_all)
     atexit.register(_close_all)
 
 
 _open: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
-# Why: a forked child has none of the threads that end their saves.
+# Why: a forked child lacks the threads that end the saves.
 os.register_at_fork(after_in_child=_open.clear)
 
 
@@ -74,52 +83,53 @@ def _close_all() -> None:
 
 
 DRAIN_S = 300.0
-"""How long `join` waits for deletions, in seconds."""
+"""Maximum time that `join` waits for deletions, in seconds."""
 CLOSE_S = 120.0
-"""How long `close` waits until others may write, in seconds."""
+"""Maximum time that `close` waits for the release of the writer lease, in seconds."""
 
 
 class CheckpointManager:
-    """The checkpoints of a run: when to save, which to keep, which to restore.
+    """Saves, keeps and restores the checkpoints of a run.
 
-    Each step is a checkpoint in a folder of the root, as `step-00000500`. What is committed is read
-    off the storage. All ranks make the manager, and call its methods in the same order; those that
-    only look (`all_steps`, `latest_step`, `best_step`, `step_info`, `reading`, `follow`) any
-    process may call at any time.
+    Each step is a checkpoint in a folder of the root, such as `step-00000500`. The storage alone
+    determines which steps are committed. All ranks create the manager, and call its methods in the
+    same order. Methods that only read (`all_steps`, `latest_step`, `best_step`, `step_info`,
+    `reading`, `follow`) can be called by any process at any time.
 
-    A root has one writer at a time, and a second one is refused; readers
-    need no writer lease.
+    A root has one writer at a time; a second one is refused. Reading needs no writer lease.
 
     Args:
         path: Path or URL of the root.
-        save_interval: Steps between saves; or give `save_policy`. With neither every call saves.
-        max_to_keep: Newest steps to keep, 0 for all; or give `retention`.
-        max_pending_async: Asynchronous saves under way at a time; the next one waits.
-        num_of_threads: Threads with which a rank writes; 1 leaves it to `SaveOptions.num_threads`.
+        save_interval: Number of steps between saves. Without it and `save_policy`, every call
+            saves.
+        max_to_keep: Number of newest steps to keep; 0 keeps all. `retention` replaces it.
+        max_pending_async: Maximum number of asynchronous saves in progress; the next one waits.
+        num_of_threads: Number of threads with which a rank writes; 1 leaves it to
+            `SaveOptions.num_threads`.
         process_group: The ranks; the default group if None.
-        chkpt_on_preemption: Save as well when a rank gets SIGTERM, or calls
-            `notice_preemption`. A first SIGTERM does not end the process then.
-        save_policy: When to save: `EverySteps(100) | EveryMinutes(30)`.
-        retention: What to keep: `LatestN(3) | BestN(2, "loss") | KeepEverySteps(10_000)`. Whatever
-            it decides, the newest step and those with a tag are kept.
+        chkpt_on_preemption: Whether a step is due when a rank receives SIGTERM or calls
+            `notice_preemption`. The first SIGTERM does not end the process then.
+        save_policy: When a step is due: `EverySteps(100) | EveryMinutes(30)`.
+        retention: Which steps are kept: `LatestN(3) | BestN(2, "loss") | KeepEverySteps(10_000)`.
+            The newest step and tagged steps are always kept.
         item: How steps of one state are saved and loaded.
-        items: Makes a step of several named states, each saved and loaded in its own way; the state
-            dict then has one for each name.
-        step_name: How folders are named.
-        also_read: Further names of step folders that are read: `("{step}", "global_step{step}")`.
-        order: "increasing" refuses a step that is not newer than all others; "any" takes it, and
-            replaces one that is there.
-        read_only: Refuse to save and delete.
-        takeover: Take the writer lease away from a process that lives.
-        sync_every: Ranks agree about clocks and preemption at steps that this divides.
-        lease_s: Time without a renewal after which a writer or reader elsewhere counts as dead, in
-            seconds.
-        on_failure: Called with step and error, in a thread, when an asynchronous save fails.
-        no_dist: This process is alone, whatever the process group.
+        items: Makes each step consist of several named items, each saved and loaded in its own way.
+            The state dict then has one entry for each name.
+        step_name: Pattern of folder names.
+        also_read: Further patterns of step folders that are read: `("{step}",
+            "global_step{step}")`.
+        order: "increasing" refuses steps that are not newer than all others. "any" accepts them,
+            and replaces a committed step.
+        read_only: Whether saving and deleting are refused.
+        takeover: Whether to take the writer lease from a process that is alive.
+        sync_every: The ranks communicate about clocks and preemption at multiples of this step.
+        lease_s: Time without a renewal after which a writer or reader on another machine counts as
+            dead, in seconds.
+        on_failure: Called in a thread, with step and error, when an asynchronous save fails.
+        no_dist: Whether this process is alone, regardless of the process group.
 
     Raises:
-        InvalidRequestError: An argument has a value that it can't have, or two contradict each
-            other.
+        InvalidRequestError: An argument is invalid, or two contradict each other.
 
     Examples:
         >>> import tempfile, torch
@@ -164,40 +174,43 @@ class CheckpointManager:
         no_dist: bool = False,
     ) -> None:
         self._settings = Settings(
-            save_interval=save_interval,
-            max_to_keep=max_to_keep,
-            max_pending_async=max_pending_async,
-            num_of_threads=num_of_threads,
-            chkpt_on_preemption=chkpt_on_preemption,
-            save_policy=save_policy,
-            retention=retention,
-            item=item,
-            items=items,
-            step_name=step_name,
-            also_read=also_read,
+            policy=save_policy_of(
+                save_interval, save_policy, preemption=chkpt_on_preemption, read_only=read_only
+            ),
+            kept=retention_of(max_to_keep, retention),
+            names=StepNames(step_name, also_read),
+            items=items_of(items, item, max_pending_async, num_of_threads),
             order=order,
-            read_only=read_only,
             takeover=takeover,
             sync_every=sync_every,
             lease_s=lease_s,
-            on_failure=on_failure,
         )
         self._root = Root(target_of(path, None))
         self._writer = Writer(self._root, self._settings)
         self._preemption = Preemption()
+        self._on_failure = on_failure
         self._actions = CollectiveActions(
-            self._root, self._settings, self._writer, self._preemption, process_group, no_dist
+            self._root,
+            self._settings,
+            self._writer,
+            self._preemption,
+            partial(session_for, process_group, no_dist),
+            self._save_ended,
         )
+        self._max_pending = max_pending_async
+        self._failed: list[Ended] = []
+        self._read_only = read_only
+        self._listens = chkpt_on_preemption and not read_only
         self._closed = False
         self._process = OwnProcess()
         self._wait: Callable[[float], object] = threading.Event().wait
-        if self._settings.listens:
+        if self._listens:
             self._preemption.listen()
 
     def __repr__(self) -> str:
         return f"CheckpointManager({self._root.url!r})"
 
-    # Looking: by any process at any time
+    # Reading: by any process at any time
 
     @property
     def path(self) -> str:
@@ -205,37 +218,38 @@ class CheckpointManager:
         return self._root.url
 
     def all_steps(self) -> list[int]:
-        """Returns the committed steps, ascending, by a new look at the storage.
+        """Scans the storage, and returns the committed steps in ascending order.
 
         Raises:
-            StorageError: It can't be read.
+            StorageError: The storage can't be read.
 
         Complexity:
-            One listing, and one small read for each step that is new since the last look.
+            One listing, and one small read for each step that is new since the last scan.
         """
         return list(self._writer.look().steps)
 
     def latest_step(self) -> int | None:
-        """Returns the newest committed step; None when there is none."""
+        """Returns the newest committed step; None if there is none."""
         return max(self.all_steps(), default=None)
 
     def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
-        """Returns the step with the best value of a metric; None where no step has it.
+        """Returns the step with the best value of a metric; None if no step has it.
 
         Args:
-            metric: Name; that of the retention's `BestN` if None.
-            mode: "min" or "max"; that of `BestN`, or else "min", if None.
+            metric: Name of the metric; that of the retention's `BestN` if None.
+            mode: "min" or "max"; if None, that of `BestN`, or else "min".
 
         Raises:
-            InvalidRequestError: It is not clear which metric is meant.
+            InvalidRequestError: No metric is given, and the retention does not have exactly one
+                `BestN`.
         """
         return best_step_of(self._writer.look(), self._settings.kept, metric, mode)
 
     def step_info(self, step: int) -> SavedStep:
-        """Returns what is known of a step: metrics, metadata, tags, items, and where it is.
+        """Returns the metrics, metadata, tags, items and path of a step.
 
         Raises:
-            CheckpointNotFoundError: It is not committed.
+            CheckpointNotFoundError: The step is not committed.
         """
         catalogue = self._writer.look()
         (found,) = candidates(step, catalogue, self._settings.kept, self.path)
@@ -243,19 +257,19 @@ class CheckpointManager:
 
     @contextmanager
     def reading(self, step: int) -> Iterator[str]:
-        """Keeps a step from being deleted while it is entered, by whichever process writes.
+        """Returns a context manager that protects a step from deletion by any process.
 
-        Warns where a deletion that was announced before may still happen: on a storage that can't
-        create a file only if there is none.
+        It warns if a deletion that was announced before may still happen, which is possible only on
+        a storage without conditional creation.
 
         Args:
-            step: Which step.
+            step: The step.
 
         Yields:
-            Path or URL of its folder.
+            Path or URL of the step's folder.
 
         Raises:
-            CheckpointNotFoundError: It is not committed, or is being deleted.
+            CheckpointNotFoundError: The step is not committed, or is being deleted.
             StorageError: The lease could not be written.
         """
         with ReaderLease(self._root, step, lease_s=self._settings.lease_s) as lease:
@@ -270,17 +284,17 @@ class CheckpointManager:
         timeout_s: float | None = None,
         poll_s: float = 10.0,
     ) -> Iterator[int]:
-        """Waits for new steps, and gives the newest each time; for evaluation beside the training.
+        """Yields the newest step whenever there is a new one, for evaluation beside the training.
 
-        While the body of the loop runs, the step is not deleted.
+        The step is not deleted while the body of the loop runs.
 
         Args:
-            newer_than: Only later steps than this; any if None.
-            timeout_s: The iterator ends when no new step comes for so long; never if None.
-            poll_s: How often to look, in seconds.
+            newer_than: Yield only later steps than this one.
+            timeout_s: Stop when there was no new step for this time, in seconds; None never stops.
+            poll_s: Interval of scans, in seconds.
 
         Yields:
-            A step that was committed.
+            A committed step.
 
         Raises:
             StorageError: The storage can't be read.
@@ -295,7 +309,7 @@ class CheckpointManager:
                         last = newest
                         yield newest
                 except CheckpointNotFoundError:
-                    continue  # deleted since it was listed: there is a newer one
+                    continue  # It was deleted after the scan, so that there is a newer one.
                 since_s = time.monotonic()
                 continue
             if timeout_s is not None and time.monotonic() - since_s >= timeout_s:
@@ -305,20 +319,21 @@ class CheckpointManager:
     # Saving: by all ranks
 
     def should_save(self, step: int) -> bool:
-        """Tells whether a step is due, on all ranks the same.
+        """Returns whether a step is due, the same on all ranks.
 
         Args:
-            step: From 0.
+            step: The step, from 0.
 
         Raises:
-            InvalidRequestError: It is no step.
-            CheckpointError: The ranks could not agree; not where the policy looks only at the step.
+            InvalidRequestError: The step is invalid.
+            CheckpointError: The ranks could not agree. Policies that use the step alone need no
+                agreement.
         """
         self._check_open()
         return self._actions.should_save(step)
 
     def save_facts(self) -> SaveFacts:
-        """Returns what a save policy may look at now, as far as this process knows: rank 0 does.
+        """Returns the facts by which a save policy would decide now. Complete on rank 0 only.
 
         Examples:
             >>> import tempfile
@@ -345,23 +360,23 @@ class CheckpointManager:
         """Saves a step if it is due, and returns once it is committed.
 
         Args:
-            step: From 0, newer than all that are committed or under way.
-            state_dict: As for `ray_dcp.save`; with `items`, a state dict for each of them.
-            force: Save whether it is due or not.
-            metrics: Numbers by name; rank 0's count, as for the next two.
-            metadata: Of what JSON can hold; `step_info` returns it.
-            tags: While a step has one it is kept; those that it has already stay.
-            replace: Take the place of a step that is committed, atomically.
+            step: The step, from 0; must be newer than all steps that are committed or being saved.
+            state_dict: As for `ray_dcp.save`; with `items`, a state dict for each item.
+            force: Whether to save even if the step is not due.
+            metrics: Numbers by name. Those of rank 0 are used, as for the next two arguments.
+            metadata: Values that JSON can represent; returned by `step_info`.
+            tags: Tags to add. A tagged step is kept.
+            replace: Whether the step may replace a committed one, atomically.
 
         Returns:
             Whether the step was due.
 
         Raises:
-            InvalidRequestError: The step is committed already, or not newer than the newest; a
-                metric by which steps are kept is missing or NaN; metadata or tags can't be taken;
-                the manager is closed or only reads.
+            InvalidRequestError: The step is committed already, or not newer than the newest one; a
+                metric by which steps are kept is missing or NaN; metadata or tags are invalid; the
+                manager is closed or read-only.
             CheckpointExistsError: Another process writes to this root.
-            CheckpointError: As `ray_dcp.save`; earlier steps are as they were.
+            CheckpointError: As `ray_dcp.save`; earlier steps are unchanged.
         """
         self._check_writable()
         told = {"metrics": metrics, "metadata": metadata, "tags": tags, "replace": replace}
@@ -380,62 +395,71 @@ class CheckpointManager:
     ) -> bool:
         """Saves a step in the background if it is due, and returns once its bytes are copied.
 
-        Waits while `max_pending_async` saves are under way. The step is in `all_steps` when it is
-        committed. A save that fails is reported by `join`, by `on_failure`, and in the log.
+        Waits while `max_pending_async` saves are in progress. `all_steps` includes the step once it
+        is committed. A failed save is reported by `join`, by `on_failure`, and in the log.
 
         Args:
-            step: As for `save`, like the others.
+            step: As for `save`, like the other arguments.
             state_dict: May change when this returns.
-            force: Save whether it is due or not.
+            force: See `save`.
             metrics: See `save`.
             metadata: See `save`.
             tags: See `save`.
             replace: See `save`.
 
         Returns:
-            Whether the step was due.
+            Whether the step is being saved. False if it was not due, or if
+            `SaveOptions(when_full="skip")` skipped it.
 
         Raises:
-            CheckpointError: As `save`, as far as it shows before the bytes are copied.
+            CheckpointError: As `save`, if the error occurs before the bytes are copied.
         """
         self._check_writable()
         _close_at_exit(self)
         told = {"metrics": metrics, "metadata": metadata, "tags": tags, "replace": replace}
-        return self._actions.save_async(step, state_dict, force, told)
+        is_saving = self._actions.save_async(step, state_dict, force, told)
+        # Why one more: the save before those in progress has ended, so that nothing waits here.
+        self._failed += self._failures(leave=self._max_pending + 1)
+        return is_saving
+
+    def _failures(self, leave: int = 0) -> list[Ended]:
+        return [one for one in self._actions.finisher.ended(leave) if one.error is not None]
+
+    def _save_ended(self, ended: Ended) -> None:
+        if ended.error is not None and self._on_failure is not None:
+            self._on_failure(ended.step, ended.error)
 
     def join(self) -> None:
-        """Waits for all saves that are under way, and for deletions.
+        """Waits for all saves in progress, and for deletions.
 
         Raises:
-            CheckpointError: An asynchronous save failed since `join` was last called; the first
-                one, with notes on the others. The step is not committed.
+            CheckpointError: An asynchronous save failed since `join` was last called. This is the
+                first error, with notes on the others. The step is not committed.
         """
         self._check_process()
-        self._actions.finisher.wait()
+        failed, self._failed = self._failed + self._failures(), []
         if not self._writer.remover.drain(DRAIN_S):
             logger.warning("Deletions in %s still go on after %g s", self.path, DRAIN_S)
-        failed = self._actions.finisher.failures()
-        if failed:
-            error = failed[0][1]
-            for step, other in failed[1:]:
-                error.__notes__ = [
-                    *getattr(error, "__notes__", ()),
-                    f"Step {step} failed as well: {other}",
-                ]
-            raise error
+        errors = [one.error for one in failed if one.error is not None]
+        if errors:
+            errors[0].__notes__ = [
+                *getattr(errors[0], "__notes__", ()),
+                *(f"Step {one.step} failed as well: {one.error}" for one in failed[1:]),
+            ]
+            raise errors[0]
 
     def reached_preemption(self, step: int) -> bool:
-        """Returns whether some rank was notified that its machine is taken away.
+        """Returns whether a rank was notified that its machine is being taken away.
 
         Args:
-            step: At which all ranks ask.
+            step: The step at which all ranks call this.
 
         Raises:
             InvalidRequestError: `chkpt_on_preemption` is False.
             CheckpointError: The ranks could not agree.
         """
         self._check_open()
-        if not self._settings.listens:
+        if not self._listens:
             raise InvalidRequestError(
                 "Preemption detection not enabled. Make the manager with chkpt_on_preemption=True",
                 key="chkpt_on_preemption",
@@ -443,7 +467,7 @@ class CheckpointManager:
         return self._actions.is_preempted(step)
 
     def notice_preemption(self) -> None:
-        """Tells that this rank's machine is to be taken away: the next step is due on all ranks."""
+        """Records that this machine is being taken away: the next step is due on all ranks."""
         self._preemption.tell()
 
     # Restoring and changing: by all ranks
@@ -454,46 +478,47 @@ class CheckpointManager:
         """Loads a step into a state dict, in place.
 
         Args:
-            step: Its number; "latest", the newest committed one; "best", by the metric of the
-                retention's `BestN`; "auto", the newest that can be loaded: a damaged one is passed
-                over with a warning, on all ranks alike, and may then be saved again.
-            state_dict: As for `ray_dcp.load`; with `items`, a state dict for those that are wanted.
-            options: How; those of the item if None.
+            step: Number of the step; "latest" for the newest committed one; "best" for the best one
+                by the metric of the retention's `BestN`; "auto" for the newest one that can be
+                loaded. "auto" skips damaged steps with a warning, the same on all ranks; they may
+                be saved again.
+            state_dict: As for `ray_dcp.load`; with `items`, a state dict for each requested item.
+            options: Options of the load; those of the item if None.
 
         Returns:
-            Which step, and what each load did.
+            The restored step, and the report of each load.
 
         Raises:
-            CheckpointNotFoundError: There is no such step; the message lists those there are.
-            DamagedCheckpointError: It is damaged; with "auto" all are.
-            InvalidRequestError: The step consists of other items than the manager has.
-            CheckpointError: As `ray_dcp.load` does.
+            CheckpointNotFoundError: There is no such step; the message lists the existing ones.
+            DamagedCheckpointError: The step is damaged; with "auto", all steps are.
+            InvalidRequestError: The items of the step are not those of the manager.
+            CheckpointError: As `ray_dcp.load`.
         """
         self._check_open()
         return restore(self._actions, step, state_dict, options)
 
     def delete(self, step: int) -> None:
-        """Deletes a step, as rank 0 decides, and returns when that is done.
+        """Deletes a step.
 
         Raises:
-            CheckpointNotFoundError: It is not committed.
-            InvalidRequestError: It was not written by ray_dcp, or is being saved.
+            CheckpointNotFoundError: The step is not committed.
+            InvalidRequestError: Another program wrote the step, or it is being saved.
             CheckpointError: Another process writes to this root, or reads the step.
         """
         self._check_writable()
         self._actions.agree(f"deleting step {step}", lambda _: self._writer.delete(step))
 
     def rewind(self, step: int) -> list[int]:
-        """Deletes all steps after one, so that training can go on from there.
+        """Deletes all later steps, so that training can continue from a step.
 
         Args:
-            step: The newest that stays; it need not be committed itself.
+            step: The newest step that is kept; it need not be committed.
 
         Returns:
-            What was deleted, newest first.
+            The deleted steps, newest first.
 
         Raises:
-            CheckpointError: As `delete`; steps that were not yet deleted stay.
+            CheckpointError: As `delete`; steps that were not yet deleted remain.
         """
         self._check_writable()
         gone: list[int] = self._actions.agree(
@@ -502,13 +527,13 @@ class CheckpointManager:
         return list(gone)
 
     def tag(self, step: int, tag: str, *, remove: bool = False) -> None:
-        """Gives a tag to a step, which keeps it, or takes it away.
+        """Adds a tag to a step, which protects it from deletion, or removes the tag.
 
         Warns as `reading` does.
 
         Raises:
             CheckpointNotFoundError: The step is not committed.
-            InvalidRequestError: The tag can't be part of a file name.
+            InvalidRequestError: The tag is invalid.
             CheckpointExistsError: Another process writes to this root.
         """
         self._check_writable()
@@ -520,7 +545,7 @@ class CheckpointManager:
     # The end
 
     def close(self) -> None:
-        """Waits for saves and deletions, and lets others write to the root. May be repeated.
+        """Waits for saves and deletions, and releases the writer lease. May be called repeatedly.
 
         Raises:
             CheckpointError: As `join`.
@@ -550,7 +575,7 @@ class CheckpointManager:
         except CheckpointError as failed:
             if error is None:
                 raise
-            # Why only logged: what ended the block must not be hidden by it.
+            # Why only logged: it must not hide the error that ended the block.
             logger.error("%s, when %r was closed: %s", type(failed).__name__, self, failed)
 
     def _check_open(self) -> None:
@@ -559,14 +584,14 @@ class CheckpointManager:
             raise InvalidRequestError(f"{self!r} is closed; make another one")
 
     def _check_process(self) -> None:
-        # Why: a child that was forked would write, and delete, with the lease of its parent.
+        # Why: a forked child would write and delete with the lease of its parent.
         self._process.check(
             repr(self), "Make a manager of its own there; one that looks or restores is read_only"
         )
 
     def _check_writable(self) -> None:
         self._check_open()
-        if self._settings.read_only:
+        if self._read_only:
             raise InvalidRequestError(
                 f"this manager of {self.path} is read_only; make one without it to save, delete or "
                 f"tag",

@@ -1,8 +1,8 @@
-"""Whether this process was notified that its machine is preempted: by SIGTERM, or by the caller.
+"""Preemption notices of this process: SIGTERM, or a call of the user.
 
-The first SIGTERM is recorded, and the process goes on, so that it can save. A second one does what
-it would have done without a manager; so does the first in a process that was forked from this one,
-as `multiprocessing.Pool` ends its workers by it.
+The first SIGTERM is recorded, and the process continues, so that it can save. A second one has the
+effect that it would have without a manager. So has the first one in a forked child, because
+`multiprocessing.Pool` ends its workers by SIGTERM.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 SAME_NOTICE_S = 5.0
-"""SIGTERMs within so many seconds of the first are one notice. A scheduler that signals the whole
-job reaches a rank twice: itself, and through `torchrun`, which passes its own on."""
+"""SIGTERMs within this many seconds of the first one are the same notice. *Why*: a scheduler that
+signals the whole job reaches a rank twice, directly and through `torchrun`, which forwards it."""
 
 
 class Preemption:
-    """What one manager knows of it."""
+    """The preemption notice of one manager."""
 
     def __init__(self) -> None:
         self._told = threading.Event()
@@ -35,25 +35,24 @@ class Preemption:
         return self._told.is_set()
 
     def tell(self) -> None:
-        """Notes that the machine will be taken away."""
+        """Records that the machine will be taken away."""
         self._told.set()
 
-    def listen(self) -> bool:
-        """Begins to take SIGTERM; returns whether that is possible: only in the main thread."""
+    def listen(self) -> None:
+        """Installs a SIGTERM handler; outside of the main thread, which can't, logs that."""
         if threading.current_thread() is not threading.main_thread():
             logger.info(
                 "SIGTERM is not listened to, as the manager was not made in the main thread; "
                 "call notice_preemption() when the machine is to be taken away"
             )
-            return False
+            return
         _listeners.add(self)
         _process[0] = os.getpid()
         if signal.getsignal(signal.SIGTERM) is not _take:
             _before[0] = signal.signal(signal.SIGTERM, _take)
-        return True
 
     def stop(self) -> None:
-        """Ends it; the last listener gives SIGTERM back, if it is in the main thread."""
+        """Stops listening; the last listener restores the previous handler in the main thread."""
         _listeners.discard(self)
         if not _listeners:
             _first.clear()
@@ -65,9 +64,10 @@ class Preemption:
 _listeners: weakref.WeakSet[Preemption] = weakref.WeakSet()
 _before: list[Any] = [signal.SIG_DFL]
 _process = [0]
-"""That listens: a fork has the listeners too, but nobody who would save for them."""
+"""Id of the process that listens. *Why*: a forked child inherits the listeners, but saves
+nothing."""
 _first: list[float] = []
-"""When the notice came, if it did."""
+"""Time of the notice; empty before it."""
 _clock = time.monotonic
 
 
@@ -85,13 +85,13 @@ def _take(number: int, frame: FrameType | None) -> None:
 
 
 def _is_first(now: float) -> bool:
-    # Careful: that all are notified is not enough. Another rank's notice counts too, and then this
-    # process would end by its own, in the middle of the save.
+    # Careful: checking only whether all are notified is not enough. They may be notified because of
+    # another rank's notice, and the process would then be ended by its own first SIGTERM.
     if not _first or not all(one.is_told for one in _listeners):
         _first[:] = [now]
     return now - _first[0] < SAME_NOTICE_S
 
 
 def _or_default(handler: Any) -> Any:
-    # Why: None means a handler that was not set from Python, which can't be set again.
+    # Why: None stands for a handler that was not set from Python, and can't be set again.
     return signal.SIG_DFL if handler is None else handler

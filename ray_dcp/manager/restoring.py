@@ -1,6 +1,6 @@
-"""Restores a step on all ranks: the one that is asked for, or the newest that can be loaded.
+"""Restores a step on all ranks: a requested one, or the newest one that can be loaded.
 
-Rank 0 decides which steps are candidates; the `RestoreReport` has the one that was restored.
+Rank 0 decides which steps are tried, and in which order. `RestoreReport` names the restored one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ray_dcp import events
@@ -27,7 +27,7 @@ from ray_dcp.manager.catalogue import Catalogue, StepFound, look_at_step
 from ray_dcp.manager.collective_actions import CollectiveActions
 from ray_dcp.manager.leases import ReaderLease
 from ray_dcp.manager.retention import Mode, RetentionPolicy, best_of, rankings
-from ray_dcp.manager.settings import Item
+from ray_dcp.manager.settings import Item, Settings
 from ray_dcp.options import LoadOptions
 from ray_dcp.runtime.rank_load import drive, first_that_loads, with_time_to_join
 from ray_dcp.saving import check_options
@@ -38,39 +38,41 @@ from ray_dcp.torch_adapter.operation_log import OperationLog
 
 Wanted = int | Literal["latest", "best", "auto"]
 MOST_TRIED = 100
-"""Steps that `auto` falls back over at most."""
+"""Maximum number of steps that `auto` tries."""
 _SHOWN = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedStep:
-    """A step that is committed."""
+    """A committed step."""
 
     step: int
     checkpoint_id: str
     """Path or URL of its folder."""
     created_s: float
-    """Seconds since 1970 by the clock of the rank that saved it; 0 for stock checkpoints."""
+    """Time of the save by the clock of rank 0, in seconds since the epoch; 0 for checkpoints of
+    stock DCP."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The user's."""
+    """The user's metadata."""
     tags: frozenset[str] = frozenset()
     items: tuple[str, ...] = ()
-    """Its named items; empty for a step of one state."""
+    """Names of its items; empty for a step of one state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreReport:
-    """What `CheckpointManager.restore` did on this rank."""
+    """The result of `CheckpointManager.restore` on this rank."""
 
     step: int
-    """That was restored."""
+    """The restored step."""
     checkpoint_id: str
     """Path or URL of its folder."""
     reports: Mapping[str, LoadReport]
-    """By item; under "" that of a step of one state."""
+    """The report of each item by name; that of a step of one state is under ""."""
     skipped: tuple[tuple[int, CheckpointError], ...] = ()
-    """Newer steps that `auto` could not load, newest first, each with why; equal on all ranks."""
+    """`(step, error)` of newer steps that `auto` could not load, newest first; equal on all
+    ranks."""
 
     @property
     def report(self) -> LoadReport:
@@ -79,7 +81,7 @@ class RestoreReport:
 
 
 def saved_step(found: StepFound, root_url: str, tags: frozenset[str]) -> SavedStep:
-    """Returns what is known of a step."""
+    """Returns a committed step with what the catalogue knows of it."""
     info = found.info
     return SavedStep(
         step=found.step,
@@ -98,16 +100,16 @@ def best_step_of(
     metric: str | None = None,
     mode: Mode | None = None,
 ) -> int | None:
-    """Returns the committed step with the best value of a metric; None where none has it.
+    """Returns the committed step with the best value of a metric; None if no step has it.
 
     Args:
-        catalogue: What is committed.
-        retention: Whose `BestN` has the metric, when it is not given.
-        metric: Name.
-        mode: Which values are best; that of the retention's `BestN`, else "min".
+        catalogue: The committed steps.
+        retention: Policy whose `BestN` gives the metric and the mode by default.
+        metric: Name of the metric.
+        mode: Whether the lowest or the highest value is the best; "min" if nothing gives it.
 
     Raises:
-        InvalidRequestError: It is not clear which metric is meant.
+        InvalidRequestError: No metric is given, and the policy does not have exactly one `BestN`.
     """
     ranked = {(one.metric, one.mode) for one in rankings(retention)}
     if metric is None:
@@ -128,17 +130,17 @@ def best_step_of(
 def candidates(
     wanted: Wanted, catalogue: Catalogue, retention: RetentionPolicy | None, url: str
 ) -> list[StepFound]:
-    """Returns the steps to try, the first choice first.
+    """Returns the steps to try, in order.
 
     Args:
-        wanted: Which step.
-        catalogue: What is committed.
-        retention: Of the manager, for the best.
-        url: Of the root.
+        wanted: The requested step.
+        catalogue: The committed steps.
+        retention: Policy of the manager, which defines the best step.
+        url: Path or URL of the root.
 
     Raises:
         CheckpointNotFoundError: There is no such step.
-        InvalidRequestError: It is not clear what is the best.
+        InvalidRequestError: The best step is not defined.
     """
     steps = catalogue.steps
     if wanted == "auto":
@@ -167,28 +169,23 @@ def candidates(
 
 
 def targets_of(
-    folder: Target,
-    saved: Mapping[str, str],
-    items: Mapping[str, Item],
-    unnamed: Item,
-    state_dict: Mapping[str, Any],
-    step: int,
+    folder: Target, saved: Mapping[str, str], settings: Settings, state_dict: Any, step: int
 ) -> list[tuple[str, Item, Target, Any]]:
-    """Returns what to load of a step: item, how, from where, into what.
+    """Returns the loads of a step: name and settings of the item, source and state dict.
 
     Args:
-        folder: Of the step.
-        saved: Folder of each item that the step has; empty for a step of one state.
-        items: Of the manager.
-        unnamed: How a step of one state is loaded.
+        folder: Folder of the step.
+        saved: Folder of each item of the step; empty for a step of one state.
+        settings: Settings of the manager.
         state_dict: As given to `restore`.
         step: Number of the step.
 
     Raises:
-        InvalidRequestError: The step does not consist of what the manager expects.
+        InvalidRequestError: The step does not consist of the items that the manager expects.
     """
+    items = settings.named
     if not items and not saved:
-        return [("", unnamed, folder, state_dict)]
+        return [("", settings.items[""], folder, state_dict)]
     if not items or not saved:
         there = f"the items {', '.join(sorted(saved))}" if saved else "one state without items"
         named = ", ".join(f"{name!r}: Item()" for name in sorted(saved))
@@ -202,13 +199,14 @@ def targets_of(
             step=step,
         )
     return [
-        (name, items.get(name, unnamed), place_below(folder, saved[name]), state_dict[name])
+        (name, items.get(name, Item()), place_below(folder, saved[name]), state_dict[name])
         for name in sorted(saved)
         if name in state_dict
     ]
 
 
 MOST_LOOKS = 20
+"""How often a step is chosen again because it was deleted before it was protected."""
 
 logger = logging.getLogger(__name__)
 
@@ -222,10 +220,10 @@ def restore(
     """Loads a step into a state dict, in place; see `CheckpointManager.restore`.
 
     Args:
-        actions: Of this rank.
-        wanted: Which step.
-        state_dict: What to fill.
-        options: How; those of the item if None.
+        actions: Collective actions of this rank.
+        wanted: The requested step.
+        state_dict: Values to fill.
+        options: Options of the load; those of the item if None.
     """
     is_number = isinstance(wanted, int) and not isinstance(wanted, bool)
     if not is_number and wanted not in ("latest", "best", "auto"):
@@ -246,7 +244,7 @@ def restore(
 
 
 def _chosen(actions: CollectiveActions, wanted: Wanted, leases: ExitStack) -> list[StepFound]:
-    """Returns the steps to try, on rank 0, after making sure that the first stays."""
+    """Returns the steps to try, after protecting the first one from deletion. Runs on rank 0."""
     root, settings = actions.root, actions.settings
     left = threading.Event()
     leases.callback(left.set)
@@ -256,15 +254,15 @@ def _chosen(actions: CollectiveActions, wanted: Wanted, leases: ExitStack) -> li
         lease = ReaderLease(root, first.step, lease_s=settings.lease_s)
         try:
             leases.enter_context(lease)
-            if left.is_set():  # nobody waits for the answer any more
+            if left.is_set():  # The caller has stopped waiting.
                 leases.close()
             if lease.unsure:
                 logger.warning("%s", lease.unsure)
         except StorageError as error:
-            # Why not raised: who may only read can still load; nothing keeps the step then.
+            # Why not raised: a process with read-only access can load, without protection.
             logger.info("Step %d is read without a lease: %s", first.step, error)
             return found
-        # Why again: it may have been deleted before the lease was there.
+        # Why again: the step may have been deleted before the lease was written.
         if look_at_step(root, first.name, first.step) is not None:
             return found
         lease.__exit__()
@@ -282,15 +280,22 @@ def _restored(
     state_dict: Mapping[str, Any],
     options: LoadOptions | None,
 ) -> RestoreReport:
-    """Loads the first of the steps, each with its folder and those of its items, that can be."""
-    root, settings = actions.root, actions.settings
+    """Loads the first step that can be loaded.
+
+    Args:
+        actions: As for `restore`.
+        wanted: As for `restore`.
+        tries: Steps to try, in order, each with its folder and the folders of its items.
+        state_dict: As for `restore`.
+        options: As for `restore`.
+    """
+    root = actions.root
     overwritten: defaultdict[str, set[str]] = defaultdict(set)
     check_options(options, LoadOptions)
 
     def load_one(step: int, is_late: bool = False) -> dict[str, LoadReport]:
         name, saved = tries[step]
-        folder = root.below(name)
-        parts = targets_of(folder, saved, settings.named, settings.unnamed, state_dict, step)
+        parts = targets_of(root.below(name), saved, actions.settings, state_dict, step)
         reports = {}
         try:
             for part, item, path, state in parts:
@@ -313,7 +318,7 @@ def _restored(
         return reports
 
     def steps_of(step: int, is_late: bool) -> Generator[Request, Reply, dict[str, LoadReport]]:
-        yield from ()  # each load makes its own requests
+        yield from ()  # `load_one` makes its own requests.
         return load_one(step, is_late)
 
     skipped: list[tuple[int, CheckpointError]] = []
@@ -331,27 +336,22 @@ def _restored(
     else:
         (step,) = tries
         reports = load_one(step)
-    _tell(actions, step, skipped)
+    if skipped and actions.session().rank == 0:
+        with actions.writer.lock:
+            actions.writer.damaged.update(number for number, _ in skipped)
+        for number, error in skipped:
+            events.warn(
+                f"Restored step {step} of {root.url} instead of the newer step {number}, "
+                f"which can't be loaded: {error}. It neither counts for retention nor is it "
+                f"deleted, and may be saved again; look at it with `ray-dcp verify`",
+                stacklevel=4,
+            )
+    paths = tuple((root.below(tries[number][0]).url, error) for number, error in skipped)
     return RestoreReport(
         step=step,
         checkpoint_id=root.below(tries[step][0]).url,
-        reports=reports,
+        reports={
+            part: replace(report, step=step, skipped=paths) for part, report in reports.items()
+        },
         skipped=tuple(skipped),
     )
-
-
-def _tell(
-    actions: CollectiveActions, step: int, skipped: Sequence[tuple[int, CheckpointError]]
-) -> None:
-    """Warns of what was passed over, and lets it be saved again."""
-    if not skipped or actions.session().rank != 0:
-        return
-    with actions.writer.lock:
-        actions.writer.damaged.update(number for number, _ in skipped)
-    for number, error in skipped:
-        events.warn(
-            f"Restored step {step} of {actions.root.url} instead of the newer step {number}, "
-            f"which can't be loaded: {error}. It neither counts for retention nor is it "
-            f"deleted, and may be saved again; look at it with `ray-dcp verify`",
-            stacklevel=5,
-        )

@@ -1,11 +1,12 @@
-"""What a `CheckpointManager` keeps: small policies over the committed steps, with `|`, `&`, `~`.
+"""Policies that decide which steps a `CheckpointManager` keeps. They combine by `|`, `&` and `~`.
 
-A policy reads no clock and no storage. Whatever it decides, `superfluous` never includes the
-newest step, one that carries a tag, or one that a caller protects.
+A policy is a pure function of the committed steps; it reads no clock and no storage. `superfluous`
+returns the steps that may be deleted. Whatever the policy decides, these never include the newest
+step, a tagged step, or a step that the caller protects.
 
-**What is not known.** Where what was told of a step can't be read, no policy decides about it: it
-stays. Nor may it make others go: those stay that the policy keeps without it, or with it as the
-best, or with it as the worst. `superfluous` alone decides that, for every policy.
+**Unreadable metrics.** A step whose info can't be read is kept, whatever the policy. It must not
+cause other steps to be deleted either: `superfluous` keeps every other step that the policy keeps
+without the unreadable one, with it as the best, or with it as the worst.
 """
 
 from __future__ import annotations
@@ -18,26 +19,28 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from ray_dcp.core.checks import check_above_0, check_whole
 from ray_dcp.errors import CheckpointError, InvalidRequestError
+from ray_dcp.manager.combining import Combinable, Combination, parts_of
 
 Mode = Literal["min", "max"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """What a retention policy may look at of one committed step."""
+    """The facts of one committed step by which a retention policy decides."""
 
     step: int
     created_s: float = 0.0
-    """Seconds since 1970 by the clock of the rank that saved it."""
+    """Time of the save by the clock of rank 0, in seconds since the epoch."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     tags: frozenset[str] = frozenset()
 
 
 @runtime_checkable
 class RetentionPolicy(Protocol):
-    """Tells which steps to keep. Must be a pure function of the facts.
+    """Decides which steps are kept. Must be a pure function of the facts.
 
-    While the metrics of a step can't be read, it is also asked with each of them as -inf and inf.
+    If the metrics of a step can't be read, the policy is also called with each of its metrics as
+    -inf, and as inf.
 
     Examples:
         >>> class FirstTen:
@@ -48,29 +51,20 @@ class RetentionPolicy(Protocol):
     """
 
     def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
-        """Tells for each step whether to keep it; `steps` go up."""
+        """Returns for each step whether it is kept; `steps` are in ascending order."""
         ...
 
 
-class _Combines:
-    """Gives policies `|`, `&` and `~`."""
-
-    def __or__(self, other: RetentionPolicy) -> KeepAnyOf:
-        return KeepAnyOf(self, other)  # type: ignore[arg-type]
-
-    def __and__(self, other: RetentionPolicy) -> KeepAllOf:
-        return KeepAllOf(self, other)  # type: ignore[arg-type]
-
-    def __invert__(self) -> KeepNot:
-        return KeepNot(self)  # type: ignore[arg-type]
+class _RetentionPolicy(Combinable["KeepAnyOf", "KeepAllOf", "KeepNot"]):
+    """Base of the built-in retention policies."""
 
 
 @dataclass(frozen=True)
-class LatestN(_Combines):
+class LatestN(_RetentionPolicy):
     """Keeps the `n` newest steps.
 
     Raises:
-        InvalidRequestError: `n` is no whole number above 0.
+        InvalidRequestError: `n` is not a positive integer.
 
     Examples:
         >>> LatestN(1).keeps([StepFacts(step=1), StepFacts(step=2)])
@@ -88,13 +82,14 @@ class LatestN(_Combines):
 
 
 @dataclass(frozen=True)
-class BestN(_Combines):
-    """Keeps the `n` steps with the best value of a metric; of equal ones the newer.
+class BestN(_RetentionPolicy):
+    """Keeps the `n` steps with the best values of a metric; of equal values, the newer steps.
 
-    A step without that metric is not kept by it. Every save must then give the metric.
+    Steps without the metric are not kept by this policy. A manager with this policy requires the
+    metric at every save.
 
     Raises:
-        InvalidRequestError: `n` is no whole number above 0, or the mode is none.
+        InvalidRequestError: `n` is not a positive integer, or the mode is invalid.
 
     Examples:
         >>> steps = [StepFacts(step=s, metrics={"loss": x}) for s, x in ((1, 0.5), (2, 0.9))]
@@ -105,7 +100,7 @@ class BestN(_Combines):
     n: int
     metric: str
     mode: Mode = "min"
-    """Which values are the best: the lowest or the highest."""
+    """Whether the lowest or the highest values are the best."""
 
     def __post_init__(self) -> None:
         check_whole(self.n, "BestN.n", 1)
@@ -125,11 +120,11 @@ class BestN(_Combines):
 
 
 @dataclass(frozen=True)
-class KeepEverySteps(_Combines):
-    """Keeps every step that `interval` divides.
+class KeepEverySteps(_RetentionPolicy):
+    """Keeps every multiple of `interval`.
 
     Raises:
-        InvalidRequestError: The interval is no whole number above 0.
+        InvalidRequestError: The interval is not a positive integer.
 
     Examples:
         >>> policy = LatestN(1) | KeepEverySteps(1000)
@@ -148,11 +143,11 @@ class KeepEverySteps(_Combines):
 
 
 @dataclass(frozen=True)
-class KeepEveryHours(_Combines):
-    """Keeps the first step, and each that was saved `hours` after the last one that it keeps.
+class KeepEveryHours(_RetentionPolicy):
+    """Keeps the first step, and each step saved at least `hours` after the last one kept.
 
     Raises:
-        InvalidRequestError: The hours are no number above 0.
+        InvalidRequestError: `hours` is not a positive number.
 
     Examples:
         >>> times = [StepFacts(step=s, created_s=1800.0 * s) for s in range(5)]
@@ -170,75 +165,50 @@ class KeepEveryHours(_Combines):
         kept: list[bool] = []
         last_s = -math.inf
         for facts in steps:
-            # Why abs: a clock that was set back must not make everything after it superfluous.
+            # Why abs: after a clock was set back, later steps must still be kept.
             kept.append(abs(facts.created_s - last_s) >= 3600.0 * self.hours)
             if kept[-1]:
                 last_s = facts.created_s
         return kept
 
 
-class _Composed(_Combines):
-    """A policy made of others."""
+class _RetentionCombination(Combination, _RetentionPolicy):
+    """A retention policy that consists of others; see `Combination`."""
 
-    def __init__(self, *policies: RetentionPolicy) -> None:
-        if not policies:
-            raise InvalidRequestError(f"{type(self).__name__} needs at least one policy")
-        self.policies = tuple(check_retention(policy) for policy in policies)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(map(repr, self.policies))})"
+    @staticmethod
+    def _checked(policy: object) -> RetentionPolicy:
+        return check_retention(policy)
 
     def _each(self, steps: Sequence[StepFacts]) -> Iterator[tuple[bool, ...]]:
-        said = [_said(policy, steps) for policy in self.policies]
-        return zip(*said, strict=True)
+        """Yields the answers of all parts, step by step."""
+        return zip(*(answers_of(policy, steps) for policy in self.policies), strict=True)
 
 
-class KeepAnyOf(_Composed):
-    """Keeps what one of the policies keeps; `a | b`.
-
-    Args:
-        *policies: At least one.
-
-    Raises:
-        InvalidRequestError: There is none, or one is no retention policy.
-    """
+class KeepAnyOf(_RetentionCombination):
+    """Keeps the steps that at least one of the policies keeps; `a | b`. See `Combination`."""
 
     def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
         """See `RetentionPolicy`."""
         return [any(each) for each in self._each(steps)]
 
 
-class KeepAllOf(_Composed):
-    """Keeps what all of the policies keep; `a & b`.
-
-    Args:
-        *policies: At least one.
-
-    Raises:
-        InvalidRequestError: There is none, or one is no retention policy.
-    """
+class KeepAllOf(_RetentionCombination):
+    """Keeps the steps that all of the policies keep; `a & b`. See `Combination`."""
 
     def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
         """See `RetentionPolicy`."""
         return [all(each) for each in self._each(steps)]
 
 
-class KeepNot(_Composed):
-    """Keeps what the policy does not keep; `~a`.
-
-    Args:
-        policy: Of which the contrary is meant.
-
-    Raises:
-        InvalidRequestError: It is no retention policy.
-    """
-
-    def __init__(self, policy: RetentionPolicy) -> None:
-        super().__init__(policy)
+class KeepNot(_RetentionCombination):
+    """Keeps the steps that none of the policies keeps; `~a`. See `Combination`."""
 
     def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
         """See `RetentionPolicy`."""
-        return [not each for (each,) in self._each(steps)]
+        return [not any(each) for each in self._each(steps)]
+
+
+_RetentionPolicy.combinations = (KeepAnyOf, KeepAllOf, KeepNot)
 
 
 def superfluous(
@@ -248,74 +218,60 @@ def superfluous(
     protected: Collection[int] = (),
     unknown: Sequence[StepFacts] = (),
 ) -> tuple[int, ...]:
-    """Returns the steps that may go, oldest first.
+    """Returns the steps that may be deleted, oldest first.
 
-    The newest step, those with a tag and those that are protected never go.
+    The newest step, tagged steps and protected steps are never included.
 
     Args:
-        steps: All that are committed and good, in any order.
-        policy: What to keep; None for everything.
+        steps: All committed steps that can be loaded, in any order.
+        policy: Which steps are kept; None keeps all.
         protected: Steps that are needed for another reason.
-        unknown: Steps that are committed and of which the metrics can't be read.
+        unknown: Committed steps whose metrics can't be read.
 
     Raises:
-        InvalidRequestError: The policy does not give one answer a step.
-        CheckpointError: The policy raised.
+        InvalidRequestError: The policy does not return one answer for each step.
+        CheckpointError: The policy raised an error.
 
     Examples:
         >>> steps = [StepFacts(step=s, metrics={"loss": float(s)}) for s in (1, 2, 3)]
         >>> superfluous(steps, BestN(1, "loss"))
         (2,)
     """
-    known = sorted(steps, key=lambda facts: facts.step)
+    known = sorted(steps, key=_step_of)
     if policy is None or not known:
         return ()
-    kept = {facts.step for facts, is_kept in _answers(policy, known) if is_kept}
+    kept = {known[-1].step, *protected, *_kept(policy, known)}
     for value in (-math.inf, math.inf) if unknown else ():
         guess = {name: value for facts in known for name in facts.metrics}
         guesses = [replace(one, metrics=guess) for one in unknown]
-        answers = _answers(policy, sorted([*known, *guesses], key=lambda facts: facts.step))
-        kept |= {facts.step for facts, is_kept in answers if is_kept}
-    kept |= {known[-1].step, *protected}
+        kept |= _kept(policy, sorted([*known, *guesses], key=_step_of))
     return tuple(facts.step for facts in known if facts.step not in kept and not facts.tags)
 
 
 def best_of(steps: Iterable[StepFacts], metric: str, mode: Mode) -> list[StepFacts]:
-    """Returns the steps that have a metric, best first; of equal ones the newer first.
+    """Returns the steps that have a metric, best first; of equal values, the newer steps first.
 
     Args:
         steps: In any order.
-        metric: Its name.
-        mode: Which values are best.
+        metric: Name of the metric.
+        mode: Whether the lowest or the highest values are the best.
     """
     sign = 1.0 if mode == "min" else -1.0
-    # Why nan is out: nothing is better or worse than it, so it would end up anywhere.
+    # Why without NaN: it compares with nothing, so that a NaN could end up at any place.
     having = [s for s in steps if metric in s.metrics and not math.isnan(s.metrics[metric])]
     return sorted(having, key=lambda facts: (sign * facts.metrics[metric], -facts.step))
 
 
 def rankings(policy: RetentionPolicy | None) -> tuple[BestN, ...]:
-    """Returns the policies by metric that a policy is made of.
-
-    Args:
-        policy: Also one of the user's.
-    """
-    if policy is None:
-        return ()
-    own = (policy,) if isinstance(policy, BestN) else ()
-    return own + tuple(
-        found for part in getattr(policy, "policies", ()) for found in rankings(part)
-    )
+    """Returns the `BestN` policies that a policy, built-in or a user's, is or contains."""
+    return tuple(part for part in parts_of(policy) if isinstance(part, BestN))
 
 
 def check_retention(policy: object) -> RetentionPolicy:
-    """Returns a policy after checking that it is one.
-
-    Args:
-        policy: Built in or the user's.
+    """Returns a policy, built-in or a user's, after checking that it is a retention policy.
 
     Raises:
-        InvalidRequestError: It is none.
+        InvalidRequestError: It is not.
     """
     if not isinstance(policy, RetentionPolicy):
         raise InvalidRequestError(
@@ -332,12 +288,12 @@ def check_metrics(
     """Returns the metrics of a step as numbers.
 
     Args:
-        metrics: By name: numbers, or what `float` takes, as a tensor of one element.
-        policy: Every metric by which it ranks must be there.
+        metrics: Numbers by name, or values that `float` accepts, such as a tensor of one element.
+        policy: Policy whose `BestN` metrics are required.
 
     Raises:
-        InvalidRequestError: One is no number, is NaN although the policy ranks by it, or is
-            missing.
+        InvalidRequestError: A metric is not a number; or one that the policy ranks by is missing
+            or NaN.
 
     Examples:
         >>> check_metrics({"loss": 1}, BestN(2, "loss"))
@@ -362,9 +318,9 @@ def check_metrics(
     for ranking in rankings(policy):
         value = found.get(ranking.metric)
         if value is None or math.isnan(value):
-            said = "is NaN" if value is not None else "is missing"
             raise InvalidRequestError(
-                f"{ranking!r} ranks by {ranking.metric!r}, which {said} (there are: "
+                f"{ranking!r} ranks by {ranking.metric!r}, which is "
+                f"{'missing' if value is None else 'NaN'} (there are: "
                 f"{', '.join(sorted(found)) or 'none'}). Give "
                 f"save(..., metrics={{{ranking.metric!r}: value}}), or use a retention without it",
                 key=ranking.metric,
@@ -372,29 +328,38 @@ def check_metrics(
     return found
 
 
-def _answers(
-    policy: RetentionPolicy, steps: Sequence[StepFacts]
-) -> Iterator[tuple[StepFacts, bool]]:
-    return zip(steps, _said(policy, steps), strict=True)
+def answers_of(policy: RetentionPolicy, steps: Sequence[StepFacts]) -> list[bool]:
+    """Returns the answers of a policy, one for each step.
 
-
-def _said(policy: RetentionPolicy, steps: Sequence[StepFacts]) -> list[bool]:
+    Raises:
+        InvalidRequestError: The policy does not return one answer for each step.
+        CheckpointError: The policy raised an error.
+    """
     try:
-        said = [bool(kept) for kept in policy.keeps(steps)]
+        answers = [bool(kept) for kept in policy.keeps(steps)]
     except CheckpointError:
         raise
     except Exception as error:
-        # Why: a save is committed by now, and nothing may go on the word of a policy that failed.
+        # Why: the save is committed by now, and a policy that failed must not delete anything.
         where = traceback.extract_tb(error.__traceback__)[-1]
         raise CheckpointError(
             f"expected {policy!r} to decide which of {len(steps)} steps to keep, but it raised "
             f"{type(error).__name__}: {error} ({where.filename}:{where.lineno}). No step is "
             f"removed until it answers; mend its keeps()"
         ) from error
-    if len(said) != len(steps):
+    if len(answers) != len(steps):
         raise InvalidRequestError(
             f"{policy!r} must decide of each of {len(steps)} steps whether to keep it, but gave "
-            f"{len(said)} answers",
+            f"{len(answers)} answers",
             key="retention",
         )
-    return said
+    return answers
+
+
+def _kept(policy: RetentionPolicy, steps: Sequence[StepFacts]) -> set[int]:
+    answers = zip(steps, answers_of(policy, steps), strict=True)
+    return {facts.step for facts, is_kept in answers if is_kept}
+
+
+def _step_of(facts: StepFacts) -> int:
+    return facts.step

@@ -1,11 +1,10 @@
-"""`Writer`: what rank 0 of a manager does for all: decides, prepares, records commits, removes.
+"""`Writer`: decides, prepares, records and deletes on rank 0 of a manager, for all ranks.
 
-No torch and no session: takes facts of the other ranks, returns a decision as a value.
-`collective_actions` makes the saves themselves.
+Runs without torch and without a session: it receives the facts of other ranks, and returns
+decisions as values. `collective_actions` makes the saves.
 
-`Remover` removes steps off the save path: in a thread, pass by pass, with retries. A failure ends
-nothing: what could not be removed is tried again, at growing intervals, and the next writer finds
-what is left when the process ends.
+`Remover` deletes steps in a thread beside the saves, in passes. After a failure it tries again, at
+increasing intervals. If the process ends first, the next writer finds the remaining files.
 """
 
 from __future__ import annotations
@@ -56,21 +55,22 @@ from ray_dcp.manager.steps import (
 FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 60.0
 LEASED_RETRY_S = 5.0
-"""How long to wait before a step that is read is tried again, in seconds."""
+"""Pause before a step that was being read is tried again, in seconds."""
 MOST_TRIES = 20
-"""Passes in a row that may fail before the rest is left to the pass after the next save."""
+"""Consecutive failed passes after which the rest is left to the pass after the next save."""
 
 Left = Mapping[str, CheckpointError | None]
+"""Folders that were not deleted, by name, with the error; None if the step is being read."""
 logger = logging.getLogger(__name__)
 
 
 class Remover:
-    """Runs passes of removal, one at a time.
+    """Runs deletion passes, one at a time.
 
     Args:
-        url: Of the root, for messages.
-        remove: One pass; returns what could not be removed, see `Writer.remove_superfluous`.
-        threaded: In a thread; else `drain` runs them.
+        url: Path or URL of the root, for messages.
+        remove: Runs one pass; returns what was not deleted.
+        threaded: Whether a thread runs the passes; otherwise `drain` does.
     """
 
     def __init__(self, url: str, remove: Callable[[], Left], *, threaded: bool = True) -> None:
@@ -80,37 +80,30 @@ class Remover:
         self._changed = threading.Condition()
         self._due_s: float | None = None
         self._tries = 0
-        self._left: Left = {}
         self._thread: threading.Thread | None = None
         self._busy = False
         self._closed = False
 
-    @property
-    def failed(self) -> dict[str, CheckpointError]:
-        """Folders that the last pass could not remove, by name, with why."""
-        with self._changed:
-            return {name: error for name, error in self._left.items() if error is not None}
-
     def wake(self) -> None:
-        """Has a pass run soon."""
+        """Requests a pass."""
         with self._changed:
             self._due_s, self._tries = time.monotonic(), 0
             if self._threaded and self._thread is None and not self._closed:
-                # Suppressed: there are no more threads; the next save, or `drain`, does it.
+                # Suppressed: without a thread, `drain` or the request of the next save runs it.
                 with suppress(LimitError):
                     self._thread = start_thread(self._run, "ray_dcp removal")
             self._changed.notify_all()
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Waits until all that can be removed now is removed.
+        """Waits until everything that can be deleted now is deleted.
 
-        What is read by somebody, and what has failed, is not waited for.
+        Does not wait for steps that are being read, nor for further tries of failed deletions.
 
         Args:
-            timeout_s: How long to wait, in seconds; for ever if None.
+            timeout_s: Timeout, in seconds; None waits forever.
 
         Returns:
-            Whether nothing is left that could be removed now.
+            False if the timeout expired.
         """
         if self._thread is None:
             while self._is_due():
@@ -119,14 +112,14 @@ class Remover:
         with self._changed:
             return self._changed.wait_for(lambda: not self._busy and not self._is_due(), timeout_s)
 
-    def close(self) -> None:
-        """Ends the thread after what it does now."""
+    def close(self, timeout_s: float = LAST_RETRY_S) -> None:
+        """Stops the thread after the current pass, for which it waits up to a timeout."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
             thread = self._thread
         if thread is not None:
-            thread.join(LAST_RETRY_S)
+            thread.join(timeout_s)
 
     def _is_due(self) -> bool:
         return self._due_s is not None and self._due_s <= time.monotonic()
@@ -149,13 +142,13 @@ class Remover:
         try:
             left = self._remove()
         except (CheckpointExistsError, InvalidRequestError) as error:
-            # Why no more: whoever lost the lease must not delete.
+            # Why no retry: a process that lost the lease must not delete.
             logger.info("Nothing is removed from %s any more: %s", self._url, error)
         except CheckpointError as error:
             left = {"": error}
         finally:
             with self._changed:
-                self._busy, self._left = False, left
+                self._busy = False
                 if left and self._due_s is None:
                     self._try_again(left)
                 self._changed.notify_all()
@@ -181,27 +174,30 @@ class Remover:
 
 
 PUBLISH_EVERY = 8
-"""Steps that the catalogue file may lack before it is written again: each costs whoever begins
-after a crash two reads."""
+"""Number of new steps after which the catalogue file is written again. *Why*: each step that it
+lacks costs the process that starts after a crash two reads."""
 
 
 class Writer:
-    """The writer of a root, or who may become it.
+    """The writer of a root, or a process that may become it.
 
     Args:
-        root: Where.
-        settings: Of the manager.
-        clock: Seconds that only go forward, for policies.
-        now: Seconds since 1970, for the info of steps.
-        threaded: Remove in a thread, and let others see that this process lives.
-        holder: Who writes; this process by default.
+        root: The root.
+        settings: Settings of the manager.
+        clock: Monotonic clock for policies, in seconds.
+        now: Time of infos, in seconds since the epoch.
+        threaded: Whether a thread deletes steps, and another one renews the lease.
+        holder: Identity of the writer; this process by default.
+        before_removal: Called before each deletion pass, without the lock; returns folders that
+            must be looked at again soon, as `Left` does.
 
     Attributes:
-        catalogue: What was committed when it was last looked: it answers, and decides nothing.
-        pending: Steps of which a save is under way.
-        damaged: Steps that could not be loaded: they don't count, don't go, and may be saved again.
-        remover: Removes what may go.
-        lock: Guards these; nobody asks the storage anything while holding it.
+        catalogue: Result of the last scan. It answers queries, and decides no deletion.
+        pending: Steps that are being saved.
+        damaged: Steps that could not be loaded. They don't count for retention, are not deleted,
+            and may be saved again.
+        remover: Deletes superfluous steps.
+        lock: Guards these attributes. Not held during storage operations.
     """
 
     def __init__(
@@ -213,6 +209,7 @@ class Writer:
         now: Callable[[], float] = time.time,
         threaded: bool = True,
         holder: LeaseHolder | None = None,
+        before_removal: Callable[[], Left] = dict,
     ) -> None:
         self.root = root
         self.lock = threading.RLock()
@@ -220,9 +217,9 @@ class Writer:
         self.pending: set[int] = set()
         self.damaged: set[int] = set()
         self._leaving: frozenset[str] = frozenset()
-        """Folders of which the removal is being decided."""
+        """Folders about whose deletion a pass is deciding."""
         self._saved_last: int | None = None
-        """The step that this process committed last: it stays."""
+        """The step that this process committed last, which is kept."""
         self._settings = settings
         self._clock = clock
         self._now = now
@@ -230,11 +227,12 @@ class Writer:
         readers = Readers(lease_s=settings.lease_s, holder=holder)
         self._deletions = Deletions(root, readers, self._lease.check, self._removed)
         self._had_no_room: StepTarget | None = None
-        """A save that failed as the disk was full."""
+        """A save that failed because the disk was full."""
         self._next: StepFacts | None = None
-        """A step for which there is no space yet."""
+        """The step for which `make_room` makes room."""
         self._begun: dict[int, tuple[StepInfo, frozenset[str]]] = {}
-        """Infos of the steps that are being saved, and the tags that they got."""
+        """Infos of the steps that are being saved, and the tags that were added."""
+        self._before_removal = before_removal
         self.remover = Remover(root.url, self.remove_superfluous, threaded=threaded)
         self._made_s = self._last_begun_s = clock()
         self._costs = SaveCosts()
@@ -244,21 +242,21 @@ class Writer:
         self._unpublished = 0
 
     def look(self) -> Catalogue:
-        """Returns what is committed, by a new look at the storage.
+        """Scans the storage, and returns what is committed.
 
         Raises:
-            StorageError: It can't be read.
+            StorageError: The storage can't be read.
         """
         before = self.catalogue.steps
         return self._take_in(self._looked(), before)
 
     def _looked(self) -> Catalogue:
-        """Returns what is committed, by a look at the storage. Changes nothing here."""
+        """Scans the storage without changing the state of this writer."""
         known = self.catalogue
         return look(self.root, self._settings.names, known if known.steps else None)
 
     def _take_in(self, found: Catalogue, before: Mapping[int, StepFound]) -> Catalogue:
-        """Makes a look the catalogue, with what this process saved since that began."""
+        """Makes a scan the catalogue, after adding what this process saved since its start."""
         with self.lock:
             for step, one in self.catalogue.steps.items():
                 if before.get(step) != one:
@@ -269,16 +267,16 @@ class Writer:
 
     @property
     def newest(self) -> int | None:
-        """The newest step that is good or under way; None for none."""
+        """The newest step that can be loaded or is being saved; None if there is none."""
         return max({*(self.catalogue.steps.keys() - self.damaged), *self.pending}, default=None)
 
     def due(self, step: int, preempted: bool, *, force: bool = False) -> bool:
-        """Tells whether a step is to be saved.
+        """Returns whether a step is due.
 
         Args:
-            step: Which.
-            preempted: Some rank was notified that its machine is taken away.
-            force: Save whatever the policy decides.
+            step: The step.
+            preempted: Whether a rank was notified that its machine is being taken away.
+            force: Whether the step is due whatever the policy decides.
 
         Raises:
             StorageError: The storage can't be read.
@@ -293,7 +291,7 @@ class Writer:
             return bool(policy.due(self.facts(step, preempted)))
 
     def facts(self, step: int, preempted: bool = False) -> SaveFacts:
-        """Returns what a save policy may look at."""
+        """Returns the facts by which a save policy decides."""
         with self.lock:
             now_s = self._clock()
             return SaveFacts(
@@ -319,29 +317,29 @@ class Writer:
         tags: Collection[str] = (),
         wanted: Callable[[], bool] = lambda: True,
     ) -> StepTarget:
-        """Returns where a step is to be saved, after writing its info.
+        """Starts the save of a step: writes its info and tags, and returns its place.
 
         Args:
-            step: Which.
+            step: The step.
             preempted: As for `due`.
-            replace: It may take the place of one that is committed.
-            metrics: Of the step, by name.
-            metadata: The user's.
-            tags: That it gets.
-            wanted: Whether somebody still waits for the answer.
+            replace: Whether the step may replace a committed one.
+            metrics: Metrics of the step, by name.
+            metadata: The user's metadata.
+            tags: Tags to add.
+            wanted: Whether the caller still waits for the result.
 
         Raises:
-            InvalidRequestError: The step, a metric, the metadata or a tag can't be taken.
+            InvalidRequestError: The step, a metric, the metadata or a tag is invalid.
             CheckpointExistsError: Another process writes to this root.
             StorageError: The storage failed.
         """
-        self._take_lease()
+        self.take_lease()
         metrics = check_metrics(metrics, self._settings.kept)
         metadata = check_metadata(metadata)
         tags = frozenset(check_tag(tag) for tag in tags)
         if self._had_no_room is not None:
             with self.lock:
-                self._check_step(step, replace=replace)  # a call that is refused makes no room
+                self._check_step(step, replace=replace)  # A refused call must not delete.
             self.make_room(step, metrics)
         with self.lock:
             self._check_step(step, replace=replace)
@@ -367,8 +365,7 @@ class Writer:
                 items={name: place.folder_of(name) for name in self._settings.named},
             )
             storage.write(info_key(last), encode_info(info))
-            # Why only these: tags that the step has stay, also when the commit replaces what had
-            # them. Whoever gave them takes them away.
+            # Why only these: a failed save removes the tags that it added, and no others.
             added = tags - self._tags_of(step) if last else tags
             for tag in sorted(added):
                 self.root.shared.write(tag_key(step, tag), b"")
@@ -383,17 +380,17 @@ class Writer:
             return place
 
     def give_up(self, step: int) -> None:
-        """Notes that no save of a step is under way."""
+        """Records that a step is not being saved any more."""
         with self.lock:
             self.pending.discard(step)
 
     def finish(self, place: StepTarget, committed: bool | None, *, no_space: bool = False) -> None:
-        """Takes in how a save has ended, and lets go what is superfluous now.
+        """Records the outcome of a save, and requests the deletion of superfluous steps.
 
         Args:
-            place: Of the step.
-            committed: None: not reported; the storage is asked.
-            no_space: It failed as there was no space: the next one makes room first.
+            place: Place of the step.
+            committed: Whether the step is committed; None if the storage has to be read.
+            no_space: Whether the save failed for lack of space, so that the next one makes room.
         """
         self.give_up(place.step)
         with self.lock:
@@ -402,12 +399,12 @@ class Writer:
             info, added = self._begun.pop(place.step, (None, frozenset()))
             if committed:
                 self._durable_s = self._clock() - self._last_begun_s
-            # Why: if it was due for a preemption, the next step is.
+            # Why: if the step was due because of a preemption, the next step is due now.
             self._preemption_saved = self._preemption_saved and committed is not False
         try:
             if committed is False:
                 if added:
-                    # Why: whoever took the lease may have saved the step, and tagged it, since.
+                    # Why: a process that took the lease may have saved and tagged the step since.
                     self._lease.check()
                 self._untag(place.step, added)
                 return
@@ -415,7 +412,7 @@ class Writer:
             if found is None:
                 return
             if found.slot and found.info is None and info is not None:
-                # Why: who takes over a run removes the info of a step before its commit.
+                # Why: a process that takes over a run removes infos of uncommitted steps.
                 key = info_key(found.slot - 1)
                 self.root.open(found.name).write(key, encode_info(info))
                 found = dataclasses.replace(
@@ -434,22 +431,23 @@ class Writer:
             if self._unpublished >= PUBLISH_EVERY:
                 self._publish()
         except Exception as error:  # noqa: BLE001 - a policy of the user's may raise anything
-            # Why not raised: the step is saved. What was not done is done after the next one.
+            # Why not raised: the step is committed. The rest is done after the next save.
             self._is_known = False
             logger.warning("After the save of step %d: %s", place.step, error)
 
     def remove_superfluous(self) -> dict[str, CheckpointError | None]:
-        """Removes the steps that retention gives up, and what crashes left.
+        """Deletes superfluous steps, and the leftovers of crashes.
 
         Returns:
-            As `Deletions.remove_all`.
+            What was not deleted.
 
         Raises:
-            CheckpointExistsError: Another process has the writer lease.
-            InvalidRequestError: This one has given it back, or the policy gives no usable answer.
+            CheckpointExistsError: Another process has taken the writer lease.
+            InvalidRequestError: This process has released it, or the policy returned an invalid
+                answer.
             StorageError: The storage failed.
         """
-        left: dict[str, CheckpointError | None] = {}
+        left = {**self._before_removal()}
         tried: set[Going] = set()
         try:
             while chosen := self._choose(tried):
@@ -461,20 +459,20 @@ class Writer:
         return left
 
     def make_room(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
-        """Removes, before a save, what retention would remove after it, and what failed for space.
+        """Deletes, before a save, what retention would delete after it, and a save without space.
 
-        The newest good step stays until the new one is committed. So does one that the new one
-        surpasses by a metric only: the save may fail again.
+        The newest loadable step is kept until the new one is committed. So is a step that the new
+        one would displace only by a metric, because the save may fail again.
 
         Args:
-            step: That is to be saved.
-            metrics: Of it.
+            step: The step to save.
+            metrics: Its metrics.
 
         Returns:
-            Whether a step was removed.
+            Whether a step was deleted.
 
         Raises:
-            InvalidRequestError: A metric can't be taken.
+            InvalidRequestError: A metric is invalid.
         """
         metrics = check_metrics(metrics, self._settings.kept)
         failed, self._had_no_room = self._had_no_room, None
@@ -494,7 +492,7 @@ class Writer:
         return not before <= {*self.catalogue.steps}
 
     def _choose(self, tried: Collection[Going]) -> list[Going]:
-        """Returns what may go as far as is known."""
+        """Returns the folders that may be deleted, as far as known."""
         with self.lock:
             chosen = [one for one in self._superfluous(self.catalogue) if one not in tried]
             self._leaving = frozenset(one.name for one in chosen)
@@ -504,18 +502,18 @@ class Writer:
         before = self.catalogue.steps
         found = self._looked()
         with self.lock:
-            # Careful: by what the look found alone, before anything remembered is added to it.
+            # Careful: decided by the scan alone, before anything remembered is added to it.
             still = self._superfluous(found)
         return still, self._take_in(found, before)
 
     def _superfluous(self, catalogue: Catalogue) -> tuple[Going, ...]:
-        """Returns the folders that may go: steps by the policy, and what was left by crashes.
+        """Returns the folders that may be deleted: steps by the policy, and leftovers of crashes.
 
-        Only folders of steps older than the newest good one are named. Steps that could not be
-        loaded neither count nor go: a read that failed is no proof of damage.
+        Only folders of steps older than the newest loadable one are included. Steps that could not
+        be loaded are neither counted nor included, because a failed read does not prove damage.
 
         Raises:
-            InvalidRequestError: The policy gives no usable answer.
+            InvalidRequestError: The policy returned an invalid answer.
         """
         policy = self._settings.kept
         if policy is None and not catalogue.leftovers:
@@ -539,12 +537,12 @@ class Writer:
         left = (
             Going(step, name, "")
             for name, step in catalogue.leftovers.items()
-            if step < newest and step not in self.pending and step not in catalogue.steps
+            if step < newest and step not in self.pending
         )
         return (*(going(catalogue.steps[step]) for step in sorted(goes)), *left)
 
     def _removed(self, going: Going) -> None:
-        """Takes a step that was deleted out of the catalogue, unless it was saved again."""
+        """Removes a deleted step from the catalogue, unless it was saved again."""
         with self.lock:
             self.catalogue.leftovers.pop(going.name, None)
             known = self.catalogue.steps.get(going.step)
@@ -553,34 +551,32 @@ class Writer:
                 self.damaged.discard(going.step)
 
     def delete(self, step: int) -> None:
-        """Deletes a step now; its folder keeps the delete record.
+        """Deletes a step; its folder keeps the delete record.
 
         Raises:
-            CheckpointNotFoundError: It is not committed.
-            InvalidRequestError: It can't be deleted.
+            CheckpointNotFoundError: The step is not committed.
+            InvalidRequestError: The step is being saved, or another program wrote it.
             CheckpointExistsError: Another process writes to this root.
-            CheckpointError: Somebody reads the step.
+            CheckpointError: The step is being read.
             StorageError: The storage failed.
         """
-        self._take_lease()
-        self.look()
+        self._look_as_writer()
         self._delete_now(self._check_deletable(step))
 
     def rewind(self, step: int) -> tuple[int, ...]:
-        """Deletes all steps after one, newest first; returns them.
+        """Deletes all later steps, newest first, and returns them.
 
         Raises:
-            CheckpointError: As `delete` does; the steps that were not yet deleted stay.
+            CheckpointError: As `delete`; steps that were not yet deleted remain.
         """
-        self._take_lease()
-        self.look()
+        self._look_as_writer()
         later = [self._check_deletable(one) for one in self.catalogue.steps if one > step]
         for one in reversed(later):
             self._delete_now(one)
         return tuple(one.step for one in reversed(later))
 
     def tag(self, step: int, tag: str, *, remove: bool = False) -> None:
-        """Gives a tag to a step, or takes it away.
+        """Adds a tag to a step, or removes it.
 
         Raises:
             CheckpointNotFoundError: The step is not committed.
@@ -588,8 +584,7 @@ class Writer:
             StorageError: The storage failed.
         """
         check_tag(tag, existing=remove)
-        self._take_lease()
-        self.look()
+        self._look_as_writer()
         self._check_deletable(step)
         if remove:
             self._untag(step, [tag])
@@ -600,14 +595,14 @@ class Writer:
         try:
             self._check_deletable(step)
         except CheckpointError:
-            self._untag(step, [tag])  # it was deleted meanwhile
+            self._untag(step, [tag])  # The step was deleted meanwhile.
             raise
         if unsure:
             warnings.warn(unsure, UserWarning, stacklevel=2)
 
-    def close(self) -> None:
-        """Gives the lease back, so that others need not wait."""
-        self.remover.close()
+    def close(self, timeout_s: float = LAST_RETRY_S) -> None:
+        """Releases the lease, after waiting up to a timeout for the current deletion pass."""
+        self.remover.close(timeout_s)
         try:
             if self._lease.is_taken:
                 if self._unpublished:
@@ -616,7 +611,13 @@ class Writer:
         except CheckpointError as error:
             logger.info("The writer lease of %s was not given back: %s", self.root.url, error)
 
-    def _take_lease(self) -> None:
+    def take_lease(self) -> None:
+        """Acquires the writer lease, or checks it, and aborts deletions of an earlier writer.
+
+        Raises:
+            CheckpointExistsError: Another process writes to this root.
+            StorageError: The storage failed.
+        """
         had_it = self._lease.is_taken
         self._lease.take(
             even_if_held=self._settings.takeover,
@@ -632,6 +633,10 @@ class Writer:
         if not had_it or not self._is_known:
             self._unpublished += self.look().num_read
 
+    def _look_as_writer(self) -> None:
+        self.take_lease()
+        self.look()
+
     def _publish(self) -> None:
         self._unpublished = 0
         try:
@@ -643,11 +648,12 @@ class Writer:
         """Checks that a step may be saved now.
 
         Args:
-            step: Which.
-            replace: It may take the place of one that is committed.
+            step: The step.
+            replace: Whether it may replace a committed one.
 
         Raises:
-            InvalidRequestError: It is committed or under way already, or older than the newest.
+            InvalidRequestError: The step is being saved or committed already, or is older than the
+                newest one.
         """
         if step in self.pending:
             raise InvalidRequestError(
@@ -680,8 +686,8 @@ class Writer:
         """Returns a step after checking that it can be deleted.
 
         Raises:
-            CheckpointNotFoundError: It is not committed.
-            InvalidRequestError: It is being saved, or was not written by ray_dcp.
+            CheckpointNotFoundError: The step is not committed.
+            InvalidRequestError: The step is being saved, or another program wrote it.
         """
         if step in self.pending:
             raise InvalidRequestError(
@@ -703,7 +709,7 @@ class Writer:
         return going(found)
 
     def _tags_of(self, step: int) -> frozenset[str]:
-        """Returns the tags of a step, by a look at the storage."""
+        """Reads the tags of a step from storage."""
         keys = (entry.key for entry in self.root.shared.list(f"{TAGS}{step}."))
         return tags_in(keys).get(step, frozenset())
 
@@ -728,5 +734,5 @@ class Writer:
             )
         self._lease.check()
         self._untag(step, tags)
-        # Why: a removal may have been decided because this step was committed.
+        # Why: another deletion may have been decided because this step was committed.
         self.root.fence(f"step {step} was deleted", None)

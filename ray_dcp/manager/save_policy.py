@@ -1,57 +1,58 @@
-"""When a `CheckpointManager` saves: small policies over plain facts, combined with `|`, `&`, `~`.
+"""Policies that decide when a `CheckpointManager` saves. They combine by `|`, `&` and `~`.
 
-A policy looks at no clock and at no signal: what it may know is in `SaveFacts`, which one rank
-collects for all. `retention` has the policies for what is kept.
+A policy is a pure function of `SaveFacts`, which rank 0 collects for all ranks. It reads no clock
+and handles no signal. `retention` has the policies that decide which steps are kept.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 from typing import Protocol, runtime_checkable
 
 from ray_dcp.core.checks import check_above_0, check_whole
 from ray_dcp.errors import InvalidRequestError
+from ray_dcp.manager.combining import Combinable, Combination, parts_of
 
 MOST_PROBED = 1_000_000
-"""Steps that are tried to find out whether a policy is ever due."""
+"""Largest number of steps that are tried to find out whether a policy is ever due."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveFacts:
-    """What a save policy may look at; the same on all ranks."""
+    """The facts by which a save policy decides; the same on all ranks."""
 
     step: int
     """The step that has just been trained."""
     last_step: int | None = None
-    """Newest step of which a save was begun or is committed; None for none."""
+    """Newest step that is committed or in progress; None if there is none."""
     since_save_s: float = 0.0
-    """Seconds since the last save was begun, or since the manager was made, by rank 0's
-    monotonic clock."""
+    """Seconds since the last save was started, or since the manager was created, by the monotonic
+    clock of rank 0."""
     preempted: bool = False
-    """Some rank was notified that its machine is taken away, and no save was begun since."""
+    """Whether a rank was notified that its machine is being taken away, and no save was started
+    since."""
     saving: bool = False
-    """A save is under way, or what it cost is still being measured."""
+    """Whether a save is in progress, or its cost is still being measured."""
     cost_s: float | None = None
-    """Seconds of training that a save costs, see `SaveCosts`; None before one was measured."""
+    """Seconds of training that a save costs (see `SaveCosts`); None before the first."""
     durable_s: float = 0.0
-    """Seconds from the begin of the last save to its commit."""
+    """Seconds from the start of the last save to its commit."""
     failures: int = 0
-    """How often the writer of this run ended without closing its manager."""
+    """Number of writers of this run that ended without closing their manager."""
     ran_s: float = 0.0
-    """Seconds that the writers of this run trained: this one, and each before it until the last
-    step that it committed."""
+    """Seconds that the writers of this run trained: the current writer until now, each earlier one
+    until the last step that it committed."""
 
 
 @runtime_checkable
 class SavePolicy(Protocol):
-    """Tells whether a step is to be saved. Must be a pure function of the facts.
+    """Decides whether a step is saved. Must be a pure function of the facts.
 
-    One that has an attribute `only_steps`, and it is True, looks at the step alone: then ranks
-    need not ask each other before every step that is not due.
+    A policy whose attribute `only_steps` is True uses `SaveFacts.step` alone. Ranks then need no
+    communication for steps that are not due.
 
     Examples:
         >>> class Primes:
@@ -64,29 +65,20 @@ class SavePolicy(Protocol):
     """
 
     def due(self, facts: SaveFacts) -> bool:
-        """Tells whether to save now."""
+        """Returns whether the step is due."""
         ...
 
 
-class _Combines:
-    """Gives policies `|`, `&` and `~`."""
-
-    def __or__(self, other: SavePolicy) -> AnyOf:
-        return AnyOf(self, other)  # type: ignore[arg-type]
-
-    def __and__(self, other: SavePolicy) -> AllOf:
-        return AllOf(self, other)  # type: ignore[arg-type]
-
-    def __invert__(self) -> Not:
-        return Not(self)  # type: ignore[arg-type]
+class _SavePolicy(Combinable["AnyOf", "AllOf", "Not"]):
+    """Base of the built-in save policies."""
 
 
 @dataclass(frozen=True)
-class EverySteps(_Combines):
-    """Due at every step that `interval` divides; step 0 counts, as in torch_xla.
+class EverySteps(_SavePolicy):
+    """Is due at every multiple of `interval`, including step 0, as in torch_xla.
 
     Raises:
-        InvalidRequestError: The interval is no whole number above 0.
+        InvalidRequestError: The interval is not a positive integer.
 
     Examples:
         >>> EverySteps(100).due(SaveFacts(step=300))
@@ -106,11 +98,11 @@ class EverySteps(_Combines):
 
 
 @dataclass(frozen=True)
-class EveryMinutes(_Combines):
-    """Due when as many minutes have passed since the last save was begun.
+class EveryMinutes(_SavePolicy):
+    """Is due when this many minutes have passed since the last save was started.
 
     Raises:
-        InvalidRequestError: The minutes are no number above 0.
+        InvalidRequestError: `minutes` is not a positive number.
 
     Examples:
         >>> EveryMinutes(10).due(SaveFacts(step=7, since_save_s=601.0))
@@ -130,30 +122,31 @@ class EveryMinutes(_Combines):
 
 
 PRIOR_MTBF_S = 6 * 3600.0
-"""Mean time between failures before a run has had any: it counts as one failure in that time.
+"""Mean time between failures that is assumed for a run without failures; has the weight of one.
 
-Llama 3 (The Llama 3 Herd of Models, 2024, section 3.3.4) had 419 in 54 days on 16,384 devices, one
-in 3 hours; on fewer devices there are fewer, and too short an interval costs less than too long.
+*Why this value*: Llama 3 had 419 failures in 54 days on 16,384 devices, one every 3 hours (The
+Llama 3 Herd of Models, 2024, section 3.3.4). Fewer devices fail less often, and an interval that is
+too short costs less than one that is too long.
 """
 
 
 @dataclass(frozen=True)
-class EveryOptimal(_Combines):
-    """Due at the interval that loses least training time to saves and to failures.
+class EveryOptimal(_SavePolicy):
+    """Is due at the interval that loses the least training time to saves and failures.
 
-    The interval balances what a save costs (measured: the call, and slower steps while it is under
-    way) against the work since the last save, which a failure loses. A first save is made at once,
-    to measure it. No save begins while another one is under way.
+    The interval balances the measured cost of a save (the call, and slower steps until the commit)
+    against the work since the last save, which a failure loses. The first save is made at once, to
+    measure its cost. No save is due while another one is in progress.
 
     Args:
-        mtbf_hours: Mean time between failures of the job. If None it is learned: the time that the
-            run was trained over its failures, beside one failure in 6 hours. A process that ends
-            without `CheckpointManager.close` has failed.
+        mtbf_hours: Mean time between failures of the job. If None, it is estimated from the run:
+            training time divided by the number of failures, with a prior of one failure in 6
+            hours. A process that ends without `CheckpointManager.close` counts as a failure.
         least_s: Shortest interval, in seconds.
         most_s: Longest interval, in seconds.
 
     Raises:
-        InvalidRequestError: One is no number above 0, or `least_s` is above `most_s`.
+        InvalidRequestError: An argument is not a positive number, or `least_s` exceeds `most_s`.
 
     Examples:
         >>> policy = EveryOptimal(mtbf_hours=4)
@@ -190,27 +183,27 @@ class EveryOptimal(_Combines):
         return not facts.saving and 0.0 < facts.since_save_s >= self.interval_s(facts)
 
     def mtbf_s(self, facts: SaveFacts) -> float:
-        """Returns the mean time between failures, given or learned, in seconds."""
+        """Returns the mean time between failures, given or estimated, in seconds."""
         if self.mtbf_hours is not None:
             return 3600.0 * self.mtbf_hours
         return (PRIOR_MTBF_S + facts.ran_s) / (1 + facts.failures)
 
     def interval_s(self, facts: SaveFacts) -> float:
-        """Returns the interval from the begin of a save to that of the next one, in seconds."""
+        """Returns the interval between the starts of two saves, in seconds."""
         best_s = 0.0
         if facts.cost_s is not None:
             mtbf_s = self.mtbf_s(facts)
             ratio = math.sqrt(facts.cost_s / (2.0 * mtbf_s))
-            # Daly's interval is that between saves, without the save itself.
+            # Daly's interval excludes the save itself.
             best_s = 2.0 * mtbf_s * ratio * (1.0 + ratio / 3.0 + ratio**2 / 9.0)
             if ratio >= 1.0:
                 best_s = mtbf_s + facts.cost_s
         return min(max(best_s, self.least_s or 0.0), self.most_s or math.inf)
 
     def expected_loss(self, facts: SaveFacts) -> float:
-        """Returns the share of training time that is lost to saves and to work done again.
+        """Returns the share of training time that saves and repeated work cost.
 
-        To first order, and without the time that a restart takes; 0 before a save was measured.
+        A first-order estimate without the duration of restarts; 0 before the first measurement.
         """
         if facts.cost_s is None:
             return 0.0
@@ -219,7 +212,7 @@ class EveryOptimal(_Combines):
         return min(1.0, facts.cost_s / interval_s + again_s / self.mtbf_s(facts))
 
     def describe(self, facts: SaveFacts) -> str:
-        """Returns the interval, why it is that, and what is lost, in words.
+        """Returns a sentence with the interval, its inputs and the expected loss.
 
         Args:
             facts: From `CheckpointManager.save_facts`.
@@ -234,10 +227,11 @@ class EveryOptimal(_Combines):
 
 
 class SaveCosts:
-    """Measures what saves cost training, by when a policy is asked about steps.
+    """Measures the cost of saves by the times at which steps are reported.
 
-    The cost of a save is how much longer the steps took in which it was begun, under way or
-    committed than as many others: the call's stall and the slowdown together.
+    The cost of a save is the additional duration of the steps during which it was started, in
+    progress or committed, compared with the same number of other steps: the stall of the call and
+    the slowdown together.
     """
 
     def __init__(self) -> None:
@@ -249,26 +243,26 @@ class SaveCosts:
 
     @property
     def is_measuring(self) -> bool:
-        """Whether no step without a save has passed since one."""
+        """Whether no step without a save has passed since the last save."""
         return self._during[0] > 0
 
     @property
     def cost_s(self) -> float | None:
-        """Seconds of training that a save costs: the median of 5; None before the first.
+        """Seconds of training that a save costs: median of the last 5; None before the first.
 
-        At least a hundredth of a step, as less can't be distinguished from the noise of steps.
+        At least 1 % of a step, because steps vary by that much.
         """
         if not self._costs_s:
             return None
         return max(median(self._costs_s), median(self._step_s) / 100.0)
 
     def asked(self, step: int, now_s: float, *, saving: bool) -> None:
-        """Notes that a step was trained.
+        """Records that a step was trained. Further calls for the same step have no effect.
 
         Args:
-            step: Whose number counts once, however often it is asked about.
-            now_s: Seconds that only go forward.
-            saving: A save is under way.
+            step: Number of the step.
+            now_s: Monotonic time, in seconds.
+            saving: Whether a save is in progress.
         """
         last, last_s = self._asked or (step, now_s)
         if step == last and self._asked is not None:
@@ -285,18 +279,18 @@ class SaveCosts:
         self._asked, self._is_saving = (step, now_s), saving
 
     def began(self) -> None:
-        """Notes that a save begins."""
+        """Records the start of a save."""
         self._is_saving = True
 
 
-class AtSteps(_Combines):
-    """Due at these steps.
+class AtSteps(_SavePolicy):
+    """Is due at the given steps.
 
     Args:
-        *steps: At least one.
+        *steps: At least one step.
 
     Raises:
-        InvalidRequestError: There is none, or one is no whole number.
+        InvalidRequestError: There is no step, or a step is not an integer.
 
     Examples:
         >>> policy = AtSteps(1, 10) | EverySteps(100)
@@ -322,8 +316,8 @@ class AtSteps(_Combines):
 
 
 @dataclass(frozen=True)
-class OnPreemption(_Combines):
-    """Due once after some rank was notified that its machine is taken away.
+class OnPreemption(_SavePolicy):
+    """Is due once after a rank was notified that its machine is being taken away.
 
     Examples:
         >>> (EverySteps(100) | OnPreemption()).due(SaveFacts(step=7, preempted=True))
@@ -337,53 +331,35 @@ class OnPreemption(_Combines):
         return facts.preempted
 
 
-class _Composed(_Combines):
-    """A policy made of others."""
-
-    def __init__(self, *policies: SavePolicy) -> None:
-        if not policies:
-            raise InvalidRequestError(f"{type(self).__name__} needs at least one policy")
-        for policy in policies:
-            if not isinstance(policy, SavePolicy):
-                raise InvalidRequestError(
-                    f"{type(self).__name__} takes save policies, objects with a method "
-                    f"due(facts), but found {policy!r}; retention policies go to retention=",
-                    key="save_policy",
-                )
-        self.policies = policies
+class _SaveCombination(Combination, _SavePolicy):
+    """A save policy that consists of others; see `Combination`."""
 
     @property
     def only_steps(self) -> bool:
-        """Whether all of them look at the step alone."""
+        """Whether every part uses the step alone."""
         return all(asks_only_the_step(policy) for policy in self.policies)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(map(repr, self.policies))})"
+    @staticmethod
+    def _checked(policy: object) -> SavePolicy:
+        if not isinstance(policy, SavePolicy):
+            raise InvalidRequestError(
+                f"a save policy must have a method due(facts), as EverySteps(100) | OnPreemption() "
+                f"has, but is {policy!r}; retention policies go to retention=",
+                key="save_policy",
+            )
+        return policy
 
 
-class AnyOf(_Composed):
-    """Due when one of the policies is; `a | b`.
-
-    Args:
-        *policies: At least one.
-
-    Raises:
-        InvalidRequestError: There is none, or one is no save policy.
-    """
+class AnyOf(_SaveCombination):
+    """Is due when at least one of the policies is; `a | b`. See `Combination`."""
 
     def due(self, facts: SaveFacts) -> bool:
         """See `SavePolicy`."""
         return any(policy.due(facts) for policy in self.policies)
 
 
-class AllOf(_Composed):
-    """Due when all of the policies are; `a & b`.
-
-    Args:
-        *policies: At least one.
-
-    Raises:
-        InvalidRequestError: There is none, or one is no save policy.
+class AllOf(_SaveCombination):
+    """Is due when all of the policies are; `a & b`. See `Combination`.
 
     Examples:
         >>> (EverySteps(10) & EveryMinutes(5)).due(SaveFacts(step=10, since_save_s=1.0))
@@ -395,54 +371,40 @@ class AllOf(_Composed):
         return all(policy.due(facts) for policy in self.policies)
 
 
-class Not(_Composed):
-    """Due when the policy is not; `~a`.
-
-    Args:
-        policy: Of which the contrary is meant.
-
-    Raises:
-        InvalidRequestError: It is no save policy.
+class Not(_SaveCombination):
+    """Is due when none of the policies is; `~a`. See `Combination`.
 
     Examples:
         >>> (EverySteps(10) & ~AtSteps(0)).due(SaveFacts(step=0))
         False
     """
 
-    def __init__(self, policy: SavePolicy) -> None:
-        super().__init__(policy)
-
     def due(self, facts: SaveFacts) -> bool:
         """See `SavePolicy`."""
-        return not self.policies[0].due(facts)
+        return not any(policy.due(facts) for policy in self.policies)
+
+
+_SavePolicy.combinations = (AnyOf, AllOf, Not)
 
 
 def asks_only_the_step(policy: SavePolicy) -> bool:
-    """Tells whether a policy looks at the step alone.
-
-    Args:
-        policy: Also one of the user's.
-    """
+    """Returns whether a policy, built-in or a user's, uses the step alone."""
     return bool(getattr(policy, "only_steps", False))
 
 
 def listens_for_preemption(policy: SavePolicy) -> bool:
-    """Tells whether a policy is, or is made of, one that waits for a preemption.
-
-    Args:
-        policy: Also one of the user's.
-    """
-    return any(isinstance(part, OnPreemption) for part in _parts(policy))
+    """Returns whether a policy is or contains `OnPreemption`."""
+    return any(isinstance(part, OnPreemption) for part in parts_of(policy))
 
 
 def check_save_policy(policy: object) -> SavePolicy:
-    """Returns a policy after checking that it is one, and that its parts don't rule each other out.
+    """Returns a policy after checking that it is one, and that its parts can be due together.
 
     Args:
-        policy: Built in or the user's.
+        policy: Built-in, or a user's.
 
     Raises:
-        InvalidRequestError: It is none; or made of parts of which no step is ever due.
+        InvalidRequestError: It is not a save policy, or its parts are never due at the same step.
 
     Complexity:
         O(least common multiple of the intervals), at most `MOST_PROBED`.
@@ -455,37 +417,26 @@ def check_save_policy(policy: object) -> SavePolicy:
 AllOf(EverySteps(interval=10), AtSteps(15)): its parts contradict each other. Combine \
 alternatives with | instead of & [key save_policy]
     """
-    if not isinstance(policy, SavePolicy):
-        raise InvalidRequestError(
-            f"save_policy must have a method due(facts), as EverySteps(100) | OnPreemption() has, "
-            f"but is {policy!r}",
-            key="save_policy",
-        )
-    if asks_only_the_step(policy) and _is_known(policy) and not _is_ever_due(policy):
+    checked = _SaveCombination._checked(policy)
+    if not _is_ever_due(checked):
         raise InvalidRequestError(
             f"no step is ever due by {policy!r}: its parts contradict each other. Combine "
             f"alternatives with | instead of &",
             key="save_policy",
         )
-    return policy
-
-
-def _parts(policy: SavePolicy) -> Iterator[SavePolicy]:
-    yield policy
-    for part in getattr(policy, "policies", ()):
-        yield from _parts(part)
-
-
-def _is_known(policy: SavePolicy) -> bool:
-    kinds = (EverySteps, AtSteps, AnyOf, AllOf, Not)
-    return all(isinstance(part, kinds) for part in _parts(policy))
+    return checked
 
 
 def _is_ever_due(policy: SavePolicy) -> bool:
-    """Tells it by trying: beyond the last named step, the intervals repeat themselves."""
-    named = [step for part in _parts(policy) if isinstance(part, AtSteps) for step in part.steps]
-    period = math.lcm(*(p.interval for p in _parts(policy) if isinstance(p, EverySteps)))
-    last = max(named, default=0)
+    """Returns False if a policy of built-in parts that use the step alone is never due.
+
+    Steps are tried in order: beyond the last named step, the intervals repeat.
+    """
+    parts = parts_of(policy)
+    if not all(isinstance(part, EverySteps | AtSteps | _SaveCombination) for part in parts):
+        return True
+    period = math.lcm(*(part.interval for part in parts if isinstance(part, EverySteps)))
+    last = max((max(part.steps) for part in parts if isinstance(part, AtSteps)), default=0)
     if last + period > MOST_PROBED:
-        return True  # too many to try: not refused
+        return True  # There are too many steps to try.
     return any(policy.due(SaveFacts(step=step)) for step in range(last + period + 1))

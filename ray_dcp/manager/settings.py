@@ -1,16 +1,16 @@
-"""The settings of a `CheckpointManager`, checked when it is made."""
+"""The settings of a `CheckpointManager`, checked when it is created."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from ray_dcp.core.checks import check_above_0, check_whole
-from ray_dcp.errors import CheckpointError, InvalidRequestError
-from ray_dcp.format.names import STEP_NAME, StepNames
+from ray_dcp.errors import InvalidRequestError
+from ray_dcp.format.names import StepNames
 from ray_dcp.manager.leases import LEASE_S
 from ray_dcp.manager.retention import LatestN, RetentionPolicy, check_retention
 from ray_dcp.manager.save_policy import (
@@ -25,13 +25,15 @@ from ray_dcp.manager.steps import Order, check_item_name
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.torch_adapter.dispatch import check_plug_in
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """How one named part of a step is saved and loaded.
+    """How one item of a step is saved and loaded.
 
     Raises:
-        InvalidRequestError: A field has a value that it can't have.
+        InvalidRequestError: A field has an invalid value.
 
     Examples:
         >>> Item(save_options=SaveOptions(num_threads=4)).load_options.verify
@@ -41,9 +43,9 @@ class Item:
     save_options: SaveOptions = field(default_factory=SaveOptions)
     load_options: LoadOptions = field(default_factory=LoadOptions)
     save_planner: Callable[[], SavePlanner] | None = None
-    """Makes the planner of each save, e.g. its class; DCP's default planner if None."""
+    """Creates the planner of each save, e.g. its class; DCP's default planner if None."""
     load_planner: Callable[[], LoadPlanner] | None = None
-    """Makes the planner of each load."""
+    """Creates the planner of each load."""
 
     def __post_init__(self) -> None:
         for name, kind in (("save_options", SaveOptions), ("load_options", LoadOptions)):
@@ -62,65 +64,42 @@ class Item:
 
     def planner_for_save(self) -> SavePlanner | None:
         """Returns a planner for one save."""
-        planner = None if self.save_planner is None else self.save_planner()
-        check_plug_in(planner, "planner", SavePlanner, LoadPlanner)
-        return planner
+        return _made(self.save_planner, SavePlanner, LoadPlanner)
 
     def planner_for_load(self) -> LoadPlanner | None:
         """Returns a planner for one load."""
-        planner = None if self.load_planner is None else self.load_planner()
-        check_plug_in(planner, "planner", LoadPlanner, SavePlanner)
-        return planner
+        return _made(self.load_planner, LoadPlanner, SavePlanner)
+
+
+def _made(make: Callable[[], T] | None, expected: type, other: type) -> T | None:
+    planner = None if make is None else make()
+    check_plug_in(planner, "planner", expected, other)
+    return planner
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The arguments of a manager's constructor; see there.
-
-    Attributes:
-        policy: When to save; None: nothing is due by itself.
-        kept: What to keep; None for all steps.
-        names: Of step folders.
-        named: Items by name; empty for a step of one unnamed state.
-        unnamed: How a step of one unnamed state is saved and loaded.
-        listens: SIGTERM counts as a preemption.
+    """The settings by which a manager acts; see `CheckpointManager` for their meaning.
 
     Raises:
-        InvalidRequestError: A field has a value that it can't have, or two contradict each other.
+        InvalidRequestError: A field has an invalid value.
     """
 
-    save_interval: int | None = None
-    max_to_keep: int = 0
-    max_pending_async: int = 1
-    num_of_threads: int = 1
-    chkpt_on_preemption: bool = True
-    save_policy: SavePolicy | None = None
-    retention: RetentionPolicy | None = None
-    item: Item | None = None
-    items: Mapping[str, Item] | None = None
-    step_name: str = STEP_NAME
-    also_read: tuple[str, ...] = ()
+    policy: SavePolicy | None = None
+    """When a step is due; with None, no step is."""
+    kept: RetentionPolicy | None = None
+    """Which steps are kept; None keeps all."""
+    names: StepNames = field(default_factory=StepNames)
+    """Names of step folders."""
+    items: Mapping[str, Item] = field(default_factory=lambda: {"": Item()})
+    """The items of a step by name; "" is the only item of a step of one state."""
     order: Order = "increasing"
-    read_only: bool = False
     takeover: bool = False
     sync_every: int = 1
     lease_s: float = LEASE_S
-    on_failure: Callable[[int, CheckpointError], object] | None = None
-    policy: SavePolicy | None = field(init=False)
-    kept: RetentionPolicy | None = field(init=False)
-    names: StepNames = field(init=False)
-    named: Mapping[str, Item] = field(init=False)
-    unnamed: Item = field(init=False)
-    listens: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("max_to_keep", 0),
-            ("max_pending_async", 1),
-            ("num_of_threads", 1),
-            ("sync_every", 1),
-        ):
-            check_whole(getattr(self, name), name, least)
+        check_whole(self.sync_every, "sync_every", 1)
         check_above_0(self.lease_s, "lease_s")
         if self.order not in get_args(Order):
             raise InvalidRequestError(
@@ -128,32 +107,32 @@ class Settings:
                 f"{self.order!r}",
                 key="order",
             )
-        named = _items(self.items, self.item)
-        for name, found in (
-            (
-                "policy",
-                _policy(
-                    self.save_interval, self.save_policy, self.chkpt_on_preemption, self.read_only
-                ),
-            ),
-            ("kept", _retention(self.max_to_keep, self.retention)),
-            ("names", StepNames(self.step_name, self.also_read)),
-            ("named", {name: self._tuned(one, len(named)) for name, one in named.items()}),
-            ("unnamed", self._tuned(self.item or Item(), len(named))),
-            ("listens", self.chkpt_on_preemption and not self.read_only),
-        ):
-            object.__setattr__(self, name, found)
 
-    def _tuned(self, item: Item, num_items: int) -> Item:
-        options = replace(item.save_options, max_pending=self.max_pending_async * max(1, num_items))
-        if self.num_of_threads > 1:
-            options = replace(options, num_threads=self.num_of_threads)
-        return replace(item, save_options=options)
+    @property
+    def named(self) -> Mapping[str, Item]:
+        """The items if a step has named ones; otherwise empty."""
+        return {} if "" in self.items else self.items
+
+    @property
+    def options(self) -> SaveOptions:
+        """Options of the first item; their timeouts apply to what the ranks decide together."""
+        return next(iter(self.items.values())).save_options
 
 
-def _policy(
-    interval: int | None, policy: SavePolicy | None, preemption: bool, read_only: bool
+def save_policy_of(
+    interval: int | None, policy: SavePolicy | None, *, preemption: bool, read_only: bool
 ) -> SavePolicy | None:
+    """Returns the save policy of a manager; None if it is read-only.
+
+    Args:
+        interval: `CheckpointManager(save_interval=...)`.
+        policy: `CheckpointManager(save_policy=...)`.
+        preemption: Whether a preemption makes a step due.
+        read_only: Whether the manager saves nothing.
+
+    Raises:
+        InvalidRequestError: An argument is invalid, or two contradict each other.
+    """
     if read_only:
         if interval is not None or policy is not None:
             raise InvalidRequestError(
@@ -179,7 +158,17 @@ def _policy(
     return AnyOf(chosen, OnPreemption()) if preemption else chosen
 
 
-def _retention(max_to_keep: int, retention: RetentionPolicy | None) -> RetentionPolicy | None:
+def retention_of(max_to_keep: int, retention: RetentionPolicy | None) -> RetentionPolicy | None:
+    """Returns the retention policy of a manager; None if it keeps all steps.
+
+    Args:
+        max_to_keep: Number of newest steps to keep; 0 keeps all.
+        retention: A policy instead of that.
+
+    Raises:
+        InvalidRequestError: An argument is invalid, or both are given.
+    """
+    check_whole(max_to_keep, "max_to_keep")
     if max_to_keep and retention is not None:
         raise InvalidRequestError(
             f"max_to_keep={max_to_keep} and retention= both decide what to keep; write "
@@ -191,45 +180,70 @@ def _retention(max_to_keep: int, retention: RetentionPolicy | None) -> Retention
     return LatestN(max_to_keep) if max_to_keep else None
 
 
-def _items(items: Mapping[str, Item] | None, item: Item | None) -> dict[str, Item]:
+def items_of(
+    items: Mapping[str, Item] | None, item: Item | None, max_pending: int, num_threads: int
+) -> dict[str, Item]:
+    """Returns the items of a step by name, in order; "" is the only one of a step of one state.
+
+    Args:
+        items: `CheckpointManager(items=...)`.
+        item: `CheckpointManager(item=...)`.
+        max_pending: Maximum number of steps that are being saved.
+        num_threads: Number of threads that write; 1 leaves it to the options of the item.
+
+    Raises:
+        InvalidRequestError: An argument is invalid, or both `items` and `item` are given.
+    """
+    check_whole(max_pending, "max_pending_async", 1)
+    check_whole(num_threads, "num_of_threads", 1)
     if items is None:
-        if item is not None and not isinstance(item, Item):
+        named: Mapping[Any, Any] = {"": Item() if item is None else item}
+        if not isinstance(named[""], Item):
             raise InvalidRequestError(f"item must be an Item, but is {item!r}", key="item")
-        return {}
-    if item is not None:
+    elif item is not None:
         raise InvalidRequestError(
             "give item= for steps of one state, or items= for steps of several, not both",
             key="items",
         )
-    if not isinstance(items, Mapping) or not items:
+    elif not isinstance(items, Mapping) or not items:
         raise InvalidRequestError(
             f"items must name at least one part, as {{'model': Item(), 'data': Item()}}, but is "
             f"{items!r}",
             key="items",
         )
-    for name, one in items.items():
-        check_item_name(name)
-        if not isinstance(one, Item):
-            raise InvalidRequestError(f"items[{name!r}] must be an Item, but is {one!r}", key=name)
-    return dict(sorted(items.items()))
+    else:
+        named = items
+        for name, one in items.items():
+            check_item_name(name)
+            if not isinstance(one, Item):
+                raise InvalidRequestError(
+                    f"items[{name!r}] must be an Item, but is {one!r}", key=name
+                )
+    tuned: dict[str, Any] = {"max_pending": max_pending * len(named)}
+    if num_threads > 1:
+        tuned["num_threads"] = num_threads
+    return {
+        name: replace(one, save_options=replace(one.save_options, **tuned))
+        for name, one in sorted(named.items())
+    }
 
 
 def states_of(items: Mapping[str, Item], state_dict: Any) -> dict[str, Any]:
-    """Returns the states of a step by item; under "" the one of a step without named items.
+    """Returns the states of a step by item, after checking that there is one for each item.
 
     Args:
-        items: Of the manager.
+        items: The items of the manager; see `Settings.items`.
         state_dict: As given to `save`.
 
     Raises:
-        InvalidRequestError: It is not a dict of all items.
+        InvalidRequestError: `state_dict` is not a mapping, or its keys are not those of the items.
     """
     if not isinstance(state_dict, Mapping):
         raise InvalidRequestError(
             f"state_dict must be a dict of what to save, but is {type(state_dict).__name__}",
             key="state_dict",
         )
-    if not items:
+    if "" in items:
         return {"": state_dict}
     missing, unknown = items.keys() - state_dict.keys(), state_dict.keys() - items.keys()
     if missing or unknown:

@@ -1,17 +1,17 @@
-"""The steps of a root: where they are saved, and how they are deleted.
+"""Places and deletes the steps of a root.
 
-Runs on one rank, without torch and without threads; it knows no session. `root_writer` decides
-when; the writer lease (`leases`) prevents that other processes do it at the same time.
+Runs on one rank, without torch, threads or sessions. `root_writer` decides when to delete; the
+writer lease (`leases`) keeps other processes from deleting at the same time.
 
-Order of a save: info, then the commit of the checkpoint, which lies in the step's folder. Order of
-a removal: the commit is revoked, then items, then what describes them. So a crash leaves a step
-whole or not at all, and the next writer finds what else it leaves.
+A save writes the info of the step, then commits its checkpoint. A deletion revokes the commit, then
+deletes the items, then the infos. A crash therefore leaves a step whole or not at all, and the next
+writer finds the remaining files.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,41 +45,41 @@ _ITEM_FOLDER = re.compile(rf"(?P<item>{_ITEM.pattern})(?:\.[1-9][0-9]{{0,17}})?"
 
 @dataclass(frozen=True)
 class StepTarget:
-    """Where a step is saved."""
+    """The place to which a step is saved."""
 
     step: int
     name: str
-    """Of its folder."""
+    """Name of the folder."""
     last_slot: int
-    """Highest slot in use there."""
+    """Highest slot in use in the folder."""
     number: int
-    """In the names of its items' folders; that of no item that is committed."""
+    """Number in the folder names of the items; no committed item has it."""
     attempt: str = field(default_factory=new_attempt)
-    """That makes the step, where it consists of items."""
+    """Attempt that commits the step, if it consists of named items."""
 
     def folder_of(self, item: str) -> str:
-        """Returns the folder of an item, below the step's; never one that a commit refers to."""
+        """Returns the folder of an item in the step's folder; no commit refers to that folder."""
         return f"{item}.{self.number}" if self.number else item
 
 
 @dataclass(frozen=True)
 class Going:
-    """A step folder that may go, as it was decided about."""
+    """A step folder that may be deleted, in the state in which that was decided."""
 
     step: int
     name: str
     attempt: str | None
-    """That is committed there; "" where crashes left files, None where that is not known."""
+    """The committed attempt; "" if nothing is committed, None if that is unknown."""
 
 
 class Deletions:
-    """Deletes steps of a root: each is announced, then deleted unless something protects it.
+    """Deletes steps of a root. Each deletion is announced, and omitted if the step is protected.
 
     Args:
-        root: Where.
-        readers: Tells whether who reads a step still does.
-        check: Raises when this process has lost the writer lease.
-        removed: Called with what was deleted.
+        root: The root.
+        readers: Checks whether readers are alive.
+        check: Raises if this process has lost the writer lease.
+        removed: Called with each deleted folder.
     """
 
     def __init__(
@@ -97,20 +97,20 @@ class Deletions:
     def remove_all(
         self, chosen: Collection[Going], look: Callable[[], tuple[Collection[Going], Catalogue]]
     ) -> dict[str, CheckpointError | None]:
-        """Removes what may go.
+        """Deletes step folders.
 
-        What is known decides only which removals are announced. What protects a step is read after
-        that, and what is deleted is the attempt that was decided about or nothing.
+        Earlier knowledge decides only which deletions are announced. The protections of a step are
+        read after that, and only the attempt that was decided about is deleted.
 
         Args:
-            chosen: What may go as far as is known.
-            look: Looks at the storage anew, and returns what may go and what is there.
+            chosen: The folders that may be deleted, as far as known.
+            look: Scans the storage; returns the folders that may be deleted, and the catalogue.
 
         Returns:
-            Folders that could not be removed now, by name, with why; None: somebody reads it.
+            Folders that were not deleted, by name, with the error; None if the step is being read.
 
         Raises:
-            CheckpointExistsError: Another process has the writer lease.
+            CheckpointExistsError: Another process has taken the writer lease.
             StorageError: The storage failed.
         """
         left: dict[str, CheckpointError | None] = {}
@@ -119,7 +119,7 @@ class Deletions:
         announced = [(one, Announced(one.step, new_attempt(), one.name)) for one in chosen]
         for _, mark in announced:
             freeing(shared, partial(shared.write, mark.key, b""))
-        # Careful: all that protects a step is read here, and none of it is known.
+        # Careful: all protections are read here; none may be remembered from before.
         still, found = look()
         for one, mark in announced:
             try:
@@ -140,11 +140,12 @@ class Deletions:
         check_announced(self._root.shared, mark)
 
     def _remove(self, going: Going, mark: Announced) -> None:
-        """Removes a step whose deletion is announced.
+        """Deletes a step whose deletion is announced.
 
         Raises:
-            CheckpointExistsError: Something else is committed there by now, or it is protected.
-            CheckpointError: It is not removed, or something is left.
+            CheckpointExistsError: Something else is committed in the folder, or the step is
+                protected.
+            CheckpointError: The step is not deleted, or files remain.
         """
         try:
             freeing(
@@ -155,34 +156,38 @@ class Deletions:
             self._root.shared.delete([mark.key])
             raise
         except CheckpointError:
-            # Why: a delete record that is on its way may still arrive. Where that can't be ended
-            # either, the announcement stays for whoever protects the step next.
+            # Why: the delete record may still arrive. If the deletion can't be aborted now, the
+            # announcement stays, so that the next protection of the step aborts it.
             with suppress(CheckpointError):
                 self._root.fence(f"a deletion of step {going.step} failed", going.step)
             raise
         self._removed(going)
-        self._root.shared.delete([mark.key, note_key(going.step)])
+        # Why only then: the note belongs to a committed step, which may be in another folder.
+        notes = [note_key(going.step)] if going.attempt else []
+        self._root.shared.delete([mark.key, *notes])
 
 
 def remove_step(root: Root, going: Going, attempt: str, confirm: Callable[[], object]) -> None:
-    """Deletes what ray_dcp wrote into a step folder, all but the delete record.
+    """Deletes everything that ray_dcp wrote into a step folder, except the delete record.
 
-    That record stays for good: without it, an attempt that has lain still since before could
-    commit, or delete, what is saved there next.
+    The delete record stays forever: without it, an attempt that was paused since before the
+    deletion could commit, or delete what is saved there later.
 
     Args:
-        root: Where.
-        going: What was decided about; anything else is left alone.
-        attempt: Under which the deletion is announced.
-        confirm: Called right before the delete record is created; raises what keeps the step.
+        root: The root.
+        going: The folder in the state that was decided about; any other state is left alone.
+        attempt: Attempt under which the deletion is announced.
+        confirm: Called immediately before the delete record is created; raises if the step is
+            protected.
 
     Raises:
-        CheckpointExistsError: Something else is committed there by now, or the deletion was ended.
-        StorageError: Files remain; the step is deleted all the same, or was not touched.
+        CheckpointExistsError: Something else is committed in the folder, or the deletion was
+            aborted.
+        StorageError: Files remain; the step is deleted or unchanged.
     """
     storage = root.open(going.name)
     keys = [entry.key for entry in storage.list()]
-    # Careful: looked at before the record. Whoever saves the step after it uses other folders.
+    # Careful: read before the record is created. Later saves of the step use other folders.
     items = {
         item: _standing_attempt(root.open(f"{going.name}/{item}"))
         for item in sorted(_items_in(storage, keys))
@@ -194,31 +199,31 @@ def remove_step(root: Root, going: Going, attempt: str, confirm: Callable[[], ob
 
 
 def remove_replaced_items(root: Root, place: StepTarget, info: StepInfo) -> None:
-    """Deletes the items of a step that its commit does not refer to any more.
+    """Deletes the items of a step to which its commit no longer refers.
 
     Args:
-        root: What the step lies in.
-        place: Where it was saved.
-        info: Of what is committed there.
+        root: The root.
+        place: The place to which the step was saved.
+        info: Info of the committed step.
 
     Raises:
-        StorageError: Something is left.
+        StorageError: Files remain.
     """
     storage = root.open(place.name)
     keys = [entry.key for entry in storage.list()]
     for item in sorted(_items_in(storage, keys) - {*info.items.values()}):
-        # Why older ones alone: a later one belongs to a save that came after this one.
+        # Why only older ones: a later one belongs to a later save.
         if _begun_at(item) < place.number:
             remove_folder(root, f"{place.name}/{item}")
 
 
 def remove_failed(root: Root, place: StepTarget, items: Iterable[str]) -> None:
-    """Deletes what a save left that failed, as far as that works: the step is not committed.
+    """Deletes the files of a failed save as far as possible. The step is not committed.
 
     Args:
-        root: What the step lies in.
-        place: Where it was to be saved.
-        items: Names of its items; none for a step of one state.
+        root: The root.
+        place: The place to which the step should have been saved.
+        items: Names of its items; empty for a step of one state.
     """
     for item in items:
         with suppress(CheckpointError):
@@ -228,35 +233,22 @@ def remove_failed(root: Root, place: StepTarget, items: Iterable[str]) -> None:
 
 
 def remove_folder(root: Root, name: str, expected: str | None = None) -> None:
-    """Deletes a checkpoint with its records, for good: nothing is saved to that folder again.
+    """Deletes a checkpoint with its records. Nothing is ever saved to that folder again.
 
     Args:
-        root: What the folder lies in.
-        name: Of the folder.
+        root: The root.
+        name: Name of the folder.
         expected: See `ray_dcp.delete`.
 
     Raises:
-        StorageError: Something is left.
+        StorageError: Files remain.
     """
     _delete(root, name, expected)
-    remove_records(root, name)
-
-
-def remove_records(root: Root, name: str) -> None:
-    """Removes the records of a checkpoint that was deleted, where nothing is saved any more.
-
-    Args:
-        root: What the folder lies in.
-        name: Of the folder.
-
-    Raises:
-        StorageError: Something is left.
-    """
     storage = root.open(name)
     decides = read_slots(storage, tolerant=True).decides
     if decides is not None and isinstance(decides.record, DeleteRecord):
         slots = [slot for slot in used_slots(storage) if slot <= decides.slot]
-        # Why from above: a folder that becomes empty is removed by the storage it lies in.
+        # Why through the root: its storage removes a folder that becomes empty.
         root.storage.delete([f"{name}/{record_key(slot)}" for slot in slots])
 
 
@@ -273,7 +265,7 @@ def _delete(root: Root, name: str, expected: str | None, **announced: Any) -> No
 
 
 def _standing_attempt(storage: Storage) -> str | None:
-    """Returns what is committed; "" for nothing, None where that can't be read."""
+    """Returns the committed attempt; "" if there is none, None if that can't be read."""
     slots = read_slots(storage, tolerant=True)
     if slots.unreadable:
         return None
@@ -283,14 +275,15 @@ def _standing_attempt(storage: Storage) -> str | None:
 
 
 def free_number(storage: Storage, last_slot: int) -> int:
-    """Returns a number for the folders of the next items: the first from `last_slot` on.
+    """Returns a number for the item folders of the next save, at least `last_slot`.
 
-    Those of a committed step have a lower one, unless the step was copied: its items keep the
-    names of their folders, and its records begin anew. So none is taken that a folder has.
+    The items of a committed step have lower numbers, unless the step was copied: then its items
+    keep their folders, while its records start anew. Numbers of existing folders are therefore
+    skipped.
 
     Args:
-        storage: Of the step's folder.
-        last_slot: Highest slot in use there.
+        storage: Storage of the step's folder.
+        last_slot: Highest slot in use in the folder.
     """
     folders = {entry.key.partition("/")[0] for entry in storage.list()} if last_slot else set()
     taken = {_begun_at(folder) for folder in folders if _ITEM_FOLDER.fullmatch(folder)}
@@ -301,20 +294,20 @@ def free_number(storage: Storage, last_slot: int) -> int:
 
 
 def _begun_at(item: str) -> int:
-    """Returns the number in the name of an item's folder (`StepTarget.number`)."""
+    """Returns the number in an item's folder name (`StepTarget.number`)."""
     return int(item.partition(".")[2] or 0)
 
 
 def going(found: StepFound) -> Going:
-    """Returns a step as it may go."""
+    """Returns a step as a folder that may be deleted."""
     return Going(found.step, found.name, found.attempt or None)
 
 
 def check_item_name(name: object) -> str:
-    """Returns the name of an item after checking that it can be a folder.
+    """Returns the name of an item after checking that it can name a folder.
 
     Raises:
-        InvalidRequestError: It can't.
+        InvalidRequestError: The name is invalid.
     """
     if not isinstance(name, str) or _ITEM.fullmatch(name) is None:
         raise InvalidRequestError(
@@ -326,28 +319,22 @@ def check_item_name(name: object) -> str:
 
 
 def _items_in(storage: Storage, keys: Iterable[str]) -> set[str]:
-    """Returns the folders of a step's items: those of the names in the step's infos.
+    """Returns the folders of a step's items, which the step's infos name.
 
     Any other folder belongs to the user, whatever it contains.
 
     Args:
-        storage: Of the step's folder.
-        keys: All that is there.
+        storage: Storage of the step's folder.
+        keys: Keys of all files in it.
     """
-    keys = list(keys)
-    names = {name for info in _infos(storage, keys) for name in info.items}
+    keys, names = list(keys), set[str]()
+    for slot in map(info_slot, keys):
+        # Suppressed: the items are not removed then, and `ray_dcp.collect` finds their leftovers.
+        with suppress(DamagedCheckpointError):
+            info = None if slot is None else read_info(storage, "", slot)
+            names |= {*(info.items if info else ())}
     return {
         folder
         for folder, slash, _ in (key.partition("/") for key in keys)
         if slash and (found := _ITEM_FOLDER.fullmatch(folder)) and found["item"] in names
     }
-
-
-def _infos(storage: Storage, keys: Iterable[str]) -> Iterator[StepInfo]:
-    """Yields the infos among the keys of a step's folder."""
-    for slot in map(info_slot, keys):
-        # Suppressed: then an item is not removed, and `ray_dcp.collect` finds what a crash left.
-        with suppress(DamagedCheckpointError):
-            info = None if slot is None else read_info(storage, "", slot)
-            if info is not None:
-                yield info

@@ -25,12 +25,13 @@ from ray_dcp.errors import (
     InvalidRequestError,
     RankDisagreementError,
 )
-from ray_dcp.integrations.train import reports, save_requests
-from ray_dcp.integrations.train.callback import SaveBeforeResize
-from ray_dcp.integrations.train.joining import join, run_facts
+from ray_dcp.integrations.train import checkpointer, save_requests
+from ray_dcp.integrations.train.joining import run_facts
+from ray_dcp.manager import BestN, LatestN
 from ray_dcp.runtime.actor_names import NAMESPACE, coordinator_name
 from ray_dcp.runtime.attach import attached_address
 from ray_dcp.runtime.discovery import current_session
+from ray_dcp.train import SaveBeforeResize
 from tests import programs, train_programs, tune_trials
 from tests.held_writes import hold_writes
 from tests.integration.test_frameworks import example
@@ -87,7 +88,9 @@ class SavesThenKills(SaveBeforeResize):
         os.kill(pid, signal.SIGKILL)
 
 
-def fit(train_fn: Any, folder: Path, num_workers: int, **run: Any) -> Any:
+def fit(
+    train_fn: Any, folder: Path, num_workers: int, validation_config: Any = None, **run: Any
+) -> Any:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -98,6 +101,7 @@ def fit(train_fn: Any, folder: Path, num_workers: int, **run: Any) -> Any:
             num_workers=num_workers, resources_per_worker={"CPU": 0.5}
         ),
         torch_config=TorchConfig(backend="gloo"),
+        validation_config=validation_config,
         run_config=RunConfig(
             name="run", storage_path=str(folder / "runs"),
             failure_config=FailureConfig(max_failures=1), **run,
@@ -115,7 +119,8 @@ def train_in_two_shards(config: dict[str, str]) -> None:
         save_and_load_by_themselves(folder, rank)
     state = made("fsdp2")
     asked = told_when_asked()
-    with ray_dcp.train.checkpointer(save_interval=4) as ckpt:
+    keep = LatestN(1) | BestN(1, "val_samples", "min")
+    with ray_dcp.train.checkpointer(save_interval=4, retention=keep) as ckpt:
         done = ckpt.restore(state)
         note(folder, rank, restored=done, samples=state["samples"])
         for step in range(0 if done is None else done + 1, NUM_STEPS):
@@ -123,19 +128,29 @@ def train_in_two_shards(config: dict[str, str]) -> None:
             assert done is not None or step != 2 * ASKED_AT or asked.wait(180)
             loss = train_one_step(state, step, rank, world_size)
             note(folder, rank, step=step, loss=loss, world_size=world_size)
-            ckpt.save(step, state, metrics={"loss": loss})
+            ckpt.save(step, state, metrics={"loss": loss}, validation=True)
+        ray.train.get_all_reported_checkpoints()  # returns when all of them are validated
     reported = ray.train.get_all_reported_checkpoints(
         consistency_mode=ray.train.CheckpointConsistencyMode.COMMITTED
     )
     note(folder, rank, reported=[(one.checkpoint.path, one.metrics["step"]) for one in reported])
+    validated = [one.metrics for one in reported if "val_samples" in one.metrics]
+    note(folder, rank, validated=[(one["step"], one["val_samples"]) for one in validated])
     note(folder, rank, local=os.listdir("."))
+
+
+def count_samples(checkpoint: Any) -> dict[str, int]:
+    """Validates a checkpoint, in a task of Ray Train's controller."""
+    state = {"samples": -1}
+    ray_dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+    return {"val_samples": state["samples"]}
 
 
 def told_when_asked() -> threading.Event:
     """Returns what is set when this process has been asked to save."""
     asked, ask = threading.Event(), save_requests.REQUESTS.ask
 
-    def told(what: save_requests.Asked) -> bool:
+    def told(what: save_requests.RequestedSave) -> bool:
         found = ask(what)
         asked.set()
         return found
@@ -145,12 +160,11 @@ def told_when_asked() -> threading.Event:
 
 
 def save_different_steps(folder: str, rank: int) -> None:
-    ckpt = ray_dcp.train.checkpointer(folder="different")
-    ckpt.save(rank + 1, {"w": torch.ones(2)})
-    try:
-        ckpt.close()
-    except RankDisagreementError as error:
-        note(folder, rank, refused=str(error))
+    with ray_dcp.train.checkpointer(folder="different") as ckpt:
+        try:
+            ckpt.save(rank + 1, {"w": torch.ones(2)})
+        except RankDisagreementError as error:
+            note(folder, rank, refused=str(error))
 
 
 def save_and_load_by_themselves(folder: str, rank: int) -> None:
@@ -188,7 +202,9 @@ def check_session(told: list[dict[str, Any]], address: str, size: int = 2) -> No
 def test_a_killed_rank_costs_no_step_when_the_run_was_asked_to_save(train_ray, folder, monkeypatch):
     monkeypatch.setenv("RAY_TRAIN_CALLBACKS", f"{__name__}.{SavesThenKills.__name__}")
     monkeypatch.setenv("NOTES_OF_THE_RUN", str(folder))
-    result = fit(train_in_two_shards, folder, 2)
+    from ray.train import ValidationConfig
+
+    result = fit(train_in_two_shards, folder, 2, ValidationConfig(count_samples))
     assert sorted(one["rank"] for one in notes(folder, "refused")) == [0, 1]
     begun = [one["restored"] for one in notes(folder, "restored")]
     asked = begun[-1]
@@ -207,6 +223,12 @@ def test_a_killed_rank_costs_no_step_when_the_run_was_asked_to_save(train_ray, f
         assert told["reported"][-1] == [result.checkpoint.path, LAST_SAVED]
         assert asked in [step for _, step in told["reported"]]
     assert all(one["local"] == [] for one in notes(folder, "local"))
+    for told in notes(folder, "validated"):
+        steps = dict(told["validated"])
+        assert steps == {step: (step + 1) * train_programs.BATCH for step in steps}
+        assert {0, LAST_SAVED - 4} <= steps.keys()
+    kept = [one.step for one in ray_dcp.open(f"{folder}/runs/run/checkpoints") if one.is_readable]
+    assert kept == [0, LAST_SAVED], "of those that were validated, the best and the newest"
     assert result.metrics["step"] == LAST_SAVED
     loaded = {"samples": -1}
     report = ray_dcp.load(loaded, checkpoint_id=result.checkpoint, no_dist=True)
@@ -364,8 +386,10 @@ def begin_under_the_name_of_the_other(folder: Path) -> None:
     mine = run_facts()
     storage = StorageContext(mine.storage_path, "trial-0", read_only=True)
     facts = replace(mine, name="trial-0", run_id="of another fit", storage=storage)
-    with pytest.raises(CheckpointExistsError) as caught:
-        join(facts, "checkpoints", 0, None, reports.broadcast)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpointer, "run_facts", lambda: facts)
+        with pytest.raises(CheckpointExistsError) as caught:
+            ray_dcp.train.checkpointer()
     note(str(folder), 0, refused=str(caught.value))
 
 

@@ -145,7 +145,7 @@ def test_a_writer_measures_saves_and_counts_writers_that_ended_without_closing(t
 
     def writer(started: str) -> Writer:
         root = root_of(open_storage(Target(str(tmp_path))))
-        settings = Settings(save_policy=EveryOptimal(4), chkpt_on_preemption=False)
+        settings = Settings(policy=EveryOptimal(4))
         holder = replace(this_process(), started=started)  # a process that is gone
         return Writer(root, settings, clock=clock, now=clock, threaded=False, holder=holder)
 

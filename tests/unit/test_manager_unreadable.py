@@ -222,7 +222,7 @@ def test_one_unreadable_answer_is_no_dead_reader_and_no_free_lease(storage, monk
     monkeypatch.setattr(MemoryStorage, "read", read)
     other = replace(HERE, pid=1, machine="another machine")
     with pytest.raises(errors.CheckpointExistsError, match="which lives"):
-        WriterLease(root_of(storage), holder=replace(HERE, pid=2), beats=False).take()
+        WriterLease(root_of(storage), holder=replace(HERE, pid=2, nonce="2"), beats=False).take()
     assert Readers(lease_s=30.0, holder=other).is_live(root_of(storage).shared, lease._key)
     assert left == []
 

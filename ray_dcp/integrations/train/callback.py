@@ -17,6 +17,7 @@ from typing import Any
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 
 from ray_dcp.core.checks import check_above_0
+from ray_dcp.core.processes import start_thread
 from ray_dcp.integrations.train import save_requests
 from ray_dcp.integrations.train.save_requests import Call, next_round_s
 from ray_dcp.runtime import ray_calls
@@ -94,12 +95,13 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
             return
         self._known = info
         # Why a thread: the controller must continue to monitor its workers.
-        threading.Thread(
-            target=self._guarded,
-            args=("a preemption", lambda: self._save_in_time(group, info)),
-            name="ray_dcp preemption",
-            daemon=True,
-        ).start()
+        self._guarded(
+            "a preemption",
+            lambda: start_thread(
+                lambda: self._guarded("a preemption", lambda: self._save_in_time(group, info)),
+                "ray_dcp preemption",
+            ),
+        )
 
     # Reactions
 

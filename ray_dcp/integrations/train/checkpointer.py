@@ -2,30 +2,26 @@
 
 `checkpointer` creates the one of a worker, and checks the arguments.
 
-All ranks make the same saves in the same order, and each save has the same outcome on all of them.
-Each rank therefore determines without communication which saves have ended (`UnderWay`), in the
-same call as the others: a new save has waited until at most `max_pending` others were in progress.
+It stands on the parts of a `CheckpointManager`: `CollectiveActions` save and restore, `Writer`
+holds the lease and deletes, `Finisher` returns the outcomes of saves in the same calls on all
+ranks. Added here is what Ray Train needs: reports, requested saves, and folder names that are used
+once.
 
 `Pace` throttles reports to Ray Train. Its controller registers one report per poll, and `report`
 blocks while an earlier one is not yet registered. If saves are faster than that, only the newest
 ones are reported. All ranks make the same decision, as it depends only on values that are equal on
 all of them: the steps, their outcomes, and the time of each plan in its manifest.
-
-`Warned` logs warnings for the operator of a run: fallbacks, failed saves, ignored steps.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, MutableMapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from ray_dcp import events
-from ray_dcp.asynchronous import SaveHandle, run_async_save
-from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core.checks import check_whole
 from ray_dcp.errors import (
     CheckpointError,
@@ -34,201 +30,71 @@ from ray_dcp.errors import (
     InvalidRequestError,
     RankDisagreementError,
     SaveCancelledError,
-    SaveSkippedError,
 )
-from ray_dcp.format.names import StepNames
-from ray_dcp.format.step_info import info_key
 from ray_dcp.integrations.train import reports
 from ray_dcp.integrations.train.joining import (
-    Group,
+    JoinedGroup,
     RunFacts,
-    StepFolder,
     join,
+    needed_steps,
     parse,
     run_facts,
 )
-from ray_dcp.integrations.train.save_requests import REQUESTS, Asked
-from ray_dcp.loading import run_load_newest
+from ray_dcp.integrations.train.save_requests import REQUESTS, RequestedSave, save_fits
+from ray_dcp.io.threads import Stop
+from ray_dcp.manager.collective_actions import CollectiveActions, Ended
+from ray_dcp.manager.preemption import Preemption
+from ray_dcp.manager.restoring import restore
+from ray_dcp.manager.retention import RetentionPolicy
+from ray_dcp.manager.save_policy import EverySteps, SaveFacts
+from ray_dcp.manager.settings import Item, Settings
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.runtime.rank_load import StepRange
-from ray_dcp.runtime.tasks import outcome
+from ray_dcp.runtime.memory_tier import memory_of
 from ray_dcp.saving import warm_staging
-from ray_dcp.torch_adapter.dispatch import decide_save
 from ray_dcp.torch_adapter.load_report import LoadReport
 from ray_dcp.torch_adapter.state import check_mapping, stateful_to_state_dict
 
-ASK_AGAIN_S = (0.0, 0.5, 2.0)
-"""Pauses before each query of the storage for an unknown outcome, in seconds."""
+DELETIONS_S = 60.0
+"""Maximum time that `Checkpointer.close` waits for deletions, in seconds."""
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Save:
-    """A save that has been started."""
-
-    folder: StepFolder
-    target: Target
-    metrics: Mapping[str, Any]
-    handle: SaveHandle
-    begun_s: float = field(default_factory=time.monotonic)
-
-    @property
-    def was_skipped(self) -> bool:
-        """Whether the save was skipped, because too many others were in progress."""
-        return self.handle.done() and isinstance(self.handle.exception(), SaveSkippedError)
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The outcome of a save."""
-
-    save: Save
-    error: CheckpointError | None = None
-    """Why the save is not committed, the same on all ranks; None if it is."""
-    created_s: float | None = None
-    """Time of the plan, by the coordinator's clock."""
-
-
-class UnderWay:
-    """The saves whose outcome has not been processed yet.
-
-    Args:
-        max_pending: Maximum number of saves in progress.
-        ask: Returns the outcome of an attempt at a target.
-        wait: Waits for a number of seconds.
-    """
-
-    def __init__(
-        self,
-        max_pending: int,
-        *,
-        ask: Callable[[Target, str], str] | None = None,
-        wait: Callable[[float], object] = time.sleep,
-    ) -> None:
-        self._max_pending = max_pending
-        self._ask = ask or outcome
-        self._wait = wait
-        self._saves: list[Save] = []
-
-    def __len__(self) -> int:
-        return len(self._saves)
-
-    @property
-    def newest(self) -> Save | None:
-        """The save that was started last; None if its outcome has been processed."""
-        return self._saves[-1] if self._saves else None
-
-    def add(self, save: Save) -> None:
-        """Registers a save that has been started."""
-        self._saves.append(save)
-
-    def ended(self, *, all_of_them: bool = False) -> list[Ended]:
-        """Returns the saves that have ended, in the order of their calls, the same on all ranks.
-
-        Args:
-            all_of_them: Wait for all saves.
-
-        Raises:
-            CommitUnknownError: The outcome of a save can't be determined. Other ranks may know it.
-        """
-        newest = self._saves[-1:]
-        if newest and newest[0].was_skipped:
-            self._saves.pop()
-            skipped = [self._end_of(newest[0])]
-            return [*(self.ended(all_of_them=True) if all_of_them else []), *skipped]
-        count = len(self._saves) if all_of_them else max(0, len(self._saves) - self._max_pending)
-        found = []
-        for _ in range(count):
-            found.append(self._end_of(self._saves[0]))
-            self._saves.pop(0)
-        return found
-
-    def _end_of(self, save: Save) -> Ended:
-        error = save.handle.exception()
-        if isinstance(error, CommitUnknownError):
-            error = self._settle(save, error)
-        if error is None:
-            return Ended(save, created_s=getattr(save.handle.result(), "created_s", None))
-        if isinstance(error, CheckpointError):
-            return Ended(save, error)
-        raise error
-
-    def _settle(self, save: Save, error: CommitUnknownError) -> CheckpointError | None:
-        """Determines an unknown outcome from storage; returns why the save is not committed."""
-        for pause_s in ASK_AGAIN_S:
-            self._wait(pause_s)
-            try:
-                found = self._ask(save.target, error.attempt)
-            except CheckpointError:
-                continue
-            if found == "committed":
-                return None
-            if found == "aborted":
-                return CheckpointError(
-                    f"It was aborted: {error.message}", checkpoint_id=save.target.url
-                )
-        # Why raised regardless of `on_error`: ranks that know the outcome would wait for this one.
-        raise error
-
-
-def is_misuse(error: CheckpointError) -> bool:
+def _is_misuse(error: CheckpointError) -> bool:
     """Returns whether an error reports that the ranks do not make the same calls."""
     causes = [error, *(cause for cause, _ in error.failures.values())]
     return any(isinstance(cause, RankDisagreementError) for cause in causes)
 
 
-@dataclass
-class Warned:
-    """Logs warnings for the operator, on rank 0 only.
+def _refuse_fresh_start(path: str | None, url: str, error: CheckpointNotFoundError) -> None:
+    """Raises if Ray Train has registered a checkpoint of a run in which none was found.
 
     Args:
-        rank: This rank.
+        path: Path of the checkpoint that Ray Train has registered, or None.
+        url: URL of the folder that was searched.
+        error: Error of the search.
+
+    Raises:
+        CheckpointNotFoundError: Ray Train has registered a checkpoint.
     """
-
-    rank: int
-    num_failed: int = 0
-    """Number of failed saves since the last committed one."""
-    _of_steps: bool = False
-
-    def fell_back(self, report: LoadReport, registered: StepFolder | None) -> None:
-        """Warns that newer steps than the restored one could not be used."""
-        if self.rank:
-            return
-        for path, error in report.damaged:
-            self._say(
-                f"Restored step {report.step} ({report.checkpoint_id}) instead of the newer "
-                f"{path}, which is damaged: {error}. Look at it with `ray-dcp verify {path}`"
-            )
-        if registered is not None and registered.step > (report.step or 0):
-            self._say(
-                f"Restored step {report.step}, although Ray Train has registered the newer step "
-                f"{registered.step} ({registered.name}), which is no longer there or damaged"
-            )
-
-    def failed(self, step: int, error: CheckpointError) -> None:
-        """Warns about a failed save."""
-        self.num_failed += 1
-        if self.rank == 0:
-            self._say(
-                f"Step {step} is not saved ({self.num_failed} in a row now): "
-                f"{type(error).__name__}: {error}"
-            )
-
-    def ignored_steps(self, has_steps: bool, restored: LoadReport | None, url: str) -> None:
-        """Warns, once, if the run has steps but saves without having restored one."""
-        if has_steps and restored is None and not self._of_steps and self.rank == 0:
-            self._say(
-                f"{url} has steps of earlier workers of this run, but restore() was not called or "
-                f"found none committed: training began anew. Call restore(state) before the first "
-                f"save, or give the run another name"
-            )
-        self._of_steps = True
-
-    def _say(self, text: str) -> None:
-        logger.warning(text)
-        # Why both: a run shows the log, and a test or a notebook shows the Python warning.
-        events.warn(text, stacklevel=4)
+    if path is None:
+        return
+    if parse(path) is None:
+        way_out = (
+            f"It was not saved by a ray_dcp.train.checkpointer: load it by ray_dcp.load(state, "
+            f"checkpoint_id={path!r}) or as it was saved, and do not call restore(); or give the "
+            f"run another RunConfig(name=...)"
+        )
+    else:
+        way_out = (
+            "Its files were deleted, moved or are out of reach here. Bring them back, or give the "
+            "run another RunConfig(name=...) to begin anew on purpose"
+        )
+    raise CheckpointNotFoundError(
+        f"Expected the checkpoint that Ray Train has registered for this run, {path}, but in {url} "
+        f"none is committed. {way_out}",
+        checkpoint_id=path,
+    ) from error
 
 
 _SLACK = 1.5
@@ -276,34 +142,21 @@ class Pace:
 OnError = Literal["warn", "raise"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings of a checkpointer, the same on all ranks; see `checkpointer`.
+@dataclass
+class _Begun:
+    """A save whose outcome has not been processed yet."""
 
-    Raises:
-        InvalidRequestError: An argument has an invalid value.
-    """
-
-    folder: str = "checkpoints"
-    save_interval: int = 1
-    on_error: OnError = "warn"
-    options: SaveOptions = field(default_factory=SaveOptions)
-    load_options: LoadOptions = field(default_factory=LoadOptions)
-    check_preemption_every: int = 0
-
-    def __post_init__(self) -> None:
-        check_whole(self.save_interval, "save_interval", 1)
-        check_whole(self.check_preemption_every, "check_preemption_every")
-        if self.on_error not in get_args(OnError):
-            raise InvalidRequestError(
-                f"on_error must be 'warn' or 'raise', but is {self.on_error!r}", key="on_error"
-            )
-        for name, kind in (("options", SaveOptions), ("load_options", LoadOptions)):
-            given = getattr(self, name)
-            if not isinstance(given, kind):
-                raise InvalidRequestError(
-                    f"{name} must be {kind.__name__}, but is {given!r}", key=name
-                )
+    metrics: Mapping[str, Any]
+    """As they are reported to Ray Train."""
+    validation: Any = False
+    """Argument of `ray.train.report`."""
+    request: RequestedSave | None = None
+    """The request that caused the save, if it is answered when the save ends."""
+    begun_s: float = field(default_factory=time.monotonic)
+    stage_s: float | None = None
+    """Time that training waited, in seconds; None until the call returns."""
+    created_s: float | None = None
+    """See `Ended`."""
 
 
 class Checkpointer:
@@ -314,36 +167,59 @@ class Checkpointer:
     Args:
         facts: Properties of the run.
         group: This rank's membership in the worker group.
-        settings: See `checkpointer`.
+        folder: Name of the folder in the run's storage.
+        on_error: What to do if a save fails.
+        check_preemption_every: Number of calls per check for preempted nodes; 0 never checks.
 
     Attributes:
         restored: Report of the last `restore` on this rank; None if nothing was restored.
     """
 
-    def __init__(self, facts: RunFacts, group: Group, settings: Settings) -> None:
+    def __init__(
+        self,
+        facts: RunFacts,
+        group: JoinedGroup,
+        folder: str = "checkpoints",
+        on_error: OnError = "warn",
+        check_preemption_every: int = 0,
+    ) -> None:
         self.restored: LoadReport | None = None
         self._facts = facts
         self._group = group
-        self._settings = settings
-        self._preemption = reports.Preemption(settings.check_preemption_every, facts.rank)
-        self._under_way = UnderWay(settings.options.max_pending)
+        self._folder = folder
+        self._on_error = on_error
+        self._check_every = check_preemption_every
+        self._num_checks = 0
+        self._notice: Any = None
+        self._root = group.writer.root
+        self._settings = group.settings
+        self._actions = CollectiveActions(
+            self._root,
+            group.settings,
+            group.writer,
+            Preemption(),
+            lambda: group.session,
+            self._ended,
+        )
+        self._begun: dict[int, _Begun] = {}
+        self._unreported: dict[int, _Begun] = {}
+        """Committed saves, oldest first."""
         self._pace = Pace(facts.poll_s)
-        self._untold: list[Ended] = []
-        self._warned = Warned(facts.rank)
+        self._num_failed = 0
+        """Number of failed saves since the last committed one."""
+        self._was_warned = False
         self._last_step = -1
-        self._decided: tuple[int, bool, Asked | None] = (-1, False, None)
+        self._decided: tuple[int, bool, RequestedSave | None] = (-1, False, None)
         self._closed = False
-        # Why one thread: its storage operations stay in order, and training does not wait for them.
-        self._aside = ThreadPoolExecutor(1, "ray_dcp train") if facts.rank == 0 else None
         self._owner = REQUESTS.open()
 
     def __repr__(self) -> str:
-        return f"Checkpointer({self._group.root.url!r}, rank={self._facts.rank})"
+        return f"Checkpointer({self.url!r}, rank={self._facts.rank})"
 
     @property
     def url(self) -> str:
         """Path or URL of the folder with the steps, as accepted by `ray_dcp.load_newest`."""
-        return self._group.root.url
+        return self._root.url
 
     def restore(self, state: MutableMapping[str, Any]) -> int | None:
         """Loads the newest committed step of the run into a state, in place; returns its number.
@@ -370,33 +246,24 @@ class Checkpointer:
             CheckpointError: As for `ray_dcp.load_newest`.
         """
         self._check_open()
-        self._take(self._under_way.ended(all_of_them=True))
+        self._process(self._actions.finisher.ended())
         registered = reports.registered()
+        timeout_s = self._settings.options.plan_timeout_s
+        memory_of(self._group.session).await_staged(self.url, timeout_s, Stop())
         try:
-            if not self._group.has_steps:
-                raise CheckpointNotFoundError("nothing was ever saved here", checkpoint_id=self.url)
-            report = run_load_newest(
-                self._group.session,
-                state,
-                self._settings.load_options,
-                self._group.root.target,
-                None,
-                StepRange(),
-            )
+            report = restore(self._actions, "auto", state, None)
         except CheckpointNotFoundError as error:
-            reports.refuse_fresh_start(registered, self._group.root.url, error)
-            logger.info("Nothing is committed in %s: the run begins", self._group.root.url)
+            _refuse_fresh_start(registered, self.url, error)
+            logger.info("Nothing is committed in %s: the run begins", self.url)
             self._warm(state)
             return None
-        self.restored = report
-        step = report.step or 0
-        self._warned.fell_back(report, parse(registered or ""))
+        self.restored = report.report
         self._warm(state)
-        self._register(report, registered)
-        self._last_step = step
+        self._register(report.checkpoint_id, registered)
+        self._last_step = report.step
         self._decided = (-1, False, None)
-        REQUESTS.went_back(step, self._owner)
-        return step
+        REQUESTS.went_back(report.step, self._owner)
+        return report.step
 
     def should_save(self, step: int) -> bool:
         """Returns whether `save` would save this step, the same on all ranks.
@@ -413,9 +280,10 @@ class Checkpointer:
         self._check_new(step)
         if self._decided[0] == step:
             return self._decided[1]
-        asked = REQUESTS.at(step, self._owner) or self._preemption.asks(step)
-        due = asked is not None or step % self._settings.save_interval == 0
-        self._decided = (step, due, asked)
+        request = REQUESTS.at(step, self._owner) or self._preempted(step)
+        policy = self._settings.policy
+        due = request is not None or (policy is not None and policy.due(SaveFacts(step=step)))
+        self._decided = (step, due, request)
         return due
 
     def save(
@@ -425,6 +293,7 @@ class Checkpointer:
         metrics: Mapping[str, Any] | None = None,
         *,
         force: bool = False,
+        validation: Any = False,
     ) -> bool:
         """Saves a state in the background if its step is due. Call it after every step.
 
@@ -441,6 +310,10 @@ class Checkpointer:
                 `state_dict()`.
             metrics: Numbers and strings by name, for Ray Train. Those of rank 0 are used.
             force: Save even if the step is not due. Must be the same on all ranks.
+            validation: As for `ray.train.report`: True or a `ValidationTaskConfig` makes Ray Train
+                run the function of the trainer's `ValidationConfig` on this checkpoint. The step is
+                then always reported, and not deleted before the validation has ended; what that
+                returns are metrics of the step. Must be the same on all ranks.
 
         Returns:
             Whether the step was due or forced.
@@ -452,21 +325,31 @@ class Checkpointer:
         """
         self._check_new(step)
         told = reports.check_metrics(metrics)
+        check_mapping(state)
         due = self.should_save(step)
-        asked = self._decided[2]
+        request = self._decided[2]
         if not due and not force:
             return False
-        self._warned.ignored_steps(self._group.has_steps, self.restored, self._group.root.url)
+        self._warn_of_ignored_steps()
         self._last_step = step
         self._group.has_steps = True
         self._decided = (-1, False, None)
-        self._begin(step, state, {"step": step, **told}, waits=asked is not None)
-        lingers = asked is not None and asked.linger_s > 0
+        lingers = request is not None and request.linger_s > 0
+        begun = _Begun({"step": step, **told}, validation, None if lingers else request)
+        self._begun[step] = begun
+        committed = False
         try:
-            self._take(self._under_way.ended(all_of_them=lingers))
+            refused = self._begin(step, state, told, waits=request is not None)
+            begun.stage_s = time.monotonic() - begun.begun_s
+            max_pending = self._settings.options.max_pending
+            ended = self._actions.finisher.ended(0 if lingers else max_pending) + refused
+            committed = any(one.step == step and one.error is None for one in ended)
+            self._process(ended)
         finally:
-            if asked is not None:
-                self._answer(asked, step)
+            if lingers and request is not None:
+                # The controller waits, and registers no reports. The next worker group reports the
+                # checkpoint that it restores.
+                REQUESTS.ended(request, committed)
         self._tell()
         return True
 
@@ -482,10 +365,11 @@ class Checkpointer:
         if self._closed:
             return
         try:
-            self._take(self._under_way.ended(all_of_them=True))
+            self._process(self._actions.finisher.ended())
             self._tell(final=True)
+            self._group.writer.remover.drain(DELETIONS_S)
         finally:
-            self._leave(wait=True)
+            self._leave(DELETIONS_S)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -496,94 +380,118 @@ class Checkpointer:
         elif not self._closed:
             # Why not wait: other ranks may be dead, or may be waiting for this one. Staged saves
             # are committed without this process.
-            self._leave(wait=False)
+            self._leave(0.0)
 
     # Saves and their outcomes
 
     def _begin(
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any], *, waits: bool
-    ) -> None:
-        check_mapping(state)
-        folder = self._group.folder_of(step)
-        target = self._group.root.below(folder.name)
-        self._later(lambda: self._note(folder, metrics))
-        begun_s = time.monotonic()
-        # Why stage in the call: the user has no handle to wait for.
-        options = replace(self._settings.options, staging="call")
-        handle = run_async_save(
-            decide_save(None, None, target),
-            self._group.session,
-            state,
-            replace(options, when_full="wait") if waits else options,
-            target,
-        )
-        stage_s = time.monotonic() - begun_s
-        handle.add_done_callback(lambda done: _took(done, begun_s, stage_s))
-        self._under_way.add(Save(folder, target, metrics, handle))
+    ) -> list[Ended]:
+        """Starts a save; returns its outcome if it failed to start."""
+        details = {"metrics": reports.numbers_in(metrics)}
+        options = {"when_full": "wait"} if waits else {}
+        try:
+            if not self._actions.save_async(step, state, True, details, **options):
+                self._begun.pop(step)  # Skipped by `when_full`.
+            return []
+        except CheckpointError as error:
+            ended = Ended(step, error)
+            self._ended(ended)
+            if isinstance(error, InvalidRequestError):
+                raise  # The call is wrong, whatever `on_error` is.
+            return [ended]
 
-    def _take(self, ended: list[Ended]) -> None:
+    def _ended(self, ended: Ended) -> None:
+        """Records how long a save took, and answers its request. Called in any thread."""
+        begun = self._begun[ended.step]
+        took_s = time.monotonic() - begun.begun_s
+        if ended.error is None:
+            REQUESTS.took(took_s if begun.stage_s is None else begun.stage_s, took_s)
+        if begun.request is not None:
+            REQUESTS.ended(begun.request, ended.error is None)
+
+    def _process(self, ended: list[Ended]) -> None:
         """Processes the outcomes of saves, in the order of their calls."""
         failed: CheckpointError | None = None
         for one in ended:
+            begun = self._begun.pop(one.step)
             if one.error is None:
-                self._untold.append(one)
-                self._warned.num_failed = 0
+                begun.created_s = one.created_s
+                self._unreported[one.step] = begun
+                self._num_failed = 0
                 continue
             if isinstance(one.error, SaveCancelledError):
-                logger.info("Step %d is not saved: %s", one.save.folder.step, one.error)
-                continue  # Skipped by `when_full`, or cancelled: not a failure.
-            self._warned.failed(one.save.folder.step, one.error)
-            if self._settings.on_error == "raise" or is_misuse(one.error):
+                logger.info("Step %d is not saved: %s", one.step, one.error)
+                continue  # Cancelled, which is not a failure.
+            if isinstance(one.error, CommitUnknownError):
+                raise one.error  # Ranks that know the outcome would wait for this one in a report.
+            self._num_failed += 1
+            self._warn(
+                f"Step {one.step} is not saved ({self._num_failed} in a row now): "
+                f"{type(one.error).__name__}: {one.error}"
+            )
+            if self._on_error == "raise" or _is_misuse(one.error):
                 failed = failed or one.error
         if failed is not None:
             raise failed
 
     def _tell(self, *, final: bool = False) -> None:
-        """Reports the newest committed save to Ray Train if a report is due. Collective."""
-        if self._untold and self._pace.is_due(self._untold[-1].created_s, final=final):
-            newest = self._untold[-1].save
-            self._untold.clear()
-            self._report(newest.folder, newest.metrics)
+        """Reports committed saves to Ray Train: the newest if it is due, and those to validate.
 
-    def _report(self, folder: StepFolder, metrics: Mapping[str, Any]) -> None:
-        reports.report(self._facts.checkpoint(f"{self._settings.folder}/{folder.name}"), metrics)
-        retention = self._group.retention
-        if retention is not None:
-            self._later(lambda: retention.told(folder))
-
-    def _answer(self, asked: Asked, step: int) -> None:
-        """Records the outcome of a requested save, now or when the save ends.
-
-        If the worker group is about to end, the call then blocks (`Asked.linger_s`). The save is
-        not reported to Ray Train before: the controller waits and registers no reports. The next
-        group reports the checkpoint that it restores.
+        Collective.
         """
-        save = self._under_way.newest
-        if save is None:
-            REQUESTS.ended(asked, any(one.save.folder.step == step for one in self._untold))
-        else:
-            save.handle.add_done_callback(
-                lambda done: REQUESTS.ended(asked, done.exception() is None)
-            )
+        newest = max(self._unreported, default=None)
+        if newest is None:
+            return
+        is_due = self._pace.is_due(self._unreported[newest].created_s, final=final)
+        for step, begun in list(self._unreported.items()):
+            if begun.validation or (is_due and step == newest):
+                name = self._settings.names.name_of(step)
+                self._report(step, name, begun.metrics, begun.validation)
+                del self._unreported[step]
+        if is_due:
+            self._unreported.clear()
 
-    def _register(self, report: LoadReport, registered: str | None) -> None:
+    def _report(
+        self, step: int, name: str, metrics: Mapping[str, Any], validation: Any = False
+    ) -> None:
+        reports.report(self._facts.checkpoint(f"{self._folder}/{name}"), metrics, validation)
+        if self._group.needed is not None:
+            known = reports.ReportedStep(reports.numbers_in(metrics), bool(validation))
+            self._group.needed.add({step: known})
+        if self._facts.rank == 0:
+            self._group.writer.remover.wake()
+
+    def _register(self, checkpoint_id: str, registered: str | None) -> None:
         """Reports the restored checkpoint unless Ray Train has registered it or a newer one."""
-        folder, known = parse(report.checkpoint_id or ""), parse(registered or "")
-        if folder is None or folder == self._group.folder_of(folder.step):
+        folder, known = parse(checkpoint_id), parse(registered or "")
+        if folder is None or folder.name == self._settings.names.name_of(folder.step):
             return  # Saved by this group, and reported like all its saves.
         if known is None or known < folder:
-            storage = self._group.root.open(folder.name)
-            metrics = reports.read_metrics(storage) if self._facts.rank == 0 else {}
-            self._report(folder, {**metrics, "step": folder.step})
+            found = self._group.writer.catalogue.steps.get(folder.step)
+            metrics = found.info.metrics if found is not None and found.info is not None else {}
+            self._report(folder.step, folder.name, {**metrics, "step": folder.step})
+        elif known.step > folder.step:
+            self._warn(
+                f"Restored step {folder.step}, although Ray Train has registered the newer step "
+                f"{known.step} ({known.name}), which is no longer there or damaged"
+            )
 
-    # Beside training, on rank 0
+    def _preempted(self, step: int) -> RequestedSave | None:
+        """Returns a request for a save if Ray Train notified of a preempted node. Collective."""
+        self._num_checks += 1
+        if not self._check_every or self._num_checks % self._check_every:
+            return None
+        from ray.train import get_preemption_info
 
-    def _later(self, do: Callable[[], object]) -> Future[object] | None:
-        return None if self._aside is None else self._aside.submit(_logged, do)
-
-    def _note(self, folder: StepFolder, metrics: Mapping[str, Any]) -> None:
-        data = reports.encoded_metrics(folder.step, metrics)
-        self._group.root.open(folder.name).write(info_key(0), data)
+        info = get_preemption_info()
+        if info is None or info == self._notice:
+            return None
+        self._notice = info
+        left_s = None if info.deadline_ms is None else info.deadline_ms / 1000 - time.time()
+        # Why rank 0 decides: clocks and measured times differ between ranks.
+        fits = reports.broadcast(save_fits(left_s, REQUESTS.seconds()[0]))
+        return RequestedSave(f"preemption-{step}", "preemption", step - 1) if fits else None
 
     def _warm(self, state: Mapping[str, Any]) -> None:
         """Prepares staging memory and the node agent, so that the first save is not slower."""
@@ -593,19 +501,30 @@ class Checkpointer:
             # Why not raised: the save raises the same error, subject to `on_error`.
             logger.warning("Saves are not made ready for: %s", error)
 
-    def _leave(self, *, wait: bool) -> None:
+    def _warn_of_ignored_steps(self) -> None:
+        """Warns, once, if the run has steps but saves without having restored one."""
+        if self._group.has_steps and self.restored is None and not self._was_warned:
+            self._warn(
+                f"{self.url} has steps of earlier workers of this run, but restore() was not "
+                f"called or found none committed: training began anew. Call restore(state) before "
+                f"the first save, or give the run another name"
+            )
+        self._was_warned = True
+
+    def _warn(self, text: str) -> None:
+        if self._facts.rank == 0:
+            logger.warning(text)
+            # Why both: a run shows the log, and a test or a notebook shows the Python warning.
+            events.warn(text, stacklevel=4)
+
+    def _leave(self, timeout_s: float) -> None:
         self._closed = True
         REQUESTS.close(self._owner)
-        if self._aside is not None:
-            self._aside.shutdown(wait=wait, cancel_futures=not wait)
-        try:
-            self._group.leave()
-        except CheckpointError as error:
-            logger.info("The writer lease of %s was not given back: %s", self.url, error)
+        self._group.leave(timeout_s)
 
     def _check_new(self, step: int) -> None:
         self._check_open()
-        StepNames().name_of(step)  # raises for an invalid step
+        self._settings.names.name_of(step)  # It raises for an invalid step.
         if step <= self._last_step:
             raise InvalidRequestError(
                 f"step {step} is not newer than step {self._last_step}, which was saved or "
@@ -622,18 +541,6 @@ class Checkpointer:
             )
 
 
-def _took(done: Future[Any], begun_s: float, stage_s: float) -> None:
-    if done.exception() is None:
-        REQUESTS.took(stage_s, time.monotonic() - begun_s)
-
-
-def _logged(do: Callable[[], object]) -> None:
-    try:
-        do()
-    except Exception as error:  # noqa: BLE001 - nobody waits for it, and no save depends on it
-        logger.warning("Beside training: %s: %s", type(error).__name__, error)
-
-
 def checkpointer(
     *,
     folder: str = "checkpoints",
@@ -644,6 +551,7 @@ def checkpointer(
     load_options: LoadOptions | None = None,
     storage_options: Mapping[str, object] | None = None,
     check_preemption_every: int = 0,
+    retention: RetentionPolicy | None = None,
 ) -> Checkpointer:
     """Returns the checkpointer of the Ray Train run that this worker belongs to.
 
@@ -668,6 +576,11 @@ def checkpointer(
             `SaveBeforeResize` in `RunConfig(callbacks=[...])` checks, which costs nothing while no
             node is preempted.
 
+        retention: Which committed steps ray_dcp keeps, as for `ray_dcp.CheckpointManager`, instead
+            of `max_to_keep`: `LatestN(2) | BestN(1, "val_loss")`. Metrics are the numbers given to
+            `save` and those that Ray Train's validation of the step returned. Steps without a
+            metric are not among its best.
+
     Raises:
         InvalidRequestError: This is not a Ray Train worker, or an argument is invalid.
         CheckpointExistsError: Another live run of this name writes here.
@@ -686,14 +599,19 @@ def checkpointer(
                     ckpt.save(step, state, metrics={"loss": loss})
         ```
     """
-    settings = Settings(
-        folder=folder,
-        save_interval=save_interval,
-        on_error=on_error,
-        options=SaveOptions() if options is None else options,
+    check_whole(save_interval, "save_interval", 1)
+    check_whole(check_preemption_every, "check_preemption_every")
+    if on_error not in get_args(OnError):
+        raise InvalidRequestError(
+            f"on_error must be 'warn' or 'raise', but is {on_error!r}", key="on_error"
+        )
+    item = Item(
+        save_options=SaveOptions() if options is None else options,
         load_options=LoadOptions() if load_options is None else load_options,
-        check_preemption_every=check_preemption_every,
     )
+    # Why any order: a run that begins anew beside older steps is only warned.
+    settings = Settings(policy=EverySteps(save_interval), items={"": item}, order="any")
     facts = run_facts()
-    group = join(facts, folder, max_to_keep, storage_options, reports.broadcast)
-    return Checkpointer(facts, group, settings)
+    needed = needed_steps(max_to_keep, retention, facts.num_to_keep)
+    group = join(facts, folder, settings, needed, storage_options)
+    return Checkpointer(facts, group, folder, on_error, check_preemption_every)

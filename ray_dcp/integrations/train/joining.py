@@ -1,6 +1,6 @@
 """Joins the workers of a group to a run: writer lease, group number, retention.
 
-Rank 0 reads the storage once, and broadcasts the result or the error through Ray Train.
+Rank 0 scans the storage once, and broadcasts the result or the error through Ray Train.
 
 `StepFolder` is the name of a checkpoint's folder. A name is never used twice: Ray Train deletes by
 name, and a killed worker group may still have a save in progress. The number of the worker group
@@ -12,10 +12,9 @@ where all of ray_dcp expects it.
      |     +------------ random word: distinguishes groups that got the same number
      +------------------ number of the worker group in the run
 
-`Retention`, on rank 0, removes old checkpoints if ray_dcp is the side that deletes. It uses the
-manager's `Deletions`, which keep steps that are tagged or being read. Ray Train refuses to continue
-a run if a registered folder does not exist, so the delete record of a reported checkpoint remains;
-of other checkpoints nothing does.
+A manager's `Writer`, on rank 0, holds the lease and deletes. `NeededSteps` is its retention policy:
+it adds to the user's policy what Ray Train needs. Ray Train refuses to continue a run if a
+registered folder does not exist, so the delete record of a step always remains, as in every run.
 
 `run_facts` reads Ray Train's context. Besides the callback, this is the only module of the
 integration that uses private APIs of Ray: the checkpoint config, the run's id, and the poll
@@ -28,39 +27,42 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import parse_qsl
 
 import ray
 
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.core.checks import check_whole
 from ray_dcp.errors import (
-    CheckpointError,
     CheckpointExistsError,
     InternalError,
     InvalidRequestError,
     ParticipantError,
 )
+from ray_dcp.format.names import StepNames
+from ray_dcp.integrations.train import reports
 from ray_dcp.io.threads import Stop
-from ray_dcp.manager.catalogue import Catalogue, Root, look_at_folders
-from ray_dcp.manager.leases import LEASE_S, Readers, WriterLease, this_process
-from ray_dcp.manager.steps import Deletions, Going, going, remove_records
+from ray_dcp.manager.catalogue import Root
+from ray_dcp.manager.leases import this_process
+from ray_dcp.manager.retention import RetentionPolicy, StepFacts, answers_of
+from ray_dcp.manager.root_writer import Left, Writer
+from ray_dcp.manager.settings import Settings, retention_of
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.memory_tier import NodeMemory
 from ray_dcp.runtime.ray_private import TESTED
 from ray_dcp.runtime.ray_session import RaySession
-from ray_dcp.runtime.session import Session
 from ray_dcp.saving import session_for
 from ray_dcp.store.location import Location, split_url
 from ray_dcp.store.opening import absolute_target, as_target
-from ray_dcp.view.run_listing import list_run
+from ray_dcp.view.run_listing import folders_in
 
 _NAME = re.compile(r"g(\d{4,9})-([0-9a-f]{6})-step-(\d{8,18})")
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, order=True)
@@ -95,6 +97,29 @@ def parse(name: str) -> StepFolder | None:
     return StepFolder(int(found[3]), int(found[1]), found[2]) if found else None
 
 
+@dataclass(frozen=True)
+class GroupNames(StepNames):
+    """The names of step folders that one worker group writes; those of all groups are read.
+
+    Examples:
+        >>> names = GroupNames(group=3, word="7f3c21")
+        >>> names.name_of(120), names.step_of("g0002-0a1b2c-step-00000110")
+        ('g0003-7f3c21-step-00000120', 110)
+    """
+
+    group: int = 1
+    word: str = ""
+
+    def name_of(self, step: int) -> str:
+        """Returns the folder name of a step; see `StepNames`."""
+        super().name_of(step)  # It raises for an invalid step.
+        return StepFolder(step, self.group, self.word).name
+
+    def step_of(self, name: str) -> int | None:
+        """Returns the step of a folder; None if no worker group wrote it."""
+        return getattr(parse(name), "step", None)
+
+
 def next_group(names: Iterable[str]) -> int:
     """Returns the number of a new worker group, above those of all existing folders.
 
@@ -127,140 +152,83 @@ def check_folder(folder: object) -> str:
     return folder
 
 
-Owner = Literal["ray_dcp", "ray", "nobody"]
+class NeededSteps:
+    """The retention policy of a run: keeps what a policy keeps, and what Ray Train needs.
 
-logger = logging.getLogger(__name__)
+    Ray Train needs the newest step that was reported to it, and each step that it still validates.
+    The results of validations are metrics of their steps, by which the policy can rank.
+
+    Args:
+        policy: The user's policy. None if Ray Train deletes the steps that were reported to it:
+            then only older steps that were never reported are superfluous.
+
+    Examples:
+        >>> needed = NeededSteps(None)
+        >>> needed.add({1: reports.ReportedStep({}), 3: reports.ReportedStep({})})
+        >>> needed.keeps([StepFacts(step=step) for step in (1, 2, 3, 4)])
+        [True, False, True, True]
+    """
+
+    def __init__(self, policy: RetentionPolicy | None) -> None:
+        self._policy = policy
+        self._reported: Mapping[int, reports.ReportedStep] = {}
+
+    def add(self, reported: Mapping[int, reports.ReportedStep]) -> None:
+        """Adds steps that were reported to Ray Train, or what it now knows of them."""
+        self._reported = {**self._reported, **reported}
+
+    def refresh(self) -> Left:
+        """Queries Ray Train; returns the folders of steps that it still validates."""
+        try:
+            found = reports.reported_folders()
+        except Exception as error:  # noqa: BLE001 - Ray raises many kinds; the next pass asks again
+            logger.info("Ray Train could not be asked for its checkpoints: %s", error)
+            return {}
+        folders = {name: folder for name in found if (folder := parse(name)) is not None}
+        self.add({folder.step: found[name] for name, folder in folders.items()})
+        return {name: None for name in folders if found[name].is_pending}
+
+    def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
+        """See `RetentionPolicy`."""
+        reported, newest = self._reported, max(self._reported, default=-1)
+        if self._policy is None:
+            return [one.step in reported or one.step > newest for one in steps]
+        known = [reported.get(one.step, reports.ReportedStep({})) for one in steps]
+        facts = [
+            replace(one, metrics={**one.metrics, **told.metrics})
+            for one, told in zip(steps, known, strict=True)
+        ]
+        return [
+            is_kept or told.is_pending or one.step == newest
+            for is_kept, told, one in zip(
+                answers_of(self._policy, facts), known, steps, strict=True
+            )
+        ]
 
 
-def owner_of(max_to_keep: int, num_to_keep: int | None) -> Owner:
-    """Returns which side deletes old checkpoints.
+def needed_steps(
+    max_to_keep: int, retention: RetentionPolicy | None, num_to_keep: int | None
+) -> NeededSteps | None:
+    """Returns the retention policy of a run; None if nothing is deleted.
 
     Args:
         max_to_keep: Setting of the checkpointer; 0 keeps all.
+        retention: A policy instead of that.
         num_to_keep: Setting of Ray Train's `CheckpointConfig`.
 
     Raises:
-        InvalidRequestError: Both sides would delete, or `max_to_keep` is invalid.
-
-    Examples:
-        >>> owner_of(3, None), owner_of(0, 3), owner_of(0, None)
-        ('ray_dcp', 'ray', 'nobody')
+        InvalidRequestError: Both sides would delete, or an argument is invalid.
     """
-    check_whole(max_to_keep, "max_to_keep")
-    if max_to_keep and num_to_keep is not None:
+    policy = retention_of(max_to_keep, retention)
+    if policy is not None and num_to_keep is not None:
+        name = f"max_to_keep={max_to_keep}" if max_to_keep else f"retention={retention!r}"
         raise InvalidRequestError(
-            f"max_to_keep={max_to_keep} and CheckpointConfig(num_to_keep={num_to_keep}) both say "
-            f"what to delete, and each would delete what the other counts on. Leave one of them "
-            f"out: Ray Train's keeps by score too, ray_dcp's counts saves that Ray Train was not "
-            f"told of as well",
-            key="max_to_keep",
+            f"{name} and CheckpointConfig(num_to_keep={num_to_keep}) both say what to delete, and "
+            f"each would delete what the other counts on. Leave one of them out: Ray Train's keeps "
+            f"by score too, ray_dcp's counts saves that Ray Train was not told of as well",
+            key="max_to_keep" if max_to_keep else "retention",
         )
-    if max_to_keep:
-        return "ray_dcp"
-    return "nobody" if num_to_keep is None else "ray"
-
-
-def superfluous(
-    committed: Iterable[StepFolder],
-    uncommitted: Iterable[StepFolder],
-    registered: Collection[str],
-    owner: Owner,
-    max_to_keep: int,
-) -> list[StepFolder]:
-    """Returns the folders that can be deleted, oldest first.
-
-    The newest committed folder, the newest reported folder and all newer ones are always kept.
-
-    Args:
-        committed: Committed folders of the run.
-        uncommitted: Uncommitted folders of earlier worker groups.
-        registered: Names of the folders that were reported to Ray Train.
-        owner: Which side deletes old checkpoints.
-        max_to_keep: Number of committed folders that ray_dcp keeps.
-
-    Examples:
-        >>> folders = [StepFolder(step, 1, "7f3c21") for step in (10, 20, 30)]
-        >>> [one.step for one in superfluous(folders, [], [folders[0].name], "ray_dcp", 1)]
-        [20]
-    """
-    committed = sorted(committed)
-    if not committed:
-        return []
-    told = [folder for folder in committed if folder.name in registered]
-    stays = {committed[-1], *told[-1:]}
-    gone: set[StepFolder] = set()
-    if owner == "ray_dcp":
-        gone.update(committed[:-max_to_keep])
-    elif owner == "ray" and told:
-        # Why: Ray Train can't delete these, as a newer one was reported instead of them.
-        gone.update(one for one in committed if one < told[-1] and one not in told)
-    gone.update(one for one in uncommitted if one < committed[-1])
-    return sorted(gone - stays)
-
-
-class Retention:
-    """Deletes superfluous folders. Not thread-safe.
-
-    Args:
-        root: Folder of the run with the steps.
-        owner: Which side deletes old checkpoints.
-        max_to_keep: Number of committed folders that ray_dcp keeps.
-        group: Number of this worker group; only uncommitted folders of earlier groups are deleted.
-        registered: Names of the folders that Ray Train has registered.
-        check: Raises if this run has lost the writer lease.
-    """
-
-    def __init__(
-        self,
-        root: Root,
-        owner: Owner,
-        max_to_keep: int,
-        group: int,
-        registered: Iterable[str],
-        *,
-        check: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._root = root
-        self._owner: Owner = owner
-        self._max_to_keep = max_to_keep
-        self._group = group
-        self._registered = set(registered)
-        self._found = Catalogue()
-        self._deletions = Deletions(root, Readers(lease_s=LEASE_S), check, self._removed)
-
-    def told(self, folder: StepFolder) -> None:
-        """Registers a folder that was reported to Ray Train, and deletes superfluous folders."""
-        self._registered.add(folder.name)
-        try:
-            chosen, _ = self._look()
-            left = self._deletions.remove_all(chosen, self._look) if chosen else {}
-            for name, error in left.items():
-                if error is not None:
-                    logger.warning("%s/%s: %s", self._root.url, name, error)
-        except CheckpointError as error:
-            logger.warning("Old checkpoints in %s were not deleted: %s", self._root.url, error)
-
-    def _look(self) -> tuple[list[Going], Catalogue]:
-        """Scans the storage; returns the untagged folders to delete, and the catalogue."""
-        self._found = look_at_folders(
-            self._root, lambda name: getattr(parse(name), "step", None), self._found.folders
-        )
-        committed = {
-            folder: going(one)
-            for name, one in self._found.folders.items()
-            if (folder := parse(name)) is not None and one.is_ours and one.is_known
-        }
-        left = (parse(name) for name in self._found.leftovers)
-        earlier = {
-            one: Going(one.step, one.name, "") for one in left if one and one.group < self._group
-        }
-        folders = superfluous(committed, earlier, self._registered, self._owner, self._max_to_keep)
-        both = committed | earlier
-        return [both[one] for one in folders if one.step not in self._found.tags], self._found
-
-    def _removed(self, going: Going) -> None:
-        if going.attempt and going.name not in self._registered:
-            remove_records(self._root, going.name)
+    return None if policy is None and num_to_keep is None else NeededSteps(policy)
 
 
 POLL_S = 2.0
@@ -395,35 +363,24 @@ def _other_ray(error: Exception) -> InternalError:
 STAGED_S = 60.0
 """How long to wait for staged saves of earlier groups on this node, in seconds."""
 
-REGISTERED_S = 5.0
-"""Timeout of the query for registered checkpoints, in seconds."""
-
 
 @dataclass
-class Group:
-    """This rank's membership in a worker group."""
+class JoinedGroup:
+    """A worker group that this rank has joined."""
 
-    root: Root
-    number: int
-    """Number of the group in the run, from 1."""
-    word: str
-    session: Session
+    writer: Writer
+    """Holds the lease on rank 0; only scans the storage on other ranks."""
+    settings: Settings
+    """Settings of the manager by which the group saves."""
+    session: Any
     owns_session: bool
     has_steps: bool
-    """The folder contains steps, of earlier groups or of another program."""
-    lease: WriterLease | None = None
-    """None except on rank 0."""
-    retention: Retention | None = None
-    """None except on rank 0."""
+    """Whether the folder contains steps of earlier groups."""
+    needed: NeededSteps | None = None
 
-    def folder_of(self, step: int) -> StepFolder:
-        """Returns the folder for a step saved by this group."""
-        return StepFolder(step, self.number, self.word)
-
-    def leave(self) -> None:
-        """Releases the lease, and the session if it is owned."""
-        if self.lease is not None:
-            self.lease.give_back()
+    def leave(self, timeout_s: float) -> None:
+        """Releases the lease, after waiting for a deletion, and closes a session of its own."""
+        self.writer.close(timeout_s)
         if self.owns_session:
             self.session.close()
 
@@ -431,18 +388,18 @@ class Group:
 def join(
     facts: RunFacts,
     folder: str,
-    max_to_keep: int,
+    settings: Settings,
+    needed: NeededSteps | None,
     storage_options: Mapping[str, object] | None,
-    broadcast: Callable[[Any], Any],
-) -> Group:
+) -> JoinedGroup:
     """Joins the worker group, and returns this rank's membership. Collective.
 
     Args:
         facts: Properties of the run.
         folder: Folder of the steps.
-        max_to_keep: Number of committed steps that ray_dcp keeps; 0 keeps all.
+        settings: Settings of the manager by which the group saves, without names.
+        needed: Retention policy of the run.
         storage_options: Options of the object store.
-        broadcast: Returns the value of rank 0 on all ranks.
 
     Raises:
         InvalidRequestError: An argument is invalid, on all ranks.
@@ -450,79 +407,63 @@ def join(
         CheckpointError: The storage can't be listed, or the session can't be created.
     """
     root = Root(absolute_target(target_of_run(facts, check_folder(folder), storage_options)))
-    owner = owner_of(max_to_keep, facts.num_to_keep)
+    settings = replace(settings, kept=needed)
+    writer: Writer | None = None
+
+    def begin() -> tuple[Writer, tuple[int, str, bool]]:
+        # Why: the only checkpoint may be one that a killed group has staged here.
+        NodeMemory().await_staged(root.url, STAGED_S, Stop())
+        names = folders_in(root.storage)
+        begun = next_group(names), secrets.token_hex(3), any(map(parse, names))
+        named = replace(settings, names=GroupNames(group=begun[0], word=begun[1]))
+        # Why with the id of the run: its worker groups replace each other at once.
+        holder = replace(this_process(), nonce=facts.run_id)
+        refresh = dict if needed is None else needed.refresh
+        return Writer(root, named, holder=holder, before_removal=refresh), begun
+
     error: Exception | None = None
-    begun = lease = retention = None
-    if facts.rank == 0:
-        try:
-            lease = take_lease(root, facts.run_id, facts.name)
-            # Why: the only checkpoint may be one that a killed group has staged here.
-            NodeMemory().await_staged(root.url, STAGED_S, Stop())
-            listed = list_run(root.target)
-            number = next_group([*(one.name for one in listed.steps), *listed.others])
-            retention = Retention(
-                root, owner, max_to_keep, number, _registered(), check=lease.check
-            )
-            begun = number, secrets.token_hex(3), bool(listed.steps)
-        except Exception as failed:  # noqa: BLE001 - the other ranks wait in the broadcast
-            error = failed
-    # Why truncated: Ray Train broadcasts at most 1 kB.
-    why = None if error is None else f"{type(error).__name__}: {error}"[:800]
-    told = broadcast((begun, why))
-    if error is not None:
-        raise error
-    if told[1] is not None:
-        raise ParticipantError(f"Rank 0 could not begin: {told[1]}", rank=0)
-    number, word, has_steps = told[0]
-    session: Any = session_for(None, False)
-    owns = isinstance(session, InlineSession)
-    if owns:
-        # Why with Ray even for one rank: its node agent keeps staged saves if the worker is killed.
-        session = RaySession(f"train-{facts.name}-{word}", 0, 1)
-        session.register()
-    return Group(root, number, word, session, owns, has_steps, lease, retention)
-
-
-def take_lease(root: Root, run_id: str, name: str, **how: Any) -> WriterLease:
-    """Acquires the writer lease of a run; takes it over at once from an earlier group of the run.
-
-    Deletions that the earlier group has announced are aborted.
-
-    Args:
-        root: Folder of the run.
-        run_id: Id of this `fit()`.
-        name: Name of the run.
-        **how: Arguments of `WriterLease`.
-
-    Raises:
-        CheckpointExistsError: Another live run of this name holds the lease.
-        StorageError: The storage failed.
-    """
-    holder = replace(this_process(), nonce=run_id)
-    lease = WriterLease(root, holder=holder, **how)
-    before = lease.holder()
+    begun = None
     try:
-        lease.take(even_if_held=before is not None and before.nonce == run_id)
+        if facts.rank == 0:
+            try:
+                writer, begun = begin()
+                _take_lease(writer, facts.name)
+                if needed is not None:
+                    needed.refresh()
+            except Exception as failed:  # noqa: BLE001 - the other ranks wait in the broadcast
+                error = failed
+        # Why truncated: Ray Train broadcasts at most 1 kB.
+        why = None if error is None else f"{type(error).__name__}: {error}"[:800]
+        begun, why = reports.broadcast((begun, why))
+        if error is not None:
+            raise error
+        if why is not None:
+            raise ParticipantError(f"Rank 0 could not begin: {why}", rank=0)
+        number, word, has_steps = begun
+        settings = replace(settings, names=GroupNames(group=number, word=word))
+        session: Any = session_for(None, False)
+        owns = isinstance(session, InlineSession)
+        if owns:
+            # Why with Ray even for one rank: its node agent keeps staged saves if the worker is
+            # killed.
+            session = RaySession(f"train-{facts.name}-{word}", 0, 1)
+            session.register()
+        return JoinedGroup(
+            writer or Writer(root, settings), settings, session, owns, has_steps, needed
+        )
+    except BaseException:
+        if writer is not None:
+            writer.close()
+        raise
+
+
+def _take_lease(writer: Writer, name: str) -> None:
+    try:
+        writer.take_lease()
     except CheckpointExistsError as error:
         raise CheckpointExistsError(
-            f"Expected to be the only run named {name!r} that writes to {root.url}, but {before} "
-            f"does, of another fit(), and lives. Give each run, and each trial of Ray Tune, a "
-            f"RunConfig(name=...) of its own, or end that one: its checkpoints can then be resumed "
-            f"under the same name",
-            checkpoint_id=root.url,
+            f"Expected to be the only run named {name!r} that writes to {writer.root.url}. Give "
+            f"each run, and each trial of Ray Tune, a RunConfig(name=...) of its own, or end that "
+            f"one: its checkpoints can then be resumed under the same name. {error.message}",
+            checkpoint_id=writer.root.url,
         ) from error
-    unsure = root.fence("another worker group writes to the run", None)
-    if unsure:
-        logger.warning("%s", unsure)
-    return lease
-
-
-def _registered() -> list[str]:
-    """Returns the names of the folders that Ray Train has registered."""
-    from ray.train import CheckpointConsistencyMode, get_all_reported_checkpoints
-
-    found = get_all_reported_checkpoints(
-        consistency_mode=CheckpointConsistencyMode.COMMITTED, timeout_s=REGISTERED_S
-    )
-    folders = (parse(one.checkpoint.path) for one in found)
-    return [folder.name for folder in folders if folder is not None]

@@ -1,18 +1,19 @@
-"""Calls of a worker to Ray Train: reports, registered checkpoints, metrics and preemptions."""
+"""Calls of a worker to Ray Train: reports, reported checkpoints, metrics and preemptions."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
-from ray_dcp.format.step_info import StepInfo, decode_info, encode_info, info_key
-from ray_dcp.integrations.train.joining import parse
-from ray_dcp.integrations.train.save_requests import REQUESTS, Asked, save_fits
-from ray_dcp.store.storage import Storage
+from ray_dcp.errors import InvalidRequestError
+
+REPORTED_S = 5.0
+"""Timeout of the query for reported checkpoints, in seconds."""
+PENDING = "PENDING_VALIDATION"
+"""Name of Ray Train's status of a checkpoint whose validation has not ended."""
 
 
 def broadcast(value: Any) -> Any:
@@ -22,14 +23,22 @@ def broadcast(value: Any) -> Any:
     return broadcast_from_rank_zero(value)
 
 
-def report(checkpoint: Any, metrics: Mapping[str, Any]) -> None:
-    """Reports a committed checkpoint to Ray Train. Collective."""
+def report(checkpoint: Any, metrics: Mapping[str, Any], validation: Any = False) -> None:
+    """Reports a committed checkpoint to Ray Train. Collective.
+
+    Args:
+        checkpoint: Ray Train's checkpoint.
+        metrics: Its metrics.
+        validation: Argument of `ray.train.report`; passed only if it requests a validation, as
+            older versions of Ray lack it.
+    """
     import ray.train
 
     ray.train.report(
         dict(metrics),
         checkpoint=checkpoint,
         checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
+        **({"validation": validation} if validation else {}),
     )
 
 
@@ -41,35 +50,29 @@ def registered() -> str | None:
     return None if checkpoint is None else str(checkpoint.path)
 
 
-def refuse_fresh_start(path: str | None, url: str, error: CheckpointNotFoundError) -> None:
-    """Raises if Ray Train has registered a checkpoint of a run in which none was found.
+@dataclass(frozen=True)
+class ReportedStep:
+    """What Ray Train knows of a checkpoint that was reported to it."""
 
-    Args:
-        path: Path of the checkpoint that Ray Train has registered, or None.
-        url: URL of the folder that was searched.
-        error: Error of the search.
+    metrics: Mapping[str, float]
+    """Its numeric metrics, including those of its validation."""
+    is_pending: bool = False
+    """Whether its validation has not ended."""
 
-    Raises:
-        CheckpointNotFoundError: Ray Train has registered a checkpoint.
-    """
-    if path is None:
-        return
-    if parse(path) is None:
-        way_out = (
-            f"It was not saved by a ray_dcp.train.checkpointer: load it by ray_dcp.load(state, "
-            f"checkpoint_id={path!r}) or as it was saved, and do not call restore(); or give the "
-            f"run another RunConfig(name=...)"
+
+def reported_folders() -> dict[str, ReportedStep]:
+    """Returns what Ray Train knows of the reported checkpoints, by folder name, oldest first."""
+    from ray.train import CheckpointConsistencyMode, get_all_reported_checkpoints
+
+    found = get_all_reported_checkpoints(
+        consistency_mode=CheckpointConsistencyMode.COMMITTED, timeout_s=REPORTED_S
+    )
+    return {
+        str(one.checkpoint.path).rstrip("/").rpartition("/")[2]: ReportedStep(
+            numbers_in(one.metrics), getattr(getattr(one, "status", None), "name", "") == PENDING
         )
-    else:
-        way_out = (
-            "Its files were deleted, moved or are out of reach here. Bring them back, or give the "
-            "run another RunConfig(name=...) to begin anew on purpose"
-        )
-    raise CheckpointNotFoundError(
-        f"Expected the checkpoint that Ray Train has registered for this run, {path}, but in {url} "
-        f"none is committed. {way_out}",
-        checkpoint_id=path,
-    ) from error
+        for one in found
+    }
 
 
 def check_metrics(metrics: object) -> dict[str, Any]:
@@ -102,59 +105,15 @@ def check_metrics(metrics: object) -> dict[str, Any]:
     return found
 
 
-def encoded_metrics(step: int, metrics: Mapping[str, Any]) -> bytes:
-    """Returns the numeric metrics, encoded as they are stored beside the checkpoint."""
-    numbers = {
+def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the numeric metrics.
+
+    Examples:
+        >>> numbers_in({"loss": 1, "phase": "warmup", "done": True})
+        {'loss': 1.0}
+    """
+    return {
         name: float(value)
         for name, value in metrics.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool)
     }
-    return encode_info(StepInfo(step=step, created_s=time.time(), metrics=numbers))
-
-
-def read_metrics(storage: Storage) -> dict[str, Any]:
-    """Returns the metrics stored beside a checkpoint; empty if they can't be read.
-
-    Args:
-        storage: Storage of the checkpoint.
-    """
-    try:
-        return dict(decode_info(storage.read(info_key(0))).metrics)
-    except (CheckpointError, KeyError, OSError):
-        return {}
-
-
-class Preemption:
-    """Checks for preempted nodes through Ray Train, in the same calls on all ranks.
-
-    Args:
-        every: Number of calls per check; 0 to never check.
-        rank: This rank.
-    """
-
-    def __init__(self, every: int, rank: int) -> None:
-        self._every = every
-        self._rank = rank
-        self._num_calls = 0
-        self._known: Any = None
-
-    def asks(self, step: int) -> Asked | None:
-        """Returns a request for a save at this step, or None. Collective."""
-        if not self._every:
-            return None
-        self._num_calls += 1
-        if self._num_calls % self._every:
-            return None
-        from ray.train import get_preemption_info
-
-        info = get_preemption_info()
-        if info is None or info == self._known:
-            return None
-        self._known = info
-        # Why rank 0 decides: clocks and measured times differ between ranks.
-        fits = broadcast(self._fits(info) if self._rank == 0 else None)
-        return Asked(f"preemption-{step}", "preemption", step - 1) if fits else None
-
-    def _fits(self, info: Any) -> bool:
-        left_s = None if info.deadline_ms is None else info.deadline_ms / 1000 - time.time()
-        return save_fits(left_s, REQUESTS.seconds()[0])

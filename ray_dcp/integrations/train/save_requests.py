@@ -36,7 +36,7 @@ with the others."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedSave:
     """A requested save."""
 
     seq: str
@@ -50,7 +50,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldRank:
     """Answer of a held rank."""
 
     last_step: int
@@ -71,7 +71,7 @@ class SaveRequests:
         self._last_step = -1
         self._seconds: tuple[float | None, float | None] = (None, None)
         self._held: tuple[str, float] | None = None
-        self._asked: Asked | None = None
+        self._asked: RequestedSave | None = None
         self._taken: str = ""
         self._ended: dict[str, bool] = {}
 
@@ -97,7 +97,7 @@ class SaveRequests:
             self._held = self._asked = None
             self._changed.notify_all()
 
-    def at(self, step: int, owner: int) -> Asked | None:
+    def at(self, step: int, owner: int) -> RequestedSave | None:
         """Returns the request for a step, or None; waits while this rank is held.
 
         Args:
@@ -147,7 +147,7 @@ class SaveRequests:
         with self._changed:
             return self._seconds
 
-    def ended(self, asked: Asked, committed: bool) -> None:
+    def ended(self, asked: RequestedSave, committed: bool) -> None:
         """Records the outcome of a requested save; waits up to `linger_s` after a commit."""
         with self._changed:
             self._ended[asked.seq] = committed
@@ -159,7 +159,7 @@ class SaveRequests:
 
     # Called by the controller
 
-    def hold(self, seq: str) -> Held | None:
+    def hold(self, seq: str) -> HeldRank | None:
         """Holds this rank before its next decision; returns None if it can't accept a request.
 
         Args:
@@ -169,9 +169,9 @@ class SaveRequests:
             if not self._is_open or self._held is not None or self._asked is not None:
                 return None
             self._held = (seq, time.monotonic() + HOLD_S)
-            return Held(self._last_step, *self._seconds)
+            return HeldRank(self._last_step, *self._seconds)
 
-    def ask(self, asked: Asked) -> bool:
+    def ask(self, asked: RequestedSave) -> bool:
         """Delivers a request and releases this rank; returns False if it was no longer held."""
         with self._changed:
             if self._held is None or self._held[0] != asked.seq:
@@ -299,7 +299,8 @@ def ask_all(
         call: Calls the ranks.
         seq: Unique id of the request.
         reason: Reason, for the log.
-        linger_s: See `Asked.linger_s`; if `left_s` is given, only used if no further save pays.
+        linger_s: See `RequestedSave.linger_s`; if `left_s` is given, used only if no further save
+            pays.
         left_s: Time in which the save must be committed, in seconds; None if there is no limit.
         took_s: Duration of the last requested save with its request, in seconds; None if there was
             none.
@@ -311,7 +312,7 @@ def ask_all(
         Exception: A worker did not answer.
     """
     try:
-        held: Sequence[Held | None] = call("hold", seq)
+        held: Sequence[HeldRank | None] = call("hold", seq)
         answers = [one for one in held if one is not None]
         if not held or len(answers) < len(held):
             call("drop", seq)
@@ -323,7 +324,7 @@ def ask_all(
         commit_s = _longest(one.commit_s for one in answers)
         after = max(one.last_step for one in answers)
         ends = left_s is None or is_last_round(left_s, _longest((commit_s, took_s)))
-        told = call("ask", Asked(seq, reason, after, linger_s if ends else 0.0))
+        told = call("ask", RequestedSave(seq, reason, after, linger_s if ends else 0.0))
     except Exception:
         call("drop", seq)
         raise
