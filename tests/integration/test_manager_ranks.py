@@ -1,4 +1,4 @@
-"""A manager, and `load_newest`, on two real ranks: both decide the same, whatever each one sees."""
+"""A manager on two real ranks: both decide the same, whatever each one sees."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ray_dcp
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
-    DamagedCheckpointError,
     InvalidRequestError,
     RankDisagreementError,
 )
@@ -24,9 +22,7 @@ from tests.attempts import (
     Attempt,
     attempt,
     check_sound,
-    files_at,
     one_error,
-    save_sound,
     sound_state,
 )
 from tests.checkpoints import flip
@@ -193,62 +189,3 @@ def test_items_become_a_step_on_both_ranks_at_once(ranks, tmp_path):
         return manager.all_steps(), step, found["data"]["at"], found["model"]["step"]
 
     assert ranks.run(train, str(tmp_path)) == [([10, 20, 30], 30, 30, 30)] * 2
-
-
-# `load_newest`, without a manager
-
-
-def try_newest(run: str, **how: Any) -> Attempt:
-    """Returns on a rank the report, and what the state holds then."""
-
-    def load() -> Any:
-        state = sound_state(0, fill=False)
-        report = ray_dcp.load_newest(state, run, **how)
-        check_sound(state, report.step)
-        return report
-
-    return attempt(load)
-
-
-def test_both_ranks_fall_back_to_the_same_step(ranks, tmp_path):
-    for step in (9, 10, 11):
-        ranks.run(save_sound, f"{tmp_path}/step-{step}", step)
-    uncommitted = tmp_path / "step-12"
-    uncommitted.mkdir()
-    (uncommitted / "__0_0.0123456789abcdef.distcp").write_bytes(b"x" * 100)
-
-    found = values(ranks.run(try_newest, str(tmp_path)))
-    assert {report.step for report in found} == {11}
-    assert {Path(path).name for report in found for path, _ in report.skipped} == {"step-12"}
-
-    # Rank 1's part alone: rank 0 has read its own of the newer step by then.
-    (mine,) = (tmp_path / "step-11").glob("__1_*.distcp")
-    for offset in range(0, mine.stat().st_size, 512):
-        flip(mine, offset)
-    attempts = ranks.run(try_newest, str(tmp_path))
-    found = values(attempts)
-    assert {report.step for report in found} == {10}
-    assert {report.checkpoint_id for report in found} == {f"{tmp_path}/step-10"}
-    for report in found:
-        assert [Path(path).name for path, _ in report.skipped] == ["step-12", "step-11"]
-        ((path, error),) = report.damaged
-        assert path == f"{tmp_path}/step-11"
-        assert isinstance(error, DamagedCheckpointError)
-        assert mine.name in str(error)
-    assert len(attempts[0].warnings) == 1
-    assert mine.name in attempts[0].warnings[0]
-    assert attempts[1].warnings == ()
-
-    # A file that is gone, and then nothing that is sound.
-    next((tmp_path / "step-10").glob("__0_*.distcp")).unlink()
-    assert {report.step for report in values(ranks.run(try_newest, str(tmp_path)))} == {9}
-    before = files_at(tmp_path)
-    error = one_error(
-        ranks.run(try_newest, str(tmp_path), newer_than=9), DamagedCheckpointError,
-        f"{tmp_path}/step-11", f"{tmp_path}/step-10",
-    )  # fmt: skip
-    assert "may hold parts" in str(error)
-    assert files_at(tmp_path) == before
-    # The session goes on.
-    ranks.run(save_sound, f"{tmp_path}/step-13", 13)
-    assert {report.step for report in values(ranks.run(try_newest, str(tmp_path)))} == {13}

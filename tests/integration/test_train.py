@@ -10,7 +10,6 @@ import shutil
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,11 @@ import torch
 
 import ray_dcp
 from ray_dcp.errors import (
-    CheckpointExistsError,
     CheckpointNotFoundError,
     InvalidRequestError,
     RankDisagreementError,
 )
-from ray_dcp.integrations.train import checkpointer, save_requests
-from ray_dcp.integrations.train.joining import run_facts
+from ray_dcp.integrations.train import save_requests
 from ray_dcp.manager import BestN, LatestN
 from ray_dcp.runtime.actor_names import NAMESPACE, coordinator_name
 from ray_dcp.runtime.attach import attached_address
@@ -323,9 +320,7 @@ def train_alone_and_wrongly(config: dict[str, str]) -> None:
 # Trials of Ray Tune, whose workers have no process group
 
 
-def test_trials_side_by_side_on_s3_keep_to_themselves_and_one_name_is_of_one_run(
-    train_ray, server, tmp_path
-):
+def test_trials_side_by_side_on_s3_keep_to_themselves(train_ray, server, tmp_path):
     from ray import tune
 
     place = fresh_place(server)
@@ -353,8 +348,6 @@ def test_trials_side_by_side_on_s3_keep_to_themselves_and_one_name_is_of_one_run
         run = place / f"trial-{number}" / "checkpoints"
         assert ray_dcp.load_newest(state, run, no_dist=True).step == 2
         assert state["shared"].tolist() == [number] * 9
-    (refused,) = notes(tmp_path, "refused")
-    assert "a RunConfig(name=...) of its own, or end that one" in refused["refused"]
 
 
 def train_beside_another(config: dict[str, Any]) -> None:
@@ -373,24 +366,6 @@ def train_beside_another(config: dict[str, Any]) -> None:
         assert ckpt.restore(found) == 2
         loaded = {name: value.tolist() for name, value in found.items()}
         note(str(folder), rank, trial=number, loaded=loaded, **session_facts(ckpt._group.session))
-        if number == 1:
-            begin_under_the_name_of_the_other(folder)
-            (folder / "over").touch()
-        assert eventually((folder / "over").exists)
-
-
-def begin_under_the_name_of_the_other(folder: Path) -> None:
-    """Does what the worker of another `fit()` does that was given the name of trial 0."""
-    from ray.train.v2._internal.execution.storage import StorageContext
-
-    mine = run_facts()
-    storage = StorageContext(mine.storage_path, "trial-0", read_only=True)
-    facts = replace(mine, name="trial-0", run_id="of another fit", storage=storage)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpointer, "run_facts", lambda: facts)
-        with pytest.raises(CheckpointExistsError) as caught:
-            ray_dcp.train.checkpointer()
-    note(str(folder), 0, refused=str(caught.value))
 
 
 def test_the_elastic_run_of_the_documentation_goes_on(train_ray, tmp_path):

@@ -365,20 +365,6 @@ def test_auto_falls_back_over_damaged_steps_loudly_and_they_may_be_saved_again(m
         manager.restore("auto", state(-1))
 
 
-def test_damaged_steps_do_not_count_for_retention_and_do_not_go(manage):
-    manager = manage(10, 2)
-    for step in (10, 20):
-        manager.save(step, state(step))
-    with pytest.raises(errors.MissingKeyError):  # an older step would not help
-        manager.restore("auto", {**state(-1), "other": torch.ones(2)})
-    damage(manager, 20)
-    with pytest.warns(UserWarning, match="instead of the newer"):
-        manager.restore("auto", state(-1))
-    manager.save(30, state(30))
-    manager.join()
-    assert manager.all_steps() == [10, 20, 30]
-
-
 # --- items --------------------------------------------------------------------------------------
 
 
@@ -407,22 +393,6 @@ def test_named_items_are_saved_and_restored_each_in_its_own_way(manage):
     found = both(0)
     manager.restore(2, found)
     assert (found["model"]["w"][0].item(), found["training"]["step"]) == (2.0, 2)
-
-
-def test_a_step_is_not_there_before_all_its_items_are(manage):
-    manager = manage(1, items=items())
-    manager.save(1, both(1))
-    with pytest.raises(errors.CheckpointError):
-        manager.save(2, {**both(2), "training": {"w": torch.ones(2).to("meta")}})
-    assert manager.all_steps() == [1]
-    manager.save_async(2, {**both(2), "training": {"w": torch.ones(2).to("meta")}})
-    with pytest.raises(errors.CheckpointError):
-        manager.join()
-    assert manager.all_steps() == [1]
-    manager.save(2, both(2))
-    found = both(0)
-    manager.restore("latest", found)
-    assert found["training"]["step"] == 2
 
 
 def test_items_that_the_manager_or_the_step_lacks_are_told(manage):
@@ -525,18 +495,6 @@ def test_a_planner_that_is_shared_and_a_question_without_detection_are_refused(m
         Item(save_planner=torch.distributed.checkpoint.DefaultSavePlanner())
     with pytest.raises(errors.InvalidRequestError, match="Preemption detection not enabled"):
         manage().reached_preemption(1)
-
-
-def test_a_deleted_step_is_gone_and_may_be_saved_again(manage):
-    manager = manage()
-    manager.save(10, state(10))
-    manager.save(20, state(20))
-    manager.delete(20)
-    assert manager.all_steps() == [10]
-    with pytest.raises(errors.CheckpointNotFoundError, match="found 10"):
-        manager.delete(20)
-    manager.save(20, state(20))
-    assert restored(manager) == 20
 
 
 def test_options_of_the_call_go_before_those_of_the_item(manage):

@@ -15,20 +15,10 @@ import torch
 import ray_dcp
 from ray_dcp.errors import InvalidRequestError, LimitError
 from ray_dcp.integrations.train import callback, reports, save_requests
-from ray_dcp.integrations.train.joining import RunFacts, StepFolder, target_of_run
+from ray_dcp.integrations.train.joining import RunFacts, target_of_run
 from ray_dcp.integrations.train.save_requests import RequestedSave, SaveRequests, ask_all
 from ray_dcp.train import SaveBeforeResize
 from tests.polling import eventually
-
-
-def test_the_later_of_two_groups_that_saved_a_step_is_tried_first(tmp_path: Path):
-    for group, value in ((2, 2.0), (11, 11.0), (3, 3.0)):
-        folder = StepFolder(7, group, "0a1b2c").name
-        ray_dcp.save({"w": torch.tensor(value)}, checkpoint_id=tmp_path / folder)
-    found = {"w": torch.tensor(0.0)}
-    assert ray_dcp.load_newest(found, tmp_path).step == 7
-    assert found["w"] == 11.0
-
 
 # --- what is refused, and where it goes -----------------------------------------------------------
 
