@@ -20,24 +20,24 @@ __all__ = ["CheckpointManager", "SPMDLoadPlanner", "SPMDSavePlanner", "prime_opt
 
 
 class CheckpointManager(manager.CheckpointManager):
-    """As `ray_dcp.CheckpointManager`, for state dicts of XLA tensors under SPMD, as torch_xla's.
+    """A `ray_dcp.CheckpointManager` for state dicts of XLA tensors under SPMD, like torch_xla's.
 
-    Saves and loads go through the SPMD planners. A step may be saved again, and replaces itself
-    atomically; steps may come in any order. Steps that torch_xla's manager wrote are read
+    Saves and loads use the SPMD planners. Steps may be saved in any order, and again: a step is
+    then replaced atomically. Steps that torch_xla's manager wrote are read
     (`also_read=("{step}",)`), and never deleted.
 
     Args:
-        path: As for `ray_dcp.CheckpointManager`, like the others.
-        save_interval: Steps between saves.
-        max_to_keep: Newest steps to keep, 0 for all.
-        max_pending_async: Asynchronous saves under way at a time.
-        num_of_threads: Threads with which a rank writes.
+        path: As for `ray_dcp.CheckpointManager`, like the other arguments.
+        save_interval: Number of steps between saves.
+        max_to_keep: Number of newest steps to keep; 0 keeps all.
+        max_pending_async: Maximum number of asynchronous saves in progress.
+        num_of_threads: Number of threads with which a rank writes.
         process_group: The ranks.
-        chkpt_on_preemption: Save as well when a rank is preempted. Works on every device.
+        chkpt_on_preemption: Whether a preemption makes a step due. Works on every device.
         **more: Further arguments of `ray_dcp.CheckpointManager`.
 
     Raises:
-        InvalidRequestError: An argument has a value that it can't have.
+        InvalidRequestError: An argument is invalid.
 
     Examples:
         >>> import tempfile, torch
@@ -78,12 +78,12 @@ class CheckpointManager(manager.CheckpointManager):
         )
 
     def save(self, step: int, state_dict: Any, force: bool = False, **more: Any) -> bool:
-        """See `save` of the base class; what the devices have been asked is done first."""
+        """Waits for the devices, then saves; see `save` of the base class."""
         _sync()
         return super().save(step, state_dict, force, **more)
 
     def save_async(self, step: int, state_dict: Any, force: bool = False, **more: Any) -> bool:
-        """See `save_async` of the base class; what the devices have been asked is done first."""
+        """Waits for the devices, then saves; see `save_async` of the base class."""
         _sync()
         return super().save_async(step, state_dict, force, **more)
 

@@ -59,7 +59,7 @@ LEASED_RETRY_S = 5.0
 MOST_TRIES = 20
 """Consecutive failed passes after which the rest is left to the pass after the next save."""
 
-Left = Mapping[str, CheckpointError | None]
+NotDeleted = Mapping[str, CheckpointError | None]
 """Folders that were not deleted, by name, with the error; None if the step is being read."""
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,9 @@ class Remover:
         threaded: Whether a thread runs the passes; otherwise `drain` does.
     """
 
-    def __init__(self, url: str, remove: Callable[[], Left], *, threaded: bool = True) -> None:
+    def __init__(
+        self, url: str, remove: Callable[[], NotDeleted], *, threaded: bool = True
+    ) -> None:
         self._url = url
         self._remove = remove
         self._threaded = threaded
@@ -138,7 +140,7 @@ class Remover:
     def _pass(self) -> None:
         with self._changed:
             self._busy, self._due_s = True, None
-        left: Left = {}
+        left: NotDeleted = {}
         try:
             left = self._remove()
         except (CheckpointExistsError, InvalidRequestError) as error:
@@ -153,7 +155,7 @@ class Remover:
                     self._try_again(left)
                 self._changed.notify_all()
 
-    def _try_again(self, left: Left) -> None:
+    def _try_again(self, left: NotDeleted) -> None:
         failed = {name: error for name, error in left.items() if error is not None}
         if failed:
             self._tries += 1
@@ -189,7 +191,7 @@ class Writer:
         threaded: Whether a thread deletes steps, and another one renews the lease.
         holder: Identity of the writer; this process by default.
         before_removal: Called before each deletion pass, without the lock; returns folders that
-            must be looked at again soon, as `Left` does.
+            must be looked at again soon, as `NotDeleted` does.
 
     Attributes:
         catalogue: Result of the last scan. It answers queries, and decides no deletion.
@@ -209,7 +211,7 @@ class Writer:
         now: Callable[[], float] = time.time,
         threaded: bool = True,
         holder: LeaseHolder | None = None,
-        before_removal: Callable[[], Left] = dict,
+        before_removal: Callable[[], NotDeleted] = dict,
     ) -> None:
         self.root = root
         self.lock = threading.RLock()

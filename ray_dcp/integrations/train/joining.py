@@ -48,7 +48,7 @@ from ray_dcp.io.threads import Stop
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.leases import this_process
 from ray_dcp.manager.retention import RetentionPolicy, StepFacts, answers_of
-from ray_dcp.manager.root_writer import Left, Writer
+from ray_dcp.manager.root_writer import NotDeleted, Writer
 from ray_dcp.manager.settings import Settings, retention_of
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.memory_tier import NodeMemory
@@ -177,7 +177,7 @@ class NeededSteps:
         """Adds steps that were reported to Ray Train, or what it now knows of them."""
         self._reported = {**self._reported, **reported}
 
-    def refresh(self) -> Left:
+    def refresh(self) -> NotDeleted:
         """Queries Ray Train; returns the folders of steps that it still validates."""
         try:
             found = reports.reported_folders()
