@@ -20,7 +20,6 @@ import torch
 import ray_dcp
 from ray_dcp.errors import (
     CheckpointNotFoundError,
-    InvalidRequestError,
     RankDisagreementError,
 )
 from ray_dcp.integrations.train import save_requests
@@ -250,9 +249,7 @@ def test_workers_save_and_load_by_themselves_and_what_they_saved_loads_outside(t
 # A worker that is killed while its save is on the way from memory to storage
 
 
-def test_one_worker_goes_on_with_what_is_in_memory_only_and_wrong_calls_are_refused(
-    train_ray, folder
-):
+def test_one_worker_goes_on_with_what_is_in_memory_only(train_ray, folder):
     """It begins with what two shards saved, and is killed once a save of its own is staged."""
     from ray.train import CheckpointConfig
 
@@ -263,7 +260,7 @@ def test_one_worker_goes_on_with_what_is_in_memory_only_and_wrong_calls_are_refu
     with ThreadPoolExecutor(1) as beside:
         opened = beside.submit(open_when_restarted)
         result = fit(
-            train_alone_and_wrongly, folder, 1,
+            train_alone, folder, 1,
             checkpoint_config=CheckpointConfig(num_to_keep=1),
         )  # fmt: skip
         opened.result()
@@ -278,16 +275,12 @@ def test_one_worker_goes_on_with_what_is_in_memory_only_and_wrong_calls_are_refu
     assert told["loss"] == pytest.approx(expected[LAST_SAVED + 2], abs=1e-5)
 
 
-def train_alone_and_wrongly(config: dict[str, str]) -> None:
-    """Goes on with what two shards saved; then calls what must be refused."""
+def train_alone(config: dict[str, str]) -> None:
+    """Goes on with what two shards saved; then finds that it was taken away."""
     import ray.train
 
     folder = config["folder"]
     note(folder, 0, attempt=os.getpid())
-    with pytest.raises(InvalidRequestError, match="Leave one of them out"):
-        ray_dcp.train.checkpointer(max_to_keep=3)
-    with pytest.raises(InvalidRequestError, match="RunConfig"):
-        ray_dcp.train.checkpointer(folder="../elsewhere")
     state = made("bare")
     with ray_dcp.train.checkpointer() as ckpt:
         done = ckpt.restore(state)
@@ -299,11 +292,6 @@ def train_alone_and_wrongly(config: dict[str, str]) -> None:
             note(folder, 0, begun=done, loss=loss, committed=len(list(committed)))
             os.kill(os.getpid(), signal.SIGKILL)
         ckpt.save(done + 1, state, metrics={"loss": torch.tensor(loss)})
-        with pytest.raises(InvalidRequestError, match="not newer"):
-            ckpt.save(done + 1, state)
-    with pytest.raises(InvalidRequestError, match="is closed"):
-        ckpt.save(done + 2, state)
-    ckpt.close()
     # What Ray Train has registered is taken away while the run goes on.
     assert str(done + 1) in ray.train.get_checkpoint().path
     whole = ray.train.CheckpointConsistencyMode.COMMITTED

@@ -157,6 +157,12 @@ def test_a_run_goes_back_to_the_newest_step_that_it_has_saved_itself(make: Make,
     assert train.steps == [1, 2, 3]
 
 
+@pytest.mark.parametrize("name", ["../elsewhere", "/abs", "s3://b/x", "a/b", "", ".hidden", 3])
+def test_a_folder_outside_of_the_run_is_refused(make: Make, name: Any):
+    with pytest.raises(InvalidRequestError, match="RunConfig"):
+        make(folder=name)
+
+
 def test_what_ray_train_knows_of_and_is_gone_is_an_error(make: Make, train: Train):
     train.registered = "/run/g0001-0a1b2c-step-00000005"
     with make() as ckpt, pytest.raises(CheckpointNotFoundError, match="Bring them back"):
