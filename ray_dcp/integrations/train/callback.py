@@ -94,14 +94,12 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
         if info is None or group is None or info == self._known:
             return
         self._known = info
+
+        def save() -> None:
+            self._guarded("a preemption", lambda: self._save_in_time(group, info))
+
         # Why a thread: the controller must continue to monitor its workers.
-        self._guarded(
-            "a preemption",
-            lambda: start_thread(
-                lambda: self._guarded("a preemption", lambda: self._save_in_time(group, info)),
-                "ray_dcp preemption",
-            ),
-        )
+        self._guarded("a preemption", lambda: start_thread(save, "ray_dcp preemption"))
 
     # Reactions
 
