@@ -198,6 +198,30 @@ def test_a_frozen_value_that_changed_is_written(tmp_path):
         check_holds(path_of(tmp_path, step), values)
 
 
+OTHERS = {
+    "dtype": lambda value: value.view(torch.int32),
+    "shape": lambda value: value.reshape(WIDTH // 2, WIDTH * 2),
+    "dimensions": lambda value: value.reshape(WIDTH, 2, WIDTH // 2),
+}
+
+
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
+def test_equal_bytes_of_another_kind_are_written(tmp_path, change):
+    values = torch.arange(WIDTH * WIDTH, dtype=torch.float32).reshape(WIDTH, WIDTH)
+    for step, value in enumerate((values, change(values))):
+        state = {"w": nn.Parameter(value, requires_grad=False)}
+        check_holds(save(tmp_path, step, state), {"w": value})
+    assert shared(path_of(tmp_path, 0), path_of(tmp_path, 1)) == 0
+
+
+def test_a_file_is_linked_under_another_name_of_its_tensor(tmp_path):
+    values = torch.arange(WIDTH * WIDTH, dtype=torch.float32).reshape(WIDTH, WIDTH)
+    for step, name in enumerate(("w", "renamed")):
+        state = {name: nn.Parameter(values, requires_grad=False)}
+        check_holds(save(tmp_path, step, state), {name: values})
+    assert shared(path_of(tmp_path, 0), path_of(tmp_path, 1)) == 1
+
+
 @pytest.mark.parametrize("number", [errno.EXDEV, errno.EMLINK, errno.EPERM, errno.ENOENT])
 def test_a_filesystem_that_does_not_link_gets_the_bytes(tmp_path, monkeypatch, number):
     model, _ = a_run(tmp_path, 1)
