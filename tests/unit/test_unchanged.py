@@ -450,8 +450,9 @@ def other_copy(store: Any, old: str, new: str) -> None:
 
 
 def replaced_source(store: Any, old: str, new: str) -> None:
-    obstore.put(store, new, obstore.get(store, old).bytes())
-    obstore.put(store, old, b"something else")
+    data = bytes(obstore.get(store, old).bytes())
+    obstore.put(store, new, data)
+    obstore.put(store, old, data[:1] + b"x" + data[2:])
 
 
 def gone_source(store: Any, old: str, new: str) -> None:
@@ -478,7 +479,9 @@ def test_what_a_store_did_not_copy_well_is_written(monkeypatch, copy):
     save_steps(place, 1)
     monkeypatch.setattr(obstore, "copy", copy)
     model = Tuned()
-    ray_dcp.save({"model": model}, checkpoint_id=place / "step-1", options=LINK)
+    handle = ray_dcp.async_save({"model": model}, checkpoint_id=place / "step-1", options=LINK)
+    handle.committed(120)
+    assert handle.report().bytes_copied == 0
     monkeypatch.undo()
     model.set_step(0)
     ray_dcp.save({"model": model}, checkpoint_id=place / "step-2", options=SaveOptions())
