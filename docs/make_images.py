@@ -18,7 +18,7 @@ from rich.text import Text
 import ray_dcp
 from ray_dcp.cli.main import main
 from ray_dcp.manager import EverySteps
-from ray_dcp.view.pictures.rank_boxes import even_boxes, reshard
+from ray_dcp.view.resharding import even_boxes, reshard
 
 IMAGES = Path(__file__).parent / "images"
 

@@ -28,8 +28,7 @@ from ray_dcp.format.names import (
     tags_in,
 )
 from ray_dcp.format.step_info import info_slot
-from ray_dcp.io.records import Announced, check_announced, fence
-from ray_dcp.io.reserve import RESERVE, freeing, keep_reserve
+from ray_dcp.io.records import RESERVE, Announced, check_announced, fence, freeing, keep_reserve
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
 from ray_dcp.store.storage import Storage, is_full, read_if_there
 from ray_dcp.view.run_listing import FOREIGN, folders_above, step_of

@@ -61,7 +61,7 @@ def _run(steps: int, root: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """Returns the measurements of each save and load, and the values that differ."""
     # Why: torch and Ray warn about things that users can't change.
     warnings.filterwarnings("ignore", category=FutureWarning)
-    from ray_dcp.integrations import demo as program
+    from ray_dcp.integrations import demo_program as program
     from ray_dcp.runtime.worker_group import WorkerGroup
 
     rows: list[dict[str, Any]] = []
@@ -104,7 +104,7 @@ def _run(steps: int, root: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _save(ranks: WorkerGroup, path: Path) -> dict[str, Any]:
-    from ray_dcp.integrations import demo as program
+    from ray_dcp.integrations import demo_program as program
     from ray_dcp.view.checkpoint_view import open_checkpoint
 
     started = time.perf_counter()
@@ -115,7 +115,7 @@ def _save(ranks: WorkerGroup, path: Path) -> dict[str, Any]:
 
 
 def _load(ranks: WorkerGroup, path: Path) -> dict[str, Any]:
-    from ray_dcp.integrations import demo as program
+    from ray_dcp.integrations import demo_program as program
 
     started = time.perf_counter()
     needed, read = ranks.run(program.restore, str(path))[0]
@@ -136,7 +136,7 @@ def _stock_digests(path: Path) -> dict[str, str]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    from ray_dcp.integrations import demo as program
+    from ray_dcp.integrations import demo_program as program
 
     metadata = FileSystemReader(str(path)).read_metadata()
     flat = {

@@ -1,4 +1,4 @@
-"""The commands `ls`, `du` and `watch`, which list steps, disk usage and changes of a run.
+"""The commands `ls`, `du`, `watch`, `doctor` and `report`, which show a whole run.
 
 They import neither torch nor Ray.
 """
@@ -7,24 +7,40 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import secrets
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
+import ray_dcp
 from ray_dcp.cli.main import JSON
-from ray_dcp.cli.output import progress, says, table, told
-from ray_dcp.cli.places import check_answers
+from ray_dcp.cli.output import progress, says, styled, table, told
+from ray_dcp.cli.places import check_answers, run_at, written
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.errors import CheckpointNotFoundError
-from ray_dcp.view.pictures.tables import LEFT, MOST_DETAILED, step_cells
+from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
+from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import KeyExistsError, Storage
+from ray_dcp.view.drawing import aside, div, heading
+from ray_dcp.view.pictures import (
+    Picture,
+    line_chart,
+    picture_diff,
+    picture_layout,
+    picture_reshard,
+    picture_steps,
+)
 from ray_dcp.view.run_listing import list_checkpoints
 from ray_dcp.view.run_view import KINDS, RunView, StepView, Usage, nearest_paths, usage_of
-from ray_dcp.view.wording import count_text, size_text
+from ray_dcp.view.tables import LEFT, MOST_DETAILED, run_text, step_cells
+from ray_dcp.view.wording import count_text, seconds_text, size_text
 
 _STYLES = {"committed": "green", "damaged": "red", "unreadable": "red", "in flight": "yellow",
            "aborted": "yellow", "deleted": "dim"}  # fmt: skip
@@ -219,3 +235,188 @@ def _tell(run: RunView, name: str, was: str, state: str, *, first: bool) -> None
     size = f", {size_text(run.step(name).num_bytes)}" if state else ""
     moment = "" if first else time.strftime("%H:%M:%S ")
     click.echo(f"{moment}{name}: {f'{was} -> ' if was else ''}{state or 'gone'}{size}")
+
+
+Level = Literal["ok", "note", "wrong"]
+_LEVELS = {"ok": "green", "note": "yellow", "wrong": "red"}
+_PACKAGES = ("torch", "ray", "numpy", "pyarrow", "fsspec", "obstore")
+_PROBE_BYTES = 16 << 20
+_CLOCK_S = 300.0
+_LIFECYCLE = (
+    "the bucket needs a lifecycle rule AbortIncompleteMultipartUpload (of 7 days, say): parts of "
+    "uploads that a killed process began appear in no listing and are paid for"
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one check."""
+
+    level: Level
+    what: str
+    told: str
+
+
+@click.command()
+@click.argument("root")
+@click.option(
+    "--write",
+    is_flag=True,
+    help="Try to write as well: whether names can be created once, and how fast. Cleans up.",
+)
+def doctor(root: str, write: bool) -> None:
+    """Find problems of the run at ROOT, or of its storage.
+
+    Exit status: 0 no problem, 1 a checkpoint is damaged, 2 the storage refuses.
+    """
+    found = [_versions()]
+    storage = open_storage(root)
+    began_s = time.perf_counter()
+    run = run_of(root)
+    took = seconds_text(time.perf_counter() - began_s)
+    found.append(Finding("ok", "reading", f"{count_text(len(run), 'checkpoint')} listed in {took}"))
+    if storage.url.startswith(("s3://", "gs://")):
+        found.append(Finding("note", "uploads", _LIFECYCLE))
+    found += _steps(run)
+    refused = False
+    if write:
+        try:
+            found += _probe(storage)
+        except CheckpointError as error:
+            refused = True
+            found.append(Finding("wrong", "writing", str(error)))
+    findings = [asdict(one) for one in found]
+    width = max(len(one.what) for one in found)
+    lines = [
+        f"{styled(f'{f.level:<5}', _LEVELS[f.level])} {f.what:<{width}} {f.told}" for f in found
+    ]
+    told({"path": run.url, "findings": findings}, *lines)
+    if refused:
+        sys.exit(2)
+    if any(one.level == "wrong" for one in found):
+        sys.exit(1)
+
+
+def _versions() -> Finding:
+    told = [f"python {platform.python_version()}", f"ray-dcp {ray_dcp.__version__}"]
+    for name in _PACKAGES:
+        try:
+            told.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            told.append(f"no {name}")
+    return Finding("ok", "versions", ", ".join(told))
+
+
+def _steps(run: RunView) -> Iterator[Finding]:
+    for step in run:
+        for level, what in _odd(step):
+            yield Finding(level, step.name, what)
+    readable = [step for step in run if step.is_readable]
+    if not readable:
+        yield Finding("note", "latest", "there is no checkpoint to load")
+        return
+    try:
+        newest = run.step("latest")
+    except CheckpointError as error:
+        yield Finding("wrong", "latest", str(error))
+        return
+    try:
+        if newest.view.checkpoint.metadata_is_stale:
+            told = ".metadata is missing or older: stock DCP does not see it; see ray-dcp metadata"
+            yield Finding("note", newest.name, told)
+        size = size_text(newest.view.num_bytes)
+        yield Finding("ok", "latest", f"{newest.name} can be opened, {size}")
+    except CheckpointError as error:
+        yield Finding("wrong", newest.name, str(error))
+
+
+def _odd(step: StepView) -> Iterator[tuple[Level, str]]:
+    if step.state in ("damaged", "unreadable"):
+        yield "wrong", f"{step.state}: {step.detail}"
+    if step.state == "in flight":
+        yield "note", f"a save under way, or that crashed: {step.detail}; see ray-dcp gc"
+    elif step.in_flight:
+        saves = count_text(len(step.in_flight), "save")
+        yield "note", f"{saves} over it under way, or crashed; see ray-dcp gc"
+    if step.state in ("committed", "aborted", "deleted") and step.detail:
+        yield "note", f"{step.state}: {step.detail}"
+    if step.created_s is not None and step.created_s > time.time() + _CLOCK_S:
+        yield "note", "was saved in the future: the clocks of this machine and of the job differ"
+
+
+def _probe(storage: Storage) -> Iterator[Finding]:
+    """Tries the operations of a save, on keys of its own, and removes these again."""
+    key = f".ray-dcp-doctor-{secrets.token_hex(6)}"
+    try:
+        storage.write(key, b"1", create=True)
+        once = False
+        try:
+            storage.write(key, b"2", create=True)
+        except KeyExistsError:
+            once = storage.traits.create_if_absent
+        told = "created twice: only one job at a time may save to a checkpoint"
+        if once:
+            told = "created once, whoever tries: saves of two jobs can't mix"
+        yield Finding("ok" if once else "note", "commit", f"a name can be {told}")
+        data = secrets.token_bytes(1 << 20)
+        began_s = time.perf_counter()
+        writer = storage.open_writer(f"{key}.part")
+        try:
+            for _ in range(_PROBE_BYTES >> 20):
+                writer.write(data)
+            writer.commit()
+        finally:
+            writer.abort()
+        speed = size_text(int(_PROBE_BYTES / (time.perf_counter() - began_s)))
+        began_s = time.perf_counter()
+        same = storage.read(f"{key}.part", _PROBE_BYTES - len(data), len(data)) == data
+        took = seconds_text(time.perf_counter() - began_s)
+        told = f"{speed}/s by one thread; 1 MiB read in {took}"
+        yield Finding("ok" if same else "wrong", "writing", told)
+    finally:
+        storage.delete([key, f"{key}.part"])
+
+
+@click.command()
+@click.argument("run")
+@click.argument("file", default="report.html", type=click.Path(dir_okay=False))
+def report(run: str, file: str) -> None:
+    """Write pictures of the steps of RUN, and of its newest step, as one page to FILE.
+
+    The page is self-contained. No tensor is read.
+    """
+    found = run_at(run)
+    parts = [part for section in _sections(found) for part in section]
+    page = Picture(div(*parts)).page(f"{found.url}: {run_text(found)}")
+    written(file, page)
+    path, num_bytes = os.path.abspath(file), len(page.encode())
+    value = {"path": found.url, "file": path, "num_bytes": num_bytes}
+    told(value, f"wrote {path}, {size_text(num_bytes)}")
+
+
+def _sections(run: RunView) -> Iterator[tuple[str, str]]:
+    """Yields headings with pictures, or with the reason why a picture can't be drawn."""
+    yield "", picture_steps(run).html
+    metrics = {name for step in run for name in step.metrics}
+    steps = [step for step in run if step.step is not None]
+    for name in sorted(metrics):
+        points = [(float(s.step or 0), s.metrics[name]) for s in steps if name in s.metrics]
+        yield heading(name), line_chart({name: points}).html
+    if not any(step.is_readable for step in run):
+        return
+    try:
+        newest = run.step("latest")
+        view = newest.view
+        yield heading("the newest step"), Picture(view._repr_html_()).html
+        largest = max(view.tensors, key=lambda name: view.tensors[name].num_bytes, default=None)
+        if largest is not None:
+            ranks = max(1, (view.world_size or 1) * 2)
+            yield heading("its largest tensor"), picture_layout(view, largest).html
+            drawn = picture_reshard(view, largest, ranks)
+            yield heading("the same on twice as many ranks"), drawn.html
+        before = run.before(newest)
+        if before is not None:
+            diff = before.view.diff(view, read=False)
+            yield heading("what changed since the step before"), picture_diff(diff).html
+    except CheckpointError as error:
+        yield "", aside(error.message)

@@ -43,11 +43,10 @@ from ray_dcp.io.checkpoint import CheckpointReplacedError
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
 from ray_dcp.view.checkpoint_view import CheckpointView, open_checkpoint
-from ray_dcp.view.naming import few
 from ray_dcp.view.run_view import StepView, open_run
 from ray_dcp.view.verify import Problem, items_of
 from ray_dcp.view.verify import verify as verify_path
-from ray_dcp.view.wording import count_text, size_text
+from ray_dcp.view.wording import count_text, few, size_text
 
 _MOST_TRIES = 20
 """How often the copy of a step is retried if the step is replaced meanwhile."""

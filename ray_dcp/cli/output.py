@@ -15,7 +15,7 @@ import click
 
 from ray_dcp.cli.main import INTERRUPTED, JSON
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.view.pictures.drawing import shortened
+from ray_dcp.view.drawing import shortened
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _LEAST_NAME = 12

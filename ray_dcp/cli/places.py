@@ -26,9 +26,17 @@ from ray_dcp.store.object_stores import PROVIDERS
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
 from ray_dcp.store.storage import read_if_there
 from ray_dcp.view.checkpoint_view import CheckpointView, open_checkpoint
-from ray_dcp.view.naming import choose, passed_over, passed_over_text, split_address
 from ray_dcp.view.run_listing import step_of
-from ray_dcp.view.run_view import RunView, StepView, nearest_paths, open_run
+from ray_dcp.view.run_view import (
+    RunView,
+    StepView,
+    choose,
+    nearest_paths,
+    open_run,
+    passed_over,
+    passed_over_text,
+    split_address,
+)
 
 ANSWER_S = 10.0
 """Timeout of the first request to an object store, in seconds."""

@@ -1,4 +1,7 @@
-"""The commands `show` and `verify`. They import neither torch nor Ray."""
+"""The commands `show`, `verify`, `diff`, `reshard` and `timeline`, which look into checkpoints.
+
+They import neither torch nor Ray.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,25 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
+from itertools import groupby
 from typing import Any
 
 import click
 
 from ray_dcp.cli.main import JSON, VERBOSE
-from ray_dcp.cli.output import interrupted, progress, says, table, told
-from ray_dcp.cli.places import addresses_of, checkpoint_at, hint_at
+from ray_dcp.cli.output import interrupted, progress, says, screen_width, styled, table, told
+from ray_dcp.cli.places import address_of, addresses_of, checkpoint_at, hint_at, written
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
+from ray_dcp.format.save_trace import SaveTrace, Span
 from ray_dcp.io.checkpoint import what_became_of
 from ray_dcp.view.checkpoint_view import CheckpointView
-from ray_dcp.view.naming import nearest
-from ray_dcp.view.pictures.tree import Node, grown, leaves_of, shape_text
+from ray_dcp.view.difference import TensorDiff, ValueDiff
 from ray_dcp.view.run_listing import wrong_lengths
+from ray_dcp.view.tables import Node, grown, leaves_of, shape_text
+from ray_dcp.view.trace import chrome_trace
 from ray_dcp.view.verify import Problem, VerifyInterrupted, VerifyReport
 from ray_dcp.view.verify import verify as verify_path
-from ray_dcp.view.wording import count_text, size_text
+from ray_dcp.view.wording import count_text, nearest, number_text, seconds_text, size_text
 
 _MOST_NAMES = 40
 _MOST_PROBLEMS = 50
@@ -212,3 +218,263 @@ def _problems(name: str, report: VerifyReport) -> list[str]:
     num_problems = len(report.problems) + len(report.unread)
     result = count_text(num_problems, "problem") if num_problems else "ok"
     return [*lines, f"{name}: {result}, {size_text(report.checked_bytes)} checked"]
+
+
+_STYLES = {"changed": "yellow", "added": "green", "removed": "red", "undecided": "magenta",
+           "reshaped": "cyan", "retyped": "cyan"}  # fmt: skip
+
+
+@click.command()
+@click.argument("first")
+@click.argument("second")
+@click.option("--tensor", "pattern", metavar="GLOB", help="Only names that match.")
+@click.option("--values", is_flag=True, help="Read what changed, and show by how much.")
+@click.option("--hashes-only", is_flag=True, help="Read nothing where hashes can't decide.")
+@click.option("--all", "show_all", is_flag=True, help="List what is unchanged, too.")
+@click.option("--exit-code", is_flag=True, help="Exit with 1 when something differs.")
+def diff(
+    first: str,
+    second: str,
+    pattern: str | None,
+    values: bool,
+    hashes_only: bool,
+    show_all: bool,
+    exit_code: bool,
+) -> None:
+    """List the tensors of checkpoint SECOND that differ from those of FIRST; PATH or RUN@STEP.
+
+    Tensors with the same chunks in both checkpoints are compared by their stored hashes, without
+    reading them. Other tensors are read and compared; the last lines report how much was read.
+    """
+    address_one, address_other = address_of(first), address_of(second)
+    one, other = address_one.open(first), address_other.open(second)
+    with progress("comparing") as bar:
+        found = one.diff(other, read=not hashes_only, told=bar)
+    shown = [
+        row
+        for row in found.tensors
+        if (pattern is None or fnmatchcase(row.name, pattern))
+        and (show_all or row.change != "unchanged")
+    ]
+    by_name: dict[str, ValueDiff] = {}
+    if values:
+        chosen = {row.name for row in shown}
+        names = [name for name in found.comparable if name in chosen]
+        with progress("reading") as bar:
+            by_name = {row.name: row for row in found.values(names, told=bar)}
+    lines = table(
+        [_diff_row(row, by_name.get(row.name)) for row in shown],
+        left=("change", "name", "type"),
+        least=("elements", "type", "max", "size", "norm", "differs"),
+        style=lambda column, cell: _STYLES.get(cell, "") if column == "change" else "",
+    )
+    counts = ", ".join(f"{count} {name}" for name, count in found.counts.items())
+    total = f"{counts or 'both are empty'}; {size_text(found.changed_bytes)} differ"
+    title = f"{address_one.name} -> {address_other.name}"
+    notes = [f"note: {note}" for note in found.notes]
+    read = f"{size_text(found.bytes_read)} of tensors were read to decide that"
+    value = {
+        "first": one.url,
+        "second": other.url,
+        "counts": found.counts,
+        "changed_bytes": found.changed_bytes,
+        "bytes_read": found.bytes_read,
+        "notes": list(found.notes),
+        "tensors": [
+            {**asdict(row), "values": asdict(by_name[row.name]) if row.name in by_name else None}
+            for row in shown
+        ],
+    }
+    told(value, title, *lines, total, *notes, read)
+    if exit_code and not found.is_empty:
+        sys.exit(1)
+
+
+def _diff_row(row: TensorDiff, value: ValueDiff | None) -> dict[str, object]:
+    numbers = {
+        "norm": value and number_text(value.norm),
+        "relative": value and number_text(value.relative),
+        "max": value and number_text(value.max_abs),
+        "elements": value and f"{value.num_changed}/{value.num_elements}",
+    }
+    return {
+        "change": row.change,
+        "name": row.name,
+        "size": size_text(row.num_bytes),
+        "differs": size_text(row.changed_bytes),
+        "type": " -> ".join(dict.fromkeys(filter(None, (row.first, row.second)))),
+        **{column: cell or "" for column, cell in numbers.items()},
+    }
+
+
+@click.command()
+@click.argument("path")
+@click.option(
+    "--to",
+    "layout",
+    required=True,
+    metavar="LAYOUT",
+    help="8 or 8:row, 8:column, 4x2 (rows over 4, columns over 2).",
+)
+@click.option("--tensor", "pattern", metavar="GLOB", help="Only names that match.")
+def reshard(path: str, layout: str, pattern: str | None) -> None:
+    """Show what a load of the checkpoint at PATH, or RUN@STEP, on other ranks would read.
+
+    The plan is that of a load, but no tensor is read. PEAK is the memory that a rank needs: its
+    tensors, and bytes that are read but not yet copied into them.
+    """
+    address = address_of(path)
+    found = address.open(path).reshard(layout, include=pattern)
+    rows = [
+        {
+            "rank": one.rank,
+            "needs": size_text(one.bytes_needed),
+            "reads": size_text(one.bytes_read),
+            "ranges": one.num_ranges,
+            "files": one.num_files,
+            "times": f"{one.bytes_read / one.bytes_needed if one.bytes_needed else 1.0:.2f}",
+            "peak": size_text(one.peak_bytes),
+        }
+        for one in found.ranks
+    ]
+    total = (
+        f"{address.name}\n"
+        f"{found.layout}: {count_text(len(rows), 'rank')}, {size_text(found.bytes_read)} read for "
+        f"{size_text(found.bytes_needed)} ({found.amplification:.2f} times)\n"
+        f"at most {size_text(found.peak_bytes)} of memory on a rank"
+    )
+    missing = [
+        f"missing: a part of {name!r} is stored nowhere; a load would fail"
+        for name in found.uncovered
+    ]
+    value = {
+        "path": address.name,
+        "layout": str(found.layout),
+        "bytes_needed": found.bytes_needed,
+        "bytes_read": found.bytes_read,
+        "amplification": found.amplification,
+        "peak_bytes": found.peak_bytes,
+        "uncovered": list(found.uncovered),
+        "ranks": [{**asdict(one), "peak_bytes": one.peak_bytes} for one in found.ranks],
+    }
+    told(value, *table(rows, least=("ranges", "files", "times")), total, *missing)
+
+
+RANK = {"capture": ("░", "yellow"), "plan": ("·", "dim"), "stage": ("▒", "magenta"),
+        "write": ("█", "blue"), "commit": ("-", "dim")}  # fmt: skip
+"""Character and style of each phase of a rank; the character suffices without colours."""
+COORDINATOR = {"look": ("·", "green"), "plan": ("░", "dim"), "build": ("▒", "green"),
+               "table": ("▓", "green"), "record": ("█", "green")}  # fmt: skip
+
+_WIDTH, _LEAST_WIDTH, _MOST_WIDTH = 100, 60, 160
+_MOST_LANES = 64
+
+
+@click.command()
+@click.argument("path")
+@click.option(
+    "--chrome",
+    "chrome_file",
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
+    help="Write the trace to FILE for chrome://tracing and ui.perfetto.dev.",
+)
+def timeline(path: str, chrome_file: str | None) -> None:
+    """Show the duration of each phase on each rank when the checkpoint at PATH was saved.
+
+    PATH may be RUN@STEP, such as run@latest. Stragglers in a phase are marked with `!`. All times
+    are by the clock of the coordinator.
+    """
+    view = checkpoint_at(path)
+    trace = view.trace
+    if trace is None:
+        why = (
+            f"a {view.kind} checkpoint has none"
+            if view.attempt is None
+            else "the trace could not be written, or was deleted"
+        )
+        raise CheckpointNotFoundError(
+            f"expected the trace of a save beside the checkpoint, but there is none: {why}",
+            checkpoint_id=view.url,
+        )
+    if chrome_file is not None:
+        written(chrome_file, chrome_trace(trace))
+        if not says(JSON):
+            click.echo(f"wrote {chrome_file}: open it in chrome://tracing or ui.perfetto.dev")
+            return
+    width = min(max(screen_width() or _WIDTH, _LEAST_WIDTH), _MOST_WIDTH)
+    told({"path": view.url, **asdict(trace)}, *gantt(trace, view.url, width))
+
+
+def gantt(trace: SaveTrace, title: str, width: int = _WIDTH) -> list[str]:
+    """Returns a trace as lines of styled text, each at most `width` wide except the title.
+
+    Args:
+        trace: Trace of a save.
+        title: Path of the checkpoint.
+        width: Width in columns, at least 60.
+    """
+    found = trace.lanes()
+    names = {lane: "coordinator" if lane is None else f"rank {lane}" for lane in found}
+    left = max(len(name) for name in names.values())
+    bar = width - left - 22
+    late = {straggler.rank for straggler in trace.stragglers}
+    end_s = max([trace.committed_s, *(span.stop_s for span in trace.spans)]) or 1e-9
+    lines = [
+        f"{title}: {trace.mode}, {count_text(trace.world_size, 'rank')}, "
+        f"{size_text(trace.num_bytes)}",
+        f"committed after {seconds_text(trace.committed_s)}, "
+        f"training waited {seconds_text(trace.stall_s)}",
+        "",
+    ]
+    for lane, spans in [*found.items()][: _MOST_LANES + 1]:
+        drawn = _bar(spans, end_s, bar, COORDINATOR if lane is None else RANK)
+        mark = styled("!", "red") if lane in late else " "
+        num_bytes = sum(span.num_bytes for span in spans if span.phase == "write")
+        size = f" {size_text(num_bytes):>10}" if num_bytes else ""
+        lines.append(f"{names[lane]:<{left}} {mark} {drawn}{size}")
+    half, end = seconds_text(end_s / 2), seconds_text(end_s)
+    middle = f"{'0':<{bar // 2}}{half}"
+    lines.append(styled(" " * (left + 3) + f"{middle:<{max(bar - len(end), 0)}}{end}", "dim"))
+    hidden = trace.world_size - len(trace.ranks)
+    if hidden > 0:
+        lines.append(f"… and {hidden} more ranks, which are in these numbers:")
+    phases = [
+        {
+            "phase": one.phase,
+            "ranks": one.num_ranks,
+            "median": seconds_text(one.median_s),
+            "p99": seconds_text(one.p99_s),
+            "max": seconds_text(one.max_s),
+            "size": size_text(one.num_bytes) if one.num_bytes else "",
+        }
+        for one in trace.phases
+    ]
+    lines += ["", *table(phases, left=("phase",)), ""]
+    for one in trace.stragglers:
+        where = f" ({one.where})" if one.where else ""
+        lines.append(
+            f"! rank {one.rank} ended {one.phase} after {seconds_text(one.seconds)}, half of the "
+            f"ranks within {seconds_text(one.median_s)}{where}"
+        )
+    for who, looks in (("ranks", RANK), ("coordinator", COORDINATOR)):
+        legend = "  ".join(f"{mark} {phase}" for phase, (mark, _) in looks.items())
+        lines.append(styled(f"{who}: {legend}", "dim"))
+    return lines
+
+
+def _bar(
+    spans: tuple[Span, ...], end_s: float, width: int, looks: dict[str, tuple[str, str]]
+) -> str:
+    cells = [(" ", "")] * width
+    # Why in this order: a node agent writes while the rank still copies, so other phases cover
+    # `write`, and all cover `commit`, which is mostly waiting.
+    order = {"commit": 0, "write": 1}
+    for span in sorted(spans, key=lambda span: order.get(span.phase, 2)):
+        first = min(int(span.start_s / end_s * width), width - 1)
+        # Why at least one cell: a phase of no duration happened, too.
+        last = max(first + 1, min(round(span.stop_s / end_s * width), width))
+        for cell in range(max(first, 0), last):
+            cells[cell] = looks.get(span.phase, ("?", ""))
+    runs = ((style, [*run]) for style, run in groupby(cells, lambda cell: cell[1]))
+    return "".join(styled("".join(mark for mark, _ in run), style) for style, run in runs)

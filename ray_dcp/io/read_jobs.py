@@ -3,12 +3,12 @@
 A pair is one row of the read plan: the common part of a stored chunk and a wanted box (the target).
 There are three kinds of jobs:
 
-- `Span`: one read that serves several small pairs.
-- `Direct`: a slice of a large pair, contiguous in chunk and target, read into the target.
-- `Strided`: a slab of any other large pair, read into scratch memory and copied by elements.
+- `SpanRead`: one read that serves several small pairs.
+- `DirectRead`: a slice of a large pair, contiguous in chunk and target, read into the target.
+- `StridedRead`: a slab of any other large pair, read into scratch memory and copied by elements.
 
     file      |item|item|gap|item|......|======================|..|--  --  --  --|
-               `---- Span -----'         `-Direct-'`-Direct-'      `-- Strided -'
+               `-- SpanRead ---'         `DirectRead' `DirectRead'   `- StridedRead -'
 
 `PairNumbers` has the columns of all pairs as lists, for the loops over small pairs, and determines
 which pairs can take the fastest path.
@@ -72,7 +72,7 @@ is longer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SpanRead:
     """One read that serves several small pairs."""
 
     file: int
@@ -83,7 +83,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Direct:
+class DirectRead:
     """A read of bytes that are contiguous in chunk and target."""
 
     pair: int
@@ -93,14 +93,14 @@ class Direct:
 
 
 @dataclass(frozen=True, slots=True)
-class Strided:
+class StridedRead:
     """A read of a slab into scratch memory, from which it is copied element by element."""
 
     pair: int
     slab: Slab
 
 
-Job = Span | Direct | Strided
+Job = SpanRead | DirectRead | StridedRead
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,11 +256,11 @@ def make_jobs(geo: Geometry, num_rows: int, cost: ReadCost) -> tuple[list[Job], 
     for job in _spans(geo, np.flatnonzero(span), span_bytes, cost):
         placed.append((job.file, job.low, job))
     parts = np.bincount(geo.plan.wanted[span], minlength=num_rows)
-    cut: list[Direct | Strided] = []
+    cut: list[DirectRead | StridedRead] = []
     for pair in np.flatnonzero(~span).tolist():
         cut += _slices(geo, pair, cost) if direct[pair] else _slabs(geo, pair)
     for piece in cut:
-        low = piece.low if isinstance(piece, Direct) else piece.slab.low
+        low = piece.low if isinstance(piece, DirectRead) else piece.slab.low
         placed.append((int(geo.file[piece.pair]), int(geo.place[piece.pair]) + low, piece))
         parts[geo.plan.wanted[piece.pair]] += 1
     placed.sort(key=lambda entry: entry[:2])
@@ -283,13 +283,13 @@ def job_reads(
     low: list[int] = []
     high: list[int] = []
     for job in jobs:
-        if isinstance(job, Span):
+        if isinstance(job, SpanRead):
             found, number = [(job.low, job.high)], job.file
         else:
             place, number = int(geo.place[job.pair]), int(geo.file[job.pair])
             ranges = (
                 [_whole_blocks(geo, job)]
-                if isinstance(job, Direct)
+                if isinstance(job, DirectRead)
                 else (slab_reads(geo, job, cost).tolist())
             )
             found = [(place + a, place + b) for a, b in ranges]
@@ -305,7 +305,7 @@ def read_ahead(
 ) -> Iterator[Job]:
     """Yields the jobs, and issues read-ahead requests for the jobs that follow.
 
-    Ranges of `Strided` jobs are not requested in advance.
+    Ranges of `StridedRead` jobs are not requested in advance.
 
     Args:
         geo: Locations of the bytes.
@@ -313,7 +313,7 @@ def read_ahead(
         cost: As for `make_jobs`.
         begin: Requests a range: called with file, first byte and length.
     """
-    plain = [job for job in jobs if not isinstance(job, Strided)]
+    plain = [job for job in jobs if not isinstance(job, StridedRead)]
     file, low, high = job_reads(geo, plain, cost)
     bounds = coalesce(file, low, high, max_gap_bytes=FREE_GAP_BYTES, max_bytes=AHEAD_BYTES)
     first = bounds[:-1]
@@ -323,7 +323,7 @@ def read_ahead(
     ahead = zip(*(column.tolist() for column in starts), strict=True)
     places, upcoming = iter(before.tolist()), next(ahead, None)
     for job in jobs:
-        place = 0 if isinstance(job, Strided) else next(places)
+        place = 0 if isinstance(job, StridedRead) else next(places)
         while upcoming is not None and upcoming[0] < place + READ_AHEAD_BYTES:
             _, number, start, end = upcoming
             begin(number, start, end - start)
@@ -331,7 +331,7 @@ def read_ahead(
         yield job
 
 
-def slab_reads(geo: Geometry, job: Strided, cost: ReadCost) -> Int64Array:
+def slab_reads(geo: Geometry, job: StridedRead, cost: ReadCost) -> Int64Array:
     """Returns the ranges to read for a slab, as chunk-local int64[r, 2]; see `block_ranges`."""
     pair = job.pair
     return block_ranges(
@@ -346,13 +346,13 @@ def slab_reads(geo: Geometry, job: Strided, cost: ReadCost) -> Int64Array:
     )
 
 
-def _whole_blocks(geo: Geometry, job: Direct) -> tuple[int, int]:
+def _whole_blocks(geo: Geometry, job: DirectRead) -> tuple[int, int]:
     block = max(int(geo.block_bytes[job.pair]), 1)
     stop = min(-(-job.high // block) * block, int(geo.payload_bytes[job.pair]))
     return job.low // block * block, stop
 
 
-def _spans(geo: Geometry, chosen: Int64Array, max_bytes: int, cost: ReadCost) -> list[Span]:
+def _spans(geo: Geometry, chosen: Int64Array, max_bytes: int, cost: ReadCost) -> list[SpanRead]:
     unparsed = geo.unparsed[chosen]
     low = np.where(unparsed, geo.item_low[chosen], geo.place[chosen] + geo.read_low[chosen])
     high = np.where(unparsed, geo.item_high[chosen], geo.place[chosen] + geo.read_high[chosen])
@@ -372,23 +372,23 @@ def _spans(geo: Geometry, chosen: Int64Array, max_bytes: int, cost: ReadCost) ->
     starts = bounds[:-1]
     highest = np.maximum.reduceat(high, starts) if len(starts) else high
     return [
-        Span(int(file[first]), int(low[first]), int(end), pairs[first:stop])
+        SpanRead(int(file[first]), int(low[first]), int(end), pairs[first:stop])
         for first, stop, end in zip(
             starts.tolist(), bounds[1:].tolist(), highest.tolist(), strict=True
         )
     ]
 
 
-def _slices(geo: Geometry, pair: int, cost: ReadCost) -> list[Direct | Strided]:
+def _slices(geo: Geometry, pair: int, cost: ReadCost) -> list[DirectRead | StridedRead]:
     low, high = int(geo.chunk_low[pair]), int(geo.chunk_high[pair])
     block = max(int(geo.block_bytes[pair]), 1)
     step = max(max(SLICE_BYTES, cost.request_bytes) // block, 1) * block
     # Why: a last slice shorter than a third of the others is joined with the one before it.
     cuts = [cut for cut in range(low // step * step + step, high, step) if high - cut > step // 3]
-    return [Direct(pair, a, b) for a, b in pairwise([low, *cuts, high])]
+    return [DirectRead(pair, a, b) for a, b in pairwise([low, *cuts, high])]
 
 
-def _slabs(geo: Geometry, pair: int) -> list[Direct | Strided]:
+def _slabs(geo: Geometry, pair: int) -> list[DirectRead | StridedRead]:
     itemsize, block = int(geo.itemsize[pair]), int(geo.block_bytes[pair])
     found = slabs(
         geo.chunk_offset[pair],
@@ -398,7 +398,7 @@ def _slabs(geo: Geometry, pair: int) -> list[Direct | Strided]:
         itemsize,
         max(SCRATCH_BYTES - 2 * block, block, itemsize),
     )
-    return [Strided(pair, slab) for slab in found]
+    return [StridedRead(pair, slab) for slab in found]
 
 
 class PairNumbers:

@@ -2,8 +2,8 @@
 
 Large contiguous regions are read directly into the target's memory, small adjacent regions are
 read together, and all others go through a bounded scratch buffer per thread. `read_jobs` plans
-these jobs, `Filler` executes them on several threads, and `BlockVerifier` compares each block with
-the chunk table and names damaged bytes.
+these jobs, `TargetFiller` executes them on several threads, and `BlockVerifier` compares each block
+with the chunk table and names damaged bytes.
 
 An item that stock DCP wrote contains the location of its raw bytes in its header only
 (`format.torch_items`). Its head is therefore read first and compared with the chunk table.
@@ -33,13 +33,13 @@ from ray_dcp.format.stream_transforms import MAX_OBJECT_BYTES, unpacked_item
 from ray_dcp.format.table import volumes
 from ray_dcp.format.torch_items import NeedMoreBytes, NotPlainTensor, TensorItem, parse_torch_save
 from ray_dcp.io.read_jobs import (
-    Direct,
+    DirectRead,
     Geometry,
     Job,
     PairNumbers,
     ReadCost,
-    Span,
-    Strided,
+    SpanRead,
+    StridedRead,
     geometry,
     job_reads,
     make_jobs,
@@ -344,7 +344,7 @@ class ManySink(TargetSink, Protocol):
         ...
 
 
-class Filler:
+class TargetFiller:
     """Executes jobs, and calls the sink's `done` when all parts of a row are filled. Thread-safe.
 
     Args:
@@ -402,9 +402,9 @@ class Filler:
             DamagedCheckpointError: A block does not match, or a file is missing or too short.
             StorageError: A file can't be read.
         """
-        if isinstance(job, Span):
+        if isinstance(job, SpanRead):
             num_bytes, blocks = self._do_span(job)
-        elif isinstance(job, Direct):
+        elif isinstance(job, DirectRead):
             num_bytes, blocks = self._do_direct(job)
         else:
             num_bytes, blocks = self._do_strided(job)
@@ -414,7 +414,7 @@ class Filler:
 
     # One method for each kind of job; each returns (bytes read, blocks checked).
 
-    def _do_span(self, job: Span) -> tuple[int, int]:
+    def _do_span(self, job: SpanRead) -> tuple[int, int]:
         view = self._scratch(job.high - job.low)
         self._load(job.file, job.low, view)
         # Why one thread at a time: copying small pairs holds Python's global lock nearly all the
@@ -422,7 +422,7 @@ class Filler:
         with self._turn if len(view) < _SMALL_PAIR_BYTES * len(job.pairs) else nullcontext():
             return len(view), self._copy_pairs(job, view)
 
-    def _copy_pairs(self, job: Span, view: memoryview) -> int:
+    def _copy_pairs(self, job: SpanRead, view: memoryview) -> int:
         """Copies the pairs of a span; returns the number of verified blocks."""
         numbers = self._pairs
         blocks = self._copy_simple(job.pairs, view, job.low)
@@ -501,7 +501,7 @@ class Filler:
                         raise self._verifier.damaged(self._chunk[pair], 0)
         return sum(1 for pair in pairs if has_check[pair])
 
-    def _do_direct(self, job: Direct) -> tuple[int, int]:
+    def _do_direct(self, job: DirectRead) -> tuple[int, int]:
         numbers, pair = self._pairs, job.pair
         block = numbers.block_bytes[pair]
         shift = numbers.target_low[pair] - numbers.chunk_low[pair]
@@ -538,7 +538,7 @@ class Filler:
             part[:] = view[low - start : high - start]
         return len(view), checked
 
-    def _do_strided(self, job: Strided) -> tuple[int, int]:
+    def _do_strided(self, job: StridedRead) -> tuple[int, int]:
         geo, pair, slab = self._geo, job.pair, job.slab
         block = int(geo.block_bytes[pair])
         ranges = slab_reads(geo, job, self._cost).tolist()
@@ -808,7 +808,7 @@ def read_prepared(
     """
     wanted, parts = prepared.wanted, prepared.parts
     lengths = volume(wanted.size) * wanted.itemsize
-    filler = Filler(
+    filler = TargetFiller(
         storage,
         prepared.table,
         prepared.geo,

@@ -27,6 +27,7 @@ process is aborted in the same way, so that no liveness check is needed.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -53,8 +54,7 @@ from ray_dcp.format.manifest import (
     slot_of,
 )
 from ray_dcp.format.step_info import StepInfo, decode_info, info_key
-from ray_dcp.io.reserve import freeing
-from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage, read_if_there
+from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage, is_full, read_if_there
 
 T = TypeVar("T")
 
@@ -444,3 +444,44 @@ def _abort(storage: Storage, attempt: str, reason: str) -> bool:
         f"The records in {storage.url} changed {_MOST_TRIES} times while a deletion was to be "
         f"ended there. Who saves or deletes there all the time? Try again when that is over"
     )
+
+
+RESERVE = "reserve"
+RESERVE_BYTES = 64 << 10
+"""Enough for a lease, an announcement and some records, with the overhead of any filesystem."""
+
+
+def keep_reserve(shared: Storage) -> None:
+    """Creates the reserve of a run; does nothing if there is no space for it.
+
+    Args:
+        shared: Shared storage of the run's managers.
+    """
+    # Why not on an object store: it does not fill up, and each request costs a round trip.
+    if hasattr(shared, "request_bytes"):
+        return
+    with suppress(CheckpointError):
+        # Why random: a compressing filesystem would reserve nothing for zeros.
+        shared.write(RESERVE, os.urandom(RESERVE_BYTES))
+
+
+def freeing(shared: Storage, work: Callable[[], T]) -> T:
+    """Calls `work` and returns its result; if the disk is full, retries without the reserve.
+
+    Args:
+        shared: Shared storage of the run's managers.
+        work: The call; may be repeated once.
+
+    Raises:
+        CheckpointError: The error of `work`.
+    """
+    try:
+        return work()
+    except CheckpointError as error:
+        if not is_full(error) or read_if_there(shared, RESERVE, 0) is None:
+            raise
+    shared.delete([RESERVE])
+    try:
+        return work()
+    finally:
+        keep_reserve(shared)

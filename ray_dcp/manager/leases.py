@@ -33,7 +33,7 @@ from pathlib import Path
 from ray_dcp.core.processes import OwnProcess, start_thread
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
 from ray_dcp.format.names import READING
-from ray_dcp.io.reserve import freeing, keep_reserve
+from ray_dcp.io.records import freeing, keep_reserve
 from ray_dcp.manager.catalogue import FOLDER, Root
 from ray_dcp.store.storage import KeyExistsError, Storage, read_if_there
 

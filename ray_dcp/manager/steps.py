@@ -28,8 +28,14 @@ from ray_dcp.errors import (
 from ray_dcp.format.manifest import DeleteRecord, Manifest, record_key
 from ray_dcp.format.names import note_key
 from ray_dcp.format.step_info import StepInfo, info_slot
-from ray_dcp.io.records import Announced, check_announced, read_info, read_slots, used_slots
-from ray_dcp.io.reserve import freeing
+from ray_dcp.io.records import (
+    Announced,
+    check_announced,
+    freeing,
+    read_info,
+    read_slots,
+    used_slots,
+)
 from ray_dcp.manager.catalogue import Catalogue, Root, StepFound
 from ray_dcp.manager.leases import Readers
 from ray_dcp.runtime.garbage_collection import collect, delete

@@ -62,8 +62,7 @@ from ray_dcp.io.reader import (
     read_items,
     read_prepared,
 )
-from ray_dcp.io.shared_read import SharedReadStorage, Transport
-from ray_dcp.io.small_files import SmallFiles
+from ray_dcp.io.shared_read import SharedReadStorage, SmallFiles, Transport
 from ray_dcp.io.threads import begin, run_within
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import (

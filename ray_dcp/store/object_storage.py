@@ -27,7 +27,6 @@ import numpy.typing as npt
 
 from ray_dcp.core.processes import ProcessLock, start_thread
 from ray_dcp.errors import InvalidRequestError, StorageError, StorageRefusedError
-from ray_dcp.store.create_probe import creates_if_absent_in
 from ray_dcp.store.location import split_url
 from ray_dcp.store.object_stores import (
     ObjectOptions,
@@ -57,6 +56,7 @@ from ray_dcp.store.storage import (
     check_range,
     is_temporary,
 )
+from ray_dcp.store.storage_adapter import creates_if_absent_in
 
 _PIECE_BYTES = 4 << 20
 """Length of the pieces of an upload. Short, so that memory is freed soon after its part is sent."""
@@ -546,7 +546,7 @@ class ObjectStorage:
     def traits(self) -> StorageTraits:
         """Durable and shared; `create_if_absent` is found by a trial, once per store.
 
-        See `ray_dcp.store.create_probe`: the trial creates and removes a few small objects below
+        See `ray_dcp.store.storage_adapter`: the trial creates and removes a few small objects below
         the root.
 
         Raises:

@@ -9,14 +9,17 @@ pyarrow.fs. Conditional creation is verified by a trial; see `create_probe`.
 from __future__ import annotations
 
 import builtins
+import os
 import secrets
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from ray_dcp.core.processes import ProcessLock
 from ray_dcp.errors import StorageError
-from ray_dcp.store.create_probe import creates_if_absent_in
 from ray_dcp.store.location import url_below
 from ray_dcp.store.retry import Retrying
 from ray_dcp.store.storage import (
@@ -438,3 +441,72 @@ def _worth_s(error: Exception) -> float:
     if isinstance(error, ConnectionRefusedError):
         return _REFUSED_S
     return _RETRY_S if isinstance(error, ConnectionError | TimeoutError) else 0.0
+
+
+Create = Callable[[str, bytes], object]
+Read = Callable[[str], bytes]
+Delete = Callable[[list[str]], object]
+
+# Why few: SeaweedFS delays a larger number of concurrent creations by seconds.
+_RACERS = 4
+_LOCK = ProcessLock()
+_KNOWN: dict[str, bool] = {}
+# Why cleared in a forked child: it lacks the thread that holds the lock.
+_UNDER_WAY: dict[str, threading.Lock] = {}
+os.register_at_fork(after_in_child=_UNDER_WAY.clear)
+
+
+def creates_if_absent_in(store: str, create: Create, read: Read, delete: Delete) -> bool:
+    """Returns whether creating a key in a store has exactly one winner.
+
+    The result is cached by `store`; a failure is not.
+
+    Args:
+        store: Identifies the store, for example by the URL of its bucket.
+        create: Creates a hidden key conditionally, or raises `KeyExistsError`.
+        read: Reads a hidden key, or raises `KeyMissingError`.
+        delete: Removes hidden keys.
+
+    Raises:
+        StorageError: The trial failed: the store did not answer, or this process may not write.
+    """
+    with _LOCK:
+        turn = _UNDER_WAY.setdefault(store, threading.Lock())
+    with turn:
+        if store not in _KNOWN:
+            _KNOWN[store] = _tried(create, read, delete)
+        return _KNOWN[store]
+
+
+def _tried(create: Create, read: Read, delete: Delete) -> bool:
+    token = secrets.token_hex(6)
+    first, race = f"{TEMP_PREFIX}{token}-probe", f"{TEMP_PREFIX}{token}-race"
+
+    def put(key: str, value: bytes) -> bool:
+        with suppress(KeyExistsError):
+            create(key, value)
+            return True
+        return False
+
+    def get(key: str) -> bytes | None:
+        with suppress(KeyMissingError):
+            return read(key)
+        return None
+
+    try:
+        # Why read back: the answer to a successful creation may be lost, and a server that ignores
+        # the condition may still answer that it refused.
+        if not put(first, b"first") and get(first) != b"first":
+            return False
+        if put(first, b"second") or get(first) != b"first":
+            return False
+        values = [str(number).encode() for number in range(_RACERS)]
+        with ThreadPoolExecutor(_RACERS) as threads:
+            won = list(threads.map(lambda value: put(race, value), values))
+        stands = get(race)
+        # Why no winner is fine: the winner's answer was lost, and its retry found its own key.
+        return sum(won) <= 1 and stands in values and (not any(won) or won[int(stands)])
+    finally:
+        for key in (first, race):
+            with suppress(StorageError):
+                delete([key])

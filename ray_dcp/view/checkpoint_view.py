@@ -39,17 +39,16 @@ from ray_dcp.options import LoadOptions
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import Told, open_storage
 from ray_dcp.store.storage import OneFile, Storage
+from ray_dcp.view.charts import timeline
 from ray_dcp.view.difference import CheckpointDiff, diff_checkpoints
-from ray_dcp.view.naming import nearest
-from ray_dcp.view.pictures.drawing import aside, div, heading, safe, shortened
-from ray_dcp.view.pictures.timeline import timeline
-from ray_dcp.view.pictures.tree import leaves_of, tensor_tree
+from ray_dcp.view.drawing import aside, div, heading, safe, shortened
 from ray_dcp.view.resharding import ReshardPreview, ShardGrid, preview_reshard
 from ray_dcp.view.run_listing import num_ranks
+from ray_dcp.view.tables import leaves_of, tensor_tree
 from ray_dcp.view.tensor_handle import TensorHandle, TensorInfo
 from ray_dcp.view.trace import Trace, read_trace
 from ray_dcp.view.verify import VerifyReport, verify_opened
-from ray_dcp.view.wording import count_text, size_text
+from ray_dcp.view.wording import count_text, nearest, size_text
 
 
 class _PlainMachine(PickleMachine):

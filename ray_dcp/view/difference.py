@@ -22,8 +22,8 @@ from ray_dcp.core.dtypes import READABLE, as_numbers
 from ray_dcp.core.values import BoolArray, ChunkTable, Int64Array, Kind, offsets_of, widen, within
 from ray_dcp.errors import InvalidRequestError, MissingKeyError
 from ray_dcp.store.opening import Told
-from ray_dcp.view.naming import nearest
 from ray_dcp.view.tensor_handle import parts_of
+from ray_dcp.view.wording import nearest
 
 if TYPE_CHECKING:
     from ray_dcp.view.checkpoint_view import CheckpointView
@@ -363,7 +363,7 @@ class CheckpointDiff:
         return f"is of dtype {', '.join(odd)}, which has no numbers here" if odd else None
 
     def _repr_html_(self) -> str:
-        from ray_dcp.view.pictures.tables import picture_diff
+        from ray_dcp.view.tables import picture_diff
 
         return picture_diff(self).html
 

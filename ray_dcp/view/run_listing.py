@@ -1,11 +1,11 @@
-"""Lists runs and checkpoints: which are there, and what state they are in.
+"""Lists runs and checkpoints by the names and lengths of files, and by small records.
 
-`list_checkpoints` looks at names, lengths and small records only; `verify` checks the bytes.
-`folder_state` is pure: from the names of a folder's files, ours and stock DCP's, and its records,
-to its state.
+`list_checkpoints` returns every checkpoint at or below a directory with its state. `folder_state`
+is pure: it derives the state of a folder from the names and lengths of its files and from its
+records. `verify` checks the bytes.
 
-`list_run` lists the step folders of a run by their names alone, newest first. It does not look
-which of them hold a checkpoint: the load that tries one finds out.
+`list_run` returns the step folders of a run by their names alone, newest first. Whether a folder
+contains a checkpoint is found out by the load that tries it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -22,69 +22,54 @@ import numpy as np
 from ray_dcp.commit_protocol.garbage import attempts_of
 from ray_dcp.core.processes import collector_paused
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
-from ray_dcp.format.manifest import (
-    MAX_RECORD_BYTES,
-    DeleteRecord,
-    Manifest,
-    slot_of,
-)
+from ray_dcp.format.manifest import MAX_RECORD_BYTES, Manifest, slot_of
 from ray_dcp.format.names import CATALOGUE, MAX_NOTE_BYTES, SHARED_FOLDER, noted_step, tags_in
-from ray_dcp.format.step_info import (
-    CatalogueRow,
-    decode_catalogue,
-    info_slot,
-)
-from ray_dcp.io.checkpoint import Checkpoint
+from ray_dcp.format.step_info import CatalogueRow, decode_catalogue, info_slot
+from ray_dcp.io.checkpoint import METADATA_KEY, Checkpoint
 from ray_dcp.io.records import Slots, highest_record, info_below, read_slots
 from ray_dcp.io.threads import run_tasks
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import Told, open_storage, place_below
-from ray_dcp.store.storage import (
-    NETWORK_DISK,
-    Entry,
-    Storage,
-    read_if_there,
-    read_traits_of,
-)
+from ray_dcp.store.storage import NETWORK_DISK, Entry, Storage, read_if_there, read_traits_of
 
 T = TypeVar("T")
 
 _STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})", re.DOTALL)
 PART_NAME = re.compile(r"rank-\d+-part-\d+\.safetensors")
-"""Name of a part file of a safetensors save, in the sub-folder of its attempt."""
+"""Name of a part file of the container `safetensors`, in the sub-folder of its attempt."""
 _MOST_SHOWN = 8
 
 
 @dataclass(frozen=True)
 class ListedStep:
-    """A folder of a run that holds a checkpoint, or what a save left of one."""
+    """A folder of a run that contains a checkpoint, or files of a save."""
 
     name: str
-    """Of the folder, which lies directly in the run."""
+    """Name of the folder, which is directly in the run."""
     step: int
     """Number at the end of the name."""
 
 
 @dataclass(frozen=True)
 class ListedRun:
-    """What lies in a directory of checkpoints."""
+    """The content of a directory of checkpoints."""
 
     url: str
     """Absolute path or URL."""
     steps: tuple[ListedStep, ...]
-    """Newest first; of equal steps, the name that sorts last comes first."""
+    """The steps, newest first; of equal steps, in descending order of names."""
     others: tuple[str, ...] = ()
-    """What else lies directly in it; folders end in `/`."""
+    """Other files and folders directly in the directory; folders end with `/`."""
     is_checkpoint: bool = False
-    """It is itself a checkpoint, or what a save left of one."""
+    """The directory itself is a checkpoint, or has files of a save."""
 
     def checkpoint_id(self, name: str) -> str:
         """Returns the path or URL of a folder of the run."""
         return f"{self.url.rstrip('/')}/{name}"
 
     def in_words(self) -> str:
-        """Returns what is there, for messages."""
+        """Returns the content as text, for messages."""
         names = [f"{folder.name}/" for folder in self.steps] + list(self.others)
         if not names:
             return "nothing"
@@ -93,10 +78,10 @@ class ListedRun:
 
 
 def step_of(name: str) -> int | None:
-    """Returns the number at the end of a folder's name, None if there is none.
+    """Returns the number at the end of the name of a folder; None if there is none.
 
     Args:
-        name: Without slashes at its end.
+        name: Name or path, without slashes at the end.
 
     Examples:
         >>> step_of("step-000120"), step_of("epoch=3-step=70"), step_of("final")
@@ -109,21 +94,21 @@ def step_of(name: str) -> int | None:
 def list_run(run: AnyPlace) -> ListedRun:
     """Returns the step folders of a run.
 
-    A step folder lies directly in the run, its name ends in a number, and directly in it are
-    files of a checkpoint. What a folder nests deeper is its own business.
+    A step folder is directly in the run, has a name that ends with a number, and contains files of
+    a checkpoint directly. Folders below it are not searched.
 
     Args:
         run: Path or URL.
 
     Returns:
-        Without steps when there are none, or no such directory.
+        A run without steps if there are none, or if the directory does not exist.
 
     Raises:
-        InvalidRequestError: `run` is no path and no URL that can be listed.
-        StorageError: The storage refused to list.
+        InvalidRequestError: `run` is not a path or URL that can be listed.
+        StorageError: The storage can't be listed.
 
     Complexity:
-        One listing of all files at and below the run; nothing is read.
+        One listing of all files at and below the run. No file is read.
     """
     storage = open_storage(run)
     folders = folders_in(storage)
@@ -136,16 +121,15 @@ def list_run(run: AnyPlace) -> ListedRun:
         else:
             others.append(f"{name}/")
     steps.sort(key=lambda folder: (folder.step, folder.name), reverse=True)
-    return ListedRun(
-        storage.url, tuple(steps), (*sorted(others), *sorted(files)), _is_checkpoint(files)
-    )
+    others = [*sorted(others), *sorted(files)]
+    return ListedRun(storage.url, tuple(steps), tuple(others), _is_checkpoint(files))
 
 
 def folders_in(storage: Storage) -> dict[str, list[str]]:
-    """Returns the keys of the files of each folder, below that; of those in no folder under "".
+    """Returns the keys of the files of each folder, relative to it; "" has files without a folder.
 
     Raises:
-        StorageError: It can't be listed.
+        StorageError: The storage can't be listed.
     """
     folders: dict[str, list[str]] = {}
     for entry in storage.list():
@@ -155,17 +139,21 @@ def folders_in(storage: Storage) -> dict[str, list[str]]:
 
 
 def _is_checkpoint(keys: Iterable[str]) -> bool:
-    """Tells by the names of files whether a checkpoint is there, or what a save left of one."""
+    """Returns whether the names of files are those of a checkpoint, or of an unfinished save."""
     return any(
-        key == ".metadata"
+        key == METADATA_KEY
         or slot_of(key) is not None
         or ("/" not in key and key.endswith((".distcp", ".safetensors")))
-        or (key.count("/") == 1 and PART_NAME.fullmatch(key.rpartition("/")[2]) is not None)
+        or _is_part(key)
         for key in keys
     )
 
 
-METADATA = ".metadata"
+def _is_part(key: str) -> bool:
+    """Returns whether a key is that of a part file in the sub-folder of its attempt."""
+    return key.count("/") == 1 and PART_NAME.fullmatch(key.rpartition("/")[2]) is not None
+
+
 OUR_FILE = re.compile(rf"__\d+_\d+\..+\.distcp|[^/]+/{PART_NAME.pattern}")
 """Data files that ray_dcp writes."""
 STOCK_FILE = re.compile(r"__\d+_\d+\.distcp")
@@ -175,7 +163,7 @@ _RANK = re.compile(r"(?:.*/)?__(\d+)_\d+\.(?:.+\.)?distcp|.*/rank-(\d+)-part-\d+
 
 
 def rank_of_file(key: str) -> int | None:
-    """Returns the rank in the name of a data file, ours or stock DCP's.
+    """Returns the rank in the name of a data file of ray_dcp or stock DCP; None if it has none.
 
     Args:
         key: Key of the file.
@@ -188,12 +176,18 @@ def rank_of_file(key: str) -> int | None:
     return int(match[1] or match[2]) if match else None
 
 
+def num_ranks(files: Iterable[str]) -> int | None:
+    """Returns the number of ranks in the names of data files; None if the names have no ranks."""
+    ranks = {rank for key in files if (rank := rank_of_file(key)) is not None}
+    return len(ranks) or None
+
+
 State = Literal[
     "committed", "in flight", "aborted", "damaged", "stock", "safetensors", "deleted", "unreadable"
 ]
 
 FOREIGN: tuple[State, ...] = ("stock", "safetensors")
-"""Checkpoints of other programs: read like ours, and never deleted."""
+"""States of checkpoints of other programs, which ray_dcp reads and never deletes."""
 
 
 @dataclass(frozen=True)
@@ -210,29 +204,44 @@ def folder_state(files: Mapping[str, int], slots: Slots) -> StateFound:
     """Returns the state of a folder.
 
     Args:
-        files: Lengths of what lies in it, by key.
-        slots: Its records, as far as they decide.
+        files: Lengths of its files, by key.
+        slots: Its deciding records.
     """
     decides = None if slots.decides is None else slots.decides.record
     known = {record.attempt for record in slots.records.values()}
     known |= {vote.attempt for vote in decides.decided} if decides is not None else set()
     pending = tuple(sorted(attempts_of(files) - known))
     if isinstance(decides, Manifest):
-        return _committed(files, decides, pending)
-    if isinstance(decides, DeleteRecord):
-        return _deleted(files, pending)
-    return _nothing(files, pending, aborted=bool(slots.used))
+        wrong = _wrong(files, decides)
+        state: State = "damaged" if wrong else "committed"
+        return StateFound(state, "; ".join(wrong), decides, pending)
+    # Why by name: reading the `.metadata` of a large checkpoint takes seconds.
+    ours = any(OUR_FILE.fullmatch(key) for key in files)
+    theirs = any(STOCK_FILE.fullmatch(key) for key in files)
+    if METADATA_KEY in files and (theirs or not ours):
+        return StateFound("stock", in_flight=pending)
+    is_unfinished = bool(pending) or theirs or (ours and not slots.used)
+    if not is_unfinished and not ours and any(key.endswith(".safetensors") for key in files):
+        return StateFound("safetensors")
+    if decides is not None and pending:
+        return StateFound("in flight", "it was deleted, and is being saved again", None, pending)
+    if decides is not None:
+        return StateFound("deleted", "files are left: ray_dcp.collect removes them" if ours else "")
+    if is_unfinished:
+        missing = METADATA_KEY if theirs and not ours else "manifest"
+        return StateFound("in flight", f"it has no {missing}", None, pending)
+    return StateFound("aborted", "it has records of saves, but none of a commit")
 
 
 def wrong_lengths(storage: Storage, checkpoint: Checkpoint) -> list[str]:
-    """Returns which files of an opened checkpoint are missing or too short; nothing is read.
+    """Returns a text for each file of an opened checkpoint that is missing or too short.
 
     Args:
-        storage: Where it lies.
-        checkpoint: As opened.
+        storage: Storage of the checkpoint. It is listed; no file is read.
+        checkpoint: The opened checkpoint.
 
     Raises:
-        StorageError: It can't be listed.
+        StorageError: The storage can't be listed.
     """
     files = {entry.key: entry.num_bytes for entry in storage.list()}
     if checkpoint.manifest is not None:
@@ -241,131 +250,97 @@ def wrong_lengths(storage: Storage, checkpoint: Checkpoint) -> list[str]:
     ends = np.zeros(len(table.files), np.int64)
     np.maximum.at(ends, table.file, table.item_offset + table.item_bytes)
     return [
-        f"{key} is missing"
-        if key not in files
-        else f"{key} has {files[key]} bytes, and needs {end}"
+        f"{key} has {files[key]} bytes, and needs {end}" if key in files else f"{key} is missing"
         for key, end in zip(table.files, ends.tolist(), strict=True)
         if files.get(key, -1) < end
     ]
 
 
-def _wrong(files: Mapping[str, int], standing: Manifest) -> list[str]:
+def _wrong(files: Mapping[str, int], manifest: Manifest) -> list[str]:
     return [
-        f"{entry.key} is missing"
-        if entry.key not in files
-        else f"{entry.key} has {files[entry.key]} bytes instead of {entry.num_bytes}"
-        for entry in (*standing.files, standing.table)
+        f"{entry.key} has {files[entry.key]} bytes instead of {entry.num_bytes}"
+        if entry.key in files
+        else f"{entry.key} is missing"
+        for entry in (*manifest.files, manifest.table)
         if files.get(entry.key) != entry.num_bytes
     ]
 
 
-def _committed(
-    files: Mapping[str, int], standing: Manifest, pending: tuple[str, ...]
-) -> StateFound:
-    wrong = _wrong(files, standing)
-    return StateFound(
-        "damaged" if wrong else "committed", "; ".join(wrong), standing, in_flight=pending
-    )
-
-
-def _deleted(files: Mapping[str, int], pending: tuple[str, ...]) -> StateFound:
-    found = _nothing(files, pending, aborted=True)
-    if found.state in FOREIGN:
-        return found  # saved since
-    if pending:
-        return StateFound("in flight", "it was deleted, and is being saved again", None, pending)
-    left = any(OUR_FILE.fullmatch(key) for key in files)
-    return StateFound("deleted", "files are left: ray_dcp.collect removes them" if left else "")
-
-
-def _nothing(files: Mapping[str, int], pending: tuple[str, ...], *, aborted: bool) -> StateFound:
-    # Why by name: `.metadata` of a large checkpoint takes seconds to read.
-    ours = any(OUR_FILE.fullmatch(key) for key in files)
-    theirs = any(STOCK_FILE.fullmatch(key) for key in files)
-    if METADATA in files and (theirs or not ours):
-        return StateFound("stock", "", in_flight=pending)
-    if pending or theirs or (ours and not aborted):
-        missing = "no .metadata" if theirs and not ours else "no manifest"
-        return StateFound("in flight", f"it has {missing}", None, pending)
-    if any(key.endswith(".safetensors") for key in files) and not ours:
-        return StateFound("safetensors")
-    return StateFound("aborted", "it has records of saves, but none of a commit")
-
-
 _MOST_LOOKS = 20
-"""How often a folder is looked at again; each time a save or a delete came in between."""
+"""How often a folder is read again. Each retry means that a save or delete intervened."""
 _MOST_THREADS = 32
-"""Folders of an object store that are looked into at a time: each takes a round trip or two."""
+"""Number of folders of a remote storage that are read concurrently; each takes a round trip or
+two."""
 
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """One directory that holds a checkpoint, or what a save left of one."""
+    """A directory that contains a checkpoint, or files of a save."""
 
     name: str
-    """Path below the root that was listed; `.` for the root itself."""
+    """Path relative to the root that was listed; `.` for the root itself."""
     step: int | None
     """Number at the end of the name; None if there is none."""
     state: State
-    """`committed`; `in flight`: files of a save that may still be committed, or that crashed;
-    `aborted`: a save failed and nothing else is there; `damaged`: committed, but files are missing,
-    have another length or can't be read; `stock`: not written by ray_dcp; `deleted`:
-    `ray_dcp.delete` took it away; `unreadable`: the storage refused."""
+    """`committed`. `in flight`: files of a save that may still commit, or that crashed. `aborted`:
+    only records of saves that failed. `damaged`: committed, but files are missing, have the wrong
+    length or can't be read. `stock`, `safetensors`: written by another program. `deleted`: by
+    `ray_dcp.delete`. `unreadable`: the storage failed, or a newer ray_dcp wrote it."""
     num_bytes: int
-    """Bytes of all files in the directory, also of those that no commit refers to."""
+    """Number of bytes of all files in the directory, including those that no commit refers to."""
     num_ranks: int | None
-    """Ranks that saved it; None if that is not known."""
+    """Number of ranks that saved it; None if unknown."""
     created_s: float | None
-    """Seconds since 1970 by the coordinator's clock; None if that was not recorded."""
+    """Time of the save by the coordinator's clock, in seconds since 1970; None if unknown."""
     detail: str = ""
-    """What is damaged or missing."""
+    """Description of what is damaged or missing."""
     in_flight: tuple[str, ...] = ()
-    """Attempts that left files here and that no record decides about; beside a
-    checkpoint that is committed, they are saves over it."""
+    """Ids of attempts that have files here and that no record decides. Beside a committed
+    checkpoint, they are saves that would replace it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """As given to a `CheckpointManager`."""
+    """Metrics passed to a `CheckpointManager`."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The user's, as given to a `CheckpointManager`."""
+    """Metadata of the user, passed to a `CheckpointManager`."""
     tags: tuple[str, ...] = ()
-    """Sorted."""
+    """Tags, sorted."""
     note: str = ""
     items: Mapping[str, str] = field(default_factory=dict)
-    """Folder of each named item of the step, below its own; empty for a step of one state."""
+    """Folder of each named item of the step, relative to the step; empty for a step with a single
+    state."""
     manifest: Manifest | None = field(default=None, repr=False)
-    """The manifest that is current; None where ray_dcp has committed none."""
+    """The valid manifest; None if ray_dcp has committed none."""
 
     @property
     def is_readable(self) -> bool:
-        """Whether a committed checkpoint can be loaded, by the names and lengths of its files."""
+        """Whether it can be loaded, judged by the names and lengths of its files."""
         return self.state in ("committed", *FOREIGN)
 
 
 @dataclass(frozen=True)
-class _Shared:
-    """What lies beside the steps of a run."""
+class _SharedFiles:
+    """Content of the folder `.manager` of a run."""
 
-    tags: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    notes: Mapping[int, str] = field(default_factory=dict)
-    rows: Mapping[str, CatalogueRow] = field(default_factory=dict)
-    """Of the catalogue file, by folder: it only saves reading."""
+    tags: Mapping[int, tuple[str, ...]]
+    notes: Mapping[int, str]
+    rows: Mapping[str, CatalogueRow]
+    """Rows of the catalogue file, by folder. They only save reads."""
 
 
 def list_checkpoints(root: AnyPlace, *, told: Told | None = None) -> tuple[ListedCheckpoint, ...]:
-    """Returns every checkpoint at or below a directory, by step and then by name.
+    """Returns every checkpoint at or below a directory, sorted by step and name.
 
     Args:
         root: Path, URL, `Location` or filesystem.
-        told: Called now and then with the number of folders looked into, and of all; from any
-            thread.
+        told: Called with the number of folders that were read and of all folders, from any thread.
 
     Returns:
-        Empty when there is none, or no such directory.
+        An empty tuple if there are none, or if the directory does not exist.
 
     Raises:
-        StorageError: The storage refused to list.
+        StorageError: The storage can't be listed.
 
     Complexity:
-        One listing, and one or two small reads for each checkpoint; on object stores 32 at a time.
+        One listing, and one or two small reads for each checkpoint; 32 at a time on remote storage.
     """
     storage = open_storage(root)
     with collector_paused():
@@ -381,7 +356,7 @@ def list_checkpoints(root: AnyPlace, *, told: Told | None = None) -> tuple[Liste
         checkpoints = {directory for directory, _ in todo if directory}
 
         def look(item: tuple[str, dict[str, int]]) -> None:
-            # Why: a folder inside a checkpoint is an item, whatever number its name ends with.
+            # Why: a folder in a checkpoint is an item of a step, even if its name ends in a number.
             is_item = any(above in checkpoints for above in folders_above(item[0]))
             try:
                 found.append(_look(storage, root, *item, shared, is_item=is_item))
@@ -396,20 +371,20 @@ def list_checkpoints(root: AnyPlace, *, told: Told | None = None) -> tuple[Liste
 
 
 def look_into(storage: Storage, todo: Sequence[T], look: Callable[[T], None]) -> None:
-    """Calls `look` for each of some folders, on storages that are waited for 32 at a time.
+    """Calls `look` for each folder, for up to 32 folders at a time on storage with high latency.
 
     Args:
-        storage: In which they lie.
+        storage: Storage of the folders.
         todo: The folders.
-        look: Reads what is in one.
+        look: Reads one folder.
     """
-    # Why only there: a file is read in less time than a thread takes over.
+    # Why only there: a local file is read in less time than it takes to switch threads.
     is_remote = read_traits_of(storage).request_s >= NETWORK_DISK.request_s
     run_tasks(todo, look, min(_MOST_THREADS, len(todo)) if is_remote else 1)
 
 
 def readable_entries(storage: Storage) -> tuple[list[Entry], dict[str, str]]:
-    """Returns what lies in a storage, and which folders of this machine can't be listed, and why.
+    """Returns the entries of a storage, and an error message for each local folder it can't list.
 
     Raises:
         StorageError: Nothing can be listed.
@@ -436,31 +411,29 @@ def _unreadable(directory: str, why: str, num_bytes: int = 0) -> ListedCheckpoin
     return ListedCheckpoint(directory or ".", step, "unreadable", num_bytes, None, None, why)
 
 
-def _read_shared(storage: Storage, directories: dict[str, dict[str, int]]) -> _Shared:
-    """Takes the folder `.manager` out of the listing, and reads what it has about steps."""
+def _read_shared(storage: Storage, directories: dict[str, dict[str, int]]) -> _SharedFiles:
+    """Removes the folder `.manager` from a listing, and reads what it has about steps."""
     keys: list[str] = []
     notes: dict[int, str] = {}
     rows: dict[str, CatalogueRow] = {}
-    inside = [name for name in directories if f"{name}/".startswith(f"{SHARED_FOLDER}/")]
-    for folder in inside:
+    for folder in [name for name in directories if f"{name}/".startswith(f"{SHARED_FOLDER}/")]:
         below = folder.removeprefix(SHARED_FOLDER).lstrip("/")
-        for name in directories.pop(folder):
-            key = f"{below}/{name}" if below else name
-            keys.append(key)
-            noted = noted_step(key)
-            if noted is not None:
-                data = read_if_there(storage, f"{SHARED_FOLDER}/{key}", MAX_NOTE_BYTES) or b""
-                notes[noted] = data.decode("utf-8", "replace")
-            elif key == CATALOGUE:
-                data = read_if_there(storage, f"{SHARED_FOLDER}/{key}", MAX_RECORD_BYTES) or b""
-                with suppress(DamagedCheckpointError):
-                    rows = {row.name: row for row in decode_catalogue(data)}
+        keys += [f"{below}/{name}" if below else name for name in directories.pop(folder)]
+    for key in keys:
+        noted = noted_step(key)
+        if noted is not None:
+            data = read_if_there(storage, f"{SHARED_FOLDER}/{key}", MAX_NOTE_BYTES) or b""
+            notes[noted] = data.decode("utf-8", "replace")
+        elif key == CATALOGUE:
+            data = read_if_there(storage, f"{SHARED_FOLDER}/{key}", MAX_RECORD_BYTES) or b""
+            with suppress(DamagedCheckpointError):
+                rows = {row.name: row for row in decode_catalogue(data)}
     tags = {step: tuple(sorted(some)) for step, some in tags_in(keys).items()}
-    return _Shared(tags, notes, rows)
+    return _SharedFiles(tags, notes, rows)
 
 
 def _fold_attempts(directories: dict[str, dict[str, int]]) -> None:
-    """Counts the sub-folders of safetensors attempts as part of their checkpoint."""
+    """Moves the files of sub-folders of attempts into the directories of their checkpoints."""
     for directory, names in list(directories.items()):
         if directory and any(PART_NAME.match(name) for name in names):
             parent, _, attempt = directory.rpartition("/")
@@ -471,7 +444,7 @@ def _fold_attempts(directories: dict[str, dict[str, int]]) -> None:
 
 
 def folders_above(path: str) -> Iterator[str]:
-    """Yields the directories that a path lies in, the deepest first, without the root."""
+    """Yields the directories that contain a path, the deepest first, without the root."""
     while "/" in path:
         path = path.rpartition("/")[0]
         yield path
@@ -482,7 +455,7 @@ def _look(
     root: AnyPlace,
     directory: str,
     files: Mapping[str, int],
-    shared: _Shared,
+    shared: _SharedFiles,
     *,
     is_item: bool,
 ) -> ListedCheckpoint:
@@ -496,12 +469,17 @@ def _look(
         try:
             info = info_below(storage, directory, map(info_slot, files), slot)
         except DamagedCheckpointError as error:
-            told = f"its metrics and items are not known: {error.message}"
-            detail = f"{detail}; {told}" if detail else told
+            unknown = f"its metrics and items are not known: {error.message}"
+            detail = f"{detail}; {unknown}" if detail else unknown
     step = None if is_item else step_of(name)
-    # Why: what is nested deeper, or the root itself, is no step of this run.
-    own = step is not None and bool(directory) and "/" not in directory
-    listed = ListedCheckpoint(
+    # Why: tags and notes are for steps directly in the run.
+    number = step if directory and "/" not in directory else None
+    own = (
+        {}
+        if info is None
+        else {"metrics": info.metrics, "metadata": info.metadata, "items": info.items}
+    )
+    return ListedCheckpoint(
         name=directory or ".",
         step=step,
         state=found.state,
@@ -510,25 +488,17 @@ def _look(
         created_s=manifest.created_s if manifest else None,
         detail=detail,
         in_flight=found.in_flight,
-        tags=shared.tags.get(step or 0, ()) if own else (),
-        note=shared.notes.get(step or 0, "") if own else "",
+        tags=() if number is None else shared.tags.get(number, ()),
+        note="" if number is None else shared.notes.get(number, ""),
         manifest=manifest,
+        **own,
     )
-    if info is None:
-        return listed
-    return replace(listed, metrics=info.metrics, metadata=info.metadata, items=info.items)
-
-
-def num_ranks(files: Iterable[str]) -> int | None:
-    """Returns how many ranks wrote some data files, by their names; None if these have no rank."""
-    ranks = {rank for key in files if (rank := rank_of_file(key)) is not None}
-    return len(ranks) or None
 
 
 def _found(
     storage: Storage, root: AnyPlace, directory: str, files: Mapping[str, int]
 ) -> tuple[int, StateFound, Mapping[str, int]]:
-    """Returns the slot of what is committed, what there is to show, and the files there."""
+    """Returns the slot of the deciding record, the state, and the files of a directory."""
     last = max((slot for key in files if (slot := slot_of(key))), default=0)
     if last:
         highest = highest_record(storage, directory, last)
@@ -540,16 +510,17 @@ def _found(
         found = folder_state(files, Slots())
         if found.state in FOREIGN:
             return 0, found, files
-    # Why again: a listing that began before a save or a delete was committed may show neither
-    # what that wrote nor all of what it has removed since.
+    # Why again: a listing that began before a commit or delete may lack files that were written,
+    # and contain files that have been removed since.
     return _found_now(open_storage(place_below(root, directory)) if directory else storage)
 
 
 def _found_now(storage: Storage) -> tuple[int, StateFound, Mapping[str, int]]:
-    """Returns the same, of records and files that belong together.
+    """Returns slot, state and files like `_found`, from a record and a listing that are consistent.
 
-    Files of a commit are there before its record, and go after that of the next one. So they are
-    listed after the record was read, and what they lack is damage if that record still decides.
+    The files of a commit exist before its record, and are removed after the next record. Files are
+    therefore listed after the record was read; missing files are damage if the record still
+    decides.
     """
     slots: Slots | None = None
     for _ in range(_MOST_LOOKS):
@@ -574,9 +545,5 @@ def _found_now(storage: Storage) -> tuple[int, StateFound, Mapping[str, int]]:
 
 def _files_in(storage: Storage) -> dict[str, int]:
     """Returns the lengths of the files of a checkpoint, without those of folders in it."""
-    return {
-        one.key: one.num_bytes
-        for one in storage.list()
-        if "/" not in one.key
-        or (one.key.count("/") == 1 and PART_NAME.match(one.key.rpartition("/")[2]))
-    }
+    entries = storage.list()
+    return {e.key: e.num_bytes for e in entries if "/" not in e.key or _is_part(e.key)}

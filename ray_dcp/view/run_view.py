@@ -1,23 +1,30 @@
-"""`RunView`: the checkpoints of a run, step by step, and what space they take.
+"""`RunView`: the checkpoints of a run, and the disk usage of each.
 
-`open` finds out what is at a path: one checkpoint, whose content `checkpoint_view` shows, or a run.
-`usage_of` returns what takes how much space, by whose the files are. Needs neither torch nor ray.
+`open` returns a view of what a path contains: one checkpoint (`checkpoint_view`) or a run.
+`choose` returns the step that a key names: a number, `latest`, `best`, a tag or a folder.
+`usage_of` returns the disk usage by owner of the files. Needs neither torch nor Ray.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ray_dcp.commit_protocol.garbage import owner_of
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    InvalidRequestError,
+    StorageError,
+)
 from ray_dcp.format.names import SHARED_FOLDER, TAGS, check_note, check_tag, note_key, tag_key
 from ray_dcp.format.save_trace import SaveTrace
 from ray_dcp.format.step_info import info_slot
@@ -26,14 +33,6 @@ from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, as_target, open_storage, place_below
 from ray_dcp.view.checkpoint_view import CheckpointView, layout_text, open_checkpoint
 from ray_dcp.view.difference import diff_tables
-from ray_dcp.view.naming import (
-    best_of_run,
-    choose,
-    nearest,
-    passed_over,
-    passed_over_text,
-    split_address,
-)
 from ray_dcp.view.run_listing import (
     FOREIGN,
     ListedCheckpoint,
@@ -42,21 +41,23 @@ from ray_dcp.view.run_listing import (
     readable_entries,
 )
 from ray_dcp.view.trace import read_trace
-from ray_dcp.view.wording import size_text
+from ray_dcp.view.wording import few, nearest, size_text
+
+Listed = TypeVar("Listed", bound=ListedCheckpoint)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StepView(ListedCheckpoint):
-    """One step of a run as it was listed; what is in it is read when it is asked for."""
+    """A step of a run as it was listed. Its content is read on first access."""
 
     _run: RunView = field(kw_only=True)
-    # Why: what is listed holds mappings, which have no hash.
+    # Why: the fields contain mappings, which have no hash.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
     @property
     def path(self) -> Target:
-        """Where it lies: for `ray_dcp.load`, `verify`, `delete` and others."""
+        """Location of the step, accepted by `ray_dcp.load`, `verify`, `delete` and others."""
         return place_below(self._run.place, self.name) if self.name != "." else self._run.place
 
     @cached_property
@@ -64,13 +65,13 @@ class StepView(ListedCheckpoint):
         """The checkpoint.
 
         Raises:
-            CheckpointError: As `ray_dcp.open` does.
+            CheckpointError: As for `ray_dcp.open`.
         """
         return open_checkpoint(self.path)
 
     @cached_property
     def layout(self) -> str | None:
-        """How its tensors are cut, in words, as `rows/8`; None where that can't be read."""
+        """How most of its tensors are cut, such as `rows/8`; None if that can't be read."""
         try:
             return layout_text(self.view.checkpoint.table)
         except CheckpointError:
@@ -78,10 +79,11 @@ class StepView(ListedCheckpoint):
 
     @cached_property
     def new_bytes(self) -> int | None:
-        """Bytes of tensors and objects that are not the same in the step before.
+        """Number of bytes of tensors and objects that differ from the previous step.
 
-        By the stored hashes: nothing but the two chunk tables is read. All bytes for the first
-        step; None where hashes can't decide: stock checkpoints, or chunks that were cut otherwise.
+        The stored hashes are compared; only the two chunk tables are read. All bytes of the first
+        step are new. None if hashes can't decide: for checkpoints of stock DCP, or if the chunks
+        were cut differently.
         """
         before = self._run.before(self)
         try:
@@ -93,7 +95,7 @@ class StepView(ListedCheckpoint):
 
     @cached_property
     def trace(self) -> SaveTrace | None:
-        """The course of its save; None when that left none, or one that can't be read."""
+        """Trace of its save; None if there is none, or if it can't be read."""
         manifest = self.manifest
         try:
             storage = open_storage(self.path)
@@ -103,17 +105,17 @@ class StepView(ListedCheckpoint):
 
     @property
     def stall_s(self) -> float | None:
-        """How long training waited for the save, in seconds; None if that was not recorded."""
+        """How long training waited for the save, in seconds; None if unknown."""
         return None if self.trace is None else self.trace.stall_s
 
     @property
     def durable_s(self) -> float | None:
-        """From the begin of the save to its commit, in seconds; None if that was not recorded."""
+        """Time from the start of the save to its commit, in seconds; None if unknown."""
         return None if self.trace is None else self.trace.committed_s
 
     @property
     def reused_bytes(self) -> Mapping[str, int]:
-        """Bytes that its save did not write, `linked` or `copied`; empty if that is not known."""
+        """Number of bytes that its save `linked` or `copied` and did not write; empty if unknown."""
         if self.trace is None:
             return {}
         found = {"linked": self.trace.linked_bytes, "copied": self.trace.copied_bytes}
@@ -127,8 +129,9 @@ class StepView(ListedCheckpoint):
 class RunView:
     """The checkpoints at and below a directory, as they were when it was opened.
 
-    Iterating gives a `StepView` for each, oldest first; `run["latest"]`, `run["best"]`, `run[500]`,
-    `run["a-tag"]` and `run["step-500"]` open one. Reads names and small records only.
+    Iteration yields a `StepView` for each, oldest first. `run["latest"]`, `run["best"]`,
+    `run[500]`, `run["a-tag"]` and `run["step-500"]` open a checkpoint. Only names and small records
+    are read.
 
     Examples:
         >>> import ray_dcp, torch
@@ -142,9 +145,9 @@ class RunView:
     """
 
     place: Target
-    """Where the run lies."""
+    """Location of the run."""
     steps: tuple[StepView, ...] = field(init=False)
-    """By step, then by name."""
+    """All steps, sorted by step and name."""
     _listed: InitVar[tuple[ListedCheckpoint, ...]] = ()
 
     def __post_init__(self, _listed: tuple[ListedCheckpoint, ...]) -> None:
@@ -158,7 +161,7 @@ class RunView:
 
     @property
     def present(self) -> tuple[StepView, ...]:
-        """The steps of which more is left than the record that they were deleted."""
+        """The steps, without those of which only the delete record is left."""
         return tuple(one for one in self.steps if one.state != "deleted" or one.detail)
 
     def __len__(self) -> int:
@@ -168,19 +171,19 @@ class RunView:
         return iter(self.steps)
 
     def __getitem__(self, key: int | str) -> CheckpointView:
-        """Opens one checkpoint.
+        """Opens a checkpoint of the run.
 
         Args:
             key: A step number; `latest`; `best`, `best:METRIC` or `best:METRIC:min`; a tag; or the
                 name of a folder.
 
         Raises:
-            CheckpointNotFoundError: There is none; the message offers the nearest.
-            InvalidRequestError: It is not clear which is meant.
-            CheckpointError: It can't be opened; see `ray_dcp.open`.
+            CheckpointNotFoundError: The run has no such step; the message suggests similar ones.
+            InvalidRequestError: The key is ambiguous.
+            CheckpointError: The checkpoint can't be opened; see `ray_dcp.open`.
 
         Warns:
-            UserWarning: `latest` or `best` would be another step, which is damaged.
+            UserWarning: `latest` or `best` skips a damaged step.
         """
         found = self.step(key)
         over = passed_over(self.steps, key, found)
@@ -197,49 +200,52 @@ class RunView:
         """Returns the step with the best value of a metric.
 
         Args:
-            metric: Name; the only one that there is if None.
-            mode: `"min"` or `"max"`; by the name of the metric if None.
+            metric: Name of the metric; by default the only one.
+            mode: `"min"` or `"max"`; by default derived from the name of the metric.
 
         Raises:
             CheckpointNotFoundError: No step has the metric.
-            InvalidRequestError: It is not clear which metric is meant, or which values are best.
+            InvalidRequestError: There are several metrics, or the mode can't be derived.
         """
         return best_of_run(self.steps, metric, mode, url=self.url)
 
     def before(self, step: StepView) -> StepView | None:
-        """Returns the last readable step before one; None for the first."""
+        """Returns the last readable step before a step; None if there is none."""
         at = self.steps.index(step)
         return next((one for one in reversed(self.steps[:at]) if one.is_readable), None)
 
     def refresh(self) -> RunView:
-        """Returns the run as it is now."""
+        """Returns a view of the current state of the run."""
         return open_run(self.place)
 
     def tag(self, key: int | str, *tags: str, remove: bool = False) -> RunView:
-        """Gives tags to a step, or takes them away; retention keeps the steps that have one.
+        """Adds tags to a step, or removes them. Retention keeps steps that have tags.
 
         Args:
-            key: Of the step; see `__getitem__`.
+            key: Key of the step; see `__getitem__`.
             *tags: 1 to 64 letters, digits, `.`, `_` or `-`; not `latest`, `best` or a number.
-            remove: Take them away.
+            remove: Remove the tags.
 
         Returns:
-            The run as it is now. Warns where a deletion that was announced before may still happen:
-            on a storage that can't create a file only if there is none.
+            A view of the current state of the run.
 
         Raises:
-            InvalidRequestError: A tag can't be one, as `latest`, `best` or a number, or is the
-                name of a folder; or the step has no number.
+            InvalidRequestError: A tag is not allowed, or is the name of a folder; or the step has
+                no number.
             CheckpointNotFoundError: There is no such step, or it was deleted.
-            StorageError: It could not be written.
+            StorageError: The storage failed.
+
+        Warns:
+            UserWarning: The storage has no conditional creation, and a deletion of the step that
+                was announced before may still be committed.
         """
         number = self.check_step(key)
         keys = [tag_key(number, check_tag(tag, existing=remove)) for tag in tags]
         folders = {} if remove else {one.name for one in self}.intersection(tags)
         if folders:
             raise InvalidRequestError(
-                f"the tag {min(folders)!r} is the name of a folder of {self.url}, which is meant "
-                f"by it; choose another one",
+                f"the tag {min(folders)!r} is the name of a folder of {self.url}; choose another "
+                f"tag",
                 key="tags",
             )
         shared = open_storage(place_below(self.place, SHARED_FOLDER))
@@ -248,7 +254,8 @@ class RunView:
             return self.refresh()
         for one in keys:
             shared.write(one, b"")
-        # Why after that: who deletes the step announces it, and looks for tags then.
+        # Why after the write: a process that deletes the step announces that first, and then reads
+        # the tags.
         unsure = fence(
             shared,
             lambda name: open_storage(place_below(self.place, name)),
@@ -257,7 +264,7 @@ class RunView:
         )
         run, name = self.refresh(), self.step(key).name
         found = next((one for one in run if one.name == name), None)
-        # Why listed: the step may have been deleted, with its tags, and saved again meanwhile.
+        # Why listed: the step and its tags may have been deleted, and the step saved again.
         there = {entry.key for entry in shared.list(f"{TAGS}{number}.")}
         if found is None or found.state == "deleted" or not there.issuperset(keys):
             shared.delete(keys)
@@ -269,19 +276,19 @@ class RunView:
         return run
 
     def annotate(self, key: int | str, note: str) -> RunView:
-        """Puts a text on a step, in place of the one that is there; an empty one removes it.
+        """Sets the note of a step; an empty text removes it.
 
         Args:
-            key: Of the step; see `__getitem__`.
-            note: At most 64 KiB.
+            key: Key of the step; see `__getitem__`.
+            note: Text of at most 64 KiB.
 
         Returns:
-            The run as it is now.
+            A view of the current state of the run.
 
         Raises:
             InvalidRequestError: The note is too long, or the step has no number.
             CheckpointNotFoundError: There is no such step.
-            StorageError: It could not be written.
+            StorageError: The storage failed.
         """
         number, data = self.check_step(key), check_note(note)
         shared = open_storage(place_below(self.place, SHARED_FOLDER))
@@ -292,25 +299,25 @@ class RunView:
         return self.refresh()
 
     def check_step(self, key: int | str) -> int:
-        """Returns the number of a step after checking that it can have tags and notes.
+        """Returns the number of a step after checking that the step can have tags and notes.
 
         Args:
-            key: Of the step; see `__getitem__`.
+            key: Key of the step; see `__getitem__`.
 
         Raises:
-            InvalidRequestError: The step has no number, or lies deeper in the run.
+            InvalidRequestError: The step has no number, or is not directly in the run.
             CheckpointNotFoundError: There is no such step.
         """
         found = self.step(key)
         if found.step is None or "/" in found.name or found.name == ".":
             raise InvalidRequestError(
-                f"tags and notes are for steps with a number directly in the run, but "
+                f"only steps with a number directly in the run have tags and notes, but "
                 f"{found.name!r} in {self.url} is none"
             )
         return found.step
 
     def _repr_html_(self) -> str:
-        from ray_dcp.view.pictures.tables import picture_steps
+        from ray_dcp.view.tables import picture_steps
 
         return picture_steps(self).html
 
@@ -319,30 +326,31 @@ class RunView:
 
 
 def open_run(place: AnyPlace) -> RunView:
-    """Returns the checkpoints at and below a directory; none where there is none.
+    """Returns the checkpoints at and below a directory; an empty run if there are none.
 
     Args:
         place: Path, URL, `Location` or filesystem.
 
     Raises:
-        StorageError: The storage refused to list.
+        StorageError: The storage can't be listed.
     """
     target = absolute_target(place)
     return RunView(target, list_checkpoints(target))
 
 
 def open(path: AnyPlace) -> CheckpointView | RunView:  # noqa: A001 - the public name
-    """Returns a view of what is at a path: a `CheckpointView`, or a `RunView` of a directory.
+    """Returns a `CheckpointView` of a checkpoint, or a `RunView` of a directory of checkpoints.
 
     Args:
         path: Path or URL of a checkpoint or of a run; or `RUN@STEP`, where STEP is a number,
             `latest`, `best`, `best:METRIC`, a tag or a folder.
 
     Raises:
-        CheckpointNotFoundError: There is neither; the message lists what is there, or near.
-        UncommittedCheckpointError: Files of a save are there, but it was never committed.
-        DamagedCheckpointError: The manifest or chunk table can't be trusted.
-        StorageError: The storage refused.
+        CheckpointNotFoundError: There is neither; the message says what the path contains, or
+            suggests similar paths.
+        UncommittedCheckpointError: There are files of a save that never committed.
+        DamagedCheckpointError: The manifest or the chunk table is damaged.
+        StorageError: The storage failed.
     """
     try:
         return open_checkpoint(path)
@@ -365,10 +373,10 @@ def open(path: AnyPlace) -> CheckpointView | RunView:  # noqa: A001 - the public
 
 
 def nearest_paths(place: AnyPlace) -> str:
-    """Returns a hint at folders with a similar name; only a local directory is looked at.
+    """Returns a suggestion of local folders with similar names, for the end of a message.
 
     Args:
-        place: Where nothing was found.
+        place: Location without a checkpoint.
     """
     path = Path(as_target(place).url)
     try:
@@ -379,37 +387,248 @@ def nearest_paths(place: AnyPlace) -> str:
         return ""
 
 
+def split_address(text: str) -> tuple[str, str | None]:
+    """Returns run and step of `RUN@STEP`; the step is None if there is no `@`.
+
+    Args:
+        text: Text that a user typed. An `@` before the last `/` is part of the path.
+
+    Examples:
+        >>> split_address("s3://user@host/run@best:loss"), split_address("run/step-5")
+        (('s3://user@host/run', 'best:loss'), ('run/step-5', None))
+    """
+    run, at, step = text.rpartition("@")
+    if not at or not run or not step or "/" in step:
+        return text, None
+    return run, step
+
+
+def choose(
+    listed: Sequence[Listed], key: int | str, *, url: str = "", damaged: bool = False
+) -> Listed:
+    """Returns the checkpoint of a run that a key names.
+
+    `latest` and `best` are directly in the run, not in folders below its folders.
+
+    Args:
+        listed: Checkpoints of the run.
+        key: A step number; `latest`; `best`, `best:METRIC` or `best:METRIC:min|max`; a tag; or
+            the name of a folder.
+        url: Path or URL of the run, for messages.
+        damaged: `latest` and `best` include damaged steps.
+
+    Raises:
+        CheckpointNotFoundError: There is none; the message suggests similar keys.
+        InvalidRequestError: The key is ambiguous.
+    """
+    if isinstance(key, bool) or not isinstance(key, (int, str)):
+        raise InvalidRequestError(
+            f"a step is named by a number, 'latest', 'best', a tag or a folder, but got "
+            f"{type(key).__name__} {key!r}"
+        )
+    text = str(key)
+    by_name = [one for one in listed if one.name == text]
+    if by_name:
+        return by_name[0]
+    if text.lstrip("+").isdecimal():
+        return _by_number(listed, int(text), url)
+    if text == "latest":
+        return _latest(listed, url, damaged)
+    if text == "best" or text.startswith("best:"):
+        _, _, rest = text.partition(":")
+        metric, _, mode = rest.partition(":")
+        return best_of_run(listed, metric or None, mode or None, url=url, damaged=damaged)
+    tagged = [one for one in listed if text in one.tags]
+    if len(tagged) == 1:
+        return tagged[0]
+    if tagged:
+        raise InvalidRequestError(
+            f"the tag {text!r} is on steps {', '.join(_steps(tagged))} of {url}; name one of them"
+        )
+    tags = sorted({tag for one in listed for tag in one.tags})
+    known = [*tags, *(one.name for one in listed), "latest", "best"]
+    raise CheckpointNotFoundError(
+        f"expected a tag or a folder {text!r} in {url}, found "
+        f"{f'the tags {few(tags)}' if tags else 'no tags'} and {_found(listed)}"
+        + nearest(text, known)
+    )
+
+
+def passed_over(listed: Sequence[Listed], key: int | str, chosen: Listed) -> Listed | None:
+    """Returns the damaged step that `latest` or `best` skipped; None if it skipped none.
+
+    Args:
+        listed: Checkpoints of the run.
+        key: Key as for `choose`.
+        chosen: Result of `choose`.
+    """
+    try:
+        found = choose(listed, key, damaged=True)
+    except CheckpointError:
+        return None  # with the damaged steps, the key is ambiguous
+    return None if found is chosen else found
+
+
+def passed_over_text(over: ListedCheckpoint, chosen: ListedCheckpoint, key: int | str) -> str:
+    """Returns a message that a damaged step was skipped."""
+    return f"{chosen.name} is used as {key!r} because {over.name} is damaged ({over.detail})"
+
+
+_SMALL = re.compile(r"loss|err|perplexity|ppl|wer|cer|mae|mse|nll", re.IGNORECASE)
+_LARGE = re.compile(
+    r"acc|score|reward|return|f1|auc|bleu|rouge|precision|recall|map", re.IGNORECASE
+)
+
+
+def best_of_run(
+    listed: Sequence[Listed],
+    metric: str | None = None,
+    mode: str | None = None,
+    *,
+    url: str = "",
+    damaged: bool = False,
+) -> Listed:
+    """Returns the readable checkpoint with the best value of a metric; of equal ones the newest.
+
+    Args:
+        listed: Checkpoints of the run.
+        metric: Name of the metric; by default the only one.
+        mode: `min` or `max`; by default derived from the name: losses are minimised, accuracies
+            maximised.
+        url: Path or URL of the run, for messages.
+        damaged: Include damaged checkpoints.
+
+    Raises:
+        CheckpointNotFoundError: No step has the metric.
+        InvalidRequestError: There are several metrics, or the mode can't be derived.
+    """
+    listed = [one for one in listed if _is_own(one) and _may_be(one, damaged)]
+    names = sorted({name for one in listed for name in one.metrics})
+    if not names:
+        raise CheckpointNotFoundError(
+            f"expected steps with metrics in {url}, found none: pass them to a "
+            f"CheckpointManager, as save(step, state, metrics={{'loss': 0.5}})"
+        )
+    if metric is None:
+        if len(names) > 1:
+            raise InvalidRequestError(
+                f"the best step by which metric? Write best:NAME, with one of {', '.join(names)}"
+            )
+        metric = names[0]
+    if metric not in names:
+        raise CheckpointNotFoundError(
+            f"expected a metric {metric!r} in {url}, found {', '.join(names)}"
+            + nearest(metric, names)
+        )
+    if mode is None:
+        is_small, is_large = bool(_SMALL.search(metric)), bool(_LARGE.search(metric))
+        if is_small == is_large:
+            raise InvalidRequestError(
+                f"is a small or a large {metric!r} better? Write best:{metric}:min or "
+                f"best:{metric}:max"
+            )
+        mode = "min" if is_small else "max"
+    if mode not in ("min", "max"):
+        raise InvalidRequestError(f"the best is 'min' or 'max', but got {mode!r}", key="mode")
+    # Why compared with itself: NaN is never the best.
+    ranked = [one for one in listed if (v := one.metrics.get(metric)) is not None and v == v]
+    if not ranked:
+        raise CheckpointNotFoundError(f"every {metric!r} in {url} is NaN: no step is the best")
+    sign = 1 if mode == "min" else -1
+    return min(ranked, key=lambda one: (sign * one.metrics[metric], -(one.step or 0)))
+
+
+def _by_number(listed: Sequence[Listed], step: int, url: str) -> Listed:
+    found = [one for one in listed if one.step == step]
+    chosen = [one for one in found if _is_own(one)] or found
+    readable = [one for one in chosen if one.is_readable]
+    for some in (chosen, readable):
+        if len(some) == 1:
+            return some[0]
+    if chosen:
+        raise InvalidRequestError(
+            f"step {step} of {url} is in {', '.join(one.name for one in chosen)}; name the folder",
+            step=step,
+        )
+    numbers = sorted({one.step for one in listed if one.step is not None})
+    close = sorted(numbers, key=lambda number: abs(number - step))[:3]
+    hint = f"; nearest: {', '.join(map(str, sorted(close)))}" if close else ""
+    raise CheckpointNotFoundError(
+        f"expected step {step} in {url}, found {_found(listed)}{hint}", step=step
+    )
+
+
+def _is_own(one: ListedCheckpoint) -> bool:
+    """Returns whether a checkpoint is directly in the run that was listed, or is the run itself."""
+    return "/" not in one.name
+
+
+def _may_be(one: ListedCheckpoint, damaged: bool) -> bool:
+    return one.is_readable or (damaged and one.state == "damaged")
+
+
+def _latest(listed: Sequence[Listed], url: str, damaged: bool) -> Listed:
+    own = [one for one in listed if _is_own(one)]
+    found = [one for one in own if _may_be(one, damaged)]
+    numbered = [one for one in found if one.step is not None]
+    if numbered:
+        latest = max(numbered, key=lambda one: (one.step or 0, one.name))
+        unread = [one for one in own if one.state == "unreadable" and one.step is not None]
+        if unread and (unread[-1].step or 0) > (latest.step or 0):
+            raise StorageError(
+                f"{unread[-1].name} in {url} may be the latest step, but can't be read: "
+                f"{unread[-1].detail}"
+            )
+        return latest
+    if found:
+        return max(found, key=lambda one: (one.created_s or 0.0, one.name))
+    raise CheckpointNotFoundError(f"expected a committed step in {url}, found {_found(listed)}")
+
+
+def _found(listed: Sequence[ListedCheckpoint]) -> str:
+    return f"the steps {few(_steps(listed))}" if listed else "no checkpoint"
+
+
+def _steps(listed: Sequence[ListedCheckpoint]) -> list[str]:
+    return [
+        (one.name if one.step is None else str(one.step))
+        + ("" if one.is_readable else f" ({one.state})")
+        for one in listed
+    ]
+
+
 Kind = Literal["data", "left", "records", "other"]
 KINDS: tuple[Kind, ...] = ("data", "left", "records", "other")
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes of one folder."""
+    """Disk usage of one folder."""
 
     name: str
-    """Of the checkpoint, or of another folder."""
+    """Name of a checkpoint, or of another file or folder."""
     num_bytes: Mapping[str, int]
-    """By kind: `data` of what is committed; `left`: of attempts that are not; `records`: manifests,
-    chunk tables, `.metadata` and infos of steps; `other`: what other programs wrote."""
+    """Number of bytes by kind. `data`: data of committed checkpoints. `left`: files of attempts
+    that did not commit. `records`: manifests, chunk tables, `.metadata` and infos of steps.
+    `other`: files of other programs."""
     shared_bytes: int = 0
-    """The part of them that takes no space, as a file that was counted before has the same bytes on
-    the disk (hard links)."""
+    """Number of these bytes that take no disk space, as a file that was counted before has the same
+    bytes on the disk (hard links)."""
 
     @property
     def total_bytes(self) -> int:
-        """Space that all kinds take."""
+        """Disk space of all kinds, in bytes."""
         return sum(self.num_bytes.values()) - self.shared_bytes
 
 
 def usage_of(run: RunView) -> list[Usage]:
-    """Returns what takes how much space, checkpoint by checkpoint, then what else is in the run.
+    """Returns the disk usage of each checkpoint of a run, then of its other files and folders.
 
     Args:
-        run: As it was listed.
+        run: The run as it was listed.
 
     Raises:
-        StorageError: The storage refused to list.
+        StorageError: The storage can't be listed.
 
     Complexity:
         One listing.
@@ -418,14 +637,16 @@ def usage_of(run: RunView) -> list[Usage]:
     found: dict[str, Counter[str]] = {name: Counter() for name in by_name}
     seen: set[object] = set()
     for entry in readable_entries(open_storage(run.place))[0]:
-        name = _owner(entry.key, by_name)
+        # The deepest checkpoint that contains the file.
+        above = (folder for folder in folders_above(entry.key) if folder in by_name)
+        name = next(above, "." if "." in by_name else None)
         if name is None:
-            top = entry.key.partition("/")[0] + ("/" if "/" in entry.key else "")
-            kind = "records" if top == f"{SHARED_FOLDER}/" else "other"
-            found.setdefault(name := top, Counter())[kind] += entry.num_bytes
+            name = entry.key.partition("/")[0] + ("/" if "/" in entry.key else "")
+            kind: Kind = "records" if name == f"{SHARED_FOLDER}/" else "other"
         else:
             key = entry.key if name == "." else entry.key[len(name) + 1 :]
-            found[name][_kind(key, by_name[name])] += entry.num_bytes
+            kind = _kind(key, by_name[name])
+        found.setdefault(name, Counter())[kind] += entry.num_bytes
         if entry.shares is not None:
             found[name]["shared"] += entry.num_bytes if entry.shares in seen else 0
             seen.add(entry.shares)
@@ -433,12 +654,6 @@ def usage_of(run: RunView) -> list[Usage]:
         Usage(name, {kind: counts[kind] for kind in KINDS}, counts["shared"])
         for name, counts in found.items()
     ]
-
-
-def _owner(key: str, by_name: Mapping[str, StepView]) -> str | None:
-    """Returns the deepest checkpoint that a file lies in."""
-    above = (folder for folder in folders_above(key) if folder in by_name)
-    return next(above, "." if "." in by_name else None)
 
 
 def _kind(key: str, step: StepView) -> Kind:
@@ -452,6 +667,6 @@ def _kind(key: str, step: StepView) -> Kind:
     owned = owner_of(key)
     if owned is None:
         return "other"
-    standing = manifest is not None and owned.attempt == manifest.attempt
+    is_current = manifest is not None and owned.attempt == manifest.attempt
     is_small = owned.kind in ("record", "metadata")
-    return "records" if is_small or (standing and owned.kind != "data") else "left"
+    return "records" if is_small or (is_current and owned.kind != "data") else "left"

@@ -176,7 +176,7 @@ class TensorHandle:
         return f"TensorHandle({self.name!r}, shape={self.shape}, dtype={self.dtype!r})"
 
     def _repr_html_(self) -> str:
-        from ray_dcp.view.pictures.rank_boxes import shard_layout, stored_boxes
+        from ray_dcp.view.resharding import shard_layout, stored_boxes
 
         boxes = stored_boxes(self._table, self._tensor)
         size = ITEMSIZE.get(self.dtype, 0)

@@ -55,8 +55,8 @@ from ray_dcp.io.threads import Stop, run_tasks
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import Told, open_storage, place_below
 from ray_dcp.store.storage import Storage, read_if_there
-from ray_dcp.view.naming import few
 from ray_dcp.view.trace import trace_notes
+from ray_dcp.view.wording import few
 
 _RECORDS = {"data.pkl", "version", "byteorder"}
 """Of every item, but for its storages and for what torch marks with a dot."""

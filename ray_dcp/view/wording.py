@@ -1,13 +1,15 @@
-"""Sizes, ages and counts in words, the same in tables, notebooks and messages."""
+"""Texts for tables, pictures and messages: sizes, ages, counts, and lists of names."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+_SHOWN = 8
+
 
 def size_text(num_bytes: int) -> str:
-    """Returns a length in the largest binary unit that keeps it at 1 or above.
-
-    Args:
-        num_bytes: A length.
+    """Returns a number of bytes in the largest binary unit of which there is at least one.
 
     Examples:
         >>> size_text(0), size_text(1536), size_text(21 << 30)
@@ -22,10 +24,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def age_text(age_s: float) -> str:
-    """Returns an age in its largest whole unit; what lies in the future is `0s` old.
-
-    Args:
-        age_s: Seconds.
+    """Returns an age in seconds in its largest whole unit; `0s` for a time in the future.
 
     Examples:
         >>> age_text(59), age_text(3700), age_text(200_000)
@@ -38,11 +37,7 @@ def age_text(age_s: float) -> str:
 
 
 def count_text(count: int, noun: str) -> str:
-    """Returns how many there are.
-
-    Args:
-        count: How many.
-        noun: Of one of them; its plural ends in an s.
+    """Returns a number with its noun, whose plural ends with an s.
 
     Examples:
         >>> count_text(1, "file"), count_text(1200, "file")
@@ -52,7 +47,7 @@ def count_text(count: int, noun: str) -> str:
 
 
 def number_text(value: float) -> str:
-    """Returns a number in at most four digits, plain where it can be.
+    """Returns a number in at most four digits, without an exponent if possible.
 
     Examples:
         >>> number_text(2.31), number_text(0.000123456), number_text(1234567.0)
@@ -62,10 +57,7 @@ def number_text(value: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Returns a duration with three digits or so, in the unit that suits it.
-
-    Args:
-        seconds: How long.
+    """Returns a duration in about three digits, in milliseconds, seconds or minutes.
 
     Examples:
         >>> seconds_text(0.00042), seconds_text(0.0312), seconds_text(2.5), seconds_text(754)
@@ -77,3 +69,25 @@ def seconds_text(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.{2 if seconds < 10 else 1}f} s"
     return f"{seconds / 60:.1f} min"
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Returns a suggestion of similar names for the end of a message; "" if there are none.
+
+    Args:
+        name: Name that does not exist.
+        known: Names that exist.
+
+    Examples:
+        >>> nearest("model.wieght", ["model.weight", "optimizer.step"])
+        "; did you mean 'model.weight'?"
+    """
+    close = get_close_matches(name, known, n=3)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def few(names: Sequence[str]) -> str:
+    """Returns names as a list; of many names, the first and last ones and their number."""
+    if len(names) <= _SHOWN:
+        return ", ".join(names)
+    return f"{', '.join(names[:3])}, … {', '.join(names[-3:])} ({len(names)} in all)"

@@ -32,7 +32,7 @@ HANDLED = {
     "runtime.staging_backend._memory": "begins anew; the memory is private",
     "stage.copying._helpers": "new threads",
     "stage.transfer._scratch": "begins anew; the memory is private",
-    "store.create_probe._LOCK": "a new one",
+    "store.storage_adapter._LOCK": "a new one",
     "store.local._LOCK": "a new one",
     "store.memory._LOCK": "a new one; the content is copied",
     "store.object_storage._LOCK": "a new one; budgets begin anew",

@@ -206,9 +206,7 @@ def test_latest_says_which_step_it_is_and_when_a_newer_one_is_damaged(run: Path,
         found = invoke(*command)
         assert found.exit_code == 0, found.output
         assert "step-2" in found.stdout
-        assert "warning: step-2 is taken as 'latest': step-3 would be it, but is damaged" in (
-            found.stderr
-        )
+        assert "warning: step-2 is used as 'latest' because step-3 is damaged" in (found.stderr)
     found = invoke("verify", f"{run}@latest")
     assert (found.exit_code, f"{run}/step-3: 1 problem" in found.stdout) == (1, True)
     found = invoke("rm", f"{run}@latest", "--yes")

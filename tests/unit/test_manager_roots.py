@@ -29,8 +29,7 @@ from ray_dcp.format.manifest import (
 )
 from ray_dcp.format.names import CATALOGUE
 from ray_dcp.format.step_info import StepInfo, decode_info, encode_info
-from ray_dcp.io.records import Announced
-from ray_dcp.io.reserve import RESERVE, freeing, keep_reserve
+from ray_dcp.io.records import RESERVE, Announced, freeing, keep_reserve
 from ray_dcp.manager import CheckpointManager, LatestN
 from ray_dcp.manager import root_writer as removal
 from ray_dcp.manager.catalogue import FOLDER, look, write_catalogue

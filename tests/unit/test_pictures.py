@@ -16,7 +16,9 @@ import ray_dcp
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError, MissingKeyError
 from ray_dcp.format.save_trace import RankTimes, SaveTrace, Span, make_trace
+from ray_dcp.view.charts import norms_of
 from ray_dcp.view.difference import TensorDiff
+from ray_dcp.view.drawing import rank_colour
 from ray_dcp.view.pictures import (
     Picture,
     line_chart,
@@ -29,9 +31,7 @@ from ray_dcp.view.pictures import (
     tensor_tree,
     timeline,
 )
-from ray_dcp.view.pictures.drawing import rank_colour
-from ray_dcp.view.pictures.lines import norms_of
-from ray_dcp.view.pictures.rank_boxes import (
+from ray_dcp.view.resharding import (
     RankBoxes,
     even_boxes,
     flatten,
@@ -39,10 +39,9 @@ from ray_dcp.view.pictures.rank_boxes import (
     reshard,
     shard_layout,
 )
-from ray_dcp.view.pictures.tables import diff_chart
-from ray_dcp.view.pictures.tree import Leaf
 from ray_dcp.view.run_listing import ListedCheckpoint
 from ray_dcp.view.run_view import RunView
+from ray_dcp.view.tables import Leaf, diff_chart
 from ray_dcp.view.tensor_handle import TensorInfo
 
 NASTY = "</title><script>alert(1)</script>&\"'\x00\ud800"

@@ -15,14 +15,13 @@ from obstore.exceptions import AlreadyExistsError, GenericError
 
 from ray_dcp.errors import StorageError, StorageRefusedError
 from ray_dcp.store import memory
-from ray_dcp.store.create_probe import creates_if_absent_in
 from ray_dcp.store.fsspec_storage import FsspecStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.object_storage import ObjectStorage, object_failure
 from ray_dcp.store.object_stores import ObjectOptions
 from ray_dcp.store.retry import Retrying
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError
-from ray_dcp.store.storage_adapter import redacted
+from ray_dcp.store.storage_adapter import creates_if_absent_in, redacted
 from tests.crash.crashes import check_crashes
 from tests.crash.invariants import INVARIANTS, nothing_is_left
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 import ray_dcp
 from ray_dcp.cli.main import main
-from ray_dcp.cli.timeline import gantt
+from ray_dcp.cli.showing import gantt
 from ray_dcp.format.save_trace import (
     RankTimes,
     SaveTrace,

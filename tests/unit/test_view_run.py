@@ -18,9 +18,8 @@ from ray_dcp.errors import (
 from ray_dcp.format.manifest import AbortRecord, encode_record, record_key
 from ray_dcp.store.storage import Entry, Storage
 from ray_dcp.view import run_listing as listing
-from ray_dcp.view.naming import best_of_run, choose, split_address
 from ray_dcp.view.run_listing import ListedCheckpoint
-from ray_dcp.view.run_view import RunView
+from ray_dcp.view.run_view import RunView, best_of_run, choose, split_address
 from tests import checkpoints
 
 
@@ -257,7 +256,7 @@ def test_the_states_of_steps_that_are_not_whole(run: Path):
         90: "damaged",
     }  # fmt: skip
     assert ray_dcp.open(run).step(40).in_flight == ("00000000000000bb",)
-    with pytest.warns(UserWarning, match="step-40 is taken as 'latest': step-90 would be it"):
+    with pytest.warns(UserWarning, match="step-40 is used as 'latest' because step-90 is"):
         assert ray_dcp.open(run)["latest"].url.endswith("step-40")
     with pytest.raises(UncommittedCheckpointError):
         ray_dcp.open(run)[50]

@@ -1,8 +1,8 @@
-"""What all pictures are made of: SVG and HTML elements, colours, text that fits, bars. Pure.
+"""Elements of pictures: SVG and HTML tags, colours, bars, and text that fits. Pure.
 
-No scripts, fonts, images or style sheets: a picture is complete in itself, offline too. Text takes
-the colour of the page (`currentColor`), and all other colours are of middle lightness, so that it
-can be read on light pages and on dark ones. Every picture is well-formed XML.
+A picture uses no scripts, fonts, images or style sheets, so that it needs no network. Text has the
+colour of the page (`currentColor`), and all other colours have a medium lightness, so that pictures
+can be read on light and on dark pages. Every picture is well-formed XML.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 WIDTH = 860
-"""Of a picture, in pixels; it shrinks with its cell."""
+"""Width of a picture, in pixels; narrower cells scale it down."""
 CHARACTER = 6.3
-"""Width of a character at 11 px, in pixels, on average."""
+"""Average width of a character of 11 px, in pixels."""
 FAINT = 0.18
-"""Opacity of lines that only guide the eye."""
+"""Opacity of guide lines."""
 
 RED, GREY, AMBER = "#d1495b", "#8d949c", "#d99a2b"
 _RANKS = (
@@ -35,7 +35,7 @@ _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\u
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture as HTML: shown by notebooks, also in what they export.
+    """A picture as HTML, which notebooks show and export.
 
     Examples:
         >>> Picture("<div>8 ranks</div>")
@@ -43,7 +43,7 @@ class Picture:
     """
 
     html: str
-    """One element, without script."""
+    """One element, without scripts."""
 
     def _repr_html_(self) -> str:
         return self.html
@@ -55,7 +55,7 @@ class Picture:
         """Returns a whole HTML page.
 
         Args:
-            title: Of the page.
+            title: Title of the page.
         """
         return (
             "<!DOCTYPE html>\n<html><head><meta charset='utf-8'/>"
@@ -65,23 +65,23 @@ class Picture:
         )
 
     def save(self, path: str | os.PathLike[str], title: str = "") -> None:
-        """Writes it as an HTML page.
+        """Writes the picture as an HTML page.
 
         Args:
-            path: Of the file.
-            title: Of the page.
+            path: Path of the file.
+            title: Title of the page.
 
         Raises:
-            OSError: It can't be written.
+            OSError: The file can't be written.
         """
         Path(path).write_text(self.page(title), encoding="utf-8")
 
 
 def safe(value: object) -> str:
-    """Returns text that is just text in HTML and XML, whatever it holds.
+    """Returns the text of a value, escaped for HTML and XML.
 
     Args:
-        value: Any.
+        value: Any value.
 
     Examples:
         >>> safe("<b>&" + chr(0)) == "&lt;b&gt;&amp;" + chr(0xFFFD)
@@ -94,9 +94,9 @@ def tag(name: str, content: str = "", **attributes: Any) -> str:
     """Returns an element; `_` in the name of an attribute becomes `-`.
 
     Args:
-        name: Of the element.
-        content: Inside of it, escaped already.
-        **attributes: Numbers are rounded; None leaves one out.
+        name: Name of the element.
+        content: Content of the element, already escaped.
+        **attributes: Attributes. Numbers are rounded; attributes that are None are left out.
 
     Examples:
         >>> tag("rect", x=1.23456, stroke_width=2, fill=None)
@@ -113,36 +113,36 @@ def tag(name: str, content: str = "", **attributes: Any) -> str:
 def rect(
     x: float, y: float, width: float, height: float, fill: str, title: str = "", **more: Any
 ) -> str:
-    """Returns a rectangle that shows its title when the mouse is over it."""
+    """Returns a rectangle that shows its title under the mouse pointer."""
     inner = tag("title", safe(title)) if title else ""
     return tag("rect", inner, x=x, y=y, width=width, height=height, fill=fill, **more)
 
 
 def line(x1: float, y1: float, x2: float, y2: float, **more: Any) -> str:
-    """Returns a line; a thin guide line by default."""
+    """Returns a line, by default a guide line."""
     more = more or {"stroke": "currentColor", "opacity": FAINT}
     return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, **more)
 
 
 def text(x: float, y: float, value: object, anchor: str | None = None, **more: Any) -> str:
-    """Returns text in the colour of the page, from `x` on; to it or around it by `anchor`."""
+    """Returns text in the colour of the page. It starts at `x` unless `anchor` says otherwise."""
     look = {"fill": "currentColor", "font_size": 11, "text_anchor": anchor, **more}
     return tag("text", safe(value) or " ", x=x, y=y, **look)
 
 
 def note(x: float, y: float, value: object, anchor: str | None = None, **more: Any) -> str:
-    """Returns smaller text that explains."""
+    """Returns smaller, fainter text."""
     return text(x, y, value, anchor, **{"font_size": 10, "opacity": 0.75, **more})
 
 
 def svg(width: float, height: float, *parts: str, label: str) -> str:
-    """Returns a drawing that shrinks with the page.
+    """Returns a drawing that scales down with the page.
 
     Args:
-        width: In pixels, at most.
-        height: At that width.
+        width: Maximum width, in pixels.
+        height: Height at that width.
         *parts: Elements.
-        label: What it shows, in a sentence, for those who don't see it.
+        label: Description of the picture, for screen readers.
     """
     style = f"max-width:{_value(width)}px;width:100%;height:auto;{_FONT}"
     inner = tag("title", safe(label)) + "".join(parts)
@@ -156,28 +156,28 @@ def div(*parts: str) -> str:
 
 
 def pictured(*parts: str) -> Picture:
-    """Returns a picture of parts, one below the other."""
+    """Returns a picture of several parts, one below the other."""
     return Picture(div(*parts))
 
 
 def heading(title: str, told: str = "") -> str:
-    """Returns the line above a picture: its title, and text beside it, which is HTML."""
+    """Returns the line above a picture: the title, followed by a text that is HTML."""
     return f"<div>{' · '.join(filter(None, (title and f'<b>{safe(title)}</b>', told)))}</div>"
 
 
 def aside(told: str) -> str:
-    """Returns a line below or above a picture that lists what is left out."""
+    """Returns a faint line of text; "" for no text."""
     return f"<div style='opacity:.75'>{safe(told)}</div>" if told else ""
 
 
 def legend(x: float, y: float, colours: Iterable[tuple[str, str]], **look: Any) -> str:
-    """Returns what colours mean, side by side.
+    """Returns a legend: colours with their meanings, side by side.
 
     Args:
-        x: Where it begins.
-        y: Of the top.
-        colours: Each with its meaning.
-        **look: Of the squares.
+        x: Left edge.
+        y: Upper edge.
+        colours: Pairs of colour and meaning.
+        **look: Attributes of the squares.
     """
     parts = []
     for colour, told in colours:
@@ -192,19 +192,21 @@ class Bar:
 
     label: str
     parts: Sequence[tuple[float, str, str]]
-    """`(length, colour, title)`, beside each other."""
+    """`(length, colour, title)` of each part of the bar."""
     told: str
-    """Behind them."""
+    """Text at the end of the bar."""
 
 
 def bars(rows: Sequence[Bar], x: float, y: float, *, most: int) -> tuple[str, float]:
-    """Returns rows of names and bars, the longest of which fills the width, and their lower end.
+    """Returns rows of labels and bars, and the lower edge of the last one.
+
+    The longest bar fills the width.
 
     Args:
-        rows: From above.
-        x: Where the bars begin; their names end there.
-        y: Of the top.
-        most: Rows that are drawn; of more only their number is shown.
+        rows: Rows, from top to bottom.
+        x: Left edge of the bars, where the labels end.
+        y: Upper edge of the first row.
+        most: Maximum number of rows to draw; the others are only counted.
     """
     shown = rows[:most]
     longest = max((sum(part[0] for part in row.parts) for row in shown), default=0.0)
@@ -225,11 +227,11 @@ def bars(rows: Sequence[Bar], x: float, y: float, *, most: int) -> tuple[str, fl
 
 
 def clip(value: str, pixels: float) -> str:
-    """Returns text that fits, with its middle left out where it is too long: ends tell most.
+    """Returns a text that fits, without its middle if it is too long.
 
     Args:
         value: Any text.
-        pixels: Room for it.
+        pixels: Available width.
 
     Examples:
         >>> clip("model.layers.17.attention.weight", 100)
@@ -239,7 +241,7 @@ def clip(value: str, pixels: float) -> str:
 
 
 def shortened(value: str, most: int) -> str:
-    """Returns text of at most so many characters, with its middle left out if it has more.
+    """Returns a text of at most `most` characters, without its middle if it is longer.
 
     Examples:
         >>> shortened("model.layers.17.attention.weight", 11)
@@ -251,10 +253,10 @@ def shortened(value: str, most: int) -> str:
 
 
 def rank_colour(rank: int) -> str:
-    """Returns the colour of a rank: the same in all pictures, and unlike its neighbours'.
+    """Returns the colour of a rank: equal in all pictures, different from its neighbours'.
 
     Args:
-        rank: From 0; -1 where nobody knows.
+        rank: The rank; -1 if unknown.
 
     Examples:
         >>> rank_colour(0), rank_colour(11) != rank_colour(12)
@@ -268,12 +270,12 @@ def rank_colour(rank: int) -> str:
 
 
 def ticks(low: float, high: float, about: int = 6) -> list[float]:
-    """Returns round numbers from one value to another.
+    """Returns round numbers in a range, for the ticks of an axis.
 
     Args:
-        low: The first is at least this.
-        high: The last is at most this.
-        about: How many are wanted.
+        low: Lower bound.
+        high: Upper bound.
+        about: Approximate number of ticks.
 
     Examples:
         >>> ticks(0, 0.93), ticks(7.3, 12.9), ticks(0, 0)
