@@ -1,9 +1,7 @@
-"""`CheckpointView`: what is in one checkpoint, without torch and without Ray, in notebooks too.
+"""`CheckpointView`: the content of one checkpoint. Needs neither torch nor Ray.
 
-How tensors are cut into chunks (`grids`), and over which files, is read off the chunk table. A mesh
-is not stored: a grid describes the boxes that the mesh led to.
-
-`run_listing` lists many checkpoints, `verify` checks stored bytes.
+The chunk table contains how tensors are cut into chunks (`grids`), and the files of the chunks. The
+device mesh is not stored; a grid describes the chunks that it led to.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ from ray_dcp.view.wording import count_text, nearest, size_text
 
 
 class _PlainMachine(PickleMachine):
-    """Reads values of Python's own that need no name: a pickle with any other is refused."""
+    """Unpickles numbers, texts, and flat lists and tuples; refuses pickles of other values."""
 
     def _find(self, module: Any, name: Any) -> Any:
         raise damaged("a plain value", f"{module}.{name}"[:80])
@@ -68,11 +66,11 @@ class _PlainMachine(PickleMachine):
 
 
 def _plain_text(item: bytes) -> str | None:
-    """Returns a number, text or flat list that `torch.save` wrote, as `repr` does; else None."""
+    """Returns the `repr` of a number, text or flat list that `torch.save` wrote; else None."""
     records = {name.partition("/")[2]: data for name, data in stored_records(item)}
     value = _PlainMachine(bytes(records.get("data.pkl", b""))).load()
     parts = value if isinstance(value, list | tuple) else [value]
-    # Why flat: lists that hold each other a few times over have no end when they are written out.
+    # Why flat: the text of lists that contain each other can be exponentially long.
     is_flat = all(part is None or isinstance(part, bool | int | float | str) for part in parts)
     return shortened(repr(value), _MOST_LETTERS) if is_flat and len(parts) <= _MOST_PARTS else None
 
@@ -83,13 +81,14 @@ _VALUE_THREADS = 8
 
 
 def grids(table: ChunkTable) -> Int64Array:
-    """Returns into how many parts each tensor is cut in each dimension.
+    """Returns the number of parts into which each tensor is cut in each dimension.
 
     Args:
-        table: What is stored.
+        table: Chunk table of the checkpoint.
 
     Returns:
-        int64[t, D]; 1 where it is not cut, 0 in all dimensions where the chunks make no grid.
+        int64[t, D]; 1 for dimensions that are not cut, and 0 in all dimensions of a tensor whose
+        chunks are not a grid.
 
     Complexity:
         O(chunks log chunks) in numpy.
@@ -104,18 +103,18 @@ def grids(table: ChunkTable) -> Int64Array:
 
 
 def _starts(table: ChunkTable, dim: int) -> Int64Array:
-    """Returns at how many different offsets of a dimension the chunks of each tensor begin."""
+    """Returns the number of distinct chunk offsets of each tensor in a dimension."""
     offsets, place = np.unique(table.offset[:, dim], return_inverse=True)
-    # Why one number: to sort pairs takes 20 times as long.
+    # Why a single number: sorting pairs takes 20 times as long.
     keys = np.unique(table.tensor.astype(np.int64) * len(offsets) + place)
     return np.bincount(keys // max(len(offsets), 1), minlength=table.num_tensors)
 
 
 def layout_of(grid: tuple[int, ...]) -> str:
-    """Returns a grid in words.
+    """Returns a grid as text.
 
     Args:
-        grid: Parts in each dimension.
+        grid: Number of parts in each dimension.
 
     Examples:
         >>> layout_of((1, 1)), layout_of((8, 1)), layout_of((1, 2)), layout_of((4, 2))
@@ -136,10 +135,10 @@ def layout_of(grid: tuple[int, ...]) -> str:
 
 
 def layout_text(table: ChunkTable) -> str:
-    """Returns how most bytes of a checkpoint are cut, in words; empty where there are no tensors.
+    """Returns the grid of most bytes of a checkpoint as text; "" if there are no tensors.
 
     Args:
-        table: What is stored.
+        table: Chunk table of the checkpoint.
     """
     grid = grids(table)
     weights: Counter[str] = Counter()
@@ -152,26 +151,26 @@ def layout_text(table: ChunkTable) -> str:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """One data file of a checkpoint."""
+    """A data file of a checkpoint."""
 
     key: str
-    """Relative to the checkpoint."""
+    """Key of the file, relative to the checkpoint."""
     num_bytes: int
-    """Length; 0 if the file is missing (`verify` reports it)."""
+    """Length of the file; 0 if it is missing."""
     num_chunks: int
-    """Number of chunks in it."""
+    """Number of chunks in the file."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CheckpointView:
-    """One checkpoint as it was when it was opened. Reads the chunk table, not the tensors.
+    """The content of a checkpoint, as it was when it was opened. Thread-safe.
 
-    Safe to use from several threads.
+    Opening reads the chunk table, but no tensors.
 
     Attributes:
-        storage: Where the checkpoint lies.
-        checkpoint: What was read when it was opened.
-        place: What was opened; None for a view that was made of a storage.
+        storage: Storage of the checkpoint.
+        checkpoint: The opened checkpoint.
+        place: Location that was opened; None for a view of a storage.
 
     Examples:
         >>> import numpy as np, ray_dcp, torch
@@ -192,25 +191,25 @@ class CheckpointView:
 
     @property
     def kind(self) -> str:
-        """`"native"`, `"stock"` (written by torch's DCP) or `"safetensors"` (plain files)."""
+        """`"native"` (written by ray_dcp), `"stock"` (by torch's DCP) or `"safetensors"`."""
         return self.checkpoint.kind
 
     @property
     def attempt(self) -> str | None:
-        """The attempt that was committed; None for a checkpoint that is not ours."""
+        """Id of the committed attempt; None for a checkpoint of another program."""
         return self.checkpoint.attempt or None
 
     @property
     def slot(self) -> int:
-        """Slot of the manifest; 0 for a checkpoint that is not ours."""
+        """Slot of the manifest; 0 for a checkpoint of another program."""
         return self.checkpoint.slot
 
     @cached_property
     def world_size(self) -> int | None:
-        """Number of ranks that saved it.
+        """Number of ranks that saved the checkpoint.
 
-        For a checkpoint that is not ours, the number of ranks by its file names; None if
-        they have none.
+        For a checkpoint of another program, the number of ranks in the names of its files; None if
+        the names contain no ranks.
         """
         if self.checkpoint.manifest is not None:
             return self.checkpoint.manifest.world_size
@@ -218,66 +217,64 @@ class CheckpointView:
 
     @property
     def created_s(self) -> float | None:
-        """When it was saved, in seconds since 1970 by the coordinator's clock; None if unknown."""
+        """Time of the save by the coordinator's clock, in seconds since 1970; None if unknown."""
         manifest = self.checkpoint.manifest
         return None if manifest is None else manifest.created_s
 
     @cached_property
     def trace(self) -> Trace | None:
-        """What took how long on which rank when it was saved; None if the save left no trace.
+        """Durations of the phases of the save on each rank; None if there is no trace.
 
-        Read when first looked at.
+        The trace is read on first access.
 
         Raises:
-            DamagedCheckpointError: The trace can't be read; the checkpoint does not need it.
+            DamagedCheckpointError: The trace is damaged. The checkpoint does not need it.
         """
         return read_trace(self.storage, self.attempt)
 
     @property
     def table(self) -> ChunkTable:
-        """The chunk table, for analyses of your own.
+        """The chunk table with all checksums.
 
-        Checksums of a large checkpoint are at the ends of its data files, and are read then: a
-        request for each file.
+        The checksums of a large checkpoint are at the ends of its data files, and are read by one
+        request per file.
         """
         self.checkpoint.know_checks()
         return self.checkpoint.table
 
     @property
     def names(self) -> tuple[str, ...]:
-        """FQN of every tensor and object, in the order of the state dict."""
+        """FQNs of all tensors and objects, in the order of the state dict."""
         return self.checkpoint.table.names
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every tensor by FQN."""
+        """All tensors, by FQN."""
         return MappingProxyType(
             {name: info for name, info in self._infos.items() if info is not None}
         )
 
     @cached_property
     def objects(self) -> tuple[str, ...]:
-        """FQN of everything that is no tensor."""
+        """FQNs of all objects."""
         return tuple(name for name, info in self._infos.items() if info is None)
 
     @cached_property
     def small_values(self) -> Mapping[str, str]:
-        """Numbers, texts and short lists among the objects by FQN, as `repr` writes them.
+        """The `repr` of objects that are numbers, texts or short lists, by FQN.
 
-        Only objects that are stored in at most 4 KiB are read, the first 64 of them, and only what
-        is made of plain values is told: nothing that a pickle names is looked up.
-
-        What is damaged is left out: `verify` reports it.
+        The first 64 objects of at most 4 KiB are read. Nothing that a pickle refers to is imported.
+        Damaged objects are left out.
 
         Raises:
-            StorageError: The storage refused.
+            StorageError: An object can't be read.
         """
         table, found = self.checkpoint.table, dict[str, str]()
         chunks = np.flatnonzero(table.kind[table.tensor] == Kind.OBJECT)
         short = chunks[table.item_bytes[chunks] <= _MOST_VALUE_BYTES][:_MOST_VALUES].tolist()
 
         def look(chunk: int) -> None:
-            # ValueError: Python writes out no number of more than 4,300 digits.
+            # ValueError: Python does not convert integers of more than 4,300 digits.
             with suppress(DamagedCheckpointError, ValueError):
                 self.checkpoint.know_checks([chunk])
                 item = read_item(self.storage, table, chunk, transforms=self.checkpoint.transforms)
@@ -289,7 +286,7 @@ class CheckpointView:
 
     @cached_property
     def layouts(self) -> Mapping[str, str]:
-        """How each tensor is cut into chunks, by FQN: `whole`, `rows/8`, `columns/2`, `4x2`."""
+        """Grid of the chunks of each tensor, by FQN: `whole`, `rows/8`, `columns/2`, `4x2`."""
         table = self.checkpoint.table
         grid, ndim = grids(table).tolist(), table.ndim.tolist()
         return MappingProxyType(
@@ -302,7 +299,7 @@ class CheckpointView:
 
     @cached_property
     def files(self) -> tuple[FileInfo, ...]:
-        """Every data file that the checkpoint refers to, in the order of the chunk table."""
+        """All data files of the checkpoint, in the order of the chunk table."""
         manifest = self.checkpoint.manifest
         entries = self.storage.list() if manifest is None else manifest.files
         lengths = {entry.key: entry.num_bytes for entry in entries}
@@ -315,7 +312,7 @@ class CheckpointView:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all data files."""
+        """Number of bytes of all data files."""
         return sum(file.num_bytes for file in self.files)
 
     @cached_property
@@ -348,18 +345,17 @@ class CheckpointView:
         return name in self._rows
 
     def __getitem__(self, name: str) -> Any:
-        """Returns a handle on a tensor, of which only what is indexed is read; or an object.
+        """Returns the handle of a tensor, which reads what is indexed; or an object.
 
-        Objects are loaded under the rules of `torch.load(weights_only=True)`, which imports
-        torch.
+        Objects are loaded under the rules of `torch.load(weights_only=True)`, which imports torch.
 
         Args:
             name: FQN.
 
         Raises:
             MissingKeyError: The checkpoint has no such name; the message lists similar ones.
-            UnsafeCheckpointError: The object asks for code that a safe load refuses.
-            DamagedCheckpointError: The object's bytes do not match their checksums.
+            UnsafeCheckpointError: The object refers to code that a safe load refuses.
+            DamagedCheckpointError: The bytes of the object do not match their checksums.
         """
         row = self._row(name)
         info = self._infos[name]
@@ -370,13 +366,13 @@ class CheckpointView:
         return load_object(self.read_object(name)[0], fqn=name)
 
     def read_object(self, name: str) -> tuple[bytes, ...]:
-        """Returns the stored bytes of an object or tensor, chunk by chunk, without loading them.
+        """Returns the stored bytes of each chunk of an object or tensor, without loading them.
 
         Args:
             name: FQN.
 
         Returns:
-            What `torch.save` wrote for each chunk, after its checksums were verified.
+            The output of `torch.save` for each chunk, verified.
 
         Raises:
             MissingKeyError: The checkpoint has no such name; the message lists similar ones.
@@ -401,29 +397,29 @@ class CheckpointView:
         return row
 
     def verify(self) -> VerifyReport:
-        """Reads every data file, also of a step's items, and compares it with its checksums.
+        """Compares every data file, including those of a step's items, with its checksums.
 
         Returns:
-            What was checked and every problem; damage is reported, not raised.
+            A report of all damage. Damage is not raised.
         """
         return verify_opened(self.storage, self.checkpoint, self.place)
 
     def diff(
         self, other: CheckpointView, *, read: bool = True, told: Told | None = None
     ) -> CheckpointDiff:
-        """Returns what is different in another checkpoint, by stored hashes.
+        """Returns the differences to another checkpoint, by stored hashes.
 
-        Where both were cut into the same chunks no payload is read. Other tensors are read and
-        compared, which the result reports.
+        Tensors that both checkpoints cut into the same chunks are not read. Other tensors are read
+        and compared; the result says which.
 
         Args:
-            other: The later one.
-            read: Read where hashes can't decide; else such tensors are `undecided`.
-            told: Called with bytes read so far and in all, where bytes are read.
+            other: The later checkpoint.
+            read: Read tensors if hashes can't decide; otherwise, such tensors are `undecided`.
+            told: Called with the number of bytes read so far and in total.
 
         Raises:
-            DamagedCheckpointError: What was read does not match its checksums.
-            StorageError: The storage refused.
+            DamagedCheckpointError: Bytes that were read do not match their checksums.
+            StorageError: The storage failed.
         """
         return diff_checkpoints(self, other, read=read, told=told)
 
@@ -434,21 +430,21 @@ class CheckpointView:
         include: str | None = None,
         options: LoadOptions | None = None,
     ) -> ReshardPreview:
-        """Returns what a load on other ranks would read, by the planner that loads use.
+        """Returns what a load on other ranks would read, by the planner of loads.
 
-        Nothing but the chunk table is looked at.
+        Only the chunk table is read.
 
         Args:
-            layout: `8` or `8:row` for rows over 8 ranks, `8:column`, or `4x2` for rows over 4 and
-                columns over 2.
-            include: Shell pattern of FQNs; everything if None.
-            options: Of the load.
+            layout: `8` or `8:row` for rows over 8 ranks, `8:column`, or `4x2` for rows over 4 ranks
+                and columns over 2.
+            include: Shell pattern of FQNs; all by default.
+            options: Options of the load.
 
         Returns:
             Bytes, ranges and memory of every rank.
 
         Raises:
-            InvalidRequestError: The layout is none, or nothing matches.
+            InvalidRequestError: The layout is invalid, or no name matches.
         """
         return preview_reshard(self, layout, include=include, options=options)
 
@@ -475,16 +471,16 @@ class CheckpointView:
 
 
 def open_checkpoint(path: AnyPlace) -> CheckpointView:
-    """Returns a view of the newest committed checkpoint at a path.
+    """Returns a view of the checkpoint at a path.
 
     Args:
-        path: Path or URL of the checkpoint; or path of one safetensors file.
+        path: Path or URL of the checkpoint, or path of a local safetensors file.
 
     Raises:
-        CheckpointNotFoundError: There is none; the message lists what is there.
-        UncommittedCheckpointError: Files of a save are there, but it was never committed.
-        DamagedCheckpointError: Its manifest or chunk table can't be trusted.
-        StorageError: The storage refused.
+        CheckpointNotFoundError: There is none; the message says what the path contains.
+        UncommittedCheckpointError: There are files of a save that never committed.
+        DamagedCheckpointError: The manifest or the chunk table is damaged.
+        StorageError: The storage failed.
     """
     storage = _one_file(path) or open_storage(path)
     return CheckpointView(
@@ -493,10 +489,10 @@ def open_checkpoint(path: AnyPlace) -> CheckpointView:
 
 
 def _one_file(path: AnyPlace) -> OneFile | None:
-    """Returns a storage for a safetensors file of this machine; None for anything else.
+    """Returns the storage of a local safetensors file; None if the path is not a file.
 
     Raises:
-        CheckpointNotFoundError: It is a file of another kind.
+        CheckpointNotFoundError: The path is a file of another kind.
     """
     if not isinstance(path, (str, os.PathLike)) or not os.path.isfile(path):
         return None
@@ -504,7 +500,7 @@ def _one_file(path: AnyPlace) -> OneFile | None:
     if not is_safetensors(path):
         raise CheckpointNotFoundError(
             f"expected a checkpoint, but {os.fspath(path)} is a file. If torch.save wrote it, "
-            f"ray-dcp import makes a checkpoint of it",
+            f"convert it with ray-dcp import",
             checkpoint_id=os.fspath(path),
         )
     return OneFile(open_storage(folder), name, "" if name.endswith(SUFFIX) else SUFFIX)
@@ -514,7 +510,7 @@ SUFFIX = ".safetensors"
 
 
 def is_safetensors(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a local file is a safetensors file, by its name or its first bytes."""
+    """Returns whether a local file is a safetensors file, judged by its name or first bytes."""
     if os.fspath(path).endswith(SUFFIX):
         return True
     with Path(path).open("rb") as file:

@@ -1,9 +1,9 @@
-"""`CheckpointDiff`: which tensors differ between two checkpoints, and by how much.
+"""`CheckpointDiff`: the tensors that differ between two checkpoints, and by how much.
 
-Block checksums are hashes of content, so the chunk tables alone (`diff_tables`, pure numpy) decide
-where both checkpoints cut a tensor into the same chunks and each chunk into the same blocks. Where
-they don't, the bytes are read and compared. By how much a tensor changed is computed from the
-values, when it is asked for.
+Block checksums are hashes of the content. If both checkpoints cut a tensor into equal chunks and
+each chunk into equal blocks, the chunk tables decide whether it changed (`diff_tables`, pure
+numpy). Otherwise, the bytes are read and compared. The values are read only to compute by how much
+a tensor changed.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ if TYPE_CHECKING:
 
 
 class Change(IntEnum):
-    """What became of a tensor or object."""
+    """Kind of change of a tensor or object."""
 
     UNCHANGED = 0
     CHANGED = 1
     UNDECIDED = 2
-    """Hashes can't decide: it has none, or was cut into other chunks."""
+    """Hashes can't decide: there are none, or the chunks were cut differently."""
     RESHAPED = 3
-    """It has another shape."""
+    """The shape differs."""
     RETYPED = 4
-    """It has another dtype, or was an object and is a tensor."""
+    """The dtype differs, or only one of the two is a tensor."""
     ADDED = 5
     REMOVED = 6
 
 
 @dataclass(frozen=True, eq=False)
 class TableDiff:
-    """What the hashes of two checkpoints decide.
+    """Differences of two checkpoints by their hashes.
 
     Attributes:
-        names: FQN of everything in either, those of the first in its order, then what was added.
+        names: FQNs of both checkpoints: those of the first in its order, then those added.
         change: int8[n], a `Change`.
         num_bytes: int64[n], stored bytes in the second checkpoint, or in the first if removed.
-        changed_bytes: int64[n], of these, bytes in blocks that differ, as far as hashes decide.
+        changed_bytes: int64[n], stored bytes in blocks that differ, as far as hashes decide.
     """
 
     names: tuple[str, ...]
@@ -63,7 +63,7 @@ class TableDiff:
 
     @property
     def new_bytes(self) -> int | None:
-        """Bytes of tensors of the second that the first lacks; None where hashes can't decide."""
+        """Bytes of tensors of the second that the first lacks; None if hashes can't decide."""
         if (self.change == Change.UNDECIDED).any():
             return None
         new = ~np.isin(self.change, (Change.UNCHANGED, Change.REMOVED))
@@ -71,14 +71,14 @@ class TableDiff:
 
 
 def diff_tables(first: ChunkTable, second: ChunkTable) -> TableDiff:
-    """Returns which tensors and objects changed.
+    """Returns the differences of two checkpoints by their hashes.
 
     Args:
-        first: Of the earlier checkpoint.
-        second: Of the later one.
+        first: Chunk table of the earlier checkpoint.
+        second: Chunk table of the later checkpoint.
 
     Complexity:
-        O(chunks log chunks + checksums), in numpy; nothing is read.
+        O(chunks log chunks + checksums), in numpy.
     """
     of_second = {name: row for row, name in enumerate(second.names)}
     pair = np.fromiter(
@@ -111,7 +111,7 @@ def _stored_bytes(table: ChunkTable) -> Int64Array:
 def _compare(
     first: ChunkTable, second: ChunkTable, rows: Int64Array, others: Int64Array
 ) -> tuple[Int64Array, Int64Array]:
-    """Returns what became of the tensors that both have, and bytes in blocks that differ."""
+    """Returns the change of each common tensor, and its bytes in blocks that differ."""
     change = np.full(len(rows), Change.UNDECIDED, np.int64)
     changed_bytes = np.zeros(len(rows), np.int64)
     same_type = (first.kind[rows] == second.kind[others]) & (
@@ -127,13 +127,13 @@ def _compare(
     change[~same_type] = Change.RETYPED
     comparable = np.flatnonzero(same_type & same_shape)
     counts, other_counts = (np.bincount(t.tensor, minlength=t.num_tensors) for t in (first, second))
-    # Why: chunks are paired one by one, so both sides need as many of each tensor.
+    # Why: chunks are compared in pairs, so that both checkpoints must have equally many.
     chosen = comparable[counts[rows[comparable]] == other_counts[others[comparable]]]
     left, right = _Chunks(first, rows[chosen], width), _Chunks(second, others[chosen], width)
     owner = np.repeat(np.arange(len(chosen)), left.counts)
     cut_alike = left.equal_boxes(right)
     has_hashes = left.has_hashes & right.has_hashes
-    # Why only now: deferred items of another length have other bytes.
+    # Deferred items of different lengths differ.
     another_length = has_hashes & (left.payload != right.payload)
     decidable = cut_alike & has_hashes & (left.blocks == right.blocks) & ~another_length
     differs, bytes_differ = _blocks_differ(left, right, decidable)
@@ -150,7 +150,7 @@ def _compare(
 
 
 def _dtype_codes(table: ChunkTable, words: tuple[str, ...]) -> Int64Array:
-    """Returns dtypes as indices into one vocabulary; other words get further numbers."""
+    """Returns the dtypes as indices into `words`; further dtypes get further indices."""
     codes = {word: code for code, word in enumerate(words)}
     for word in table.dtypes:
         codes.setdefault(word, len(codes))
@@ -159,7 +159,7 @@ def _dtype_codes(table: ChunkTable, words: tuple[str, ...]) -> Int64Array:
 
 
 class _Chunks:
-    """The chunks of some tensors, those of a tensor side by side in the order of their boxes."""
+    """The chunks of some tensors, sorted by tensor and offset."""
 
     def __init__(self, table: ChunkTable, tensors: Int64Array, width: int) -> None:
         self._table, self._width = table, width
@@ -178,7 +178,7 @@ class _Chunks:
         self.checks = table.checks
 
     def equal_boxes(self, other: _Chunks) -> BoolArray:
-        """Whether each chunk is the same box as its counterpart."""
+        """Returns whether each chunk is the same box as its counterpart."""
         boxes = [
             widen(t.offset[rows], t.size[rows], self._width)
             for t, rows in ((self._table, self.rows), (other._table, other.rows))
@@ -194,7 +194,7 @@ class _Chunks:
 def _blocks_differ(
     left: _Chunks, right: _Chunks, decidable: BoolArray
 ) -> tuple[BoolArray, Int64Array]:
-    """Returns which chunks differ by their checksums, and how many bytes are in such blocks."""
+    """Returns the chunks whose checksums differ, and the number of bytes in such blocks."""
     differs = np.zeros(len(decidable), np.bool_)
     num_bytes = np.zeros(len(decidable), np.int64)
     rows = np.flatnonzero(decidable & (left.num_checks > 0))
@@ -218,51 +218,51 @@ ChangeName = Literal["unchanged", "changed", "undecided", "reshaped", "retyped",
 
 @dataclass(frozen=True)
 class TensorDiff:
-    """What became of one tensor or object."""
+    """Change of one tensor or object."""
 
     name: str
     change: ChangeName
-    """`undecided`: hashes can't decide, and nothing was read."""
+    """Kind of change. `undecided`: hashes can't decide, and the tensor was not read."""
     num_bytes: int
-    """Stored in the second checkpoint, or in the first if it was removed."""
+    """Stored bytes in the second checkpoint, or in the first if it was removed."""
     changed_bytes: int
-    """Of these, bytes in checksum blocks that differ; all where hashes did not decide."""
+    """Stored bytes in checksum blocks that differ; all bytes if hashes did not decide."""
     first: str = ""
-    """Dtype and shape in the first checkpoint, as `float32[4, 2]`; empty if it is not there."""
+    """Dtype and shape in the first checkpoint, such as `float32[4, 2]`; "" if it has none."""
     second: str = ""
-    """The same in the second."""
+    """Dtype and shape in the second checkpoint."""
     was_read: bool = False
-    """Hashes did not decide: the bytes were read and compared."""
+    """Whether the bytes were read and compared, as hashes did not decide."""
 
 
 @dataclass(frozen=True)
 class ValueDiff:
-    """By how much a tensor changed. NaN and infinities are left out of the first three."""
+    """Amount by which a tensor changed. Norms and maximum ignore NaN and infinities."""
 
     name: str
     norm: float
-    """Euclidean norm of second minus first."""
+    """Euclidean norm of the difference."""
     max_abs: float
-    """Largest absolute difference of an element."""
+    """Maximum absolute difference of an element."""
     relative: float
-    """`norm` over the norm of the first; `inf` when that is 0 and `norm` is not."""
+    """`norm` divided by the norm of the first tensor; `inf` if that is 0 and `norm` is not."""
     num_changed: int
-    """Elements that differ; NaN where NaN was counts as equal."""
+    """Number of elements that differ; NaN equals NaN."""
     num_elements: int
     num_nonfinite: int
-    """Elements that are NaN or infinite in the second."""
+    """Number of elements of the second tensor that are NaN or infinite."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CheckpointDiff:
-    """What changed from one checkpoint to another.
+    """Differences of two checkpoints.
 
     Attributes:
         first: The earlier checkpoint.
-        second: The later one.
-        tensors: Every tensor and object of either, those of the first in its order.
-        bytes_read: Payload bytes that were read to decide: 0 where hashes did.
-        notes: Why something had to be read, or could not be decided.
+        second: The later checkpoint.
+        tensors: All tensors and objects of both checkpoints, those of the first in its order.
+        bytes_read: Number of payload bytes that were read because hashes did not decide.
+        notes: Reasons why tensors were read, or are undecided.
 
     Examples:
         >>> import ray_dcp, torch
@@ -285,42 +285,43 @@ class CheckpointDiff:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many there are of each change, only of those that occur."""
+        """Number of tensors and objects of each kind of change that occurs."""
         names = [Change(code).name.lower() for code in Change]
         found = [one.change for one in self.tensors]
         return {name: found.count(name) for name in names if name in found}
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """Names of all that is not the same in both."""
+        """Names of tensors and objects that differ."""
         return tuple(one.name for one in self.tensors if one.change != "unchanged")
 
     @property
     def changed_bytes(self) -> int:
-        """Bytes of the second checkpoint in blocks that differ, with all that was added."""
+        """Bytes of the second checkpoint in blocks that differ or were added."""
         return sum(one.changed_bytes for one in self.tensors if one.change != "removed")
 
     @property
     def is_empty(self) -> bool:
-        """Both hold the same."""
+        """Whether the checkpoints are equal."""
         return not self.changed
 
     def values(
         self, names: Sequence[str] | None = None, *, told: Told | None = None
     ) -> Iterator[ValueDiff]:
-        """Reads tensors that changed and yields by how much.
+        """Reads tensors that changed, and yields by how much.
 
         Args:
-            names: Which; all tensors that changed and have the same shape in both, if None.
-            told: Called with the bytes read so far, and in all.
+            names: Tensors to read; by default all that changed and have equal shapes.
+            told: Called with the number of bytes read so far and in total.
 
         Raises:
-            MissingKeyError: A name is in neither, or in one only.
-            InvalidRequestError: It is no tensor, has another shape, or a dtype without numbers.
+            MissingKeyError: Neither checkpoint has the name.
+            InvalidRequestError: The name is not a tensor of both checkpoints, the shapes differ, or
+                the dtype has no numbers.
             DamagedCheckpointError: Stored bytes do not match their checksums.
 
         Complexity:
-            Reads both tensors once; 64 MiB of memory, or one row of each.
+            Reads both tensors once, with 64 MiB of memory, or one row of each.
         """
         chosen = self.comparable if names is None else [self._checked(name) for name in names]
         total = sum(2 * self.second.tensors[name].num_bytes for name in chosen)
@@ -333,7 +334,7 @@ class CheckpointDiff:
 
     @property
     def comparable(self) -> tuple[str, ...]:
-        """Names of the tensors that may have changed and have numbers of one shape in both."""
+        """Names of the tensors that may have changed and have numbers and equal shapes."""
         return tuple(
             one.name
             for one in self.tensors
@@ -375,7 +376,7 @@ class CheckpointDiff:
 def diff_checkpoints(
     first: CheckpointView, second: CheckpointView, *, read: bool = True, told: Told | None = None
 ) -> CheckpointDiff:
-    """Returns what changed from one checkpoint to another; see `CheckpointView.diff`."""
+    """Returns the differences of two checkpoints; see `CheckpointView.diff`."""
     found = diff_tables(first.table, second.table)
     columns = found.change, found.num_bytes, found.changed_bytes
     tensors = [
@@ -433,7 +434,7 @@ def _same_bytes(first: CheckpointView, second: CheckpointView, name: str) -> boo
         return first.read_object(name) == second.read_object(name)
     pair = first[name], second[name]
     if not any(handle.is_opaque for handle in pair):
-        # Why suppressed: of a stock checkpoint it shows in a read that a tensor is a subclass.
+        # Suppressed: in stock checkpoints, only reading shows that a tensor is a subclass.
         with suppress(InvalidRequestError):
             return all(np.array_equal(_bytes(left), _bytes(right)) for left, right in _slabs(*pair))
     return first.read_object(name) == second.read_object(name)
@@ -446,7 +447,7 @@ def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
 def _slabs(
     first: TensorHandle, second: TensorHandle
 ) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
-    """Yields the same part of both tensors, one after the other."""
+    """Yields each part of both tensors."""
     for part in parts_of(first.shape):
         yield first.raw(part), second.raw(part)
 
@@ -459,7 +460,7 @@ def _value_diff(first: TensorHandle, second: TensorHandle) -> ValueDiff:
             left = as_numbers(one, first.dtype).reshape(-1)
             right = as_numbers(other, second.dtype).reshape(-1)
             both = np.isfinite(left) & np.isfinite(right)
-            # Why over finite ones alone: one NaN would hide by how much all others changed.
+            # Why only finite elements: one NaN would hide the changes of all others.
             delta = np.abs((right - left)[both])
             difference += float(np.dot(delta, delta))
             finite = np.abs(left[np.isfinite(left)])

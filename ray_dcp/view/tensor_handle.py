@@ -1,8 +1,8 @@
-"""`TensorHandle`: one tensor of a checkpoint, of which only the part that is indexed is read.
+"""`TensorHandle`: a stored tensor. Indexing reads only the selected part.
 
-`select` turns a numpy-style basic index into the box that has to be read: integers, slices of any
-step, `...`; no masks and no index arrays, which would read scattered elements. Pure arithmetic.
-`io.reader` reads and verifies the bytes.
+`select` converts a basic index of numpy (integers, slices of any step, `...`) to the box to read.
+Masks and index arrays are not supported, as they would read scattered elements. `io.reader` reads
+and verifies the bytes.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.store.storage import Storage
 
 _SLAB_BYTES = 32 << 20
-"""Of a tensor that is read to be looked through, so much is in memory at a time."""
+"""Length of the parts in which whole tensors are read, in bytes."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The smallest box around what an index selects, and what is left to do with it."""
+    """The smallest box that contains the selected elements, and the index to apply to it."""
 
     offset: tuple[int, ...]
-    """Where the box starts, one entry a dimension."""
+    """Start of the box in each dimension."""
     size: tuple[int, ...]
-    """Lengths of the box."""
+    """Length of the box in each dimension."""
     rest: tuple[int | slice, ...]
-    """Index to apply to the array of the box: steps, and 0 where an integer drops a dimension."""
+    """Index to apply to the array of the box: slices with steps, and 0 to drop a dimension."""
 
 
 def select(index: Any, shape: tuple[int, ...]) -> Selection:
-    """Returns the box that an index needs of a tensor.
+    """Returns the box of a tensor that an index selects from.
 
     Args:
-        index: What is between the brackets.
+        index: Argument of `__getitem__`.
         shape: Global shape of the tensor.
 
     Raises:
-        InvalidRequestError: Too many indices, one out of bounds, or of another kind.
+        InvalidRequestError: There are too many indices, or one is out of bounds or not supported.
 
     Examples:
         >>> select((slice(2, 8, 3), 1), (10, 4))
@@ -63,7 +63,7 @@ def select(index: Any, shape: tuple[int, ...]) -> Selection:
 
 
 def _complete(index: tuple[Any, ...], shape: tuple[int, ...]) -> list[Any]:
-    """Returns one entry a dimension, `...` spelled out."""
+    """Returns one index per dimension, with `...` expanded."""
     where = [i for i, part in enumerate(index) if part is Ellipsis]
     given = len(index) - len(where)
     if len(where) > 1 or given > len(shape):
@@ -77,7 +77,7 @@ def _complete(index: tuple[Any, ...], shape: tuple[int, ...]) -> list[Any]:
 
 
 def _one(part: Any, length: int, axis: int) -> tuple[int, int, int | slice]:
-    """Returns start, length and remaining index of one dimension."""
+    """Returns start and length of the box in one dimension, and the index to apply to it."""
     try:
         found = range(length)[operator.index(part) if type(part) is not slice else part]
         if isinstance(part, bool):
@@ -103,32 +103,32 @@ def _one(part: Any, length: int, axis: int) -> tuple[int, int, int | slice]:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What the chunk table has about one tensor."""
+    """Properties of a stored tensor, from the chunk table."""
 
     shape: tuple[int, ...]
     """Global shape."""
     dtype: str
-    """Name of the torch dtype, without prefix."""
+    """Name of the torch dtype, without `torch.`."""
     num_bytes: int
-    """Bytes of the whole tensor."""
+    """Number of bytes of the whole tensor."""
     num_chunks: int
-    """Number of boxes that it is stored in."""
+    """Number of chunks in which the tensor is stored."""
     path: tuple[str | int, ...] | None
-    """Where it sits in the nested state dict; None when that was not recorded."""
+    """Path in the nested state dict; None if unknown."""
 
 
 class TensorHandle:
-    """One stored tensor, read when indexed.
+    """A stored tensor. Indexing reads and verifies only the selected part.
 
-    `handle[2:5]` is a numpy array, or a torch tensor where numpy lacks the dtype (bfloat16,
-    float8, …); `handle[...]` is all of it. Only the bytes of the enclosing box, extended to
-    checksum blocks, are read, and their checksums are verified.
+    `handle[2:5]` returns a numpy array, or a torch tensor if numpy lacks the dtype (bfloat16,
+    float8, …). `handle[...]` returns the whole tensor. The enclosing box, extended to whole
+    checksum blocks, is read.
 
     Args:
-        storage: Where the checkpoint lies.
-        checkpoint: It.
-        tensor: Index into its chunk table's `names`.
-        info: What the table has about it.
+        storage: Storage of the checkpoint.
+        checkpoint: The checkpoint.
+        tensor: Index of the tensor in the `names` of the chunk table.
+        info: Properties of the tensor.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class TensorHandle:
 
     @property
     def name(self) -> str:
-        """The FQN."""
+        """FQN."""
         return self._table.names[self._tensor]
 
     @property
@@ -156,7 +156,7 @@ class TensorHandle:
 
     @property
     def dtype(self) -> str:
-        """Name of the torch dtype, without prefix."""
+        """Name of the torch dtype, without `torch.`."""
         return self._info.dtype
 
     @property
@@ -183,16 +183,16 @@ class TensorHandle:
         return shard_layout(boxes, self.name, itemsize=size, dtype=self.dtype).html
 
     def __getitem__(self, index: Any) -> Any:
-        """Returns the selected part: a numpy array, or a torch tensor for dtypes numpy lacks.
+        """Returns the selected part: a numpy array, or a torch tensor if numpy lacks the dtype.
 
         Args:
             index: Integers, slices of any step and `...`.
 
         Raises:
-            InvalidRequestError: The index is no such index, or out of bounds.
+            InvalidRequestError: The index is out of bounds or not supported.
             DamagedCheckpointError: The stored bytes do not match their checksums.
-            CoverageError: Some of the selected elements are stored nowhere.
-            StorageError: The storage refused.
+            CoverageError: The checkpoint lacks some of the selected elements.
+            StorageError: The storage failed.
         """
         selected = self._selected(index, "i")
         if selected is None:
@@ -201,28 +201,29 @@ class TensorHandle:
             return selected
         import torch
 
-        # Why: a dimension of length 1 that was reversed counts as C order to numpy, not to torch.
+        # Why: numpy regards a reversed dimension of length 1 as C order, torch does not.
         if min(selected.strides, default=0) < 0:
             selected = selected.copy()
         return torch.from_numpy(selected).view(getattr(torch, self.dtype))
 
     @property
     def is_opaque(self) -> bool:
-        """Only `torch.load` understands the stored bytes."""
+        """Whether only `torch.load` can read the stored bytes."""
         return bool(self._table.kind[self._tensor] == Kind.OPAQUE)
 
     def raw(self, index: Any) -> npt.NDArray[Any]:
-        """Returns the selected part as numpy holds its bytes, without torch.
+        """Returns the selected part as a numpy array; needs no torch.
 
         Args:
-            index: As for `handle[index]`.
+            index: Index as for `handle[index]`.
 
         Returns:
-            Of the tensor's dtype, or of unsigned integers of its width where numpy lacks it.
+            An array of the tensor's dtype, or of unsigned integers of equal length if numpy lacks
+            the dtype.
 
         Raises:
-            InvalidRequestError: Only `torch.load` understands the stored bytes.
-            CheckpointError: As indexing does.
+            InvalidRequestError: Only `torch.load` can read the stored bytes.
+            CheckpointError: As for `handle[index]`.
         """
         selected = self._selected(index, "u")
         if selected is None:
@@ -238,7 +239,7 @@ class TensorHandle:
         """Returns the whole tensor as a numpy array.
 
         Raises:
-            InvalidRequestError: numpy has no such dtype, or `copy=False` was asked for.
+            InvalidRequestError: numpy lacks the dtype, or `copy` is False.
         """
         if self.dtype not in NUMPY_DTYPES:
             raise InvalidRequestError(
@@ -250,11 +251,11 @@ class TensorHandle:
         return np.asarray(self[...], dtype=dtype)
 
     def _selected(self, index: Any, stands_in: str) -> npt.NDArray[Any] | None:
-        """Returns the selected part; None where only `torch.load` understands the stored bytes.
+        """Returns the selected part; None if only `torch.load` can read the stored bytes.
 
         Args:
             index: See `select`.
-            stands_in: Kind of the integers that hold a dtype that numpy lacks.
+            stands_in: Kind of integers that replace a dtype that numpy lacks: `"i"` or `"u"`.
         """
         selection = select(index, self.shape)
         if self.is_opaque:
@@ -286,7 +287,7 @@ class TensorHandle:
         return None if stats.opaque else np.asarray(box[selection.rest], order="C")
 
     def _opaque(self) -> Any:
-        """Returns a tensor that only `torch.load` understands."""
+        """Returns a tensor that only `torch.load` can read."""
         chunks = np.flatnonzero(self._table.tensor == self._tensor)
         if len(chunks) != 1:
             raise InvalidRequestError(
@@ -312,7 +313,7 @@ class TensorHandle:
 
 
 def parts_of(shape: tuple[int, ...]) -> list[Any]:
-    """Returns indices of parts of a tensor that together are all of it, each of 32 MiB or a row."""
+    """Returns indices that divide a tensor into parts of up to 32 MiB, or one row."""
     if not shape:
         return [...]
     rows = max(1, _SLAB_BYTES // max(prod(shape[1:]) * 8, 1))
@@ -320,14 +321,14 @@ def parts_of(shape: tuple[int, ...]) -> list[Any]:
 
 
 class _OneTarget:
-    """A `TargetSink` of one row."""
+    """Implements `TargetSink` for one row."""
 
     def __init__(self, target: npt.NDArray[Any]) -> None:
         self._buffer = target.reshape(-1).view(np.uint8).data
 
     def buffer(self, row: int) -> memoryview:
-        """Returns the bytes of the target."""
+        """See `TargetSink.buffer`."""
         return self._buffer
 
     def done(self, row: int) -> None:
-        """Takes note of nothing: the caller waits for all rows."""
+        """Does nothing: the caller waits for all rows."""

@@ -1,6 +1,6 @@
-"""Reads the trace that a save left beside its checkpoint, and turns it into Chrome's trace format.
+"""Reads the trace that a save wrote beside its checkpoint, and converts it to Chrome's format.
 
-Without torch and without Ray. What a trace holds is in `ray_dcp.format.save_trace`.
+Needs neither torch nor Ray. `ray_dcp.format.save_trace` defines the content of a trace.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from ray_dcp.errors import CheckpointError, DamagedCheckpointError
+from ray_dcp.errors import DamagedCheckpointError
 from ray_dcp.format.save_trace import MAX_TRACE_BYTES, SaveTrace, decode_trace, trace_key
 from ray_dcp.store.storage import Storage, read_if_there
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trace(SaveTrace):
-    """The trace of a save as notebooks show it: a timeline."""
+    """The trace of a save. Notebooks show it as a timeline."""
 
     def _repr_html_(self) -> str:
         from ray_dcp.view.charts import timeline
@@ -25,15 +25,15 @@ class Trace(SaveTrace):
 
 
 def read_trace(storage: Storage, attempt: str | None) -> Trace | None:
-    """Returns the trace of an attempt; None when its save left none.
+    """Returns the trace of an attempt; None if there is none.
 
     Args:
-        storage: Of the checkpoint.
-        attempt: That is committed there; None for a checkpoint that is not ours.
+        storage: Storage of the checkpoint.
+        attempt: Id of the committed attempt; None for a checkpoint of another program.
 
     Raises:
-        DamagedCheckpointError: The trace can't be read; the checkpoint does not need it.
-        StorageError: The storage refused.
+        DamagedCheckpointError: The trace is damaged. The checkpoint does not need it.
+        StorageError: The trace can't be read.
     """
     if attempt is None:
         return None
@@ -49,29 +49,13 @@ def read_trace(storage: Storage, attempt: str | None) -> Trace | None:
     return Trace(**vars(found))
 
 
-def trace_notes(storage: Storage, attempt: str) -> list[str]:
-    """Returns a note on a trace that can't be read; the checkpoint is whole without it.
-
-    Args:
-        storage: Of the checkpoint.
-        attempt: That is committed there.
-    """
-    try:
-        read_trace(storage, attempt)
-    except CheckpointError:
-        return [
-            f"{trace_key(attempt)} is damaged: ray-dcp timeline can't read it, nobody else does"
-        ]
-    return []
-
-
 def chrome_trace(trace: SaveTrace) -> str:
     """Returns a trace as JSON for `chrome://tracing` and https://ui.perfetto.dev.
 
-    A process is a rank, the coordinator comes first; times are microseconds since 1970.
+    Each rank is a process, after the coordinator. Times are microseconds since 1970.
 
     Args:
-        trace: Of a save.
+        trace: Trace of a save.
 
     Examples:
         >>> import json

@@ -86,7 +86,7 @@ def test_another_metadata_is_a_note_because_the_checkpoint_is_whole(tmp_path: Pa
     data = (path / ".metadata").read_bytes()
     place = (decode_metadata(data).checkpoint_id or "").encode()
     for found, told in (
-        (earlier, ".metadata is of an earlier save: stock DCP reads that one"),
+        (earlier, ".metadata is that of an earlier save, which stock DCP reads"),
         (data.replace(place, place[:-1] + b"?"), ".metadata was made at another place, "),
     ):
         (path / ".metadata").write_bytes(found)
