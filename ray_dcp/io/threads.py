@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -204,31 +204,23 @@ def run_within(
         >>> run_within(lambda: 6 * 7, 10.0, Stop(), lambda: TimeoutError())
         42
     """
-    wake, ended = threading.Event(), Future[T]()
-
-    def run() -> None:
-        try:
-            ended.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
-            ended.set_exception(error)
-        wake.set()
-
-    thread = None
+    wake = threading.Event()
+    ended: Future[T] | None = None
     stop.wakes(wake)
     try:
-        thread = start_thread(run, "ray_dcp in time")
+        ended = begin(work, "ray_dcp in time")
+        ended.add_done_callback(lambda _: wake.set())
         wake.wait(within_s)
         if not ended.done() and not stop.asked:
             stop.because(overdue())
     except BaseException as error:
         stop.because(error)
-        if thread is not None:
-            thread.join(unwind_s)
+        if ended is not None:
+            wait([ended], unwind_s)
         raise
     finally:
         stop.forget(wake)
-    if not ended.done():
-        thread.join(unwind_s)
+    wait([ended], unwind_s)
     if not ended.done() or (ended.exception() is not None and stop.error is not None):
         raise stop.error or overdue()
     return ended.result()

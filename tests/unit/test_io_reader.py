@@ -144,13 +144,13 @@ def test_only_edge_blocks_of_a_row_range_go_through_scratch(storage):
 
 def scratch_peaks(monkeypatch):
     peaks = []
-    real = reader.Filler._scratch
+    real = reader.TargetFiller._scratch
 
     def note(self, num_bytes):
         peaks.append(num_bytes)
         return real(self, num_bytes)
 
-    monkeypatch.setattr(reader.Filler, "_scratch", note)
+    monkeypatch.setattr(reader.TargetFiller, "_scratch", note)
     return peaks
 
 

@@ -212,7 +212,7 @@ def test_latest_says_which_step_it_is_and_when_a_newer_one_is_damaged(run: Path,
     found = invoke("rm", f"{run}@latest", "--yes")
     assert (found.exit_code, "which step of" in found.stderr) == (2, True)
     assert [step.state for step in ray_dcp.open(run)] == ["committed", "committed", "damaged"]
-    with pytest.warns(UserWarning, match="step-3 would be it"):
+    with pytest.warns(UserWarning, match="because step-3 is damaged"):
         assert ray_dcp.open(f"{run}@latest").url.endswith("step-2")
 
 
@@ -223,7 +223,7 @@ def test_the_best_step_that_is_damaged_is_not_passed_over_silently(tmp_path: Pat
     damage(tmp_path / "step-00000002")
     found = invoke("show", f"{tmp_path}@best")
     assert (found.exit_code, "step-00000003" in found.stdout) == (0, True)
-    assert "step-00000002 would be it" in found.stderr
+    assert "because step-00000002 is damaged" in found.stderr
     found = invoke("verify", f"{tmp_path}@best:loss")
     assert (found.exit_code, "step-00000002: 1 problem" in found.stdout) == (1, True)
 
