@@ -89,21 +89,21 @@ def address_of(text: str, *, damaged: bool = False) -> Address:
         CheckpointNotFoundError: The run has no such step; the message suggests similar ones.
     """
     run, key = _split(text)
-    check_answers(run)
     if key is None:
+        check_answers(run)
         return Address(text, run)
-    steps = run_at(run)
-    found = choose(steps.steps, key, url=steps.url, damaged=damaged)
-    say_passed_over(steps, key, found)
+    found = _chosen(run_at(run), key, damaged=damaged)
     name = run if found.name == "." else f"{run.rstrip('/')}/{found.name}"
     return Address(name, found.path, found)
 
 
-def say_passed_over(run: RunView, key: str, chosen: StepView) -> None:
-    """Warns on standard error if `latest` or `best` would be a damaged step."""
-    over = passed_over(run.steps, key, chosen)
+def _chosen(run: RunView, key: str, *, damaged: bool = False) -> StepView:
+    """Returns the step that a key names; warns if `latest` or `best` skips a damaged step."""
+    found = choose(run.steps, key, url=run.url, damaged=damaged)
+    over = passed_over(run.steps, key, found)
     if over is not None:
-        click.echo(f"warning: {passed_over_text(over, chosen, key)}", err=True)
+        click.echo(f"warning: {passed_over_text(over, found, key)}", err=True)
+    return found
 
 
 def addresses_of(text: str, *, damaged: bool = False) -> tuple[bool, list[Address]]:
@@ -216,9 +216,7 @@ def step_in_run(text: str) -> tuple[RunView, StepView]:
             raise InvalidRequestError(f"expected RUN@STEP, found {text!r}")
         run, step = parent, name
     found = run_at(run)
-    chosen = found.step(step)
-    say_passed_over(found, step, chosen)
-    return found, chosen
+    return found, _chosen(found, step)
 
 
 def run_at(text: str) -> RunView:

@@ -649,11 +649,7 @@ def verified(storage: Storage, entry: FileEntry, data: bytes = b"") -> bytes:
         DamagedCheckpointError: The file is missing, or does not match the manifest.
         StorageError: The file can't be read.
     """
-
-    def read() -> bytes:
-        return _read(storage, entry.key, 0, min(entry.num_bytes, MAX_TABLE_BYTES) + 1)
-
-    return _checked(data or read(), read, entry.num_bytes, entry.digest, entry.key, "")
+    return _verified(storage, entry.key, 0, entry.num_bytes, entry.digest, data=data)
 
 
 def verified_table(storage: Storage, manifest: Manifest) -> bytes:
@@ -664,9 +660,9 @@ def verified_table(storage: Storage, manifest: Manifest) -> bytes:
             manifest.
         StorageError: The table can't be read.
     """
-    data, end = verified(storage, manifest.table), manifest.table_end
-    if end is not None:
-        _check(data[-end.num_bytes :], end.num_bytes, end.digest, manifest.table.key, "last ")
+    data = verified(storage, manifest.table)
+    if manifest.table_end is not None:
+        verified_end(storage, manifest, data)
     return data
 
 
@@ -689,12 +685,8 @@ def verified_end(storage: Storage, manifest: Manifest, table: bytes = b"") -> by
             key=entry.key,
         )
     start = entry.num_bytes - end.num_bytes
-
-    def read() -> bytes:
-        return _read(storage, entry.key, start, end.num_bytes + 1)
-
-    data = table[start:] if table else read()
-    return _checked(data, read, end.num_bytes, end.digest, entry.key, "last ")
+    known = table[start:] if table else b""
+    return _verified(storage, entry.key, start, end.num_bytes, end.digest, "last ", known)
 
 
 def verified_bytes(storage: Storage, key: str, start: int, num_bytes: int) -> bytes:
@@ -714,6 +706,29 @@ def verified_bytes(storage: Storage, key: str, start: int, num_bytes: int) -> by
     return data
 
 
+def _verified(
+    storage: Storage,
+    key: str,
+    start: int,
+    num_bytes: int,
+    digest: str,
+    which: str = "",
+    data: bytes = b"",
+) -> bytes:
+    """Returns bytes of a file after verifying them; bytes that do not match are read once more."""
+    for is_last in (False, True):
+        if is_last or not data:
+            # Why one more: a longer file does not match.
+            data = _read(storage, key, start, min(num_bytes, MAX_TABLE_BYTES) + 1)
+        if len(data) == num_bytes and digest_bytes(data).hex() == digest:
+            return data
+    raise DamagedCheckpointError(
+        f"expected the {which}{num_bytes} bytes of digest {digest} that the manifest names, found "
+        f"{len(data)} bytes of digest {digest_bytes(data).hex()}; load an earlier step",
+        key=key,
+    )
+
+
 def _read(storage: Storage, key: str, start: int, num_bytes: int) -> bytes:
     try:
         return storage.read(key, start, num_bytes)
@@ -721,26 +736,6 @@ def _read(storage: Storage, key: str, start: int, num_bytes: int) -> bytes:
         raise DamagedCheckpointError(
             f"the manifest names {key}, but there is no such file; load an earlier step", key=key
         ) from exc
-
-
-def _checked(
-    data: bytes, read: Callable[[], bytes], num_bytes: int, digest: str, key: str, which: str
-) -> bytes:
-    """Returns bytes after verifying them; bytes that do not match are read once more."""
-    if len(data) != num_bytes or digest_bytes(data).hex() != digest:
-        data = read()
-    _check(data, num_bytes, digest, key, which)
-    return data
-
-
-def _check(data: bytes, num_bytes: int, digest: str, key: str, which: str) -> None:
-    if len(data) != num_bytes or digest_bytes(data).hex() != digest:
-        raise DamagedCheckpointError(
-            f"expected the {which}{num_bytes} bytes of digest {digest} that the manifest "
-            f"names, found {len(data)} bytes of digest {digest_bytes(data).hex()}; load an "
-            f"earlier step",
-            key=key,
-        )
 
 
 _THREADS = 16

@@ -59,6 +59,7 @@ from ray_dcp.store.storage import (
     check_key,
     check_range,
     os_failure,
+    too_short,
 )
 
 _MODE = 0o666
@@ -273,30 +274,24 @@ class LocalWriter(OnceWriter):
         key: Its key, for messages.
         sync: Make the file durable at commit.
         direct: Try direct I/O.
+        create: Fail at commit if the name exists; otherwise an existing file is replaced.
 
     Raises:
         StorageError: The temporary file can't be created.
     """
 
-    def __init__(self, path: str, key: str, *, sync: bool, direct: bool) -> None:
+    def __init__(
+        self, path: str, key: str, *, sync: bool, direct: bool, create: bool = True
+    ) -> None:
         self._path = path
         self._sync = sync
-        self._create = True
+        self._create = create
         self._fd, self._temp, self._direct = open_temp(path, key, sync=sync, direct=direct)
         self._bounce = mmap.mmap(-1, _BOUNCE_BYTES)
         self._view = memoryview(self._bounce)
         self._fill = 0
         self._flushed = 0
         super().__init__(path, key)
-
-    def commit(self, *, create: bool = True) -> None:
-        """See `PartWriter.commit`; does nothing if the writer is committed already.
-
-        Args:
-            create: Fail if the name exists; otherwise an existing file is replaced.
-        """
-        self._create = create
-        super().commit()
 
     def _append(self, data: BytesLike) -> None:
         view = as_bytes_view(data)
@@ -686,11 +681,7 @@ class LocalStorage:
         except OSError as exc:
             raise _read_failure(exc, key, path) from exc
         if done < len(view):
-            raise StorageError(
-                f"{path} is too short: wanted bytes [{start}, {start + len(view)}), but it ends "
-                f"at {start + done} or before",
-                key=key,
-            )
+            raise too_short(path, key, start, len(view), start + done)
 
     def read_ahead(self, key: str, start: int, num_bytes: int) -> None:
         """Asks the kernel to read a range ahead, unless it is in the page cache already.
@@ -708,12 +699,11 @@ class LocalStorage:
 
     def write(self, key: str, data: BytesLike, *, create: bool = False) -> None:
         """See `Storage.write`."""
-        path = self._path(key)
-        view = as_bytes_view(data)
-        writer = LocalWriter(path, key, sync=self._durable, direct=False)
+        path, view = self._path(key), as_bytes_view(data)
+        writer = LocalWriter(path, key, sync=self._durable, direct=False, create=create)
         try:
             writer.write(view)
-            writer.commit(create=create)
+            writer.commit()
         finally:
             writer.abort()
 

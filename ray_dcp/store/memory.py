@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ray_dcp.core.processes import ProcessLock
-from ray_dcp.errors import StorageError
 from ray_dcp.store.storage import (
     MEMORY,
     BytesLike,
@@ -23,6 +22,7 @@ from ray_dcp.store.storage import (
     as_bytes_view,
     check_key,
     check_range,
+    too_short,
 )
 
 # Why one dict of full paths: `memory://runs` then lists the keys of `memory://runs/step-10`.
@@ -74,11 +74,7 @@ class MemoryStorage:
         check_range(key, start, len(view))
         data = self._value(key)
         if start + len(view) > len(data):
-            raise StorageError(
-                f"{self.url}/{key} is too short: wanted bytes [{start}, {start + len(view)}), "
-                f"but it has {len(data)}",
-                key=key,
-            )
+            raise too_short(f"{self.url}/{key}", key, start, len(view), len(data))
         view[:] = memoryview(data)[start : start + len(view)]
 
     def write(self, key: str, data: BytesLike, *, create: bool = False) -> None:

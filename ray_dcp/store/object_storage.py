@@ -55,6 +55,7 @@ from ray_dcp.store.storage import (
     check_key,
     check_range,
     is_temporary,
+    too_short,
 )
 from ray_dcp.store.storage_adapter import creates_if_absent_in
 
@@ -83,7 +84,7 @@ class UploadBudget:
         self._bytes = 0
         self.highest_bytes = 0
 
-    def take(self, own: _Own, num_bytes: int, until: Callable[[], bool]) -> None:
+    def take(self, own: _FileBytes, num_bytes: int, until: Callable[[], bool]) -> None:
         """Reserves bytes for a file; waits until there is room or `until` returns True.
 
         Args:
@@ -102,7 +103,7 @@ class UploadBudget:
             self._bytes += num_bytes
             self.highest_bytes = max(self.highest_bytes, self._bytes)
 
-    def give_back(self, own: _Own, num_bytes: int) -> None:
+    def give_back(self, own: _FileBytes, num_bytes: int) -> None:
         """Releases bytes of a file that are no longer referenced."""
         with self._changed:
             if not own.is_over:
@@ -110,7 +111,7 @@ class UploadBudget:
                 self._bytes -= num_bytes
                 self._changed.notify_all()
 
-    def forget(self, own: _Own) -> None:
+    def forget(self, own: _FileBytes) -> None:
         """Releases all bytes of an aborted file.
 
         *Why*: an exception that the caller keeps may refer to pieces of the file indefinitely.
@@ -126,7 +127,7 @@ class UploadBudget:
             self._changed.notify_all()
 
 
-class _Own:
+class _FileBytes:
     """Counts the bytes that the upload of one file holds in memory."""
 
     def __init__(self) -> None:
@@ -159,7 +160,7 @@ class ObjectWriter(OnceWriter):
         self._storage = storage
         self._request_bytes = storage._options.request_bytes
         self._budget = budget_of(storage._options)
-        self._own = _Own()
+        self._own = _FileBytes()
         self._num_bytes = 0
         self._head: list[npt.NDArray[np.uint8]] = []
         self._upload: _Upload | None = None
@@ -546,7 +547,7 @@ class ObjectStorage:
     def traits(self) -> StorageTraits:
         """Durable and shared; `create_if_absent` is found by a trial, once per store.
 
-        See `ray_dcp.store.storage_adapter`: the trial creates and removes a few small objects below
+        See `creates_if_absent_in`: the trial creates and removes a few small objects below
         the root.
 
         Raises:
@@ -606,11 +607,8 @@ class ObjectStorage:
                 raise
             size = self._size(key)
         if done < len(view) or (size is not None and size < start):
-            raise StorageError(
-                f"{self._where(key)} is too short: wanted bytes [{start}, {start + len(view)}), "
-                f"but it ends at {start + done if size is None else size}",
-                key=key,
-            )
+            end = start + done if size is None else size
+            raise too_short(self._where(key), key, start, len(view), end)
 
     def write(self, key: str, data: BytesLike, *, create: bool = False) -> None:
         """See `Storage.write`."""

@@ -420,6 +420,22 @@ def check_range(key: str, start: int, num_bytes: int | None) -> None:
         )
 
 
+def too_short(where: str, key: str, start: int, num_bytes: int, end: int) -> StorageError:
+    """Returns the error of a read beyond the end of a value.
+
+    Args:
+        where: Path or URL of the key.
+        key: The key.
+        start: First byte that was wanted.
+        num_bytes: Number of bytes that were wanted.
+        end: Length of the value, as far as it is known.
+    """
+    return StorageError(
+        f"{where} is too short: wanted bytes [{start}, {start + num_bytes}), but it ends at {end}",
+        key=key,
+    )
+
+
 def as_bytes_view(data: BytesLike) -> memoryview:
     """Returns a flat view of the bytes of a contiguous buffer, without a copy.
 

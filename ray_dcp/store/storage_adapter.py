@@ -1,9 +1,13 @@
 """`StorageAdapter`: implements `Storage` on the filesystems of other libraries.
 
 A `FilesystemPort` hides the differences between the libraries; there is one for fsspec and one for
-pyarrow.fs. Conditional creation is verified by a trial; see `create_probe`.
+pyarrow.fs. `redacted` removes credentials from messages, as libraries may quote their options in
+errors.
 
-`redacted` removes credentials from messages, as libraries may quote their options in errors.
+`creates_if_absent_in` determines by a trial whether conditional creation in a store has exactly one
+winner. The trial runs once per store and process, with small objects that are removed again. It is
+needed because some servers accept the condition and ignore it (the S3 gateways of rclone and
+JuiceFS), and nothing else distinguishes them.
 """
 
 from __future__ import annotations
@@ -13,12 +17,11 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from ray_dcp.core.processes import ProcessLock
+from ray_dcp.core.processes import ProcessLock, start_thread
 from ray_dcp.errors import StorageError
 from ray_dcp.store.location import url_below
 from ray_dcp.store.retry import Retrying
@@ -39,6 +42,7 @@ from ray_dcp.store.storage import (
     check_range,
     is_temporary,
     os_failure,
+    too_short,
 )
 
 _SHORTEST = 4
@@ -255,11 +259,7 @@ class StorageAdapter:
         view = as_bytes_view(target)
         data = self.read(key, start, len(view))
         if len(data) < len(view) or (not len(view) and start > self._size(key)):
-            raise StorageError(
-                f"{self._where(key)} is too short: wanted bytes [{start}, {start + len(view)}), "
-                f"but it ends at {start + len(data)} or before",
-                key=key,
-            )
+            raise too_short(self._where(key), key, start, len(view), start + len(data))
         view[:] = data
 
     def write(self, key: str, data: BytesLike, *, create: bool = False) -> None:
@@ -501,8 +501,21 @@ def _tried(create: Create, read: Read, delete: Delete) -> bool:
         if put(first, b"second") or get(first) != b"first":
             return False
         values = [str(number).encode() for number in range(_RACERS)]
-        with ThreadPoolExecutor(_RACERS) as threads:
-            won = list(threads.map(lambda value: put(race, value), values))
+        won, failures = [False] * _RACERS, list[Exception]()
+
+        def take_part(number: int) -> None:
+            try:
+                won[number] = put(race, values[number])
+            except Exception as error:  # noqa: BLE001 - raised in the thread that waits
+                failures.append(error)
+
+        racers = [
+            start_thread(partial(take_part, number), "ray_dcp probe") for number in range(_RACERS)
+        ]
+        for racer in racers:
+            racer.join()
+        for failure in failures:
+            raise failure
         stands = get(race)
         # Why no winner is fine: the winner's answer was lost, and its retry found its own key.
         return sum(won) <= 1 and stands in values and (not any(won) or won[int(stands)])

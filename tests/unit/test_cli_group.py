@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import click
 import pytest
@@ -68,10 +67,3 @@ def test_an_error_of_ours_is_one_message_and_an_exit_code(
     group.get_command = lambda ctx, name: group.commands[name]
     found = CliRunner().invoke(group, ["fail"])
     assert (found.exit_code, found.stderr) == (exit_code, f"Error: {error.message}{where}\n")
-
-
-def test_the_package_runs_as_a_command(tmp_path: Path):
-    command = [sys.executable, "-m", "ray_dcp", "show", str(tmp_path / "nothing")]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-    assert (found.returncode, found.stderr[:7]) == (2, "Error: ")
-    assert len(found.stderr.strip().splitlines()) == 1

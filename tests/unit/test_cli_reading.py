@@ -65,23 +65,6 @@ def test_a_long_name_is_not_cut_when_the_output_is_piped(tmp_path: Path):
     assert name in output_of("show", tmp_path / "c")
 
 
-def test_verify_of_a_damaged_checkpoint_exits_with_1_and_names_the_place(run: Path):
-    file = checkpoints.data_file(run / "step-10")
-    pattern = torch.arange(1000, 1010).numpy().tobytes()
-    offset = file.read_bytes().index(pattern)
-    checkpoints.flip(file, offset)
-    found = invoke("verify", run / "step-10")
-    assert found.exit_code == 1
-    assert f"damaged: {file.name} bytes [" in found.stdout
-    assert "of 'model.large'" in found.stdout
-    assert "1 problem," in found.stdout
-    as_json = invoke("verify", run / "step-10", "--json")
-    assert as_json.exit_code == 1
-    (problem,) = json.loads(as_json.stdout)["problems"]
-    assert (problem["file"], problem["fqn"]) == (file.name, "model.large")
-    assert problem["start"] <= offset < problem["stop"]
-
-
 @pytest.mark.parametrize("command", ["ls", "show", "verify"])
 def test_wrong_use_or_a_place_without_checkpoint_exits_with_2(command: str, tmp_path: Path):
     for arguments in ([], ["/tmp", "--nope"], ["ftp://host/run"], [tmp_path / "none"]):

@@ -89,7 +89,7 @@ def test_ranks_that_need_the_same_bytes_are_told_who_reads_them():
 
 
 @pytest.mark.parametrize("come", [0, 1])
-def test_without_two_ranks_that_would_share_nothing_is_asked_for(come):
+def test_fewer_than_two_ranks_with_needs_share_nothing(come):
     play = Play(world_size=3)
     to_planning(play)
     for rank in range(3):
@@ -143,84 +143,75 @@ def test_the_outcome_tells_what_came_from_others_and_what_was_read_instead():
     assert told == LoadOutcome(ReadCounts(15, 21, 0, 8, 3))
 
 
-# The words
-
-
-def words(*said):
-    handover = SharedReads()
-    for word in said:
-        handover.take(word)
-    return handover
+# The messages
 
 
 def enter(rank, units=(0,), readers=(0,)):
     return Enter(KEY, rank, tuple(units), tuple(readers))
 
 
-def heard(handover, rank, seen=0):
-    return [(new.what, new.unit, new.handle) for new in handover.updates(rank, seen)]
+def updates(reads, rank):
+    return [(new.what, new.unit, new.handle) for new in reads.updates(rank, 0)]
 
 
-def test_who_enters_late_hears_what_is_there():
-    handover = words(enter(0), Offer(KEY, 0, 0, 2, "h"), enter(1))
-    assert heard(handover, 1) == [("there", 0, "h")]
+BOTH = (enter(0), enter(1))
+TWO_UNITS = (enter(0, (0, 1), (0, 0)), enter(1, (0, 1), (0, 0)))
+OFFER, THERE, FREE = Offer(KEY, 0, 0, 2, "h"), ("there", 0, "h"), ("free", 0, None)
+TO_THREE = (*BOTH, enter(2), Use(KEY, 1, (0,)), Offer(KEY, 0, 0, 3, "h"))
+GONE = [("gone", 0, None), ("gone", 1, None)]
 
 
-def test_a_unit_is_free_when_all_its_ranks_have_used_it_in_any_order():
-    handover = words(enter(0), enter(1), enter(2), Use(KEY, 1, (0,)), Offer(KEY, 0, 0, 3, "h"))
-    assert heard(handover, 2) == [("there", 0, "h")]
-    assert heard(handover, 1) == []
-    handover.take(Use(KEY, 0, (0,)))
-    assert handover.num_there == 1
-    assert heard(handover, 0) == []
-    handover.take(Use(KEY, 2, (0,)))
-    handover.take(Use(KEY, 2, (0,)))
-    assert handover.num_there == 0
-    assert heard(handover, 0) == [("free", 0, None)]
-    assert heard(handover, 2) == [("free", 0, None)]  # and no handle that keeps it alive
+@pytest.mark.parametrize(
+    ("messages", "num_there", "expected"),
+    [
+        ((enter(0), OFFER, enter(1)), 1, {1: [THERE]}),
+        ((*BOTH, *BOTH, OFFER, OFFER, Use(KEY, 0, (0,)), Use(KEY, 0, (0,))), 1, {1: [THERE]}),
+        (TO_THREE, 1, {2: [THERE], 1: []}),
+        ((*TO_THREE, Use(KEY, 0, (0,))), 1, {0: []}),
+        ((*TO_THREE, Use(KEY, 0, (0,)), Use(KEY, 2, (0,))), 0, {0: [FREE], 2: [FREE]}),
+        ((*TWO_UNITS, Decline(KEY, 0, (0,)), Leave(KEY, 0)), 0, {1: GONE}),
+        ((*TWO_UNITS, Leave(KEY, 0), Offer(KEY, 0, 1, 2, "late")), 0, {}),
+        ((*BOTH, Offer(KEY, 1, 0, 2, "false"), Decline(KEY, 1, (0,))), 0, {1: []}),
+        ((*BOTH, OFFER, Leave(KEY, 1), Use(KEY, 0, (0,))), 0, {}),
+        ((*BOTH, OFFER, Leave(KEY, 1), Use(KEY, 0, (0,)), enter(1)), 0, {1: [FREE]}),
+    ],
+    ids=["late", "twice", "offered", "in use", "free", "declined", "left", "false", "gone", "back"],
+)
+def test_messages_decide_which_units_are_there(messages, num_there, expected):
+    reads = SharedReads()
+    for message in messages:
+        reads.take(message)
+    assert reads.num_there == num_there
+    assert {rank: updates(reads, rank) for rank in expected} == expected
 
 
-def test_words_that_come_twice_change_nothing():
-    once = [enter(0), enter(1), Offer(KEY, 0, 0, 2, "h"), Use(KEY, 0, (0,))]
-    handover = words(*[word for word in once for _ in range(2)])
-    assert heard(handover, 1) == [("there", 0, "h")]
-    assert handover.num_there == 1
-
-
-def test_what_a_reader_declines_or_leaves_behind_is_gone():
-    handover = words(
-        enter(0, (0, 1), (0, 0)), enter(1, (0, 1), (0, 0)), Decline(KEY, 0, (0,)), Leave(KEY, 0)
-    )
-    assert heard(handover, 1) == [("gone", 0, None), ("gone", 1, None)]
-    handover.take(Offer(KEY, 0, 1, 2, "late"))
-    assert handover.num_there == 0
-
-
-def test_only_its_reader_offers_or_declines_a_unit():
-    handover = words(enter(0), enter(1), Offer(KEY, 1, 0, 2, "false"), Decline(KEY, 1, (0,)))
-    assert handover.num_there == 0
-    assert heard(handover, 1) == []
-
-
-def test_words_may_be_heard_in_any_order():
+def test_messages_may_come_in_any_order():
     said = [
         enter(0, (0, 1, 2), (0, 0, 1)), enter(1, (0, 1, 2), (0, 0, 1)),
-        Offer(KEY, 0, 0, 2, "h"), Use(KEY, 1, (0,)), Leave(KEY, 0, (0,)), Leave(KEY, 1),
+        OFFER, Use(KEY, 1, (0,)), Leave(KEY, 0, (0,)), Leave(KEY, 1),
     ]  # fmt: skip
     for order in itertools.permutations(said):
-        handover = words(*order)
-        assert handover.num_there == 0
-        # What the reader is told last is that its unit is free, whoever was heard first.
-        assert heard(handover, 0)[-1][:2] in {("free", 0), ("gone", 2)}
-        assert ("free", 0, None) in heard(handover, 0)
-        assert all(what == "gone" for what, unit, _ in heard(handover, 1) if unit == 1)
+        reads = SharedReads()
+        for message in order:
+            reads.take(message)
+        assert reads.num_there == 0
+        # The last thing that the reader learns is that its unit is free, in whatever order.
+        assert updates(reads, 0)[-1][:2] in {("free", 0), ("gone", 2)}
+        assert FREE in updates(reads, 0)
+        assert all(what == "gone" for what, unit, _ in updates(reads, 1) if unit == 1)
 
 
-def test_one_who_leaves_needs_nothing_more():
-    handover = words(enter(0), enter(1), Offer(KEY, 0, 0, 2, "h"), Leave(KEY, 1), Use(KEY, 0, (0,)))
-    assert handover.num_there == 0
-    handover.take(enter(1))
-    assert heard(handover, 1) == [("free", 0, None)]
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_unit_stays_until_its_last_byte_was_read(last):
+    board = Board()
+    mine = a_relay(ThreadExchange(board, 0), 0, budget_bytes=100)
+    board.handover.take(Enter(KEY, 1, (0, 1, 2), (0, 0, 0)))
+    board.handover.take(Leave(KEY, 1))
+    mine.start()
+    mine.read_into("f", 0, memoryview(bytearray(29 + last)))
+    free = {new.unit for new in board.handover.updates(0, 0) if new.what == "free"}
+    mine.finish()
+    assert (2 in free) == bool(last)
 
 
 # Where they are kept

@@ -182,6 +182,8 @@ def test_unpublished_files_can_be_deleted_and_a_dropped_writer_leaves_none(tmp_p
     assert storage.unpublished() == ()
     with pytest.raises(StorageError):
         writer.commit()
+    with pytest.raises(StorageError, match="was aborted"):
+        writer.write(b"more")
     writer = storage.open_writer("part")
     writer.write(b"x" * 5_000_000)
     del writer

@@ -47,23 +47,6 @@ def trace_of(n: int) -> SaveTrace:
                       times, where={n - 1: "pid 7 on b"})  # fmt: skip
 
 
-def test_bars_begin_and_end_where_the_phases_do():
-    lines = [click.unstyle(line) for line in gantt(trace_of(3), "run", 96)]
-    width = 96 - len("coordinator") - 22
-    bars = {line.split("  ")[0].rstrip(" !"): line[len("coordinator") + 3 :] for line in lines[3:7]}
-    first = bars["rank 0"][:width]
-    assert first.index("█") == width // 4
-    assert first.rindex("█") == round(width * 3 / 8) - 1
-    assert first.count("░") == round(width / 8)
-    assert set(first[: width // 8]) == {"░"}
-    assert bars["coordinator"][:width].rindex("█") == width - 1
-    assert (
-        "! rank 2 ended write after 1.25 s, half of the ranks within 250 ms (pid 7 on b)" in lines
-    )
-    assert [line[len("coordinator") + 1] for line in lines[3:7]] == [" ", " ", " ", "!"]
-    assert max(map(len, lines[1:])) <= 96
-
-
 def test_the_course_of_a_save_is_printed_as_it_was(tmp_path: Path):
     """Of a trace that is given: no two saves take as long. See tests/golden/README.md."""
     table = big_views.table(2, 4, ATTEMPT, files=4)

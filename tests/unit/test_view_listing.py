@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -52,17 +53,19 @@ def test_a_failed_save_over_a_stock_checkpoint_leaves_it_a_stock_checkpoint(run:
     assert ray_dcp.open(path).kind == "stock"
 
 
-def test_a_missing_or_shorter_file_is_told_as_damage(run: Path):
-    checkpoints.data_file(run / "best").unlink()
-    short = checkpoints.data_file(run / "step-9")
-    num_bytes = short.stat().st_size
-    short.write_bytes(short.read_bytes()[:-1])
+@pytest.mark.parametrize("more", [-1, 1, None])
+def test_a_file_that_is_missing_or_has_another_length_is_damage(run: Path, more: int | None):
+    file = checkpoints.data_file(run / "step-9")
+    num_bytes = file.stat().st_size
+    detail = "is missing"
+    if more is None:
+        file.unlink()
+    else:
+        os.truncate(file, num_bytes + more)
+        detail = f"has {num_bytes + more} bytes instead of {num_bytes}"
     found = by_name(run)
-    assert found["best"].state == "damaged"
-    assert "is missing" in found["best"].detail
-    assert found["step-9"].state == "damaged"
-    assert f"has {num_bytes - 1} bytes instead of {num_bytes}" in found["step-9"].detail
-    assert found["step-10"].state == "committed"
+    assert (found["step-9"].state, found["step-10"].state) == ("damaged", "committed")
+    assert found["step-9"].detail == f"{file.name} {detail}"
 
 
 def test_a_checkpoint_is_listed_once_also_as_the_root_itself(tmp_path: Path):
