@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -56,22 +57,69 @@ def flip(storage, key):
     storage.write(key, data)
 
 
-def test_a_committed_save_is_found_and_read(storage):
+def test_a_committed_save_is_found_and_read_also_beside_what_stock_dcp_left(storage):
+    assert newest_record(storage) is None
     checkpoint = save(storage)
-    assert (checkpoint.kind, checkpoint.slot) == ("native", 1)
+    assert (checkpoint.kind, checkpoint.slot, checkpoint.metadata_is_stale) == ("native", 1, False)
     assert checkpoint.checkpoint_id == storage.url
-    assert not checkpoint.metadata_is_stale
     found = find_checkpoint(storage)
     assert (found.kind, found.slot, found.record) == ("native", 1, checkpoint.record)
+    for key in ("__0_0.distcp", "__1_0.distcp", ".metadata.tmp"):
+        storage.write(key, b"half")
     assert value_at(storage) == 1
 
 
-def test_where_nothing_was_committed_there_is_no_newest_record(storage):
-    assert newest_record(storage) is None
-    abort(storage, 1)
-    assert newest_record(storage) is None
-    with pytest.raises(errors.UncommittedCheckpointError, match="never committed"):
+def record_in_an_earlier_slot(storage):
+    save(storage)
+    save(storage)
+    storage.write(record_key(1), storage.read(record_key(2)))
+    storage.delete([record_key(2)])
+
+
+def without(storage, key, saves=save):
+    saves(storage)
+    storage.delete([key])
+
+
+def metadata_beside_ours(storage, data=None):
+    save(storage)
+    stock_save(storage) if data is None else storage.write(".metadata", data)
+
+
+UNCOMMITTED, DAMAGED = errors.UncommittedCheckpointError, errors.DamagedCheckpointError
+OF_OTHERS = r"two checkpoints.*manifest-00000001.*\.metadata.*move the manifest-\*\.json files away"
+
+
+@pytest.mark.parametrize("look", [read_checkpoint, find_checkpoint])
+@pytest.mark.parametrize(
+    ("arrange", "error", "told"),
+    [
+        (lambda storage: abort(storage, 1), UNCOMMITTED, "never committed"),
+        (partial(without, key=record_key(1)), UNCOMMITTED, "[0-9a-f]{16} never committed"),
+        (partial(without, key=".metadata", saves=stock_save), UNCOMMITTED, r"nor \.metadata"),
+        (record_in_an_earlier_slot, DAMAGED, "files changed places.*manifest-00000001"),
+        (metadata_beside_ours, DAMAGED, OF_OTHERS),
+        (partial(metadata_beside_ours, data=b"rubbish"), DAMAGED, "can't be read"),
+    ],
+)  # fmt: skip
+def test_what_is_no_checkpoint_is_told(storage, look, arrange, error, told):
+    arrange(storage)
+    with pytest.raises(error, match=told):
+        look(storage)
+
+
+@pytest.mark.parametrize("change", [{"num_chunks": 99}, {"num_tensors": 1}, {"files": ()}])
+def test_a_table_that_does_not_fit_its_manifest_is_damage(storage, change):
+    manifest = save(storage).manifest
+    storage.write(record_key(1), encode_record(replace(manifest, **change)))
+    with pytest.raises(errors.DamagedCheckpointError, match="of the manifest's files"):
         read_checkpoint(storage)
+
+
+def test_who_moves_our_records_away_loads_what_stock_dcp_saved_over_them(storage):
+    metadata_beside_ours(storage)
+    storage.delete([record_key(1)])
+    assert value_at(storage) == 7
 
 
 def test_a_damaged_record_decides_nothing_and_names_the_way_out(storage):
@@ -84,16 +132,6 @@ def test_a_damaged_record_decides_nothing_and_names_the_way_out(storage):
     assert caught.value.checkpoint_id == "run/step-2"
     storage.delete([record_key(2)])
     assert value_at(storage) == 1
-
-
-def test_a_record_in_the_slot_of_an_earlier_one_is_damage(storage):
-    save(storage)
-    save(storage)
-    storage.write(record_key(1), storage.read(record_key(2)))
-    storage.delete([record_key(2)])
-    with pytest.raises(errors.DamagedCheckpointError, match="files changed places") as caught:
-        read_checkpoint(storage)
-    assert caught.value.key == record_key(1)
 
 
 @pytest.mark.parametrize("look", [read_checkpoint, find_checkpoint])
@@ -110,14 +148,6 @@ def test_a_damaged_table_is_told(storage, damage, look):
         look(storage, checkpoint_id="run/step-1")
     assert caught.value.checkpoint_id == "run/step-1"
     assert caught.value.key == key
-
-
-@pytest.mark.parametrize("change", [{"num_chunks": 99}, {"num_tensors": 1}, {"files": ()}])
-def test_a_table_that_does_not_fit_its_manifest_is_damage(storage, change):
-    manifest = save(storage).manifest
-    storage.write(record_key(1), encode_record(replace(manifest, **change)))
-    with pytest.raises(errors.DamagedCheckpointError, match="of the manifest's files"):
-        read_checkpoint(storage)
 
 
 def test_a_table_collected_while_it_is_opened_means_a_newer_commit(storage):
@@ -146,39 +176,6 @@ def test_metadata_that_is_missing_or_of_an_earlier_save_is_stale(storage, earlie
         storage.write(".metadata", before)
     assert read_checkpoint(storage).metadata_is_stale
     assert value_at(storage) == 2
-
-
-def test_metadata_of_ours_without_its_manifest_is_uncommitted(storage):
-    attempt = save(storage).attempt
-    storage.delete([record_key(1)])
-    for look in (read_checkpoint, find_checkpoint):
-        with pytest.raises(errors.UncommittedCheckpointError, match=f"{attempt} never committed"):
-            look(storage)
-
-
-def test_what_stock_dcp_left_when_it_died_over_ours_changes_nothing(storage):
-    save(storage)
-    for key in ("__0_0.distcp", "__1_0.distcp", ".metadata.tmp"):
-        storage.write(key, b"half")
-    assert value_at(storage) == 1
-
-
-def test_a_stock_save_over_ours_is_an_error_that_names_both(storage):
-    save(storage)
-    stock_save(storage)
-    with pytest.raises(errors.DamagedCheckpointError, match="two checkpoints") as caught:
-        read_checkpoint(storage)
-    for words in (record_key(1), ".metadata", "move the manifest-*.json files away"):
-        assert words in str(caught.value)
-    storage.delete([record_key(1)])
-    assert value_at(storage) == 7
-
-
-def test_metadata_that_can_not_be_read_beside_ours_is_foreign(storage):
-    save(storage)
-    storage.write(".metadata", b"rubbish")
-    with pytest.raises(errors.DamagedCheckpointError, match="can't be read"):
-        read_checkpoint(storage)
 
 
 def test_the_foreign_metadata_that_a_commit_replaces_is_only_stale(storage):
@@ -210,13 +207,6 @@ def test_a_stock_checkpoint_is_found_without_decoding_and_read_with_it(storage):
     assert (found.kind, found.slot) == ("stock", 0)
     with pytest.raises(errors.DamagedCheckpointError, match="a pickle"):
         checkpoint_from(storage, found.kind, found.slot, found.record)
-
-
-def test_stock_files_without_metadata_are_uncommitted(storage):
-    stock_save(storage)
-    storage.delete([".metadata"])
-    with pytest.raises(errors.UncommittedCheckpointError, match=r"neither .* nor \.metadata"):
-        read_checkpoint(storage)
 
 
 def test_plain_safetensors_files_are_a_checkpoint(tmp_path):

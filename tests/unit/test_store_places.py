@@ -118,6 +118,14 @@ def test_options_of_the_http_client_are_taken_among_those_of_the_place():
     assert "proxy_url" not in store.config
 
 
+def with_options(scheme="s3", **options):
+    return Location(f"{scheme}://bucket/run", options)
+
+
+NO_ENDPOINTS = ("127.0.0.1:9000", "not a url", "http://", "http://[bad", "http://host:port",
+                "ftp://host", "http://a b", "http://127.0.0.1:99999", "https:///x")  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("place", "message"),
     [
@@ -134,39 +142,19 @@ def test_options_of_the_http_client_are_taken_among_those_of_the_place():
         ("file://host/x", "absolute path"),
         (Target("/x", {"token": SECRET}), "takes no storage_options, but got token"),
         ("memory://../x", "component"),
+        (with_options(bogus=SECRET), "bogus"),
+        (with_options(request_bytes=1000), "at least 5 MiB"),
+        (with_options(upload_bytes="many"), "upload_bytes must be a number"),
+        (with_options(key="a", access_key_id="b"), "access_key_id is given twice"),
+        (with_options(unsigned_payload="perhaps"), "not understood"),
+        *((with_options(scheme, endpoint=url), "endpoint must be a URL such as https://")
+          for url in NO_ENDPOINTS for scheme in ("s3", "az")),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_place_is_told(place, message):
     with pytest.raises(InvalidRequestError, match=message) as caught:
         open_storage(place)
     assert SECRET not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"bogus": SECRET}, "bogus"),
-        ({"request_bytes": 1000}, "at least 5 MiB"),
-        ({"upload_bytes": "many"}, "upload_bytes must be a number"),
-        ({"key": "a", "access_key_id": "b"}, "access_key_id is given twice"),
-        ({"unsigned_payload": "perhaps"}, "not understood"),
-    ],
-)
-def test_a_wrong_storage_option_is_told_without_its_value(options, message):
-    with pytest.raises(InvalidRequestError, match=message) as raised:
-        open_storage(Location("s3://bucket/run", options))
-    assert SECRET not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    "endpoint",
-    ["127.0.0.1:9000", "not a url", "http://", "http://[bad", "http://host:port", "ftp://host",
-     "http://a b", "http://127.0.0.1:99999", "https:///x"],
-)  # fmt: skip
-def test_an_endpoint_that_is_no_url_is_told(endpoint):
-    for scheme in ("s3", "az"):
-        with pytest.raises(InvalidRequestError, match="endpoint must be a URL such as https://"):
-            open_storage(Location(f"{scheme}://bucket/run", {"endpoint": endpoint}))
 
 
 @pytest.mark.parametrize(
