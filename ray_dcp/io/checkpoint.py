@@ -5,6 +5,11 @@ order of precedence, it is the highest commit record that no later delete record
 `.metadata` of stock DCP; else plain safetensors files. If there is none, the error says what the
 location contains and where a checkpoint might be instead (`not_found`).
 
+`TableParts` reads only the groups of a chunk table that a load needs, `CheckFile` only the
+checksums that it needs, from the ends of the data files. All parts are verified by the manifest.
+Python's garbage collector is paused while many objects are created, but never during storage calls,
+which may hang.
+
 A `.metadata` beside commit records is one of these:
 
 - current: it is the projection of the manifest into DCP's format.

@@ -1,4 +1,4 @@
-"""Reads the records of a checkpoint, and aborts announced deletions.
+"""Reads the records of a checkpoint, aborts announced deletions, and reserves disk space.
 
 **Records** are stored in numbered slots. `read_slots` determines the *deciding* record: the commit
 or delete record that defines the current state.
@@ -23,6 +23,9 @@ check and its record can't be stopped; `fence` reports this.
 
 An announcement is an empty file whose name contains all its data. The announcement of a crashed
 process is aborted in the same way, so that no liveness check is needed.
+
+**The reserve** of a run is a file that is deleted on a full disk to make room for the records of a
+deletion, and created again when there is space.
 """
 
 from __future__ import annotations
@@ -178,7 +181,7 @@ def _read(
     whole: bool,
     known: dict[int, bytes],
 ) -> Slots | None:
-    """Returns what the slots hold, using up `known`; None when one that was listed is gone."""
+    """Reads the slots, and removes those used from `known`; None if a listed record is gone."""
     found = Slots(used)
     decides: Deciding | None = None
     for slot in reversed(found.used):
@@ -188,7 +191,7 @@ def _read(
         read = partial(_bytes_in, storage, slot, known)
         try:
             if is_older:
-                # Why suppressed: it has no say, and whoever can't read it can't be misled by it.
+                # Suppressed: an older record has no effect.
                 with suppress(DamagedCheckpointError):
                     found.older[slot] = decode_record(read(), key=record_key(slot))
             else:
@@ -201,7 +204,7 @@ def _read(
 
 
 def _bytes_in(storage: Storage, slot: int, known: dict[int, bytes]) -> bytes:
-    # Why so many: of a longer file, no more is taken into memory than is refused.
+    # Why one more: a longer file is refused, and need not be read to its end.
     return known.pop(slot, b"") or storage.read(record_key(slot), 0, MAX_RECORD_BYTES + 1)
 
 
@@ -217,8 +220,8 @@ def _decode(into: Slots, slot: int, read: Callable[[], bytes], tolerant: bool) -
     except DamagedCheckpointError as error:
         if not tolerant:
             error.message += (
-                f". Which checkpoint stands can't be told past it: move {key} away to fall back "
-                f"to the records before it"
+                f". It may decide which checkpoint is valid: move {key} away to fall back to the "
+                f"records before it"
             )
             raise
         into.unreadable[slot] = error
@@ -236,15 +239,15 @@ def _record_in(slot: int, data: bytes) -> Record:
 
 
 def read_again(read: Callable[[], T]) -> T:
-    """Returns what a read gives, and reads once more where that is damaged.
+    """Calls a function that reads, once more if the result is damaged, and returns the result.
 
-    Why: what was altered or cut off on its way here comes whole the next time.
+    *Why*: the bytes may have been altered or cut off in transit.
 
     Args:
         read: Reads and decodes.
 
     Raises:
-        DamagedCheckpointError: It is damaged both times.
+        DamagedCheckpointError: The result is damaged both times.
     """
     try:
         return read()
@@ -253,17 +256,17 @@ def read_again(read: Callable[[], T]) -> T:
 
 
 def highest_record(storage: Storage, folder: str, last: int) -> Manifest | DeleteRecord | None:
-    """Returns the record in the highest slot of a folder; None when it does not decide by itself.
+    """Returns the record in the highest slot of a folder; None if it does not decide by itself.
 
-    Why: it nearly always decides, and one read is a tenth of looking at all slots.
+    *Why*: it nearly always decides, and this takes one read instead of a listing and several reads.
 
     Args:
-        storage: Of the run.
-        folder: Below it; "" for the run itself.
-        last: The slot.
+        storage: Storage of the run.
+        folder: Folder in the run; "" for the run itself.
+        last: The highest slot.
 
     Raises:
-        StorageError: The storage failed.
+        StorageError: The storage can't be read.
     """
     key = record_key(last)
     data = read_if_there(storage, _below(folder, key), MAX_RECORD_BYTES + 1)
@@ -271,25 +274,22 @@ def highest_record(storage: Storage, folder: str, last: int) -> Manifest | Delet
         record = None if data is None else decode_record(data, key=key)
     except CheckpointError:
         return None
-    # Careful: a slot between the two may hold the record that decides against this one's attempt.
+    # Careful: a record in a slot between the two may have decided against this one's attempt.
     decides = isinstance(record, Manifest | DeleteRecord) and record.previous_slot == last - 1
     return record if decides else None  # type: ignore[return-value]
 
 
 def read_info(storage: Storage, folder: str, slot: int) -> StepInfo | None:
-    """Returns what a manager noted about a step when a slot was the highest one.
+    """Returns the step info that a manager wrote when a slot was the highest one; None if missing.
 
     Args:
-        storage: Of the run.
-        folder: As for `highest_record`.
-        slot: In the name of the info.
-
-    Returns:
-        None where there is no such info.
+        storage: Storage of the run.
+        folder: Folder as for `highest_record`.
+        slot: Slot in the name of the info.
 
     Raises:
-        DamagedCheckpointError: It can't be read; the checkpoint is whole without it.
-        StorageError: The storage failed.
+        DamagedCheckpointError: The info is damaged. The checkpoint does not need it.
+        StorageError: The storage can't be read.
     """
     key = info_key(slot)
 
@@ -303,17 +303,17 @@ def read_info(storage: Storage, folder: str, slot: int) -> StepInfo | None:
 def info_below(
     storage: Storage, folder: str, slots: Iterable[int | None], slot: int
 ) -> StepInfo | None:
-    """Returns what a manager noted about the manifest in a slot; None when it did not.
+    """Returns the step info of the manifest in a slot; None if there is none.
 
     Args:
-        storage: Of the run.
-        folder: As for `highest_record`.
-        slots: Of the infos in it: the highest one below the manifest belongs to that.
-        slot: Of the manifest.
+        storage: Storage of the run.
+        folder: Folder as for `highest_record`.
+        slots: Slots of the infos in the folder. The highest one below the manifest's belongs to it.
+        slot: Slot of the manifest.
 
     Raises:
-        DamagedCheckpointError: As `read_info` does.
-        StorageError: The storage failed.
+        DamagedCheckpointError: As `read_info`.
+        StorageError: The storage can't be read.
     """
     below = max((one for one in slots if one is not None and one < slot), default=None)
     return None if below is None else read_info(storage, folder, below)
@@ -367,8 +367,8 @@ def announced(shared: Storage, step: int | None = None) -> list[Announced]:
 def ended(url: str) -> CheckpointExistsError:
     """Returns the error of a deletion that another process aborted."""
     return CheckpointExistsError(
-        "Expected to delete the checkpoint, but somebody who keeps it ended that: a tag, a "
-        "reader, or another process that writes to its run. It stands",
+        "Expected to delete the checkpoint, but its deletion was aborted by a tag, a reader, or "
+        "another process that writes to its run",
         checkpoint_id=url,
     )
 
@@ -418,9 +418,9 @@ def fence(
         return ""
     return (
         f"{', '.join(sorted({one.name for one in unsure}))} of {shared.url.rpartition('/')[0]} was "
-        f"about to be deleted. That is called off; but this storage can't create a file only if "
-        f"there is none, so that a deletion whose record is being written now still happens. Look "
-        f"whether it is there"
+        f"about to be deleted, and the deletion was called off. But this storage can't create a "
+        f"file only if there is none: a deletion whose record is being written now still happens. "
+        f"Look whether the step still exists"
     )
 
 

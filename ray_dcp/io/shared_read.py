@@ -3,6 +3,10 @@
 `planning.reads.share_reads` assigns units of bytes to reading ranks; a `Transport` transfers them.
 Bytes from another rank are verified like bytes from storage. If they do not arrive, they are read
 from storage, so that no rank depends on another.
+
+`SmallFiles` caches small files of a storage whose requests have a high latency: a load reads
+checksums, tensors and objects of a file by several short reads, each of which takes as long as
+reading a few megabytes.
 """
 
 from __future__ import annotations

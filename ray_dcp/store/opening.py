@@ -96,7 +96,7 @@ def open_storage(target: AnyPlace) -> Storage:
 
         return ObjectStorage.at(scheme, rest.rstrip("/"), options)
     if scheme not in ("", "file", "local", "memory"):
-        from ray_dcp.store.fsspec_storage import FsspecStorage, filesystem_of
+        from ray_dcp.store.filesystems import FsspecStorage, filesystem_of
 
         return FsspecStorage.within(*filesystem_of(place.url, options))
     if options:
@@ -152,7 +152,7 @@ def place_by_fsspec(url: str) -> Target:
     Raises:
         InvalidRequestError: fsspec can't create one.
     """
-    from ray_dcp.store.fsspec_storage import filesystem_of
+    from ray_dcp.store.filesystems import filesystem_of
 
     filesystem, path = filesystem_of(url, {})
     return _with_filesystem(path, filesystem)
@@ -175,10 +175,10 @@ def _in_filesystem(url: str, filesystem: Any) -> Storage:
 
         return ObjectStorage.within(filesystem, url)
     if kind == "arrow":
-        from ray_dcp.store.arrow_storage import ArrowStorage
+        from ray_dcp.store.filesystems import ArrowStorage
 
         return ArrowStorage.within(filesystem, url)
-    from ray_dcp.store.fsspec_storage import FsspecStorage
+    from ray_dcp.store.filesystems import FsspecStorage
 
     return FsspecStorage.within(filesystem, url)
 

@@ -12,8 +12,7 @@ from obstore.store import LocalStore, MemoryStore
 from pyarrow import fs as arrow
 
 from ray_dcp.store import local
-from ray_dcp.store.arrow_storage import ArrowStorage
-from ray_dcp.store.fsspec_storage import FsspecStorage
+from ray_dcp.store.filesystems import ArrowStorage, FsspecStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import Location
 from ray_dcp.store.memory import MemoryStorage

@@ -15,7 +15,7 @@ from obstore.exceptions import AlreadyExistsError, GenericError
 
 from ray_dcp.errors import StorageError, StorageRefusedError
 from ray_dcp.store import memory
-from ray_dcp.store.fsspec_storage import FsspecStorage
+from ray_dcp.store.filesystems import FsspecStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.object_storage import ObjectStorage, object_failure
 from ray_dcp.store.object_stores import ObjectOptions

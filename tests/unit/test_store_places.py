@@ -15,8 +15,7 @@ from pyarrow import fs as arrow
 import ray_dcp
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.store.arrow_storage import ArrowStorage
-from ray_dcp.store.fsspec_storage import FsspecStorage
+from ray_dcp.store.filesystems import ArrowStorage, FsspecStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import Location, url_below
 from ray_dcp.store.memory import MemoryStorage
