@@ -31,8 +31,7 @@ import numpy as np
 
 from ray_dcp.core.checksums import CHECK_BYTES, digest_bytes, end_checks
 from ray_dcp.core.processes import collector_paused
-from ray_dcp.core.values import within
-from ray_dcp.core.values import ChunkTable, Int64Array
+from ray_dcp.core.values import ChunkTable, Int64Array, within
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -57,10 +56,12 @@ from ray_dcp.format.metadata import (
     encode_metadata,
 )
 from ray_dcp.format.safe_pickle import MAX_PICKLE_BYTES
-from ray_dcp.format.table import MAX_TABLE_BYTES, GroupedTable, decode_table
 from ray_dcp.format.table import (
+    MAX_TABLE_BYTES,
     DeferredRows,
+    GroupedTable,
     checks_follow,
+    decode_table,
     starts_of_files,
     with_places,
 )

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from ray_dcp import events
 from ray_dcp.commit_protocol.commands import RecordsRead
 from ray_dcp.commit_protocol.garbage import owner_of
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.commit_protocol.save import fenced_off, lost_race, undecided
 from ray_dcp.commit_protocol.vote import Fenced, Lost, Open, Vote, Won
-from ray_dcp.core import reporting
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.core.processes import collector_paused
 from ray_dcp.errors import (
@@ -32,8 +32,7 @@ from ray_dcp.format.manifest import FileEntry, FilesColumns, Manifest, encode_re
 from ray_dcp.format.metadata import encode_metadata
 from ray_dcp.format.save_trace import decode_trace, encode_trace, trace_key
 from ray_dcp.format.step_info import info_key, info_slot
-from ray_dcp.format.table import decode_table
-from ray_dcp.format.table import with_places
+from ray_dcp.format.table import decode_table, with_places
 from ray_dcp.io.checkpoint import METADATA_KEY, Checkpoint, read_checkpoint, verified_table
 from ray_dcp.io.threads import Stop, run_tasks
 from ray_dcp.runtime.records import publish, read_standing, standing_records, without_stock_files
@@ -227,7 +226,7 @@ def _copy_ours(
             storage.delete(without_stock_files(storage, standing.replaced))
     except CheckpointError as error:
         told = f"The copy in {target.url} stands, but what follows its commit failed: {error}"
-        reporting.warn(told, stacklevel=4)
+        events.warn(told, stacklevel=4)
 
 
 def _records(

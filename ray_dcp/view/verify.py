@@ -37,7 +37,13 @@ from ray_dcp.errors import (
 from ray_dcp.format.manifest import MAX_RECORD_BYTES, Manifest, decode_record, slot_of
 from ray_dcp.format.metadata import decode_metadata
 from ray_dcp.format.safe_pickle import MAX_PICKLE_BYTES
-from ray_dcp.format.safetensors import Entry, header, parse_header, saved_offsets, sharding_metadata
+from ray_dcp.format.safetensors import (
+    TensorEntry,
+    header,
+    parse_header,
+    saved_offsets,
+    sharding_metadata,
+)
 from ray_dcp.format.save_trace import trace_key
 from ray_dcp.format.step_info import info_slot
 from ray_dcp.format.stream_transforms import MAX_OBJECT_BYTES, ZSTD, unpacked_item
@@ -595,14 +601,14 @@ def _is_header_of(data: bytes, table: ChunkTable, rows: Sequence[int]) -> bool:
         table: Chunk table of the checkpoint.
         rows: All chunks in the file.
     """
-    expected: dict[str, tuple[Entry, tuple[int, ...]]] = {}
+    expected: dict[str, tuple[TensorEntry, tuple[int, ...]]] = {}
     for row in rows:
         tensor = int(table.tensor[row])
         name, ndim = table.names[tensor], int(table.ndim[tensor])
         size = tuple(table.size[row, :ndim].tolist())
         begin = int(table.payload_offset[row]) - len(data)
         end = begin + int(table.payload_bytes[row])
-        entry = Entry(name, table.dtypes[table.dtype[tensor]], size, begin, end)
+        entry = TensorEntry(name, table.dtypes[table.dtype[tensor]], size, begin, end)
         expected[name] = entry, tuple(table.offset[row, :ndim].tolist())
     try:
         found = parse_header(data)
