@@ -349,13 +349,10 @@ class TargetFiller:
 
     Args:
         storage: Storage of the files.
-        table: Chunk table of the checkpoint.
-        geo: Locations of the bytes of every pair.
+        prepared: Result of `prepare_reads`.
         sink: Returns the targets.
-        lengths: Number of bytes of each wanted row.
-        parts: Number of parts that fill each wanted row.
+        lengths: int64[w], number of bytes of each wanted row.
         verify: Which blocks to check.
-        cost: As for `make_jobs`.
 
     Attributes:
         bytes_read: Number of bytes read from the storage.
@@ -366,33 +363,31 @@ class TargetFiller:
     def __init__(
         self,
         storage: Storage,
-        table: ChunkTable,
-        geo: Geometry,
+        prepared: Prepared,
         sink: TargetSink,
-        lengths: Sequence[int],
-        parts: Sequence[int],
+        lengths: Int64Array,
         verify: Verify,
-        cost: ReadCost,
     ) -> None:
+        table, geo = prepared.table, prepared.geo
         self.bytes_read = 0
         self.blocks_checked = 0
         self.opaque: set[int] = set()
         self._storage = storage
-        self._cost = cost
+        self._cost = prepared.cost
         self._table = table
         self._geo = geo
         self._sink = sink
         self._many = sink if isinstance(sink, ManySink) else None
-        self._lengths = lengths
-        self._parts = list(parts)
-        self._single = [count == 1 for count in parts]
+        self._lengths: list[int] = lengths.tolist()
+        self._parts: list[int] = prepared.parts.tolist()
+        self._single = [count == 1 for count in self._parts]
         self._verifier = BlockVerifier(table, verify, storage.url)
         self._lock = threading.Lock()
         self._turn = threading.Lock()
         self._local = threading.local()
         self._chunk: list[int] = geo.plan.chunk.tolist()
         self._row: list[int] = geo.plan.wanted.tolist()
-        self._pairs = PairNumbers(geo, table, np.array(lengths, np.int64), np.array(parts))
+        self._pairs = PairNumbers(geo, table, lengths, prepared.parts)
         self._heads: dict[int, tuple[bytes, TensorItem]] = {}
 
     def do(self, job: Job) -> None:
@@ -453,9 +448,6 @@ class TargetFiller:
     def _check_in_span(self, pair: int, view: memoryview, span_low: int) -> int:
         """Verifies the bytes of a pair in a span; returns the number of verified blocks."""
         numbers = self._pairs
-        block_bytes = numbers.block_bytes[pair]
-        if block_bytes == 0:
-            return 0
         start, low = numbers.read_start[pair] - span_low, numbers.read_low[pair]
         part = view[start : start + numbers.read_bytes[pair]]
         return self._verifier.check(
@@ -503,13 +495,10 @@ class TargetFiller:
 
     def _do_direct(self, job: DirectRead) -> tuple[int, int]:
         numbers, pair = self._pairs, job.pair
-        block = numbers.block_bytes[pair]
+        # Without checksums, any bound is a block bound.
+        block = max(numbers.block_bytes[pair], 1)
         shift = numbers.target_low[pair] - numbers.chunk_low[pair]
         target = self._sink.buffer(self._row[pair])[job.low + shift : job.high + shift]
-        if block == 0:
-            self._load(numbers.file[pair], numbers.place[pair] + job.low, target)
-            self._part_done(self._row[pair])
-            return len(target), 0
         num_bytes = blocks = 0
         end = numbers.payload_bytes[pair]
         for low, high in _at_block_bounds(job.low, job.high, block, end):
@@ -540,7 +529,6 @@ class TargetFiller:
 
     def _do_strided(self, job: StridedRead) -> tuple[int, int]:
         geo, pair, slab = self._geo, job.pair, job.slab
-        block = int(geo.block_bytes[pair])
         ranges = slab_reads(geo, job, self._cost).tolist()
         base = ranges[0][0]
         view = self._scratch(ranges[-1][1] - base)
@@ -551,7 +539,7 @@ class TargetFiller:
             anchor = int(geo.read_low[pair])
             again = self._again(pair, int(geo.place[pair]) + low, part)
             chunk = self._chunk[pair]
-            blocks += self._verifier.check(chunk, low, part, anchor, again) if block else 0
+            blocks += self._verifier.check(chunk, low, part, anchor, again)
             num_bytes += len(part)
         self._copy_box(pair, view, base, slab.offset, slab.size)
         self._part_done(self._row[pair])
@@ -808,16 +796,7 @@ def read_prepared(
     """
     wanted, parts = prepared.wanted, prepared.parts
     lengths = volume(wanted.size) * wanted.itemsize
-    filler = TargetFiller(
-        storage,
-        prepared.table,
-        prepared.geo,
-        sink,
-        lengths.tolist(),
-        parts.tolist(),
-        options.verify,
-        prepared.cost,
-    )
+    filler = TargetFiller(storage, prepared, sink, lengths, options.verify)
     for row in np.flatnonzero((parts == 0) & (lengths == 0)).tolist():
         sink.done(row)
     jobs: Iterable[Job] = prepared.jobs
