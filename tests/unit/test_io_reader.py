@@ -166,8 +166,9 @@ def test_scratch_memory_stays_within_its_limit(storage, monkeypatch):
     assert len(peaks) >= array.nbytes // limit
 
 
-def test_damage_names_tensor_file_and_bytes(storage):
-    arrays = [random_array(300, 1000), random_array(300, 1000)]
+@pytest.mark.parametrize("shape", [(300, 1000), (16, 16), (60, 100)])
+def test_damage_names_tensor_file_and_bytes(storage, shape):
+    arrays = [random_array(*shape), random_array(*shape)]
     table = written(storage, arrays)
     start, block = int(table.payload_offset[1]), int(table.block_bytes[1])
     position = start + arrays[1].nbytes - 1
