@@ -88,7 +88,7 @@ class Transformer(nn.Module):
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """State of one rank between calls."""
 
     config: ModelConfig
@@ -121,7 +121,7 @@ class Run:
         torch.set_rng_state(state["rng"])
 
 
-_current: list[Run] = []
+_current: list[TrainingRun] = []
 
 
 def start(config: ModelConfig | None = None, seed: int = 0) -> None:
@@ -147,10 +147,10 @@ def start(config: ModelConfig | None = None, seed: int = 0) -> None:
             module.set_force_sum_reduction_for_comms(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01, foreach=False)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
-    _current[:] = [Run(config, model, optimizer, scheduler)]
+    _current[:] = [TrainingRun(config, model, optimizer, scheduler)]
 
 
-def current() -> Run:
+def current() -> TrainingRun:
     """Returns the run that `start` created on this rank.
 
     Raises:
