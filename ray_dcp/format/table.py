@@ -525,7 +525,7 @@ def with_places(
 
     Returns:
         The table. Checksums at the end of data files are 0 in it, and are filled in later
-        (`io.table_parts.CheckFile`).
+        (`io.checkpoint.CheckFile`).
 
     Raises:
         DamagedCheckpointError: Table and manifest don't belong together, or the result contradicts

@@ -115,7 +115,7 @@ class StepView(ListedCheckpoint):
 
     @property
     def reused_bytes(self) -> Mapping[str, int]:
-        """Number of bytes that its save `linked` or `copied` and did not write; empty if unknown."""
+        """Number of bytes that its save `linked` or `copied`, not written; empty if unknown."""
         if self.trace is None:
             return {}
         found = {"linked": self.trace.linked_bytes, "copied": self.trace.copied_bytes}
