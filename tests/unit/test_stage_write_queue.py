@@ -33,7 +33,7 @@ from ray_dcp.stage.windows import lay_out_windows
 from ray_dcp.stage.write_queue import WriteQueue
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
-from ray_dcp.store.storage import PublishedFile
+from ray_dcp.store.storage import PublishedFile, StorageWrapper
 from tests.gated_storage import Gate
 from tests.polling import eventually
 from tests.staged import MIB, Rank, Share, same_files, scribbled, share
@@ -533,6 +533,70 @@ def test_writers_that_hang_in_a_storage_hold_no_other_save_up(places, monkeypatc
     node.queue.release(StageKey("goes on", 0, "a1"))
     assert node.idle()
     assert not node.queue.stuck(0.0)
+
+
+def test_writers_that_wait_for_their_turn_when_their_save_is_cancelled_take_none(places):
+    """They hang in a storage that does not even open, beside those that had a turn."""
+    opened, came = threading.Event(), []
+
+    def opener(target):
+        came.append(target)
+        if target == hanging:
+            opened.wait(180)
+        return open_storage(target)
+
+    node, what = Node(40, opener), share([2 * MIB] * 8, part_bytes=2 * MIB)
+    hanging, other = Target(str(places[0].url) + "-hangs"), places[0]
+    rank = node.rank(what, hanging, "hangs", options=SaveOptions(num_threads=8))
+    rank.stage()
+    try:
+        # Four have all turns, and four wait for one.
+        assert eventually(lambda: len(came) == 4 and len(node.queue._jobs[rank.order.key].turns) == 8)
+        node.queue.cancel(rank.order.key, by_rank=True)
+        assert eventually(lambda: len(came) == 8)
+        node.rank(what, other, "goes on").stage()
+        assert eventually(lambda: len(node.reports) == 8, 60)
+        what.written(places[1])
+        assert same_files(*places)
+    finally:
+        opened.set()
+    node.queue.release(rank.order.key)
+    node.queue.release(StageKey("goes on", 0, "a1"))
+    assert node.idle()
+
+
+def test_a_writer_that_is_slow_but_moves_keeps_its_turn(places, monkeypatch):
+    slow, other = places
+    came, writes, may_write = [], [], threading.Semaphore(0)
+
+    class Slow(StorageWrapper):
+        def open_writer(self, key, **how):
+            writer = super().open_writer(key, **how)
+            real = writer.write
+            writer.write = lambda data: (writes.append(key), may_write.acquire(), real(data))
+            return writer
+
+    def opener(target):
+        came.append(target)
+        return Slow(open_storage(target)) if target == slow else open_storage(target)
+
+    monkeypatch.setattr(write_queue, "_NUM_WRITERS", 1)
+    real_s, ahead_s = time.monotonic, [0.0]
+    monkeypatch.setattr(write_queue.time, "monotonic", lambda: real_s() + ahead_s[0])
+    node = Node(40, opener)
+    node.rank(share([2 * MIB] * 8), slow, "slow").stage()
+    assert eventually(lambda: writes)
+    node.rank(share([100]), other, "waits").stage()
+    for done in range(1, 7):  # each takes longer than a third of what counts as stuck
+        ahead_s[0] += 11.0
+        may_write.release()
+        assert eventually(lambda: len(writes) > done)  # noqa: B023
+        node.queue.stuck(30.0)
+    try:
+        assert not eventually(lambda: other in came, 0.2)
+    finally:
+        may_write.release(1 << 10)
+    assert eventually(lambda: len(node.reports) == 2)
 
 
 # --- The memory tier ------------------------------------------------------------------------------
