@@ -7,7 +7,6 @@ keeps its place and may go on much later, as a zombie."""
 
 from __future__ import annotations
 
-import ast
 import random
 import shutil
 import threading
@@ -762,7 +761,7 @@ def contents(storage) -> dict[str, bytes]:
 
 def loaded(work) -> int:
     """Returns which value the work of a rank loaded, whole."""
-    value = ast.literal_eval(work.state["step"].decode())["step"]
+    value = work.state["step"]["step"]
     work.check(state_of(value))
     return value
 

@@ -551,7 +551,9 @@ def test_writers_that_wait_for_their_turn_when_their_save_is_cancelled_take_none
     rank.stage()
     try:
         # Four have all turns, and four wait for one.
-        assert eventually(lambda: len(came) == 4 and len(node.queue._jobs[rank.order.key].turns) == 8)
+        assert eventually(
+            lambda: len(came) == 4 and len(node.queue._jobs[rank.order.key].turns) == 8
+        )
         node.queue.cancel(rank.order.key, by_rank=True)
         assert eventually(lambda: len(came) == 8)
         node.rank(what, other, "goes on").stage()

@@ -1,0 +1,1 @@
+"""What tests share: jobs, storages, servers, states, and the programs that tests start."""

@@ -1,0 +1,267 @@
+"""Ranks that are threads of one process: sessions of one coordination, without Ray and clocks.
+
+`run_as_ranks` runs calls of `ray_dcp.*` in a thread for each rank. `ThreadExchange` hands what
+ranks read to each other, as ranks on Ray do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import count
+
+import pytest
+
+from ray_dcp import saving
+from ray_dcp.commit_protocol.commands import step_of
+from ray_dcp.commit_protocol.coordination import Coordination
+from ray_dcp.commit_protocol.load import Decline, Enter, Leave, Offer, SharedReads, Use
+from ray_dcp.commit_protocol.messages import OpKey
+from ray_dcp.planning.reads import RankShare
+from ray_dcp.runtime.rank_progress import Activity
+from ray_dcp.runtime.rank_save import PlanMemory
+from ray_dcp.runtime.tasks import new_attempt, perform
+from tests.support.world import Shell
+
+LIMIT_S = 300.0
+"""How long a thread may wait for another one, in seconds."""
+
+
+class DeadRankError(BaseException):
+    """The rank died: no code of ours may catch it."""
+
+
+class RankThread:
+    """The session of a rank; implements `RankSession`.
+
+    Args:
+        shared: What the ranks share.
+        rank: This one.
+        dies: Whether it dies instead of sending a request; `after` its reply if the second
+            argument is true.
+    """
+
+    node = ""
+    skipped_calls = 0
+
+    def __init__(self, shared, rank, world_size, dies=lambda *_: False):
+        self._shared, self.rank, self.world_size, self._dies = shared, rank, world_size, dies
+        self._keys = (OpKey("threads", seq) for seq in count())
+        self.plans = PlanMemory()
+
+    def next_key(self):
+        return next(self._keys)
+
+    def activity(self, timeout_s, key=None):
+        return Activity(self, timeout_s, key)
+
+    def begin_call(self, progress, timeout_s):
+        """Nobody listens."""
+
+    end_call = leave = lambda self, *_: None
+
+    def cancel(self, key, reason):
+        return False
+
+    def call(self, request, *, silence_s=None):
+        if self._dies(request, False):
+            self._shared.lose(request)
+        reply = self._shared.call(request)
+        if self._dies(request, True):
+            self._shared.lose(request)
+        return reply
+
+
+class Shared:
+    """The coordination of ranks that are threads; it has no clock."""
+
+    def __init__(self):
+        self._shell = Shell(Coordination(epoch=1, new_attempt=new_attempt), perform)
+        self._changed = threading.Condition()
+        self._replies, self._waiting = {}, set()
+
+    def call(self, request):
+        at = request.key, request.rank, step_of(request)
+        with self._changed:
+            self._waiting.add(at)
+            refused = self._shell.receive(request)
+            self._work_off()
+            found = self._changed.wait_for(lambda: refused or at in self._replies, LIMIT_S)
+            assert found, f"{at} hangs"
+            self._waiting.discard(at)
+            return self._replies.pop(at, refused)
+
+    def wait_for(self, *ranks):
+        """Returns when just these ranks wait for an answer."""
+        with self._changed:
+            assert self._changed.wait_for(
+                lambda: {at[1] for at in self._waiting - self._replies.keys()} == {*ranks}, LIMIT_S
+            )
+
+    def expire(self):
+        """Lets the deadline pass for which ranks wait."""
+        with self._changed:
+            assert self._shell.expire()
+            self._work_off()
+
+    def lose(self, request):
+        with self._changed:
+            self._shell.lose(request)
+            self._work_off()
+        raise DeadRankError
+
+    def _work_off(self):
+        while self._shell.tasks:
+            self._shell.perform(0)
+        answers, self._shell.answers = self._shell.answers, []
+        for one in answers:
+            self._replies[(one.key, *one.ranks, one.step)] = one.reply
+        self._changed.notify_all()
+
+
+def run_as_ranks(work: Callable[[int], object], world_size: int, dies=lambda *_: False) -> list:
+    """Runs work in a thread for each rank; returns what each returned or raised.
+
+    Args:
+        work: Of a rank; what it calls of ray_dcp finds the session of its thread.
+        world_size: Number of ranks.
+        dies: From rank, request and whether its reply came to whether the rank dies then.
+    """
+    shared, here, ended = Shared(), threading.local(), [None] * world_size
+
+    def run(rank):
+        here.session = RankThread(
+            shared, rank, world_size, lambda request, after: dies(rank, request, after)
+        )
+        try:
+            ended[rank] = work(rank)
+        except BaseException as error:
+            ended[rank] = error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            saving, "current_session",
+            lambda group, alone: None if alone else getattr(here, "session", None),
+        )  # fmt: skip
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+    return ended
+
+
+# --- Shared reads among threads -------------------------------------------------------------------
+
+LOAD = OpKey("threads", 0)
+
+
+class Board:
+    """What all ranks of one load share.
+
+    Attributes:
+        held_bytes: Of the units that are offered now, by reader.
+        most_bytes: The most that each reader ever had offered.
+    """
+
+    def __init__(self) -> None:
+        self.handover = SharedReads()
+        self.changed = threading.Condition()
+        self.held_bytes: Counter[int] = Counter()
+        self.most_bytes: Counter[int] = Counter()
+
+
+class ThreadExchange:
+    """The transport of shared reads for one rank; implements `Transport`.
+
+    Args:
+        board: What the ranks of the load share.
+        rank: This rank.
+        refuses: Whether a unit that this rank has read can't be handed on.
+        loses: Whether a unit that was handed on can't be had.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        rank: int,
+        refuses: Callable[[int], bool] = lambda _: False,
+        loses: Callable[[int], bool] = lambda _: False,
+    ) -> None:
+        self._board, self._rank = board, rank
+        self._refuses, self._loses = refuses, loses
+        self._freed: Callable[[int], None] = lambda _: None
+        self._seen = 0
+        self._there: dict[int, bytes] = {}
+        self._gone: set[int] = set()
+        self._lengths: dict[int, int] = {}
+        self._left = False
+        self._offered: list[int] = []
+        self._reader: dict[int, int] = {}
+
+    def enter(self, share: RankShare, freed: Callable[[int], None]) -> None:
+        self._freed = freed
+        self._reader = dict(zip(share.unit.tolist(), share.reader.tolist(), strict=True))
+        self._say(Enter(LOAD, self._rank, tuple(self._reader), tuple(self._reader.values())))
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def offer(self, unit: int, ranks: int, data: memoryview) -> memoryview | None:
+        if self._refuses(unit):
+            return None
+        held, rank, board = bytes(data), self._rank, self._board
+        with board.changed:
+            board.held_bytes[rank] += len(held)
+            board.most_bytes[rank] = max(board.most_bytes[rank], board.held_bytes[rank])
+            self._lengths[unit] = len(held)
+            self._offered.append(unit)
+        self._say(Offer(LOAD, rank, unit, ranks, held))
+        return memoryview(held)
+
+    def decline(self, units: Sequence[int]) -> None:
+        self._say(Decline(LOAD, self._rank, tuple(units)))
+
+    def take(self, unit: int, reader: int) -> memoryview | None:
+        if self._loses(unit):
+            return None
+        with self._board.changed:
+            while unit not in self._there and unit not in self._gone and not self._left:
+                assert self._board.changed.wait(180), f"nobody offers unit {unit}"
+            found = self._there.get(unit)
+        return None if found is None else memoryview(found)
+
+    def use(self, unit: int) -> None:
+        with self._board.changed:
+            self._there.pop(unit, None)
+        self._say(Use(LOAD, self._rank, (unit,)))
+
+    def leave(self) -> None:
+        self._left = True
+        self._say(Leave(LOAD, self._rank, tuple(self._offered)))
+
+    def _say(self, word: Enter | Offer | Decline | Use | Leave) -> None:
+        with self._board.changed:
+            self._board.handover.take(word)
+            self._board.changed.notify_all()
+
+    def _listen(self) -> None:
+        board = self._board
+        while not self._left:
+            with board.changed:
+                news = board.handover.updates(self._rank, self._seen)
+                if not news:
+                    board.changed.wait(0.05)
+                self._seen += len(news)
+                freed = []
+                for new in news:
+                    if self._reader[new.unit] == self._rank:
+                        freed.append(new.unit)
+                        board.held_bytes[self._rank] -= self._lengths.pop(new.unit)
+                    elif new.what == "there":
+                        self._there[new.unit] = new.handle
+                    else:
+                        self._gone.add(new.unit)
+                board.changed.notify_all()
+            for unit in freed:
+                self._freed(unit)
