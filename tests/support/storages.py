@@ -1,6 +1,8 @@
-"""`FaultyStorage` and `Script`: a storage that fails where a script says, and records what it did.
+"""`FaultyStorage`: a storage that a script rules: it fails, waits, counts and records.
 
-For tests. A fault that was never hit fails the test, since it then proved nothing.
+A `Script` has the faults. `ChangeScript` hits the change of a number, `Gate` makes calls wait,
+`Counting` counts what is read, and `UnconditionalStorage` has no conditional writes. A fault that
+was never hit fails the test, since it then proved nothing.
 """
 
 from __future__ import annotations
@@ -8,27 +10,33 @@ from __future__ import annotations
 import builtins
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 from ray_dcp.errors import InternalError, InvalidRequestError, StorageError
+from ray_dcp.io.checkpoint import read_checkpoint
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import (
     BytesLike,
     Entry,
+    KeyExistsError,
+    KeyMissingError,
     PartWriter,
     PublishedFile,
     Reused,
     Storage,
+    StorageTraits,
     StorageWrapper,
     as_bytes_view,
     os_failure,
     reuse_file,
 )
+from ray_dcp.view.checkpoint_view import CheckpointView
 
 Operation = Literal[
     "read", "read_into", "write", "open_writer", "writer.write", "commit", "list", "delete",
@@ -111,7 +119,7 @@ class Fault:
 
 
 class Script:
-    """Faults for all storages of a test: make one, hand out `wrap` or `open`, then `check`.
+    """Faults for all storages of a test: make one, hand out `wrap` or `opener`, then `check`.
 
     As a context manager it checks at the end, unless the test fails anyway.
 
@@ -137,6 +145,10 @@ class Script:
         self._stopped = False
         self._kept: list[PartWriter] = []
         self._lock = threading.Lock()
+        self.bytes_read: Counter[str] = Counter()
+        """By key."""
+        self.ranges = 0
+        """How often some of them were read."""
 
     def __enter__(self) -> Script:
         return self
@@ -160,9 +172,11 @@ class Script:
         """Returns a storage that follows this script."""
         return FaultyStorage(inner, self)
 
-    def open(self, target: AnyPlace) -> FaultyStorage:
-        """Returns the storage of a target, following this script; an `opener`."""
+    def opener(self, target: AnyPlace) -> FaultyStorage:
+        """Returns the storage of a target, following this script."""
         return self.wrap(open_storage(target))
+
+    open = opener
 
     def check(self) -> None:
         """Checks that every fault happened.
@@ -218,6 +232,12 @@ class Script:
             self._stopped |= fault.stops
             raise _error(fault, call, url)
 
+    def took(self, key: str, num_bytes: int) -> None:
+        """Counts what was read."""
+        with self._lock:
+            self.bytes_read[key] += num_bytes
+            self.ranges += 1
+
     def keep(self, writer: PartWriter) -> None:
         """Keeps the writer of a dead process: what it has written stays, as after a real crash."""
         self._kept.append(writer)
@@ -248,12 +268,14 @@ class FaultyStorage(StorageWrapper):
         """See `Storage.read`."""
         with self._call("read", key) as fault:
             data = self._inner.read(key, start, num_bytes)
+        self._script.took(key, len(data))
         return bytes(_changed(data, fault))
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         """See `Storage.read_into`."""
         with self._call("read_into", key) as fault:
             self._inner.read_into(key, start, target)
+        self._script.took(key, len(target))
         view = as_bytes_view(target)
         view[:] = _changed(view, fault)
 
@@ -283,13 +305,12 @@ class FaultyStorage(StorageWrapper):
             return self._inner.list(prefix)
 
     def unpublished(self) -> Sequence[Entry]:
-        """Returns what the inner storage tells of unpublished files; nothing if it can't."""
-        tell = getattr(self._inner, "unpublished", None)
-        if tell is None:
+        """Returns the unpublished files of the inner storage; nothing if it does not list them."""
+        listed: Callable[[], Sequence[Entry]] | None = getattr(self._inner, "unpublished", None)
+        if listed is None:
             return ()
         with self._call("list", ".tmp-"):
-            entries: Sequence[Entry] = tell()
-        return entries
+            return listed()
 
     def delete(self, keys: Iterable[str]) -> None:
         """See `Storage.delete`; every key is a call."""
@@ -365,3 +386,197 @@ def _error(fault: Fault, call: Call, url: str) -> BaseException:
             f"could not {doing} {where}: the storage answered {error}", key=call.key
         )
     return StorageError(f"scripted fault: {call} failed ({fault.effect})", key=call.key or None)
+
+
+# --- Scripts of other kinds -----------------------------------------------------------------------
+
+
+class ChangeScript(Script):
+    """Makes the change of one number go wrong: a written key, a published part file, a deleted key.
+
+    Args:
+        at: Number of the change, from 0; None for none.
+        lasting: All later ones go wrong as well.
+        effect: Of the fault: nothing happens, or it happens and the answer is lost.
+        stops: The process dies with it.
+    """
+
+    def __init__(
+        self,
+        at: int | None,
+        *,
+        lasting: bool = False,
+        effect: Literal["before", "after"] = "before",
+        stops: bool = False,
+    ) -> None:
+        super().__init__()
+        self._at = at
+        self._lasting = lasting
+        self._how: dict[str, Any] = {"effect": effect, "stops": stops}
+        self.changes: list[Call] = []
+
+    @property
+    def hit(self) -> bool:
+        """It was reached."""
+        return self._at is not None and len(self.changes) > self._at
+
+    def choose(self, call: Call) -> Fault | None:
+        """See `Script.choose`."""
+        if call.operation not in ("write", "commit", "delete"):
+            return None
+        number = len(self.changes)
+        self.changes.append(call)
+        if self._at is None or number < self._at or (number > self._at and not self._lasting):
+            return None
+        return Fault(operation=call.operation, **self._how)
+
+
+class Gate(Script):
+    """Lets no bytes pass whose key matches before it is opened: for ranks that are slow or stuck.
+
+    Args:
+        pattern: Of the keys that wait.
+        on_arrival: Called once in the thread that comes first, before it waits.
+    """
+
+    def __init__(
+        self, pattern: str = "*.distcp", on_arrival: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__()
+        self._pattern = pattern
+        self._on_arrival = on_arrival
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+
+    def open(self) -> None:
+        """Lets all pass from now on."""
+        self.opened.set()
+
+    def wait(self, key: str) -> None:
+        """Waits, if the gate is closed to a key."""
+        if fnmatchcase(key, self._pattern):
+            with self._lock:
+                first = not self.reached.is_set()
+                self.reached.set()
+            if first:
+                self._on_arrival()
+            self.opened.wait(180)
+
+    @contextmanager
+    def call(self, operation: Operation, key: str, url: str) -> Iterator[Fault | None]:
+        """See `Script.call`."""
+        if operation in ("read", "read_into", *_WRITES):
+            self.wait(key)
+        with super().call(operation, key, url) as fault:
+            yield fault
+
+
+class GatedStorage(FaultyStorage):
+    """A storage behind a gate."""
+
+    def __init__(self, inner: Storage, gate: Gate) -> None:
+        super().__init__(inner, gate)
+        self._gate = gate
+
+
+class Counting(FaultyStorage):
+    """Counts what is read of each key."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(open_storage(url))
+        self.bytes_read = self._script.bytes_read
+
+    @property
+    def ranges(self) -> int:
+        """How many reads there were."""
+        return self._script.ranges
+
+    @property
+    def payload_bytes(self) -> int:
+        """How many bytes were read of data files."""
+        data = (".distcp", ".safetensors")
+        return sum(n for key, n in self.bytes_read.items() if key.endswith(data))
+
+
+def counted_view(path: object) -> tuple[CheckpointView, Counting]:
+    """Returns a view that reads through a counting storage."""
+    storage = Counting(str(path))
+    return CheckpointView(storage, read_checkpoint(storage, checks_later=True)), storage
+
+
+class UnconditionalStorage(StorageWrapper):
+    """Implements `Storage` by another one, without its `create_if_absent`.
+
+    Who creates a key looks whether it is free and puts the value then; of two who do so at once,
+    both win and the later one's value stands.
+
+    Args:
+        inner: The storage that does the work.
+        between: Called with the key before each put of a value, after whoever creates it has
+            looked: what a test lets somebody else do meanwhile.
+
+    Example:
+        >>> from ray_dcp.store.memory import MemoryStorage
+        >>> place = MemoryStorage("unconditional")
+        >>> storage = UnconditionalStorage(place, between=lambda key: place.write(key, b"theirs"))
+        >>> storage.traits.create_if_absent
+        False
+        >>> storage.write("slot", b"ours", create=True)
+        >>> place.read("slot")
+        b'ours'
+    """
+
+    def __init__(self, inner: Storage, *, between: Callable[[str], None] = lambda _: None) -> None:
+        super().__init__(inner)
+        self._between = between
+
+    @property
+    def traits(self) -> StorageTraits:
+        """Those of the inner storage, but it does not create if absent."""
+        return replace(self._inner.traits, create_if_absent=False)
+
+    def write(self, key: str, data: BytesLike, *, create: bool = False) -> None:
+        """See `Storage.write`; `create` only looks first."""
+        if create:
+            self._look(key)
+        self._between(key)
+        self._inner.write(key, data)
+
+    def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
+        """See `Storage.open_writer`; `commit` only looks first."""
+        return _Writer(self, key, self._inner.open_writer(key, sync=sync))
+
+    def _look(self, key: str) -> None:
+        try:
+            self._inner.read(key, 0, 0)
+        except KeyMissingError:
+            return
+        raise KeyExistsError(f"could not create {self.url}/{key}: it exists", key=key)
+
+
+class _Writer:
+    """The writer that `UnconditionalStorage` gives out."""
+
+    def __init__(self, storage: UnconditionalStorage, key: str, inner: PartWriter) -> None:
+        self._storage = storage
+        self._key = key
+        self._inner = inner
+        self._committed = False
+
+    def write(self, data: BytesLike) -> None:
+        """See `PartWriter.write`."""
+        self._inner.write(data)
+
+    def commit(self) -> None:
+        """See `PartWriter.commit`; replaces what came since it looked."""
+        if self._committed:
+            return
+        self._storage._look(self._key)
+        self._storage._between(self._key)
+        self._storage._inner.delete([self._key])
+        self._inner.commit()
+        self._committed = True
+
+    def abort(self) -> None:
+        """See `PartWriter.abort`; it never fails."""
+        self._inner.abort()
