@@ -15,6 +15,7 @@ MOVED = {
     "tests.fault_injection": ("storages",), "tests.gated_storage": ("storages",),
     "tests.counting_storage": ("storages",), "tests.scripted_storage": ("storages",),
     "tests.crash.unconditional_storage": ("storages",),
+    "tests.interleaving": ("turns",),
     "tests.gathered_ranks": ("world", "Gathered=World"),
     "tests.numpy_ranks": (
         "world", "arrays", "NumpyCapture=ArrayCapture", "NumpyWork=ArrayWork",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -34,71 +33,39 @@ from ray_dcp.errors import (
     DeadlineError,
     InternalError,
     ParticipantError,
-    StorageError,
 )
 from ray_dcp.io.checkpoint import METADATA_KEY
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.store.storage import as_bytes_view
-from tests.inline_ranks import Shell, run_ranks
-from tests.numpy_ranks import load_ranks
+from tests.support.storages import CrashError, FaultyStorage
+from tests.support.turns import MOVING, Turn, TurnScript
+from tests.support.world import HEARTBEAT_S, Shell, load_ranks, run_ranks
 
 # --- Processes that take turns --------------------------------------------------------------------
 
 
 MOST_STEPS = 20_000
-HEARTBEAT_S = 60.0
 
 
-class KilledError(BaseException):
-    """The process of this thread is dead: no code of ours may catch it."""
-
-
-class Turn:
-    """Work of one process in a thread of its own, which moves only when it is its turn."""
+class RankTurn(Turn):
+    """Work of one process; it may wait for an answer, and has no turn before that."""
 
     def __init__(self, process: Process, work: Callable[[], Any]) -> None:
+        super().__init__(process.name, work)
         self.process = process
-        self.call = ("start", "")
-        """What it does when it is its turn: an operation of the storage and its key."""
         self.waits = False
-        """It waits for an answer, and has no turn before `answer`."""
-        self.over = False
-        self.effect: str | None = None
         self._answer: Any = None
-        self._crash: BaseException | None = None
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self._one_at_a_time = threading.Lock()
-        self._thread = threading.Thread(target=self._run, args=[work], daemon=True)
-        self._thread.start()
         process.turns.append(self)
 
     def take(self, effect: str | None = None) -> None:
         """Lets it move to its next call; raises what no code of ours may raise."""
-        self.effect = effect
-        _MOVING[:] = [self]
-        self._go.release()
-        assert self._back.acquire(timeout=400), f"{self.process.name} hangs after {self.call}"
-        _MOVING.clear()
+        self.killed = self.process.state == "dead"
+        super().take(effect)
         if self.over:
-            self._thread.join()
             self.process.turns.remove(self)
-        if self._crash is not None:
-            crash, self._crash = self._crash, None
-            raise crash
-
-    def pause(self, call: tuple[str, str]) -> str | None:
-        """In its thread: ends the turn; returns the effect that the call is to have."""
-        if not self._one_at_a_time.acquire(blocking=False):
-            raise KilledError(f"{self.process.name} calls {call} from two threads at once")
-        self.call = call
-        self._back.release()
-        self._go.acquire()
-        self._one_at_a_time.release()
-        if self.process.state == "dead":
-            raise KilledError
-        return self.effect
+        if self.error is not None:
+            raise self.error
 
     def wait(self) -> Any:
         """In its thread: ends the turn until there is an answer, and returns or raises that."""
@@ -111,106 +78,35 @@ class Turn:
     def answer(self, reply: Any) -> None:
         self._answer, self.waits = reply, False
 
-    def _run(self, work: Callable[[], Any]) -> None:
-        try:
-            self._go.acquire()
-            if self.process.state != "dead":
-                work()
-        except KilledError as error:
-            self._crash = error if self.process.state != "dead" else None
-        except BaseException as error:
-            self._crash = error
-        finally:
-            self.over = True
-            self._back.release()
 
-
-_MOVING: list[Turn] = []
-"""Whose turn it is. Its work may use threads of its own, as long as it waits for them."""
-
-
-@dataclass(eq=False)
 class Process:
-    """One process: a rank, a coordinator or a tool."""
+    """One process: a rank, a coordinator or a tool.
 
-    name: str
-    state: str = "running"
-    """`running`, `frozen` or `dead`."""
-    broken: bool = False
-    """Every call of the storage fails."""
-    turns: list[Turn] = field(default_factory=list)
+    Attributes:
+        state: `running`, `frozen` or `dead`.
+        broken: Every call of the storage fails.
+        turns: Its threads that have not ended.
+    """
 
-    def ready(self) -> list[Turn]:
+    def __init__(self, name: str, world: World) -> None:
+        self.name, self.state, self.broken = name, "running", False
+        self.turns: list[RankTurn] = []
+        self._world = world
+        self._script = TurnScript(self._pause)
+
+    def ready(self) -> list[RankTurn]:
         return [turn for turn in self.turns if not turn.waits] if self.state == "running" else []
 
+    def opener(self, target: Any) -> FaultyStorage:
+        """Opens a storage as this process sees it."""
+        return self._script.wrap(self._world.storage_of(getattr(target, "url", str(target))))
 
-class TurnStorage:
-    """A storage as one process sees it. Implements `ray_dcp.store.storage.Storage`."""
-
-    def __init__(self, inner: Any, process: Process, world: World) -> None:
-        self._inner, self._process, self._world = inner, process, world
-        self.url, self.traits = inner.url, inner.traits
-
-    def read(self, key, start=0, num_bytes=None):
-        return self._do("read", key, lambda: self._inner.read(key, start, num_bytes))
-
-    def read_into(self, key, start, target):
-        self._do("read_into", key, lambda: self._inner.read_into(key, start, target))
-
-    def write(self, key, data, *, create=False):
-        self._do("write", key, lambda: self._inner.write(key, data, create=create))
-
-    def open_writer(self, key, *, sync=True):
-        inner = self._do("open_writer", key, lambda: self._inner.open_writer(key, sync=False))
-        return _TurnWriter(self, key, inner)
-
-    def list(self, prefix=""):
-        return self._do("list", prefix, lambda: self._inner.list(prefix))
-
-    def delete(self, keys):
-        for key in keys:
-            self._do("delete", key, lambda key=key: self._inner.delete([key]))
-
-    def unpublished(self):
-        found = getattr(self._inner, "unpublished", tuple)
-        return self._do("unpublished", "", found)
-
-    def _do(self, operation, key, act, torn=None):
-        if self._process.state == "dead":
-            raise KilledError
-        effect = _MOVING[0].pause((operation, key)) if _MOVING else None
-        if self._process.broken or self._world.broken or effect == "before":
-            raise StorageError(f"scripted: {operation} failed", key=key)
-        if effect == "torn" and torn is not None:
-            torn()
-            raise StorageError(f"scripted: half of {operation}", key=key)
-        result = act()
-        if effect in ("after", "torn"):
-            raise StorageError(f"scripted: the answer of {operation} is lost", key=key)
-        return result
-
-
-class _TurnWriter:
-    def __init__(self, storage, key, inner):
-        self._storage, self._key, self._inner = storage, key, inner
-
-    def write(self, data):
-        view = as_bytes_view(data)
-        self._storage._do(
-            "writer.write", self._key, lambda: self._inner.write(view),
-            torn=lambda: self._inner.write(view[: len(view) // 2]),
-        )  # fmt: skip
-
-    def commit(self):
-        self._storage._do("commit", self._key, self._inner.commit)
-
-    def abort(self):
-        if self._storage._process.state == "dead":
-            # A process that dies leaves its temporary files behind; dropping the writer would
-            # remove this one.
-            self._storage._world.left_open.append(self._inner)
-        else:
-            self._inner.abort()
+    def _pause(self, operation: str, key: str) -> str | None:
+        if self.state == "dead":
+            self._script._stopped = True
+            raise CrashError
+        effect = MOVING[0].pause((operation, key)) if MOVING else None
+        return "before" if self.broken or self._world.broken else effect
 
 
 @dataclass(frozen=True)
@@ -228,7 +124,7 @@ class Session:
         self.lives: list[Life] = []
         self.ranks: list[Process] = []
         self.mail: list[Request | Lost] = []
-        self.waiting: dict[tuple[Any, int, str], tuple[Turn, Request]] = {}
+        self.waiting: dict[tuple[Any, int, str], tuple[RankTurn, Request]] = {}
         self.next_seq = 0
         self.reaches_old = False
         """What ranks say reaches the coordinator before the last one as well."""
@@ -250,7 +146,7 @@ class Session:
 
     def call(self, request: Request) -> Any:
         """In the thread of a rank: returns what the coordinator replies."""
-        turn = _MOVING[0]
+        turn = MOVING[0]
         self.waiting[request.key, request.rank, step_of(request)] = turn, request
         self.mail.append(request)
         return turn.wait()
@@ -289,8 +185,8 @@ class Life:
 
     def __init__(self, session: Session, epoch: int) -> None:
         self.session, self.epoch = session, epoch
-        self.process = Process(f"coordinator {epoch} of {session.name}")
         world = session.world
+        self.process = Process(f"coordinator {epoch} of {session.name}", world)
         self.coordination = Coordination(epoch=epoch, new_attempt=world.new_attempt)
         self.shell = Shell(self.coordination, perform)
 
@@ -298,12 +194,11 @@ class Life:
         """Gives each new task a thread, as the actor does."""
         if self.process.state != "dead":
             for todo in self.shell.tasks:
-                Turn(self.process, partial(self._perform, todo))
+                RankTurn(self.process, partial(self._perform, todo))
         self.shell.tasks.clear()
 
     def _perform(self, todo: Perform) -> None:
-        opener = self.session.world.opener(self.process)
-        self.shell.performed(todo, perform(todo.task, opener))
+        self.shell.performed(todo, perform(todo.task, self.process.opener))
 
     def expire(self) -> bool:
         """Lets the time pass to its next deadline, or to when a rank has been silent too long."""
@@ -350,7 +245,7 @@ class World:
     """
 
     def __init__(self, storage_of: Callable[[str], Any]) -> None:
-        self._storage_of = storage_of
+        self.storage_of = storage_of
         self.sessions: list[Session] = []
         self.processes: list[Process] = []
         """Ranks and tools; coordinators are in the lives of their sessions."""
@@ -361,7 +256,6 @@ class World:
         self.tick = 0
         self.broken = False
         """Every call of every storage fails."""
-        self.left_open: list[Any] = []
         self.happened: list[str] = []
         """Incidents that took place."""
         self._last: Any = None
@@ -370,11 +264,6 @@ class World:
     def new_attempt(self) -> str:
         self._attempt_number += 1
         return f"{self._attempt_number:016x}"
-
-    def opener(self, process: Process) -> Callable[[Any], TurnStorage]:
-        return lambda target: TurnStorage(
-            self._storage_of(getattr(target, "url", str(target))), process, self
-        )
 
     def session(self, world_size: int) -> Session:
         """Returns a new session."""
@@ -387,11 +276,11 @@ class World:
         self, name: str, work: Callable[[Process], Any], session: Session | None = None
     ) -> Process:
         """Returns a process that will do some work when it is its turn, as a rank or alone."""
-        process = Process(name)
+        process = Process(name, self)
         self.processes.append(process)
         if session is not None:
             session.ranks.append(process)
-        Turn(process, lambda: work(process))
+        RankTurn(process, lambda: work(process))
         return process
 
     def lives(self) -> list[Life]:
@@ -428,7 +317,7 @@ class World:
             if events:
                 event = events[choose(len(events))]
                 self._last = event
-                event[0](effect) if isinstance(event[1], Turn) else event[0]()
+                event[0](effect) if isinstance(event[1], RankTurn) else event[0]()
             elif not self._let_time_pass(choose):
                 return step
             step += 1
@@ -562,8 +451,6 @@ class World:
         """Ends everything."""
         for process in [*self.processes, *(life.process for life in self.lives())]:
             self.kill(process)
-        for writer in self.left_open:
-            writer.abort()
 
 
 def drive_rank(session: Session, generator: Any) -> Any:

@@ -32,7 +32,6 @@ from ray_dcp.runtime.tasks import outcome
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.view.verify import verify
-from tests.numpy_ranks import load_ranks, save_ranks
 from tests.property.stateful_world import (
     SHAPES,
     Change,
@@ -51,6 +50,7 @@ from tests.property.stateful_world import (
     tally,
     what_stands,
 )
+from tests.support.world import load_ranks, save_ranks
 
 REACHED: Counter[str] = Counter()
 """How often each kind of thing happened in this process."""
@@ -257,7 +257,7 @@ class Checkpoints(RuleBasedStateMachine):
             def work(process, rank=rank):
                 generator = save_ranks(
                     state, world_size, place.url, session=key.session, seq=key.seq,
-                    options=options, opener=self.world.opener(process),
+                    options=options, opener=process.opener,
                 )[rank]  # fmt: skip
                 try:
                     change.reports[rank] = drive_rank(session, generator)
@@ -273,7 +273,7 @@ class Checkpoints(RuleBasedStateMachine):
 
         def work(process):
             try:
-                change.reports[0] = ray_dcp.delete(place.url, opener=self.world.opener(process))
+                change.reports[0] = ray_dcp.delete(place.url, opener=process.opener)
             except (CheckpointNotFoundError, InternalError) as error:
                 change.reports[0] = error
             except StorageError as error:
@@ -288,7 +288,7 @@ class Checkpoints(RuleBasedStateMachine):
             self.fencing.append(place)
 
         def work(process):
-            opener = self.world.opener(process)
+            opener = process.opener
             try:
                 told["report"] = ray_dcp.collect(place.url, abort_unfinished=abort, opener=opener)
             except (CheckpointNotFoundError, StorageError) as error:
@@ -306,7 +306,7 @@ class Checkpoints(RuleBasedStateMachine):
             def work(process, rank=rank):
                 generators, works = load_ranks(
                     SHAPES, world_size, place.url, session=session.name,
-                    options=LoadOptions(num_threads=1), opener=self.world.opener(process),
+                    options=LoadOptions(num_threads=1), opener=process.opener,
                 )  # fmt: skip
                 try:
                     load["reports"][rank] = drive_rank(session, generators[rank])
@@ -539,6 +539,8 @@ def test_at_each_moment_of_a_small_save_followed_by_another_one(what):
                 machine.thaw({0, 1}, None, 0, Order(), [])
                 machine.ask_outcome(1)
             machine.delete(0, None, False, Order(), [Incident(at - 5, what)])
+            if what == "power":
+                machine.crash(0, how, Order(), Incident(at, what), clean=True)
     finally:
         machine.teardown()
 
