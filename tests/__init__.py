@@ -15,6 +15,9 @@ MOVED = {
     "tests.fault_injection": ("storages",), "tests.gated_storage": ("storages",),
     "tests.counting_storage": ("storages",), "tests.scripted_storage": ("storages",),
     "tests.crash.unconditional_storage": ("storages",),
+    "tests.protocol_play": ("protocol",), "tests.staged_world": ("protocol",),
+    "tests.polling": ("processes",), "tests.leftovers": ("processes",),
+    "tests.descriptors": ("processes",),
     "tests.interleaving": ("turns",),
     "tests.gathered_ranks": ("world", "Gathered=World"),
     "tests.numpy_ranks": (

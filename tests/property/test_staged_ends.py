@@ -9,7 +9,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from tests.staged_world import StagedWorld
+from tests.support.protocol import StagedWorld
 
 NODES = [0, 0, 1, 1, 2]
 LAYOUTS = {
@@ -67,61 +67,42 @@ def test_whoever_dies_it_ends_one_way_for_all(layout, steps):
     assert (told == {"SaveOutcome"}) == (world.committed and len(dead) < len(world.ranks))
 
 
-def staged(layout="own") -> StagedWorld:
-    """Returns a save whose ranks have all handed in and wait for the outcome."""
+ALL = range(len(NODES))
+HANDED_IN = [("step", rank) for rank in ALL]
+WAITING = [event for rank in ALL for event in (("step", rank), ("step", rank))]
+WRITTEN = [("write", 1)] * 3
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("steps", "committed"),
+    [
+        ([*WAITING, *WRITTEN, ("kill_stager", 1)], True),
+        ([*WAITING, ("write", 1), ("kill_stager", 1)], False),
+        ([*WAITING, ("write", 1), ("kill_stager", 1), ("restart",)], False),
+        ([*HANDED_IN, ("restart",), *(("kill_rank", rank) for rank in ALL)], True),
+    ],
+    ids=["after its last file", "before it", "before it, and a coordinator", "all ranks"],
+)
+def test_a_save_ends_as_what_was_written_when_somebody_dies(layout, steps, committed):
+    """A stager's loss fails it only while files are unwritten, and each rank is told by name."""
     world = StagedWorld(NODES, LAYOUTS[layout])
-    for rank in range(len(NODES)):
-        world.step(rank)
-        world.step(rank)
-    return world
-
-
-@pytest.mark.parametrize("when", ["at once", "after a restart"])
-def test_a_stager_that_is_lost_with_unwritten_bytes_fails_the_save_by_name(when):
-    world = staged()
-    world.write(1)
-    world.kill_stager(1)
-    assert when == "at once" or world.restart()
+    assert play(world, steps)
     world.settle()
-    assert not world.committed
-    for rank in world.ranks:
-        assert "1#0" in rank.outcome.error.message
-        assert "files unwritten: it died" in rank.outcome.error.message
-        assert "the next save starts another stager" in rank.outcome.error.message
-
-
-def test_a_stager_that_dies_after_its_last_receipt_does_no_harm():
-    world = staged()
-    while world.write(1):
-        pass
-    world.kill_stager(1)
-    world.settle()
-    assert world.committed
+    assert world.committed == committed
+    for rank in world.ranks if not committed else ():
+        told = rank.outcome.error.message
+        for words in ("1#0", "files unwritten: it died", "the next save starts another stager"):
+            assert words in told
 
 
 def test_a_coordinator_asks_also_those_of_whom_it_hears_later_what_they_wrote():
     world = StagedWorld(NODES, LAYOUTS["own"])
-    for rank in range(4):
-        world.step(rank)
+    play(world, HANDED_IN[:4])
     known = world.kept
-    world.step(4)
-    world.write(2)
+    play(world, [("step", 4), ("write", 2)])
     world.kept = known  # the coordinator died before it had put it there
     assert world.restart()
-    world.settle()
-    assert world.committed
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_ranks_and_the_coordinator_may_die_once_all_is_staged(layout):
-    world = StagedWorld(NODES, LAYOUTS[layout])
-    for rank in range(len(NODES)):
-        world.step(rank)
-    for rank in range(len(NODES)):
-        world.ranks[rank].is_dead = True
-    assert world.restart()
-    for rank in range(len(NODES)):
-        world.kill_rank(rank)
     world.settle()
     assert world.committed
 
@@ -129,10 +110,7 @@ def test_all_ranks_and_the_coordinator_may_die_once_all_is_staged(layout):
 @pytest.mark.parametrize("ends", ["committed", "aborted"])
 def test_a_coordinator_that_dies_right_after_the_end_leaves_nothing_to_wait_for(ends):
     world = StagedWorld(NODES, LAYOUTS["own"])
-    for rank in range(len(NODES)):
-        world.step(rank)
-    if ends == "aborted":
-        world.kill_stager(2)
+    play(world, [*HANDED_IN, *([("kill_stager", 2)] if ends == "aborted" else [])])
     world.settle()
     assert world.committed == (ends == "committed")
     assert world.restart()
