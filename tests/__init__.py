@@ -17,7 +17,7 @@ MOVED = {
     "tests.crash.unconditional_storage": ("storages",),
     "tests.protocol_play": ("protocol",), "tests.staged_world": ("protocol",),
     "tests.polling": ("processes",), "tests.leftovers": ("processes",),
-    "tests.descriptors": ("processes",),
+    "tests.descriptors": ("processes",), "tests.races": ("storages",),
     "tests.interleaving": ("turns",),
     "tests.gathered_ranks": ("world", "Gathered=World"),
     "tests.numpy_ranks": (
