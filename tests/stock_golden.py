@@ -1,4 +1,4 @@
-"""`python -m tests.stock_golden DIR`: two ranks save with the stock DCP of the torch that runs it.
+"""`python -m tests.stock_golden DIR`: two ranks save with stock DCP, of the torch that runs it.
 
 What the versions that were tried have written lies in `tests/golden/stock-VERSION`, and is read by
 `tests/unit/test_golden_stock.py`. Nothing but torch is needed here.

@@ -109,7 +109,7 @@ def _run(command: list[str]) -> str:
 def main() -> None:
     """Builds the environment in the folder that the command line names."""
     if len(sys.argv) > 2 or any(argument.startswith("-") for argument in sys.argv[1:]):
-        raise SystemExit(f"usage: python -m tests.xla_env [DIR]   (default: {DEFAULT_PLACE})")
+        raise SystemExit(f"usage: python -m tests.xla_env [DIR]; default {DEFAULT_PLACE}")
     print(build(Path(sys.argv[1]) if sys.argv[1:] else DEFAULT_PLACE))
 
 
