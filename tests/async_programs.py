@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -153,37 +154,42 @@ def begin_large(path: str, step: int, **options: Any) -> Path:
     return gate
 
 
-def begin_large_and_die(path: str, step: int, *victims: int) -> None:
-    """Begins a large save; some ranks are killed when it is staged and nothing of it is written."""
-    begin_large(path, step)
-    if dist.get_rank() in victims:
-        os.kill(os.getpid(), signal.SIGKILL)
+def save_large(
+    path: str,
+    step: int,
+    hit: str = "",
+    number: int = signal.SIGKILL,
+    *,
+    victims: Sequence[int] = (),
+    canceller: int = -1,
+    **options: Any,
+) -> Attempt:
+    """Begins a large save, and waits for its outcome after a blow, before any of it is written.
 
-
-def begin_large_and_signal_stager(path: str, step: int, number: int, **options: Any) -> Attempt:
-    """Begins a large save and signals the node's stager from rank 0; waits for the outcome."""
+    Args:
+        path: Of the checkpoint.
+        step: Of the values.
+        hit: Rank 0 signals the `coordinator`, or the `stager` of the node.
+        number: The signal.
+        victims: Ranks that are killed.
+        canceller: The rank that cancels the save.
+        **options: Of the save.
+    """
 
     def save() -> Any:
-        pid = current_session().staging().info()["pid"]
-        begin_large(path, step, **options)
-        if dist.get_rank() == 0:
+        session, rank = current_session(), dist.get_rank()
+        pid = {"coordinator": coordinator_facts, "stager": stager_facts}.get(hit, dict)().get("pid")
+        gate = begin_large(path, step, **options)
+        if rank == 0 and pid:
             os.kill(pid, number)
-        return HELD["handle"].committed(180) and HELD["handle"].report()
-
-    return attempt(save)
-
-
-def begin_large_and_cancel(path: str, step: int, by: int) -> Attempt:
-    """Begins a large save, which one rank cancels."""
-
-    def save() -> Any:
-        gate = begin_large(path, step)
-        if dist.get_rank() == by:
-            try:
-                assert HELD["handle"].cancel()
-            finally:
-                gate.touch()
-        return HELD["handle"].committed(180)
+        if rank == canceller:
+            assert HELD["handle"].cancel()
+        if hit == "coordinator" or canceller >= 0:
+            gate.touch()
+        if rank in victims:
+            os.kill(os.getpid(), signal.SIGKILL)
+        HELD["handle"].committed(180)
+        return session.coordinator_info()["epoch"], HELD["handle"].report().attempt
 
     return attempt(save)
 
@@ -199,6 +205,11 @@ def large_is(path: str, step: int, world_size: int) -> bool:
 def stager_facts() -> dict[str, Any]:
     """Returns what this rank's stager says of itself."""
     return current_session().staging().info()
+
+
+def coordinator_facts() -> dict[str, Any]:
+    """Returns what the coordinator says of itself."""
+    return current_session().coordinator_info()
 
 
 def save_twice(path: str, when_full: str, max_pending: int) -> list[str]:
@@ -363,36 +374,17 @@ def warm(num_bytes: int) -> int:
     return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssShmem"))
 
 
-def begin_large_and_kill_coordinator(
-    path: str, step: int, *victims: int, **options: Any
-) -> Attempt:
-    """Begins a large save; when all is staged rank 0 kills the coordinator, victims die with it."""
-
-    def save() -> Any:
-        pid = current_session().coordinator_info()["pid"]
-        gate = begin_large(path, step, **options)
-        if dist.get_rank() == 0:
-            os.kill(pid, signal.SIGKILL)
-            gate.touch()
-        if dist.get_rank() in victims:
-            os.kill(os.getpid(), signal.SIGKILL)
-        HELD["handle"].committed(180)
-        return current_session().coordinator_info()["epoch"], HELD["handle"].report().attempt
-
-    return attempt(save)
-
-
 def save_and_kill_coordinator(path: str, steps: int) -> Attempt:
     """Saves again and again; rank 0 kills the coordinator as soon as it knows of each commit."""
 
     def save() -> Any:
         for step in range(1, steps + 1):
-            pid = current_session().coordinator_info()["pid"]
+            pid = coordinator_facts()["pid"]
             handle = ray_dcp.async_save(mixed_state(step), checkpoint_id=path)
             handle.committed(180)
             if dist.get_rank() == 0:
                 os.kill(pid, signal.SIGKILL)
             dist.barrier()
-        return current_session().coordinator_info()["epoch"]
+        return coordinator_facts()["epoch"]
 
     return attempt(save)

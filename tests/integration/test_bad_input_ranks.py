@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import ray_dcp
 from ray_dcp.errors import (
@@ -22,7 +22,6 @@ from ray_dcp.errors import (
     MissingKeyError,
     PlanConflictError,
     RankDisagreementError,
-    ShapeMismatchError,
     StorageError,
     UncommittedCheckpointError,
     UnsupportedValueError,
@@ -62,22 +61,11 @@ class BrokenStateful:
         raise AssertionError("nothing is loaded")
 
 
-def partial_state(rank: int):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return {"sum": DTensor.from_local(torch.ones(4), mesh, [Partial()])}
-
-
 BAD_STATES = {
-    "a sum that was not made": (partial_state, UnsupportedValueError, ["'sum'", "Partial"]),
     "an object that does not pickle": (
         lambda rank: {"ok": 1, "lock": threading.Lock() if rank == 1 else None},
         UnsupportedValueError,
         ["'lock'", "can't be pickled", "rank 1"],
-    ),
-    "a tensor without bytes": (
-        lambda rank: {"w": torch.zeros(2, device="meta" if rank == 2 else "cpu")},
-        UnsupportedValueError,
-        ["'w'", "meta device", "rank 2"],
     ),
     "a state_dict() that raises": (
         lambda rank: {"scheduler": BrokenStateful(fails=rank == 1)},
@@ -85,6 +73,7 @@ BAD_STATES = {
         ["ZeroDivisionError: the scheduler divides by nothing", "rank 1"],
     ),
 }
+"""What else no state can hold is refused alike by one rank: `test_adapter_capture` has it."""
 
 
 @pytest.fixture
@@ -196,31 +185,25 @@ def test_a_path_that_is_or_goes_through_a_file_is_a_storage_error_that_names_it(
 # Ranks that differ
 
 
-def test_a_rank_that_saves_to_another_path_is_named_with_what_all_asked_for(ranks, place):
-    def save(path: str):
-        mine = f"{path}-other" if dist.get_rank() == 1 else path
-        return try_save(mine, lambda rank: {"w": torch.zeros(2)})
+@pytest.mark.parametrize(
+    ("odd", "call", "suffix", "told"),
+    [
+        (1, try_save, "-other", "rank 1: save to {path}-other"),
+        (2, try_load, "", "rank 2: load from {path}"),
+    ],
+)
+def test_a_rank_that_calls_something_else_is_named_with_what_all_asked_for(
+    ranks, place, odd, call, suffix, told
+):
+    def act(path: str):
+        mine = (call, path + suffix) if dist.get_rank() == odd else (try_save, path)
+        return mine[0](mine[1], lambda rank: {"w": torch.zeros(2)})
 
     before = files_at(place)
-    one_error(
-        ranks.run(save, str(place)), RankDisagreementError,
-        f"save to {place}-other", "rank 1: save to", f"save to {place}, world size 3",
-    )  # fmt: skip
+    words = told.format(path=place), f"save to {place}, world size 3"
+    one_error(ranks.run(act, str(place)), RankDisagreementError, *words)
     assert files_at(place) == before
     assert not Path(f"{place}-other").exists()
-
-
-def test_a_rank_that_loads_while_others_save_is_named(ranks, place):
-    def call(path: str):
-        one = try_load if dist.get_rank() == 2 else try_save
-        return one(path, lambda rank: {"w": torch.zeros(2)})
-
-    before = files_at(place)
-    one_error(
-        ranks.run(call, str(place)), RankDisagreementError,
-        f"rank 2: load from {place}", f"save to {place}",
-    )  # fmt: skip
-    assert files_at(place) == before
 
 
 def test_ranks_that_connect_with_other_world_sizes_are_told_both(ranks, place, ray_session):
@@ -270,12 +253,6 @@ BAD_TARGETS = {
         {},
         MissingKeyError,
         ["'plane'", "'plain'", "rank 1"],
-    ),
-    "another shape on one rank": (
-        lambda rank: {"plain": torch.zeros(7 + (rank == 2)).long()},
-        {},
-        ShapeMismatchError,
-        ["'plain'", "(7,)", "(8,)", "rank 2"],
     ),
     "keys that nobody asks for": (
         lambda rank: {"plain": torch.zeros(7).long(), "sharded": torch.zeros(60, 10), "step": 0},

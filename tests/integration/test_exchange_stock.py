@@ -10,7 +10,6 @@ import collections
 import io
 import pickle
 import tempfile
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,6 @@ from torch.distributed.checkpoint._extension import (
     StreamTransformExtension,
     ZStandard,
 )
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
 import ray_dcp
 from ray_dcp.errors import (
@@ -48,7 +41,6 @@ from tests.exchange_cases import (
     nested,
     objects,
     piecemeal,
-    raw,
     same,
 )
 
@@ -157,8 +149,9 @@ def test_a_quantised_tensor_of_stock_is_refused_by_name_and_the_rest_loads(tmp_p
 # Containers and objects
 
 
-def test_objects_are_exchanged(exchange):
-    assert differences(exchange(objects()), objects()) == []
+@pytest.mark.parametrize("state", [objects(), nested()], ids=["objects", "nested containers"])
+def test_objects_and_containers_are_exchanged(exchange, state):
+    assert differences(exchange(state), state) == []
 
 
 def test_what_no_safe_load_of_torch_reads_is_exchanged_both_ways(tmp_path):
@@ -171,11 +164,6 @@ def test_what_no_safe_load_of_torch_reads_is_exchanged_both_ways(tmp_path):
     path = save_stock(tmp_path / "stock", state)
     for options in (None, ray_dcp.LoadOptions(weights_only=False)):
         assert differences(load_ours(path, blanks(state), options=options), state) == []
-
-
-def test_nested_containers_are_exchanged(exchange):
-    state = nested()
-    assert differences(exchange(state), state) == []
 
 
 def test_mappings_of_every_class_are_walked_as_mappings(exchange):
@@ -401,94 +389,6 @@ def test_an_item_that_unpacks_to_more_than_its_tensor_can_hold_is_refused(tmp_pa
     (path / place.relative_path).write_bytes(item)
     with pytest.raises(DamagedCheckpointError, match=r"'w'.*unpacks to more"):
         load_ours(path, {"w": torch.zeros(3)})
-
-
-# Several ranks of stock DCP, played in this process
-
-
-class ShardPlanner(stock.DefaultSavePlanner):
-    """Plans the boxes that it is told instead of those of DTensors, for one rank.
-
-    Args:
-        shards: FQN to (global shape, [(offset, tensor), …]).
-        whole: What every rank has.
-    """
-
-    def __init__(self, shards: dict[str, Any], whole: dict[str, Any]) -> None:
-        super().__init__()
-        self._shards = shards
-        self._whole = whole
-
-    def create_local_plan(self) -> stock.SavePlan:
-        self.set_up_planner(self._whole, is_coordinator=True)
-        plan = super().create_local_plan()
-        items = list(plan.items)
-        for fqn, (shape, parts) in self._shards.items():
-            for number, (offset, tensor) in enumerate(parts):
-                chunk = ChunkStorageMetadata(torch.Size(offset), tensor.shape)
-                properties = TensorProperties.create_from_tensor(tensor)
-                items.append(
-                    stock.WriteItem(
-                        MetadataIndex(fqn, chunk.offsets, number), WriteItemType.SHARD,
-                        tensor_data=TensorWriteData(chunk, properties, torch.Size(shape)),
-                    )
-                )  # fmt: skip
-        self.plan = replace(plan, items=items)
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        if index.fqn not in self._shards:
-            return super().lookup_object(index)
-        _, parts = self._shards[index.fqn]
-        (found,) = [tensor for offset, tensor in parts if torch.Size(offset) == index.offset]
-        return found
-
-
-def save_as_ranks(path: Path, planners: list[ShardPlanner], **options: Any) -> None:
-    """Does what the ranks of a stock save do, one after the other."""
-    writers = [stock.FileSystemWriter(path, **options) for _ in planners]
-    plans = []
-    for rank, (planner, writer) in enumerate(zip(planners, writers, strict=True)):
-        writer.set_up_storage_writer(rank == 0)
-        plans.append(writer.prepare_local_plan(planner.create_local_plan()))
-    plans, metadata = planners[0].create_global_plan(plans)
-    plans = writers[0].prepare_global_plan(plans)
-    results = []
-    for planner, writer, plan in zip(planners, writers, plans, strict=True):
-        future = writer.write_data(planner.finish_plan(plan), planner)
-        results.append(future.wait())
-    writers[0].finish(metadata, results)
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("options", [{}, {"thread_count": 2}])
-def test_what_several_stock_ranks_saved_is_read_whole_and_in_other_shards(
-    tmp_path, world_size, options
-):
-    rows, columns = bits(torch.float32, 7, 5), bits(torch.bfloat16, 6, 2 * world_size + 1)
-    whole = {"bias": bits(torch.float16, 11), "step": 4, "scalar": bits(torch.int64)}
-
-    def shards_of(rank: int) -> dict[str, Any]:
-        # As FSDP cuts: equal shards, the last ones short or empty.
-        step = -(-7 // world_size)
-        start = min(rank * step, 7)
-        cut = [columns[:, 2 * rank : 2 * rank + 2], columns[:, 2 * world_size :]]
-        parts = [((0, 2 * rank), cut[0].contiguous())]
-        if rank == world_size - 1:
-            parts.append(((0, 2 * world_size), cut[1]))  # a view that is not contiguous
-        return {
-            "rows": (rows.shape, [((start, 0), rows[start : start + step])]),
-            "columns": (columns.shape, parts),
-        }
-
-    planners = [ShardPlanner(shards_of(rank), whole) for rank in range(world_size)]
-    save_as_ranks(tmp_path, planners, **options)
-    state = {"rows": rows, "columns": columns, **whole}
-    for reader in (stock, ray_dcp):
-        into = blanks(state)
-        reader.load(into, checkpoint_id=tmp_path, no_dist=True)
-        assert differences(into, state) == []
-    assert ray_dcp.open(tmp_path)["rows"][2:6, 1:4].tobytes() == raw(rows[2:6, 1:4])
 
 
 # What of ours stock DCP meets

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import ray
 
-import ray_dcp
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import LimitError, ParticipantError
 from ray_dcp.options import SaveOptions
@@ -22,8 +21,6 @@ from ray_dcp.runtime import staging as staging_link
 from ray_dcp.runtime.ray_private import store_bytes
 from ray_dcp.runtime.staging import RankStaging
 from ray_dcp.stage.values import StageKey, StagerOptions
-from tests import async_programs as programs
-from tests.attempts import one_error
 from tests.held_writes import hang_writes
 from tests.polling import eventually, lives
 from tests.s3_server import shared_memory
@@ -31,7 +28,6 @@ from tests.staged import MIB, Share, same_files, share
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
-NUM_RANKS = 2
 
 SMALL = StagerOptions(limit_bytes=64 * MIB)
 BUDGET_BYTES = 105_000_000
@@ -226,31 +222,6 @@ def test_ranks_wait_for_the_budget_of_the_object_store_and_nothing_is_spilled(
 def test_warming_touches_as_much_of_the_object_store_as_the_state_takes(namespace):
     num_faults = ray.get(Victim.remote(namespace, LIMITED).warm.remote(40 * MIB))
     assert num_faults >= 40 * MIB / resource.getpagesize()
-
-
-def test_a_rank_killed_after_staging_in_the_object_store_is_not_missed(ranks, tmp_path):
-    came = ranks.run(programs.save_and_change, str(tmp_path / "a"), 1)
-    assert [(one.error, one.value.staging) for one in came] == [(None, "object_store")] * 2
-    assert ranks.run(programs.mixed_is, str(tmp_path / "a"), 1) == [True, True]
-    path = tmp_path / "c"
-    with pytest.raises(ParticipantError, match="died"):
-        ranks.run(programs.begin_large_and_die, str(path), 5, 0, 1)
-    assert not list(path.glob("__*.distcp"))
-    Path(f"{path}.gate").touch()
-    attempt = Path(f"{path}.attempt").read_text()
-    assert eventually(lambda: ray_dcp.outcome(path, attempt) == "committed")
-    ranks.resize(2)
-    assert programs.large_is(str(path), 5, 2)
-    assert ray_dcp.verify(path).ok
-
-
-def test_a_stager_killed_with_objects_fails_that_save_and_is_replaced(ranks, tmp_path):
-    path = str(tmp_path / "c")
-    came = ranks.run(programs.begin_large_and_signal_stager, path, 6, int(signal.SIGKILL))
-    one_error(came, ParticipantError, "the stager", "files unwritten")
-    came = ranks.run(programs.save_and_change, path, 1)
-    assert [(one.error, one.value.staging) for one in came] == [(None, "object_store")] * 2
-    assert ranks.run(programs.mixed_is, path, 1) == [True, True]
 
 
 @ray.remote(num_cpus=0)

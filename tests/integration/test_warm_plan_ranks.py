@@ -6,25 +6,21 @@ import os
 import signal
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import ray_dcp
 from ray_dcp.commit_protocol.messages import Reply, Request, SaveAgain, SaveGo, SaveJoin, SendItems
-from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.discovery import current_session
 from tests.polling import eventually
 
 NUM_RANKS = 2
 
-OPTIONS = SaveOptions()
-
 Said = tuple[int, int, list[str]]
 
 
 def state_of(step: int, more: int = 0) -> dict[str, object]:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(64 * (3 + more), dtype=torch.float32).reshape(64, -1) + step
     return {
@@ -37,7 +33,6 @@ def state_of(step: int, more: int = 0) -> dict[str, object]:
 def save_and_listen(path: str, step: int, more: int = 0, *, staged: bool = False) -> Said:
     """Saves; returns the bytes of rows and of content that this rank sent, and what it was told."""
     session = current_session()
-    assert session is not None
     call, said = type(session).call, []
 
     def listen(request: Request, **options: object) -> Reply:
@@ -47,12 +42,10 @@ def save_and_listen(path: str, step: int, more: int = 0, *, staged: bool = False
 
     session.call = listen
     try:
+        save = ray_dcp.async_save if staged else ray_dcp.save
+        saved = save(state_of(step, more), checkpoint_id=path)
         if staged:
-            ray_dcp.async_save(state_of(step, more), checkpoint_id=path, options=OPTIONS).result(
-                120
-            )
-        else:
-            ray_dcp.save(state_of(step, more), checkpoint_id=path, options=OPTIONS)
+            saved.result(120)
     finally:
         del session.call
     joins = [(request, reply) for request, reply in said if isinstance(request, SaveJoin)]
@@ -63,18 +56,15 @@ def save_and_listen(path: str, step: int, more: int = 0, *, staged: bool = False
     )
 
 
-def check_loaded(path: str, step: int, more: int = 0) -> bool:
-    state = state_of(0, more)
+def loads(path: str, step: int, more: int = 0) -> bool:
+    state, expected = state_of(0, more), state_of(step, more)
     ray_dcp.load(state, checkpoint_id=path)
-    expected = state_of(step, more)
     same = torch.equal(state["sharded"].to_local(), expected["sharded"].to_local())
     return same and torch.equal(state["plain"], expected["plain"]) and state["step"] == step
 
 
 def coordinator_pid() -> int:
-    session = current_session()
-    assert session is not None
-    return int(session.coordinator_info()["pid"])
+    return int(current_session().coordinator_info()["pid"])
 
 
 GO, AGAIN, SEND = SaveGo.__name__, SaveAgain.__name__, SendItems.__name__
@@ -86,14 +76,14 @@ def test_a_second_save_sends_no_rows(ranks, tmp_path):
     assert [told for _, _, told in first] == [[GO]] * 2
     assert all(rows > 0 for rows, _, _ in first)
     assert ranks.run(save_and_listen, path[1], 1) == [(0, 0, [AGAIN])] * 2
-    assert ranks.run(check_loaded, path[1], 1) == [True] * 2
+    assert ranks.run(loads, path[1], 1) == [True] * 2
     # An asynchronous save uses the same plan; so does the synchronous one after it.
     assert ranks.run(save_and_listen, path[2], 2, staged=True) == [(0, 0, [AGAIN])] * 2
-    assert ranks.run(check_loaded, path[2], 2) == [True] * 2
+    assert ranks.run(loads, path[2], 2) == [True] * 2
     # Another shape is another plan.
     changed = ranks.run(save_and_listen, path[3], 3, 1)
     assert [told for _, _, told in changed] == [[GO]] * 2
-    assert ranks.run(check_loaded, path[3], 3, 1) == [True] * 2
+    assert ranks.run(loads, path[3], 3, 1) == [True] * 2
 
     # A coordinator that died has lost its plans; the next one asks for rows and plans anew.
     pid = ranks.run(coordinator_pid)[0]
@@ -102,6 +92,6 @@ def test_a_second_save_sends_no_rows(ranks, tmp_path):
     again = ranks.run(save_and_listen, path[4], 4)
     assert [told for _, _, told in again] == [[SEND, AGAIN]] * 2
     assert all(rows > 0 for rows, _, _ in again)
-    assert ranks.run(check_loaded, path[4], 4) == [True] * 2
+    assert ranks.run(loads, path[4], 4) == [True] * 2
     assert ranks.run(save_and_listen, path[5], 5) == [(0, 0, [AGAIN])] * 2
-    assert ranks.run(check_loaded, path[5], 5) == [True] * 2
+    assert ranks.run(loads, path[5], 5) == [True] * 2

@@ -260,7 +260,8 @@ def save_by_stock(build: Build, world_size: int, path: Path) -> None:
     ranks = []
     for rank in range(world_size):
         with as_rank(rank, world_size):
-            planner, writer = stock.DefaultSavePlanner(), stock.FileSystemWriter(path)
+            planner = stock.DefaultSavePlanner()
+            writer = stock.FileSystemWriter(path, thread_count=1 + world_size % 2)
             planner.set_up_planner(build(rank), writer.storage_meta(), rank == 0)
             writer.set_up_storage_writer(rank == 0)
             ranks.append((planner, writer, writer.prepare_local_plan(planner.create_local_plan())))
