@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import closing, redirect_stdout
 
 from tests.chaos.arena import Arena
 from tests.chaos.cells import Cell, Result, chosen
@@ -81,7 +81,7 @@ def _play(cells: Sequence[Cell]) -> list[tuple[str, Result]]:
     left = list(cells)
     say(f"{'cell':{WIDTH}}  hit     told   ceiling  result")
     while left:
-        with Arena() as arena:
+        with closing(Arena()) as arena:
             while left:
                 cell = left.pop(0)
                 result = _watched(arena, cell)

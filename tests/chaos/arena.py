@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 # Before ray is imported: see tests/conftest.py.
@@ -34,7 +33,7 @@ from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE, coordinator_name
 from ray_dcp.runtime.coordinator import Coordinator
 from ray_dcp.runtime.worker_group import WorkerGroup
 from tests.bench.processes import born, descendants
-from tests.chaos.loopback import loopback_addresses
+from tests.chaos.traps import loopback_addresses
 from tests.integration import forked_workers
 from tests.polling import eventually, lives
 
@@ -260,17 +259,6 @@ class Arena:
         else:
             os.environ["RAY_TMPDIR"] = self._tmp_before
         shutil.rmtree(self.directory, ignore_errors=True)
-
-    def __enter__(self) -> Arena:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _options(kind: str) -> dict[str, Any]:

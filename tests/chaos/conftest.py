@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,7 +25,7 @@ def arena() -> Iterator[Arena]:
     # Why here: as in tests/integration/conftest.py.
     from tests.chaos.arena import Arena
 
-    with Arena() as arena:
+    with closing(Arena()) as arena:
         yield arena
         left = arena.leaks()
     assert left == []

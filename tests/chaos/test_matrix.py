@@ -16,7 +16,7 @@ from ray_dcp.errors import ParticipantError
 from tests.attempts import save_sound, step_that_loads
 from tests.chaos import victims
 from tests.chaos.arena import Arena
-from tests.chaos.cells import PARTICIPANTS, PHASES, SIGNALS, Cell, Result, chosen, is_in_phase
+from tests.chaos.cells import PARTICIPANTS, PHASES, SIGNALS, Cell, chosen, is_in_phase
 from tests.chaos.matrix import CELLS, CI, NOT_PLAYED
 from tests.chaos.scenes import REPEAT
 from tests.chaos.traps import function_at
@@ -83,20 +83,6 @@ def test_every_trap_is_at_a_function_that_there_is():
     assert len(places) > 5
     for place in places:
         assert callable(function_at(place)[2])
-
-
-def test_cells_are_chosen_by_parts_and_patterns_of_their_names_and_come_by_group():
-    found = chosen(CELLS, "SIGKILL node load", "*rank loading (rank 0)")
-    assert [cell.name for cell in found] == [
-        "SIGKILL node loading", "SIGKILL node loading (with the coordinator)",
-        "SIGKILL rank loading (rank 0)", "SIGSTOP rank loading (rank 0)",
-    ]  # fmt: skip
-
-
-def test_a_cell_that_was_not_hit_or_has_a_problem_is_not_well():
-    assert Result(True, 1.0, "done").ok
-    assert not Result(False, 1.0, "done").ok
-    assert not Result(True, 1.0, "done", ("damaged",)).ok
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,13 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ray._private import ray_constants
 
 from tests.chaos.cells import Trap
 
@@ -129,3 +132,14 @@ def _concerns(trap: Trap, args: Sequence[Any]) -> bool:
         type(arg).__name__ == trap.about or (isinstance(arg, str) and trap.about in arg)
         for arg in args
     )
+
+
+@contextmanager
+def loopback_addresses() -> Iterator[None]:
+    """Makes `ray.init` take 127.0.0.1 as it is, so that nodes here have addresses of their own."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before

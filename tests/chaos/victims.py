@@ -26,8 +26,7 @@ from ray_dcp.runtime.discovery import current_session
 from tests.attempts import sound_state
 from tests.chaos.cells import Trap
 from tests.chaos.judging import Told
-from tests.chaos.loopback import loopback_addresses
-from tests.chaos.traps import Blow, read_mark, set_trap, set_trap_in
+from tests.chaos.traps import Blow, loopback_addresses, read_mark, set_trap, set_trap_in
 from tests.polling import eventually
 
 OUTCOME_S = 90.0
@@ -44,8 +43,9 @@ def full_state(step: int, fill: bool = True) -> dict[str, Any]:
     return {**sound_state(step, fill), f"large{rank}": torch.full((LARGE_BYTES // 4,), value)}
 
 
-def save_full(path: str, step: int, **options: Any) -> None:
-    ray_dcp.save(full_state(step), checkpoint_id=path, options=SaveOptions(**options))
+def save_full(path: str, step: int, more: dict[str, Any] | None = None, **options: Any) -> None:
+    state = full_state(step) | (more or {})
+    ray_dcp.save(state, checkpoint_id=path, options=SaveOptions(**options))
 
 
 def load_full(path: str, **options: Any) -> None:
@@ -89,18 +89,15 @@ def play(
         asynchronous: Save in the background, and wait for the outcome.
     """
     error: Exception | None = None
+    slowly = {"slow": Slow(marks)} if dist.get_rank() == slow else {}
     try:
         if phase == "loading":
             load_full(path, **options)
+        elif asynchronous:
+            state, how = full_state(2) | slowly, SaveOptions(**options)
+            ray_dcp.async_save(state, checkpoint_id=path, options=how).result(OUTCOME_S)
         else:
-            state = full_state(2)
-            if dist.get_rank() == slow:
-                state["slow"] = Slow(marks)
-            if asynchronous:
-                how = SaveOptions(**options)
-                ray_dcp.async_save(state, checkpoint_id=path, options=how).result(OUTCOME_S)
-            else:
-                ray_dcp.save(state, checkpoint_id=path, options=SaveOptions(**options))
+            save_full(path, 2, slowly, **options)
     except Exception as raised:
         error = raised
     told = Told(time.monotonic(), error)

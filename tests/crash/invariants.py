@@ -291,9 +291,14 @@ def stock_state(storage: Storage, states: tuple[State, ...]) -> State | None:
         AssertionError: It loads none of them, but a mixture.
         Exception: What stock DCP raised.
     """
+    found = loaded_by_stock(storage, states[0])
+    return None if found is None else _one_of(found, states, "stock DCP")
+
+
+def loaded_by_stock(storage: Storage, like: State) -> State | None:
+    """Returns what stock DCP loads from a storage; None if it sees no checkpoint there."""
     if not any(entry.key == METADATA_KEY for entry in storage.list(METADATA_KEY)):
         return None
-    like = states[0]
     found: dict[str, Any] = {
         name: torch.from_numpy(np.zeros_like(value)) if isinstance(value, np.ndarray) else None
         for name, value in like.items()
@@ -305,8 +310,7 @@ def stock_state(storage: Storage, states: tuple[State, ...]) -> State | None:
         else:
             _export(storage, Path(directory))
             stock.load(found, checkpoint_id=directory, no_dist=True)
-    arrays = {n: v.numpy() if isinstance(v, torch.Tensor) else v for n, v in found.items()}
-    return _one_of(arrays, states, "stock DCP")
+    return {n: v.numpy() if isinstance(v, torch.Tensor) else v for n, v in found.items()}
 
 
 def all_keys(storage: Storage) -> list[str]:
@@ -342,7 +346,7 @@ def _one_of(found: State, states: tuple[State, ...], who: str) -> State:
 
 
 def is_same(one: State | None, other: State | None) -> bool:
-    """Tells whether two states are the same, or both are none."""
+    """Returns whether two states are the same, or both are none."""
     return one is other or (one is not None and other is not None and same_state(one, other))
 
 
@@ -351,7 +355,7 @@ def _word(record: object) -> str:
 
 
 def _can_be_opened(storage: Storage) -> bool:
-    """Tells whether `open_storage` opens this very storage by its URL."""
+    """Returns whether `open_storage` opens this very storage by its URL."""
     return isinstance(storage, LocalStorage | MemoryStorage)
 
 

@@ -8,18 +8,13 @@ keeps its place and may go on much later, as a zombie."""
 from __future__ import annotations
 
 import random
-import shutil
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ray_dcp.commit_protocol.commands import Perform, step_of
@@ -34,13 +29,14 @@ from ray_dcp.errors import (
     InternalError,
     ParticipantError,
 )
-from ray_dcp.io.checkpoint import METADATA_KEY
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.tasks import perform
-from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.opening import open_storage
+from tests.crash.invariants import loaded_by_stock
+from tests.support.arrays import State, same_state
 from tests.support.storages import CrashError, FaultyStorage
 from tests.support.turns import MOVING, Turn, TurnScript
-from tests.support.world import HEARTBEAT_S, Shell, load_ranks, run_ranks
+from tests.support.world import HEARTBEAT_S, Shell, load_state
 
 # --- Processes that take turns --------------------------------------------------------------------
 
@@ -635,15 +631,16 @@ def state_of(value: int) -> dict:
 SHAPES = state_of(0)
 
 
-def keys_at(storage) -> set[str]:
-    """Returns the keys of a storage, those of unpublished files as well."""
-    unpublished = getattr(storage, "unpublished", tuple)()
-    return {entry.key for entry in (*storage.list(), *unpublished)}
-
-
 def contents(storage) -> dict[str, bytes]:
     """Returns every file of a storage."""
     return {entry.key: storage.read(entry.key) for entry in storage.list()}
+
+
+def value_of(state: State) -> int:
+    """Returns which value a state is of, whole."""
+    value = state["step"]["step"]
+    assert same_state(state, state_of(value)), f"a mixture with {value}: {state}"
+    return value
 
 
 def loaded(work) -> int:
@@ -655,40 +652,16 @@ def loaded(work) -> int:
 
 def what_stands(url: str, world_size: int) -> int | None:
     """Returns the value that loads, the same on every rank; None when there is no checkpoint."""
-    ranks, works = load_ranks(SHAPES, world_size, url)
-    results = run_ranks(ranks)
-    if any(isinstance(result.error, CheckpointNotFoundError) for result in results):
-        return None
-    for result in results:
-        result.get()
-    (value,) = {loaded(work) for work in works}
-    return value
-
-
-def stock_sees(storage, directory: Path):
-    """Returns the value that stock DCP loads, None if it sees no checkpoint, or its error."""
-    keys = [entry.key for entry in storage.list()]
-    if METADATA_KEY not in keys:
-        return None
-    if isinstance(storage, LocalStorage):
-        path = Path(storage.url)
-    else:
-        path = directory
-        shutil.rmtree(path, ignore_errors=True)
-        for key in keys:
-            (path / key).parent.mkdir(parents=True, exist_ok=True)
-            (path / key).write_bytes(storage.read(key))
-    arrays = {name: value for name, value in SHAPES.items() if isinstance(value, np.ndarray)}
-    found = {
-        name: torch.zeros(a.shape, dtype=torch.from_numpy(a).dtype) for name, a in arrays.items()
-    }
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            stock.load(found, checkpoint_id=str(path), no_dist=True)
+        return value_of(load_state(open_storage(url), SHAPES, world_size))
+    except CheckpointNotFoundError:
+        return None
+
+
+def stock_sees(storage):
+    """Returns the value that stock DCP loads, None if it sees no checkpoint, or its error."""
+    try:
+        found = loaded_by_stock(storage, SHAPES)
     except (Exception, CheckpointException) as error:
         return error
-    value = int(found["rep.bias"][0])
-    for name, tensor in found.items():
-        np.testing.assert_array_equal(tensor.numpy(), state_of(value)[name], err_msg=name)
-    return value
+    return None if found is None else value_of(found)

@@ -32,6 +32,7 @@ from ray_dcp.runtime.tasks import outcome
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.view.verify import verify
+from tests.crash.invariants import all_keys
 from tests.property.stateful_world import (
     SHAPES,
     Change,
@@ -43,7 +44,6 @@ from tests.property.stateful_world import (
     World,
     contents,
     drive_rank,
-    keys_at,
     loaded,
     state_of,
     stock_sees,
@@ -336,7 +336,7 @@ class Checkpoints(RuleBasedStateMachine):
             for process in world.running()
             if process in self.owners and self.owners[process][1] is None
         ]
-        keys = {url: keys_at(storage) for url, storage in self.storages.items()}
+        keys = {url: set(all_keys(storage)) for url, storage in self.storages.items()}
         world.run(order, incidents)
         REACHED.update(world.happened)
         world.heal()
@@ -346,7 +346,7 @@ class Checkpoints(RuleBasedStateMachine):
         for place in self.places:
             own = [change for at, change in moved if at is place]
             if not own and place not in tools:
-                assert keys_at(self.storages[place.url]) == keys[place.url]
+                assert set(all_keys(self.storages[place.url])) == keys[place.url]
                 continue
             for change in own:
                 if change.key is not None:
@@ -437,7 +437,7 @@ class Checkpoints(RuleBasedStateMachine):
 
     def check_stock(self, place, found, moved, quiet):
         """Checks what stock DCP sees: it may lag after a crash, but sees nothing uncommitted."""
-        seen = stock_sees(self.storages[place.url], self.directory / "stock")
+        seen = stock_sees(self.storages[place.url])
         REACHED["stock DCP loaded"] += isinstance(seen, int)
         committed = newest_record(self.storages[place.url])
         projected = committed is not None and committed.manifest.metadata is not None
@@ -454,7 +454,7 @@ class Checkpoints(RuleBasedStateMachine):
     def check_files(self, place, after_save):
         """After a quiet change nothing is left but what decides, and what that names."""
         storage = self.storages[place.url]
-        keys = keys_at(storage) - set(NOT_OURS)
+        keys = {*all_keys(storage)} - set(NOT_OURS)
         records = {slot_of(key): key for key in keys if slot_of(key) is not None}
         decides = deciding({n: decode_record(storage.read(key)) for n, key in records.items()})
         slot, record = decides or (0, None)
@@ -501,55 +501,53 @@ TestCheckpoints = Checkpoints.TestCase
 TestCheckpoints.settings = QUICK
 
 
+@pytest.fixture
+def machine():
+    machine = Checkpoints()
+    yield machine
+    machine.teardown()
+
+
 HOW = {"world_size": 2, "overwrite": True, "part_bytes": 2048}
 
 
 @pytest.mark.parametrize("what", INCIDENTS)
-def test_each_incident_at_many_moments_of_a_save(what):
+def test_each_incident_at_many_moments_of_a_save(machine, what):
     order = Order(seed=1, switch=0.3)
-    machine = Checkpoints()
     machine.make_places(local=True)
-    try:
-        for at in range(8, 44, 8):
-            how = {**HOW, "again": at % 16 == 0}
-            machine.save(0, how, order, [Incident(at, what, at)])
-            if machine.world.frozen():
-                machine.thaw(set(range(6)), {**how, "overwrite": False}, 0, order, [])
-            machine.race((0, at % 16 == 0), [{**how, "again": False}] * 3, True, order, [])
-            for which in range(3):
-                machine.ask_outcome(which)
-            machine.delete(0, how if at % 16 == 0 else None, True, order, [])
-            machine.crash(0, how, order, Incident(12 + at // 4, "power"), clean=True)
-            machine.load(0, 3, order)
-    finally:
-        machine.teardown()
+    for at in range(8, 44, 8):
+        how = {**HOW, "again": at % 16 == 0}
+        machine.save(0, how, order, [Incident(at, what, at)])
+        if machine.world.frozen():
+            machine.thaw(set(range(6)), {**how, "overwrite": False}, 0, order, [])
+        machine.race((0, at % 16 == 0), [{**how, "again": False}] * 3, True, order, [])
+        for which in range(3):
+            machine.ask_outcome(which)
+        machine.delete(0, how if at % 16 == 0 else None, True, order, [])
+        machine.crash(0, how, order, Incident(12 + at // 4, "power"), clean=True)
+        machine.load(0, 3, order)
 
 
 @pytest.mark.parametrize("what", ["freeze", "all broken", "after", "power"])
-def test_at_each_moment_of_a_small_save_followed_by_another_one(what):
+def test_at_each_moment_of_a_small_save_followed_by_another_one(machine, what):
     how = {**HOW, "world_size": 1, "part_bytes": 1 << 30, "again": False}
-    machine = Checkpoints()
     machine.make_places(local=False)
-    try:
-        for at in range(5, 29, 2):
-            machine.save(0, how, Order(), [Incident(at, what, 1)])  # the coordinator, if it acts
-            machine.save(0, how, Order(), [])
+    for at in range(5, 29, 2):
+        machine.save(0, how, Order(), [Incident(at, what, 1)])  # the coordinator, if it acts
+        machine.save(0, how, Order(), [])
+        machine.ask_outcome(1)
+        if machine.world.frozen():
+            machine.thaw({0, 1}, None, 0, Order(), [])
             machine.ask_outcome(1)
-            if machine.world.frozen():
-                machine.thaw({0, 1}, None, 0, Order(), [])
-                machine.ask_outcome(1)
-            machine.delete(0, None, False, Order(), [Incident(at - 5, what)])
-            if what == "power":
-                machine.crash(0, how, Order(), Incident(at, what), clean=True)
-    finally:
-        machine.teardown()
+        machine.delete(0, None, False, Order(), [Incident(at - 5, what)])
+        if what == "power":
+            machine.crash(0, how, Order(), Incident(at, what), clean=True)
 
 
 @pytest.mark.parametrize("beside", ["collect", "load", "delete", "save"])
-def test_what_comes_at_each_moment_of_a_save_that_lies_still_and_goes_on(beside):
+def test_what_comes_at_each_moment_of_a_save_that_lies_still_and_goes_on(machine, beside):
     how = {**HOW, "world_size": 1, "part_bytes": 1 << 30, "again": False}
     committed = 0
-    machine = Checkpoints()
     machine.make_places(local=False)
     do = {
         "collect": lambda: machine.collect(0, None, False, Order(), []),
@@ -557,21 +555,18 @@ def test_what_comes_at_each_moment_of_a_save_that_lies_still_and_goes_on(beside)
         "delete": lambda: machine.delete(0, None, False, Order(), []),
         "save": lambda: machine.save(0, how, Order(), []),
     }
-    try:
-        for at in range(1, 27, 2):
-            machine.save(0, how, Order(), [Incident(at, "pause")])
-            change = [change for _, change in machine.changes.values()][-1]
-            do[beside]()
-            if machine.world.frozen():
-                machine.thaw(set(range(9)), None, 0, Order(), [])
-            assert not machine.world.frozen()
-            if beside in ("collect", "load") and change.status != "committed":
-                # It lay still for longer than its deadlines allow.
-                assert {type(e) for e in change.reports.values()} == {DeadlineError}
-            committed += change.status == "committed"
-        assert committed > 0
-    finally:
-        machine.teardown()
+    for at in range(1, 27, 2):
+        machine.save(0, how, Order(), [Incident(at, "pause")])
+        change = [change for _, change in machine.changes.values()][-1]
+        do[beside]()
+        if machine.world.frozen():
+            machine.thaw(set(range(9)), None, 0, Order(), [])
+        assert not machine.world.frozen()
+        if beside in ("collect", "load") and change.status != "committed":
+            # It lay still for longer than its deadlines allow.
+            assert {type(e) for e in change.reports.values()} == {DeadlineError}
+        committed += change.status == "committed"
+    assert committed > 0
 
 
 def test_everything_that_must_be_tried_was_reached():
