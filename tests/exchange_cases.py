@@ -67,10 +67,11 @@ def blanks(values: Any) -> Any:
 
 def raw(tensor: torch.Tensor) -> bytes:
     """Returns the elements of a tensor as bytes, in C order."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.dtype.itemsize == 1:  # before the copy: torch 2.9 can't copy float4
         tensor = tensor.view(torch.uint8)
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    whole = tensor.clone(memory_format=torch.contiguous_format)
+    return whole.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def same(found: Any, expected: Any) -> bool:

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ray_dcp import PerRank
-from tests.exchange_cases import objects
+from tests.exchange_cases import blank, objects, raw
 
 DTYPES = tuple(
     getattr(torch, name)
@@ -219,11 +219,11 @@ class Maker:
             is_odd: Whether tensors may have another layout than the contiguous one.
         """
         if isinstance(value, TwoTensor):
-            made = TwoTensor(_zeros(value.a), _zeros(value.b))
+            made = TwoTensor(blank(value.a), blank(value.b))
             is_parameter = isinstance(value, nn.Parameter)
             return nn.Parameter(made, requires_grad=False) if is_parameter else made
         if isinstance(value, torch.Tensor):
-            return self._target(value) if is_odd else _zeros(value)
+            return self._target(value) if is_odd else blank(value)
         if isinstance(value, Mapping):
             made = type(value)() if type(value) is not collections.defaultdict else defaults()
             for key, one in value.items():
@@ -234,12 +234,12 @@ class Maker:
         return None
 
     def _target(self, value: torch.Tensor) -> torch.Tensor:
-        zeros = _zeros(value)
+        zeros = blank(value)
         how = self.random.randrange(7)
         if how == 0 and zeros.dim() > 1:
-            return _zeros(value.transpose(0, -1)).transpose(0, -1)
+            return blank(value.transpose(0, -1)).transpose(0, -1)
         if how == 1 and zeros.dim():
-            return _zeros(torch.empty(*value.shape, 2, dtype=value.dtype))[..., 1]
+            return blank(torch.empty(*value.shape, 2, dtype=value.dtype))[..., 1]
         if how == 2 and zeros.is_complex() and zeros.dtype != torch.complex32:
             return zeros.conj()
         if how == 3 and zeros.dtype in _NEGATED:
@@ -252,11 +252,6 @@ class Maker:
 def defaults() -> Any:
     """Returns a mapping with a default."""
     return collections.defaultdict(int)
-
-
-def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    flat = torch.zeros(tensor.numel() * tensor.dtype.itemsize, dtype=torch.uint8)
-    return flat.view(tensor.dtype).reshape(tensor.shape)
 
 
 def _is_walked(values: Any) -> bool:
@@ -379,8 +374,8 @@ def of_rank(state: dict[str, Any], cuts: dict[str, Cut], *, filled: bool) -> dic
     if filled:
         return {**state, "model": parts}
     own = {key: parts if key == "model" else value for key, value in state.items()}
-    blank = Maker(0).blank({**own, "model": None}, is_odd=False)
-    return {**blank, "model": parts}
+    into = Maker(0).blank({**own, "model": None}, is_odd=False)
+    return {**into, "model": parts}
 
 
 def _part(whole: Whole, cut: Cut, *, filled: bool) -> DTensor:
@@ -398,9 +393,9 @@ def _part(whole: Whole, cut: Cut, *, filled: bool) -> DTensor:
         made = chosen.reshape(-1).view(half.dtype).reshape(local.shape) if count else (
             torch.empty(local.shape, dtype=half.dtype)
         )  # fmt: skip
-        made = made.clone() if filled or not count else _zeros(made)
+        made = made.clone() if filled or not count else blank(made)
         if cut.is_odd and made.dim() > 1 and len(whole.parts) == 1:
-            odd = _zeros(made.transpose(0, -1)).transpose(0, -1)
+            odd = blank(made.transpose(0, -1)).transpose(0, -1)
             made = odd.copy_(made) if made.dtype.itemsize > 1 else made
         halves.append(made)
     value = TwoTensor(*halves) if len(halves) > 1 else halves[0]
@@ -411,15 +406,6 @@ def _part(whole: Whole, cut: Cut, *, filled: bool) -> DTensor:
 
 
 # What differs
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    """Returns the elements as bytes, in C order."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.dtype.itemsize == 1:
-        tensor = tensor.view(torch.uint8)
-    whole = tensor.clone(memory_format=torch.contiguous_format)
-    return whole.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def differences(found: Any, expected: Any, path: str = "") -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal
 from unittest import mock
 
 from ray_dcp.errors import InvalidRequestError, StorageError
@@ -71,7 +71,7 @@ class Step:
         return f"{self.what} of {self.where!r}"
 
     def allows(self, variant: Variant) -> bool:
-        """Tells whether a variant of this call says anything that no other does."""
+        """Returns whether a variant of this call says anything that no other does."""
         match variant:
             case "torn":
                 return self.writes
@@ -83,75 +83,15 @@ class Step:
                 return True
 
 
-class Interruption(Protocol):
-    """What an operation has asked for, and whether it was interrupted."""
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """Every call so far."""
-        ...
-
-    @property
-    def stopped(self) -> bool:
-        """The process is dead."""
-        ...
-
-
-Interrupt = Callable[
-    [Storage, int | None, Variant], AbstractContextManager[tuple[Storage, Interruption]]
-]
-"""From a storage, the number of the call (None for no interruption) and the variant to the
-storage that the operation is to use, and what it asked for."""
-
-
-class CountedSteps:
-    """Counts the steps of several threads; implements `Interruption`.
-
-    Args:
-        at: Number of the step to interrupt, from 0; None to count them only.
-        variant: What becomes of it.
-    """
-
-    def __init__(self, at: int | None, variant: Variant) -> None:
-        self.variant = variant
-        self._at = at
-        self._steps: list[Step] = []
-        self._stopped = False
-        self._lock = threading.Lock()
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """See `Interruption`."""
-        return tuple(self._steps)
-
-    @property
-    def stopped(self) -> bool:
-        """See `Interruption`."""
-        return self._stopped
-
-    def hits(self, step: Step) -> bool:
-        """Counts a step; returns whether it is to be interrupted."""
-        with self._lock:
-            number = len(self._steps)
-            self._steps.append(step)
-        if self._at is None:
-            return False
-        return number == self._at or (number > self._at and self.variant == "broken")
-
-    def die(self, where: object) -> NoReturn:
-        """Lets the process die.
-
-        Args:
-            where: At which step, for the error.
-        """
-        self._stopped = True
-        raise CrashError(f"the process died at {where} ({self.variant})")
+Interrupt = Callable[[Storage, int | None, Variant], AbstractContextManager[tuple[Storage, Any]]]
+"""From a storage, the number of the call (None for no interruption) and the variant to the storage
+that the operation is to use, and what has the `steps` that it made, and whether it is `stopped`."""
 
 
 @contextmanager
 def interrupted_storage(
     storage: Storage, at: int | None, variant: Variant
-) -> Iterator[tuple[Storage, Interruption]]:
+) -> Iterator[tuple[Storage, Any]]:
     """Interrupts the n-th call of the storage; see `Interrupt`.
 
     A deleted key is a call of its own. `write` is atomic, so that it is never torn.
@@ -169,7 +109,7 @@ class _StorageInterruption(Script):
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """See `Interruption`."""
+        """Every call so far."""
         return tuple(
             Step(
                 call.operation,
@@ -218,7 +158,7 @@ _CHANGING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 @contextmanager
 def interrupted_system(
     storage: Storage, at: int | None, variant: Variant
-) -> Iterator[tuple[Storage, Interruption]]:
+) -> Iterator[tuple[Storage, Any]]:
     """Interrupts the n-th call of the operating system; see `interruptions.Interrupt`.
 
     Args:
@@ -251,10 +191,13 @@ def interrupted_system(
         yield storage, system
 
 
-class _System(CountedSteps):
+class _System:
     def __init__(self, folder: Path, at: int | None, variant: Variant) -> None:
-        super().__init__(at, variant)
+        self.steps: tuple[Step, ...] = ()
+        self.stopped = False
         self._folder = os.path.realpath(folder)
+        self._at, self._variant = at, variant
+        self._lock = threading.Lock()
 
     def replaced(self, name: str) -> Callable[..., Any]:
         """Returns what stands in for a function of `os`."""
@@ -265,9 +208,13 @@ class _System(CountedSteps):
                 return real(*args, **kwargs)
             if self.stopped:
                 return _from_the_grave(name)
-            if not self.hits(_step(name, args)):
-                return real(*args, **kwargs)
-            return self._interrupt(name, real, args, kwargs)
+            with self._lock:
+                number = len(self.steps)
+                self.steps += (_step(name, args),)
+            again = self._variant == "broken" and self._at is not None and number > self._at
+            if number == self._at or again:
+                return self._interrupt(name, real, args, kwargs)
+            return real(*args, **kwargs)
 
         return call
 
@@ -278,15 +225,16 @@ class _System(CountedSteps):
         return any(f"{path}/".startswith(f"{self._folder}/") for path in paths)
 
     def _interrupt(self, name: str, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self.variant in ("after", "lost"):
+        if self._variant in ("after", "lost"):
             made = real(*args, **kwargs)
             if name == "open":
                 os.close(made)
-        elif self.variant == "torn":
+        elif self._variant == "torn":
             real(args[0], _first_half(name, args[1]), *args[2:], **kwargs)
-        if self.variant in CRASHES:
-            self.die(name)
-        number = errno.ENOSPC if self.variant == "broken" else errno.EIO
+        if self._variant in CRASHES:
+            self.stopped = True
+            raise CrashError(f"the process died at {name} ({self._variant})")
+        number = errno.ENOSPC if self._variant == "broken" else errno.EIO
         raise OSError(number, os.strerror(number))
 
 

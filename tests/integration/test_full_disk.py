@@ -192,26 +192,23 @@ def test_a_save_without_space_is_made_once_more_after_retention(disk, caplog):
         assert found["w"][0] == 3
 
 
-def test_the_only_step_stays_while_there_is_no_space_for_another(disk):
-    with manager_of(disk.path / "run", max_to_keep=1) as manager:
-        manager.save(1, tensor(1 << 20, 1))
-        disk.leave(1 << 19, here)
-        for step in (2, 3):
-            with pytest.raises(StorageError, match="ENOSPC"):
-                manager.save(step, tensor(1 << 20, step))
-        assert manager.all_steps() == [1]
-        assert manager.restore("auto", tensor(1 << 20)).step == 1
-
-
-def test_the_best_step_stays_while_a_better_one_has_no_space(disk):
-    keeps = LatestN(1) | BestN(1, "loss")
+@pytest.mark.parametrize(
+    ("keeps", "losses"),
+    [(LatestN(1), {1: 0.5}), (LatestN(1) | BestN(1, "loss"), {1: 0.2, 2: 0.9})],
+    ids=["the only step", "the best step"],
+)
+def test_a_step_that_is_kept_stays_while_there_is_no_space_for_another(disk, keeps, losses):
     with manager_of(disk.path / "run", retention=keeps) as manager:
-        for step, loss in ((1, 0.2), (2, 0.9)):
+        for step, loss in losses.items():
             manager.save(step, tensor(1 << 20, step), metrics={"loss": loss})
         disk.leave(1 << 19, here)
-        with pytest.raises(StorageError, match="ENOSPC"):
-            manager.save(3, tensor(3 << 20, 3), metrics={"loss": 0.1})
-        assert manager.all_steps() == [1, 2]
+        for step in (3, 4):
+            with pytest.raises(StorageError, match="ENOSPC"):
+                manager.save(step, tensor(3 << 20, step), metrics={"loss": 0.1})
+        assert manager.all_steps() == [*losses]
+        found = tensor(1 << 20)
+        assert manager.restore("auto", found).step == max(losses)
+        assert found["w"][0] == max(losses)
 
 
 def test_after_an_async_save_without_space_the_next_one_makes_room(disk):
