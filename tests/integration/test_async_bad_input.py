@@ -6,8 +6,9 @@ import os
 import secrets
 import shutil
 import signal
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from ray_dcp.errors import (
 )
 from ray_dcp.options import SaveOptions
 from tests.held_writes import hang_writes, hold_writes
-from tests.integration.conftest import Daemons
 from tests.leftovers import marked
 from tests.polling import eventually, lives
 
@@ -41,10 +41,16 @@ FITTING = 4_000_000
 @contextmanager
 def small_ray():
     """A Ray with the smallest object store that there may be."""
-    with closing(Daemons(num_cpus=2, object_store_memory=STORE_BYTES)) as daemons:
-        ray.init(daemons.address(), log_to_driver=False, configure_logging=False)
-        yield f"{daemons.directory}/ray"
+    directory = tempfile.mkdtemp(prefix="rd", dir="/tmp")
+    ray.init(
+        num_cpus=2, object_store_memory=STORE_BYTES, include_dashboard=False, log_to_driver=False,
+        configure_logging=False, _temp_dir=directory,
+    )  # fmt: skip
+    try:
+        yield directory
+    finally:
         ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
