@@ -179,26 +179,21 @@ class Maker:
 
     def laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor of the same dtype in another layout: as it is, or another view."""
-        how = self.random.randrange(9)
-        if how == 0 and tensor.dim() > 1:
-            return tensor.transpose(0, -1)
-        if how == 1 and tensor.dim() and tensor.shape[-1] > 1:
-            return tensor[..., ::2]
-        if how == 2 and tensor.dim() and tensor.shape[0] > 1:
-            return tensor[1:]
-        if how == 3:
-            return tensor.unsqueeze(0).expand(self.random.randint(1, 3), *tensor.shape)
-        if how == 4 and tensor.is_complex():
-            return tensor.conj()
-        if how == 5 and tensor.dtype in _NEGATED:
-            return torch._neg_view(tensor)
-        if how == 6 and tensor.dim():
-            order = list(range(tensor.dim()))
-            self.random.shuffle(order)
-            return tensor.permute(order)
-        if how == 7 and tensor.dim() and tensor.numel():
-            return tensor[self.random.randrange(len(tensor))]
-        return tensor
+        ways = [
+            lambda: tensor,
+            lambda: tensor.unsqueeze(0).expand(self.random.randint(1, 3), *tensor.shape),
+        ]
+        if tensor.dim():
+            order = self.random.sample(range(tensor.dim()), tensor.dim())
+            ways.append(lambda: tensor.permute(order))
+        if tensor.dim() and tensor.shape[0] > 1:
+            ways += [lambda: tensor[1:], lambda: tensor[::2], lambda: tensor[-1]]
+        # Why twice: few dtypes have such views.
+        if tensor.is_complex():
+            ways += [tensor.conj] * 2
+        if tensor.dtype in _NEGATED:
+            ways += [lambda: torch._neg_view(tensor)] * 2
+        return self.random.choice(ways)()
 
     def pair(self) -> Any:
         """Returns a tensor subclass of two halves, which differ."""
