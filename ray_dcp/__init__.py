@@ -90,8 +90,8 @@ if TYPE_CHECKING:
     from ray_dcp.saving import warm_up as warm_up
     from ray_dcp.stage.values import StagerOptions as StagerOptions
     from ray_dcp.store.location import Location as Location
-    from ray_dcp.torch_adapter.load_report import LoadReport as LoadReport
-    from ray_dcp.torch_adapter.per_rank import PerRank as PerRank
+    from ray_dcp.torch_adapter.results import LoadReport as LoadReport
+    from ray_dcp.torch_adapter.state import PerRank as PerRank
     from ray_dcp.view.checkpoint_view import CheckpointView as CheckpointView
     from ray_dcp.view.run_view import RunView as RunView
     from ray_dcp.view.run_view import open as open  # noqa: A004 - the contract's name
@@ -124,8 +124,8 @@ _HOMES = {
         "ray_dcp.saving": ("save", "save_state_dict", "warm_up"),
         "ray_dcp.stage.values": ("StagerOptions",),
         "ray_dcp.store.location": ("Location",),
-        "ray_dcp.torch_adapter.load_report": ("LoadReport",),
-        "ray_dcp.torch_adapter.per_rank": ("PerRank",),
+        "ray_dcp.torch_adapter.results": ("LoadReport",),
+        "ray_dcp.torch_adapter.state": ("PerRank",),
         "ray_dcp.view.checkpoint_view": ("CheckpointView",),
         "ray_dcp.view.run_view": ("RunView", "open"),
         "ray_dcp.view.verify": ("verify",),

@@ -59,10 +59,9 @@ from ray_dcp.saving import (
     session_for,
     target_of,
 )
-from ray_dcp.torch_adapter.checkpointable import fields_of, give_fields
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route, decide_save
-from ray_dcp.torch_adapter.lazy_metadata import CommittedMetadata
-from ray_dcp.torch_adapter.operation_log import OperationLog
+from ray_dcp.torch_adapter.results import CommittedMetadata, OperationLog
+from ray_dcp.torch_adapter.shards import fields_of, give_fields
 from ray_dcp.torch_adapter.state import stateful_to_state_dict
 
 T = TypeVar("T")

@@ -7,9 +7,7 @@
 Put such an object at the top level of the state dict; it is saved and loaded with it.
 """
 
-from ray_dcp.data.loader import LoaderPosition
-from ray_dcp.data.rows import RowsSeen
 from ray_dcp.data.sampler import ElasticBatchSampler
-from ray_dcp.data.stream import ElasticStream
+from ray_dcp.data.stream import ElasticStream, LoaderPosition, RowsSeen
 
 __all__ = ["ElasticBatchSampler", "ElasticStream", "LoaderPosition", "RowsSeen"]

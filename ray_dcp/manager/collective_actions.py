@@ -57,7 +57,7 @@ from ray_dcp.saving import RankSession, run_save
 from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.store.storage import is_full
 from ray_dcp.torch_adapter.dispatch import decide_save
-from ray_dcp.torch_adapter.operation_log import OperationLog
+from ray_dcp.torch_adapter.results import OperationLog
 
 T = TypeVar("T")
 

@@ -33,8 +33,7 @@ from ray_dcp.runtime.rank_load import drive, first_that_loads, with_time_to_join
 from ray_dcp.saving import check_options
 from ray_dcp.store.opening import place_below
 from ray_dcp.torch_adapter.dispatch import decide_load
-from ray_dcp.torch_adapter.load_report import LoadReport
-from ray_dcp.torch_adapter.operation_log import OperationLog
+from ray_dcp.torch_adapter.results import LoadReport, OperationLog
 
 Wanted = int | Literal["latest", "best", "auto"]
 MOST_TRIED = 100

@@ -71,7 +71,7 @@ from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 
 if TYPE_CHECKING:
-    from ray_dcp.torch_adapter.operation_log import OperationLog
+    from ray_dcp.torch_adapter.results import OperationLog
 
 logger = logging.getLogger(__name__)
 

@@ -26,21 +26,24 @@ from ray_dcp.core.processes import collector_paused
 from ray_dcp.core.values import BoolArray, Columns, Int64Array, Kind, NamePath, Settled, padded
 from ray_dcp.errors import InvalidRequestError, NonFiniteError, UnsupportedValueError
 from ray_dcp.options import SaveOptions
-from ray_dcp.torch_adapter import device_copy
-from ray_dcp.torch_adapter.checkpointable import is_checkpointable
-from ray_dcp.torch_adapter.device_copy import Moment
+from ray_dcp.torch_adapter import devices
+from ray_dcp.torch_adapter.devices import Moment, bytes_digest, content_digests
 from ray_dcp.torch_adapter.flatten import Flat, flatten, flatten_top
 from ray_dcp.torch_adapter.objects import dump_object, is_simple, load_problem, simple_digest
-from ray_dcp.torch_adapter.per_rank import PerRank, named_for_rank
-from ray_dcp.torch_adapter.replica_digests import bytes_digest, content_digests
 from ray_dcp.torch_adapter.shards import Box, Layouts, is_sharded, sharded
-from ray_dcp.torch_adapter.state import frozen_names, stateful_to_state_dict
+from ray_dcp.torch_adapter.state import (
+    PerRank,
+    frozen_names,
+    named_for_rank,
+    stateful_to_state_dict,
+)
 from ray_dcp.torch_adapter.subclasses import with_attributes
 from ray_dcp.torch_adapter.tensors import (
     PLAIN_TYPES,
     dtype_name,
     host_bytes,
     host_bytes_of_many,
+    is_checkpointable,
     is_plain,
     unsupported_reason,
     unsupported_reasons,
@@ -171,7 +174,7 @@ class TensorBytes:
     def __init__(self, values: Sequence[Any], columns: Columns | None = None) -> None:
         self._values = values
         self._columns = columns
-        self._moment = Moment(values, device_copy.CUDA)
+        self._moment = Moment(values, devices.CUDA)
 
     def __call__(self, row: int) -> memoryview:
         """Returns the bytes of a row.

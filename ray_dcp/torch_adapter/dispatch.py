@@ -35,7 +35,7 @@ from ray_dcp.events import contained
 from ray_dcp.options import INSTEAD_OF_SAFETENSORS, LoadOptions, SaveOptions
 from ray_dcp.store.location import AnyPlace, Location, is_place, split_url
 from ray_dcp.store.opening import absolute_target, as_target, place_by_fsspec
-from ray_dcp.torch_adapter.torch_save_reader import TorchSaveReader
+from ray_dcp.torch_adapter.foreign import TorchSaveReader
 
 
 def check_plug_in(value: Any, argument: str, wanted: type, other: type) -> None:

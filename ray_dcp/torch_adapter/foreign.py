@@ -4,12 +4,15 @@ The plug-in runs in the ranks; gathers and scatters go through ray_dcp's coordin
 collectives of the training group. The plug-in's `finish` is the commit: this path has no fencing
 and no checksums, and it does not survive the death of a rank. Futures that a plug-in returns are
 awaited with a deadline.
+
+Replaces torch's `BroadcastingTorchSaveReader` in a load: one rank reads a file for all ranks.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+import os
 import pickle
 import threading
 import warnings
@@ -17,12 +20,22 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.futures import Future
 
 from ray_dcp.core import phases
 from ray_dcp.errors import (
@@ -32,27 +45,27 @@ from ray_dcp.errors import (
     DeadlineError,
     InternalError,
     InvalidRequestError,
+    MissingKeyError,
     ParticipantError,
+    ShapeMismatchError,
+    StateDictError,
     UnsupportedValueError,
 )
 from ray_dcp.io.threads import Stop, run_within
 from ray_dcp.store.location import AnyPlace
-from ray_dcp.torch_adapter.checkpointable import for_planner, take_back
-from ray_dcp.torch_adapter.collective import (
-    Group,
-    Sealed,
-    Steps,
-    all_reduce,
-    reduce_scatter,
-)
+from ray_dcp.torch_adapter.collective import Group, Sealed, Steps, all_reduce, reduce_scatter
+from ray_dcp.torch_adapter.flatten import flatten, flatten_top
+from ray_dcp.torch_adapter.objects import load_torch_file
 from ray_dcp.torch_adapter.optimizer_state import Stored
-from ray_dcp.torch_adapter.per_rank import refuse_per_rank
+from ray_dcp.torch_adapter.shards import SEES_PARTS
+from ray_dcp.torch_adapter.sink import default_device
 from ray_dcp.torch_adapter.state import (
     LoadTargets,
+    refuse_per_rank,
     stateful_to_load_targets,
     stateful_to_state_dict,
 )
-from ray_dcp.torch_adapter.tensors import lost_memory_within
+from ray_dcp.torch_adapter.tensors import is_checkpointable, lost_memory_within
 
 
 def await_future(future: Any, timeout_s: float, *, doing: str, rank: int) -> Any:
@@ -161,7 +174,7 @@ def foreign_save(
         # Why only now: the state of a `Stateful` value may contain one.
         refuse_per_rank(state, f"the storage {name}")
         meta, is_coordinator = writer.storage_meta(), group.is_coordinator
-        set_up_save_planner(planner, for_planner(state), meta, is_coordinator=is_coordinator)
+        set_up_save_planner(planner, state, meta, is_coordinator=is_coordinator)
         how = {"rank": group.rank, "use_collectives": use_collectives}
         _call(writer.set_up_storage_writer, is_coordinator, **how)
         plan = planner.create_local_plan()
@@ -248,10 +261,9 @@ def foreign_load(
     planner = DefaultLoadPlanner() if planner is None else planner
     clock = clock or phases.PhaseClock()
     loaded: LoadTargets | None = None
-    shown: Any = None
 
     def local_plan() -> LoadPlan:
-        nonlocal loaded, shown
+        nonlocal loaded
         clock.enter(phases.PLAN_READS)
         if checkpoint_id is not None:
             reader.reset(checkpoint_id)  # type: ignore[arg-type]
@@ -261,9 +273,8 @@ def foreign_load(
         if stateful:
             loaded = stateful_to_load_targets(state_dict, Stored.of(metadata))
             state = loaded.values
-        shown = for_planner(state)
-        planner.set_up_planner(shown, metadata, group.is_coordinator)
-        refuse_lost_memory(planner)
+        planner.set_up_planner(state, metadata, group.is_coordinator)
+        refuse_misread(planner)
         how = {"rank": group.rank, "use_collectives": is_global}
         _call(reader.set_up_storage_reader, metadata, group.is_coordinator, **how)
         plan = reader.prepare_local_plan(planner.create_local_plan())
@@ -281,7 +292,6 @@ def foreign_load(
         clock.enter(phases.FINISH)
 
     def put_back() -> None:
-        take_back(state_dict if loaded is None else loaded.values, shown)
         if loaded is not None:
             loaded.put_back(state_dict)
 
@@ -306,7 +316,7 @@ def set_up_save_planner(
         is_coordinator: Whether this rank plans for all ranks.
 
     Raises:
-        UnsupportedValueError: See `refuse_lost_memory`.
+        UnsupportedValueError: See `refuse_misread`.
 
     Source: `torch/distributed/checkpoint/state_dict_saver.py`, `local_step`.
     """
@@ -321,11 +331,14 @@ def set_up_save_planner(
             stacklevel=2,
         )
         planner.set_up_planner(state_dict, is_coordinator)  # type: ignore[arg-type]
-    refuse_lost_memory(planner)
+    refuse_misread(planner)
 
 
-def refuse_lost_memory(planner: SavePlanner | LoadPlanner) -> None:
-    """Raises if torch or a plug-in would read or write beyond the memory of a tensor.
+def refuse_misread(planner: SavePlanner | LoadPlanner) -> None:
+    """Raises if torch or a plug-in would read or write something else than a tensor's values.
+
+    It would reach beyond the memory of a tensor; or, before torch 2.14, take a part of a tensor
+    (`CheckpointableTensor`) for the whole.
 
     Args:
         planner: The planner after `set_up_planner`. The flat state dict of DCP's default planners
@@ -337,18 +350,20 @@ def refuse_lost_memory(planner: SavePlanner | LoadPlanner) -> None:
     flat = getattr(planner, "state_dict", None)
     if not isinstance(planner, (DefaultSavePlanner, DefaultLoadPlanner)):
         return
-    lost = []
+    wrong = []
     for name, value in flat.items() if isinstance(flat, Mapping) else ():
+        if is_checkpointable(value) and not SEES_PARTS:
+            wrong.append(f"{name!r} is a part of a tensor, which planners know since torch 2.14")
         parts = [value]
         if isinstance(value, ShardedTensor):
             parts = [shard.tensor for shard in value.local_shards()]
         for part in parts:
             reason = lost_memory_within(part) if isinstance(part, torch.Tensor) else None
             if reason is not None:
-                lost.append(f"{name!r} {reason}")
-    if lost:
+                wrong.append(f"{name!r} {reason}")
+    if wrong:
         raise UnsupportedValueError(
-            f"{len(lost)} value(s) of the state dict can't be saved or loaded: {'; '.join(lost)}"
+            f"{len(wrong)} value(s) of the state dict can't be saved or loaded: {'; '.join(wrong)}"
         )
 
 
@@ -448,3 +463,138 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 
 def _nothing(_: list[Any]) -> None:
     return None
+
+
+class TensorsOnlyError(UnsupportedValueError, RuntimeError):
+    """The state dict has values that are no tensors. DCP raises a `RuntimeError` for it."""
+
+
+class TorchSaveReader(BroadcastingTorchSaveReader):
+    """Reads a file of `torch.save` by the plan of torch's `DynamicMetaLoadPlanner`.
+
+    The file is mapped. If ranks with a process group load together, one rank sends whole tensors
+    one after the other, each once, and every rank copies its part; so all ranks need the same keys.
+    Otherwise every rank maps the file itself and reads only its part.
+
+    Args:
+        path: Path of the file.
+        coordinator_rank: The rank that reads the file.
+
+    Attributes:
+        weights_only: Whether objects that are not on the allow-list are refused.
+        num_ranks: Number of ranks that load together.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], coordinator_rank: int) -> None:
+        super().__init__(path, coordinator_rank)
+        self.weights_only = True
+        self.num_ranks = 1
+        self._path = os.fspath(path)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Does nothing."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads the planned items.
+
+        Raises:
+            UnsupportedValueError: A value is no tensor; the error is a `RuntimeError` too.
+            MissingKeyError: The file lacks a key.
+            ShapeMismatchError: A tensor has another shape.
+            CheckpointError: The file can't be read.
+        """
+        wanted: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            if item.type is LoadItemType.BYTE_IO:
+                raise TensorsOnlyError(
+                    f"Non-tensor value identified at {item.storage_index.fqn}: "
+                    f"BroadcastingTorchSaveReader loads tensors only",
+                    key=item.storage_index.fqn,
+                )
+            wanted.setdefault(item.storage_index.fqn, []).append(item)
+        sends = self.num_ranks > 1 and dist.is_available() and dist.is_initialized()
+        names = sorted(_sizes(planner)) if sends else list(wanted)
+        held, failed = None, None
+        if not sends or dist.get_rank() == self.coordinator_rank:
+            try:
+                held = self._held(planner, names)
+            except Exception as error:  # noqa: BLE001 - raised below, on every rank
+                failed = error
+        told: list[Any] = [failed or {n: (t.shape, t.dtype) for n, t in (held or {}).items()}]
+        if sends:
+            dist.broadcast_object_list(told, src=self.coordinator_rank)
+        if isinstance(told[0], Exception):
+            raise told[0]
+        for name in names:
+            shape, dtype = told[0][name]
+            tensor = held[name] if held is not None else torch.empty(shape, dtype=dtype)
+            if sends:
+                tensor = tensor.to(default_device()).contiguous()
+                if held is None:
+                    tensor = torch.empty(shape, dtype=dtype, device=default_device())
+                dist.broadcast(tensor, src=self.coordinator_rank)
+            for item in wanted.get(name, []):
+                _place(tensor, item, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _held(self, planner: LoadPlanner, names: list[str]) -> dict[str, torch.Tensor]:
+        state = load_torch_file(self._path, weights_only=self.weights_only)
+        if not isinstance(state, Mapping):
+            raise StateDictError(
+                f"expected a state dict in {self._path}, found {type(state).__name__}"
+            )
+        is_nested = getattr(planner, "flatten_state_dict", True)
+        flat = flatten(state) if is_nested else flatten_top(state)
+        values = dict(zip(flat.names, flat.values, strict=True))
+        missing = [name for name in names if name not in values]
+        if missing:
+            raise MissingKeyError(
+                f"Missing key in {self._path}: {', '.join(map(repr, missing[:8]))}", key=missing[0]
+            )
+        held = {name: values[name] for name in names}
+        wrong = [name for name, value in held.items() if not isinstance(value, torch.Tensor)]
+        if wrong:
+            raise TensorsOnlyError(
+                f"Non-tensor value identified at {wrong[0]} of {self._path}", key=wrong[0]
+            )
+        sizes = _sizes(planner)
+        differ = [n for n, t in held.items() if n in sizes and tuple(t.shape) != sizes[n]]
+        if differ:
+            raise ShapeMismatchError(
+                "Size mismatch between saved and current: "
+                + "; ".join(
+                    f"{n!r} is saved as {tuple(held[n].shape)} and wanted as {sizes[n]}"
+                    for n in differ[:8]
+                ),
+                key=differ[0],
+            )
+        return held
+
+
+def _sizes(planner: LoadPlanner) -> dict[str, tuple[int, ...]]:
+    """Returns the global shapes that the planner wants, which are the same on all ranks."""
+    metadata = getattr(planner, "metadata", None)
+    entries = getattr(metadata, "state_dict_metadata", {})
+    return {n: tuple(entry.size) for n, entry in entries.items() if hasattr(entry, "size")}
+
+
+def _place(tensor: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
+    # Why: DynamicMetaLoadPlanner describes each rank's own shard as the stored tensor.
+    origin = item.storage_index.offset or (0,) * tensor.dim()
+    starts = [a + b for a, b in zip(origin, item.storage_offsets, strict=True)]
+    for dim, (start, length) in enumerate(zip(starts, item.lengths, strict=True)):
+        if start != 0 or length != tensor.size(dim):
+            tensor = tensor.narrow(dim, start, length)
+    target = planner.resolve_tensor(item).detach()
+    if target.shape != tensor.shape:
+        raise ShapeMismatchError(
+            f"Size mismatch between saved and current: {item.dest_index.fqn!r} is saved as "
+            f"{tuple(tensor.shape)} and wanted as {tuple(target.shape)}",
+            key=item.dest_index.fqn,
+        )
+    target.copy_(tensor)
+    planner.commit_tensor(item, target)

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import torch
+from torch.distributed import checkpoint
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -21,12 +24,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ray_dcp.errors import UnsupportedValueError
-from ray_dcp.torch_adapter import checkpointable
-from ray_dcp.torch_adapter.checkpointable import is_checkpointable
 from ray_dcp.torch_adapter.subclasses import with_attributes
-from ray_dcp.torch_adapter.tensors import is_plain
+from ray_dcp.torch_adapter.tensors import FIELDS, is_checkpointable, is_plain
 
-Box = checkpointable.Box
+Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size in the global tensor."""
 
 Span = tuple[int, int]
@@ -155,13 +156,13 @@ def chunk_spans(length: int, cuts: Sequence[tuple[int, int, int]]) -> list[Span]
         ([(4, 4)], [(0, 2), (4, 2)])
     """
     spans = [(0, length)]
-    for pieces, index, factor in cuts:
+    for pieces, number, factor in cuts:
         total = sum(size for _, size in spans)
         parts = [_chunk(total, factor, part) for part in range(factor)]
         wanted = [
             (start + begin, count)
             for start, size in parts
-            for begin, count in [_chunk(size, pieces, index)]
+            for begin, count in [_chunk(size, pieces, number)]
         ]
         spans = _merge(piece for start, size in wanted for piece in _slice(spans, start, size))
     return spans
@@ -360,13 +361,107 @@ def _from_protocol(value: Any, fqn: str, saving: bool) -> Sharded:
 
 
 def _from_parts(tensor: Any, fqn: str) -> Sharded:
-    held = checkpointable.parts(tensor, fqn)
+    held = parts(tensor, fqn)
     return Sharded(
-        checkpointable.global_shape(tensor),
+        tuple(tensor.global_shape),
         tensor.dtype,
         tensor.requires_grad,
         tuple(box for box, _ in held),
         tuple(with_attributes(part, tensor) for _, part in held),
         # Why: ranks may hold the same part, such as replicas of experts, and nothing declares it.
         replicated=True,
+    )
+
+
+# Tensors whose attributes describe the parts of a global tensor that they hold
+
+SEES_PARTS = hasattr(checkpoint, "CheckpointableTensor")
+"""Whether the planners of this torch (2.14 or later) read `FIELDS` themselves."""
+
+
+def copy_fields(of: Any, to: Any) -> None:
+    """Copies the attributes of one tensor to another, so that it holds the same parts."""
+    for name in FIELDS:
+        setattr(to, name, getattr(of, name))
+
+
+def fields_of(state: Any) -> Any:
+    """Returns the parts held by the tensors of a nested state dict, for `give_fields`."""
+    if is_checkpointable(state):
+        return tuple(state.shape), {name: getattr(state, name) for name in FIELDS}
+    if isinstance(state, Mapping):
+        found = {key: fields for key, value in state.items() if (fields := fields_of(value))}
+    elif isinstance(state, (list, tuple)):
+        found = {key: fields for key, value in enumerate(state) if (fields := fields_of(value))}
+    else:
+        return None
+    return found
+
+
+def give_fields(fields: Any, copied: Any) -> None:
+    """Sets the parts of the tensors in a copy of a state dict to those of the original.
+
+    Why: some of torch's stagers copy only the elements, and a part would be saved as the whole.
+    """
+    if isinstance(fields, tuple):
+        shape, own = fields
+        if isinstance(copied, torch.Tensor) and tuple(copied.shape) == shape:
+            vars(copied).update(own)
+        return
+    for key, one in (fields or {}).items():
+        with suppress(LookupError, TypeError):  # a user's stager may omit values
+            give_fields(one, copied[key])
+
+
+def parts(tensor: Any, fqn: str) -> tuple[tuple[Box, torch.Tensor], ...]:
+    """Returns each box of the global tensor that a tensor holds, with a view of the local part.
+
+    Args:
+        tensor: A tensor for which `is_checkpointable` holds.
+        fqn: Name of the tensor, for messages.
+
+    Raises:
+        UnsupportedValueError: The attributes contradict each other, or the tensor.
+
+    Source: `torch/distributed/checkpoint/protocol.py`, `_validate_checkpointable_tensor_metadata`.
+    """
+    local = tuple(tensor.shape)
+    try:
+        whole = tuple(map(index, tensor.global_shape))
+        fields = [[tuple(map(index, one)) for one in getattr(tensor, name)] for name in FIELDS[1:]]
+    except TypeError as error:
+        told = f"expected a tuple of whole numbers as shape and for each part ({error})"
+        raise _contradiction(fqn, told) from error
+    if len(set(map(len, fields))) != 1:
+        raise _contradiction(
+            fqn, f"expected one entry a part in each, found {[*map(len, fields)]} of them"
+        )
+    found = []
+    for offset, start, size in zip(*fields, strict=True):
+        if not (_is_inside(offset, size, whole) and _is_inside(start, size, local)):
+            raise _contradiction(
+                fqn,
+                f"the part at {offset} of {size} lies outside of the global shape {whole}, or at "
+                f"{start} outside of the local shape {local}",
+            )
+        part = tensor
+        for dim, (low, length) in enumerate(zip(start, size, strict=True)):
+            if length != part.shape[dim]:
+                part = part.detach().narrow(dim, low, length)
+        found.append(((offset, size), part))
+    return tuple(found)
+
+
+def _is_inside(offset: tuple[int, ...], size: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    return len(offset) == len(size) == len(shape) and all(
+        low >= 0 and length >= 0 and low + length <= whole
+        for low, length, whole in zip(offset, size, shape, strict=True)
+    )
+
+
+def _contradiction(fqn: str, what: str) -> UnsupportedValueError:
+    return UnsupportedValueError(
+        f"the attributes {', '.join(FIELDS)} of {fqn!r} don't fit: {what}; correct them, or "
+        f"delete {FIELDS[0]} to save it as an ordinary tensor",
+        key=fqn,
     )

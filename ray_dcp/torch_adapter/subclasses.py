@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from ray_dcp.errors import UnsupportedValueError
-from ray_dcp.torch_adapter.checkpointable import FIELDS
 from ray_dcp.torch_adapter.objects import dump_object, is_simple
 from ray_dcp.torch_adapter.tensors import (
+    FIELDS,
     dtype_name,
     host_bytes,
     is_plain,

@@ -1,570 +1,150 @@
-"""Plans what a rank loads: the wanted boxes and objects, and the tensors and places they go to.
+"""What one rank loads: the wanted boxes, the memory they go to, and the objects beside them.
 
-The state dict does not change before the first byte arrives: planning makes all checks, the last of
-which is `Targets.check_coverage`. Each value of the state dict becomes the boxes that it wants of a
-chunk table, or the place of an object; `sink` decides which memory the bytes are written to.
+A box is *raw* if the read path fills it with bytes, and *opaque* if its chunks are `torch.save`
+items that only torch can read (tensor subclasses). Items of foreign checkpoints may lack raw bytes
+too (stream transforms, subclasses); these are copied into the raw boxes that they meet.
 
-If a target has another shape than the stored tensor, `Resizing` loads the common part and leaves
-the rest unchanged. `ItemPlacer` copies whole `torch.save` items of tensor chunks into the boxes
-that want parts of them.
+Names that share one memory, such as tied weights, are valid targets if their stored values agree.
+If these differed, one name would be verified where the bytes of the other were just written, and an
+intact checkpoint would be reported as damaged. So they are compared before the first target
+changes: by the checksums of the chunk table if these are conclusive, else by a load into separate
+memory (`Targets.trials`).
 """
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from ray_dcp.commit_protocol.messages import Untaken
-from ray_dcp.core.processes import collector_paused
-from ray_dcp.core.values import ChunkTable, Int64Array, Kind, volume
+from ray_dcp.core.values import ChunkTable, Int64Array, volume
 from ray_dcp.errors import (
     CoverageError,
     DamagedCheckpointError,
-    InvalidRequestError,
-    MissingKeyError,
-    ShapeMismatchError,
     StateDictError,
     UnsupportedValueError,
 )
-from ray_dcp.io.reader import TargetSink
-from ray_dcp.options import LoadOptions, dims_of
+from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import ReadPlan, Wanted, plan_reads
-from ray_dcp.torch_adapter.checkpointable import is_checkpointable
-from ray_dcp.torch_adapter.flatten import Flat, below, flatten, flatten_top, stored_names
+from ray_dcp.torch_adapter.devices import bytes_digest
 from ray_dcp.torch_adapter.objects import load_object
-from ray_dcp.torch_adapter.optimizer_state import Cast, Stored, StoredValue, check_all_taken
-from ray_dcp.torch_adapter.overlaps import Part, Trial, are_same, stored_alike
-from ray_dcp.torch_adapter.per_rank import OwnValues
-from ray_dcp.torch_adapter.shards import Layouts, is_sharded, sharded
-from ray_dcp.torch_adapter.sink import (
-    AsStored,
-    Boxes,
-    Fresh,
-    TensorSink,
-    fresh_dtensor,
-    fresh_parts,
-    fresh_plain,
-    fresh_taker,
-    target_problem,
-)
-from ray_dcp.torch_adapter.state import (
-    LoadTargets,
-    must_be_taken,
-    stateful_to_load_targets,
-)
+from ray_dcp.torch_adapter.optimizer_state import Cast, check_all_taken
+from ray_dcp.torch_adapter.sink import Boxes, TensorSink, geometry, rows_that_share
 from ray_dcp.torch_adapter.subclasses import copy_into
-from ray_dcp.torch_adapter.tensors import (
-    dtype_name,
-    dtype_of,
-    find_dtype,
-    is_plain,
-    loses_nothing,
-    lost_memory,
-    no_target_reason,
-    parts_with_memory,
-)
-
-
-class Resizing:
-    """Applies `LoadOptions.resize`: which shapes may differ, and which part of a target is filled.
-
-        stored (3, 2)    # # .      target (2, 3): the part `#` is loaded, `.` is
-                         # # .      left unchanged; the stored row `o` is not read
-                         o o
-
-    Args:
-        options: Only `resize` is used.
-
-    Attributes:
-        done: `(FQN, stored shape, target shape)` of the targets that were allowed to differ.
-    """
-
-    def __init__(self, options: LoadOptions) -> None:
-        self.done: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
-        self._rules = {pattern: dims_of(dims) for pattern, dims in options.resize.items()}
-
-    def allows(self, fqn: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-        """Returns whether two shapes may differ, and records it."""
-        ndim = len(stored)
-        if not self._rules or ndim != len(shape):
-            return False
-        free = {
-            dim % ndim
-            for pattern, dims in self._rules.items()
-            if fnmatchcase(fqn, pattern)
-            for dim in dims
-            if -ndim <= dim < ndim
-        }
-        if any(
-            a != b and dim not in free for dim, (a, b) in enumerate(zip(stored, shape, strict=True))
-        ):
-            return False
-        self.done.append((fqn, stored, shape))
-        return True
-
-    def refuse_new(self, fqn: str) -> None:
-        """Raises if a target that was just allowed to differ would be replaced by a new tensor.
-
-        Raises:
-            UnsupportedValueError: It would.
-        """
-        if self.done and self.done[-1][0] == fqn:
-            raise UnsupportedValueError(
-                f"{fqn!r} is of another shape than is saved, and has no memory (meta device) or "
-                f"another dtype: give it memory of the saved dtype before loading"
-            )
-
-    def part(
-        self,
-        tensor: torch.Tensor,
-        offset: tuple[int, ...],
-        size: tuple[int, ...],
-        stored: tuple[int, ...],
-    ) -> torch.Tensor | None:
-        """Returns the part of a target's box that is stored, or None if no part is.
-
-        Args:
-            tensor: The tensor that holds the box.
-            offset: Where the box starts in the whole target.
-            size: Its lengths.
-            stored: The stored shape, with the same number of dimensions.
-        """
-        if 0 in size:
-            return None
-        if len(stored) != len(size):
-            return tensor  # A mismatch, reported with all others.
-        end = tuple(max(0, min(n, s - o)) for o, n, s in zip(offset, size, stored, strict=True))
-        if end == tuple(size):
-            return tensor
-        part = tensor.detach()
-        for dim, length in enumerate(end):
-            if length < size[dim]:
-                part = part.narrow(dim, 0, length)
-        return None if 0 in end else part
-
+from ray_dcp.torch_adapter.tensors import dtype_of, host_bytes, is_plain, parts_with_memory
 
 ObjectTaker = Callable[[bytes], None]
 """Processes the verified bytes of one item (`torch.save` output)."""
 
-Place = tuple[Any, Any]
-"""A container of the state dict and a key in it."""
-
-_TENSOR, _OBJECT = int(Kind.TENSOR), int(Kind.OBJECT)
+MOST_SHOWN = 5
+"""Most names that an error message lists."""
 
 
-class Placing:
-    """Collects the place of every value to load; call `check` before using it.
-
-    Attributes:
-        table: The chunk table; its chunks are not used before `take_chunks`.
-        options: Options of the load.
-        raw: Boxes of raw tensor bytes.
-        opaque: Boxes of tensors whose chunks only `torch.load` understands.
-        objects: `(number in the table, FQN, place)` of Python objects.
-        loaded: FQNs that are loaded.
-        cast: `(FQN, stored dtype, target dtype)` of targets whose dtypes differ.
-        resizing: Targets whose shapes differ from the stored ones.
-    """
-
-    def __init__(
-        self, table: ChunkTable, options: LoadOptions, *, flatten_sharded_tensors: bool
-    ) -> None:
-        self.table = table
-        self.options = options
-        self._itemsizes: dict[int, int] = {}
-        self.raw = Boxes(self._itemsizes)
-        self.opaque = Boxes(self._itemsizes)
-        self.objects: list[tuple[int, str, Place]] = []
-        self.loaded: list[str] = []
-        self.cast: list[tuple[str, str, str]] = []
-        self._flatten_sharded_tensors = flatten_sharded_tensors
-        self._layouts = Layouts()
-        self.resizing = Resizing(options)
-        self._fresh: list[tuple[Place, Fresh]] = []
-        self._placed: dict[int, Any] = {}
-        self._mismatches: list[str] = []
-        self._differ_in_size = False
-        self._unsupported: list[str] = []
-        self._not_tensors: list[str] = []
-        self._kinds = table.kind.tolist()
-        self._shapes = _shapes(table)
-        self._dtype_codes = table.dtype.tolist()
-        self._dtypes: dict[int, torch.dtype] = {}
-        self._first_chunk = np.zeros(0, np.int64)
-
-    def take_chunks(self, table: ChunkTable) -> None:
-        """Sets the table with the chunks.
-
-        Args:
-            table: The same table, with all chunks of the values that have a place.
-        """
-        self.table = table
-        self._first_chunk = first_chunks(table)
-
-    def fill(self, flat: Flat, index: Mapping[str, int]) -> None:
-        """Finds a place for every value that the checkpoint has.
-
-        Args:
-            flat: The state dict.
-            index: Number of each FQN's tensor in the table.
-        """
-        # The None at the end is the dtype of objects: index -1.
-        known: list[torch.dtype | None] = [*map(find_dtype, self.table.dtypes), None]
-        # None for complex dtypes: only such tensors may be conjugate views, which others need not
-        # check.
-        usual = [dtype if dtype and not dtype.is_complex else None for dtype in known]
-        direct = [
-            usual[code] if kind == _TENSOR else None
-            for code, kind in zip(self._dtype_codes, self._kinds, strict=True)
-        ]
-        loaded, strided = self.loaded.append, torch.strided
-        shapes = self._shapes
-        numbers: list[int] = []
-        targets: list[torch.Tensor] = []
-        for fqn, value, parent, key in zip(
-            flat.names, flat.values, flat.parents, flat.keys, strict=True
-        ):
-            number = index.get(fqn)
-            if number is None:
-                continue
-            loaded(fqn)
-            cls = type(value)
-            try:
-                # Why first, and inline: nearly all values of a large state dict are of this kind.
-                is_direct = (
-                    (cls is torch.Tensor or cls is torch.nn.Parameter)
-                    and value.dtype is direct[number]
-                    and value.shape == shapes[number]
-                    and value.is_cpu
-                    and value.is_contiguous()
-                    and not value.is_neg()
-                    and value.layout is strided
-                    and not hasattr(value, "global_shape")
-                )
-            except RuntimeError:  # layouts without strides or shape
-                is_direct = False
-            if is_direct:
-                numbers.append(number)
-                targets.append(value)
-                continue
-            try:
-                if self._kinds[number] == _OBJECT:
-                    self._object(fqn, (parent, key), number)
-                elif is_sharded(value):
-                    self._sharded(fqn, value, (parent, key), number)
-                elif isinstance(value, torch.Tensor):
-                    self._plain(fqn, value, (parent, key), number)
-                else:
-                    self._not_tensors.append(f"{fqn!r} ({cls.__qualname__})")
-            except UnsupportedValueError as error:
-                self._unsupported.append(error.message)
-        # Why not `unsupported_reason` for each: the other reasons were checked above.
-        for target in [
-            target
-            for target in targets
-            if target.untyped_storage().nbytes() < target.nbytes
-            or target.storage_offset()
-            or not target.data_ptr()
-        ]:
-            if (reason := lost_memory(target)) is not None:
-                fqn = next(n for n, v in zip(flat.names, flat.values, strict=True) if v is target)
-                self._unsupported.append(f"{fqn!r} {reason}")
-        rows = np.array(numbers, np.int64)
-        sizes = np.array([dtype.itemsize if dtype else 0 for dtype in known], np.int64)
-        itemsize = sizes[self.table.dtype[rows]]
-        self.raw.add_direct(rows, targets, self.table.shape[rows], itemsize)
-
-    def check(self) -> None:
-        """Raises the errors that prevent this load.
-
-        Raises:
-            UnsupportedValueError: Targets can't be written to.
-            ShapeMismatchError: Shapes or dtypes don't match.
-            StateDictError: A tensor is stored under a name whose value in the state dict is no
-                tensor.
-        """
-        if self._unsupported:
-            raise UnsupportedValueError(
-                f"{len(self._unsupported)} value(s) of the state dict can't be loaded into: "
-                + "; ".join(self._unsupported)
-            )
-        if self._mismatches:
-            what, way_out = "Dtype", ""
-            if self._differ_in_size:
-                what = "Size"
-                way_out = ". Use targets of the saved shapes, or LoadOptions(resize={name: dim})"
-            raise ShapeMismatchError(
-                f"{what} mismatch between saved and current for {len(self._mismatches)} value(s): "
-                + "; ".join(self._mismatches)
-                + way_out
-            )
-        if self._not_tensors:
-            raise StateDictError(
-                "the checkpoint holds tensors where the state dict holds none, expected tensors of "
-                f"the saved shapes as targets: {', '.join(self._not_tensors)}"
-            )
-
-    def object_takers(self, own: OwnValues) -> Iterator[tuple[int, ObjectTaker]]:
-        """Yields the chunk of each object and `PerRank` value, and the taker of its bytes."""
-        for place, (number, fqn, _) in enumerate(self.objects):
-            yield int(self._first_chunk[number]), self._taker(fqn, partial(self._put, place))
-        for number, fqn in own.numbers:
-            yield int(self._first_chunk[number]), self._taker(fqn, partial(own.take, number))
-
-    def without_chunk(self, own: OwnValues) -> list[str]:
-        """Returns the FQNs of objects that have no stored chunk."""
-        wanted = [(number, fqn) for number, fqn, _ in self.objects] + own.numbers
-        return [fqn for number, fqn in wanted if self._first_chunk[number] < 0]
-
-    def finish(self) -> None:
-        """Stores new tensors and the objects in their containers."""
-        for (parent, key), fresh in self._fresh:
-            parent[key] = fresh.value
-        for number, (_, _, (parent, key)) in enumerate(self.objects):
-            parent[key] = self._placed[number]
-        self.raw.sink.finish()
-
-    def _put(self, place: int, value: Any) -> None:
-        self._placed[place] = value
-
-    def _taker(self, fqn: str, put: Callable[[Any], None]) -> ObjectTaker:
-        weights_only = self.options.weights_only
-        return lambda data: put(load_object(data, fqn=fqn, weights_only=weights_only))
-
-    def _object(self, fqn: str, place: Place, number: int) -> None:
-        _check_replaceable(fqn, place)
-        self.objects.append((number, fqn, place))
-
-    def _plain(self, fqn: str, tensor: torch.Tensor, place: Place, number: int) -> None:
-        if (reason := no_target_reason(tensor)) is not None:
-            raise UnsupportedValueError(f"{fqn!r} {reason}")
-        shape = tuple(tensor.shape)
-        stored = self._check_fit(fqn, shape, tensor.dtype, number)
-        # Why not raw for a tensor without elements either: only its item contains its class.
-        is_raw = self._kinds[number] == _TENSOR and not (0 in shape and type(tensor) is AsStored)
-        boxes = self.raw if is_raw else self.opaque
-        if tensor.is_meta or self._keeps(tensor.dtype, stored):
-            self.resizing.refuse_new(fqn)
-            kept = stored if self.options.dtype == "keep" else tensor.dtype
-            fresh = self._add_fresh(fqn, place, lambda: fresh_plain(tensor, kept))
-            if 0 not in shape or not is_raw:
-                boxes.add(number, (0,) * len(shape), shape)
-                taker = fresh_taker(tensor, kept != stored, kept, fqn, fresh)
-                boxes.sink.add_late(partial(fresh.tensor, 0), stored, taker)
-            return
-        part = self.resizing.part(tensor, (0,) * len(shape), shape, self._shapes[number])
-        if part is not None:
-            boxes.add(number, (0,) * len(shape), tuple(part.shape))
-            self._add_target(fqn, part, stored, boxes.sink)
-
-    def _sharded(self, fqn: str, value: Any, place: Place, number: int) -> None:
-        held = sharded(
-            value,
-            fqn,
-            self._layouts,
-            saving=False,
-            flatten_sharded_tensors=self._flatten_sharded_tensors,
-        )
-        stored = self._check_fit(fqn, held.shape, held.dtype, number)
-        boxes = self.raw if self._kinds[number] == _TENSOR else self.opaque
-        fresh = None
-        keeps = self._keeps(held.dtype, stored)
-        if keeps or any(tensor.is_meta for tensor in held.tensors):
-            self.resizing.refuse_new(fqn)
-            if not isinstance(value, DTensor) and not is_checkpointable(value):
-                raise UnsupportedValueError(
-                    f"{fqn!r} is a {type(value).__qualname__} on the meta device: give it memory "
-                    "before loading"
-                    if not keeps
-                    else f"{fqn!r} is a {type(value).__qualname__}, of which "
-                    "LoadOptions(dtype='keep') can't make one of another dtype"
-                )
-            kept = stored if self.options.dtype == "keep" else held.dtype
-            make = fresh_dtensor if isinstance(value, DTensor) else fresh_parts
-            fresh = self._add_fresh(fqn, place, lambda: make(value, fqn, kept))
-        for number_of_box, ((offset, size), tensor) in enumerate(
-            zip(held.boxes, held.tensors, strict=True)
-        ):
-            if fresh is not None:
-                if 0 not in size:
-                    boxes.add(number, offset, size)
-                    boxes.sink.add_late(partial(fresh.tensor, number_of_box), stored)
-                continue
-            part = self.resizing.part(tensor, offset, size, self._shapes[number])
-            if part is not None:
-                boxes.add(number, offset, tuple(part.shape))
-                self._add_target(fqn, part, stored, boxes.sink)
-
-    def _add_target(
-        self, fqn: str, tensor: torch.Tensor, stored: torch.dtype, sink: TensorSink
-    ) -> None:
-        reason = no_target_reason(tensor)
-        if reason is None:
-            sink.add(tensor, stored)
-            reason = target_problem(tensor)
-        if reason is not None:
-            self._unsupported.append(f"{fqn!r} {reason}")
-
-    def _add_fresh(self, fqn: str, place: Place, make: Callable[[], Any]) -> Fresh:
-        _check_replaceable(fqn, place)
-
-        def made() -> Any:
-            try:
-                return make()
-            except NotImplementedError as error:  # raised by a user class
-                raise UnsupportedValueError(
-                    f"{fqn!r} is on the meta device, and its class can't make one with memory "
-                    f"({error}): give it memory before loading",
-                    key=fqn,
-                ) from error
-
-        fresh = Fresh(made)
-        self._fresh.append((place, fresh))
-        return fresh
-
-    def _check_fit(
-        self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype, number: int
-    ) -> torch.dtype:
-        """Records what does not match; returns the stored dtype."""
-        code = self._dtype_codes[number]
-        stored = self._dtypes.get(code)
-        if stored is None:
-            stored = self._dtypes[code] = dtype_of(self.table.dtypes[code], fqn=fqn)
-        self._itemsizes[number] = stored.itemsize
-        if shape != self._shapes[number]:
-            if self.resizing.allows(fqn, self._shapes[number], shape) and stored == dtype:
-                return stored
-            self._differ_in_size = True
-            self._mismatches.append(
-                f"{fqn!r} is saved as {self._shapes[number]} and wanted as {shape}"
-            )
-        elif stored != dtype and self.options.dtype != "keep":
-            problem = cast_problem(stored, dtype, self.options)
-            if problem is None:
-                self.cast.append((fqn, dtype_name(stored), dtype_name(dtype)))
-            else:
-                self._mismatches.append(f"{fqn!r} is {problem}")
-        return stored
-
-    def _keeps(self, dtype: torch.dtype, stored: torch.dtype) -> bool:
-        """Returns whether a new tensor of the stored dtype must replace the target."""
-        return self.options.dtype == "keep" and dtype != stored
+def _nothing() -> None:
+    """The `finish` of loads that have nothing to store."""
 
 
-def cast_problem(stored: torch.dtype, dtype: torch.dtype, options: LoadOptions) -> str | None:
-    """Returns why values may not be cast, and the way out, as half a sentence; None if they may."""
-    policy = options.dtype
-    if policy == "cast" or (policy == "widen" and loses_nothing(stored, dtype)):
-        return None
-    why = "may lose values" if policy == "widen" else "LoadOptions(dtype='error') forbids"
-    return (
-        f"saved as {dtype_name(stored)} and wanted as {dtype_name(dtype)}, a cast that {why}: use "
-        f"a target of the saved dtype, or LoadOptions(dtype='cast')"
-    )
-
-
-def _check_replaceable(fqn: str, place: Place) -> None:
-    if not hasattr(type(place[0]), "__setitem__"):
-        raise UnsupportedValueError(
-            f"{fqn!r} sits in a {type(place[0]).__qualname__}, in which a loaded value can't be "
-            "put: use a dict or a list",
-            key=fqn,
-        )
-
-
-def _shapes(table: ChunkTable) -> list[tuple[int, ...]]:
-    if (table.ndim == table.shape.shape[1]).all():
-        return list(map(tuple, table.shape.tolist()))
-    return [
-        tuple(shape[:ndim])
-        for shape, ndim in zip(table.shape.tolist(), table.ndim.tolist(), strict=True)
-    ]
-
-
-def first_chunks(table: ChunkTable) -> Int64Array:
-    """Returns the first chunk of each tensor, -1 if it has none."""
-    first = np.full(table.num_tensors, -1, np.int64)
-    first[table.tensor[::-1]] = np.arange(table.num_chunks)[::-1]
-    return first
-
-
-@dataclass(frozen=True, eq=False)
 class Targets:
-    """The wanted boxes and objects of one rank in one load.
+    """The wanted boxes and objects of one rank in one load; a `runtime.rank_load.LoadWork`.
 
-    The order of calls: `check_coverage(plan_reads(table, wanted))`; then, when every rank is
-    ready, `read_chunks` fills `sink`, and `place_item` takes the items of its `opaque` chunks; then
-    every `(chunk, taker)` of `objects` is called with `read_item(chunk)`; then `finish()` once,
-    after which the state dict is loaded.
+    The order of calls: `check_coverage(plan_reads(table, wanted))`; then every load of `trials`;
+    then, when every rank is ready, `read_chunks` fills `sink`, and `place_item` receives the items
+    of tensor chunks that have no raw bytes; then every `(chunk, taker)` of `objects` is called with
+    `read_item(chunk)`; then `finish()` once, after which the state dict is loaded.
+
+    Args:
+        table: The chunk table.
+        options: Options of the load.
+        raw: Boxes of raw tensor bytes, and their sink.
+        opaque: Boxes of tensors whose chunks only `torch.load` understands, and their sink.
+        objects: `(chunk, taker)` of Python objects.
+        without_chunk: FQNs of objects that have no stored chunk.
+        finish: Stores objects and new tensors in the state dict, and calls `load_state_dict` of
+            every top-level `Stateful`.
+        late_cast: Like `cast`, filled by `finish`: state that objects cast when they received it.
+        loaded: See the attribute; so are the other arguments.
 
     Attributes:
         wanted: The boxes of raw tensor bytes.
         sink: The memory that they are written to.
-        objects: `(chunk of the table, taker of its verified bytes)` for Python objects, and for
-            chunks of tensors that only `torch.load` understands.
-        place_item: Called with `(chunk, item bytes)`: copies a whole `torch.save` item of a
-            *tensor* chunk into every wanted box that it meets. For items of foreign checkpoints
-            that have no raw bytes (tensor subclasses, stream transforms once undone).
-        trials: Yields loads into separate memory, which show whether targets that share memory get
-            the same values; raises `StateDictError` if they don't.
-        finish: Stores objects and new tensors in the state dict, and calls `load_state_dict` of
-            every top-level `Stateful`.
-        check_coverage: Raises `CoverageError` for every box that the read plan leaves uncovered.
-        names: FQN of each wanted row.
+        objects: `(chunk, taker of its verified bytes)` for Python objects and opaque boxes.
         loaded: FQNs that are loaded, in order of the state dict.
         missing: FQNs that the checkpoint lacks (only with `strict=False`).
         unexpected: FQNs of the checkpoint that the state dict does not request.
         cast: `(FQN, stored dtype, target dtype)` of targets whose dtypes differ.
-        late_cast: The same for state that objects cast when they received it by `finish`.
         resized: `(FQN, stored shape, target shape)` of targets whose shapes differ.
-        rounded: Like `cast`, filled while loading.
         untaken: Parts of the checkpoint that this rank does not load, but other ranks may.
         whole: Top-level keys whose state the load replaces completely.
-        stored: All FQNs of the checkpoint.
-        strict: See `LoadOptions.strict`.
     """
 
-    wanted: Wanted
-    sink: TargetSink
-    objects: tuple[tuple[int, ObjectTaker], ...]
-    place_item: Callable[[int, bytes], None]
-    trials: Callable[[], Iterator[Targets]]
-    finish: Callable[[], None]
-    check_coverage: Callable[[ReadPlan], None]
-    names: tuple[str, ...]
-    loaded: tuple[str, ...]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    cast: tuple[Cast, ...]
-    resized: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
-    rounded: Sequence[Mapping[Cast, None]] = ()
-    late_cast: Sequence[Cast] = ()
-    untaken: Untaken | None = None
-    whole: Sequence[str] = ()
-    stored: Sequence[str] = ()
-    strict: bool | None = None
+    def __init__(
+        self,
+        table: ChunkTable,
+        options: LoadOptions,
+        raw: Boxes,
+        opaque: Boxes,
+        *,
+        objects: Iterable[tuple[int, ObjectTaker]] = (),
+        without_chunk: Sequence[str] = (),
+        finish: Callable[[], None] = _nothing,
+        late_cast: Sequence[Cast] = (),
+        loaded: tuple[str, ...] = (),
+        missing: tuple[str, ...] = (),
+        unexpected: tuple[str, ...] = (),
+        cast: tuple[Cast, ...] = (),
+        resized: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = (),
+        untaken: Untaken | None = None,
+        whole: Sequence[str] = (),
+    ) -> None:
+        self._table = table
+        self._options = options
+        self.wanted, self.sink = raw.wanted(), raw.sink
+        self._opaque, self._opaque_sink = opaque.wanted(), opaque.sink
+        self._opaque_plan = plan_reads(table, self._opaque)
+        for wanted, sink in ((self.wanted, self.sink), (self._opaque, self._opaque_sink)):
+            sink.names = tuple(map(table.names.__getitem__, wanted.tensor.tolist()))
+            sink.policy = options.dtype
+        self._subclassed: set[int] = set()
+        self._without_chunk = without_chunk
+        self.objects = (*objects, *self._opaque_takers())
+        self.finish = finish
+        self._late_cast = late_cast
+        self.loaded, self.missing, self.unexpected = loaded, missing, unexpected
+        self.cast, self.resized = cast, resized
+        self.untaken, self.whole = untaken, whole
 
     def all_casts(self) -> tuple[Cast, ...]:
-        """Returns all casts, once the state is loaded: `cast`, `rounded` and `late_cast`."""
-        rounded = chain.from_iterable(self.rounded)
-        return tuple(dict.fromkeys((*self.cast, *rounded, *self.late_cast)))
+        """Returns all casts, once the state is loaded."""
+        rounded = chain(self.sink.casts, self._opaque_sink.casts)
+        return tuple(dict.fromkeys((*self.cast, *rounded, *self._late_cast)))
+
+    def check_coverage(self, plan: ReadPlan) -> None:
+        """Checks that every wanted byte and object is stored.
+
+        Args:
+            plan: The result of `plan_reads` for `wanted`.
+
+        Raises:
+            CoverageError: Some are stored nowhere.
+        """
+        missing: dict[str, int] = dict.fromkeys(self._without_chunk, 0)
+        for sink, uncovered in (
+            (self.sink, plan.uncovered), (self._opaque_sink, self._opaque_plan.uncovered)
+        ):  # fmt: skip
+            for row, num_bytes in uncovered:
+                missing[sink.names[row]] = missing.get(sink.names[row], 0) + num_bytes
+        if missing:
+            shown = ", ".join(f"{name!r} ({count} bytes)" for name, count in missing.items())
+            raise CoverageError(
+                f"the checkpoint has no bytes for parts of {len(missing)} value(s) that are to be "
+                f"loaded: {shown}; nothing was changed: load another checkpoint",
+                key=next(iter(missing)),
+            )
 
     def check_taken(self, untaken: Untaken) -> None:
         """Raises if no rank loads a part of the checkpoint that must be loaded.
@@ -575,221 +155,22 @@ class Targets:
         Raises:
             StateDictError: There is such a part.
         """
-        check_all_taken(untaken.refused_of(self.stored), strict=self.strict)
+        check_all_taken(untaken.refused_of(self._table.names), strict=self._options.strict)
 
-
-def _part_of(values: Sequence[torch.Tensor], target: torch.Tensor, part: Part) -> Any:
-    """Returns the stored value of a part of a target; None if it is not known."""
-    if len(values) != 1:
-        return None
-    if is_plain(target) and not is_plain(values[0]):
-        value = torch.empty(part.tensor.shape, dtype=part.tensor.dtype)
-        copy_into(value, values[0])
-        return value
-    stored, held = parts_with_memory(values[0]), parts_with_memory(target)
-    if len(stored) != len(held) or not (is_plain(target) or type(values[0]) is type(target)):
-        return None
-    value = stored[part.number]
-    return value if value.shape == part.tensor.shape else None
-
-
-class ItemPlacer:
-    """Copies whole `torch.save` items of tensor chunks into the boxes that want parts of them.
-
-    Args:
-        table: The chunk table.
-        options: Options of the load.
-        raw: Boxes of raw tensor bytes.
-        opaque: Boxes of tensors whose chunks only `torch.load` understands.
-    """
-
-    def __init__(self, table: ChunkTable, options: LoadOptions, raw: Boxes, opaque: Boxes) -> None:
-        self._table = table
-        self._options = options
-        self._raw, self._raw_sink = raw.wanted(), raw.sink
-        self._opaque, self._opaque_sink = opaque.wanted(), opaque.sink
-        self._opaque_plan = plan_reads(table, self._opaque)
-        self._names = tuple(map(table.names.__getitem__, self._raw.tensor.tolist()))
-        self._raw_sink.names = self._names
-        self._opaque_sink.names = tuple(map(table.names.__getitem__, self._opaque.tensor.tolist()))
-        self._raw_sink.policy = self._opaque_sink.policy = options.dtype
-        self._subclassed: set[int] = set()
-
-    def targets(
-        self,
-        *,
-        objects: Iterable[tuple[int, ObjectTaker]],
-        without_chunk: Sequence[str] = (),
-        **what: Any,
-    ) -> Targets:
-        """Returns the `Targets` of the load.
-
-        Args:
-            objects: The Python objects of `Targets.objects`.
-            without_chunk: FQNs of objects that have no stored chunk.
-            what: The other fields of `Targets`.
-        """
-
-        def check_coverage(plan: ReadPlan) -> None:
-            holes = [(self._names[row], num_bytes) for row, num_bytes in plan.uncovered]
-            holes += [
-                (self._table.names[self._opaque.tensor[row]], num_bytes)
-                for row, num_bytes in self._opaque_plan.uncovered
-            ]
-            holes += [(fqn, 0) for fqn in without_chunk]
-            if holes:
-                raise _coverage_error(holes)
-
-        return Targets(
-            wanted=self._raw,
-            sink=self._raw_sink,
-            objects=(*objects, *self._opaque_takers()),
-            place_item=self.place_item,
-            trials=self._trials,
-            rounded=(self._raw_sink.casts, self._opaque_sink.casts),
-            check_coverage=check_coverage,
-            names=self._names,
-            stored=self._table.names,
-            strict=self._options.strict,
-            **what,
-        )
-
-    def _trials(self) -> Iterator[Targets]:
-        """Yields loads that show whether targets that share memory get the same values.
-
-        Each must be loaded before the next one is requested.
-
-        Raises:
-            StateDictError: Such targets get different values.
-        """
-        differ: dict[tuple[str, str], None] = {}
-        groups = self._raw_sink.sharing(
-            _num_bytes(self._raw), self._opaque_sink, _num_bytes(self._opaque)
-        )
-        for parts in groups:
-            names = [self._name(one.row) for one in parts]
-            for one, other in (yield from self._conflicts(parts)):
-                first, second = sorted((names[one], names[other]))
-                differ[first, second] = None
-        if differ:
-            told = "; ".join(f"{one!r} and {other!r}" for one, other in [*differ][:_MOST_SHOWN])
-            more = f"; and {len(differ) - _MOST_SHOWN} more" if len(differ) > _MOST_SHOWN else ""
-            raise StateDictError(
-                f"{len(differ)} pair(s) of the state dict share memory, but the checkpoint has "
-                f"different values for them, or it can't be told: {told}{more}. Nothing was "
-                f"changed. Give each a tensor of its own, as by .clone(), or load one of them "
-                f"alone",
-                key=next(iter(differ))[1],
-            )
-
-    def _conflicts(self, parts: Sequence[Part]) -> Generator[Targets, None, list[tuple[int, int]]]:
-        """Returns which members of a group have different values, after yielding trial loads."""
-        trial, others = Trial(parts), range(1, len(parts))
-        rows = [one.row for one in parts]
-        at = [self._row(row) for row in rows]
-        wanted = at[0][0]
-        # Why not with verify="never": the checksums were not read then.
-        if (
-            trial.is_same
-            and self._options.verify != "never"
-            and all(place[0] is wanted for place in at)
-            and self._are_one(rows)
-        ):
-            alike = [stored_alike(self._table, wanted, at[0][1], at[i][1]) for i in others]
-            # Why not always: one value may have several pickles.
-            if all(alike) or (wanted is self._raw and None not in alike):
-                return [(0, i) for i, same in zip(others, alike, strict=True) if not same]
-        # Why: the value may be stored in several parts, or in another class than the target's.
-        is_whole = self._are_one(rows) and not all(
-            wanted is self._raw and is_plain(self._target(row))
-            for row, (wanted, _) in zip(rows, at, strict=True)
-        )
-        found: list[tuple[int, int]] = []
-        for member, one in enumerate(parts):
-            values = yield from self._values(one.row)
-            if is_whole:
-                other = trial.put_whole(values)
-            elif (value := _part_of(values, self._target(one.row), one)) is not None:
-                other = trial.put(member, value)
-            else:
-                other = 0 if member else 1
-            if other is not None:
-                found.append((other, member))
-        return found
-
-    def _are_one(self, rows: Sequence[int]) -> bool:
-        """Returns whether all parts of the targets of several rows share the same memory."""
-        return len(set(rows)) == len(rows) and are_same([*map(self._target, rows)])
-
-    def _row(self, row: int) -> tuple[Wanted, int]:
-        """Returns the boxes, raw or opaque, of a combined row number, and the row in them."""
-        num_raw = len(self._raw.tensor)
-        return (self._raw, row) if row < num_raw else (self._opaque, row - num_raw)
-
-    def _name(self, row: int) -> str:
-        wanted, own = self._row(row)
-        return str(self._table.names[wanted.tensor[own]])
-
-    def _target(self, row: int) -> torch.Tensor:
-        wanted, own = self._row(row)
-        return (self._raw_sink if wanted is self._raw else self._opaque_sink).target(own)
-
-    def _values(self, row: int) -> Generator[Targets, None, list[torch.Tensor]]:
-        """Returns the stored values of a row, after yielding a trial load."""
-        wanted, own = self._row(row)
-        found: list[torch.Tensor] = []
-        if wanted is self._opaque:
-            chunks = self._opaque_plan.chunk[self._opaque_plan.wanted == own].tolist()
-            takers = [(chunk, partial(self._keep, found, chunk)) for chunk in chunks]
-            yield self._with(Boxes({}))._trial(takers)
-            return found
-        boxes, value = self._alone(own)
-        placer = self._with(boxes)
-
-        def place(chunk: int, data: bytes) -> None:
-            self._keep(found, chunk, data)
-            if is_plain(target) or is_plain(found[-1]):
-                found.pop()
-                placer.place_item(chunk, data)
-
-        target = self._target(row)
-        yield replace(placer._trial(), place_item=place)
-        return found or [value]
-
-    def _keep(self, values: list[torch.Tensor], chunk: int, data: bytes) -> None:
-        values.append(self._load(chunk, data))
-
-    def _with(self, raw: Boxes) -> ItemPlacer:
-        return ItemPlacer(self._table, self._options, raw, Boxes({}))
-
-    def _trial(self, objects: Sequence[tuple[int, ObjectTaker]] = ()) -> Targets:
-        return self.targets(
-            objects=objects, finish=_nothing, loaded=(), missing=(), unexpected=(), cast=()
-        )
-
-    def _alone(self, row: int) -> tuple[Boxes, torch.Tensor]:
-        """Returns a wanted box with separate memory for it, and that memory."""
-        table, number = self._table, int(self._raw.tensor[row])
-        ndim = int(table.ndim[number])
-        offset, size = (tuple(o[row, :ndim].tolist()) for o in (self._raw.offset, self._raw.size))
-        dtype = dtype_of(table.dtypes[table.dtype[number]])
-        boxes, value = Boxes({number: dtype.itemsize}), torch.empty(size, dtype=dtype)
-        boxes.add(number, offset, size)
-        boxes.sink.add(value, dtype)
-        return boxes, value
+    # --- items of torch.save ---------------------------------------------------------------------
 
     def place_item(self, chunk: int, data: bytes) -> None:
-        """Copies a tensor item into the buffers of every raw row that it meets.
+        """Copies a whole `torch.save` item of a tensor chunk into every raw box that it meets.
 
         Raises:
             UnsafeCheckpointError: The item names a class that is not on the allow-list.
             DamagedCheckpointError: The item is no tensor of the chunk's shape.
         """
-        rows = np.flatnonzero(self._raw.tensor == self._table.tensor[chunk]).tolist()
-        self._place(chunk, data, rows, self._raw, self._raw_sink)
+        rows = np.flatnonzero(self.wanted.tensor == self._table.tensor[chunk]).tolist()
+        self._place(chunk, data, rows, self.wanted, self.sink)
 
     def _opaque_takers(self) -> list[tuple[int, ObjectTaker]]:
-        """Returns every wanted chunk of the opaque targets, with the taker of its item."""
+        """Returns every wanted chunk of the opaque boxes, with the taker of its item."""
         rows: dict[int, list[int]] = {}
         plan = self._opaque_plan
         for chunk, row in zip(plan.chunk.tolist(), plan.wanted.tolist(), strict=True):
@@ -829,7 +210,7 @@ class ItemPlacer:
         size: Int64Array,
     ) -> None:
         """Copies a part of a stored tensor into a part of a target."""
-        is_raw = sink is self._raw_sink
+        is_raw = sink is self.sink
         if is_plain(stored):
             if is_raw and row not in self._subclassed:
                 into = _narrowed(sink.region(row), start, size)
@@ -881,13 +262,110 @@ class ItemPlacer:
             )
         return loaded
 
+    # --- names of one memory ---------------------------------------------------------------------
 
-def _num_bytes(wanted: Wanted) -> Int64Array:
-    return volume(wanted.size) * wanted.itemsize
+    def trials(self) -> Iterator[Targets]:
+        """Yields loads that show whether names of one memory get the same values.
+
+        Each must be loaded before the next one is requested; none of them changes a target. Rows of
+        opaque boxes are numbered after those of raw boxes here.
+
+        Raises:
+            StateDictError: Such names get different values, or share only a part of their memory.
+        """
+        differ: dict[tuple[str, str], None] = {}
+        names = [*self.sink.names, *self._opaque_sink.names]
+        sinks = (self.sink, self._opaque_sink)
+        num_bytes = np.concatenate(
+            [volume(each.size) * each.itemsize for each in (self.wanted, self._opaque)]
+        )
+        for rows in rows_that_share(sinks, num_bytes):
+            for other in (yield from self._differing(rows)):
+                one, two = sorted((names[rows[0]], names[other]))
+                differ[one, two] = None
+        if differ:
+            shown = "; ".join(f"{one!r} and {two!r}" for one, two in [*differ][:MOST_SHOWN])
+            more = f"; and {len(differ) - MOST_SHOWN} more" if len(differ) > MOST_SHOWN else ""
+            raise StateDictError(
+                f"{len(differ)} pair(s) of the state dict share memory, but only a part of it, or "
+                f"the checkpoint has different values for them: {shown}{more}. Nothing was "
+                f"changed. Give each a tensor of its own, as by .clone(), or load one of them "
+                f"alone",
+                key=next(iter(differ))[1],
+            )
+
+    def _differing(self, rows: Sequence[int]) -> Generator[Targets, None, list[int]]:
+        """Returns the rows whose values differ from those of the first row.
+
+        Rows that share only a part of their memory count as differing. Yields trial loads.
+        """
+        targets = [sink.target(row) for _, sink, row in map(self._find, rows)]
+        if len(set(map(geometry, targets))) > 1:
+            return [*rows[1:]]
+        wanted, _, first = self._find(rows[0])
+        # Why not with verify="never": the checksums were not read then.
+        if self._options.verify != "never" and all(self._find(r)[0] is wanted for r in rows):
+            alike = [
+                stored_alike(self._table, wanted, first, self._find(row)[2]) for row in rows[1:]
+            ]
+            # Why not always: one opaque value may have several pickles.
+            if all(alike) or (wanted is self.wanted and None not in alike):
+                return [row for row, same in zip(rows[1:], alike, strict=True) if not same]
+        contents = []
+        for row, target in zip(rows, targets, strict=True):
+            values = yield from self._values(row)
+            contents.append([_content(value, target) for value in values])
+        return [row for row, own in zip(rows, contents, strict=True) if own != contents[0]]
+
+    def _find(self, row: int) -> tuple[Wanted, TensorSink, int]:
+        """Returns the boxes, raw or opaque, of a combined row number, and the row in them."""
+        num_raw = len(self.wanted)
+        if row < num_raw:
+            return self.wanted, self.sink, row
+        return self._opaque, self._opaque_sink, row - num_raw
+
+    def _values(self, row: int) -> Generator[Targets, None, list[torch.Tensor]]:
+        """Returns the stored values of a row, after yielding a load into separate memory."""
+        wanted, sink, row = self._find(row)
+        found: list[torch.Tensor] = []
+
+        def keep(chunk: int, data: bytes) -> None:
+            found.append(self._load(chunk, data))
+
+        if wanted is self._opaque:
+            chunks = self._opaque_plan.chunk[self._opaque_plan.wanted == row].tolist()
+            takers = [(chunk, partial(keep, chunk)) for chunk in chunks]
+            yield Targets(self._table, self._options, Boxes({}), Boxes({}), objects=takers)
+            return found
+        number = int(wanted.tensor[row])
+        ndim = int(self._table.ndim[number])
+        offset, size = (tuple(each[row, :ndim].tolist()) for each in (wanted.offset, wanted.size))
+        dtype = dtype_of(self._table.dtypes[self._table.dtype[number]])
+        boxes, value = Boxes({number: dtype.itemsize}), torch.empty(size, dtype=dtype)
+        boxes.add(number, offset, size)
+        boxes.sink.add(value, dtype)
+        trial = Targets(self._table, self._options, boxes, Boxes({}))
+        place, target = trial.place_item, sink.target(row)
+
+        def keep_or_place(chunk: int, data: bytes) -> None:
+            keep(chunk, data)
+            if is_plain(target) or is_plain(found[-1]):
+                found.pop()
+                place(chunk, data)
+
+        trial.place_item = keep_or_place  # type: ignore[method-assign]
+        yield trial
+        return found or [value]
 
 
-def _nothing() -> None:
-    """The `finish` of loads that have nothing to store."""
+def _content(value: torch.Tensor, target: torch.Tensor) -> list[Any]:
+    """Returns what a value would be in a target: dtype, shape and digest of each inner tensor."""
+    if is_plain(value) and is_plain(target):
+        value = value.to(target.dtype)
+    return [
+        (part.dtype, tuple(part.shape), bytes_digest(host_bytes(part)))
+        for part in parts_with_memory(value)
+    ]
 
 
 def _narrowed(
@@ -903,253 +381,69 @@ def _narrowed(
     return tensor
 
 
-def plan_targets(
-    state_dict: MutableMapping[str, Any],
-    table: ChunkTable,
-    *,
-    narrow: Callable[[Sequence[Wanted], Sequence[int]], ChunkTable] | None = None,
-    options: LoadOptions | None = None,
-    flatten_state_dict: bool = True,
-    flatten_sharded_tensors: bool = True,
-    stateful: bool = True,
-    rank: int = 0,
-    world_size: int = 1,
-) -> Targets:
-    """Plans where the bytes of a checkpoint go in a state dict.
+# What the chunk table says
+
+
+def first_chunks(table: ChunkTable) -> Int64Array:
+    """Returns the first chunk of each tensor, -1 if it has none."""
+    first = np.full(table.num_tensors, -1, np.int64)
+    first[table.tensor[::-1]] = np.arange(table.num_chunks)[::-1]
+    return first
+
+
+def stored_alike(table: ChunkTable, wanted: Wanted, one: int, other: int) -> bool | None:
+    """Returns whether two wanted boxes have the same stored values.
 
     Args:
-        state_dict: The state dict to load into, in place; tensors keep their identity.
-            `state_dict()` of top-level `Stateful` values is called now, and `finish` passes the
-            loaded state back to them. Nothing else changes before the first byte arrives.
-        table: The chunk table; with `narrow`, its chunks are not used.
-        narrow: Returns the same table with all chunks of the given boxes, and of the tensors and
-            objects with the given numbers; see `Checkpoint.narrow`.
-        options: `strict`, `dtype`, `weights_only`, `key_map`, `prefixes` and
-            `resize` are used.
-        flatten_state_dict: See DCP's `DefaultLoadPlanner`.
-        flatten_sharded_tensors: See DCP's `DefaultLoadPlanner`.
-        stateful: Load into the state of top-level `Stateful` values; DCP's `load_state_dict` passes
-            False.
-        rank: This rank, for `PerRank` values.
-        world_size: Number of ranks that load.
+        table: The stored chunks, with their checksums.
+        wanted: The wanted boxes.
+        one: Row of one box.
+        other: Row of the other box.
 
-    Raises:
-        MissingKeyError: The checkpoint lacks keys; the message names five, with similar keys that
-            it has.
-        ShapeMismatchError: Global shapes differ, or dtypes differ in a way that `options.dtype`
-            forbids; the message names all of them.
-        StateDictError: There are unexpected keys and `options.strict` is True, or there are
-            unexpected keys of a module or optimizer and `options.strict` is not False; or the value
-            for a stored tensor is no tensor.
-        UnsupportedValueError: A target can't be written to.
-        InvalidRequestError: `options.key_map` or `options.prefixes` does not fit the checkpoint.
-
-    Complexity: linear; about 2.5 us for a plain CPU tensor.
-
-    Source: `torch/distributed/checkpoint/default_planner.py`, `DefaultLoadPlanner`.
+    Returns:
+        None if the table is inconclusive: there are no checksums, or the chunks are cut
+            differently.
     """
-    options = options or LoadOptions()
-    prefixes = tuple(options.prefixes)
-    index = stored_names(table.names, options.key_map)
-    loaded = None
-    if stateful:
-        stored = _stored(table, index)
-        loaded = stateful_to_load_targets(state_dict, stored, prefixes, strict=options.strict)
-    placing = Placing(table, options, flatten_sharded_tensors=flatten_sharded_tensors)
-    with collector_paused():
-        values = state_dict if loaded is None else loaded.values
-        if flatten_state_dict:
-            flat = _matching_flat(values, index)
-        else:
-            flat = flatten_top(values, flatten_sharded_tensors=flatten_sharded_tensors)
-            # A stored mapping is loaded as one object.
-            flat = replace(flat, empty=flat.empty - index.keys())
-        flat = _wanted(flat, prefixes)
-        own = OwnValues(flat, index, rank, world_size)
-        left = set() if loaded is None else loaded.left
-        missing, unexpected = _compared(own, index, table.names, options, left)
-        refused = must_be_taken(state_dict, unexpected, strict=options.strict)
-        untaken = None
-        if world_size == 1:
-            check_all_taken(refused, strict=options.strict)
-        elif unexpected:
-            untaken = Untaken.of(table.names, unexpected, refused)
-        placing.fill(own.rest, index)
-        placing.check()
-    whole = [number for number, _, _ in placing.objects]
-    whole += [number for number, _ in own.numbers]
-    boxes = (placing.raw.wanted(), placing.opaque.wanted())
-    placing.take_chunks(table if narrow is None else narrow(boxes, whole))
-    with collector_paused():
-        return _targets(placing, own, state_dict, loaded, missing, unexpected, untaken)
+    first, second = (_checksums(table, wanted, row) for row in (one, other))
+    if first.keys() != second.keys() or not all(key.block_bytes for key in first):
+        return None
+    if first == second:
+        return True
+    return False if all(key.is_inside for key in first) else None
 
 
-def _stored(table: ChunkTable, index: Mapping[str, int]) -> Stored:
-    of_tensors = table.kind[table.tensor] == Kind.TENSOR
-    # In checkpoints of stock DCP, an item may be anything that torch.save accepts.
-    is_told = not bool((table.payload_offset[of_tensors] < 0).any())
+class _ChunkOfBox(NamedTuple):
+    """The key by which the chunks of two boxes are paired to compare their checksums."""
 
-    def value(name: str) -> StoredValue:
-        number = index[name]
-        kind, path = table.kind[number], table.paths[number]
-        if kind == Kind.OBJECT:
-            return StoredValue(path)
-        shape = tuple(table.shape[number, : table.ndim[number]].tolist())
-        dtype = dtype_of(table.dtypes[table.dtype[number]], fqn=name)
-        is_raw = bool(kind == Kind.TENSOR)
-        return StoredValue(path, shape, dtype, is_raw if is_told or not is_raw else None)
-
-    return Stored(index, value)
+    place: tuple[int, ...]
+    """Place of the chunk in the box."""
+    size: tuple[int, ...]
+    dtype: int
+    num_bytes: int
+    block_bytes: int
+    is_inside: bool
+    """Whether the chunk lies wholly in the box."""
 
 
-def _wanted(flat: Flat, prefixes: tuple[str, ...]) -> Flat:
-    """Returns the values of the state dict that are loaded."""
-    if prefixes:
-        rows = [row for row, name in enumerate(flat.names) if below(name, prefixes)]
-        if not rows:
-            raise InvalidRequestError(
-                f"LoadOptions.prefixes are {', '.join(map(repr, prefixes))}, but the state dict "
-                f"has no key at or below one of them",
-                key="prefixes",
-            )
-        flat = flat.only(rows)
-    # Why: an empty mapping has nothing to load into, and DCP ignores it.
-    if flat.empty:
-        flat = flat.only([row for row, name in enumerate(flat.names) if name not in flat.empty])
-    return flat
-
-
-def _compared(
-    own: OwnValues,
-    index: Mapping[str, int],
-    stored: Sequence[str],
-    options: LoadOptions,
-    left: set[str],
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the keys that the checkpoint lacks, and its keys that are not requested.
-
-    Args:
-        own: The state dict, with its per-rank values.
-        index: Names that can be requested, with their numbers in the checkpoint.
-        stored: Names of the checkpoint.
-        options: Only `strict`, `key_map` and `prefixes` are used.
-        left: Names that are requested, but belong to nothing in the state dict.
-
-    Raises:
-        MissingKeyError: The checkpoint lacks keys, and `options` make this an error.
-    """
-    rest = own.rest
-    plain = not (own.asked or own.missing or rest.empty or left)
-    # Why first: usually no key is missing or unexpected, and sets of all names take time.
-    if plain and len(rest.names) == len(index) == len(stored):
-        plain = all(map(index.__contains__, rest.names))
-        if plain:
-            return tuple(own.kept), ()
-    asked = {*own.rest.names, *own.asked, *(own.rest.empty & index.keys())} - left
-    # Why the comparison first: it runs in C, and usually no key is missing or unexpected.
-    all_there = index.keys() >= asked and not own.missing
-    same = all_there and len(asked) == len(index) == len(stored)
-    missing = () if all_there else (*(n for n in own.rest.names if n not in index), *own.missing)
-    unexpected: tuple[str, ...] = ()
-    if not same:
-        prefixes = options.prefixes
-        named = dict.fromkeys(index.values()) if options.key_map is not None else None
-        unexpected = tuple(
-            stored[number]
-            for name, number in index.items()
-            if name not in asked and (not prefixes or below(name, prefixes))
+def _checksums(table: ChunkTable, wanted: Wanted, row: int) -> Mapping[_ChunkOfBox, bytes]:
+    """Returns the checksums of each chunk that meets a box."""
+    number = wanted.tensor[row]
+    chunks = np.flatnonzero(table.tensor == number)
+    ndim = int(table.ndim[number])
+    start, size = wanted.offset[row, :ndim], wanted.size[row, :ndim]
+    low, length = table.offset[chunks, :ndim] - start, table.size[chunks, :ndim]
+    meets = np.all((low < size) & (low + length > 0), axis=1)
+    inside = np.all((low >= 0) & (low + length <= size), axis=1)
+    found = {}
+    for at in np.flatnonzero(meets).tolist():
+        chunk = int(chunks[at])
+        key = _ChunkOfBox(
+            tuple(low[at].tolist()),
+            tuple(length[at].tolist()),
+            int(table.dtype[number]),
+            int(table.payload_bytes[chunk]),
+            int(table.block_bytes[chunk]),
+            bool(inside[at]),
         )
-        if named is not None and not prefixes:
-            unexpected += tuple(n for i, n in enumerate(stored) if i not in named)
-    if missing and options.strict is not False:
-        raise _missing_error(missing, unexpected)
-    return (*missing, *own.kept), unexpected
-
-
-def _targets(
-    placing: Placing,
-    own: OwnValues,
-    state_dict: MutableMapping[str, Any],
-    loaded: LoadTargets | None,
-    missing: tuple[str, ...],
-    unexpected: tuple[str, ...],
-    untaken: Untaken | None,
-) -> Targets:
-    late: list[Cast] = []
-    items = ItemPlacer(placing.table, placing.options, placing.raw, placing.opaque)
-
-    def finish() -> None:
-        placing.finish()
-        own.finish()
-        if loaded is not None:
-            loaded.put_back(state_dict)
-            late.extend(loaded.casts)
-
-    return items.targets(
-        objects=placing.object_takers(own),
-        without_chunk=placing.without_chunk(own),
-        finish=finish,
-        loaded=(*placing.loaded, *own.loaded),
-        missing=missing,
-        unexpected=unexpected,
-        cast=tuple(placing.cast),
-        late_cast=late,
-        resized=tuple(placing.resizing.done),
-        untaken=untaken,
-        whole=() if loaded is None else loaded.whole,
-    )
-
-
-def _coverage_error(holes: list[tuple[str, int]]) -> CoverageError:
-    bytes_of: dict[str, int] = {}
-    for name, missing_bytes in holes:
-        bytes_of[name] = bytes_of.get(name, 0) + missing_bytes
-    told = ", ".join(f"{name!r} ({count} bytes)" for name, count in bytes_of.items())
-    return CoverageError(
-        f"the checkpoint has no bytes for parts of {len(bytes_of)} value(s) that are to be "
-        f"loaded: {told}; nothing was changed: load another checkpoint",
-        key=holes[0][0],
-    )
-
-
-def _matching_flat(loaded: Mapping[str, Any], index: Mapping[str, int]) -> Flat:
-    """Flattens the state dict; by the rules before torch 2.4 if the checkpoint follows those."""
-    flat = flatten(loaded)
-    lacking = [name for name in flat.names if name not in index]
-    if not lacking or flat.empty.issuperset(lacking):
-        return flat
-    old = flatten(loaded, before_2_4=True)
-    new_names = set(flat.names)
-    return old if any(name in index and name not in new_names for name in old.names) else flat
-
-
-_MOST_SHOWN = 5
-
-
-def _missing_error(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> MissingKeyError:
-    lines = []
-    for name in missing[:_MOST_SHOWN]:
-        close = get_close_matches(name, _candidates(name, unexpected), n=2)
-        hint = f" (the checkpoint has {' and '.join(map(repr, close))})" if close else ""
-        lines.append(f"  {name!r}{hint}")
-    if len(missing) > _MOST_SHOWN:
-        lines.append(f"  … and {len(missing) - _MOST_SHOWN} more")
-    count = f"{len(missing)} key{'' if len(missing) == 1 else 's'}"
-    return MissingKeyError(
-        "\n".join(
-            [
-                f"Missing key in checkpoint state_dict: {count} of the state dict",
-                *lines,
-                "Load a checkpoint that has them, or leave their values as they are with "
-                "LoadOptions(strict=False)",
-            ]
-        ),
-        key=missing[0],
-    )
-
-
-def _candidates(name: str, unexpected: tuple[str, ...]) -> list[str]:
-    # Why: comparing a name takes 10 us or more, and checkpoints hold many names.
-    last = name.rpartition(".")[2]
-    same = [other for other in unexpected if other.rpartition(".")[2] == last]
-    return (same or list(unexpected))[:1000]
+        found[key] = table.checks[slice(*table.check_start[chunk : chunk + 2])].tobytes()
+    return found

@@ -26,7 +26,7 @@ from ray_dcp.core.dtypes import raw_dtype
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import staging_backend
 from ray_dcp.torch_adapter.capture import capture, nonfinite_of, nonfinite_on_device
-from ray_dcp.torch_adapter.replica_digests import content_digests, content_digests_on_device
+from ray_dcp.torch_adapter.devices import content_digests, content_digests_on_device
 from ray_dcp.torch_adapter.tensors import dtype_name, host_bytes
 from tests.gpu.machine import Gpu, Machine, mig_mode
 from tests.polling import eventually

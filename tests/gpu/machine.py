@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ray_dcp.torch_adapter import device_copy
+from ray_dcp.torch_adapter import devices
 from tests.gpu.played import Played
 
 
@@ -73,7 +73,7 @@ class Gpu(Machine):
         torch.cuda.synchronize(self.device)
 
     def registered_bytes(self) -> int:
-        return sum(len(one) for one in device_copy._registered.values())
+        return sum(len(one) for one in devices._registered.values())
 
     def fill_up(self, left_bytes: int) -> list[Any]:
         torch.cuda.empty_cache()
@@ -102,7 +102,7 @@ class PlayedGpu(Machine):
     def __init__(self, state_bytes: int = 4 << 20) -> None:
         self.state_bytes = state_bytes
         self.driver = Played()
-        self._real = device_copy.CUDA
+        self._real = devices.CUDA
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         self.driver.own(tensor)
@@ -122,11 +122,11 @@ class PlayedGpu(Machine):
         return [_Unbounded(self.driver)]
 
     def __enter__(self) -> Machine:
-        device_copy.CUDA = self.driver
+        devices.CUDA = self.driver
         return self
 
     def __exit__(self, *_: object) -> None:
-        device_copy.CUDA = self._real
+        devices.CUDA = self._real
 
 
 class _Unbounded:

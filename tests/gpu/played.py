@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ray_dcp.torch_adapter.device_copy import Cuda
+from ray_dcp.torch_adapter.devices import Cuda
 
 
 @dataclass

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_dcp.data import ElasticBatchSampler, ElasticStream
-from ray_dcp.data.rows import RowsSeen
-from ray_dcp.data.stream import merged
+from ray_dcp.data.stream import RowsSeen, merged
 
 SEGMENTS = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9), st.integers(0, 4)), max_size=8)
 """Ranks, samples in a global batch beyond one a rank, steps until the next resize."""

@@ -18,7 +18,8 @@ from ray_dcp.io.checkpoint import read_checkpoint
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.store.opening import open_storage
 from ray_dcp.torch_adapter.capture import Capture, capture
-from ray_dcp.torch_adapter.targets import Targets, plan_targets
+from ray_dcp.torch_adapter.load_plan import plan_targets
+from ray_dcp.torch_adapter.targets import Targets
 from tests.inline_ranks import run_ranks
 from tests.rank_saves import load_rank, save_rank
 

@@ -21,8 +21,7 @@ import ray_dcp
 from ray_dcp.core.values import ChunkTable
 from ray_dcp.errors import StorageError
 from ray_dcp.torch_adapter.capture import capture
-from ray_dcp.torch_adapter.lazy_metadata import CommittedMetadata, metadata_of
-from ray_dcp.torch_adapter.load_report import LoadReport
+from ray_dcp.torch_adapter.results import CommittedMetadata, LoadReport, metadata_of
 
 from .adapter_support import stored, table_of
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 import ray_dcp
 from ray_dcp import errors
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.torch_adapter import planner_save
+from ray_dcp.torch_adapter import planner_hooks
 from ray_dcp.torch_adapter.foreign import foreign_save
 from tests.thread_ranks import run_as_ranks
 from tests.unit.adapter_ranks import group, run
@@ -220,7 +220,7 @@ def test_hooks_run_in_every_save(tmp_path):
 
 
 def test_what_is_not_kept_is_resolved_again(monkeypatch):
-    monkeypatch.setattr(planner_save, "KEPT_BYTES", 0)
+    monkeypatch.setattr(planner_hooks, "KEPT_BYTES", 0)
     asked: list[str] = []
 
     class Asked(Transform):

@@ -20,9 +20,9 @@ from ray_dcp import errors
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.planning.reads import plan_reads
 from ray_dcp.torch_adapter.capture import Capture, capture
+from ray_dcp.torch_adapter.load_plan import plan_targets
 from ray_dcp.torch_adapter.objects import dump_object
 from ray_dcp.torch_adapter.sink import TensorSink
-from ray_dcp.torch_adapter.targets import plan_targets
 
 from .adapter_support import as_rank, frozen, load, on_ranks, stored, table_of
 

@@ -174,53 +174,44 @@ def test_one_attribute_alone_makes_no_part_of_a_tensor(tmp_path: Path) -> None:
     assert torch.equal(target, FULL)
 
 
-def test_planner_hooks_see_the_parts(tmp_path: Path) -> None:
-    state = {"m": {"w": holding([rows(0, 2), rows(2, 4)]), "note": "a"}, "l": [holding(BY_TWO[0])]}
-    state["l"][0].global_shape = (3, 4)
-    state["l"][0].global_offsets = ((0, 0), (2, 0))
-    ray_dcp.save(state, checkpoint_id=tmp_path, planner=OwnSave())
-    found = ray_dcp.read_state_dict(tmp_path)
-    assert torch.equal(found["m"]["w"], FULL)
-    assert torch.equal(found["l"][0], torch.cat([FULL[:2], FULL[5:]]))
-    target: dict[str, Any] = {"m": {"w": empty([rows(1, 3), rows(5, 1)]), "note": "b"}}
-    tensor, inner = target["m"]["w"], target["m"]
-    ray_dcp.load(target, checkpoint_id=tmp_path, planner=OwnLoad(allow_partial_load=True))
-    assert target["m"] is inner
-    assert inner["w"] is tensor
-    check_holds(tensor)
-    assert inner["note"] == "a"
-    native = {"m": {"w": empty([rows(1, 3), rows(5, 1)])}}
-    ray_dcp.load(native, checkpoint_id=tmp_path)
-    check_holds(native["m"]["w"])
-
-
-def test_planner_hooks_tell_parts_apart_that_begin_at_one_place(tmp_path: Path) -> None:
-    parts = [rows(4, 2), rows(0, 0), rows(0, 4)]
-    ray_dcp.save({"w": holding(parts)}, checkpoint_id=tmp_path, planner=OwnSave())
-    assert torch.equal(ray_dcp.read_state_dict(tmp_path)["w"], FULL)
-    target = empty(parts)
-    ray_dcp.load({"w": target}, checkpoint_id=tmp_path, planner=OwnLoad())
-    check_holds(target)
-
-
-def test_planner_hooks_leave_a_tuple_the_object_that_it_is(tmp_path: Path) -> None:
+def test_a_tuple_stays_the_object_that_it_is(tmp_path: Path) -> None:
     state = {"w": holding([rows(0, 6)]), "pair": (holding(BY_TWO[0]), 1)}
-    for planner in (None, OwnSave()):
-        path = tmp_path / type(planner).__name__
-        ray_dcp.save(state, checkpoint_id=path, planner=planner)
-        target: dict[str, Any] = {"w": empty([rows(0, 6)]), "pair": (empty(BY_TWO[0]), 0)}
-        ray_dcp.load(target, checkpoint_id=path, planner=planner and OwnLoad())
-        check_holds(target["w"])
-        assert type(target["pair"][0]) is torch.Tensor
-        assert torch.equal(target["pair"][0], state["pair"][0])
-        assert target["pair"][1] == 1
+    ray_dcp.save(state, checkpoint_id=tmp_path)
+    target: dict[str, Any] = {"w": empty([rows(0, 6)]), "pair": (empty(BY_TWO[0]), 0)}
+    ray_dcp.load(target, checkpoint_id=tmp_path)
+    check_holds(target["w"])
+    assert type(target["pair"][0]) is torch.Tensor
+    assert torch.equal(target["pair"][0], state["pair"][0])
+    assert target["pair"][1] == 1
 
 
-@pytest.mark.parametrize("planner", [None, OwnSave])
-def test_a_part_of_a_parameter_is_stored_as_one(tmp_path: Path, planner: Any) -> None:
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.skipif(hasattr(stock, "CheckpointableTensor"), reason="planners know them since 2.14")
+def test_planners_and_storages_that_would_take_a_part_for_the_whole_are_not_given_one(
+    tmp_path: Path,
+) -> None:
+    ray_dcp.save({"w": FULL}, checkpoint_id=tmp_path / "c")
+    state = {"w": holding([rows(0, 2), rows(2, 4)])}
+    before = state["w"].clone()
+
+    class Writer(stock.FileSystemWriter):
+        """A storage of somebody else's."""
+
+    for act in (
+        lambda: ray_dcp.save(state, checkpoint_id=tmp_path / "a", planner=OwnSave()),
+        lambda: ray_dcp.save(state, storage_writer=Writer(tmp_path / "b"), no_dist=True),
+        lambda: ray_dcp.load(state, checkpoint_id=tmp_path / "c", planner=OwnLoad()),
+    ):
+        with pytest.raises(errors.UnsupportedValueError, match=r"'w' is a part.*2\.14"):
+            act()
+    assert torch.equal(state["w"], before)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_part_of_a_parameter_is_stored_as_one(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(FULL.clone())
     state = {"w": marked(parameter, (6, 4), [rows(0, 6)], [(0, 0)]), "v": holding([rows(0, 6)])}
-    ray_dcp.save(state, checkpoint_id=tmp_path, planner=planner and planner())
+    ray_dcp.save(state, checkpoint_id=tmp_path)
     stored = stock.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     found = {name: item.properties.requires_grad for name, item in stored.items()}
     assert found == {"w": True, "v": False}

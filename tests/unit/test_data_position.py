@@ -12,9 +12,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ray_dcp
 from ray_dcp.data import ElasticBatchSampler, ElasticStream, LoaderPosition, RowsSeen
-from ray_dcp.data.rows import IdRuns
 from ray_dcp.data.sampler import SampleOrder
-from ray_dcp.data.stream import merged
+from ray_dcp.data.stream import IdRuns, merged
 from ray_dcp.errors import InvalidRequestError, StateDictError
 
 

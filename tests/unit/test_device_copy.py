@@ -19,9 +19,9 @@ from ray_dcp.runtime import staging_backend
 from ray_dcp.stage import copying, memory
 from ray_dcp.stage.copying import HostFiller, drain, fill_rows
 from ray_dcp.stage.memory import PrivateMemory
-from ray_dcp.torch_adapter import device_copy, sink
+from ray_dcp.torch_adapter import devices, sink
 from ray_dcp.torch_adapter.capture import TensorBytes
-from ray_dcp.torch_adapter.device_copy import (
+from ray_dcp.torch_adapter.devices import (
     DeviceFiller,
     Moment,
     device_bytes,
@@ -73,7 +73,7 @@ def play(monkeypatch):
     drivers: list[Played] = []
 
     def begin(driver: Played) -> Played:
-        monkeypatch.setattr(device_copy, "CUDA", driver)
+        monkeypatch.setattr(devices, "CUDA", driver)
         drivers.append(driver)
         return driver
 
@@ -147,7 +147,7 @@ def test_bytes_on_a_device_are_those_on_the_host(dtype):
 
 
 def test_small_ones_are_joined_without_taking_much_memory(monkeypatch):
-    monkeypatch.setattr(device_copy, "_JOINED_BYTES", 1000)
+    monkeypatch.setattr(devices, "_JOINED_BYTES", 1000)
     tensors = [torch.randn(60) for _ in range(20)]
     driver = Played(*tensors)
     assert filled(tensors, driver).tobytes() == expected(tensors)
@@ -155,8 +155,8 @@ def test_small_ones_are_joined_without_taking_much_memory(monkeypatch):
 
 
 def test_the_device_s_memory_is_taken_a_little_at_a_time(monkeypatch):
-    monkeypatch.setattr(device_copy, "_STRIDED_BYTES", 10_000)
-    monkeypatch.setattr(device_copy, "_MOST_TEMPORARY_BYTES", 30_000)
+    monkeypatch.setattr(devices, "_STRIDED_BYTES", 10_000)
+    monkeypatch.setattr(devices, "_MOST_TEMPORARY_BYTES", 30_000)
     tensors = [torch.randn(300, 200).T, torch.randn(100, 100), torch.randn(300, 200).T]
     driver = Played(*tensors)
     assert filled(tensors, driver).tobytes() == expected(tensors)
@@ -164,7 +164,7 @@ def test_the_device_s_memory_is_taken_a_little_at_a_time(monkeypatch):
 
 
 def test_a_device_without_memory_is_waited_for_and_asked_again(monkeypatch):
-    monkeypatch.setattr(device_copy, "_LEAST_BYTES", 1000)
+    monkeypatch.setattr(devices, "_LEAST_BYTES", 1000)
     tensors = [torch.randn(300, 200).T, *(torch.randn(50) for _ in range(20))]
     driver = Played(*tensors, memory_bytes=3000)
     assert filled(tensors, driver).tobytes() == expected(tensors)
@@ -335,9 +335,9 @@ def test_no_copy_goes_beyond_a_piece_and_each_is_announced_once(monkeypatch):
 
 
 def test_no_more_than_half_of_the_machine_is_registered(monkeypatch):
-    monkeypatch.setattr(device_copy, "_registered", {1: np.zeros(3000, np.uint8)})
-    monkeypatch.setattr(device_copy, "_most_pinned_bytes", lambda: 4000)
-    driver = device_copy.Cuda()
+    monkeypatch.setattr(devices, "_registered", {1: np.zeros(3000, np.uint8)})
+    monkeypatch.setattr(devices, "_most_pinned_bytes", lambda: 4000)
+    driver = devices.Cuda()
     assert driver.pin(torch.device("cuda", 0), np.zeros(1001, np.uint8)) is None
 
 

@@ -19,7 +19,7 @@ from ray_dcp.errors import (
     UnsupportedValueError,
 )
 from ray_dcp.options import SaveOptions
-from ray_dcp.torch_adapter import device_copy
+from ray_dcp.torch_adapter import devices
 from ray_dcp.torch_adapter.capture import (
     capture,
     checking_finite,
@@ -169,7 +169,7 @@ def test_a_device_counts_as_the_host_does(dtype, monkeypatch):
 def test_values_on_devices_are_counted_there_with_one_copy_to_the_host(monkeypatch):
     tensors = {str(number): torch.full((number + 1,), 2.0) for number in range(5)}
     tensors["3"][1] = torch.nan
-    monkeypatch.setattr(device_copy, "CUDA", Played(*list(tensors.values())[1:]))
+    monkeypatch.setattr(devices, "CUDA", Played(*list(tensors.values())[1:]))
     asked = []
     real = host_bytes
     monkeypatch.setattr(

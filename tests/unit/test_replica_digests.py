@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import ray_dcp
 from ray_dcp.errors import PlanConflictError
 from ray_dcp.options import SaveOptions
-from ray_dcp.torch_adapter import replica_digests
+from ray_dcp.torch_adapter import devices
 from ray_dcp.torch_adapter.capture import Capture, capture
-from ray_dcp.torch_adapter.replica_digests import (
+from ray_dcp.torch_adapter.devices import (
     SEGMENT_BYTES,
     content_digest,
     content_digests,
@@ -138,11 +138,11 @@ def test_a_device_digests_as_the_host_does():
 def test_what_is_on_a_device_comes_to_the_host_at_once(monkeypatch):
     tensors = [torch.randn(length) for length in (5, 40_000, 3, 0)]
     asked = []
-    real = replica_digests.host_bytes
-    monkeypatch.setattr(replica_digests, "host_bytes", lambda one: asked.append(1) or real(one))
+    real = devices.host_bytes
+    monkeypatch.setattr(devices, "host_bytes", lambda one: asked.append(1) or real(one))
     found = content_digests_on_device(tensors)
     assert len(asked) == 1
-    monkeypatch.setattr(replica_digests, "_MOST_END_BYTES", 100)
+    monkeypatch.setattr(devices, "_MOST_END_BYTES", 100)
     assert content_digests_on_device(tensors) == found
     assert len(asked) == 1 + 3
     assert content_digests_on_device([]) == []

@@ -17,7 +17,7 @@ from ray_dcp.stage.transfer import transfer
 from ray_dcp.stage.values import Grant, StageKey
 from ray_dcp.stage.windows import lay_out_windows
 from ray_dcp.torch_adapter.capture import TensorBytes
-from ray_dcp.torch_adapter.device_copy import DeviceFiller, Moment
+from ray_dcp.torch_adapter.devices import DeviceFiller, Moment
 from tests.gpu.played import Played
 from tests.staged import MIB, Share, share
 

@@ -51,7 +51,7 @@ from ray_dcp.manager.settings import Item, Settings
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.memory_tier import memory_of
 from ray_dcp.saving import warm_staging
-from ray_dcp.torch_adapter.load_report import LoadReport
+from ray_dcp.torch_adapter.results import LoadReport
 from ray_dcp.torch_adapter.state import check_mapping, stateful_to_state_dict
 
 DELETIONS_S = 60.0

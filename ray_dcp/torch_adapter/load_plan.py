@@ -1,0 +1,726 @@
+"""Plans what a rank loads: the wanted boxes and objects, and the tensors and places they go to.
+
+The state dict does not change before the first byte arrives: planning makes all checks, the last of
+which is `Targets.check_coverage`. Each value of the state dict becomes the boxes that it wants of a
+chunk table, or the place of an object; `sink` decides which memory the bytes are written to.
+
+If a target has another shape than the stored tensor, `Resizing` loads the common part and leaves
+the rest unchanged. `ItemPlacer` copies whole `torch.save` items of tensor chunks into the boxes
+that want parts of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import (
+    Callable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from dataclasses import replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from ray_dcp.commit_protocol.messages import Untaken
+from ray_dcp.core.processes import collector_paused
+from ray_dcp.core.values import ChunkTable, Kind
+from ray_dcp.errors import (
+    InvalidRequestError,
+    MissingKeyError,
+    ShapeMismatchError,
+    StateDictError,
+    UnsupportedValueError,
+)
+from ray_dcp.options import LoadOptions, dims_of
+from ray_dcp.planning.reads import Wanted
+from ray_dcp.torch_adapter.flatten import Flat, below, flatten, flatten_top, stored_names
+from ray_dcp.torch_adapter.objects import load_object
+from ray_dcp.torch_adapter.optimizer_state import Cast, Stored, StoredValue, check_all_taken
+from ray_dcp.torch_adapter.shards import Layouts, is_sharded, sharded
+from ray_dcp.torch_adapter.sink import (
+    AsStored,
+    Boxes,
+    Fresh,
+    TensorSink,
+    fresh_dtensor,
+    fresh_parts,
+    fresh_plain,
+    fresh_taker,
+    target_problem,
+)
+from ray_dcp.torch_adapter.state import (
+    LoadTargets,
+    OwnValues,
+    must_be_taken,
+    stateful_to_load_targets,
+)
+from ray_dcp.torch_adapter.targets import MOST_SHOWN, ObjectTaker, Targets, first_chunks
+from ray_dcp.torch_adapter.tensors import (
+    dtype_name,
+    dtype_of,
+    find_dtype,
+    is_checkpointable,
+    loses_nothing,
+    lost_memory,
+    no_target_reason,
+)
+
+
+class Resizing:
+    """Applies `LoadOptions.resize`: which shapes may differ, and which part of a target is filled.
+
+        stored (3, 2)    # # .      target (2, 3): the part `#` is loaded, `.` is
+                         # # .      left unchanged; the stored row `o` is not read
+                         o o
+
+    Args:
+        options: Only `resize` is used.
+
+    Attributes:
+        done: `(FQN, stored shape, target shape)` of the targets that were allowed to differ.
+    """
+
+    def __init__(self, options: LoadOptions) -> None:
+        self.done: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+        self._rules = {pattern: dims_of(dims) for pattern, dims in options.resize.items()}
+
+    def allows(self, fqn: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        """Returns whether two shapes may differ, and records it."""
+        ndim = len(stored)
+        if not self._rules or ndim != len(shape):
+            return False
+        free = {
+            dim % ndim
+            for pattern, dims in self._rules.items()
+            if fnmatchcase(fqn, pattern)
+            for dim in dims
+            if -ndim <= dim < ndim
+        }
+        if any(
+            a != b and dim not in free for dim, (a, b) in enumerate(zip(stored, shape, strict=True))
+        ):
+            return False
+        self.done.append((fqn, stored, shape))
+        return True
+
+    def refuse_new(self, fqn: str) -> None:
+        """Raises if a target that was just allowed to differ would be replaced by a new tensor.
+
+        Raises:
+            UnsupportedValueError: It would.
+        """
+        if self.done and self.done[-1][0] == fqn:
+            raise UnsupportedValueError(
+                f"{fqn!r} is of another shape than is saved, and has no memory (meta device) or "
+                f"another dtype: give it memory of the saved dtype before loading"
+            )
+
+    def part(
+        self,
+        tensor: torch.Tensor,
+        offset: tuple[int, ...],
+        size: tuple[int, ...],
+        stored: tuple[int, ...],
+    ) -> torch.Tensor | None:
+        """Returns the part of a target's box that is stored, or None if no part is.
+
+        Args:
+            tensor: The tensor that holds the box.
+            offset: Where the box starts in the whole target.
+            size: Its lengths.
+            stored: The stored shape, with the same number of dimensions.
+        """
+        if 0 in size:
+            return None
+        if len(stored) != len(size):
+            return tensor  # A mismatch, reported with all others.
+        end = tuple(max(0, min(n, s - o)) for o, n, s in zip(offset, size, stored, strict=True))
+        if end == tuple(size):
+            return tensor
+        part = tensor.detach()
+        for dim, length in enumerate(end):
+            if length < size[dim]:
+                part = part.narrow(dim, 0, length)
+        return None if 0 in end else part
+
+
+Place = tuple[Any, Any]
+"""A container of the state dict and a key in it."""
+
+_TENSOR, _OBJECT = int(Kind.TENSOR), int(Kind.OBJECT)
+
+
+class Placing:
+    """Collects the place of every value to load; call `check` before using it.
+
+    Attributes:
+        table: The chunk table; its chunks are not used before `take_chunks`.
+        options: Options of the load.
+        raw: Boxes of raw tensor bytes.
+        opaque: Boxes of tensors whose chunks only `torch.load` understands.
+        objects: `(number in the table, FQN, place)` of Python objects.
+        loaded: FQNs that are loaded.
+        cast: `(FQN, stored dtype, target dtype)` of targets whose dtypes differ.
+        resizing: Targets whose shapes differ from the stored ones.
+    """
+
+    def __init__(
+        self, table: ChunkTable, options: LoadOptions, *, flatten_sharded_tensors: bool
+    ) -> None:
+        self.table = table
+        self.options = options
+        self._itemsizes: dict[int, int] = {}
+        self.raw = Boxes(self._itemsizes)
+        self.opaque = Boxes(self._itemsizes)
+        self.objects: list[tuple[int, str, Place]] = []
+        self.loaded: list[str] = []
+        self.cast: list[tuple[str, str, str]] = []
+        self._flatten_sharded_tensors = flatten_sharded_tensors
+        self._layouts = Layouts()
+        self.resizing = Resizing(options)
+        self._fresh: list[tuple[Place, Fresh]] = []
+        self._placed: dict[int, Any] = {}
+        self._mismatches: list[str] = []
+        self._differ_in_size = False
+        self._unsupported: list[str] = []
+        self._not_tensors: list[str] = []
+        self._kinds = table.kind.tolist()
+        self._shapes = _shapes(table)
+        self._dtype_codes = table.dtype.tolist()
+        self._dtypes: dict[int, torch.dtype] = {}
+        self._first_chunk = np.zeros(0, np.int64)
+
+    def take_chunks(self, table: ChunkTable) -> None:
+        """Sets the table with the chunks.
+
+        Args:
+            table: The same table, with all chunks of the values that have a place.
+        """
+        self.table = table
+        self._first_chunk = first_chunks(table)
+
+    def fill(self, flat: Flat, index: Mapping[str, int]) -> None:
+        """Finds a place for every value that the checkpoint has.
+
+        Args:
+            flat: The state dict.
+            index: Number of each FQN's tensor in the table.
+        """
+        # The None at the end is the dtype of objects: index -1.
+        known: list[torch.dtype | None] = [*map(find_dtype, self.table.dtypes), None]
+        # None for complex dtypes: only such tensors may be conjugate views, which others need not
+        # check.
+        usual = [dtype if dtype and not dtype.is_complex else None for dtype in known]
+        direct = [
+            usual[code] if kind == _TENSOR else None
+            for code, kind in zip(self._dtype_codes, self._kinds, strict=True)
+        ]
+        loaded, strided = self.loaded.append, torch.strided
+        shapes = self._shapes
+        numbers: list[int] = []
+        targets: list[torch.Tensor] = []
+        for fqn, value, parent, key in zip(
+            flat.names, flat.values, flat.parents, flat.keys, strict=True
+        ):
+            number = index.get(fqn)
+            if number is None:
+                continue
+            loaded(fqn)
+            cls = type(value)
+            try:
+                # Why first, and inline: nearly all values of a large state dict are of this kind.
+                is_direct = (
+                    (cls is torch.Tensor or cls is torch.nn.Parameter)
+                    and value.dtype is direct[number]
+                    and value.shape == shapes[number]
+                    and value.is_cpu
+                    and value.is_contiguous()
+                    and not value.is_neg()
+                    and value.layout is strided
+                    and not hasattr(value, "global_shape")
+                )
+            except RuntimeError:  # layouts without strides or shape
+                is_direct = False
+            if is_direct:
+                numbers.append(number)
+                targets.append(value)
+                continue
+            try:
+                if self._kinds[number] == _OBJECT:
+                    self._object(fqn, (parent, key), number)
+                elif is_sharded(value):
+                    self._sharded(fqn, value, (parent, key), number)
+                elif isinstance(value, torch.Tensor):
+                    self._plain(fqn, value, (parent, key), number)
+                else:
+                    self._not_tensors.append(f"{fqn!r} ({cls.__qualname__})")
+            except UnsupportedValueError as error:
+                self._unsupported.append(error.message)
+        # Why not `unsupported_reason` for each: the other reasons were checked above.
+        for target in [
+            target
+            for target in targets
+            if target.untyped_storage().nbytes() < target.nbytes
+            or target.storage_offset()
+            or not target.data_ptr()
+        ]:
+            if (reason := lost_memory(target)) is not None:
+                fqn = next(n for n, v in zip(flat.names, flat.values, strict=True) if v is target)
+                self._unsupported.append(f"{fqn!r} {reason}")
+        rows = np.array(numbers, np.int64)
+        sizes = np.array([dtype.itemsize if dtype else 0 for dtype in known], np.int64)
+        itemsize = sizes[self.table.dtype[rows]]
+        self.raw.add_direct(rows, targets, self.table.shape[rows], itemsize)
+
+    def check(self) -> None:
+        """Raises the errors that prevent this load.
+
+        Raises:
+            UnsupportedValueError: Targets can't be written to.
+            ShapeMismatchError: Shapes or dtypes don't match.
+            StateDictError: A tensor is stored under a name whose value in the state dict is no
+                tensor.
+        """
+        if self._unsupported:
+            raise UnsupportedValueError(
+                f"{len(self._unsupported)} value(s) of the state dict can't be loaded into: "
+                + "; ".join(self._unsupported)
+            )
+        if self._mismatches:
+            what, way_out = "Dtype", ""
+            if self._differ_in_size:
+                what = "Size"
+                way_out = ". Use targets of the saved shapes, or LoadOptions(resize={name: dim})"
+            raise ShapeMismatchError(
+                f"{what} mismatch between saved and current for {len(self._mismatches)} value(s): "
+                + "; ".join(self._mismatches)
+                + way_out
+            )
+        if self._not_tensors:
+            raise StateDictError(
+                "the checkpoint holds tensors where the state dict holds none, expected tensors of "
+                f"the saved shapes as targets: {', '.join(self._not_tensors)}"
+            )
+
+    def object_takers(self, own: OwnValues) -> Iterator[tuple[int, ObjectTaker]]:
+        """Yields the chunk of each object and `PerRank` value, and the taker of its bytes."""
+        for place, (number, fqn, _) in enumerate(self.objects):
+            yield int(self._first_chunk[number]), self._taker(fqn, partial(self._put, place))
+        for number, fqn in own.numbers:
+            yield int(self._first_chunk[number]), self._taker(fqn, partial(own.take, number))
+
+    def without_chunk(self, own: OwnValues) -> list[str]:
+        """Returns the FQNs of objects that have no stored chunk."""
+        wanted = [(number, fqn) for number, fqn, _ in self.objects] + own.numbers
+        return [fqn for number, fqn in wanted if self._first_chunk[number] < 0]
+
+    def finish(self) -> None:
+        """Stores new tensors and the objects in their containers."""
+        for (parent, key), fresh in self._fresh:
+            parent[key] = fresh.value
+        for number, (_, _, (parent, key)) in enumerate(self.objects):
+            parent[key] = self._placed[number]
+        self.raw.sink.finish()
+
+    def _put(self, place: int, value: Any) -> None:
+        self._placed[place] = value
+
+    def _taker(self, fqn: str, put: Callable[[Any], None]) -> ObjectTaker:
+        weights_only = self.options.weights_only
+        return lambda data: put(load_object(data, fqn=fqn, weights_only=weights_only))
+
+    def _object(self, fqn: str, place: Place, number: int) -> None:
+        _check_replaceable(fqn, place)
+        self.objects.append((number, fqn, place))
+
+    def _plain(self, fqn: str, tensor: torch.Tensor, place: Place, number: int) -> None:
+        if (reason := no_target_reason(tensor)) is not None:
+            raise UnsupportedValueError(f"{fqn!r} {reason}")
+        shape = tuple(tensor.shape)
+        stored = self._check_fit(fqn, shape, tensor.dtype, number)
+        # Why not raw for a tensor without elements either: only its item contains its class.
+        is_raw = self._kinds[number] == _TENSOR and not (0 in shape and type(tensor) is AsStored)
+        boxes = self.raw if is_raw else self.opaque
+        if tensor.is_meta or self._keeps(tensor.dtype, stored):
+            self.resizing.refuse_new(fqn)
+            kept = stored if self.options.dtype == "keep" else tensor.dtype
+            fresh = self._add_fresh(fqn, place, lambda: fresh_plain(tensor, kept))
+            if 0 not in shape or not is_raw:
+                boxes.add(number, (0,) * len(shape), shape)
+                taker = fresh_taker(tensor, kept != stored, kept, fqn, fresh)
+                boxes.sink.add_late(partial(fresh.tensor, 0), stored, taker)
+            return
+        part = self.resizing.part(tensor, (0,) * len(shape), shape, self._shapes[number])
+        if part is not None:
+            boxes.add(number, (0,) * len(shape), tuple(part.shape))
+            self._add_target(fqn, part, stored, boxes.sink)
+
+    def _sharded(self, fqn: str, value: Any, place: Place, number: int) -> None:
+        held = sharded(
+            value,
+            fqn,
+            self._layouts,
+            saving=False,
+            flatten_sharded_tensors=self._flatten_sharded_tensors,
+        )
+        stored = self._check_fit(fqn, held.shape, held.dtype, number)
+        boxes = self.raw if self._kinds[number] == _TENSOR else self.opaque
+        fresh = None
+        keeps = self._keeps(held.dtype, stored)
+        if keeps or any(tensor.is_meta for tensor in held.tensors):
+            self.resizing.refuse_new(fqn)
+            if not isinstance(value, DTensor) and not is_checkpointable(value):
+                raise UnsupportedValueError(
+                    f"{fqn!r} is a {type(value).__qualname__} on the meta device: give it memory "
+                    "before loading"
+                    if not keeps
+                    else f"{fqn!r} is a {type(value).__qualname__}, of which "
+                    "LoadOptions(dtype='keep') can't make one of another dtype"
+                )
+            kept = stored if self.options.dtype == "keep" else held.dtype
+            make = fresh_dtensor if isinstance(value, DTensor) else fresh_parts
+            fresh = self._add_fresh(fqn, place, lambda: make(value, fqn, kept))
+        for number_of_box, ((offset, size), tensor) in enumerate(
+            zip(held.boxes, held.tensors, strict=True)
+        ):
+            if fresh is not None:
+                if 0 not in size:
+                    boxes.add(number, offset, size)
+                    boxes.sink.add_late(partial(fresh.tensor, number_of_box), stored)
+                continue
+            part = self.resizing.part(tensor, offset, size, self._shapes[number])
+            if part is not None:
+                boxes.add(number, offset, tuple(part.shape))
+                self._add_target(fqn, part, stored, boxes.sink)
+
+    def _add_target(
+        self, fqn: str, tensor: torch.Tensor, stored: torch.dtype, sink: TensorSink
+    ) -> None:
+        reason = no_target_reason(tensor)
+        if reason is None:
+            sink.add(tensor, stored)
+            reason = target_problem(tensor)
+        if reason is not None:
+            self._unsupported.append(f"{fqn!r} {reason}")
+
+    def _add_fresh(self, fqn: str, place: Place, make: Callable[[], Any]) -> Fresh:
+        _check_replaceable(fqn, place)
+
+        def made() -> Any:
+            try:
+                return make()
+            except NotImplementedError as error:  # raised by a user class
+                raise UnsupportedValueError(
+                    f"{fqn!r} is on the meta device, and its class can't make one with memory "
+                    f"({error}): give it memory before loading",
+                    key=fqn,
+                ) from error
+
+        fresh = Fresh(made)
+        self._fresh.append((place, fresh))
+        return fresh
+
+    def _check_fit(
+        self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype, number: int
+    ) -> torch.dtype:
+        """Records what does not match; returns the stored dtype."""
+        code = self._dtype_codes[number]
+        stored = self._dtypes.get(code)
+        if stored is None:
+            stored = self._dtypes[code] = dtype_of(self.table.dtypes[code], fqn=fqn)
+        self._itemsizes[number] = stored.itemsize
+        if shape != self._shapes[number]:
+            if self.resizing.allows(fqn, self._shapes[number], shape) and stored == dtype:
+                return stored
+            self._differ_in_size = True
+            self._mismatches.append(
+                f"{fqn!r} is saved as {self._shapes[number]} and wanted as {shape}"
+            )
+        elif stored != dtype and self.options.dtype != "keep":
+            problem = cast_problem(stored, dtype, self.options)
+            if problem is None:
+                self.cast.append((fqn, dtype_name(stored), dtype_name(dtype)))
+            else:
+                self._mismatches.append(f"{fqn!r} is {problem}")
+        return stored
+
+    def _keeps(self, dtype: torch.dtype, stored: torch.dtype) -> bool:
+        """Returns whether a new tensor of the stored dtype must replace the target."""
+        return self.options.dtype == "keep" and dtype != stored
+
+
+def cast_problem(stored: torch.dtype, dtype: torch.dtype, options: LoadOptions) -> str | None:
+    """Returns why values may not be cast, and the way out, as half a sentence; None if they may."""
+    policy = options.dtype
+    if policy == "cast" or (policy == "widen" and loses_nothing(stored, dtype)):
+        return None
+    why = "may lose values" if policy == "widen" else "LoadOptions(dtype='error') forbids"
+    return (
+        f"saved as {dtype_name(stored)} and wanted as {dtype_name(dtype)}, a cast that {why}: use "
+        f"a target of the saved dtype, or LoadOptions(dtype='cast')"
+    )
+
+
+def _check_replaceable(fqn: str, place: Place) -> None:
+    if not hasattr(type(place[0]), "__setitem__"):
+        raise UnsupportedValueError(
+            f"{fqn!r} sits in a {type(place[0]).__qualname__}, in which a loaded value can't be "
+            "put: use a dict or a list",
+            key=fqn,
+        )
+
+
+def _shapes(table: ChunkTable) -> list[tuple[int, ...]]:
+    if (table.ndim == table.shape.shape[1]).all():
+        return list(map(tuple, table.shape.tolist()))
+    return [
+        tuple(shape[:ndim])
+        for shape, ndim in zip(table.shape.tolist(), table.ndim.tolist(), strict=True)
+    ]
+
+
+def plan_targets(
+    state_dict: MutableMapping[str, Any],
+    table: ChunkTable,
+    *,
+    narrow: Callable[[Sequence[Wanted], Sequence[int]], ChunkTable] | None = None,
+    options: LoadOptions | None = None,
+    flatten_state_dict: bool = True,
+    flatten_sharded_tensors: bool = True,
+    stateful: bool = True,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Targets:
+    """Plans where the bytes of a checkpoint go in a state dict.
+
+    Args:
+        state_dict: The state dict to load into, in place; tensors keep their identity.
+            `state_dict()` of top-level `Stateful` values is called now, and `finish` passes the
+            loaded state back to them. Nothing else changes before the first byte arrives.
+        table: The chunk table; with `narrow`, its chunks are not used.
+        narrow: Returns the same table with all chunks of the given boxes, and of the tensors and
+            objects with the given numbers; see `Checkpoint.narrow`.
+        options: `strict`, `dtype`, `weights_only`, `key_map`, `prefixes` and
+            `resize` are used.
+        flatten_state_dict: See DCP's `DefaultLoadPlanner`.
+        flatten_sharded_tensors: See DCP's `DefaultLoadPlanner`.
+        stateful: Load into the state of top-level `Stateful` values; DCP's `load_state_dict` passes
+            False.
+        rank: This rank, for `PerRank` values.
+        world_size: Number of ranks that load.
+
+    Raises:
+        MissingKeyError: The checkpoint lacks keys; the message names five, with similar keys that
+            it has.
+        ShapeMismatchError: Global shapes differ, or dtypes differ in a way that `options.dtype`
+            forbids; the message names all of them.
+        StateDictError: There are unexpected keys and `options.strict` is True, or there are
+            unexpected keys of a module or optimizer and `options.strict` is not False; or the value
+            for a stored tensor is no tensor.
+        UnsupportedValueError: A target can't be written to.
+        InvalidRequestError: `options.key_map` or `options.prefixes` does not fit the checkpoint.
+
+    Complexity: linear; about 2.5 us for a plain CPU tensor.
+
+    Source: `torch/distributed/checkpoint/default_planner.py`, `DefaultLoadPlanner`.
+    """
+    options = options or LoadOptions()
+    prefixes = tuple(options.prefixes)
+    index = stored_names(table.names, options.key_map)
+    loaded = None
+    if stateful:
+        stored = _stored(table, index)
+        loaded = stateful_to_load_targets(state_dict, stored, prefixes, strict=options.strict)
+    placing = Placing(table, options, flatten_sharded_tensors=flatten_sharded_tensors)
+    with collector_paused():
+        values = state_dict if loaded is None else loaded.values
+        if flatten_state_dict:
+            flat = _matching_flat(values, index)
+        else:
+            flat = flatten_top(values, flatten_sharded_tensors=flatten_sharded_tensors)
+            # A stored mapping is loaded as one object.
+            flat = replace(flat, empty=flat.empty - index.keys())
+        flat = _wanted(flat, prefixes)
+        own = OwnValues(flat, index, rank, world_size)
+        left = set() if loaded is None else loaded.left
+        missing, unexpected = _compared(own, index, table.names, options, left)
+        refused = must_be_taken(state_dict, unexpected, strict=options.strict)
+        untaken = None
+        if world_size == 1:
+            check_all_taken(refused, strict=options.strict)
+        elif unexpected:
+            untaken = Untaken.of(table.names, unexpected, refused)
+        placing.fill(own.rest, index)
+        placing.check()
+    whole = [number for number, _, _ in placing.objects]
+    whole += [number for number, _ in own.numbers]
+    boxes = (placing.raw.wanted(), placing.opaque.wanted())
+    placing.take_chunks(table if narrow is None else narrow(boxes, whole))
+    with collector_paused():
+        return _targets(placing, own, state_dict, loaded, missing, unexpected, untaken)
+
+
+def _stored(table: ChunkTable, index: Mapping[str, int]) -> Stored:
+    of_tensors = table.kind[table.tensor] == Kind.TENSOR
+    # In checkpoints of stock DCP, an item may be anything that torch.save accepts.
+    is_told = not bool((table.payload_offset[of_tensors] < 0).any())
+
+    def value(name: str) -> StoredValue:
+        number = index[name]
+        kind, path = table.kind[number], table.paths[number]
+        if kind == Kind.OBJECT:
+            return StoredValue(path)
+        shape = tuple(table.shape[number, : table.ndim[number]].tolist())
+        dtype = dtype_of(table.dtypes[table.dtype[number]], fqn=name)
+        is_raw = bool(kind == Kind.TENSOR)
+        return StoredValue(path, shape, dtype, is_raw if is_told or not is_raw else None)
+
+    return Stored(index, value)
+
+
+def _wanted(flat: Flat, prefixes: tuple[str, ...]) -> Flat:
+    """Returns the values of the state dict that are loaded."""
+    if prefixes:
+        rows = [row for row, name in enumerate(flat.names) if below(name, prefixes)]
+        if not rows:
+            raise InvalidRequestError(
+                f"LoadOptions.prefixes are {', '.join(map(repr, prefixes))}, but the state dict "
+                f"has no key at or below one of them",
+                key="prefixes",
+            )
+        flat = flat.only(rows)
+    # Why: an empty mapping has nothing to load into, and DCP ignores it.
+    if flat.empty:
+        flat = flat.only([row for row, name in enumerate(flat.names) if name not in flat.empty])
+    return flat
+
+
+def _compared(
+    own: OwnValues,
+    index: Mapping[str, int],
+    stored: Sequence[str],
+    options: LoadOptions,
+    left: set[str],
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the keys that the checkpoint lacks, and its keys that are not requested.
+
+    Args:
+        own: The state dict, with its per-rank values.
+        index: Names that can be requested, with their numbers in the checkpoint.
+        stored: Names of the checkpoint.
+        options: Only `strict`, `key_map` and `prefixes` are used.
+        left: Names that are requested, but belong to nothing in the state dict.
+
+    Raises:
+        MissingKeyError: The checkpoint lacks keys, and `options` make this an error.
+    """
+    rest = own.rest
+    plain = not (own.asked or own.missing or rest.empty or left)
+    # Why first: usually no key is missing or unexpected, and sets of all names take time.
+    if plain and len(rest.names) == len(index) == len(stored):
+        plain = all(map(index.__contains__, rest.names))
+        if plain:
+            return tuple(own.kept), ()
+    asked = {*own.rest.names, *own.asked, *(own.rest.empty & index.keys())} - left
+    # Why the comparison first: it runs in C, and usually no key is missing or unexpected.
+    all_there = index.keys() >= asked and not own.missing
+    same = all_there and len(asked) == len(index) == len(stored)
+    missing = () if all_there else (*(n for n in own.rest.names if n not in index), *own.missing)
+    unexpected: tuple[str, ...] = ()
+    if not same:
+        prefixes = options.prefixes
+        named = dict.fromkeys(index.values()) if options.key_map is not None else None
+        unexpected = tuple(
+            stored[number]
+            for name, number in index.items()
+            if name not in asked and (not prefixes or below(name, prefixes))
+        )
+        if named is not None and not prefixes:
+            unexpected += tuple(n for i, n in enumerate(stored) if i not in named)
+    if missing and options.strict is not False:
+        raise _missing_error(missing, unexpected)
+    return (*missing, *own.kept), unexpected
+
+
+def _targets(
+    placing: Placing,
+    own: OwnValues,
+    state_dict: MutableMapping[str, Any],
+    loaded: LoadTargets | None,
+    missing: tuple[str, ...],
+    unexpected: tuple[str, ...],
+    untaken: Untaken | None,
+) -> Targets:
+    late: list[Cast] = []
+
+    def finish() -> None:
+        placing.finish()
+        own.finish()
+        if loaded is not None:
+            loaded.put_back(state_dict)
+            late.extend(loaded.casts)
+
+    return Targets(
+        placing.table,
+        placing.options,
+        placing.raw,
+        placing.opaque,
+        objects=placing.object_takers(own),
+        without_chunk=placing.without_chunk(own),
+        finish=finish,
+        loaded=(*placing.loaded, *own.loaded),
+        missing=missing,
+        unexpected=unexpected,
+        cast=tuple(placing.cast),
+        late_cast=late,
+        resized=tuple(placing.resizing.done),
+        untaken=untaken,
+        whole=() if loaded is None else loaded.whole,
+    )
+
+
+def _matching_flat(loaded: Mapping[str, Any], index: Mapping[str, int]) -> Flat:
+    """Flattens the state dict; by the rules before torch 2.4 if the checkpoint follows those."""
+    flat = flatten(loaded)
+    lacking = [name for name in flat.names if name not in index]
+    if not lacking or flat.empty.issuperset(lacking):
+        return flat
+    old = flatten(loaded, before_2_4=True)
+    new_names = set(flat.names)
+    return old if any(name in index and name not in new_names for name in old.names) else flat
+
+
+def _missing_error(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> MissingKeyError:
+    lines = []
+    for name in missing[:MOST_SHOWN]:
+        close = get_close_matches(name, _candidates(name, unexpected), n=2)
+        hint = f" (the checkpoint has {' and '.join(map(repr, close))})" if close else ""
+        lines.append(f"  {name!r}{hint}")
+    if len(missing) > MOST_SHOWN:
+        lines.append(f"  … and {len(missing) - MOST_SHOWN} more")
+    count = f"{len(missing)} key{'' if len(missing) == 1 else 's'}"
+    return MissingKeyError(
+        "\n".join(
+            [
+                f"Missing key in checkpoint state_dict: {count} of the state dict",
+                *lines,
+                "Load a checkpoint that has them, or leave their values as they are with "
+                "LoadOptions(strict=False)",
+            ]
+        ),
+        key=missing[0],
+    )
+
+
+def _candidates(name: str, unexpected: tuple[str, ...]) -> list[str]:
+    # Why: comparing a name takes 10 us or more, and checkpoints hold many names.
+    last = name.rpartition(".")[2]
+    same = [other for other in unexpected if other.rpartition(".")[2] == last]
+    return (same or list(unexpected))[:1000]
