@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from ray_dcp.core.values import IntKey, NamePath
 from ray_dcp.errors import StateDictError
 from ray_dcp.torch_adapter.flatten import below, flatten, set_by_path
-from ray_dcp.torch_adapter.priming import prime, shard_like, state_of
+from ray_dcp.torch_adapter.priming import primed, shard_like, state_of
 from ray_dcp.torch_adapter.sink import target_problem
 from ray_dcp.torch_adapter.tensors import dtype_name, is_plain
 
@@ -90,7 +90,7 @@ class Stored:
 
 
 @dataclass
-class Asked:
+class OptimizerTargets:
     """The optimizer state to load into.
 
     Attributes:
@@ -107,7 +107,7 @@ class Asked:
 def optimizer_part(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> Any:
     """Returns the adapter of an optimizer: a `Stateful` with a method and an attribute more.
 
-    `asked(key, stored, prefixes, strict)` returns the state to load into. `load_state_dict` then
+    `targets(key, stored, prefixes, strict)` returns the state to load into. `load_state_dict` then
     sets the loaded state, and raises if the optimizer would hold anything else. `casts` then lists
     the values that the optimizer holds in another dtype.
 
@@ -234,7 +234,9 @@ class _Named:
 
     # --- targets of a load -----------------------------------------------------------------------
 
-    def asked(self, key: str, stored: Stored, prefixes: Sequence[str], *, strict: bool) -> Asked:
+    def targets(
+        self, key: str, stored: Stored, prefixes: Sequence[str], *, strict: bool
+    ) -> OptimizerTargets:
         self._key, self._is_whole, self._is_strict = key, not prefixes, strict
         groups = self._own_state_dict()["param_groups"]
         self._numbers = [list(group["params"]) for group in groups]
@@ -242,7 +244,7 @@ class _Named:
         self._table, self._num_stored = None, None
         items = stored.below(key, prefixes)
         if not items:
-            return Asked(None if key in stored.names else self.state_dict())
+            return OptimizerTargets(None if key in stored.names else self.state_dict())
         parts: dict[str, dict[str, StoredValue]] = {"param_groups": {}, "state": {}}
         for name, item in items.items():
             part, _, rest = name.partition(".")
@@ -259,7 +261,7 @@ class _Named:
                 for rest, item in rests.items():
                     path = (part, *_tail(item.path, rest)) if rest else (part,)
                     set_by_path(tree, path, self._target(None, path, item, None))
-        return Asked(tree, left, self._is_whole)
+        return OptimizerTargets(tree, left, self._is_whole)
 
     def _numbered(self) -> list[tuple[Any, Any]]:
         """Returns each of the optimizer's own numbers with its parameter."""
@@ -378,11 +380,11 @@ class _Named:
         return made, samples
 
     def _primed(self, ids: set[int]) -> dict[int, Any]:
-        try:
-            made = prime(self._optimizer, ids) if ids else []
-        except Exception:  # noqa: BLE001 - whatever its step raises: nothing more is known then
+        """Returns the state of step 0, by the id of its parameter."""
+        if not ids:
             return {}
-        return {id(parameter): self._optimizer.state.pop(parameter) for parameter in made}
+        with primed(self._optimizer, ids) as made:
+            return made
 
     def _ask_others(self, root: dict[str, Any], items: Mapping[str, StoredValue]) -> None:
         for rest, item in items.items():
@@ -485,7 +487,7 @@ class _Named:
         stored = list(found[: self._num_stored])
         members = [self._members(group.get("params") or ()) for group in stored]
         ids = [{id(parameter) for parameter in group["params"]} for group in own]
-        hits = [[j for j, some in enumerate(members) if mine & some.keys()] for mine in ids]
+        hits = [[j for j, some in enumerate(members) if mine & some] for mine in ids]
         empty = iter([j for j, group in enumerate(stored) if group.get("params") == []])
         for mine, matches in zip(ids, hits, strict=True):
             if not mine:
@@ -504,14 +506,11 @@ class _Named:
                 key=self._key,
             )
         return [
-            self._options([stored[j] for j in matches], [members[j] for j in matches], group)
-            if matches
-            else None
-            for matches, group in zip(hits, own, strict=True)
+            self._options([stored[j] for j in matches]) if matches else None for matches in hits
         ]
 
-    def _members(self, entries: Sequence[Any]) -> dict[int, int]:
-        """Returns the places of the optimizer's parameters in a stored group, by id."""
+    def _members(self, entries: Sequence[Any]) -> set[int]:
+        """Returns the ids of the optimizer's parameters that are in a stored group."""
         is_number = any(not isinstance(entry, str) for entry in entries)
         if is_number and (self._table is self._by_name or entries not in self._numbers):
             told = "names them" if self._table is self._by_name else f"has {self._numbers}"
@@ -528,18 +527,10 @@ class _Named:
                 f"{entries[0]!r}; give the module that has them in the state dict too",
                 key=self._key,
             )
-        found: dict[int, int] = {}
-        for place, entry in enumerate(entries):
-            if str(entry) in table:
-                found.setdefault(id(table[str(entry)]), place)
-        return found
+        return {id(table[str(entry)]) for entry in entries if str(entry) in table}
 
-    def _options(
-        self,
-        stored: Sequence[dict[str, Any]],
-        members: Sequence[dict[int, int]],
-        group: Mapping[str, Any],
-    ) -> dict[str, Any]:
+    def _options(self, stored: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Returns the options of a group, given those of the stored groups of its parameters."""
         no_options = {"params", "param_names", *self._absent}
         options = [{k: v for k, v in one.items() if k not in no_options} for one in stored]
         for other in options[1:]:
@@ -550,14 +541,6 @@ class _Named:
                     f"{options[0]!r} and {other!r}; make the groups as they were saved",
                     key=self._key,
                 )
-        names = {
-            parameter: one["param_names"][place]
-            for one, places in zip(stored, members, strict=True)
-            for parameter, place in places.items()
-            if place < len(one.get("param_names") or ())
-        }
-        if names and all(id(parameter) in names for parameter in group["params"]):
-            options[0]["param_names"] = [names[id(parameter)] for parameter in group["params"]]
         return options[0]
 
     def _placed(self, parameter: Any, group: Any, options: Any, value: Any) -> Any:
@@ -634,32 +617,14 @@ class _OwnForm:
     def state_dict(self) -> dict[str, Any]:
         return self._optimizer.state_dict()
 
-    def asked(self, key: str, stored: Stored, prefixes: Sequence[str], *, strict: bool) -> Asked:
+    def targets(
+        self, key: str, stored: Stored, prefixes: Sequence[str], *, strict: bool
+    ) -> OptimizerTargets:
         self._key = key
+        if key in stored.names and not stored.below(key, prefixes):
+            return OptimizerTargets(None)
         with primed(self._optimizer):
-            tree = _containers(self.state_dict())
-        items = stored.below(key, prefixes)
-        if not items and key in stored.names:
-            return Asked(None)
-        own = flatten(tree)
-        places = {
-            name: (parent, at, value)
-            for name, parent, at, value in zip(
-                own.names, own.parents, own.keys, own.values, strict=True
-            )
-        }
-        for name, item in items.items():
-            parent, at, like = places.get(name, (None, None, None))
-            target = None
-            if item.dtype is not None and _is_like(like, item):
-                target = _of_dtype(like, item.dtype)
-            elif item.dtype is not None:
-                target = torch.empty(item.shape, dtype=item.dtype)
-            if parent is None:
-                set_by_path(tree, _tail(item.path, name), target)
-            else:
-                parent[at] = target
-        return Asked(tree)
+            return OptimizerTargets(_containers(self.state_dict()))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         loaded = _containers(state_dict)
@@ -678,12 +643,14 @@ class _FlatParameters:
     def state_dict(self) -> dict[str, Any]:
         return self._named()
 
-    def asked(self, key: str, stored: Stored, prefixes: Sequence[str], *, strict: bool) -> Asked:
+    def targets(
+        self, key: str, stored: Stored, prefixes: Sequence[str], *, strict: bool
+    ) -> OptimizerTargets:
         self._key = key
         with primed(self._optimizer):
             found = self._named()
         if not any(name.startswith(f"{key}.") for name in stored.names):
-            return Asked(None if key in stored.names else found)
+            return OptimizerTargets(None if key in stored.names else found)
         for name in list(found["state"]):
             inner = flatten({key: {"state": {name: found["state"][name]}}}).names
             if not any(each in stored.names for each in inner):
@@ -696,7 +663,7 @@ class _FlatParameters:
                 if index in options and "." not in option:
                     # A scheduler that does not exist yet had added it: "initial_lr".
                     options[index].setdefault(option, None)
-        return Asked(found)
+        return OptimizerTargets(found)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         copied = dict(state_dict)
@@ -716,20 +683,6 @@ class _FlatParameters:
         with _as_if_stepped(self._optimizer):
             found: Any = _stock.get_optimizer_state_dict(self._module, self._optimizer)
         return dict(found)
-
-
-@contextmanager
-def primed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Primes an optimizer that lacks state with that of step 0, for the time of the block."""
-    try:
-        made = prime(optimizer)
-    except Exception:  # noqa: BLE001 - whatever its step raises: it has no state then
-        made = []
-    try:
-        yield
-    finally:
-        for parameter in made:
-            optimizer.state.pop(parameter, None)
 
 
 @contextmanager

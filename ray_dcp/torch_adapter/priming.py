@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -60,6 +60,24 @@ def prime_optimizer(optimizer: O) -> O:
         )
     prime(optimizer)
     return optimizer
+
+
+@contextmanager
+def primed(
+    optimizer: torch.optim.Optimizer, only: Collection[int] | None = None
+) -> Iterator[dict[int, Any]]:
+    """Primes an optimizer for the time of the block; see `prime`.
+
+    Yields the new state by the id of its parameter: none if the optimizer's step raises.
+    """
+    made: list[torch.Tensor] = []
+    with suppress(Exception):  # whatever its step raises: it has no state then
+        made = prime(optimizer, only)
+    try:
+        yield {id(parameter): optimizer.state[parameter] for parameter in made}
+    finally:
+        for parameter in made:
+            optimizer.state.pop(parameter, None)
 
 
 def prime(

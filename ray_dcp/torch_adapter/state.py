@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError, StateDictError
 from ray_dcp.torch_adapter.collective import call_user_code
 from ray_dcp.torch_adapter.flatten import Flat, below, check_names, concerns, flatten
-from ray_dcp.torch_adapter.optimizer_state import Cast, Stored, gives_torchs, optimizer_part, primed
+from ray_dcp.torch_adapter.optimizer_state import Cast, Stored, gives_torchs, optimizer_part
+from ray_dcp.torch_adapter.priming import primed
 
 _NEVER = frozenset({torch.Tensor, torch.nn.Parameter, dict, list, int, float, str, bool})
 
@@ -144,7 +145,7 @@ def stateful_to_load_targets(
         if part is None:
             targets.values[key] = value
         elif isinstance(value, torch.optim.Optimizer):
-            asked = part.asked(str(key), stored, prefixes, strict=strict is not False)
+            asked = part.targets(str(key), stored, prefixes, strict=strict is not False)
             parts[key], targets.values[key] = part, asked.state
             targets.optimizers.append(part)
             targets.left.update(asked.left)
