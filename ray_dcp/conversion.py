@@ -27,12 +27,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.serialization import set_default_mmap_options, skip_data
 
-from ray_dcp.core.values import ChunkTable, Kind, NamePath
+from ray_dcp.core.values import Kind, NamePath
 from ray_dcp.errors import (
     InvalidRequestError,
     StateDictError,
@@ -55,13 +54,14 @@ from ray_dcp.torch_adapter.objects import (
     load_torch_file,
     storage_records,
 )
+from ray_dcp.torch_adapter.optimizer_state import Stored
 from ray_dcp.torch_adapter.sink import AsStored
 from ray_dcp.torch_adapter.targets import first_chunks
-from ray_dcp.torch_adapter.tensors import dtype_name, dtype_of, is_plain
+from ray_dcp.torch_adapter.tensors import dtype_name, is_plain
 
 
 @dataclass(frozen=True)
-class Stored:
+class Selected:
     """One tensor or object of a checkpoint, and its place and dtype in the new state dict."""
 
     name: str
@@ -80,26 +80,7 @@ class Stored:
         return ".".join(map(str, self.path))
 
 
-def stored_in_table(table: ChunkTable, *, is_stock: bool) -> list[Stored]:
-    """Returns the tensors and objects of a chunk table.
-
-    Args:
-        table: Chunk table of a committed checkpoint of ray_dcp or of stock DCP.
-        is_stock: Whether stock DCP wrote it, which does not record tensor subclasses.
-    """
-    found = []
-    for number, (name, path) in enumerate(zip(table.names, table.paths, strict=True)):
-        shape = tuple(table.shape[number, : table.ndim[number]].tolist())
-        if table.kind[number] == Kind.OBJECT:
-            found.append(Stored(name, path or (name,)))
-        else:
-            dtype = dtype_of(table.dtypes[table.dtype[number]], fqn=name)
-            may_be = is_stock or bool(table.kind[number] == Kind.OPAQUE)
-            found.append(Stored(name, path or (name,), shape, dtype, may_be))
-    return found
-
-
-def of_classes(checkpoint_id: CheckpointId, stored: Iterable[Stored]) -> list[Stored]:
+def of_classes(checkpoint_id: CheckpointId, stored: Iterable[Selected]) -> list[Selected]:
     """Returns the tensors of a checkpoint that are tensor subclasses.
 
     Complexity: For stock DCP, reads the head of one item of each tensor; for ray_dcp, nothing.
@@ -112,9 +93,9 @@ def of_classes(checkpoint_id: CheckpointId, stored: Iterable[Stored]) -> list[St
     table, transforms = checkpoint.table, checkpoint.transforms
     numbers = {name: number for number, name in enumerate(table.names)}
     first = first_chunks(table)
-    found: list[Stored] = []
+    found: list[Selected] = []
 
-    def look(each: Stored) -> None:
+    def look(each: Selected) -> None:
         chunk = int(first[numbers[each.name]])
         if chunk < 0:
             return
@@ -132,29 +113,12 @@ def of_classes(checkpoint_id: CheckpointId, stored: Iterable[Stored]) -> list[St
     return found
 
 
-def stored_in_metadata(metadata: Metadata) -> list[Stored]:
-    """Returns the tensors and objects of the metadata of a third-party reader.
-
-    Args:
-        metadata: Result of `StorageReader.read_metadata`.
-    """
-    paths: Mapping[str, Any] = metadata.planner_data or {}
-    found = []
-    for name, entry in metadata.state_dict_metadata.items():
-        path = tuple(paths.get(name) or (name,))
-        if isinstance(entry, TensorStorageMetadata):
-            found.append(Stored(name, path, tuple(entry.size), entry.properties.dtype))
-        else:
-            found.append(Stored(name, path))
-    return found
-
-
 def chosen(
-    stored: Sequence[Stored],
+    stored: Sequence[Selected],
     include: Sequence[str] = (),
     key_map: KeyMap | None = None,
     dtype: torch.dtype | None = None,
-) -> list[Stored]:
+) -> list[Selected]:
     """Selects, renames and casts the contents of a checkpoint.
 
     Args:
@@ -167,7 +131,7 @@ def chosen(
         InvalidRequestError: No name is selected, or two values get the same name.
     """
     rename = renamer(key_map) if key_map is not None else None
-    kept: dict[str, Stored] = {}
+    kept: dict[str, Selected] = {}
     for each in stored:
         if not matches(each.name, include):
             continue
@@ -230,7 +194,7 @@ _PART_BYTES = 1 << 30
 
 def stored_in(
     checkpoint_id: CheckpointId | None, reader: StorageReader | None
-) -> tuple[list[Stored], bytes]:
+) -> tuple[list[Selected], bytes]:
     """Returns the contents and the record of a checkpoint; an empty record for a third party's.
 
     Args:
@@ -241,14 +205,22 @@ def stored_in(
         CheckpointError: As `load` does.
     """
     decision = decide_load(None, reader, checkpoint_id)
-    if decision.path != FOREIGN and decision.target is not None:
+    record, is_ours = b"", decision.path != FOREIGN and decision.target is not None
+    if is_ours:
         checkpoint = read_checkpoint(open_storage(decision.target), checks_later=True)
-        return stored_in_table(
-            checkpoint.table, is_stock=checkpoint.kind == "stock"
-        ), checkpoint.record
-    if checkpoint_id is not None:
-        decision.storage.reset(checkpoint_id)
-    return stored_in_metadata(decision.storage.read_metadata()), b""
+        table, record = checkpoint.table, checkpoint.record
+        content = Stored.of_table(table, {name: at for at, name in enumerate(table.names)})
+    else:
+        if checkpoint_id is not None:
+            decision.storage.reset(checkpoint_id)
+        content = Stored.of(decision.storage.read_metadata())
+    found = []
+    for name in content.names:
+        value = content.value(name)
+        is_any_class = is_ours and value.dtype is not None and value.is_raw is not True
+        path = tuple(value.path or (name,))
+        found.append(Selected(name, path, value.shape, value.dtype, is_any_class))
+    return found, record
 
 
 def check_stands(checkpoint_id: CheckpointId, record: bytes) -> None:
@@ -269,7 +241,7 @@ def check_stands(checkpoint_id: CheckpointId, record: bytes) -> None:
 
 
 def added_up(
-    told: Told | None, tensors: Iterable[Stored | torch.Tensor]
+    told: Told | None, tensors: Iterable[Selected | torch.Tensor]
 ) -> Callable[[int], None] | None:
     """Returns a callback that sums up the bytes read and reports the sum; None if `told` is None.
 
@@ -335,7 +307,7 @@ def _parts(flat: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield part
 
 
-def bytes_of(stored: Stored | torch.Tensor) -> int:
+def bytes_of(stored: Selected | torch.Tensor) -> int:
     """Returns the size of a tensor, in bytes."""
     return prod(stored.shape) * (stored.dtype or torch.uint8).itemsize
 
@@ -611,7 +583,7 @@ def torch_save_to_dcp(
 def _subset(state: Mapping[Any, Any], include: Sequence[str], key_map: KeyMap | None) -> Any:
     flat = flatten(state)
     everything = [
-        Stored(name, path, (), None) for name, path in zip(flat.names, flat.paths, strict=True)
+        Selected(name, path, (), None) for name, path in zip(flat.names, flat.paths, strict=True)
     ]
     values = dict(zip(flat.names, flat.values, strict=True))
     kept = chosen(everything, include, key_map)
@@ -642,8 +614,8 @@ def _published(path: str | os.PathLike[str]) -> Iterator[str]:
         temporary.unlink(missing_ok=True)
 
 
-def _dealt(stored: Sequence[Stored], file_bytes: int) -> list[list[Stored]]:
-    files: list[list[Stored]] = [[]]
+def _dealt(stored: Sequence[Selected], file_bytes: int) -> list[list[Selected]]:
+    files: list[list[Selected]] = [[]]
     room = file_bytes
     for each in stored:
         if files[-1] and bytes_of(each) > room:
@@ -656,7 +628,7 @@ def _dealt(stored: Sequence[Stored], file_bytes: int) -> list[list[Stored]]:
 
 def _write_safetensors(
     path: Path,
-    stored: Sequence[Stored],
+    stored: Sequence[Selected],
     checkpoint_id: CheckpointId,
     options: LoadOptions | None,
     progress: Callable[[int], None] | None,

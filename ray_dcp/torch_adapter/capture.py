@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 from warnings import warn
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from ray_dcp.core.dtypes import READABLE, as_numbers, raw_dtype
+from ray_dcp.core.dtypes import READABLE
 from ray_dcp.core.processes import collector_paused
 from ray_dcp.core.values import BoolArray, Columns, Int64Array, Kind, NamePath, Settled, padded
 from ray_dcp.errors import InvalidRequestError, NonFiniteError, UnsupportedValueError
@@ -41,6 +40,7 @@ from ray_dcp.torch_adapter.subclasses import with_attributes
 from ray_dcp.torch_adapter.tensors import (
     PLAIN_TYPES,
     dtype_name,
+    dtype_of,
     host_bytes,
     host_bytes_of_many,
     is_checkpointable,
@@ -200,20 +200,9 @@ class TensorBytes:
         except UnsupportedValueError:
             return list(map(self, rows))
 
-    def nonfinite(self, rows: Sequence[int]) -> dict[int, NonFinite]:
-        """Counts nonfinite values on the device, for those of the rows that are on devices.
-
-        Args:
-            rows: Rows of tensors.
-        """
-        on_device: dict[torch.device, list[int]] = defaultdict(list)
-        for row in rows if self._moment.marks else ():
-            if self._moment.driver.has(self._values[row]):
-                on_device[self._values[row].device].append(row)
-        found: dict[int, NonFinite] = {}
-        for own in on_device.values():
-            values = [self._values[row] for row in own]
-            found.update(zip(own, nonfinite_on_device(values), strict=True))
+    def tensor(self, row: int) -> torch.Tensor:
+        """Returns the tensor in a row."""
+        found: torch.Tensor = self._values[row]
         return found
 
     def filler(self, host: Any) -> Any:
@@ -507,8 +496,6 @@ def alone(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
     return with_attributes(made, tensor)
 
 
-_SLAB_ELEMENTS = 1 << 16
-"""Number of values that are checked at once: they stay in the cache."""
 _MOST_NAMED = 8
 
 
@@ -544,7 +531,7 @@ def checking_finite(
 
     def look() -> Capture:
         captured = take()
-        bad = list(_nonfinite_items(captured))
+        bad = _nonfinite_items(captured)
         if not bad:
             return captured
         told = _told(bad, rank)
@@ -563,38 +550,23 @@ def checking_finite(
     return look
 
 
-def nonfinite_of(raw: npt.NDArray[Any], dtype: str) -> NonFinite:
-    """Returns the number of NaN and the number of infinities.
+_PIECE_ELEMENTS = 4 << 20
+"""Most values that are converted at once."""
+_BATCH_BYTES = 256 << 20
+"""Tensors of one device are searched together up to this size, with one copy to the host."""
+
+
+def nonfinite_of(tensors: Sequence[torch.Tensor]) -> list[NonFinite]:
+    """Returns the number of NaN and of infinities of each tensor, counted on its device.
 
     Args:
-        raw: One-dimensional array of `raw_dtype(dtype)`.
-        dtype: Name of a torch dtype, one of `READABLE`.
+        tensors: Plain tensors of one device.
+
+    Complexity: one sum of each tensor, and one copy to the host for all of them; where a sum is not
+    finite, two copies more, and memory for a few pieces of `_PIECE_ELEMENTS`.
 
     Examples:
-        >>> nonfinite_of(np.array([3.0, -4.0, np.nan], np.float32), "float32")
-        (1, 0)
-    """
-    num_nan = num_inf = 0
-    for low in range(0, len(raw), _SLAB_ELEMENTS):
-        values = as_numbers(raw[low : low + _SLAB_ELEMENTS], dtype)
-        with np.errstate(over="ignore", invalid="ignore"):
-            if np.isfinite(np.vdot(values, values).real):
-                continue
-            size = np.abs(values)
-        # Why checked again: only here is a value nonfinite, or so large that its square is.
-        num_nan += int(np.count_nonzero(np.isnan(size)))
-        num_inf += int(np.count_nonzero(np.isinf(size)))
-    return num_nan, num_inf
-
-
-def nonfinite_on_device(tensors: Sequence[torch.Tensor]) -> list[NonFinite]:
-    """Returns `nonfinite_of` plain tensors of one device, counted on that device.
-
-    Complexity: one copy to the host for all tensors, and device memory for a few pieces of
-    `_PIECE_ELEMENTS`.
-
-    Examples:
-        >>> nonfinite_on_device([torch.tensor([3.0, -4.0, torch.nan])])
+        >>> nonfinite_of([torch.tensor([3.0, -4.0, torch.nan])])
         [(1, 0)]
     """
     found = [(0, 0)] * len(tensors)
@@ -604,14 +576,16 @@ def nonfinite_on_device(tensors: Sequence[torch.Tensor]) -> list[NonFinite]:
         if tensor.numel()
         for piece in _pieces(tensor.detach())
     ]
-    if pieces:
-        counts = torch.stack([_nonfinite_of_piece(piece) for _, piece in pieces]).tolist()
-        for (index, _), (num_nan, num_inf) in zip(pieces, counts, strict=True):
+    if not pieces:
+        return found
+    finite = torch.stack([_sum(piece) for _, piece in pieces]).isfinite().tolist()
+    for (index, piece), is_finite in zip(pieces, finite, strict=True):
+        # Why counted only here: a sum of finite values may overflow too.
+        if not is_finite:
+            size = piece.to(torch.complex128 if piece.is_complex() else torch.float64).abs()
+            num_nan, num_inf = torch.stack([size.isnan().sum(), size.isinf().sum()]).tolist()
             found[index] = (found[index][0] + num_nan, found[index][1] + num_inf)
     return found
-
-
-_PIECE_ELEMENTS = 4 << 20
 
 
 def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -622,26 +596,39 @@ def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [piece for half in halves for piece in _pieces(half)]
 
 
-def _nonfinite_of_piece(piece: torch.Tensor) -> torch.Tensor:
-    """Returns int64[2]: the number of NaN and of infinities."""
-    size = piece.to(torch.complex128 if piece.is_complex() else torch.float64).abs()
-    return torch.stack([size.isnan().sum(), size.isinf().sum()])
+def _sum(piece: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of a tensor, which is finite only if all values are."""
+    if piece.is_complex():
+        piece = torch.view_as_real(piece.resolve_conj())
+    # Why: sums of short floats overflow early, and some dtypes have none.
+    return (piece if piece.itemsize > 2 else piece.float()).sum().double()
 
 
-def _nonfinite_items(captured: Capture) -> Iterator[tuple[str, NonFinite, int]]:
-    """Yields name, counts and number of values of each item with NaN or infinities."""
-    columns, source = captured.columns, captured.source
-    readable = np.array([*(dtype in READABLE for dtype in columns.dtypes), False])
-    rows = np.flatnonzero((columns.kind == Kind.TENSOR) & readable[columns.dtype]).tolist()
-    found = source.nonfinite(rows) if isinstance(source, TensorBytes) else {}
-    for row in rows:
-        counts = found.get(row)
-        if counts is None:
-            dtype = columns.dtypes[columns.dtype[row]]
-            counts = nonfinite_of(np.frombuffer(source(row), raw_dtype(dtype)), dtype)
-        if any(counts):
-            size = columns.size[row, : columns.ndim[row]]
-            yield columns.names[columns.name[row]], counts, int(size.prod())
+def _nonfinite_items(captured: Capture) -> list[tuple[str, NonFinite, int]]:
+    """Returns name, counts and number of values of each item with NaN or infinities."""
+    columns = captured.columns
+    source: Any = captured.source
+    searched = np.array([*map(_may_be_nonfinite, columns.dtypes), False])
+    rows = np.flatnonzero((columns.kind == Kind.TENSOR) & searched[columns.dtype]).tolist()
+    found: dict[int, NonFinite] = {}
+    batches: dict[torch.device, dict[int, torch.Tensor]] = defaultdict(dict)
+    for number, row in enumerate(rows, start=1):
+        tensor = source.tensor(row)
+        batches[tensor.device][row] = tensor
+        for device, batch in list(batches.items()):
+            if number == len(rows) or sum(one.nbytes for one in batch.values()) > _BATCH_BYTES:
+                found.update(zip(batch, nonfinite_of([*batch.values()]), strict=True))
+                del batches[device]
+    return [
+        (columns.names[columns.name[row]], found[row], source.tensor(row).numel())
+        for row in rows
+        if any(found[row])
+    ]
+
+
+def _may_be_nonfinite(dtype: str) -> bool:
+    found = dtype_of(dtype)
+    return dtype in READABLE and (found.is_floating_point or found.is_complex)
 
 
 def _told(bad: list[tuple[str, NonFinite, int]], rank: int) -> str:

@@ -42,7 +42,7 @@ from ray_dcp.options import LoadOptions, dims_of
 from ray_dcp.planning.reads import Wanted
 from ray_dcp.torch_adapter.flatten import Flat, below, flatten, flatten_top, stored_names
 from ray_dcp.torch_adapter.objects import load_object
-from ray_dcp.torch_adapter.optimizer_state import Cast, Stored, StoredValue, check_all_taken
+from ray_dcp.torch_adapter.optimizer_state import Cast, Stored, check_all_taken
 from ray_dcp.torch_adapter.shards import Layouts, is_sharded, sharded
 from ray_dcp.torch_adapter.sink import (
     AsStored,
@@ -56,7 +56,6 @@ from ray_dcp.torch_adapter.sink import (
     target_problem,
 )
 from ray_dcp.torch_adapter.state import (
-    LoadTargets,
     OwnValues,
     must_be_taken,
     stateful_to_load_targets,
@@ -536,7 +535,7 @@ def plan_targets(
     index = stored_names(table.names, options.key_map)
     loaded = None
     if stateful:
-        stored = _stored(table, index)
+        stored = Stored.of_table(table, index)
         loaded = stateful_to_load_targets(state_dict, stored, prefixes, strict=options.strict)
     placing = Placing(table, options, flatten_sharded_tensors=flatten_sharded_tensors)
     with collector_paused():
@@ -563,26 +562,33 @@ def plan_targets(
     whole += [number for number, _ in own.numbers]
     boxes = (placing.raw.wanted(), placing.opaque.wanted())
     placing.take_chunks(table if narrow is None else narrow(boxes, whole))
+    late: list[Cast] = []
+
+    def finish() -> None:
+        placing.finish()
+        own.finish()
+        if loaded is not None:
+            loaded.put_back(state_dict)
+            late.extend(loaded.casts)
+
     with collector_paused():
-        return _targets(placing, own, state_dict, loaded, missing, unexpected, untaken)
-
-
-def _stored(table: ChunkTable, index: Mapping[str, int]) -> Stored:
-    of_tensors = table.kind[table.tensor] == Kind.TENSOR
-    # In checkpoints of stock DCP, an item may be anything that torch.save accepts.
-    is_told = not bool((table.payload_offset[of_tensors] < 0).any())
-
-    def value(name: str) -> StoredValue:
-        number = index[name]
-        kind, path = table.kind[number], table.paths[number]
-        if kind == Kind.OBJECT:
-            return StoredValue(path)
-        shape = tuple(table.shape[number, : table.ndim[number]].tolist())
-        dtype = dtype_of(table.dtypes[table.dtype[number]], fqn=name)
-        is_raw = bool(kind == Kind.TENSOR)
-        return StoredValue(path, shape, dtype, is_raw if is_told or not is_raw else None)
-
-    return Stored(index, value)
+        return Targets(
+            placing.table,
+            options,
+            placing.raw,
+            placing.opaque,
+            objects=placing.object_takers(own),
+            without_chunk=placing.without_chunk(own),
+            finish=finish,
+            loaded=(*placing.loaded, *own.loaded),
+            missing=missing,
+            unexpected=unexpected,
+            cast=tuple(placing.cast),
+            late_cast=late,
+            resized=tuple(placing.resizing.done),
+            untaken=untaken,
+            whole=() if loaded is None else loaded.whole,
+        )
 
 
 def _wanted(flat: Flat, prefixes: tuple[str, ...]) -> Flat:
@@ -622,68 +628,23 @@ def _compared(
         MissingKeyError: The checkpoint lacks keys, and `options` make this an error.
     """
     rest = own.rest
-    plain = not (own.asked or own.missing or rest.empty or left)
-    # Why first: usually no key is missing or unexpected, and sets of all names take time.
-    if plain and len(rest.names) == len(index) == len(stored):
-        plain = all(map(index.__contains__, rest.names))
-        if plain:
-            return tuple(own.kept), ()
-    asked = {*own.rest.names, *own.asked, *(own.rest.empty & index.keys())} - left
-    # Why the comparison first: it runs in C, and usually no key is missing or unexpected.
-    all_there = index.keys() >= asked and not own.missing
-    same = all_there and len(asked) == len(index) == len(stored)
-    missing = () if all_there else (*(n for n in own.rest.names if n not in index), *own.missing)
+    missing = (*(name for name in rest.names if name not in index), *own.missing)
     unexpected: tuple[str, ...] = ()
-    if not same:
-        prefixes = options.prefixes
-        named = dict.fromkeys(index.values()) if options.key_map is not None else None
+    num_asked = len(rest.names) + len(own.asked) + len(rest.empty & index.keys()) - len(left)
+    # Why first: usually no key is missing or unexpected, and sets of all names take time.
+    if missing or num_asked != len(stored):
+        asked, prefixes = {*rest.names, *own.asked, *rest.empty} - left, options.prefixes
         unexpected = tuple(
             stored[number]
             for name, number in index.items()
             if name not in asked and (not prefixes or below(name, prefixes))
         )
-        if named is not None and not prefixes:
-            unexpected += tuple(n for i, n in enumerate(stored) if i not in named)
+        if not prefixes:
+            mapped = set(index.values())
+            unexpected += tuple(name for i, name in enumerate(stored) if i not in mapped)
     if missing and options.strict is not False:
         raise _missing_error(missing, unexpected)
     return (*missing, *own.kept), unexpected
-
-
-def _targets(
-    placing: Placing,
-    own: OwnValues,
-    state_dict: MutableMapping[str, Any],
-    loaded: LoadTargets | None,
-    missing: tuple[str, ...],
-    unexpected: tuple[str, ...],
-    untaken: Untaken | None,
-) -> Targets:
-    late: list[Cast] = []
-
-    def finish() -> None:
-        placing.finish()
-        own.finish()
-        if loaded is not None:
-            loaded.put_back(state_dict)
-            late.extend(loaded.casts)
-
-    return Targets(
-        placing.table,
-        placing.options,
-        placing.raw,
-        placing.opaque,
-        objects=placing.object_takers(own),
-        without_chunk=placing.without_chunk(own),
-        finish=finish,
-        loaded=(*placing.loaded, *own.loaded),
-        missing=missing,
-        unexpected=unexpected,
-        cast=tuple(placing.cast),
-        late_cast=late,
-        resized=tuple(placing.resizing.done),
-        untaken=untaken,
-        whole=() if loaded is None else loaded.whole,
-    )
 
 
 def _matching_flat(loaded: Mapping[str, Any], index: Mapping[str, int]) -> Flat:

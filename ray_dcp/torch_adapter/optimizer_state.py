@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from ray_dcp.core.values import IntKey, NamePath
+from ray_dcp.core.values import ChunkTable, IntKey, Kind, NamePath
 from ray_dcp.errors import StateDictError
 from ray_dcp.torch_adapter.flatten import below, flatten, set_by_path
 from ray_dcp.torch_adapter.priming import primed, shard_like, state_of
 from ray_dcp.torch_adapter.sink import target_problem
-from ray_dcp.torch_adapter.tensors import dtype_name, is_plain
+from ray_dcp.torch_adapter.tensors import dtype_name, dtype_of, is_plain
 
 OTHER_STATE = "other_state"
 """Name for the entries of `optimizer.state` whose keys are no parameters. Why separate: among names
@@ -78,6 +78,29 @@ class Stored:
             return StoredValue(path, tuple(item.size), item.properties.dtype)
 
         return cls(items, value)
+
+    @classmethod
+    def of_table(cls, table: ChunkTable, index: Mapping[str, int]) -> Stored:
+        """Returns the content of a chunk table.
+
+        Args:
+            table: The chunk table; of stock DCP's, a tensor's item may be anything.
+            index: Names that can be requested, with their numbers in the table.
+        """
+        of_tensors = table.kind[table.tensor] == Kind.TENSOR
+        is_known = not bool((table.payload_offset[of_tensors] < 0).any())
+
+        def value(name: str) -> StoredValue:
+            number = index[name]
+            kind, path = table.kind[number], table.paths[number]
+            if kind == Kind.OBJECT:
+                return StoredValue(path)
+            shape = tuple(table.shape[number, : table.ndim[number]].tolist())
+            dtype = dtype_of(table.dtypes[table.dtype[number]], fqn=name)
+            is_raw = bool(kind == Kind.TENSOR)
+            return StoredValue(path, shape, dtype, is_raw if is_known or not is_raw else None)
+
+        return cls(index, value)
 
     def below(self, key: str, prefixes: Sequence[str]) -> dict[str, StoredValue]:
         """Returns the selected values below a key, by the rest of their names."""

@@ -342,7 +342,7 @@ class _Resolved(Rows):
             if fqn not in self._numbers:
                 self._numbers[fqn] = self.add_name(fqn, self._path_of.get(fqn))
             self.name[-1] = self._numbers[fqn]
-        return Capture(self.columns(), self.source, self.deferred, tuple(self.warnings))
+        return Capture(self.columns(), self, self.deferred, tuple(self.warnings))
 
     def _resolve(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Returns the result of `resolve_data` after checking it against the item."""
@@ -370,17 +370,19 @@ class _Resolved(Rows):
             )
         return data  # type: ignore[no-any-return]
 
-    def source(self, row: int) -> memoryview:
-        return host_bytes(self._tensor(row))
+    def __call__(self, row: int) -> memoryview:
+        """Returns the bytes of a row; see `Capture.source`."""
+        return host_bytes(self.tensor(row))
 
     def deferred(self, row: int) -> bytes:
         data = self.values[row]
         if isinstance(data, bytes):
             return data
         fqn = self._items[row].index.fqn
-        return dump_object(alone(self._tensor(row), fqn), fqn=fqn)
+        return dump_object(alone(self.tensor(row), fqn), fqn=fqn)
 
-    def _tensor(self, row: int) -> Any:
+    def tensor(self, row: int) -> Any:
+        """Returns the tensor in a row, resolved again if it was not kept."""
         kept: Any = self.values[row]
         return self._resolve(self._items[row]) if kept is None else kept
 
