@@ -277,24 +277,19 @@ class ElasticBatchSampler:
         if not isinstance(state, Mapping) or any(
             type(state.get(name)) is not kind for name, kind in expected.items()
         ):
+            shown = repr(dict(state)) if isinstance(state, Mapping) else type(state).__name__
             raise StateDictError(
-                f"expected a state with {', '.join(expected)}, found {_shown(state)}; it was not "
-                f"saved by an ElasticBatchSampler"
+                f"expected the state of an ElasticBatchSampler, with {', '.join(expected)}, found "
+                f"{shown[:200]}"
             )
-        if state["order_version"] != ORDER_VERSION:
-            raise StateDictError(
-                f"this place in the data is of order {state['order_version']}, and this version of "
-                f"ray_dcp has order {ORDER_VERSION}; load it with the version that saved it, or "
-                f"leave the sampler out to begin an epoch anew"
-            )
-        if state["num_samples"] != self.num_samples:
-            raise StateDictError(
-                f"this place in the data is of {state['num_samples']} samples, but the data set "
-                f"has {self.num_samples}; leave the sampler out of the state dict to begin an "
-                f"epoch of the new data anew"
-            )
+        for name, own in (("order_version", ORDER_VERSION), ("num_samples", self.num_samples)):
+            if state[name] != own:
+                raise StateDictError(
+                    f"expected a position with {name}={own}, found {state[name]}; leave the "
+                    f"sampler out of the state dict to begin an epoch anew"
+                )
         if state["place"] < 0:
-            raise StateDictError(f"a place in the data can't be {state['place']}")
+            raise StateDictError(f"a position can't be {state['place']}")
         self._order = SampleOrder(self.num_samples, state["seed"], state["shuffle"])
         self._place = state["place"]
         # Why: a global batch larger than the saved one may not fit into the rest of the epoch.
@@ -304,26 +299,19 @@ class ElasticBatchSampler:
 
     def _follow(self, loader: Iterable[T]) -> Iterator[T]:
         places = self._places(self._place)
+        wrong = f"than the epoch has left: does it have this sampler as its batch_sampler? {self!r}"
         self._followed = True
         try:
             for batch in loader:
                 step = next(places, None)
                 if step is None:
-                    raise InvalidRequestError(
-                        f"the loader gave more batches than are left in the epoch: does it have "
-                        f"this sampler as its batch_sampler? {self!r}",
-                        key="loader",
-                    )
+                    raise InvalidRequestError(f"the loader gave more batches {wrong}", key="loader")
                 self._place = step[2]
                 yield batch
         finally:
             self._followed = False
         if next(places, None) is not None:
-            raise InvalidRequestError(
-                f"the loader ended before the epoch did: does it have this sampler as its "
-                f"batch_sampler? {self!r}",
-                key="loader",
-            )
+            raise InvalidRequestError(f"the loader gave fewer batches {wrong}", key="loader")
 
     def _batches(self, place: int) -> Iterator[list[int]]:
         for start, stop, _ in self._places(place):
@@ -372,7 +360,3 @@ def _step(together: Any, each: Any, world_size: int) -> int:
             key="global_batch_size",
         )
     return value if each is None else value * world_size
-
-
-def _shown(state: Any) -> str:
-    return repr(dict(state))[:200] if isinstance(state, Mapping) else type(state).__name__

@@ -1,23 +1,21 @@
-"""`ElasticStream`: an iterable dataset over files or shards, with a position in each of them.
+"""Positions in data that is read in parts: files, loaders over them, and rows of Ray Data.
 
-Each worker of each rank's loader reads whole sources. When the number of ranks or workers changes,
-the unfinished sources are redistributed, and each continues after its last consumed sample.
-
-`LoaderPosition`: the position of torchdata's `StatefulDataLoader`, merged on a resize.
-
-Only this module interprets the loader's state. `tests/unit/test_data_position.py` compares it with
-the state that the installed torchdata writes.
-
-`RowsSeen`: the rows of a Ray Data dataset that an epoch has consumed, by their ids.
-
-Ray Data does not guarantee the order in which ranks get blocks, so that a number of rows does not
-identify them. Ids do, for any order, shuffling and number of ranks.
+- `ElasticStream`: an iterable dataset over files or shards, with a position in each of them. Each
+  worker of each rank's loader reads whole sources. When the number of ranks or workers changes, the
+  unfinished sources are redistributed, and each continues after its last consumed sample.
+- `LoaderPosition`: the position of torchdata's `StatefulDataLoader`, merged on a resize. Nothing
+  else interprets the loader's state; `tests/unit/test_data_position.py` compares it with the state
+  that the installed torchdata writes.
+- `RowsSeen`: the rows of a Ray Data dataset that an epoch has consumed, by their ids. Ray Data does
+  not guarantee the order in which ranks get blocks, so that a number of rows does not identify
+  them. Ids do, for any order, shuffling and number of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -86,9 +84,8 @@ class ElasticStream(IterableDataset[Any]):
         shuffle: bool = True,
     ) -> None:
         self._sources = list(sources)
-        if any(not isinstance(name, str) for name in self._sources) or len(
-            set(self._sources)
-        ) != len(self._sources):
+        is_text = all(isinstance(name, str) for name in self._sources)
+        if not is_text or len(set(self._sources)) != len(self._sources):
             raise InvalidRequestError("sources must be names, each of them once", key="sources")
         if not callable(read):
             raise InvalidRequestError(
@@ -143,7 +140,7 @@ class ElasticStream(IterableDataset[Any]):
             StateDictError: `state` is not such a state, or has sources that this stream lacks;
                 nothing is changed.
         """
-        checked = checked_state(state)
+        checked = _checked(state)
         strange = sorted({*checked["before"], *checked["own"]} - set(self._sources))
         if strange:
             raise StateDictError(
@@ -151,7 +148,7 @@ class ElasticStream(IterableDataset[Any]):
                 f"{', '.join(map(repr, strange[:5]))}, {len(strange)} in all"
             )
         self.epoch, self._ended = checked["epoch"], checked["ended"]
-        self._before, self._own = dict(checked["before"]), dict(checked["own"])
+        self._before, self._own = checked["before"], checked["own"]
 
     def end(self) -> None:
         """Ends the epoch: no more samples are yielded in it."""
@@ -181,12 +178,12 @@ def merged(states: Sequence[Any]) -> State:
     Raises:
         StateDictError: The states are of different epochs, there are none, or they are invalid.
     """
-    checked = [checked_state(state) for state in states]
+    checked = [_checked(state) for state in states]
     epochs = sorted({state["epoch"] for state in checked})
     if len(epochs) != 1:
         raise StateDictError(
-            f"expected the places of ranks and workers in one epoch, found epochs {epochs}; save "
-            f"when all ranks have called set_epoch with the same epoch"
+            f"expected positions in one epoch, found epochs {epochs}; save when all ranks have "
+            f"called set_epoch with the same epoch"
         )
     before: dict[str, int] = {}
     for state in checked:
@@ -197,49 +194,26 @@ def merged(states: Sequence[Any]) -> State:
     return {"epoch": epochs[0], "before": before, "own": {}, "ended": False}
 
 
-def checked_state(state: Any) -> State:
+def _checked(state: Any) -> State:
     """Returns a state of `ElasticStream` after checking it.
 
     Raises:
         StateDictError: `state` is not such a state.
     """
-    ok = (
-        isinstance(state, Mapping)
-        and set(state) == {"epoch", "before", "own", "ended"}
-        and type(state["epoch"]) is int
-        and state["epoch"] >= 0
-        and type(state["ended"]) is bool
-        and all(_are_numbers(state[part]) for part in ("before", "own"))
-    )
-    if not ok:
-        raise StateDictError(
-            f"expected a state of an ElasticStream, with epoch, before, own and ended, found "
-            f"{str(state)[:200]}"
-        )
-    return dict(state)
-
-
-def _are_numbers(part: Any) -> bool:
-    return isinstance(part, Mapping) and all(
-        isinstance(name, str) and type(consumed) is int and consumed >= AT_END
-        for name, consumed in part.items()
+    with suppress(TypeError, ValueError, KeyError):
+        epoch, ended = state["epoch"], state["ended"]
+        before, own = dict(state["before"]), dict(state["own"])
+        counts = [*before.values(), *own.values()]
+        are_counts = all(type(count) is int and count >= AT_END for count in counts)
+        if are_counts and type(epoch) is int and epoch >= 0 and type(ended) is bool:
+            return {"epoch": epoch, "before": before, "own": own, "ended": ended}
+    raise StateDictError(
+        f"expected the state of an ElasticStream, with epoch, before, own and ended, found "
+        f"{str(state)[:200]}"
     )
 
 
 Resized = Callable[[Sequence[Any], int, int], Any]
-
-
-@runtime_checkable
-class _Loader(Protocol):
-    dataset: Any
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the position of this rank's loader."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Sets the position of the next iteration."""
-        ...
 
 
 class LoaderPosition:
@@ -279,16 +253,16 @@ class LoaderPosition:
     """
 
     def __init__(self, loader: Any, *, resized: Resized | None = None) -> None:
-        if not isinstance(loader, _Loader):
+        if not all(hasattr(loader, n) for n in ("state_dict", "load_state_dict", "dataset")):
             raise InvalidRequestError(
-                f"expected a loader with state_dict, load_state_dict and dataset, as torchdata's "
-                f"StatefulDataLoader has, but got {type(loader).__name__}",
+                f"expected a loader with state_dict, load_state_dict and dataset, such as "
+                f"torchdata's StatefulDataLoader, found {type(loader).__name__}",
                 key="loader",
             )
         if isinstance(getattr(loader, "batch_sampler", None), ElasticBatchSampler):
             raise InvalidRequestError(
-                "the loader has an ElasticBatchSampler, which knows the place for any number of "
-                "ranks; put the sampler into the state dict instead of the loader",
+                "the loader has an ElasticBatchSampler, whose position is valid for any number of "
+                "ranks; put the sampler into the state dict instead",
                 key="loader",
             )
         if resized is not None and not callable(resized):
@@ -299,8 +273,12 @@ class LoaderPosition:
         self._loader = loader
         self._stream = loader.dataset if isinstance(loader.dataset, ElasticStream) else None
         self._resized = resized
-        if self._stream is not None:
-            _check_settings(loader)
+        for name, (value, why) in _NEEDED.items() if self._stream is not None else ():
+            if (found := getattr(loader, name, value)) != value:
+                raise InvalidRequestError(
+                    f"a loader of an ElasticStream needs {name}={value!r}, found {found!r}: {why}",
+                    key=name,
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the loader's state as a per-rank value."""
@@ -345,21 +323,12 @@ class LoaderPosition:
             self._loader.load_state_dict(found)
 
 
-def _check_settings(loader: Any) -> None:
-    needed = {
-        "persistent_workers": (False, "its workers would not hear of a new epoch"),
-        "snapshot_every_n_steps": (1, "between snapshots nobody knows what was consumed"),
-        "in_order": (True, "what was consumed would not be what comes first"),
-    }
-    for name, (value, why) in needed.items():
-        found = getattr(loader, name, value)
-        if found != value:
-            raise InvalidRequestError(
-                f"a loader of an ElasticStream needs {name}={value!r}, but has {found!r}: {why}",
-                key=name,
-            )
-
-
+_NEEDED = {
+    "persistent_workers": (False, "its workers would not hear of a new epoch"),
+    "snapshot_every_n_steps": (1, "what was consumed is not known between snapshots"),
+    "in_order": (True, "what was consumed would not be what comes first"),
+}
+"""Settings that a loader of an `ElasticStream` must have, and why."""
 _MERGED = "ray_dcp.merged"
 _SNAPSHOT = "_snapshot"
 
@@ -384,101 +353,12 @@ def _places_in(state: Any) -> list[Any]:
         ) from error
 
 
-MOST_LATER = 4096
-"""Added runs are merged when there are more than this, and more than merged runs."""
-
 T = TypeVar("T")
 Runs = NDArray[np.int64]
+"""A set of integers: runs [start, stop) in increasing order, of shape (number, 2)."""
 
-
-class IdRuns:
-    """A set of integers, stored as runs [start, stop) in increasing order.
-
-    Args:
-        runs: Runs as returned by the property `runs`, of shape (number, 2).
-
-    Raises:
-        StateDictError: `runs` has another shape or order.
-
-    Examples:
-        >>> ids = IdRuns()
-        >>> ids.add([3, 4, 5, 9])
-        >>> ids.runs.tolist(), len(ids), ids.has([4, 6]).tolist()
-        ([[3, 6], [9, 10]], 4, [True, False])
-
-    Complexity: 16 bytes per run. `add` sorts its argument and, rarely, all runs: n additions cost
-    O(n log n) in total.
-    """
-
-    def __init__(self, runs: ArrayLike = ()) -> None:
-        found = np.asarray(runs)
-        if not found.size:
-            found = np.empty((0, 2), np.int64)
-        ends = found.ravel()
-        if (
-            found.ndim != 2
-            or found.shape[1] != 2
-            or found.dtype.kind not in "iu"
-            or bool((np.diff(ends.astype(np.int64)) <= 0).any())
-        ):
-            raise StateDictError(
-                "expected runs [start, stop) of ids in increasing order, found something else"
-            )
-        self._runs: Runs = found.astype(np.int64)
-        self._later: list[Runs] = []
-        self._num_later = 0
-
-    @property
-    def runs(self) -> Runs:
-        """The smallest number of runs, in increasing order, of shape (number, 2)."""
-        if self._later:
-            every = np.concatenate((self._runs, *self._later))
-            every = every[np.argsort(every[:, 0], kind="stable")]
-            reach = np.maximum.accumulate(every[:, 1])
-            begins = np.concatenate(([True], every[1:, 0] > reach[:-1]))
-            ends = np.concatenate((begins[1:], [True]))
-            self._runs = np.stack((every[begins, 0], reach[ends]), axis=1)
-            self._later, self._num_later = [], 0
-        return self._runs
-
-    def __len__(self) -> int:
-        return int((self.runs[:, 1] - self.runs[:, 0]).sum())
-
-    def add(self, ids: ArrayLike) -> None:
-        """Adds ids to the set.
-
-        Raises:
-            InvalidRequestError: `ids` are not integers.
-        """
-        numbers = np.unique(_whole(ids))
-        if numbers.size:
-            begins = np.concatenate(([True], np.diff(numbers) != 1))
-            ends = np.concatenate((begins[1:], [True]))
-            self._join(np.stack((numbers[begins], numbers[ends] + 1), axis=1))
-
-    def union(self, other: IdRuns) -> None:
-        """Adds all ids of another set."""
-        if len(other.runs):
-            self._join(other.runs)
-
-    def has(self, ids: ArrayLike) -> NDArray[np.bool_]:
-        """Returns for each id whether it is in the set.
-
-        Raises:
-            InvalidRequestError: `ids` are not integers.
-        """
-        numbers, runs = _whole(ids), self.runs
-        if not len(runs):
-            return np.zeros(numbers.shape, np.bool_)
-        row = np.searchsorted(runs[:, 0], numbers, side="right") - 1
-        return np.asarray((row >= 0) & (numbers < runs[np.maximum(row, 0), 1]))
-
-    def _join(self, more: Runs) -> None:
-        self._later.append(more)
-        self._num_later += len(more)
-        # Why not at once: every batch would sort all earlier runs.
-        if self._num_later > max(MOST_LATER, len(self._runs)):
-            _ = self.runs
+MOST_PARTS = 4096
+"""Most batches whose rows are kept apart. Why: merging each at once would sort all earlier runs."""
 
 
 class RowsSeen:
@@ -521,13 +401,23 @@ class RowsSeen:
         if not isinstance(column, str) or not column:
             raise InvalidRequestError(f"column must be a name, but is {column!r}", key="column")
         self._column = column
-        self.epoch = 0
-        self._seen = IdRuns()
+        self._restart(0)
+
+    def _restart(self, epoch: int, seen: Runs | None = None) -> None:
+        self.epoch = epoch
+        self._parts = [_runs_of(()) if seen is None else seen]
+
+    @property
+    def _seen(self) -> Runs:
+        """The ids of the consumed rows, merged."""
+        if len(self._parts) > 1:
+            self._parts = [_joined(self._parts)]
+        return self._parts[0]
 
     @property
     def num_seen(self) -> int:
         """Number of known rows of this epoch: of this rank, and of all before the last load."""
-        return len(self._seen)
+        return int((self._seen[:, 1] - self._seen[:, 0]).sum())
 
     def set_epoch(self, epoch: int) -> None:
         """Starts an epoch; does nothing if it is the current one.
@@ -537,7 +427,7 @@ class RowsSeen:
         """
         check_whole(epoch, "epoch")
         if epoch != self.epoch:
-            self.epoch, self._seen = epoch, IdRuns()
+            self._restart(epoch)
 
     def follow(self, batches: Iterable[T]) -> Iterator[T]:
         """Yields batches, and marks their rows as consumed.
@@ -549,7 +439,9 @@ class RowsSeen:
             InvalidRequestError: A batch lacks the column, or its ids are not integers.
         """
         for batch in batches:
-            self._seen.add(self._ids(batch))
+            self._parts.append(_runs_of(self._ids(batch)))
+            if len(self._parts) > MOST_PARTS:
+                self._parts = [self._seen]
             yield batch
 
     def unseen(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -558,7 +450,10 @@ class RowsSeen:
         Raises:
             InvalidRequestError: As for `follow`.
         """
-        left = ~self._seen.has(self._ids(batch))
+        ids, runs = self._ids(batch), self._seen
+        row = np.searchsorted(runs[:, 0], ids, side="right") - 1
+        stops = np.append(runs[:, 1], np.iinfo(np.int64).min)
+        left = ids >= stops[row]
         return {name: np.asarray(values)[left] for name, values in batch.items()}
 
     def left(self, dataset: Any) -> Any:
@@ -578,7 +473,7 @@ class RowsSeen:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the epoch, and the rows of this rank as a per-rank value."""
-        return {"epoch": self.epoch, "seen": PerRank(self._seen.runs, resized=_on_first_rank)}
+        return {"epoch": self.epoch, "seen": PerRank(self._seen, resized=_on_first_rank)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state of `state_dict`. On another number of ranks, rank 0 gets all rows.
@@ -589,43 +484,71 @@ class RowsSeen:
         own = state.get("seen") if isinstance(state, Mapping) else None
         if not isinstance(own, PerRank) or type(state.get("epoch")) is not int:
             raise StateDictError("expected the state of a RowsSeen, found something else")
-        seen = IdRuns(own.value)
-        self.epoch, self._seen = state["epoch"], seen
+        self._restart(state["epoch"], _checked_runs(own.value))
 
     def _ids(self, batch: Any) -> NDArray[np.int64]:
         try:
             column = batch[self._column]
         except (KeyError, IndexError, TypeError) as error:
+            names = (
+                list(batch) if isinstance(batch, Mapping) else getattr(batch, "column_names", [])
+            )
             raise InvalidRequestError(
-                f"expected batches with a column {self._column!r}, found "
-                f"{type(batch).__name__}{_names(batch)}",
+                f"expected batches with a column {self._column!r}, found {type(batch).__name__}"
+                f"{f' with {names}' if names else ''}",
                 key=self._column,
             ) from error
-        if hasattr(column, "detach"):
-            column = column.detach().cpu()
-        return _whole(column)
+        ids = np.asarray(column.detach().cpu() if hasattr(column, "detach") else column)
+        if ids.size and (ids.dtype.kind not in "iu" or ids.ndim != 1):
+            raise InvalidRequestError(
+                f"ids of rows must be whole numbers in one dimension, but are {ids.dtype} in "
+                f"{ids.ndim}"
+            )
+        return ids.reshape(-1).astype(np.int64)
 
 
 def _on_first_rank(values: Sequence[Any], rank: int, world_size: int) -> Runs:
     # Why only rank 0: what counts is the union over all ranks.
-    every = IdRuns()
-    for value in values if rank == 0 else ():
-        every.union(IdRuns(value))
-    return every.runs
+    return _joined([_checked_runs(value) for value in values]) if rank == 0 else _runs_of(())
 
 
-def _whole(ids: Any) -> NDArray[np.int64]:
-    numbers = np.asarray(ids)
-    if not numbers.size:
-        return np.empty(0, np.int64)
-    if numbers.dtype.kind not in "iu" or numbers.ndim != 1:
-        raise InvalidRequestError(
-            f"ids of rows must be whole numbers in one dimension, but are {numbers.dtype} in "
-            f"{numbers.ndim}"
+def _checked_runs(value: Any) -> Runs:
+    found = np.asarray(value)
+    if (
+        found.ndim != 2
+        or found.shape[1] != 2
+        or found.dtype.kind not in "iu"
+        or bool((np.diff(found.ravel().astype(np.int64)) <= 0).any())
+    ):
+        raise StateDictError(
+            "expected runs [start, stop) of ids in increasing order, found something else"
         )
-    return numbers.astype(np.int64)
+    return found.astype(np.int64)
 
 
-def _names(batch: Any) -> str:
-    names = list(batch) if isinstance(batch, Mapping) else getattr(batch, "column_names", [])
-    return f" with {', '.join(map(str, names))}" if names else ""
+def _runs_of(ids: ArrayLike) -> Runs:
+    """Returns the runs of a set of ids, given in any order.
+
+    Examples:
+        >>> _runs_of([5, 3, 4, 9]).tolist()
+        [[3, 6], [9, 10]]
+    """
+    numbers = np.unique(np.asarray(ids, np.int64))
+    first = np.diff(numbers, prepend=numbers[:1] - 2) != 1
+    last = np.diff(numbers, append=numbers[-1:] + 2) != 1
+    return np.stack((numbers[first], numbers[last] + 1), axis=1)
+
+
+def _joined(parts: Sequence[Runs]) -> Runs:
+    """Returns the union of sets.
+
+    Examples:
+        >>> _joined([_runs_of([1, 2, 7]), _runs_of([3, 7, 8])]).tolist()
+        [[1, 4], [7, 9]]
+    """
+    every = np.concatenate(parts)
+    every = every[np.argsort(every[:, 0], kind="stable")]
+    reach = np.maximum.accumulate(every[:, 1])
+    first = np.r_[True, every[1:, 0] > reach[:-1]][: len(every)]
+    last = np.r_[first[1:], True][: len(every)]
+    return np.stack((every[first, 0], reach[last]), axis=1)

@@ -9,12 +9,11 @@ infinities before the ranks join the save, so that a refused save has neither pl
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 from warnings import warn
 
 import numpy as np
@@ -42,11 +41,9 @@ from ray_dcp.torch_adapter.tensors import (
     dtype_name,
     dtype_of,
     host_bytes,
-    host_bytes_of_many,
     is_checkpointable,
     is_plain,
     unsupported_reason,
-    unsupported_reasons,
 )
 
 NonFinite = tuple[int, int]
@@ -138,8 +135,11 @@ def capture(
     values = rows.values
 
     def deferred(row: int) -> bytes:
-        data: bytes = values[row].bytes()
-        return data
+        held = values[row]
+        if isinstance(held, _Unpickled):
+            fqn = columns.names[columns.name[row]]
+            held = values[row] = dump_object(held.value, fqn=fqn)
+        return held  # type: ignore[no-any-return]
 
     return Capture(columns, TensorBytes(values, columns), deferred, tuple(rows.warnings))
 
@@ -192,14 +192,6 @@ class TensorBytes:
                 f"{name!r} was changed while it was being saved: {error.message}", key=name
             ) from None
 
-    def many(self, rows: Sequence[int]) -> list[memoryview]:
-        """Returns the bytes of many rows; cheaper than one by one for small tensors."""
-        values = self._values
-        try:
-            return host_bytes_of_many([values[row] for row in rows])
-        except UnsupportedValueError:
-            return list(map(self, rows))
-
     def tensor(self, row: int) -> torch.Tensor:
         """Returns the tensor in a row."""
         found: torch.Tensor = self._values[row]
@@ -216,23 +208,10 @@ class TensorBytes:
         return self._moment.filler(self._values, host)
 
 
-class _Deferred:
-    """An item that is serialised on first access, and cached."""
+class _Unpickled(NamedTuple):
+    """An object that is pickled when its bytes are asked for first."""
 
-    __slots__ = ("_data", "_fqn", "_lock", "_value")
-
-    def __init__(self, fqn: str, value: Any, data: bytes | None = None) -> None:
-        self._fqn = fqn
-        self._value = value
-        self._data = data
-        self._lock = threading.Lock()
-
-    def bytes(self) -> bytes:
-        with self._lock:
-            if self._data is None:
-                self._data = dump_object(self._value, fqn=self._fqn)
-                self._value = None
-            return self._data
+    value: Any
 
 
 class Rows:
@@ -309,24 +288,21 @@ class Rows:
     def _plain(self, flat: Flat, rows: slice) -> None:
         """Adds many plain tensors column by column, in a third of the time of one by one."""
         names, paths, tensors = flat.names[rows], flat.paths[rows], flat.values[rows]
-        dtypes = [tensor.dtype for tensor in tensors]
-        try:
-            shapes = [tensor.shape for tensor in tensors]
-            refused = unsupported_reasons(tensors, dtypes)
-        except RuntimeError:  # nested tensors have no shape
-            refused = [
-                (row, why) for row, one in enumerate(tensors) if (why := unsupported_reason(one))
-            ]
+        refused = [
+            f"{name!r} {why}"
+            for name, one in zip(names, tensors, strict=True)
+            if (why := unsupported_reason(one))
+        ]
         if refused:
-            self.problems += [f"{names[row]!r} {why}" for row, why in refused]
+            self.problems += refused
             return
         count, named = len(tensors), len(self._names)
         self._names += names
         self._paths += paths if self._with_paths else [None] * count
         self.name += range(named, named + count)
         self._kind += [_TENSOR] * count
-        self._dtype += dtypes
-        self._shape += shapes
+        self._dtype += [tensor.dtype for tensor in tensors]
+        self._shape += [tensor.shape for tensor in tensors]
         self._requires_grad += [tensor.requires_grad for tensor in tensors]
         if self._frozen is not None:
             some = zip(
@@ -344,15 +320,15 @@ class Rows:
             data = self._dump(fqn, alone(value, fqn))
             shape, requires_grad = tuple(value.shape), value.requires_grad
             digest = bytes_digest(data) if self._digests else 0
-            self.add(_OPAQUE, _Deferred(fqn, None, data), value.dtype, shape, requires_grad, digest)
+            self.add(_OPAQUE, data, value.dtype, shape, requires_grad, digest)
         elif is_simple(value):
             digest = simple_digest(value) if self._digests else 0
-            self.add(_OBJECT, _Deferred(fqn, value), None, (), is_empty, digest)
+            self.add(_OBJECT, _Unpickled(value), None, (), is_empty, digest)
         else:
             is_own = type(value) is PerRank
             data = self._dump(fqn, value.value if is_own else value)
             digest = bytes_digest(data) if self._digests and not is_own else 0
-            self.add(_OBJECT, _Deferred(fqn, None, data), None, (), is_empty, digest)
+            self.add(_OBJECT, data, None, (), is_empty, digest)
 
     def _sharded(self, fqn: str, value: Any) -> None:
         held = sharded(
@@ -367,7 +343,7 @@ class Rows:
             kind, source = _TENSOR, tensor  # type: tuple[int, Any]
             if not is_plain(tensor):
                 data = self._dump(fqn, alone(tensor, fqn))
-                kind, source = _OPAQUE, _Deferred(fqn, None, data)
+                kind, source = _OPAQUE, data
                 digest = bytes_digest(data) if self._digests and held.replicated else 0
             elif (reason := unsupported_reason(tensor)) is not None:
                 raise UnsupportedValueError(f"the local part of {fqn!r} {reason}")

@@ -329,7 +329,7 @@ def _follow(group: Group, step: str, result: _Result, lost: Lost | None) -> Step
     answer = bytes(inbox[group.coordinator_rank])
     if answer[:1] == _OK:
         return lambda: pickle.loads(answer[1:])
-    raise _told_here(_load_error(group, step, answer[1:]), result)
+    raise _load_error(group, step, answer[1:]) from result.original
 
 
 def _coordinate(
@@ -339,10 +339,9 @@ def _coordinate(
     combine: Callable[[list[Any]], Sequence[Any]],
     lost: Lost | None,
 ) -> Steps[Part]:
-    results = {group.rank: result}
-    if group.world_size > 1:
-        inbox = yield from _send(group, f"{step}/gather", {})
-        results |= {rank: _load_result(bytes(inbox[rank]), rank) for rank in group.others}
+    inbox = yield from _send(group, f"{step}/gather", {})
+    results = {rank: _load_result(bytes(inbox[rank]), rank) for rank in group.others}
+    results[group.rank] = result
     failures = {rank: r.failure for rank, r in results.items() if r.failure is not None}
     if not failures:
         values = [r.value for _, r in sorted(results.items())]
@@ -353,20 +352,15 @@ def _coordinate(
     if failures:
         error = group.failed(step, failures)
         failure = _FAILED + pickle.dumps(error)
-        yield from _scatter(group, step, dict.fromkeys(group.others, failure))
-        raise _told_here(error, result)
+        yield from _send(group, f"{step}/scatter", dict.fromkeys(group.others, failure))
+        raise error from result.original
     own, outbox = result.value
     try:
-        yield from _scatter(group, step, outbox)
+        yield from _send(group, f"{step}/scatter", outbox)
     except ParticipantError:
         if lost is None:
             raise
     return lambda: own
-
-
-def _scatter(group: Group, step: str, outbox: Mapping[int, bytes]) -> Steps[None]:
-    if group.world_size > 1:
-        yield from _send(group, f"{step}/scatter", outbox)
 
 
 def _parts(group: Group, parts: Sequence[Any]) -> tuple[Any, dict[int, bytes]]:
@@ -387,13 +381,6 @@ def _parts(group: Group, parts: Sequence[Any]) -> tuple[Any, dict[int, bytes]]:
         own.value if isinstance(own, Sealed) else own,
         {rank: pickled[id(parts[rank])] for rank in group.others},
     )
-
-
-def _told_here(error: CheckpointError, result: _Result) -> CheckpointError:
-    """Returns the error of all ranks, with this rank's own exception as its cause."""
-    if result.original is not None:
-        error.__cause__ = result.original
-    return error
 
 
 _OK = b"+"
@@ -453,4 +440,6 @@ def _exchange(
 
 
 def _send(group: Group, tag: str, outbox: Mapping[int, bytes]) -> Steps[Mapping[int, bytes]]:
+    if group.world_size == 1:
+        return {}
     return (yield from exchanged(_exchange(group, tag, outbox)))

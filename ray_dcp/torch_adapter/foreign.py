@@ -14,7 +14,6 @@ import inspect
 import logging
 import os
 import pickle
-import threading
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
@@ -86,8 +85,7 @@ def await_future(future: Any, timeout_s: float, *, doing: str, rank: int) -> Any
         InvalidRequestError: The object is no future.
         BaseException: The exception that the future failed with.
 
-    Careful: a future without `add_done_callback` is awaited in a daemon thread, which remains when
-    the deadline passes.
+    Careful: the future is awaited in a daemon thread, which remains when the deadline passes.
     """
     if not hasattr(future, "wait") and not hasattr(future, "result"):
         raise InvalidRequestError(
@@ -110,16 +108,8 @@ def await_future(future: Any, timeout_s: float, *, doing: str, rank: int) -> Any
             rank=rank,
         )
 
-    if not hasattr(future, "add_done_callback"):
-        return run_within(get, timeout_s, Stop(), overdue, unwind_s=0.0)
-    completed = threading.Event()
-    future.add_done_callback(lambda _: completed.set())
-    if not completed.wait(timeout_s):
-        raise overdue()
-    return get()
+    return run_within(get, timeout_s, Stop(), overdue, unwind_s=0.0)
 
-
-CheckpointId = AnyPlace
 
 _log = logging.getLogger(__name__)
 
@@ -130,7 +120,7 @@ def foreign_save(
     writer: StorageWriter,
     planner: SavePlanner | None = None,
     *,
-    checkpoint_id: CheckpointId | None = None,
+    checkpoint_id: AnyPlace | None = None,
     use_collectives: bool = True,
     stateful: bool = True,
     clock: phases.PhaseClock | None = None,
@@ -231,7 +221,7 @@ def foreign_load(
     reader: StorageReader,
     planner: LoadPlanner | None = None,
     *,
-    checkpoint_id: CheckpointId | None = None,
+    checkpoint_id: AnyPlace | None = None,
     stateful: bool = True,
     clock: phases.PhaseClock | None = None,
 ) -> Steps[None]:

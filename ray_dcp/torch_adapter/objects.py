@@ -319,21 +319,6 @@ def _sparse(machine: ObjectMachine, args: tuple[Any, ...]) -> torch.Tensor:
     )
 
 
-def _nested(machine: ObjectMachine, args: tuple[Any, ...]) -> torch.Tensor:
-    buffer, *places = args
-    for tensor in args:
-        _need_dense(tensor)
-        need(tensor.is_contiguous() and tensor.device.type == "cpu")
-    need(all(tensor.dtype is torch.int64 for tensor in places) and buffer.dim() == 1)
-    sizes, strides, offsets = places
-    need(sizes.dim() == 2 and strides.shape == sizes.shape and offsets.shape == sizes.shape[:1])
-    machine.spend(128 * sizes.numel())
-    for size, stride, offset in zip(*(one.tolist() for one in places), strict=True):
-        raw = buffer.untyped_storage()[: buffer.numel() * buffer.element_size()]
-        _check_view(raw, buffer.dtype, offset, tuple(size), tuple(stride))
-    return torch._nested_view_from_buffer(buffer, sizes, strides, offsets)
-
-
 def _quantized(machine: ObjectMachine, args: tuple[Any, ...]) -> torch.Tensor:
     storage, offset, size, stride, parameters, requires_grad, hooks = args
     need(isinstance(storage, torch.TypedStorage) and storage.dtype in _QUANTIZED)
@@ -431,7 +416,6 @@ def _table() -> Table:
         "torch._utils._rebuild_wrapper_subclass": (None, _wrapper),
         "torch._utils._rebuild_meta_tensor_no_storage": (None, _meta_tensor),
         "torch._utils._rebuild_sparse_tensor": (None, _sparse),
-        "torch._utils._rebuild_nested_tensor": (None, _nested),
         "torch._utils._rebuild_qtensor": (None, _quantized),
         "torch._utils._rebuild_device_tensor_from_numpy": (None, _on_device),
         "torch._utils._rebuild_device_tensor_from_cpu_tensor": (None, _on_device),

@@ -267,32 +267,18 @@ class OperationLog:
     Args:
         operation: Name of the function.
         checkpoint_id: Argument of the function.
-        storage_writer: Argument of the function.
-        storage_reader: Argument of the function.
-        planner: Argument of the function.
+        plug_ins: The planner and the storage that were passed to it, by argument.
     """
 
-    def __init__(
-        self,
-        operation: str,
-        *,
-        checkpoint_id: Any = None,
-        storage_writer: Any = None,
-        storage_reader: Any = None,
-        planner: Any = None,
-    ) -> None:
+    def __init__(self, operation: str, *, checkpoint_id: Any = None, **plug_ins: Any) -> None:
         self.operation = operation
-        given = checkpoint_id or getattr(storage_writer or storage_reader, "checkpoint_id", None)
+        storage = plug_ins.get("storage_writer") or plug_ins.get("storage_reader")
+        given = checkpoint_id or getattr(storage, "checkpoint_id", None)
         self._fields: dict[str, Any] = {
             "checkpoint_id": None if given is None else str(given),
             "uuid": str(uuid.uuid4().int),
+            **{name: type(one).__name__ for name, one in plug_ins.items() if one is not None},
         }
-        named = [
-            ("storage_writer", storage_writer),
-            ("storage_reader", storage_reader),
-            ("planner", planner),
-        ]
-        self._fields |= {name: type(each).__name__ for name, each in named if each is not None}
         self._begun_s: dict[str, float] = {}
         self._phase = ""
 

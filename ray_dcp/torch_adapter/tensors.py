@@ -10,14 +10,10 @@ storage permanently unresizable, and FSDP resizes the storages of its parameters
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from contextlib import suppress
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import torch
-from torch._utils import _flatten_dense_tensors
 
 from ray_dcp.errors import UnsupportedValueError
 
@@ -25,13 +21,7 @@ _INTEGERS = (
     torch.uint8, torch.uint16, torch.uint32, torch.uint64,
     torch.int8, torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
-_JOINED = frozenset(
-    {torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64, *_INTEGERS}
-)
-"""Dtypes of which many small tensors are joined to read their bytes."""
-_SMALL_BYTES = 4 << 10
-"""Longest tensor that is joined: longer ones cost more to join than to read one by one."""
-_MAX_JOINED_BYTES = 8 << 20
+_REAL = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64, *_INTEGERS)
 _COMPLEX = (torch.complex64, torch.complex128)
 _CARRIERS = {
     torch.complex32: torch.int32,
@@ -45,7 +35,7 @@ _CARRIERS = {
 """Dtypes that some torch can't copy, each with a dtype of the same width that it can copy."""
 if hasattr(torch, "bcomplex32"):  # from torch 2.15 on
     _CARRIERS[torch.bcomplex32] = torch.int32
-_NAMES = {dtype: str(dtype)[6:] for dtype in (*_JOINED, *_COMPLEX, *_CARRIERS)}
+_NAMES = {dtype: str(dtype)[6:] for dtype in (*_REAL, *_COMPLEX, *_CARRIERS)}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 _FLOATS: dict[torch.dtype, tuple[int, int, float, bool]] = {
@@ -71,9 +61,6 @@ offset in the global and in the local tensor, and its lengths. DCP reads them si
 ray_dcp reads them on every class and with every torch."""
 
 _EMPTY = memoryview(bytearray())
-_is_cpu: Any = torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
-_storage = torch.Tensor.untyped_storage
-_storage_bytes = torch.UntypedStorage.nbytes
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -154,32 +141,6 @@ def no_target_reason(tensor: torch.Tensor) -> str | None:
     if tensor._is_zerotensor():
         return "is a ZeroTensor, which has no memory: use torch.zeros instead"
     return None
-
-
-def unsupported_reasons(
-    tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
-) -> list[tuple[int, str]]:
-    """Returns the index and `unsupported_reason` of each tensor that has one.
-
-    Args:
-        tensors: Plain tensors that are not nested.
-        dtypes: Dtype of each tensor.
-    """
-    odd: Sequence[int] = range(len(tensors))
-    # Suppressed: a tensor that is not strided has no storage.
-    with suppress(NotImplementedError, RuntimeError):
-        # Why not `unsupported_reason` for each: few tensors have one, and a call would double the
-        # time. A tensor without memory, as on the meta device, has no address.
-        if set(dtypes) <= _NAMES.keys():
-            odd = [
-                index
-                for index, tensor in enumerate(tensors)
-                if not tensor.data_ptr()
-                or tensor.untyped_storage().nbytes() < tensor.nbytes
-                or tensor.storage_offset()
-                or not tensor.is_contiguous()
-            ]
-    return [(index, why) for index in odd if (why := unsupported_reason(tensors[index]))]
 
 
 def lost_memory(tensor: torch.Tensor) -> str | None:
@@ -264,39 +225,6 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     ):
         return writable_bytes(tensor)
     return writable_bytes(_host_copy(tensor)).toreadonly()
-
-
-def host_bytes_of_many(tensors: list[torch.Tensor]) -> list[memoryview]:
-    """Returns `host_bytes` of each tensor; those of small ones in one joined copy, read-only.
-
-    Args:
-        tensors: Arguments of `host_bytes`.
-
-    Raises:
-        UnsupportedValueError: See `host_bytes`.
-
-    Complexity: 0.5 us for a small CPU tensor, if all have the same dtype.
-    """
-    lengths = [tensor.nbytes for tensor in tensors]
-    dtypes = {tensor.dtype for tensor in tensors}
-    if (
-        len(tensors) == 1  # torch's flatten returns a view of it, which may be a negative view
-        or sum(lengths) > min(_MAX_JOINED_BYTES, _SMALL_BYTES * len(tensors))
-        or len(dtypes) != 1
-        or not dtypes <= _JOINED
-        or not all(map(_is_cpu, tensors))
-    ):
-        return list(map(host_bytes, tensors))
-    # Why again: memory may have been freed since the capture, and torch would still read it.
-    if not all(map(_storage_bytes, map(_storage, tensors))):
-        return list(map(host_bytes, tensors))
-    with torch.no_grad():
-        # Why two ways: the second makes a view of each tensor first, which is half of its time.
-        flat = all(tensor.dim() == 1 for tensor in tensors)
-        data = writable_bytes(torch.cat(tensors) if flat else _flatten_dense_tensors(tensors))
-    data = data.toreadonly()
-    ends = list(accumulate(lengths))
-    return [data[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
 def writable_bytes(tensor: torch.Tensor) -> memoryview:

@@ -15,7 +15,6 @@ from ray_dcp.torch_adapter.tensors import (
     dtype_name,
     dtype_of,
     host_bytes,
-    host_bytes_of_many,
     loses_nothing,
     unsupported_reason,
     writable_bytes,
@@ -53,17 +52,6 @@ def test_bytes_of_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ..
         target = of_bits(dtype, num, seed=1).reshape(shape)
         writable_bytes(target)[:] = data
         assert storage_bytes(target) == storage_bytes(tensor)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shapes", [[(3,), (0,), (5,)], [(), (2, 3), (4,)], [(1,)], [(5000,)] * 2])
-def test_many_give_the_bytes_that_each_gives(
-    dtype: torch.dtype, shapes: list[tuple[int, ...]]
-) -> None:
-    many = [of_bits(dtype, 9999, n)[: int(np.prod(s))].reshape(s) for n, s in enumerate(shapes)]
-    found = host_bytes_of_many(many)
-    assert [bytes(data) for data in found] == [storage_bytes(tensor) for tensor in many]
-    assert {(data.format, data.ndim) for data in found} == {("B", 1)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)

@@ -13,7 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import ray_dcp
 from ray_dcp.data import ElasticBatchSampler, ElasticStream, LoaderPosition, RowsSeen
 from ray_dcp.data.sampler import SampleOrder
-from ray_dcp.data.stream import IdRuns, merged
+from ray_dcp.data.stream import merged
 from ray_dcp.errors import InvalidRequestError, StateDictError
 
 
@@ -64,7 +64,7 @@ def test_a_loader_that_is_not_followed_or_goes_by_something_else_does_not_give_a
         sampler.state_dict()
     sampler.load_state_dict(sampler_of().state_dict())
     assert sampler.state_dict()["place"] == 0
-    for batches, what in ((3, "ended before"), (5, "more batches")):
+    for batches, what in ((3, "fewer batches"), (5, "more batches")):
         with pytest.raises(InvalidRequestError, match=what):
             list(sampler_of().follow([0] * batches))
 
@@ -96,11 +96,11 @@ def test_a_sampler_refuses_what_it_cant_do(more, key):
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"num_samples": 25}, "of 25 samples, but the data set has 24"),
-        ({"order_version": 2}, "of order 2"),
+        ({"num_samples": 25}, "num_samples=24, found 25"),
+        ({"order_version": 2}, "order_version=1, found 2"),
         ({"place": -1}, "can't be -1"),
-        ({"place": "7"}, "not saved by an ElasticBatchSampler"),
-        ({"shuffle": 1}, "not saved by an ElasticBatchSampler"),
+        ({"place": "7"}, "the state of an ElasticBatchSampler"),
+        ({"shuffle": 1}, "the state of an ElasticBatchSampler"),
     ],
 )
 def test_a_place_in_other_data_is_refused_and_changes_nothing(change, what):
@@ -259,7 +259,7 @@ def test_rows_go_through_a_checkpoint_and_what_is_left_is_the_rest(tmp_path):
 @pytest.mark.parametrize(
     ("batch", "what"),
     [
-        ({"other": [1]}, "a column 'id', found dict with other"),
+        ({"other": [1]}, "a column 'id', found dict with .'other'"),
         ([1, 2], "a column 'id', found list"),
         ({"id": ["a"]}, "must be whole numbers"),
         ({"id": [1.5]}, "must be whole numbers"),
@@ -269,6 +269,14 @@ def test_rows_go_through_a_checkpoint_and_what_is_left_is_the_rest(tmp_path):
 def test_batches_without_ids_are_refused_before_they_are_trained_on(batch, what):
     with pytest.raises(InvalidRequestError, match=what):
         list(RowsSeen("id").follow([batch]))
+
+
+def test_rows_of_many_batches_are_one_set():
+    rows, ids = RowsSeen("id"), np.random.default_rng(0).permutation(9000)
+    for _ in rows.follow({"id": ids[at : at + 2]} for at in range(0, 9000, 2)):
+        pass
+    assert rows.num_seen == 9000
+    assert rows.unseen({"id": np.array([-1, 8999, 0, 9000])})["id"].tolist() == [-1, 9000]
 
 
 def test_rows_refuse_what_is_not_theirs():
@@ -285,7 +293,7 @@ def test_rows_refuse_what_is_not_theirs():
             rows.load_state_dict(state)
     for runs in ([[3, 3]], [[5, 6], [1, 2]], [1, 2], [[1.0, 2.0]], [[1, 3], [2, 4]]):
         with pytest.raises(StateDictError):
-            IdRuns(runs)
+            rows.load_state_dict({"epoch": 0, "seen": ray_dcp.PerRank(runs)})
 
 
 def test_places_of_other_workers_or_of_two_epochs_are_not_one():

@@ -127,12 +127,6 @@ OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), weight_decay=0.1),
     "Adam, amsgrad": lambda m: torch.optim.Adam(m.parameters(), amsgrad=True, weight_decay=0.1),
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-    "SGD, momentum": lambda m: torch.optim.SGD(m.parameters(), 0.1, 0.9, 0.5, weight_decay=0.1),
-    "NAdam": lambda model: torch.optim.NAdam(model.parameters()),
-    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
-    "two groups": lambda model: torch.optim.AdamW(
-        [{"params": model[0].parameters(), "lr": 0.2}, {"params": model[2].parameters()}]
-    ),
     "one frozen": lambda m: torch.optim.AdamW(
         [p.requires_grad_(p.dim() > 1) for p in m.parameters()]
     ),
@@ -189,8 +183,7 @@ def loaded(state: dict[str, Any], path: Path, how: str) -> None:
         ray_dcp.load(state, checkpoint_id=path, no_dist=True)
 
 
-@pytest.mark.parametrize("how", ["plain", "async", "planner"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "how"), [("one frozen", "async"), ("one frozen", "planner")])
 def test_a_new_process_goes_on_as_the_old_one_would(name: str, how: str, tmp_path: Path):
     state, other = plain(name, 1), plain(name, 2)
     step(state, 3)
@@ -200,20 +193,6 @@ def test_a_new_process_goes_on_as_the_old_one_would(name: str, how: str, tmp_pat
     for each in (state, other):
         step(each, 2)
     assert of_all(other) == of_all(state)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_save_before_the_first_step_changes_nothing_and_is_loaded(name: str, tmp_path: Path):
-    state, twin, other = plain(name, 1), plain(name, 1), plain(name, 2)
-    saved(state, tmp_path / "step-0", "plain")
-    assert not state["optimizer"].state
-    assert all(p.grad is None for p in state["model"].parameters())
-    assert of_all(state) == of_all(twin)
-    loaded(other, tmp_path / "step-0", "plain")
-    assert of_all(other) == of_all(state)
-    for each in (state, twin, other):
-        step(each, 2)
-    assert of_all(state) == of_all(twin) == of_all(other)
 
 
 def test_a_save_does_not_move_parameters_whose_optimizer_has_no_learning_rate(tmp_path: Path):
@@ -234,29 +213,12 @@ def test_a_save_does_not_move_parameters_whose_optimizer_has_no_learning_rate(tm
     assert flat(model.state_dict(), "") == before
 
 
-def test_several_optimizers_and_schedulers_of_one_model(tmp_path: Path):
-    def several(seed: int, *, scheduled: bool = True) -> dict[str, Any]:
-        model = plain("SGD", seed)["model"]
-        first = torch.optim.AdamW(model[0].parameters(), lr=0.1)
-        second = torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9)
-        state = {"model": model, "first": first, "second": second}
-        if scheduled:
-            state["schedule"] = torch.optim.lr_scheduler.ExponentialLR(first, 0.5)
-        return state
-
-    state = several(1)
-    for _ in range(2):
-        state["model"](torch.ones(3, 4)).square().mean().backward()
-        for name in ("first", "second", "schedule"):
-            state[name].step()
+def test_a_scheduler_that_is_made_later_begins_where_the_saved_one_did(tmp_path: Path):
+    state, other = plain("SGD", 1), plain("SGD", 2)
+    torch.optim.lr_scheduler.ExponentialLR(state["optimizer"], 0.5)
     saved(state, tmp_path / "c", "plain")
-    other = several(2)
     loaded(other, tmp_path / "c", "plain")
-    assert of_all(other) == of_all(state)
-    # A scheduler that is made later begins where the saved one did.
-    later = several(3, scheduled=False)
-    loaded(later, tmp_path / "c", "plain")
-    assert [g["initial_lr"] for g in later["first"].param_groups] == [0.1]
+    assert [group["initial_lr"] for group in other["optimizer"].param_groups] == [0.1]
 
 
 def flat_one(seed: int, use_orig_params: bool) -> dict[str, Any]:
@@ -321,33 +283,6 @@ def test_state_that_nobody_takes_is_an_error_unless_strict_is_false(tmp_path: Pa
     assert any(name.startswith("optimizer.state.") for name in report.unexpected)
 
 
-def test_an_optimizer_that_needs_a_closure_is_loaded_before_its_first_step(tmp_path: Path):
-    def made_lbfgs(seed: int) -> dict[str, Any]:
-        torch.manual_seed(seed)
-        model = nn.Linear(2, 1)
-        return {"model": model, "optimizer": torch.optim.LBFGS(model.parameters(), max_iter=2)}
-
-    def closed(state: dict[str, Any]) -> None:
-        def closure() -> torch.Tensor:
-            state["optimizer"].zero_grad()
-            loss: torch.Tensor = state["model"](torch.ones(1, 2)).square().sum()
-            loss.backward()
-            return loss
-
-        state["optimizer"].step(closure)
-
-    state, other = made_lbfgs(1), made_lbfgs(2)
-    ray_dcp.save(state, checkpoint_id=tmp_path / "fresh", no_dist=True)
-    ray_dcp.load(other, checkpoint_id=tmp_path / "fresh", no_dist=True)
-    closed(state)
-    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
-    ray_dcp.load(other, checkpoint_id=tmp_path / "c", no_dist=True)
-    assert of_all(other) == of_all(state)
-    for each in (state, other):
-        closed(each)
-    assert of_all(other) == of_all(state)
-
-
 def test_what_a_stateful_of_the_users_own_has_beside_its_state_is_its_own(tmp_path: Path):
     class Counter:
         casts = optimizers = 5
@@ -392,16 +327,6 @@ def test_a_state_dict_of_the_users_own_keeps_its_names(tmp_path: Path):
     assert torch.equal(into["model"][0].weight, state["model"][0].weight)
     assert into["model"][0].absmax.tolist() == [1.0]
     assert into["other"].value == 5
-
-
-def test_parameters_that_never_had_a_gradient_have_no_state_afterwards(tmp_path: Path):
-    state, other = plain("AdamW", 1), plain("AdamW", 2)
-    state["model"][0](torch.ones(1, 4)).sum().backward()
-    state["optimizer"].step()
-    saved(state, tmp_path / "c", "plain")
-    loaded(other, tmp_path / "c", "plain")
-    assert of_all(other) == of_all(state)
-    assert len(other["optimizer"].state) == 2
 
 
 def test_an_optimizer_of_other_parameters_keeps_its_numbers(tmp_path: Path):

@@ -262,6 +262,15 @@ def save(saver: str, state: dict[str, Any], path: Path) -> None:
         ray_dcp.save(state, checkpoint_id=path)
 
 
+def load(target: Any, path: Path, planner: Any = None, **options: Any) -> ray_dcp.LoadReport:
+    """Loads into a state dict, or into the target of `w`, with a planner of this class."""
+    state = target if isinstance(target, dict) else {"w": target}
+    return ray_dcp.load(
+        state, checkpoint_id=path, planner=planner and planner(), no_dist=True,
+        options=ray_dcp.LoadOptions(**options),
+    )  # fmt: skip
+
+
 SAVERS = ("stock", "native", "hooks")
 savers = pytest.mark.parametrize("saver", SAVERS)
 planners = pytest.mark.parametrize(
@@ -285,7 +294,7 @@ def test_a_subclass_comes_back_as_it_was(
     save(saver, state, tmp_path)
     target = {"w": make_target(), "plain": torch.zeros(3)}
     tensor = target["w"]
-    ray_dcp.load(target, checkpoint_id=tmp_path, planner=planner and planner())
+    load(target, tmp_path, planner)
     assert target["w"] is tensor
     assert parts(tensor) == parts(state["w"])
     assert target["plain"].tolist() == [1, 1, 1]
@@ -316,30 +325,22 @@ def test_a_subclass_comes_back_without_a_target_and_in_copies(
 def test_a_plain_target_gets_what_the_class_shows_or_an_error(
     tmp_path: Path, saver: str, planner: Any
 ) -> None:
-    def load(target: torch.Tensor, **how: Any) -> ray_dcp.LoadReport:
-        return ray_dcp.load(
-            {"w": target},
-            checkpoint_id=path,
-            planner=planner and planner(),
-            options=ray_dcp.LoadOptions(**how),
-        )
-
     path, one = tmp_path / "codes", coded()
     save(saver, {"w": one}, path)
     plain, wide = torch.zeros(6, 4), torch.zeros(6, 4, dtype=torch.float64)
-    load(plain)
-    load(wide)
+    load(plain, path, planner)
+    load(wide, path, planner)
     assert torch.equal(plain, one.dequantize())
     assert torch.equal(wide, one.dequantize().double())
     path = tmp_path / "halves"
     save(saver, {"m": {"w": halves()}, "w": halves()}, path)
     with pytest.raises(errors.UnsupportedValueError, match=r"'w'.*TwoTensor.*other values"):
-        load(torch.zeros(6, 4))
-    report = load(torch.zeros(6, 4), dtype="cast")
+        load(torch.zeros(6, 4), path, planner)
+    report = load(torch.zeros(6, 4), path, planner, dtype="cast")
     assert report.cast == (("w", "TwoTensor[float32]", "float32"),)
     path = tmp_path / "alike"
     save(saver, {"w": two(VALUES, VALUES)}, path)
-    load(plain)
+    load(plain, path, planner)
     assert torch.equal(plain, VALUES)
 
 
@@ -348,25 +349,19 @@ def test_a_plain_target_gets_what_the_class_shows_or_an_error(
 def test_plain_values_go_into_a_subclass_that_keeps_them(
     tmp_path: Path, saver: str, planner: Any
 ) -> None:
-    def load(target: torch.Tensor, **how: Any) -> ray_dcp.LoadReport:
-        return ray_dcp.load(
-            {"w": target},
-            checkpoint_id=tmp_path,
-            planner=planner and planner(),
-            options=ray_dcp.LoadOptions(**how),
-        )
-
     values = torch.rand(6, 4, generator=torch.Generator().manual_seed(1))
     save(saver, {"w": values}, tmp_path)
     pair, one = two(VALUES * 0, VALUES * 0), scaled(VALUES * 0, 3.0)
-    load(pair)
-    load(one)
+    load(pair, tmp_path, planner)
+    load(one, tmp_path, planner)
     assert parts(pair)[1] == [values.tolist(), values.tolist()]
     assert parts(one) == [values.tolist(), 3.0]
     with pytest.raises(errors.UnsupportedValueError, match=r"'w'.*Coded.*other values"):
-        load(coded())
+        load(coded(), tmp_path, planner)
     target = coded()
-    assert load(target, dtype="cast").cast == (("w", "float32", "Coded[float32]"),)
+    assert load(target, tmp_path, planner, dtype="cast").cast == (
+        ("w", "float32", "Coded[float32]"),
+    )
     assert (target.dequantize() - values).abs().max() < 0.01
 
 
@@ -387,12 +382,7 @@ def test_a_copy_that_loses_something_is_an_error_that_names_it(
     save(saver, {"w": state}, tmp_path)
     for dtype in ("widen", "cast"):
         with pytest.raises(errors.UnsupportedValueError, match=r"'w'.*other values"):
-            ray_dcp.load(
-                {"w": target},
-                checkpoint_id=tmp_path,
-                planner=planner and planner(),
-                options=ray_dcp.LoadOptions(dtype=dtype),
-            )
+            load(target, tmp_path, planner, dtype=dtype)
 
 
 @savers
@@ -402,12 +392,7 @@ def test_what_a_class_is_made_of_is_widened_and_rounded_only_if_asked(
 ) -> None:
     def loaded(own: torch.dtype, **how: Any) -> Any:
         target = FactorOfAnyDtype(torch.zeros(6, 4, dtype=own), 1.0)
-        ray_dcp.load(
-            {"w": target},
-            checkpoint_id=tmp_path,
-            planner=planner and planner(),
-            options=ray_dcp.LoadOptions(**how),
-        )
+        load(target, tmp_path, planner, **how)
         return target.inner
 
     values = torch.rand(6, 4, generator=torch.Generator().manual_seed(1))
@@ -472,20 +457,24 @@ def rows_of_codes(low: int, high: int) -> Coded:
     return Coded(whole.codes[low:high].clone(), whole.scale[low:high].clone())
 
 
-@pytest.mark.parametrize(("make", "zero"), [(rows_of_halves, TwoTensor), (rows_of_codes, Coded)])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_local_tensors_of_a_class_are_resharded(
-    tmp_path: Path, make: Any, zero: Any, world_size: int
-) -> None:
-    states = [{"w": sharded(make, rank, 2, 6)} for rank in range(2)]
-    save_on_ranks(states, tmp_path)
+def zeros_of(make: Any) -> Any:
+    """Returns what makes tensors like those of `make`, of zeros."""
 
     def empty(low: int, high: int) -> Any:
         one = make(low, high)
         names, rest = one.__tensor_flatten__()
-        return zero(*(torch.zeros_like(getattr(one, name)) for name in names), *(rest or ()))
+        return type(one)(*(torch.zeros_like(getattr(one, n)) for n in names), *(rest or ()))
 
-    targets = [{"w": sharded(empty, rank, world_size, 6)} for rank in range(world_size)]
+    return empty
+
+
+@pytest.mark.parametrize("make", [rows_of_halves, rows_of_codes])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_local_tensors_of_a_class_are_resharded(tmp_path: Path, make: Any, world_size: int) -> None:
+    states = [{"w": sharded(make, rank, 2, 6)} for rank in range(2)]
+    save_on_ranks(states, tmp_path)
+
+    targets = [{"w": sharded(zeros_of(make), rank, world_size, 6)} for rank in range(world_size)]
     load_on_ranks(targets, tmp_path)
     each = -(-6 // world_size)
     for rank, target in enumerate(targets):
@@ -524,35 +513,25 @@ class InRows(DefaultSavePlanner):
 
 
 @pytest.mark.parametrize("saver", [stock.save, ray_dcp.save])
-@pytest.mark.parametrize(("make", "zero"), [(rows_of_halves, TwoTensor), (rows_of_codes, Coded)])
+@pytest.mark.parametrize("make", [rows_of_halves, rows_of_codes])
 @planners
 def test_items_of_a_class_are_put_together_and_cut(
-    tmp_path: Path, saver: Any, make: Any, zero: Any, planner: Any
+    tmp_path: Path, saver: Any, make: Any, planner: Any
 ) -> None:
     saver({"w": make(0, 6)}, checkpoint_id=tmp_path, planner=InRows(), no_dist=True)
 
-    def empty(low: int, high: int) -> Any:
-        one = make(low, high)
-        names, rest = one.__tensor_flatten__()
-        return zero(*(torch.zeros_like(getattr(one, name)) for name in names), *(rest or ()))
-
-    whole = empty(0, 6)
-    ray_dcp.load({"w": whole}, checkpoint_id=tmp_path, planner=planner and planner())
+    whole = zeros_of(make)(0, 6)
+    load(whole, tmp_path, planner)
     assert parts(whole) == parts(make(0, 6))
     for world_size in (2, 3, 4):
         each = -(-6 // world_size)
         for rank in range(-(-6 // each)):
-            target = sharded(empty, rank, world_size, 6)
+            target = sharded(zeros_of(make), rank, world_size, 6)
             with as_rank(rank, world_size):
-                ray_dcp.load(
-                    {"w": target},
-                    checkpoint_id=tmp_path,
-                    planner=planner and planner(),
-                    no_dist=True,
-                )
+                load(target, tmp_path, planner)
             wanted = make(rank * each, min(6, (rank + 1) * each))
             assert parts(target._local_tensor) == parts(wanted)
-    if zero is TwoTensor:
+    if make is rows_of_halves:
         assert parts(ray_dcp.read_state_dict(tmp_path)["w"]) == parts(halves())
     else:
         found = ray_dcp.read_state_dict(tmp_path)["w"]
@@ -560,12 +539,12 @@ def test_items_of_a_class_are_put_together_and_cut(
         conversion.dcp_to_torch_save(tmp_path, tmp_path / "w.pt")
         assert torch.equal(torch.load(tmp_path / "w.pt")["w"], found)
     plain = torch.zeros(6, 4)
-    if zero is Coded:
-        ray_dcp.load({"w": plain}, checkpoint_id=tmp_path, planner=planner and planner())
+    if make is rows_of_codes:
+        load(plain, tmp_path, planner)
         assert torch.equal(plain, coded().dequantize())
     else:
         with pytest.raises(errors.UnsupportedValueError, match=r"'w'.*other values"):
-            ray_dcp.load({"w": plain}, checkpoint_id=tmp_path, planner=planner and planner())
+            load(plain, tmp_path, planner)
 
 
 class HalfPlain(InRows):
@@ -583,11 +562,11 @@ def test_a_tensor_of_which_some_items_are_of_a_class_goes_into_no_subclass(
     values = two(VALUES, VALUES)
     stock.save({"w": values}, checkpoint_id=tmp_path, planner=HalfPlain(), no_dist=True)
     plain = torch.zeros(6, 4)
-    ray_dcp.load({"w": plain}, checkpoint_id=tmp_path, planner=planner and planner())
+    load(plain, tmp_path, planner)
     assert torch.equal(plain, VALUES)
     pair = two(VALUES * 0, VALUES * 0)
     with contextlib.suppress(errors.UnsupportedValueError):
-        ray_dcp.load({"w": pair}, checkpoint_id=tmp_path, planner=planner and planner())
+        load(pair, tmp_path, planner)
         assert parts(pair) == parts(values)
 
 
@@ -642,8 +621,7 @@ BAD_TARGETS: dict[str, Any] = {
 TOLD = {"jagged": "nested"}
 
 
-@pytest.mark.filterwarnings("ignore:.*prototype stage")
-@pytest.mark.filterwarnings("ignore:.*in beta state")
+@pytest.mark.filterwarnings("ignore:.*prototype stage", "ignore:.*in beta state")
 @pytest.mark.parametrize("kind", BAD_TARGETS)
 @planners
 def test_a_target_of_another_layout_is_refused_by_name_before_anything_changes(
@@ -652,26 +630,12 @@ def test_a_target_of_another_layout_is_refused_by_name_before_anything_changes(
     if kind == "mkldnn" and not torch.backends.mkldnn.is_available():
         pytest.skip("needs mkldnn")
     ray_dcp.save({"a": torch.ones(3), "w": VALUES}, checkpoint_id=tmp_path)
-    first = torch.zeros(3)
-    with pytest.raises(errors.CheckpointError, match=rf"(?s)'w'.*{TOLD.get(kind, kind)}"):
-        ray_dcp.load(
-            {"a": first, "w": BAD_TARGETS[kind]()},
-            checkpoint_id=tmp_path,
-            planner=planner and planner(),
-        )
+    first, target, told = torch.zeros(3), BAD_TARGETS[kind](), rf"(?s)'w'.*{TOLD.get(kind, kind)}"
+    with pytest.raises(errors.CheckpointError, match=told):
+        load({"a": first, "w": target}, tmp_path, planner)
     assert first.tolist() == [0, 0, 0]
-
-
-@pytest.mark.filterwarnings("ignore:.*prototype stage")
-@pytest.mark.filterwarnings("ignore:.*in beta state")
-@pytest.mark.parametrize("kind", BAD_TARGETS)
-def test_a_value_of_another_layout_is_not_saved_and_the_error_says_why(
-    tmp_path: Path, kind: str
-) -> None:
-    if kind == "mkldnn" and not torch.backends.mkldnn.is_available():
-        pytest.skip("needs mkldnn")
-    with pytest.raises(errors.UnsupportedValueError, match=rf"'w'.*{TOLD.get(kind, kind)}"):
-        ray_dcp.save({"w": BAD_TARGETS[kind]()}, checkpoint_id=tmp_path)
+    with pytest.raises(errors.UnsupportedValueError, match=told):
+        ray_dcp.save({"w": target}, checkpoint_id=tmp_path / "b")
 
 
 def test_a_pickle_of_a_subclass_keeps_its_numbers(tmp_path: Path) -> None:
