@@ -2,22 +2,20 @@
 
 `python -m tests.optimizer_ranks alone FOLDER` is a new process: it loads what lies there, one
 checkpoint an optimizer. `python -m tests.optimizer_ranks ranks FOLDER` is one of four ranks with
-gloo, of which two, three or all share a module out. Rank 0 coordinates their saves and loads
-itself, without Ray. Both print one line of JSON: what is not as it was, by case.
+gloo, of which two, three or all share a module out. Both print one line of JSON: what is not as it
+was, by case.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import threading
 import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from multiprocessing.managers import BaseManager
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +29,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.serialization import add_safe_globals
 
 import ray_dcp
-from ray_dcp import saving
 from tests import optimizers
 from tests.optimizers import Net, contents, differences
-from tests.thread_ranks import RankThread, Shared
-
-LAYOUTS = ("2", "3", "2x2")
-"""Ranks of a mesh; the last one of them is HSDP: replicated over one dimension of the mesh."""
 
 
 @dataclass(frozen=True)
@@ -121,43 +114,24 @@ class Failed(Exception):
         self.lines = lines
 
 
-class Coordinators(BaseManager):
-    """Gives ranks the coordination of rank 0."""
-
-
 class World:
     """The meshes of this rank, and its sessions, by layout."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         self.rank = dist.get_rank()
-        shared = {layout: Shared() for layout in LAYOUTS} if self.rank == 0 else {}
-        # Why a proxy's type of its own: it must not ask for what it may call.
-        Coordinators.register("shared", shared.__getitem__, exposed=["call"])
-        address = str(folder / "coordinator")
-        if self.rank == 0:
-            manager = Coordinators(address, authkey=b"ranks")
-            server = manager.get_server()
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-        dist.barrier()
-        coordinators: Any = Coordinators(address, authkey=b"ranks")
-        coordinators.connect()
         names = ("replicate", "shard")
         self.meshes = {
             "2": DeviceMesh("cpu", [0, 1]),
             "3": DeviceMesh("cpu", [0, 1, 2]),
             "2x2": DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=names),
         }
-        self.groups = {"2x2": dist.group.WORLD}
-        self.sessions = {}
-        for layout, mesh in self.meshes.items():
-            if self.has(layout):
-                self.groups.setdefault(layout, mesh.get_group() if mesh.ndim == 1 else None)
-                self.sessions[layout] = RankThread(
-                    coordinators.shared(layout), self.rank, mesh.size()
-                )
+        self.groups = {
+            layout: mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
+            for layout, mesh in self.meshes.items()
+            if self.has(layout)
+        }
         self.now = "2"
         self._later: dict[Any, dict[str, Any]] = {}
-        saving.current_session = lambda group, alone=False: self.sessions[self.now]
 
     def has(self, layout: str) -> bool:
         """Whether this rank is in a mesh."""
@@ -192,7 +166,7 @@ class World:
             if case.writer == "read by stock":
                 differ = self.together(case.loaded, lambda: self.read_by_stock(case, path))
                 return self.all_of(changed + (differ or []))
-            self.together(case.loaded, lambda: ray_dcp.load(job.state(), checkpoint_id=path))
+            self.together(case.loaded, lambda: self.load(job, path))
             found = self.together(case.loaded, job.contents if job else list)
             if wrong := self.all_of(changed + (differences(found, expected) if job else [])):
                 return wrong
@@ -266,7 +240,10 @@ class World:
         if case.writer == "stock":
             stock.save(job.named(), checkpoint_id=path, process_group=self.groups[self.now])
         else:
-            ray_dcp.save(job.state(), checkpoint_id=path)
+            ray_dcp.save(job.state(), checkpoint_id=path, process_group=self.groups[self.now])
+
+    def load(self, job: Job, path: Path) -> None:
+        ray_dcp.load(job.state(), checkpoint_id=path, process_group=self.groups[self.now])
 
     def read_by_stock(self, case: RankCase, path: Path) -> list[str]:
         """Loads by stock DCP into what `get_state_dict` gives; returns what differs."""
@@ -321,7 +298,7 @@ def on_ranks(folder: Path) -> dict[str, list[str]]:
     """Runs all cases; returns what is wrong on any rank."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     torch.set_num_threads(1)
-    world = World(folder)
+    world = World()
     found = {}
     for number, (name, case) in enumerate(CASES.items()):
         found[name] = world.run(case, folder / str(number))

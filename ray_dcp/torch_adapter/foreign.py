@@ -324,7 +324,10 @@ def set_up_save_planner(
     refuse_misread(planner)
 
 
-def refuse_misread(planner: SavePlanner | LoadPlanner) -> None:
+def refuse_misread(
+    planner: SavePlanner | LoadPlanner,
+    why: Callable[[torch.Tensor], str | None] = lambda _: None,
+) -> None:
     """Raises if torch or a plug-in would read or write something else than a tensor's values.
 
     It would reach beyond the memory of a tensor; or, before torch 2.14, take a part of a tensor
@@ -333,6 +336,7 @@ def refuse_misread(planner: SavePlanner | LoadPlanner) -> None:
     Args:
         planner: The planner after `set_up_planner`. The flat state dict of DCP's default planners
             is known.
+        why: Returns another reason to refuse a tensor, or None.
 
     Raises:
         UnsupportedValueError: There are such tensors; the message names all of them.
@@ -348,8 +352,7 @@ def refuse_misread(planner: SavePlanner | LoadPlanner) -> None:
         if isinstance(value, ShardedTensor):
             parts = [shard.tensor for shard in value.local_shards()]
         for part in parts:
-            reason = lost_memory_within(part) if isinstance(part, torch.Tensor) else None
-            if reason is not None:
+            if isinstance(part, torch.Tensor) and (reason := why(part) or lost_memory_within(part)):
                 wrong.append(f"{name!r} {reason}")
     if wrong:
         raise UnsupportedValueError(

@@ -43,7 +43,7 @@ from ray_dcp.planning.reads import Wanted
 from ray_dcp.torch_adapter.flatten import Flat, below, flatten, flatten_top, stored_names
 from ray_dcp.torch_adapter.objects import load_object
 from ray_dcp.torch_adapter.optimizer_state import Cast, Stored, check_all_taken
-from ray_dcp.torch_adapter.shards import Layouts, is_sharded, sharded
+from ray_dcp.torch_adapter.shards import Layouts, Sharded, is_sharded, sharded
 from ray_dcp.torch_adapter.sink import (
     AsStored,
     Boxes,
@@ -254,10 +254,8 @@ class Placing:
             try:
                 if self._kinds[number] == _OBJECT:
                     self._object(fqn, (parent, key), number)
-                elif is_sharded(value):
-                    self._sharded(fqn, value, (parent, key), number)
-                elif isinstance(value, torch.Tensor):
-                    self._plain(fqn, value, (parent, key), number)
+                elif isinstance(value, torch.Tensor) or is_sharded(value):
+                    self._tensor(fqn, value, (parent, key), number)
                 else:
                     self._not_tensors.append(f"{fqn!r} ({cls.__qualname__})")
             except UnsupportedValueError as error:
@@ -339,61 +337,35 @@ class Placing:
         _check_replaceable(fqn, place)
         self.objects.append((number, fqn, place))
 
-    def _plain(self, fqn: str, tensor: torch.Tensor, place: Place, number: int) -> None:
-        if (reason := no_target_reason(tensor)) is not None:
-            raise UnsupportedValueError(f"{fqn!r} {reason}")
-        shape = tuple(tensor.shape)
-        stored = self._check_fit(fqn, shape, tensor.dtype, number)
-        # Why not raw for a tensor without elements either: only its item contains its class.
-        is_raw = self._kinds[number] == _TENSOR and not (0 in shape and type(tensor) is AsStored)
-        boxes = self.raw if is_raw else self.opaque
-        if tensor.is_meta or self._keeps(tensor.dtype, stored):
-            self.resizing.refuse_new(fqn)
-            kept = stored if self.options.dtype == "keep" else tensor.dtype
-            fresh = self._add_fresh(fqn, place, lambda: fresh_plain(tensor, kept))
-            if 0 not in shape or not is_raw:
-                boxes.add(number, (0,) * len(shape), shape)
-                taker = fresh_taker(tensor, kept != stored, kept, fqn, fresh)
-                boxes.sink.add_late(partial(fresh.tensor, 0), stored, taker)
-            return
-        part = self.resizing.part(tensor, (0,) * len(shape), shape, self._shapes[number])
-        if part is not None:
-            boxes.add(number, (0,) * len(shape), tuple(part.shape))
-            self._add_target(fqn, part, stored, boxes.sink)
-
-    def _sharded(self, fqn: str, value: Any, place: Place, number: int) -> None:
-        held = sharded(
-            value,
-            fqn,
-            self._layouts,
-            saving=False,
-            flatten_sharded_tensors=self._flatten_sharded_tensors,
-        )
+    def _tensor(self, fqn: str, value: Any, place: Place, number: int) -> None:
+        is_whole = not is_sharded(value)
+        if is_whole:
+            if (reason := no_target_reason(value)) is not None:
+                raise UnsupportedValueError(f"{fqn!r} {reason}")
+            box = ((0,) * value.dim(), tuple(value.shape))
+            held = Sharded(box[1], value.dtype, value.requires_grad, (box,), (value,))
+        else:
+            flattens = self._flatten_sharded_tensors
+            held = sharded(
+                value, fqn, self._layouts, saving=False, flatten_sharded_tensors=flattens
+            )
         stored = self._check_fit(fqn, held.shape, held.dtype, number)
-        boxes = self.raw if self._kinds[number] == _TENSOR else self.opaque
-        fresh = None
-        keeps = self._keeps(held.dtype, stored)
+        # Why not raw for a tensor without elements either: only its item contains its class.
+        is_raw = self._kinds[number] == _TENSOR and not (
+            0 in held.shape and type(value) is AsStored
+        )
+        boxes = self.raw if is_raw else self.opaque
+        keeps = self.options.dtype == "keep" and held.dtype != stored
         if keeps or any(tensor.is_meta for tensor in held.tensors):
-            self.resizing.refuse_new(fqn)
-            if not isinstance(value, DTensor) and not is_checkpointable(value):
-                raise UnsupportedValueError(
-                    f"{fqn!r} is a {type(value).__qualname__} on the meta device: give it memory "
-                    "before loading"
-                    if not keeps
-                    else f"{fqn!r} is a {type(value).__qualname__}, of which "
-                    "LoadOptions(dtype='keep') can't make one of another dtype"
-                )
-            kept = stored if self.options.dtype == "keep" else held.dtype
-            make = fresh_dtensor if isinstance(value, DTensor) else fresh_parts
-            fresh = self._add_fresh(fqn, place, lambda: make(value, fqn, kept))
-        for number_of_box, ((offset, size), tensor) in enumerate(
-            zip(held.boxes, held.tensors, strict=True)
-        ):
-            if fresh is not None:
-                if 0 not in size:
+            kept = stored if keeps else held.dtype
+            fresh = self._add_fresh(fqn, value, place, kept, may_be_cast=keeps)
+            taker = fresh_taker(value, kept != stored, kept, fqn, fresh) if is_whole else None
+            for index, (offset, size) in enumerate(held.boxes):
+                if 0 not in size or (is_whole and not is_raw):
                     boxes.add(number, offset, size)
-                    boxes.sink.add_late(partial(fresh.tensor, number_of_box), stored)
-                continue
+                    boxes.sink.add_late(partial(fresh.tensor, index), stored, taker)
+            return
+        for (offset, size), tensor in zip(held.boxes, held.tensors, strict=True):
             part = self.resizing.part(tensor, offset, size, self._shapes[number])
             if part is not None:
                 boxes.add(number, offset, tuple(part.shape))
@@ -409,12 +381,27 @@ class Placing:
         if reason is not None:
             self._unsupported.append(f"{fqn!r} {reason}")
 
-    def _add_fresh(self, fqn: str, place: Place, make: Callable[[], Any]) -> Fresh:
+    def _add_fresh(
+        self, fqn: str, value: Any, place: Place, dtype: torch.dtype, *, may_be_cast: bool
+    ) -> Fresh:
+        """Returns the new tensor that replaces a target, made when its first byte arrives."""
+        self.resizing.refuse_new(fqn)
+        if isinstance(value, DTensor):
+            make: Callable[..., Any] = fresh_dtensor
+        elif is_checkpointable(value):
+            make = fresh_parts
+        elif not is_sharded(value):
+            make = fresh_plain
+        else:
+            why = "is on the meta device: give it memory before loading"
+            if may_be_cast:
+                why = "can't be made with another dtype, as LoadOptions(dtype='keep') asks"
+            raise UnsupportedValueError(f"{fqn!r}, a {type(value).__qualname__}, {why}")
         _check_replaceable(fqn, place)
 
         def made() -> Any:
             try:
-                return make()
+                return make(value, fqn, dtype)
             except NotImplementedError as error:  # raised by a user class
                 raise UnsupportedValueError(
                     f"{fqn!r} is on the meta device, and its class can't make one with memory "
@@ -449,10 +436,6 @@ class Placing:
             else:
                 self._mismatches.append(f"{fqn!r} is {problem}")
         return stored
-
-    def _keeps(self, dtype: torch.dtype, stored: torch.dtype) -> bool:
-        """Returns whether a new tensor of the stored dtype must replace the target."""
-        return self.options.dtype == "keep" and dtype != stored
 
 
 def cast_problem(stored: torch.dtype, dtype: torch.dtype, options: LoadOptions) -> str | None:

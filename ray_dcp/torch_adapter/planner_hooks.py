@@ -16,7 +16,7 @@ import io
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.planner import (
 
 from ray_dcp.core.values import ChunkTable, Kind, NamePath
 from ray_dcp.errors import (
+    CheckpointError,
     CoverageError,
     DamagedCheckpointError,
     InvalidRequestError,
@@ -74,6 +75,8 @@ from ray_dcp.torch_adapter.tensors import (
     unsupported_reason,
 )
 
+E = TypeVar("E", bound=CheckpointError)
+
 
 class _Hooks:
     """A planner on one rank.
@@ -93,6 +96,29 @@ class _Hooks:
     def of_item(self, hook: str, fqn: str, *args: Any) -> Any:
         """Returns the result of a hook for one item."""
         return self.run(f"{hook} for {fqn!r}", lambda: getattr(self.planner, hook)(*args))
+
+    def error(self, kind: type[E], what: str, fqn: str) -> E:
+        """Returns an error about a value, to be raised on this rank."""
+        return kind(what, rank=self.rank, key=fqn)
+
+    def tensor_data(self, item: WriteItem) -> TensorWriteData:
+        """Returns the `TensorWriteData` of an item of a tensor, which must describe a box.
+
+        Raises:
+            StateDictError: The item describes no box.
+        """
+        data, fqn = item.tensor_data, item.index.fqn
+        if data is None or data.chunk is None:
+            told = f"{self.name} planned {fqn!r} as {item.type.name} without tensor_data"
+            raise self.error(StateDictError, told, fqn)
+        offset, size, shape = map(tuple, (data.chunk.offsets, data.chunk.sizes, data.size))
+        if not len(shape) == len(offset) == len(size):
+            told = (
+                f"{self.name} planned {fqn!r} with a chunk at {offset} of {size}, but the tensor "
+                f"has {len(shape)} dimensions: {shape}"
+            )
+            raise self.error(StateDictError, told, fqn)
+        return data
 
     def overrides(self, default: type, *names: str) -> bool:
         """Returns whether any of these hooks is not that of torch's default planner."""
@@ -148,35 +174,6 @@ def _stored_facts(stored: TensorStorageMetadata | BytesStorageMetadata) -> set[A
         return {None}
     size, dtype = tuple(stored.size), stored.properties.dtype
     return {(size, dtype, (tuple(c.offsets), tuple(c.sizes))) for c in stored.chunks}
-
-
-def tensor_data_of(item: WriteItem, planner: str, rank: int) -> TensorWriteData:
-    """Returns the `TensorWriteData` of an item, which must describe a box.
-
-    Args:
-        item: Write item of a tensor.
-        planner: Class name of the planner, for the error.
-        rank: Rank of this process, for the error.
-
-    Raises:
-        StateDictError: The item describes no box.
-    """
-    data = item.tensor_data
-    if data is None or data.chunk is None:
-        raise StateDictError(
-            f"{planner} planned {item.index.fqn!r} as {item.type.name} without tensor_data",
-            rank=rank,
-            key=item.index.fqn,
-        )
-    if not len(data.size) == len(data.chunk.offsets) == len(data.chunk.sizes):
-        raise StateDictError(
-            f"{planner} planned {item.index.fqn!r} with a chunk at "
-            f"{tuple(data.chunk.offsets)} of {tuple(data.chunk.sizes)}, but the tensor has "
-            f"{len(data.size)} dimensions: {tuple(data.size)}",
-            rank=rank,
-            key=item.index.fqn,
-        )
-    return data
 
 
 KEPT_BYTES = 256 << 20
@@ -350,7 +347,7 @@ class _Resolved(Rows):
         if item.type is WriteItemType.BYTE_IO:
             wanted, fits = "an io.BytesIO", isinstance(data, io.BytesIO)
         else:
-            planned = tensor_data_of(item, self._hooks.name, self._hooks.rank)
+            planned = self._hooks.tensor_data(item)
             dtype, shape = planned.properties.dtype, tuple(planned.chunk.sizes)
             wanted = f"a tensor {dtype} of shape {shape}"
             fits = isinstance(data, torch.Tensor) and (data.dtype, tuple(data.shape)) == (
@@ -361,12 +358,12 @@ class _Resolved(Rows):
             found = type(data).__name__
             if isinstance(data, torch.Tensor):
                 found = f"{data.dtype} of shape {tuple(data.shape)}"
-            raise StateDictError(
+            raise self._hooks.error(
+                StateDictError,
                 f"{self._hooks.name}.resolve_data gave {found} for {item.index.fqn!r}, but its own "
                 f"plan says {wanted}; change the WriteItem in create_local_plan too, or resolve "
                 f"what was planned",
-                rank=self._hooks.rank,
-                key=item.index.fqn,
+                item.index.fqn,
             )
         return data  # type: ignore[no-any-return]
 
@@ -400,11 +397,11 @@ class _Resolved(Rows):
             loaded = load_object(data, fqn=fqn)
         except DamagedCheckpointError as error:
             if self._options.objects == "refuse":
-                raise UnsupportedValueError(
+                raise self._hooks.error(
+                    UnsupportedValueError,
                     f"what {self._hooks.name}.resolve_data gave for {fqn!r} would not load: "
                     f"{error.message}",
-                    rank=self._hooks.rank,
-                    key=fqn,
+                    fqn,
                 ) from error
             self.warnings.append(f"saved, but a safe load will refuse it: {error.message}")
         else:
@@ -413,13 +410,13 @@ class _Resolved(Rows):
         self.add(Kind.OBJECT, data, None, (), False, value if self._is_shared else 0)
 
     def _add_tensor(self, item: WriteItem, tensor: torch.Tensor) -> None:
-        planned = tensor_data_of(item, self._hooks.name, self._hooks.rank)
+        planned = self._hooks.tensor_data(item)
         kind = Kind.TENSOR if is_plain(tensor) else Kind.OPAQUE
         if kind is Kind.TENSOR and (why := unsupported_reason(tensor)):
-            raise UnsupportedValueError(
+            raise self._hooks.error(
+                UnsupportedValueError,
                 f"what {self._hooks.name}.resolve_data gave for {item.index.fqn!r} {why}",
-                rank=self._hooks.rank,
-                key=item.index.fqn,
+                item.index.fqn,
             )
         self._kept_bytes += tensor.nbytes
         kept = tensor if self._kept_bytes <= KEPT_BYTES else None
@@ -513,22 +510,22 @@ class PlannerSink(TensorSink):
         fqn, size = item.dest_index.fqn, tuple(item.lengths)
         target: torch.Tensor = self._hooks.of_item("resolve_tensor", fqn, item)
         if (reason := no_target_reason(target)) is not None:
-            raise UnsupportedValueError(f"{fqn!r} {reason}", rank=self._hooks.rank, key=fqn)
+            raise self._hooks.error(UnsupportedValueError, f"{fqn!r} {reason}", fqn)
         if is_plain(target):
             target = target.detach()
         if tuple(target.shape) != size:
-            raise ShapeMismatchError(
+            raise self._hooks.error(
+                ShapeMismatchError,
                 f"{self._hooks.name} planned to read {size} elements of {fqn!r}, but resolves a "
                 f"tensor of shape {tuple(target.shape)}; resolve what was planned",
-                rank=self._hooks.rank,
-                key=fqn,
+                fqn,
             )
         if (reason := target_problem(target)) is not None:
-            raise UnsupportedValueError(f"{fqn!r} {reason}", rank=self._hooks.rank, key=fqn)
+            raise self._hooks.error(UnsupportedValueError, f"{fqn!r} {reason}", fqn)
         if target.dtype != stored:
             problem = cast_problem(stored, target.dtype, self._options)
             if problem is not None:
-                raise ShapeMismatchError(f"{fqn!r} is {problem}", rank=self._hooks.rank, key=fqn)
+                raise self._hooks.error(ShapeMismatchError, f"{fqn!r} is {problem}", fqn)
             self.casts[fqn, dtype_name(stored), dtype_name(target.dtype)] = None
         return target
 
@@ -578,8 +575,7 @@ def targets_with_planner(
             loaded = stateful_to_load_targets(state_dict, Stored.of(metadata))
         values: Any = state_dict if loaded is None else loaded.values
         planner.set_up_planner(values, metadata, group.is_coordinator)
-        _refuse_targets(planner, group.rank)
-        refuse_misread(planner)
+        refuse_misread(planner, no_target_reason)
 
     def local_plan() -> LoadPlan:
         set_up()
@@ -609,22 +605,6 @@ def targets_with_planner(
             late.extend(loaded.casts)
 
     return reads.targets(metadata, put_back, late)
-
-
-def _refuse_targets(planner: LoadPlanner, rank: int) -> None:
-    """Raises if no planner can fill a tensor. Why: torch's own error would not name the tensor."""
-    flat = getattr(planner, "state_dict", None)
-    problems = [
-        f"{name!r} {reason}"
-        for name, value in (flat.items() if isinstance(flat, dict) else ())
-        if isinstance(value, torch.Tensor) and (reason := no_target_reason(value)) is not None
-    ]
-    if problems:
-        raise UnsupportedValueError(
-            f"{len(problems)} value(s) of the state dict can't be loaded into: "
-            + "; ".join(problems),
-            rank=rank,
-        )
 
 
 class _Number(int):
@@ -739,11 +719,11 @@ class PlannedReads:
         short = lacks_parts(self._table)
         lacking = [self._table.names[tensor] for tensor in sorted(wanted) if short[tensor]]
         if lacking:
-            raise CoverageError(
+            raise self._hooks.error(
+                CoverageError,
                 f"the checkpoint lacks parts of {', '.join(map(repr, lacking[:8]))}"
                 f"{' and more' if len(lacking) > 8 else ''}; load an earlier one",
-                rank=self._hooks.rank,
-                key=lacking[0],
+                lacking[0],
             )
 
     def targets(
@@ -814,12 +794,12 @@ class PlannedReads:
             # Why pickled again: torch's planners run the pickle without restriction. They get a
             # pickle that ray_dcp writes, of the object that a safe load has built.
             return dump_object(load_object(data, fqn=fqn), fqn=fqn)
-        raise UnsafeCheckpointError(
+        raise self._hooks.error(
+            UnsafeCheckpointError,
             f"{fqn!r} does not hold bytes of torch.save, so they can't be checked before "
             f"{self._hooks.name}.load_bytes gets them; if you trust the checkpoint, load with "
             f"LoadOptions(weights_only=False)",
-            rank=self._hooks.rank,
-            key=fqn,
+            fqn,
         )
 
     def _missing(self, metadata: Metadata) -> tuple[str, ...]:
@@ -835,18 +815,15 @@ class PlannedReads:
     def _unexpected(self) -> tuple[str, ...]:
         names = tuple(n for i, n in enumerate(self._table.names) if i not in self._stored)
         if names and self._options.strict:
-            raise StateDictError(
+            raise self._hooks.error(
+                StateDictError,
                 f"the checkpoint has keys that {self._hooks.name} does not ask for: "
                 f"{', '.join(map(repr, names[:8]))}{' and more' if len(names) > 8 else ''}; ask "
                 f"for them, or load with LoadOptions(strict=False)",
-                rank=self._hooks.rank,
-                key=names[0],
+                names[0],
             )
         return names
 
     def _wrong(self, item: ReadItem, what: str) -> StateDictError:
-        return StateDictError(
-            f"{self._hooks.name} planned to read {what}",
-            rank=self._hooks.rank,
-            key=item.dest_index.fqn,
-        )
+        told = f"{self._hooks.name} planned to read {what}"
+        return self._hooks.error(StateDictError, told, item.dest_index.fqn)

@@ -14,7 +14,7 @@ import pickle
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from types import TracebackType
@@ -127,8 +127,8 @@ class LoadReport:
 class CommittedMetadata(Metadata):
     """The `Metadata` of a committed checkpoint, read on first access.
 
-    It equals torch's `Metadata` with the same fields, and is pickled as one. `lazy` creates it; the
-    constructor is that of `Metadata`.
+    It equals torch's `Metadata` with the same fields, and is pickled as one. `of` creates it; the
+    constructor is that of `Metadata`. An access that fails is tried again by the next one.
 
     Attributes:
         attempt: The attempt that was committed; "" if unknown.
@@ -149,25 +149,6 @@ class CommittedMetadata(Metadata):
         return record.created_s if isinstance(record, Manifest) else None
 
     @classmethod
-    def lazy(
-        cls, load: Callable[[], Metadata], *, attempt: str = "", slot: int = 0
-    ) -> CommittedMetadata:
-        """Returns metadata that calls `load` once, on the first access to a field.
-
-        Args:
-            load: Reads the chunk table and converts it by `metadata_of`. The access raises its
-                exceptions, and the next access tries again.
-            attempt: See the class.
-            slot: See the class.
-        """
-        self = cls.__new__(cls)
-        self.attempt = attempt
-        self.slot = slot
-        self.__dict__["_load"] = load
-        self.__dict__["_lock"] = threading.Lock()
-        return self
-
-    @classmethod
     def of(cls, target: Target, outcome: SaveOutcome) -> CommittedMetadata:
         """Returns the metadata of what a save committed, read from its storage on access."""
 
@@ -185,8 +166,9 @@ class CommittedMetadata(Metadata):
                 checkpoint.table, checkpoint_id=target.url, attempt=checkpoint.attempt
             )
 
-        self = cls.lazy(load, attempt=outcome.attempt, slot=outcome.slot)
-        self.__dict__["_manifest"] = outcome.manifest
+        self = cls.__new__(cls)
+        self.attempt, self.slot = outcome.attempt, outcome.slot
+        self.__dict__.update(_manifest=outcome.manifest, _load=load, _lock=threading.Lock())
         return self
 
     def __getattribute__(self, name: str) -> Any:

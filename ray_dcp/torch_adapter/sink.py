@@ -344,7 +344,7 @@ def target_problem(tensor: torch.Tensor) -> str | None:
 
 
 def fresh_plain(
-    tensor: torch.Tensor, dtype: torch.dtype
+    tensor: torch.Tensor, _: str, dtype: torch.dtype
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Returns a new tensor like a plain one, and its parts to fill.
 
@@ -429,7 +429,7 @@ def fresh_parts(
         fqn: Name of the tensor, for messages.
         dtype: Dtype of the new tensor.
     """
-    made, _ = fresh_plain(tensor, dtype)
+    made, _ = fresh_plain(tensor, fqn, dtype)
     copy_fields(tensor, made)
     return made, tuple(part for _, part in parts(made, fqn))
 

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -400,7 +401,7 @@ def refuse_per_rank(state_dict: Mapping[str, Any], way: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Own:
+class _OwnValue:
     fqn: str
     target: PerRank
     numbers: Sequence[int]
@@ -436,7 +437,7 @@ class OwnValues:
         self.missing: list[str] = []
         self.kept: list[str] = []
         self._rank, self._world_size = rank, world_size
-        self._own: list[_Own] = []
+        self._own: list[_OwnValue] = []
         self._values: dict[int, Any] = {}
         rows = [row for row, value in enumerate(flat.values) if type(value) is PerRank]
         if not rows:
@@ -479,7 +480,7 @@ class OwnValues:
         elif callable(target.resized):
             merge = target.resized
         self.loaded.append(fqn)
-        self._own.append(_Own(fqn, target, numbers, merge))
+        self._own.append(_OwnValue(fqn, target, numbers, merge))
 
     @property
     def numbers(self) -> list[tuple[int, str]]:
@@ -498,15 +499,13 @@ class OwnValues:
         """
         for own in self._own:
             values = [self._values[number] for number in own.numbers]
-            own.target.value = values[0] if own.merge is None else self._merged(own, values)
-
-    def _merged(self, own: _Own, values: list[Any]) -> Any:
-        merge = own.merge or (lambda *_: None)
-        return call_user_code(
-            f"the function of PerRank {own.fqn!r}",
-            lambda: merge(values, self._rank, self._world_size),
-            rank=self._rank,
-        )
+            own.target.value = values[0]
+            if own.merge is not None:
+                own.target.value = call_user_code(
+                    f"the function of PerRank {own.fqn!r}",
+                    partial(own.merge, values, self._rank, self._world_size),
+                    rank=self._rank,
+                )
 
 
 def _stored(index: Mapping[str, int]) -> dict[str, dict[tuple[int, int], int]]:

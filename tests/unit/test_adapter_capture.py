@@ -365,12 +365,6 @@ def test_rows_that_fsdp_cuts_otherwise_than_its_placements_say_are_told_with_the
         assert "from_local" not in message
 
 
-def test_a_jagged_nested_tensor_is_refused_with_the_way_out():
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    with pytest.raises(UnsupportedValueError, match=r"'n'.*nested tensor: save list"):
-        capture({"n": nested}, rank=0, world_size=1)
-
-
 def test_several_local_shards_of_one_rank_are_several_rows() -> None:
     full = torch.arange(24.0).reshape(6, 4)
 

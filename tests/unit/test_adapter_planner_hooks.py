@@ -29,6 +29,7 @@ from ray_dcp import errors
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.torch_adapter import planner_hooks
 from ray_dcp.torch_adapter.foreign import foreign_save
+from tests.own_planners import OwnLookup
 from tests.thread_ranks import run_as_ranks
 from tests.unit.adapter_ranks import group, run
 
@@ -46,13 +47,7 @@ def state(fill: float = 1.0) -> dict[str, Any]:
 
 
 def zeros() -> dict[str, Any]:
-    return {
-        "w": torch.zeros(4, 3),
-        "t": torch.zeros(3, 2),
-        "nested": {"b": torch.zeros(2, dtype=torch.bfloat16), "name": ""},
-        "scalar": torch.tensor(0),
-        "lr": 0.0,
-    }
+    return state(0.0)
 
 
 # --- save planners ------------------------------------------------------------------------------
@@ -238,21 +233,15 @@ def test_what_is_not_kept_is_resolved_again(monkeypatch):
 WEIGHT = torch.ones(4, 3)
 
 
-class OtherShape(dcp.DefaultSavePlanner):
+class Gives(dcp.DefaultSavePlanner):
+    """Resolves something else than it plans."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.change = change
+
     def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002
-        found = super().transform_object(write_item, object)
-        return found.reshape(-1) if isinstance(found, torch.Tensor) else found
-
-
-class OtherDtype(dcp.DefaultSavePlanner):
-    def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002
-        found = super().transform_object(write_item, object)
-        return found.double() if isinstance(found, torch.Tensor) else found
-
-
-class OtherKind(dcp.DefaultSavePlanner):
-    def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002
-        return b"bytes"
+        return self.change(super().transform_object(write_item, object))
 
 
 class NoTensorData(dcp.DefaultSavePlanner):
@@ -273,11 +262,11 @@ class OtherRank(dcp.DefaultSavePlanner):
 @pytest.mark.parametrize(
     ("planner_class", "value", "message"),
     [
-        (OtherShape, WEIGHT, r"OtherShape.resolve_data gave torch.float32 of shape \(12,\) for 'w'"
-                             r".*float32 of shape \(4, 3\)"),
-        (OtherDtype, WEIGHT, r"OtherDtype.resolve_data gave torch.float64 .* for 'w'"),
-        (OtherKind, WEIGHT, r"OtherKind.resolve_data gave bytes for 'w'"),
-        (OtherKind, 3, r"gave bytes for 'w'.*io.BytesIO"),
+        (lambda: Gives(torch.flatten), WEIGHT, r"Gives.resolve_data gave torch.float32 of shape "
+                                               r"\(12,\) for 'w'.*float32 of shape \(4, 3\)"),
+        (lambda: Gives(torch.Tensor.double), WEIGHT, r"gave torch.float64 .* for 'w'"),
+        (lambda: Gives(lambda _: b""), WEIGHT, r"gave bytes for 'w'"),
+        (lambda: Gives(lambda _: b""), 3, r"gave bytes for 'w'.*io.BytesIO"),
         (NoTensorData, WEIGHT, r"NoTensorData planned 'w' as TENSOR without tensor_data"),
         (OtherRank, WEIGHT, r"OtherRank planned 'w' with a chunk at \(0,\).* 2 dimensions"),
     ],
@@ -471,13 +460,6 @@ def test_the_planner_that_makes_the_state_dict_from_metadata_works(checkpoint):
     assert flat(made) == flat(state(3.0))
 
 
-class Quiet(dcp.DefaultLoadPlanner):
-    """Does what DCP's does, by hooks that are called."""
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return super().lookup_tensor(index)
-
-
 @pytest.mark.parametrize("writer", [dcp, ray_dcp], ids=["stock", "ours"])
 def test_objects_come_under_keys_that_are_no_texts(writer, tmp_path):
     def layers(fill: int) -> dict[str, Any]:
@@ -490,7 +472,7 @@ def test_objects_come_under_keys_that_are_no_texts(writer, tmp_path):
 
     writer.save(layers(3), checkpoint_id=tmp_path, no_dist=True)
     found = layers(0)
-    ray_dcp.load(found, checkpoint_id=tmp_path, no_dist=True, planner=Quiet())
+    ray_dcp.load(found, checkpoint_id=tmp_path, no_dist=True, planner=OwnLookup())
     assert found["layers"].pop("w").tolist() == [3, 3]
     assert str(found) == str({"layers": {k: v for k, v in layers(3)["layers"].items() if k != "w"}})
 
@@ -501,7 +483,7 @@ def test_objects_come_back_without_flattening_too(key, tmp_path):
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     ray_dcp.save(state, checkpoint_id=tmp_path, no_dist=True, planner=planner)
     found = {"w": torch.zeros(2), key: None}
-    planner = Quiet(flatten_state_dict=False)
+    planner = OwnLookup(flatten_state_dict=False)
     ray_dcp.load(found, checkpoint_id=tmp_path, no_dist=True, planner=planner)
     assert found[key] == {"lr": 0.5}
     assert found["w"].tolist() == [1, 1]
