@@ -23,3 +23,10 @@ class OwnLookup(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: Any) -> Any:
         return super().lookup_tensor(index)
+
+
+class OwnResolve(DefaultLoadPlanner):
+    """Resolves tensors itself, so that each is resolved when its bytes are there."""
+
+    def resolve_tensor(self, read_item: Any) -> Any:
+        return super().resolve_tensor(read_item)

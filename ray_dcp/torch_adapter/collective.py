@@ -58,35 +58,6 @@ def call_user_code(doing: str, code: Callable[[], T], *, rank: int) -> T:
         raise wrapped.with_failures({rank: failure_of(error)}) from error
 
 
-def combined_error(
-    doing: str, failures: Mapping[int, Failure], *, world_size: int, checkpoint_id: str | None
-) -> CheckpointError:
-    """Returns the one error that every rank raises if some ranks failed.
-
-    Its class is that of the failures if they agree (such as `DeadlineError`); its notes are their
-    tracebacks.
-
-    Args:
-        doing: The step that failed, such as `"save: write"`.
-        failures: Failures by rank; at least one.
-        world_size: Number of ranks.
-        checkpoint_id: For the message.
-    """
-    ranks = sorted(failures)
-    classes = {_class_for(failures[rank][0]) for rank in ranks}
-    made = classes.pop() if len(classes) == 1 else CheckpointError
-    told = "; ".join(f"rank {rank}: {_line(failures[rank][0])}" for rank in ranks[:_MOST_TOLD])
-    more = f"; and {len(ranks) - _MOST_TOLD} more" if len(ranks) > _MOST_TOLD else ""
-    error = made(
-        f"{doing} failed on {len(ranks)} of {world_size} ranks: {told}{more}",
-        checkpoint_id=checkpoint_id,
-        rank=ranks[0] if len(ranks) == 1 else None,
-    )
-    # Why not add_note: it is new in Python 3.11. The attribute survives transport through Ray.
-    error.__notes__ = [_note(rank, failures[rank]) for rank in ranks[:_MOST_TOLD]]
-    return error.with_failures({rank: failures[rank] for rank in ranks})
-
-
 _MOST_TOLD = 8
 """Most ranks whose failure the message describes; `.failures` has all."""
 
@@ -202,13 +173,28 @@ class Group:
         return next(self._keys)
 
     def failed(self, step: str, failures: Mapping[int, Failure]) -> CheckpointError:
-        """Returns the error that all ranks raise."""
-        return combined_error(
-            f"{self.doing}: {step}",
-            failures,
-            world_size=self.world_size,
+        """Returns the one error that every rank raises if some ranks failed.
+
+        Its class is that of the failures if they agree (such as `DeadlineError`); its notes are
+        their tracebacks.
+
+        Args:
+            step: The step that failed, such as `"write"`.
+            failures: Failures by rank; at least one.
+        """
+        ranks = sorted(failures)
+        shown, num_more = ranks[:_MOST_TOLD], len(ranks) - _MOST_TOLD
+        classes = {_class_for(failures[rank][0]) for rank in ranks}
+        told = "; ".join(f"rank {rank}: {_line(failures[rank][0])}" for rank in shown)
+        error = (classes.pop() if len(classes) == 1 else CheckpointError)(
+            f"{self.doing}: {step} failed on {len(ranks)} of {self.world_size} ranks: {told}"
+            f"{f'; and {num_more} more' if num_more > 0 else ''}",
             checkpoint_id=self.checkpoint_id,
+            rank=ranks[0] if len(ranks) == 1 else None,
         )
+        # Why not add_note: it is new in Python 3.11. The attribute survives transport through Ray.
+        error.__notes__ = [_note(rank, failures[rank]) for rank in shown]
+        return error.with_failures({rank: failures[rank] for rank in ranks})
 
 
 @dataclass(frozen=True)

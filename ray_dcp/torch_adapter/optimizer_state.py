@@ -625,11 +625,11 @@ class _Named:
             done(optimizer)
 
 
-class _OwnForm:
-    """Adapter of an optimizer whose class replaces `state_dict` and so defines names and values.
+class _ByLibrary:
+    """Adapter of an optimizer whose state only its own code can set.
 
     Args:
-        optimizer: Such an optimizer.
+        optimizer: The optimizer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -638,7 +638,10 @@ class _OwnForm:
         self._key = ""
 
     def state_dict(self) -> dict[str, Any]:
-        return self._optimizer.state_dict()
+        raise NotImplementedError
+
+    def _set(self, state_dict: dict[str, Any]) -> None:
+        raise NotImplementedError
 
     def targets(
         self, key: str, stored: Stored, prefixes: Sequence[str], *, strict: bool
@@ -650,62 +653,62 @@ class _OwnForm:
             return OptimizerTargets(_containers(self.state_dict()))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        loaded = _containers(state_dict)
+        # Why a copy: torch's helper changes its argument.
+        self._set(_containers(state_dict))
+        self.casts = _compared(self._optimizer, self._key, state_dict, self.state_dict())
+
+
+class _OwnForm(_ByLibrary):
+    """Adapter of an optimizer whose class replaces `state_dict` and so defines names and values."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def _set(self, state_dict: dict[str, Any]) -> None:
         self._optimizer.load_state_dict(state_dict)
-        self.casts = _compared(self._optimizer, self._key, loaded, self.state_dict())
 
 
-class _FlatParameters:
+class _FlatParameters(_ByLibrary):
     """Adapter of an optimizer over FSDP1's flat parameters; torch's helper shards their state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-        self.casts: list[Cast] = []
-        self._optimizer, self._module = optimizer, module
-        self._key = ""
+        super().__init__(optimizer)
+        self._module = module
 
     def state_dict(self) -> dict[str, Any]:
-        return self._named()
+        with _as_if_stepped(self._optimizer):
+            found: Any = _stock.get_optimizer_state_dict(self._module, self._optimizer)
+        return dict(found)
 
     def targets(
         self, key: str, stored: Stored, prefixes: Sequence[str], *, strict: bool
     ) -> OptimizerTargets:
-        self._key = key
-        with primed(self._optimizer):
-            found = self._named()
-        if not any(name.startswith(f"{key}.") for name in stored.names):
-            return OptimizerTargets(None if key in stored.names else found)
-        for name in list(found["state"]):
-            inner = flatten({key: {"state": {name: found["state"][name]}}}).names
-            if not any(each in stored.names for each in inner):
-                del found["state"][name]
-        groups = f"{key}.param_groups."
-        options = {str(index): group for index, group in enumerate(found["param_groups"])}
-        for name in stored.names:
-            if name.startswith(groups) and stored.value(name).dtype is None:
-                index, _, option = name.removeprefix(groups).partition(".")
-                if index in options and "." not in option:
-                    # A scheduler that does not exist yet had added it: "initial_lr".
-                    options[index].setdefault(option, None)
-        return OptimizerTargets(found)
+        found = super().targets(key, stored, prefixes, strict=strict)
+        items = stored.below(key, ())
+        if found.state is None or not items:
+            return found
+        state, groups = found.state["state"], found.state["param_groups"]
+        for name in list(state):
+            if not any(each in items for each in flatten({"state": {name: state[name]}}).names):
+                del state[name]
+        for name, item in items.items():
+            part, _, rest = name.partition(".")
+            index, _, option = rest.partition(".")
+            is_option = part == "param_groups" and item.dtype is None and "." not in option
+            if is_option and index.isdecimal() and int(index) < len(groups):
+                # A scheduler that does not exist yet had added it: "initial_lr".
+                groups[int(index)].setdefault(option, None)
+        return found
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        copied = dict(state_dict)
-        copied["state"] = dict(copied["state"])
-        copied["param_groups"] = [dict(group) for group in copied["param_groups"]]
+    def _set(self, state_dict: dict[str, Any]) -> None:
         with _as_if_stepped(self._optimizer):
             # Why not strict: a parameter that never had a gradient has no state.
             _stock.set_optimizer_state_dict(
                 self._module,
                 self._optimizer,
-                copied,  # Why: torch's helper changes its argument.
+                state_dict,
                 options=StateDictOptions(strict=False),
             )
-        self.casts = _compared(self._optimizer, self._key, state_dict, self._named())
-
-    def _named(self) -> dict[str, Any]:
-        with _as_if_stepped(self._optimizer):
-            found: Any = _stock.get_optimizer_state_dict(self._module, self._optimizer)
-        return dict(found)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ attributes describe its parts (`CheckpointableTensor`).
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -255,7 +254,7 @@ def _from_dtensor(tensor: DTensor, fqn: str, layouts: Layouts, saving: bool) -> 
         # Why: an empty shard of FSDP2 has no rows, while its placements describe rows without
         # columns.
         local = local.reshape(layout.local_size)
-    _check_fit(local, layout.local_size, fqn, _cut_unevenly(tensor))
+    _check_fit(local, layout.local_size, fqn)
     pieces = _pieces(local, layout)
     return Sharded(layout.shape, dtype, requires_grad, layout.boxes, pieces, layout.replicated)
 
@@ -272,32 +271,13 @@ def _pieces(local: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
     return tuple(pieces)
 
 
-def _cut_unevenly(tensor: DTensor) -> str | None:
-    """Returns why torch's parts of a tensor are not those of its placements; None if they are."""
-    for placement in tensor.placements:
-        if isinstance(placement, _StridedShard):
-            dim, shape = placement.dim, tuple(tensor.shape)
-            whole = math.prod(
-                tensor.device_mesh.size(number)
-                for number, other in enumerate(tensor.placements)
-                if isinstance(other, (Shard, _StridedShard)) and other.dim == dim
-            )
-            if shape[dim] % whole:
-                return (
-                    f"dimension {dim} of {shape} is cut over two dimensions of its mesh, into "
-                    f"{whole} parts that are not equal, which FSDP2 cuts otherwise than its own "
-                    f"placements {tensor.placements} say. Make it a multiple of {whole}, shard "
-                    f"another dimension (shard_placement_fn of fully_shard), or save full_tensor()"
-                )
-    return None
-
-
-def _check_fit(local: Any, size: tuple[int, ...], fqn: str, why: str | None = None) -> None:
+def _check_fit(local: Any, size: tuple[int, ...], fqn: str) -> None:
     if tuple(local.shape) != size:
-        why = why or "was it made by DTensor.from_local without the global shape, or padded?"
         raise UnsupportedValueError(
             f"the local tensor of {fqn!r} has shape {tuple(local.shape)}, but its mesh and "
-            f"placements say {size}; {why}",
+            f"placements say {size}: it was padded, made by DTensor.from_local without the global "
+            f"shape, or cut by FSDP2 with TP in a dimension that the mesh does not divide. Shard "
+            f"another dimension, or save full_tensor()",
             key=fqn,
         )
 

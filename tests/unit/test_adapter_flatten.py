@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
+import ray_dcp
 from ray_dcp.conversion import nested as nested_by_path
 from ray_dcp.errors import DamagedCheckpointError, StateDictError
-from ray_dcp.torch_adapter.flatten import flatten, flatten_top
+from ray_dcp.torch_adapter.flatten import flatten
 
 TENSOR = torch.ones(2)
 
@@ -73,28 +75,41 @@ def test_unflattening_gives_what_dcp_gives(state_dict: dict) -> None:
     assert repr(mine) == repr(theirs)
 
 
-def test_all_colliding_names_are_told_at_once() -> None:
-    with pytest.raises(StateDictError, match=r"'a\.b', 'c\.d' would name two values"):
-        flatten({"a": {"b": 1}, "a.b": 2, "c": {"d": 1}, "c.d": 3})
+LOOP: list[Any] = []
+LOOP.append(LOOP)
+SELF: dict[str, Any] = {"a": {}}
+SELF["a"]["b"] = SELF
 
 
-def test_a_state_dict_that_contains_itself_is_refused() -> None:
-    state_dict: dict[str, Any] = {"a": {}}
-    state_dict["a"]["b"] = state_dict
-    with pytest.raises(StateDictError, match="does it contain itself"):
-        flatten(state_dict)
-    loop: list[Any] = []
-    loop.append(loop)
-    with pytest.raises(StateDictError, match="does it contain itself"):
-        flatten({"loop": loop})
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        (
+            {"a": {"b": 1}, "a.b": 2, "c": {"d": 1}, "c.d": 3},
+            r"'a\.b', 'c\.d' would name two values",
+        ),
+        (SELF, "does it contain itself"),
+        ({"loop": LOOP}, "does it contain itself"),
+        ({"fine": 1, "\ud83d\ude00": TENSOR}, "half of a surrogate pair"),
+        ({"fine": 1, "a\ude00": TENSOR}, "half of a surrogate pair"),
+    ],
+)
+def test_names_that_no_checkpoint_can_hold_are_told_before_anything_is_saved(
+    state: dict, told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(StateDictError, match=told):
+        ray_dcp.save(state, checkpoint_id=tmp_path / "c")
+    assert not (tmp_path / "c").exists()
 
 
-def test_without_flattening_each_top_value_is_one() -> None:
-    flat = flatten_top({"a": {"b": TENSOR}, 3: 4})
-    assert flat.names == ["a", "3"]
-    assert flat.keys == ["a", 3]
-    with pytest.raises(StateDictError, match="duplicated flatten key: '3'"):
-        flatten_top({3: 1, "3": 2})
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [({3: 1, "3": 2}, "flatten key: '3'"), ({"\ud83d": 1}, "half of a surrogate pair")],
+)
+def test_without_flattening_names_must_be_unique_texts_too(state, told, tmp_path: Path) -> None:
+    planner = ray_dcp.DefaultSavePlanner(flatten_state_dict=False)
+    with pytest.raises(StateDictError, match=told):
+        ray_dcp.save(state, checkpoint_id=tmp_path / "c", planner=planner)
 
 
 @pytest.mark.parametrize(
@@ -110,18 +125,3 @@ def test_without_flattening_each_top_value_is_one() -> None:
 def test_paths_that_contradict_themselves_or_ask_for_the_impossible_are_refused(paths: Any) -> None:
     with pytest.raises(DamagedCheckpointError, match="can't be a place"):
         nested_by_path(dict.fromkeys(paths.values(), 1))
-
-
-def test_an_empty_mapping_gives_way_to_a_value_of_its_name() -> None:
-    flat = flatten({0: {}, "0": TENSOR})
-    assert flat.names == ["0"]
-    assert flat.values[0] is TENSOR
-
-
-@pytest.mark.parametrize("key", ["\ud83d\ude00", "\ud83d", "a\ude00"])
-@pytest.mark.parametrize("flattens", [flatten, flatten_top])
-def test_a_key_that_is_no_unicode_text_is_named_before_anything_is_saved(
-    flattens: Any, key: str
-) -> None:
-    with pytest.raises(StateDictError, match="half of a surrogate pair"):
-        flattens({"fine": 1, key: TENSOR})

@@ -24,10 +24,8 @@ from ray_dcp.errors import (
     CommitUnknownError,
     DeadlineError,
     MissingKeyError,
-    StateDictError,
 )
 from ray_dcp.torch_adapter.foreign import foreign_load, foreign_save
-from ray_dcp.torch_adapter.state import Stored, stateful_to_load_targets
 from tests.unit.adapter_ranks import group, run
 
 pytestmark = pytest.mark.filterwarnings(
@@ -126,9 +124,10 @@ def save_all(world_size: int, make_writer: Callable[[int], Any], **how: Any) -> 
     )
 
 
-def save_one(writer: Any, planner: Any = None, **options: Any) -> Metadata:
+def save_one(writer: Any, planner: Any = None, state_dict: Any = None, **options: Any) -> Metadata:
     seen: list[Any] = []
-    saved = run([foreign_save(group(), state(), writer, planner, **options)], seen=seen)[0].get()
+    values = state() if state_dict is None else state_dict
+    saved = run([foreign_save(group(), values, writer, planner, **options)], seen=seen)[0].get()
     assert seen == []  # one rank exchanges nothing
     return saved
 
@@ -466,17 +465,18 @@ def test_a_global_plan_of_the_wrong_length_is_refused(tmp_path):
 
 # --- stateful -----------------------------------------------------------------------------------
 
-NOTHING_STORED = Stored((), lambda name: False)
 
-
-def test_stateful_values_are_asked_in_the_order_of_their_keys():
+def test_stateful_values_are_asked_in_the_order_of_their_keys(tmp_path):
     asked: list[str] = []
     values = {name: Counter(0, name, asked) for name in "cab"}
-    stateful_to_load_targets(values, NOTHING_STORED).put_back(values)
+    save_one(Writer(tmp_path), state_dict=values)
+    asked.clear()
+    load_one(values, dcp.FileSystemReader(tmp_path))
     assert asked == ["a", "b", "c", "a", "b", "c"]
 
 
 @pytest.mark.parametrize("wrong", [[1], torch.nn.Linear(1, 1), None])
-def test_what_is_no_state_dict_is_named(wrong):
-    with pytest.raises(StateDictError, match=type(wrong).__name__):
-        stateful_to_load_targets(wrong, NOTHING_STORED)
+def test_what_is_no_state_dict_is_named(wrong, tmp_path):
+    save_one(Writer(tmp_path))
+    with pytest.raises(CheckpointError, match=type(wrong).__name__):
+        load_one(wrong, dcp.FileSystemReader(tmp_path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -38,31 +37,6 @@ class SavePlannerSubclass(dcp.DefaultSavePlanner):
 
 class LoadPlannerSubclass(dcp.DefaultLoadPlanner):
     pass
-
-
-@pytest.mark.parametrize(
-    ("checkpoint_id", "url"),
-    [
-        ("/data/x", "/data/x"),
-        (Path("/data/x"), "/data/x"),
-        ("file:///data/x", "file:///data/x"),
-        ("memory://x", "memory://x"),
-    ],
-)
-def test_an_id_alone_is_native(checkpoint_id, url):
-    for decision in (
-        decide_save(checkpoint_id=checkpoint_id),
-        decide_load(checkpoint_id=checkpoint_id),
-    ):
-        assert decision.path == "native"
-        assert decision.target == Target(url)
-        assert decision.planner is None
-        assert decision.flags == PlannerFlags()
-
-
-def test_a_relative_path_is_made_absolute(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert decide_save(checkpoint_id="step-1").target == Target(str(tmp_path / "step-1"))
 
 
 def test_torchs_own_storage_is_native_at_its_path(tmp_path):
@@ -149,22 +123,6 @@ def test_flags_of_the_default_planners_are_mapped(tmp_path):
     assert loading.apply(LoadOptions(strict=True)).strict is True
 
 
-@pytest.mark.parametrize(
-    ("decide", "planner"),
-    [
-        (decide_save, SavePlannerSubclass()),
-        (decide_load, LoadPlannerSubclass()),
-        (decide_load, _EmptyStateDictLoadPlanner()),
-    ],
-)
-def test_a_planner_subclass_takes_the_hooks_on_native_storage(decide, planner, tmp_path):
-    decision = decide(planner, checkpoint_id=tmp_path)
-    assert decision.path == "planner hooks"
-    assert decision.planner is planner
-    assert decision.target == Target(str(tmp_path))
-    assert type(planner).__name__ in decision.reason
-
-
 def patched(made, **methods):
     """Something of torch's with methods of the user's."""
     for name, method in methods.items():
@@ -193,6 +151,12 @@ NATIVE, HOOKS, FOREIGN = "native", "planner hooks", "foreign storage"
 ZSTD = _extension.ZStandard
 W, R = dcp.FileSystemWriter, dcp.FileSystemReader
 WAYS = [
+    (lambda p: decide_load(checkpoint_id=p), NATIVE, "local path"),
+    (lambda p: decide_save(checkpoint_id="memory://x"), NATIVE, "memory:// URL"),
+    (lambda p: decide_save(checkpoint_id="step-1"), NATIVE, "local path"),
+    (lambda p: decide_save(SavePlannerSubclass(), None, p), HOOKS, "SavePlannerSubclass"),
+    (lambda p: decide_load(LoadPlannerSubclass(), None, p), HOOKS, "LoadPlannerSubclass"),
+    (lambda p: decide_load(_EmptyStateDictLoadPlanner(), None, p), HOOKS, "_EmptyStateDict"),
     (
         lambda p: decide_save(patched(dcp.DefaultSavePlanner(), resolve_data=len), None, p),
         HOOKS,
@@ -219,14 +183,6 @@ def test_what_is_not_torchs_own_goes_another_way_and_says_why(decide, path, reas
     assert reason in decision.reason
     assert (decision.target is None) == (path == FOREIGN)
     assert decision.storage is not None or path != FOREIGN
-
-
-def test_an_fsspec_writer_is_native_on_any_protocol_with_the_filesystem_it_was_given():
-    writer = FsspecWriter("memory://ckpt")
-    decision = decide_save(None, writer)
-    assert (decision.path, decision.target.url) == ("native", "memory://ckpt")
-    assert decision.target.filesystem is writer.fs.fs
-    assert decide_load(None, FsspecReader("memory://ckpt")).target == decision.target
 
 
 def test_an_id_moves_an_fsspec_writer_and_its_options_stay(tmp_path):

@@ -22,11 +22,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 import ray_dcp
 from ray_dcp import LoadOptions, errors
 from ray_dcp.torch_adapter.sink import TensorSink, rows_that_share
+from tests.own_planners import OwnLoad
 from tests.unit.adapter_support import as_rank, load_on_ranks, save_on_ranks
-
-
-class Planner(DefaultLoadPlanner):
-    """A planner that the library has to call."""
 
 
 def load(state: Any, path: Any, **how: Any) -> Any:
@@ -39,7 +36,7 @@ def saved(path: Any, state: Any) -> None:
 
 WAYS: dict[str, Callable[..., Any]] = {
     "native": lambda **_: {},
-    "planner": lambda **_: {"planner": Planner()},
+    "planner": lambda **_: {"planner": OwnLoad()},
     "unverified": lambda **_: {"options": LoadOptions(verify="never")},
 }
 

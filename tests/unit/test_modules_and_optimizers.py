@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ray_dcp
 from ray_dcp.errors import StateDictError
+from tests.own_planners import OwnLookup, OwnSave
 
 Wrap = Any
 
@@ -155,30 +156,16 @@ def saved(state: dict[str, Any], path: Path, how: str) -> None:
     if how == "async":
         ray_dcp.async_save(state, checkpoint_id=path, no_dist=True).result()
     elif how == "planner":
-        ray_dcp.save(state, checkpoint_id=path, no_dist=True, planner=Planner())
+        ray_dcp.save(state, checkpoint_id=path, no_dist=True, planner=OwnSave())
     else:
         ray_dcp.save(state, checkpoint_id=path, no_dist=True)
-
-
-class Planner(ray_dcp.DefaultSavePlanner):
-    """One of a user's: its hooks are called."""
-
-    def lookup_object(self, index: Any) -> Any:
-        return super().lookup_object(index)
-
-
-class LoadPlanner(ray_dcp.DefaultLoadPlanner):
-    """One of a user's: its hooks are called."""
-
-    def lookup_tensor(self, index: Any) -> Any:
-        return super().lookup_tensor(index)
 
 
 def loaded(state: dict[str, Any], path: Path, how: str) -> None:
     if how == "async":
         ray_dcp.load_newest(state, path.parent, no_dist=True)
     elif how == "planner":
-        ray_dcp.load(state, checkpoint_id=path, no_dist=True, planner=LoadPlanner())
+        ray_dcp.load(state, checkpoint_id=path, no_dist=True, planner=OwnLookup())
     else:
         ray_dcp.load(state, checkpoint_id=path, no_dist=True)
 

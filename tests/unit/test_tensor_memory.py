@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.testing._internal.two_tensor import TwoTensor
@@ -24,22 +23,8 @@ import ray_dcp
 from ray_dcp import errors
 from ray_dcp.torch_adapter.capture import capture
 from ray_dcp.torch_adapter.tensors import host_bytes
+from tests.own_planners import OwnLoad, OwnResolve, OwnSave
 from tests.unit.adapter_support import as_rank
-
-
-class SavePlanner(DefaultSavePlanner):
-    """A planner that the library has to call."""
-
-
-class LoadPlanner(DefaultLoadPlanner):
-    """A planner that the library has to call."""
-
-
-class Resolving(DefaultLoadPlanner):
-    """A planner whose targets are known when they are read alone."""
-
-    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
-        return super().resolve_tensor(read_item)
 
 
 class Writer(dcp.FileSystemWriter):
@@ -121,7 +106,7 @@ SAVES: dict[str, Callable[[Any, Any], Any]] = {
         state, checkpoint_id=path, no_dist=True
     ).result(),
     "planner": lambda state, path: ray_dcp.save(
-        state, checkpoint_id=path, planner=SavePlanner(), no_dist=True
+        state, checkpoint_id=path, planner=OwnSave(), no_dist=True
     ),
     "foreign": lambda state, path: ray_dcp.save(
         state, checkpoint_id=path, storage_writer=Writer(path), no_dist=True
@@ -147,10 +132,10 @@ def test_a_save_refuses_what_reaches_beyond_its_memory(
 LOADS: dict[str, Callable[[Any, Any], Any]] = {
     "native": lambda state, path: ray_dcp.load(state, checkpoint_id=path, no_dist=True),
     "planner": lambda state, path: ray_dcp.load(
-        state, checkpoint_id=path, planner=LoadPlanner(), no_dist=True
+        state, checkpoint_id=path, planner=OwnLoad(), no_dist=True
     ),
     "resolving": lambda state, path: ray_dcp.load(
-        state, checkpoint_id=path, planner=Resolving(), no_dist=True
+        state, checkpoint_id=path, planner=OwnResolve(), no_dist=True
     ),
     "foreign": lambda state, path: ray_dcp.load(
         state, checkpoint_id=path, storage_reader=Reader(path), no_dist=True

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as stock
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ray_dcp
 from ray_dcp import conversion, errors
-from tests.own_planners import OwnLoad, OwnSave
+from tests.own_planners import OwnLoad, OwnResolve, OwnSave
 
 from .adapter_support import as_rank, load_on_ranks, save_on_ranks
 
@@ -185,13 +185,6 @@ class Hidden(torch.Tensor):
         raise NotImplementedError(f"{func}")
 
 
-class LateLoad(DefaultLoadPlanner):
-    """A planner that resolves tensors itself, so that each is resolved when its bytes are there."""
-
-    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
-        return super().resolve_tensor(read_item)
-
-
 @pytest.fixture(autouse=True)
 def allowed() -> Iterator[None]:
     with torch.serialization.safe_globals(
@@ -274,7 +267,7 @@ def load(target: Any, path: Path, planner: Any = None, **options: Any) -> ray_dc
 SAVERS = ("stock", "native", "hooks")
 savers = pytest.mark.parametrize("saver", SAVERS)
 planners = pytest.mark.parametrize(
-    "planner", [None, OwnLoad, LateLoad], ids=["native", "hooks", "late hooks"]
+    "planner", [None, OwnLoad, OwnResolve], ids=["native", "hooks", "late hooks"]
 )
 
 
