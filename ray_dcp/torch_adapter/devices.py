@@ -1,8 +1,8 @@
-"""Copies tensors of CUDA devices directly into staging memory, on a separate stream.
+"""Work on tensors of CUDA devices: copies to staging memory, and digests.
 
-The copies follow an event that the caller's stream records when the state is captured, the moment
-of the save. Later work of the caller's stream runs beside them, so the state must not be written
-before the copies are done:
+Copies go directly into staging memory, on a separate stream. They follow an event that the caller's
+stream records when the state is captured, the moment of the save. Later work of the caller's stream
+runs beside them, so the state must not be written before the copies are done:
 
     caller's stream   ---- step n ----*---- forward, backward of step n + 1 ----| may write
     copy stream                        `--- copies -----------------------------'
@@ -18,8 +18,7 @@ So this module keeps each registered array until its owner, the staging memory, 
 of MB on the device of their thread; so does leaving a stream of another device. So each such call
 names its device.
 
-64-bit digests of all bytes of a value, by which ranks detect replicas that differ.
-
+Digests have 64 bits and cover all bytes of a value; by them ranks detect replicas that differ.
 Equal bytes have equal digests on every device. A tensor on a GPU is digested there: only 64 bytes
 of each 64 KiB, and the bytes behind its last whole 64 KiB, are copied to the host.
 """

@@ -5,7 +5,7 @@ collectives of the training group. The plug-in's `finish` is the commit: this pa
 and no checksums, and it does not survive the death of a rank. Futures that a plug-in returns are
 awaited with a deadline.
 
-Replaces torch's `BroadcastingTorchSaveReader` in a load: one rank reads a file for all ranks.
+`TorchSaveReader` is a plug-in too: it replaces torch's `BroadcastingTorchSaveReader`.
 """
 
 from __future__ import annotations

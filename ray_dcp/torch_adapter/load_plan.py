@@ -5,19 +5,12 @@ which is `Targets.check_coverage`. Each value of the state dict becomes the boxe
 chunk table, or the place of an object; `sink` decides which memory the bytes are written to.
 
 If a target has another shape than the stored tensor, `Resizing` loads the common part and leaves
-the rest unchanged. `ItemPlacer` copies whole `torch.save` items of tensor chunks into the boxes
-that want parts of them.
+the rest unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -55,11 +48,7 @@ from ray_dcp.torch_adapter.sink import (
     fresh_taker,
     target_problem,
 )
-from ray_dcp.torch_adapter.state import (
-    OwnValues,
-    must_be_taken,
-    stateful_to_load_targets,
-)
+from ray_dcp.torch_adapter.state import OwnValues, must_be_taken, stateful_to_load_targets
 from ray_dcp.torch_adapter.targets import MOST_SHOWN, ObjectTaker, Targets, first_chunks
 from ray_dcp.torch_adapter.tensors import (
     dtype_name,

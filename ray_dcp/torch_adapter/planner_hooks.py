@@ -78,7 +78,7 @@ from ray_dcp.torch_adapter.tensors import (
 E = TypeVar("E", bound=CheckpointError)
 
 
-class _Hooks:
+class _PlannerHooks:
     """A planner on one rank.
 
     An exception of a hook is raised as a `CheckpointError` that names the hook.
@@ -212,7 +212,7 @@ def capture_with_planner(
         InvalidRequestError: The planner resolves something else than it planned, or a native
             checkpoint can't represent its metadata, or the state dict has a `PerRank`.
     """
-    hooks = _Hooks(planner, group.rank)
+    hooks = _PlannerHooks(planner, group.rank)
 
     def set_up() -> None:
         state = stateful_to_state_dict(state_dict) if stateful else dict(state_dict)
@@ -244,7 +244,7 @@ def plans_globally(planner: SavePlanner) -> bool:
     """
     if getattr(planner, "dedup_save_to_lowest_rank", False):
         return True
-    return _Hooks(planner, 0).overrides(DefaultSavePlanner, *_GLOBAL_HOOKS)
+    return _PlannerHooks(planner, 0).overrides(DefaultSavePlanner, *_GLOBAL_HOOKS)
 
 
 _GLOBAL_HOOKS = (
@@ -268,7 +268,7 @@ def _whole_local_plan(planner: Any) -> SavePlan:
     return plan
 
 
-def _global_plan(hooks: _Hooks, plans: list[SavePlan]) -> Sequence[Any]:
+def _global_plan(hooks: _PlannerHooks, plans: list[SavePlan]) -> Sequence[Any]:
     """Returns the new plan of each rank, with the paths of its items."""
     new_plans, metadata = hooks.planner.create_global_plan(plans)
     whole = new_plans
@@ -315,7 +315,12 @@ class _Resolved(Rows):
     """
 
     def __init__(
-        self, hooks: _Hooks, options: SaveOptions, paths: Mapping[str, NamePath], *, is_shared: bool
+        self,
+        hooks: _PlannerHooks,
+        options: SaveOptions,
+        paths: Mapping[str, NamePath],
+        *,
+        is_shared: bool,
     ) -> None:
         super().__init__(digests=is_shared)
         self._hooks = hooks
@@ -449,7 +454,7 @@ class PlannerSink(TensorSink):
         resolves_again: Whether the planner returns views of the state dict at every call.
     """
 
-    def __init__(self, hooks: _Hooks, options: LoadOptions) -> None:
+    def __init__(self, hooks: _PlannerHooks, options: LoadOptions) -> None:
         super().__init__()
         self._hooks = hooks
         self._options = options
@@ -567,7 +572,7 @@ def targets_with_planner(
         CoverageError: The checkpoint lacks a part of a tensor that the planner reads.
     """
     loaded: LoadTargets | None = None
-    hooks = _Hooks(planner, group.rank)
+    hooks = _PlannerHooks(planner, group.rank)
 
     def set_up() -> None:
         nonlocal loaded
@@ -660,7 +665,7 @@ _ZIP = b"PK\x03\x04"
 class PlannedReads:
     """The read items of one planner, matched with the chunk table."""
 
-    def __init__(self, hooks: _Hooks, table: ChunkTable, options: LoadOptions) -> None:
+    def __init__(self, hooks: _PlannerHooks, table: ChunkTable, options: LoadOptions) -> None:
         self._hooks = hooks
         self._planner = hooks.planner
         self._table = table

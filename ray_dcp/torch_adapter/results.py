@@ -1,10 +1,8 @@
-"""The result of a load, as a frozen value.
+"""What calls of the user return and log: `LoadReport`, `CommittedMetadata` and `OperationLog`.
 
-The `Metadata` that `save` returns: torch's class, filled from the chunk table on first access.
-
-Ranks receive only the manifest of a commit, and most never use the chunks.
-
-Logs each call of the user and its phases to DCP's logger, in DCP's form.
+A save returns torch's `Metadata`, filled from the chunk table on first access: ranks receive only
+the manifest of a commit, and most never use the chunks. Each call and its phases are logged to
+DCP's logger in DCP's form.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 `Boxes` collects the boxes that a load wants, one by one or many at once, and the sink of their
 bytes. A target without memory (`meta`), or of a dtype that must not be kept, is replaced by a new
-tensor. `targets` decides which tensors are targets, and of which boxes.
+tensor. `load_plan` decides which tensors are targets, and of which boxes. `rows_that_share` finds
+targets that share memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Converts `Stateful` values, modules and optimizers to plain state, and back after a load.
+"""Values that are converted for a checkpoint: `Stateful` values, modules, optimizers, `PerRank`.
 
 As in DCP, only top-level `Stateful` values are converted, not nested ones.
 
@@ -6,7 +6,7 @@ Modules and optimizers are `Stateful` too, and a checkpoint must fit them whatev
 load: DDP, FSDP and `torch.compile` add prefixes to a module's names, and an optimizer numbers its
 parameters. So both are named by parameter, as in torch's own helpers; see `optimizer_state`.
 
-Per-rank values: saved under one name for each rank, and restored by a rule.
+`PerRank` values are saved under one name for each rank, and restored by a rule.
 """
 
 from __future__ import annotations
