@@ -12,9 +12,11 @@ while they are saved.
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import mmap
 import os
+import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,10 +51,8 @@ from ray_dcp.store.opening import Told, open_storage
 from ray_dcp.torch_adapter.dispatch import FOREIGN, decide_load
 from ray_dcp.torch_adapter.flatten import flatten, renamer, set_by_path
 from ray_dcp.torch_adapter.objects import (
-    fill_records,
     load_object,
     load_torch_file,
-    storage_records,
 )
 from ray_dcp.torch_adapter.optimizer_state import Stored
 from ray_dcp.torch_adapter.sink import AsStored
@@ -445,9 +445,9 @@ def dcp_to_torch_save(
         state = nested(values)
         with skip_data(materialize_fake_tensors=True):
             torch.save(state, temporary)
-            records = storage_records(state)
+            records = _storage_records(state)
         # Why first: unpickling an object may read its tensors, as it does for random generators.
-        fill_records(temporary, records)
+        _fill_records(temporary, records)
         with set_default_mmap_options(mmap.MAP_SHARED):
             # Why not weights_only: this process has just written the file, from trusted values.
             mapped = torch.load(temporary, mmap=True, weights_only=False)
@@ -458,6 +458,50 @@ def dcp_to_torch_save(
             progress = added_up(told, targets.values())
             read_into(targets, dcp_checkpoint_dir, None, options, progress, casts=casts)
         check_stands(dcp_checkpoint_dir, stands)
+
+
+def _storage_records(saved: Any) -> list[tuple[str, torch.UntypedStorage]]:
+    """Returns the storages of all tensors that have memory, each with its record in the file.
+
+    Args:
+        saved: The object that `torch.save` wrote.
+
+    Source: `torch/serialization.py`, `_save`, which numbers storages in the order it meets them.
+    """
+    finder = _StorageFinder(io.BytesIO(), protocol=2)
+    finder.dump(saved)
+    found = enumerate(finder.found.values())
+    return [(f"data/{number}", each) for number, each in found if each.device.type != "meta"]
+
+
+def _fill_records(path: str | os.PathLike[str], records: Iterable[tuple[str, Any]]) -> None:
+    """Writes the memory of tensors into a file of `torch.save` that was written without it.
+
+    Args:
+        path: Path of the file.
+        records: The result of `_storage_records`.
+    """
+    reader: Any = torch._C.PyTorchFileReader(os.fspath(path))
+    with Path(path).open("r+b") as file:
+        for name, storage in records:
+            file.seek(reader.get_record_offset(name))
+            file.write(torch.empty(0, dtype=torch.uint8).set_(storage.cpu()).numpy().data)
+
+
+class _StorageFinder(pickle.Pickler):
+    """Walks an object as `torch.save` does, and collects the storages that it would write."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.found: dict[int, torch.UntypedStorage] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, torch.TypedStorage):
+            obj = obj._untyped_storage
+        if not isinstance(obj, torch.UntypedStorage):
+            return None
+        self.found.setdefault(obj._cdata, obj)
+        return len(self.found)
 
 
 _FILE_NAME = re.compile(r"(shard-\d{5,}-)?model-\d{5,}-of-\d{5,}\.safetensors")

@@ -1,9 +1,7 @@
 """What ranks do for `tests/property/test_optimizer_roundtrip.py`, all cases in one go.
 
-`python -m tests.optimizer_ranks alone FOLDER` is a new process: it loads what lies there, one
-checkpoint an optimizer. `python -m tests.optimizer_ranks ranks FOLDER` is one of four ranks with
-gloo, of which two, three or all share a module out. Both print one line of JSON: what is not as it
-was, by case.
+`python -m tests.optimizer_ranks FOLDER` is one of four ranks with gloo, of which two, three or all
+share a module out. Rank 0 prints one line of JSON: what is not as it was, by case.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,34 +69,6 @@ CASES: dict[str, RankCase] = {
         *(RankCase(name, writer="read by stock") for name in ("AdamW", "fp32 master of bf16")),
     )
 }  # fmt: skip
-
-
-def alone(folder: Path) -> dict[str, list[str]]:
-    """Loads each optimizer of `optimizers.CASES` that lies in a folder; returns what is wrong."""
-    return {name: _guarded(partial(_alone, name, folder)) for name in optimizers.CASES}
-
-
-def _alone(name: str, folder: Path) -> list[str]:
-    case = optimizers.CASES[name]
-    twin, other = case.build(1), case.build(2)
-    step = partial(optimizers.train, gradients=case.gradients)
-    step(*twin, range(4))
-    state = dict(zip(("model", "optimizer"), other, strict=True))
-    ray_dcp.load(state, checkpoint_id=folder / name, no_dist=True)
-    wrong = differences(contents(*other), contents(*twin))
-    for one in (twin, other):
-        step(*one, range(4, 6))
-    return wrong + differences(contents(*other), contents(*twin))
-
-
-def _guarded(work: Callable[[], list[str]]) -> list[str]:
-    try:
-        return work()
-    except (Exception, stock.CheckpointException):
-        return [traceback.format_exc()[-1500:]]
-
-
-# Several ranks
 
 
 class Failed(Exception):
@@ -307,11 +276,10 @@ def on_ranks(folder: Path) -> dict[str, list[str]]:
     return found
 
 
-def main(action: str, folder: str) -> None:
+def main(folder: str) -> None:
     add_safe_globals(optimizers.SAFE_GLOBALS)
     warnings.simplefilter("ignore")
-    found = {"alone": alone, "ranks": on_ranks}[action](Path(folder))
-    print(json.dumps(found), flush=True)
+    print(json.dumps(on_ranks(Path(folder))), flush=True)
 
 
 if __name__ == "__main__":

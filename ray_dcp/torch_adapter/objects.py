@@ -20,7 +20,7 @@ import mmap
 import os
 import pickle
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -629,47 +629,3 @@ def load_torch_file(path: str | os.PathLike[str], *, weights_only: bool = True) 
             f"{error}",
             checkpoint_id=name,
         ) from error
-
-
-def storage_records(saved: Any) -> list[tuple[str, torch.UntypedStorage]]:
-    """Returns the storages of all tensors that have memory, each with its record in the file.
-
-    Args:
-        saved: The object that `torch.save` wrote.
-
-    Source: `torch/serialization.py`, `_save`, which numbers storages in the order it meets them.
-    """
-    finder = _StorageFinder(io.BytesIO(), protocol=2)
-    finder.dump(saved)
-    found = enumerate(finder.found.values())
-    return [(f"data/{number}", each) for number, each in found if each.device.type != "meta"]
-
-
-def fill_records(path: str | os.PathLike[str], records: Iterable[tuple[str, Any]]) -> None:
-    """Writes the memory of tensors into a file of `torch.save` that was written without it.
-
-    Args:
-        path: Path of the file.
-        records: The result of `storage_records`.
-    """
-    reader: Any = torch._C.PyTorchFileReader(os.fspath(path))
-    with Path(path).open("r+b") as file:
-        for name, storage in records:
-            file.seek(reader.get_record_offset(name))
-            file.write(torch.empty(0, dtype=torch.uint8).set_(storage.cpu()).numpy().data)
-
-
-class _StorageFinder(pickle.Pickler):
-    """Walks an object as `torch.save` does, and collects the storages that it would write."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.found: dict[int, torch.UntypedStorage] = {}
-
-    def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, torch.TypedStorage):
-            obj = obj._untyped_storage
-        if not isinstance(obj, torch.UntypedStorage):
-            return None
-        self.found.setdefault(obj._cdata, obj)
-        return len(self.found)

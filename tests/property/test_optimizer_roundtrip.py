@@ -8,9 +8,8 @@ next step of what was loaded must lead to the same bits as the next step of what
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -549,7 +548,7 @@ def test_every_arrangement_comes_back_and_goes_on(
     check_same(other.contents(), twin.contents(), "after the next steps")
 
 
-# Other processes
+# Several ranks
 
 
 @pytest.fixture(scope="module")
@@ -559,34 +558,10 @@ def programs() -> Iterator[Programs]:
 
 
 @pytest.fixture(scope="module")
-def in_a_new_process(programs: Programs, tmp_path_factory: Any) -> dict[str, list[str]]:
-    """What is not as it was in a new process, by optimizer."""
-    folder = tmp_path_factory.mktemp("saved")
-    num_threads = torch.get_num_threads()
-    # Why: so many has that process, and sums depend on it.
-    torch.set_num_threads(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name, case in CASES.items():
-            # Suppressed: the test of that optimizer then finds nothing to load.
-            with suppress(ray_dcp.errors.CheckpointError):
-                save_ours(trained(case, 1, range(4)), folder / name)
-    torch.set_num_threads(num_threads)
-    (ended,) = programs.run("-m", "tests.optimizer_ranks", "alone", str(folder))
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_new_process_goes_on_as_the_old_one_would(name: str, in_a_new_process: Any):
-    assert in_a_new_process[name] == []
-
-
-@pytest.fixture(scope="module")
 def on_ranks(programs: Programs, tmp_path_factory: Any) -> dict[str, list[str]]:
     """What is not as it was, by case of `tests.optimizer_ranks`."""
     folder = tmp_path_factory.mktemp("ranks")
-    ended = programs.run("-m", "tests.optimizer_ranks", "ranks", str(folder), ranks=4)
+    ended = programs.run("-m", "tests.optimizer_ranks", str(folder), ranks=4)
     assert [one.returncode for one in ended] == [0] * 4, "\n".join(one.stderr for one in ended)
     return json.loads(ended[0].stdout.splitlines()[-1])
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ray_dcp
-from ray_dcp import warming
+from ray_dcp import saving
 from ray_dcp.errors import MissingKeyError, StateDictError
 from ray_dcp.torch_adapter.optimizer_state import Stored, StoredValue
 from ray_dcp.torch_adapter.state import stateful_to_load_targets
@@ -95,7 +95,7 @@ def check_both(state: State, other: State, path: Path) -> None:
 
 def test_warming_up_counts_the_state_that_an_optimizer_will_have(monkeypatch: pytest.MonkeyPatch):
     warmed: list[int] = []
-    monkeypatch.setattr(warming, "warm_process", warmed.append)
+    monkeypatch.setattr(saving, "warm_process", warmed.append)
     state = made(adamw)
     ray_dcp.warm_up(state, no_dist=True)
     assert not state["o"].state
