@@ -26,7 +26,7 @@ from ray_dcp.errors import InvalidRequestError, NonFiniteError, UnsupportedValue
 from ray_dcp.options import SaveOptions
 from ray_dcp.torch_adapter import devices
 from ray_dcp.torch_adapter.devices import Moment, bytes_digest, content_digests
-from ray_dcp.torch_adapter.flatten import Flat, flatten, flatten_top
+from ray_dcp.torch_adapter.flatten import Flat, flatten, flatten_top, listed
 from ray_dcp.torch_adapter.objects import dump_object, is_simple, load_problem, simple_digest
 from ray_dcp.torch_adapter.shards import Box, Layouts, is_sharded, sharded
 from ray_dcp.torch_adapter.state import (
@@ -146,10 +146,9 @@ def capture(
 
 def _check(rows: Rows, options: SaveOptions, rank: int) -> None:
     if rows.problems:
-        told = "; ".join(rows.problems[:20])
-        more = f"; and {len(rows.problems) - 20} more" if len(rows.problems) > 20 else ""
         raise UnsupportedValueError(
-            f"{len(rows.problems)} value(s) of the state dict can't be saved: {told}{more}",
+            f"{len(rows.problems)} value(s) of the state dict can't be saved: "
+            f"{listed(rows.problems, '; ')}",
             rank=rank,
         )
     if rows.warnings and options.objects == "refuse":
@@ -472,9 +471,6 @@ def alone(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
     return with_attributes(made, tensor)
 
 
-_MOST_NAMED = 8
-
-
 def check_nonfinite(options: SaveOptions, path: str) -> None:
     """Refuses a check for NaN and infinities where a third-party storage writer saves.
 
@@ -608,9 +604,8 @@ def _may_be_nonfinite(dtype: str) -> bool:
 
 
 def _told(bad: list[tuple[str, NonFinite, int]], rank: int) -> str:
-    some = ", ".join(
+    some = [
         f"{name!r} ({num_nan} NaN and {num_inf} infinite of {num_elements})"
-        for name, (num_nan, num_inf), num_elements in bad[:_MOST_NAMED]
-    )
-    more = f" and {len(bad) - _MOST_NAMED} more tensors" if len(bad) > _MOST_NAMED else ""
-    return f"expected finite values on rank {rank}, found {some}{more}"
+        for name, (num_nan, num_inf), num_elements in bad
+    ]
+    return f"expected finite values on rank {rank}, found {listed(some)}"

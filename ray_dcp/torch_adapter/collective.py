@@ -33,6 +33,7 @@ from ray_dcp.errors import (
     ShapeMismatchError,
     StorageError,
 )
+from ray_dcp.torch_adapter.flatten import MOST_LISTED, listed
 
 T = TypeVar("T")
 
@@ -56,10 +57,6 @@ def call_user_code(doing: str, code: Callable[[], T], *, rank: int) -> T:
     except (Exception, CheckpointException) as error:
         wrapped = _class_for(error)(f"{doing} raised {_line(error)}", rank=rank)
         raise wrapped.with_failures({rank: failure_of(error)}) from error
-
-
-_MOST_TOLD = 8
-"""Most ranks whose failure the message describes; `.failures` has all."""
 
 
 def _class_for(error: BaseException) -> type[CheckpointError]:
@@ -183,17 +180,15 @@ class Group:
             failures: Failures by rank; at least one.
         """
         ranks = sorted(failures)
-        shown, num_more = ranks[:_MOST_TOLD], len(ranks) - _MOST_TOLD
         classes = {_class_for(failures[rank][0]) for rank in ranks}
-        told = "; ".join(f"rank {rank}: {_line(failures[rank][0])}" for rank in shown)
+        told = listed([f"rank {rank}: {_line(failures[rank][0])}" for rank in ranks], "; ")
         error = (classes.pop() if len(classes) == 1 else CheckpointError)(
-            f"{self.doing}: {step} failed on {len(ranks)} of {self.world_size} ranks: {told}"
-            f"{f'; and {num_more} more' if num_more > 0 else ''}",
+            f"{self.doing}: {step} failed on {len(ranks)} of {self.world_size} ranks: {told}",
             checkpoint_id=self.checkpoint_id,
             rank=ranks[0] if len(ranks) == 1 else None,
         )
         # Why not add_note: it is new in Python 3.11. The attribute survives transport through Ray.
-        error.__notes__ = [_note(rank, failures[rank]) for rank in shown]
+        error.__notes__ = [_note(rank, failures[rank]) for rank in ranks[:MOST_LISTED]]
         return error.with_failures({rank: failures[rank] for rank in ranks})
 
 

@@ -41,6 +41,9 @@ MAX_LIST = 1 << 20
 
 _PLAIN_MAPPINGS = (dict, OrderedDict, defaultdict)
 
+MOST_LISTED = 8
+"""Most items that a message lists."""
+
 _LARGEST_KEY = 1 << 60
 """Mapping keys from this number on are treated as texts."""
 
@@ -267,6 +270,17 @@ def _check_depth(depth: int, path: NamePath) -> None:
         )
 
 
+def listed(items: Sequence[str], separator: str = ", ") -> str:
+    """Returns the first items for a message, and the number of the others.
+
+    Examples:
+        >>> listed([*map(str, range(10))])
+        '0, 1, 2, 3, 4, 5, 6, 7, and 2 more'
+    """
+    more = f"{separator}and {len(items) - MOST_LISTED} more" if len(items) > MOST_LISTED else ""
+    return separator.join(items[:MOST_LISTED]) + more
+
+
 def check_names(names: list[str]) -> None:
     """Raises if names are not unique, or can't be encoded.
 
@@ -288,9 +302,8 @@ def check_names(names: list[str]) -> None:
         return
     twice = [name for name, times in Counter(names).items() if times > 1]
     raise StateDictError(
-        f"duplicated flatten key: {', '.join(map(repr, twice[:10]))}"
-        f"{' and more' if len(twice) > 10 else ''} would name two values of the state dict each; "
-        "rename one of the nested keys that join to the same dotted name",
+        f"duplicated flatten key: {listed([*map(repr, twice)])} would name two values of the state "
+        "dict each; rename one of the nested keys that join to the same dotted name",
         key=twice[0],
     )
 
@@ -387,7 +400,7 @@ def stored_names(names: Sequence[str], key_map: KeyMap | None) -> dict[str, int]
     if clashes:
         raise InvalidRequestError(
             f"LoadOptions.key_map must give each key of the checkpoint a name of its own, but "
-            f"leads {'; '.join(clashes[:8])}: map one of them to None to leave it out",
+            f"leads {listed(clashes, '; ')}: map one of them to None to leave it out",
             key="key_map",
         )
     return index

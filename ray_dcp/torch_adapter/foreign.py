@@ -53,7 +53,7 @@ from ray_dcp.errors import (
 from ray_dcp.io.threads import Stop, run_within
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.torch_adapter.collective import Group, Sealed, Steps, all_reduce, reduce_scatter
-from ray_dcp.torch_adapter.flatten import flatten, flatten_top
+from ray_dcp.torch_adapter.flatten import flatten, flatten_top, listed
 from ray_dcp.torch_adapter.objects import load_torch_file
 from ray_dcp.torch_adapter.optimizer_state import Stored
 from ray_dcp.torch_adapter.shards import SEES_PARTS
@@ -546,7 +546,7 @@ class TorchSaveReader(BroadcastingTorchSaveReader):
         missing = [name for name in names if name not in values]
         if missing:
             raise MissingKeyError(
-                f"Missing key in {self._path}: {', '.join(map(repr, missing[:8]))}", key=missing[0]
+                f"Missing key in {self._path}: {listed([*map(repr, missing)])}", key=missing[0]
             )
         held = {name: values[name] for name in names}
         wrong = [name for name, value in held.items() if not isinstance(value, torch.Tensor)]
@@ -555,15 +555,15 @@ class TorchSaveReader(BroadcastingTorchSaveReader):
                 f"Non-tensor value identified at {wrong[0]} of {self._path}", key=wrong[0]
             )
         sizes = _sizes(planner)
-        differ = [n for n, t in held.items() if n in sizes and tuple(t.shape) != sizes[n]]
+        differ = [
+            f"{n!r} is saved as {tuple(tensor.shape)} and wanted as {sizes[n]}"
+            for n, tensor in held.items()
+            if n in sizes and tuple(tensor.shape) != sizes[n]
+        ]
         if differ:
             raise ShapeMismatchError(
-                "Size mismatch between saved and current: "
-                + "; ".join(
-                    f"{n!r} is saved as {tuple(held[n].shape)} and wanted as {sizes[n]}"
-                    for n in differ[:8]
-                ),
-                key=differ[0],
+                f"Size mismatch between saved and current: {listed(differ, '; ')}",
+                key=differ[0].split("'")[1],
             )
         return held
 

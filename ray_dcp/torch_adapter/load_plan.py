@@ -33,7 +33,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.options import LoadOptions, dims_of
 from ray_dcp.planning.reads import Wanted
-from ray_dcp.torch_adapter.flatten import Flat, below, flatten, flatten_top, stored_names
+from ray_dcp.torch_adapter.flatten import Flat, below, flatten, flatten_top, listed, stored_names
 from ray_dcp.torch_adapter.objects import load_object
 from ray_dcp.torch_adapter.optimizer_state import Cast, Stored, check_all_taken
 from ray_dcp.torch_adapter.shards import Layouts, Sharded, is_sharded, sharded
@@ -49,7 +49,7 @@ from ray_dcp.torch_adapter.sink import (
     target_problem,
 )
 from ray_dcp.torch_adapter.state import OwnValues, must_be_taken, stateful_to_load_targets
-from ray_dcp.torch_adapter.targets import MOST_SHOWN, ObjectTaker, Targets, first_chunks
+from ray_dcp.torch_adapter.targets import ObjectTaker, Targets, first_chunks
 from ray_dcp.torch_adapter.tensors import (
     dtype_name,
     dtype_of,
@@ -277,7 +277,7 @@ class Placing:
         if self._unsupported:
             raise UnsupportedValueError(
                 f"{len(self._unsupported)} value(s) of the state dict can't be loaded into: "
-                + "; ".join(self._unsupported)
+                + listed(self._unsupported, "; ")
             )
         if self._mismatches:
             what, way_out = "Dtype", ""
@@ -630,14 +630,17 @@ def _matching_flat(loaded: Mapping[str, Any], index: Mapping[str, int]) -> Flat:
     return old if any(name in index and name not in new_names for name in old.names) else flat
 
 
+_MOST_SHOWN = 5
+
+
 def _missing_error(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> MissingKeyError:
     lines = []
-    for name in missing[:MOST_SHOWN]:
+    for name in missing[:_MOST_SHOWN]:
         close = get_close_matches(name, _candidates(name, unexpected), n=2)
         hint = f" (the checkpoint has {' and '.join(map(repr, close))})" if close else ""
         lines.append(f"  {name!r}{hint}")
-    if len(missing) > MOST_SHOWN:
-        lines.append(f"  … and {len(missing) - MOST_SHOWN} more")
+    if len(missing) > _MOST_SHOWN:
+        lines.append(f"  … and {len(missing) - _MOST_SHOWN} more")
     count = f"{len(missing)} key{'' if len(missing) == 1 else 's'}"
     return MissingKeyError(
         "\n".join(

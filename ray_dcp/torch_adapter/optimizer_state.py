@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from ray_dcp.core.values import ChunkTable, IntKey, Kind, NamePath
 from ray_dcp.errors import StateDictError
-from ray_dcp.torch_adapter.flatten import below, flatten, set_by_path
+from ray_dcp.torch_adapter.flatten import below, flatten, listed, set_by_path
 from ray_dcp.torch_adapter.priming import primed, shard_like, state_of
 from ray_dcp.torch_adapter.sink import target_problem
 from ray_dcp.torch_adapter.tensors import dtype_name, dtype_of, is_plain
@@ -181,7 +181,7 @@ def check_all_taken(left: Sequence[str], *, strict: bool | None) -> None:
     """
     if not left:
         return
-    told = f"{', '.join(map(repr, left[:8]))}{' and more' if len(left) > 8 else ''}"
+    told = listed([*map(repr, left)])
     if strict:
         raise StateDictError(
             f"LoadOptions(strict=True), but the checkpoint holds {len(left)} key(s) that the state "
@@ -190,7 +190,7 @@ def check_all_taken(left: Sequence[str], *, strict: bool | None) -> None:
         )
     raise StateDictError(
         f"the checkpoint holds state of a module or optimizer that the one to load into does not "
-        f"have: {told} ({len(left)} in all). Make it as it was saved: a module with the same "
+        f"have: {told}. Make it as it was saved: a module with the same "
         f"layers, an optimizer over the same parameters, frozen ones too, in as many groups "
         f"(add_param_group); or leave this out with LoadOptions(strict=False)",
         key=left[0],
@@ -920,8 +920,7 @@ def _compared(optimizer: Any, key: str, loaded: Any, held: Any) -> list[Cast]:
     if state:
         raise StateDictError(
             f"{type(optimizer).__name__}.load_state_dict got what the checkpoint has, but the "
-            f"optimizer holds something else of {', '.join(map(repr, state[:8]))}"
-            f"{' and more' if len(state) > 8 else ''} ({len(state)} in all); load into an "
+            f"optimizer holds something else of {listed([*map(repr, state)])}; load into an "
             f"optimizer as it was saved, or mend load_state_dict",
             key=state[0],
         )

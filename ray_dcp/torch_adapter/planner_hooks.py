@@ -54,6 +54,7 @@ from ray_dcp.planning.coverage import lacks_parts
 from ray_dcp.torch_adapter.capture import Capture, Rows, alone
 from ray_dcp.torch_adapter.collective import Group, Steps, call_user_code, reduce_scatter
 from ray_dcp.torch_adapter.devices import bytes_digest, content_digest
+from ray_dcp.torch_adapter.flatten import listed
 from ray_dcp.torch_adapter.foreign import refuse_misread, set_up_save_planner
 from ray_dcp.torch_adapter.load_plan import cast_problem
 from ray_dcp.torch_adapter.objects import dump_object, is_simple, load_object, simple_digest
@@ -281,7 +282,7 @@ def _global_plan(hooks: _PlannerHooks, plans: list[SavePlan]) -> Sequence[Any]:
     if paths is None or problems:
         raise InvalidRequestError(
             f"{hooks.name}.create_global_plan returned metadata that a native checkpoint can't "
-            f"hold: {'; '.join(problems[:8])}. It holds the tensors and objects of the plans and "
+            f"hold: {listed(problems, '; ')}. It holds the tensors and objects of the plans and "
             f"their place in the nested state dict; for more, pass as storage_writer a subclass of "
             f"FileSystemWriter, which saves as DCP does",
             rank=hooks.rank,
@@ -726,8 +727,8 @@ class PlannedReads:
         if lacking:
             raise self._hooks.error(
                 CoverageError,
-                f"the checkpoint lacks parts of {', '.join(map(repr, lacking[:8]))}"
-                f"{' and more' if len(lacking) > 8 else ''}; load an earlier one",
+                f"the checkpoint lacks parts of {listed([*map(repr, lacking)])}; load an earlier "
+                f"one",
                 lacking[0],
             )
 
@@ -823,8 +824,8 @@ class PlannedReads:
             raise self._hooks.error(
                 StateDictError,
                 f"the checkpoint has keys that {self._hooks.name} does not ask for: "
-                f"{', '.join(map(repr, names[:8]))}{' and more' if len(names) > 8 else ''}; ask "
-                f"for them, or load with LoadOptions(strict=False)",
+                f"{listed([*map(repr, names)])}; ask for them, or load with "
+                f"LoadOptions(strict=False)",
                 names[0],
             )
         return names

@@ -32,6 +32,7 @@ from ray_dcp.errors import (
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import ReadPlan, Wanted, plan_reads
 from ray_dcp.torch_adapter.devices import bytes_digest
+from ray_dcp.torch_adapter.flatten import listed
 from ray_dcp.torch_adapter.objects import load_object
 from ray_dcp.torch_adapter.optimizer_state import Cast, check_all_taken
 from ray_dcp.torch_adapter.sink import Boxes, TensorSink, geometry, rows_that_share
@@ -40,9 +41,6 @@ from ray_dcp.torch_adapter.tensors import dtype_of, host_bytes, is_plain, parts_
 
 ObjectTaker = Callable[[bytes], None]
 """Processes the verified bytes of one item (`torch.save` output)."""
-
-MOST_SHOWN = 5
-"""Most names that an error message lists."""
 
 
 def _nothing() -> None:
@@ -284,11 +282,10 @@ class Targets:
                 one, two = sorted((names[rows[0]], names[other]))
                 differ[one, two] = None
         if differ:
-            shown = "; ".join(f"{one!r} and {two!r}" for one, two in [*differ][:MOST_SHOWN])
-            more = f"; and {len(differ) - MOST_SHOWN} more" if len(differ) > MOST_SHOWN else ""
+            shown = listed([f"{one!r} and {two!r}" for one, two in differ], "; ")
             raise StateDictError(
                 f"{len(differ)} pair(s) of the state dict share memory, but only a part of it, or "
-                f"the checkpoint has different values for them: {shown}{more}. Nothing was "
+                f"the checkpoint has different values for them: {shown}. Nothing was "
                 f"changed. Give each a tensor of its own, as by .clone(), or load one of them "
                 f"alone",
                 key=next(iter(differ))[1],

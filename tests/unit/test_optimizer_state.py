@@ -558,7 +558,7 @@ def test_stages_of_a_pipeline_each_load_their_own(tmp_path: Path):
     def load_less(rank: int) -> Any:
         state = stages(rank, num_layers=3, seed=3)
         before = held(state), [p.tolist() for p in state["m"].parameters()]
-        with pytest.raises(StateDictError, match=r"'m\.3\.(bias|weight)'.*8 in all"):
+        with pytest.raises(StateDictError, match=r"'m\.3\.(bias|weight)'"):
             ray_dcp.load(state, checkpoint_id=tmp_path / "c")
         after = held(state), [p.tolist() for p in state["m"].parameters()]
         assert after == before
