@@ -226,9 +226,15 @@ def test_what_is_staged_keeps_its_parts(tmp_path: Path, stager: Any) -> None:
 
 if hasattr(stock, "CheckpointableTensor"):  # from torch 2.14 on
 
+    def with_hooks_saved(state: Any, **how: Any) -> None:
+        ray_dcp.save(state, planner=OwnSave(), **how)
+
+    def with_hooks_loaded(state: Any, **how: Any) -> None:
+        ray_dcp.load(state, planner=OwnLoad(), **how)
+
     @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-    @pytest.mark.parametrize("saver", [stock.save, ray_dcp.save])
-    @pytest.mark.parametrize("loader", [stock.load, ray_dcp.load])
+    @pytest.mark.parametrize("saver", [stock.save, ray_dcp.save, with_hooks_saved])
+    @pytest.mark.parametrize("loader", [stock.load, ray_dcp.load, with_hooks_loaded])
     def test_files_are_exchanged_with_stock(tmp_path: Path, saver: Any, loader: Any) -> None:
         parts = [rows(0, 2), rows(5, 1), rows(2, 3)]
         saver({"w": holding(parts)}, checkpoint_id=tmp_path, no_dist=True)
