@@ -22,6 +22,7 @@ from ray_dcp.planning.reads import RankShare
 from ray_dcp.runtime.rank_progress import Activity
 from ray_dcp.runtime.rank_save import PlanMemory
 from ray_dcp.runtime.tasks import new_attempt, perform
+from ray_dcp.runtime.unchanged import RunHistory
 from tests.support.world import Shell
 
 LIMIT_S = 300.0
@@ -48,7 +49,7 @@ class RankThread:
     def __init__(self, shared, rank, world_size, dies=lambda *_: False):
         self._shared, self.rank, self.world_size, self._dies = shared, rank, world_size, dies
         self._keys = (OpKey("threads", seq) for seq in count())
-        self.plans = PlanMemory()
+        self.plans, self.history = PlanMemory(), RunHistory()
 
     def next_key(self):
         return next(self._keys)
