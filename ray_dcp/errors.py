@@ -99,13 +99,8 @@ class CheckpointError(Exception):
         return self
 
     def __str__(self) -> str:
-        fields = {
-            "checkpoint": self.checkpoint_id,
-            "step": self.step,
-            "rank": self.rank,
-            "key": self.key,
-        }
-        where = [f"{name} {value}" for name, value in fields.items() if value is not None]
+        fields = CheckpointError._fields(self).items()
+        where = [f"{n.removesuffix('_id')} {value}" for n, value in fields if value is not None]
         text = f"{self.message} [{', '.join(where)}]" if where else self.message
         # Why: names of tensors and files may have characters that terminals and logs can't encode.
         return text if text.isascii() else text.encode(errors="backslashreplace").decode()
@@ -233,23 +228,11 @@ class CommitUnknownError(CheckpointError):
     Args:
         message: As for `CheckpointError`.
         attempt: Id of the attempt whose outcome is unknown.
-        checkpoint_id: As for `CheckpointError`.
-        step: As for `CheckpointError`.
-        rank: As for `CheckpointError`.
-        key: As for `CheckpointError`.
+        fields: As for `CheckpointError`.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        attempt: str = "",
-        checkpoint_id: str | None = None,
-        step: int | None = None,
-        rank: int | None = None,
-        key: str | None = None,
-    ) -> None:
-        super().__init__(message, checkpoint_id=checkpoint_id, step=step, rank=rank, key=key)
+    def __init__(self, message: str, *, attempt: str = "", **fields: Any) -> None:
+        super().__init__(message, **fields)
         self.attempt = attempt
 
     def _fields(self) -> dict[str, Any]:

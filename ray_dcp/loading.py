@@ -266,7 +266,7 @@ def run_load(
         stateful: Load into the state of top-level `Stateful` values.
         overwritten: FQNs that loads which failed before may have changed; this one must load
             them all. Its own are added when it fails.
-        log: Gets the phases.
+        log: Receives the phases.
 
     Raises:
         CheckpointError: As `load` does.
@@ -377,8 +377,8 @@ def _load_steps(
         peers: Exchange of shared reads with other ranks.
         memory: Checkpoints that the nodes keep in memory.
         coordinator_rank: As for `run_load`.
-        stateful: As there.
-        overwritten: As there.
+        stateful: As for `run_load`.
+        overwritten: As for `run_load`.
     """
     rank, world_size = session.rank, session.world_size
     if decision.path != NATIVE:

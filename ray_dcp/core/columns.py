@@ -327,13 +327,13 @@ def _check_boxes(columns: Columns) -> list[str]:
     huge = np.prod(spans, axis=1) * 16 > _MAX_BYTES
     far = (columns.offset >= 1 << 61) | (columns.offset <= -(1 << 61))
     return (
-        _told(columns, np.any(padding & ~filled, axis=1), "is not padded with offset 0 and size 1")
-        + _told(columns, np.any(negative, axis=1), "has a negative shape or size")
-        + _told(columns, huge | np.any(far, axis=1), "is beyond 2**62 bytes")
+        _faults(columns, np.any(padding & ~filled, axis=1), "is not padded with offset 0 and size 1")
+        + _faults(columns, np.any(negative, axis=1), "has a negative shape or size")
+        + _faults(columns, huge | np.any(far, axis=1), "is beyond 2**62 bytes")
     )
 
 
-def _told(columns: Columns, bad: Any, what: str) -> list[str]:
+def _faults(columns: Columns, bad: Any, what: str) -> list[str]:
     return [f"{columns.names[columns.name[row]]!r} {what}" for row in np.flatnonzero(bad)]
 
 

@@ -36,17 +36,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import EnumMeta
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ray_dcp.core.processes import collector_paused
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 from ray_dcp.format.safe_pickle import PickleMachine
-
-if TYPE_CHECKING:
-    pass
-
 
 _BYTES_A_BYTE = 96
 """Most bytes of memory for each byte of a pickle. An empty deque takes 760 bytes, from 9."""

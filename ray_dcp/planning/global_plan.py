@@ -13,11 +13,10 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from hashlib import blake2b
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple, overload
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
 
 from ray_dcp.commit_protocol.messages import FileReceipts
 from ray_dcp.core.checksums import length_with_checks, num_blocks_many
@@ -114,28 +113,27 @@ def make_plan(
         groups=group_values(held, boxes, pieces.differing),
         settled=layout.settled,
     )
-    return replace(plan, digest=_digest_of(plan))
+    data = encode_table(plan.table)
+    named = replace(plan, digest=_digest_of(plan, data))
+    _tables[named] = data
+    return named
 
 
-def _digest_of(plan: GlobalPlan) -> bytes:
+def _digest_of(plan: GlobalPlan, table: bytes) -> bytes:
     """Returns 32 bytes that name everything that the ranks will write and report.
 
     Disagreements are not part of it: they change only the rank that an item comes from.
+
+    Args:
+        plan: The plan.
+        table: Its chunk table, encoded.
     """
-    table, groups = plan.table, plan.groups
+    groups = plan.groups
     arrays = (plan.source_rank, plan.source_row, plan.source_start, plan.file_bytes)
-    words = [
-        plan.world_size, table.names, table.paths, table.dtypes, table.files, groups.told,
-        np.flatnonzero(plan.settled).tolist(),
-    ]  # fmt: skip
+    words = [plan.world_size, groups.told, len(table), np.flatnonzero(plan.settled).tolist()]
     state = blake2b(json.dumps(words).encode(), digest_size=32)
-    columns: tuple[npt.NDArray[Any], ...] = (
-        table.kind, table.dtype, table.ndim, table.shape, table.requires_grad, table.tensor,
-        table.offset, table.size, table.file, table.item_offset, table.item_bytes,
-        table.payload_offset, table.payload_bytes, table.block_bytes, groups.rank, groups.place,
-        groups.group, *arrays,
-    )  # fmt: skip
-    for array in columns:
+    state.update(table)
+    for array in (*arrays, groups.rank, groups.place, groups.group):
         state.update(str((array.dtype.str, array.shape)).encode())
         state.update(np.ascontiguousarray(array).data)
     return state.digest()

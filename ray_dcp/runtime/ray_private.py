@@ -22,7 +22,7 @@ from ray.exceptions import RaySystemError
 from ray_dcp.errors import InternalError
 from ray_dcp.runtime import ray_calls
 
-TESTED = ("2.60",)
+TESTED = ("2.56", "2.60")
 """Ray versions with which this module was tested."""
 
 _KV_NAMESPACE = "ray_dcp"
