@@ -218,10 +218,6 @@ PICKLES: dict[str, bytes] = {
         b"K\x01\x85", OF_OBJECTS, ops(b"](", b"N" * 100, b"e")
     ),
     "objects of a negative shape": array(b"J\xff\xff\xff\xff\x85", OF_OBJECTS, b"]"),
-    "objects of bytes": array(b"K\x01\x85", OF_OBJECTS, encoded("A" * 8)),
-    "records with objects of a shape longer than their list": array(
-        ops(1 << 20, b"\x85"), record(("o", OF_OBJECTS), length=8, flags=27), b"]N\x85a"
-    ),
     "an array of fewer bytes than its shape": array(ops(1 << 30, b"\x85"), F8, encoded("A" * 8)),
     "an array of more bytes than its shape": array(b"K\x01\x85", F8, encoded("A" * 64)),
     "an array whose shape overflows": array(ops(1 << 61, b"K\x08\x86"), F8, encoded("A" * 8)),
@@ -332,20 +328,16 @@ PICKLES: dict[str, bytes] = {
     "a default that calls what is not allowed": call(
         "collections.defaultdict", name("_codecs.encode")
     ),
-    "a call of a value": b"K\x01)R",
     "a call of a deep tuple": ops(DEEP, b")R"),
     "a new object of a function": ops(name("_codecs.encode"), b")\x81"),
     "a list of a range": call("builtins.list", call("builtins.range", MANY)),
-    "a tuple of a range": call("builtins.tuple", call("builtins.range", MANY)),
     "a set of a range": call("builtins.set", call("builtins.range", MANY)),
-    "a frozenset of a range": call("builtins.frozenset", call("builtins.range", MANY)),
     "a deque of a range": call("collections.deque", call("builtins.range", MANY)),
     "a counter of a range": call("collections.Counter", call("builtins.range", MANY)),
     "a size of a range": call("torch.Size", call("builtins.range", MANY)),
     "a range by its old name": call("__builtin__.list", call("__builtin__.xrange", MANY)),
     "bytes of a length": call("builtins.bytes", MANY),
     "a bytearray of a length": call("builtins.bytearray", MANY),
-    "a bytearray by its old name": call("__builtin__.bytearray", MANY),
     "a text of lists of lists": ops(
         b"]q\x00",
         b"".join(
@@ -370,12 +362,10 @@ PICKLES: dict[str, bytes] = {
         ops(name("builtins.list"), b"h\x00R") * 50_000,
         b"e",
     ),
-    "an array of a length": call("numpy.ndarray", ops(MANY, b"\x85")),
     "an array begun with a length": array(
         b"K\x01\x85", F8, encoded("\x00" * 8), start=ops(MANY, b"\x85")
     ),
     "pointers that are bytes": array(b"K\x01\x85", OF_POINTERS, encoded("A" * 8)),
-    "pointers that are bytes, in a scalar": scalar(OF_POINTERS, encoded("A" * 8)),
     "numbers that are pointers": array(
         b"K\x01\x85", dtype("i8", *LYING[:7], b"K?"), encoded("A" * 8)
     ),
@@ -424,16 +414,11 @@ PICKLES: dict[str, bytes] = {
         generator("Philox", words(key=KEYS)), b"}(", "buffer_pos", -9, b"ub"
     ),
     "a key nested a million deep": ops(b"}", DEEP, b"Ns"),
-    "a key nested a million deep, beside a harmless class": ops(
-        b"](", call("torch.Size", b")"), b"}", DEEP, b"Nse"
-    ),
     "an element nested a million deep": call("builtins.set", ops(b"](", DEEP, b"e")),
     "an encoding nested a million deep": call("_codecs.encode", "a", DEEP),
     "a function of the system": call("os.system", "true"),
-    "a function by its old name": call("__builtin__.eval", "1"),
     "an instance": ops(b"(", "true", b"ios\nsystem\n"),
     "an object": ops(b"(", name("os.system"), "true", b"o"),
-    "an extension": b"\x82\x01",
     "a name on the stack": ops("os", "system", b"\x93"),
     "an id of something else": ops("os", b"Q"),
     "a state for a class": ops(name("builtins.dict"), words(a=b"N"), b"b"),
@@ -449,7 +434,6 @@ ON_STORAGE: dict[str, bytes] = {
         b"tb",
     ),
     "a tensor longer than its storage": view(ops(1 << 36, b"\x85"), b"K\x01\x85"),
-    "a tensor behind its storage": view(b"K\x01\x85", b"K\x01\x85", offset=number(1 << 30)),
     "a tensor before its storage": view(b"K\x01\x85", b"K\x01\x85", offset=b"J\xff\xff\xff\xff"),
     "a tensor with a negative stride": view(
         b"K\x02\x85", b"J\xff\xff\xff\xff\x85", offset=b"K\x00"
@@ -677,13 +661,11 @@ HEADERS: dict[str, bytes] = {
     ),
     "a shape of huge numbers": header({"w": tensor([1 << 61] * 64, 0, 4)}),
     "a shape of 100,000 dimensions": header({"w": tensor([1] * 100_000, 0, 4)}),
-    "a negative offset": header({"w": tensor([1], -4, 0)}),
     "an offset that is no number": header(
         b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[NaN,Infinity]}}'
     ),
     "an offset that is true": header({"w": tensor([True], 0, 4)}),
     "tensors that overlap": header({"w": tensor([2], 0, 8), "v": tensor([2], 4, 12)}),
-    "a gap": header({"w": tensor([1], 0, 4), "v": tensor([1], 8, 12)}),
     "metadata that is no text": header({"__metadata__": {"a": [1]}}),
     "a file of lists": header(b'{"a":[' + b"[]," * 300_000 + b"[]]}"),
     "a dtype that is not read here": header({"w": tensor([2], 0, 1, dtype="F4")}),
@@ -695,9 +677,7 @@ COMMIT = unsealed("record", encode_record(manifest()))
 
 RECORDS: dict[str, bytes] = {
     "lists nested a million deep": b"[" * 1_000_000 + b"]" * 1_000_000,
-    "a rank of a million digits": ABORT.replace(b":3", b":" + b"9" * 1_000_000),
     "a rank that is no number": ABORT.replace(b":3", b":NaN"),
-    "a rank that is negative": ABORT.replace(b":3", b":-3"),
     "a field twice": ABORT.replace(b'"rank":3', b'"rank":3,"rank":4'),
     "a reason with half a surrogate pair": ABORT.replace(b"late", b"\\ud800"),
     "an attempt that climbs": ABORT.replace(b"a1", b"../a1"),
@@ -705,7 +685,6 @@ RECORDS: dict[str, bytes] = {
     "a range of names with a number of a million digits": COMMIT.replace(
         b"..3", b".." + b"9" * 1_000_000
     ),
-    "a range of long names": COMMIT.replace(b"__{", b"_" * 10_000_000 + b"{"),
     "a name in a range and by itself": COMMIT.replace(b"__{0..3}_0.x", b"a3\\na{1..3}"),
     "a place of blocks of no bytes": COMMIT.replace(b"1024,4", b"0,4"),
     "a place for no items": COMMIT.replace(b"1024,4", b"1024,0"),

@@ -196,7 +196,14 @@ def check(columns: Columns) -> list[str]:
 
 
 def encode(columns: Columns) -> bytes:
-    """Returns valid columns as a record of `core.packing`."""
+    """Returns the columns as a record of `core.packing`.
+
+    Raises:
+        InvalidRequestError: The columns are invalid; see `check`.
+    """
+    wrong = check(columns)
+    if wrong:
+        raise InvalidRequestError("these columns can't be sent: " + "; ".join(wrong))
     words = (columns.names, columns.paths, columns.dtypes, int_keys(columns.paths))
     text = json.dumps(words).encode()
     fields = {
@@ -327,7 +334,9 @@ def _check_boxes(columns: Columns) -> list[str]:
     huge = np.prod(spans, axis=1) * 16 > _MAX_BYTES
     far = (columns.offset >= 1 << 61) | (columns.offset <= -(1 << 61))
     return (
-        _faults(columns, np.any(padding & ~filled, axis=1), "is not padded with offset 0 and size 1")
+        _faults(
+            columns, np.any(padding & ~filled, axis=1), "is not padded with offset 0 and size 1"
+        )
         + _faults(columns, np.any(negative, axis=1), "has a negative shape or size")
         + _faults(columns, huge | np.any(far, axis=1), "is beyond 2**62 bytes")
     )
