@@ -271,7 +271,7 @@ def checked_receipts(plan: GlobalPlan, attempt: str, receipts: FileReceipts) -> 
     if not wrong:
         wrong = [
             f"{keys[file]} of rank {plan.file_rank[file]}: its key, its length or the places of "
-            f"its deferred items, found {next(iter(receipts.take(np.array([file]))))}"
+            f"its deferred items, found {[*receipts][file]}"
             for file in np.flatnonzero(_misfits(plan, keys, receipts)).tolist()
         ]
     if wrong:
