@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ray_dcp.errors import CheckpointError
+from ray_dcp import CheckpointError
 from ray_dcp.format.manifest import AbortRecord, decode_record, encode_record, sealed, unsealed
 from ray_dcp.format.metadata import decode_metadata
 from ray_dcp.format.safetensors import parse_header, saved_offsets

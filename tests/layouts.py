@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ray_dcp
-from ray_dcp.errors import CheckpointError
+from ray_dcp import CheckpointError
 from ray_dcp.runtime import shared_reads
 
 LAYOUTS = ("row", "column", "2-D", "replicated")

@@ -8,13 +8,13 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import strategies as st
 
+from ray_dcp import SaveOptions
 from ray_dcp.commit_protocol.messages import FileReceipt, FileReceipts
 from ray_dcp.core.columns import ColumnsBuilder
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.core.values import ChunkTable, Columns, GlobalPlan, Kind
 from ray_dcp.format.table import placed
 from ray_dcp.io.writer import write_part
-from ray_dcp.options import SaveOptions
 from ray_dcp.planning.global_plan import checked_receipts, rank_plan
 from ray_dcp.store.memory import MemoryStorage
 

@@ -16,12 +16,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ray_dcp import SaveOptions
 from ray_dcp.commit_protocol.commands import MakePlan, Planned
 from ray_dcp.commit_protocol.messages import OpKey, Target
 from ray_dcp.commit_protocol.planning import PlanCache, Planning
 from ray_dcp.core.columns import ColumnsBuilder, encode
 from ray_dcp.core.values import Columns
-from ray_dcp.options import SaveOptions
 from ray_dcp.planning.fingerprint import fingerprint, plan_key
 from ray_dcp.planning.global_plan import make_plan
 from ray_dcp.planning.merge import (

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from ray_dcp import CoverageError, PlanConflictError
 from ray_dcp.core.values import Kind
-from ray_dcp.errors import CoverageError, PlanConflictError
 from ray_dcp.planning.global_plan import make_plan
 from tests.plan_cases import Case, Piece, Tensor, cases
 

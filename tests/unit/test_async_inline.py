@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultSta
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 import ray_dcp
-from ray_dcp import errors
-from ray_dcp.options import SaveOptions
+from ray_dcp import SaveOptions, errors
 from ray_dcp.runtime import staging_backend
 from ray_dcp.store.opening import open_storage
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 import ray_dcp
-from ray_dcp import errors
+from ray_dcp import SaveOptions, errors
 from ray_dcp.commit_protocol.messages import join_receipts, pack_receipts
 from ray_dcp.io.checkpoint import checkpoint_from, newest_record, read_checkpoint
 from ray_dcp.io.writer import write_part
-from ray_dcp.options import SaveOptions
 from ray_dcp.planning.global_plan import checked_receipts, make_plan, rank_plan
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage

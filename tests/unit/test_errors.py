@@ -15,8 +15,7 @@ from ray import cloudpickle
 from torch.distributed.checkpoint.api import CheckpointException
 
 import ray_dcp.torch_adapter  # noqa: F401 - makes the errors torch's
-from ray_dcp import errors
-from ray_dcp.errors import CheckpointError, CommitUnknownError
+from ray_dcp import CheckpointError, CommitUnknownError, errors
 
 REPOSITORY = Path(__file__).parents[2]
 CLASSES = [getattr(errors, name) for name in errors.__all__]

@@ -14,8 +14,8 @@ import torch
 from click.testing import CliRunner
 
 import ray_dcp
+from ray_dcp import InvalidRequestError, MissingKeyError, ShapeMismatchError
 from ray_dcp.cli.main import main
-from ray_dcp.errors import InvalidRequestError, MissingKeyError, ShapeMismatchError
 
 
 @pytest.mark.parametrize("call", [ray_dcp.save, ray_dcp.load])

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import xxhash
 
+from ray_dcp import DamagedCheckpointError, InvalidRequestError
 from ray_dcp.core import checksums as cs
-from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import torch
 from torch.distributed.checkpoint import metadata as md
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from ray_dcp import InternalError
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.core.values import Kind
-from ray_dcp.errors import InternalError
 from ray_dcp.format.metadata import encode_metadata
 from tests.format_cases import many_table, mixed_table, table_of
 

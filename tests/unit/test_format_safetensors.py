@@ -4,8 +4,8 @@ import struct
 import pytest
 import torch
 
+from ray_dcp import DamagedCheckpointError, InternalError, UnsupportedValueError
 from ray_dcp.core.dtypes import ITEMSIZE
-from ray_dcp.errors import DamagedCheckpointError, InternalError, UnsupportedValueError
 from ray_dcp.format import safetensors as sf
 from ray_dcp.format.torch_items import NeedMoreBytes
 

@@ -4,9 +4,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from ray_dcp import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 from ray_dcp.core import packing
 from ray_dcp.core.values import IntKey, Kind
-from ray_dcp.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 from ray_dcp.format import table as tb
 from ray_dcp.format.table import check_table
 from tests import big_views

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import ray_dcp
+from ray_dcp import SaveOptions
 from ray_dcp.format import table as table_format
 from ray_dcp.format.manifest import FORMAT_VERSION, decode_record
 from ray_dcp.format.table import decode_table, end_of
 from ray_dcp.io.checkpoint import newest_record
-from ray_dcp.options import SaveOptions
 from ray_dcp.store.opening import open_storage
 from tests import warm_ranks
 from tests.checkpoints import GOLDEN

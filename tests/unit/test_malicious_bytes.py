@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ray_dcp.errors import DamagedCheckpointError, UnsafeCheckpointError
+from ray_dcp import DamagedCheckpointError, UnsafeCheckpointError
 from ray_dcp.format.metadata import allowed_global, read_pickle
 from ray_dcp.torch_adapter.objects import dump_object, load_object, load_problem
 from tests import hostile

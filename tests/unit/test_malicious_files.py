@@ -22,12 +22,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 import ray_dcp
-from ray_dcp import errors
+from ray_dcp import LoadOptions, errors
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.core.values import ChunkTable
 from ray_dcp.format import manifest as records
 from ray_dcp.format.table import decode_table, encode_table
-from ray_dcp.options import LoadOptions
 from tests import checkpoints, hostile
 
 ESCAPES = (

@@ -12,10 +12,9 @@ import torch
 from click.testing import CliRunner
 
 import ray_dcp
-from ray_dcp import saving
+from ray_dcp import CheckpointError, DamagedCheckpointError, InvalidRequestError, saving
 from ray_dcp.cli.main import main
 from ray_dcp.core import NEWEST_TORCH, OLDEST_TORCH
-from ray_dcp.errors import CheckpointError, DamagedCheckpointError, InvalidRequestError
 from tests import checkpoints
 
 REPOSITORY = Path(__file__).parents[2]

@@ -12,23 +12,24 @@ import numpy as np
 import pyarrow
 import pytest
 
-from ray_dcp.commit_protocol.messages import FileReceipt, FileReceipts, join_receipts
-from ray_dcp.core.columns import ColumnsBuilder, decode, encode
-from ray_dcp.core.packing import pack_record, unpack_record
-from ray_dcp.core.values import ChunkTable, Columns, GlobalPlan, IntKey, Kind, group_rows
-from ray_dcp.errors import (
+from ray_dcp import (
     CoverageError,
     InternalError,
     InvalidRequestError,
     RankDisagreementError,
     UnsupportedValueError,
 )
-from ray_dcp.planning.coverage import Coverage, check_coverage
+from ray_dcp.commit_protocol.messages import FileReceipt, FileReceipts, join_receipts
+from ray_dcp.core.columns import ColumnsBuilder, decode, encode
+from ray_dcp.core.packing import pack_record, unpack_record
+from ray_dcp.core.values import Columns, GlobalPlan, IntKey, Kind, group_rows
+from ray_dcp.planning.coverage import check_coverage
 from ray_dcp.planning.global_plan import make_plan, rank_plan
 from ray_dcp.planning.reads import Wanted, block_ranges, plan_reads, slabs
 from ray_dcp.torch_adapter.capture import capture
 from tests.conflicts import ALL, CONFLICTS, Boxes
 from tests.crash.ranks import save_ranks
+from tests.format_cases import table_of
 from tests.inline_ranks import run_ranks
 from tests.plan_cases import Case, Piece, Tensor, finish_table, write
 
@@ -279,24 +280,6 @@ def test_a_large_share_is_written_as_several_near_equal_files() -> None:
     assert [len(file.row) for file in rank_plan(plan, 0).files] == [3, 4, 3]
 
 
-def state() -> Case:
-    def whole(fqn: str, dtype: str, shape: tuple[int, ...], kind: Kind = Kind.TENSOR) -> Tensor:
-        return Tensor(fqn, kind, dtype, shape, False, (Piece((0,) * len(shape), shape, (0,)),))
-
-    halves = (Piece((0, 0), (2, 3), (0,)), Piece((2, 0), (2, 3), (0,)))
-    return Case(
-        1,
-        (
-            whole("a", "uint8", (3,)),
-            Tensor("b", Kind.TENSOR, "float32", (4, 3), False, halves),
-            whole("c", "float64", (5,)),
-            whole("d", "complex64", (2, 2)),
-            whole("e", "int64", ()),
-            whole("o", "", (), Kind.OBJECT),
-        ),
-    )
-
-
 def test_boxes_without_elements_are_kept_once_and_never_beside_others_at_their_place() -> None:
     def fill(builder: ColumnsBuilder, rank: int) -> None:
         offset, size = [((0,), (3,)), ((3,), (0,)), ((3,), (0,)), ((0,), (0,))][rank]
@@ -341,80 +324,35 @@ def test_the_lowest_holder_writes_everything_when_asked_to():
 # --- Read plans -----------------------------------------------------------------------------------
 
 
-def table_of(
-    shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]
-) -> ChunkTable:
-    """Returns a table of one float32 tensor whose chunks are as given, fitting or not."""
-    builder = ColumnsBuilder()
-    builder.tensor("w", "float32", shape)
-    builder.object("o")
-    table = make_plan([builder.build()]).table
-    count = len(boxes)
-    number = np.arange(count, dtype=np.int64)
-    return replace(
-        table,
-        tensor=np.append(np.zeros(count, np.int32), np.int32(1)),
-        offset=np.array([*(offset for offset, _ in boxes), (0,) * len(shape)], np.int64),
-        size=np.array([*(size for _, size in boxes), (1,) * len(shape)], np.int64),
-        file=np.zeros(count + 1, np.int32),
-        **{
-            name: np.append(number * 100, -1)
-            for name in ("item_offset", "item_bytes", "payload_offset", "payload_bytes")
-        },
-        block_bytes=np.zeros(count + 1, np.int64),
-        check_start=np.zeros(count + 2, np.int64),
-    )
-
-
-def want(offset: tuple[int, ...], size: tuple[int, ...]) -> Wanted:
-    return Wanted(
-        np.zeros(1, np.int32), np.array([offset], np.int64), np.array([size], np.int64),
-        np.full(1, 4, np.int64),
-    )  # fmt: skip
-
-
 PINWHEEL = [
-    ((0, 0), (1, 2)),
-    ((0, 2), (2, 1)),
-    ((2, 1), (1, 2)),
-    ((1, 0), (2, 1)),
-    ((1, 1), (1, 1)),
-]
+    ((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1)),
+]  # fmt: skip
 
 
-def coverage_of(table: ChunkTable) -> Coverage:
-    """Of the tensor of a table."""
-    rows = table.tensor == 0
-    offset, size = table.offset[rows], table.size[rows]
-    return check_coverage(np.zeros(len(size), np.int64), offset, size, table.shape[:1])
-
-
-def test_a_pinwheel_that_no_straight_cut_divides_is_complete() -> None:
-    table = table_of((3, 3), PINWHEEL)
-    assert coverage_of(table) == Coverage()
-    plan = plan_reads(table, want((0, 0), (3, 3)))
-    assert (plan.uncovered, len(plan), plan.bytes_needed) == ((), 5, 36)
-
-
-def test_a_hole_in_a_pinwheel_is_told() -> None:
-    table = table_of((3, 3), PINWHEEL[:-1])
-    ((index, missing, offset, size),) = coverage_of(table).gaps
-    assert (index, missing, offset.tolist(), size.tolist()) == (0, 1, [1, 1], [1, 1])
-    assert plan_reads(table, want((0, 0), (3, 3))).uncovered == ((0, 4),)
-    assert plan_reads(table, want((0, 0), (3, 1))).uncovered == ()
-
-
-def test_chunks_that_overlap_are_read_but_do_not_hide_a_gap() -> None:
-    table = table_of((4,), [((0,), (2,)), ((1,), (2,))])
-    found = coverage_of(table)
-    assert (found.overlaps, found.gaps[0][:2]) == (((0, 1),), (0, 1))
-    plan = plan_reads(table, want((0,), (4,)))
-    assert (len(plan), plan.uncovered) == (2, ((0, 4),))
-    assert plan_reads(table, want((0,), (3,))).uncovered == ()
-
-
-def test_a_chunk_out_of_bounds_is_told() -> None:
-    assert coverage_of(table_of((4,), [((0,), (5,))])).outside == (0,)
+@pytest.mark.parametrize(
+    ("boxes", "outside", "overlaps", "gaps", "wanted"),
+    [
+        # Complete, though no straight cut divides it.
+        (PINWHEEL, (), (), [], [((0, 0), (3, 3), 5, 0)]),
+        (PINWHEEL[:-1], (), (), [(1, [1, 1])], [((0, 0), (3, 3), 4, 1), ((0, 0), (3, 1), 2, 0)]),
+        # What overlaps is read, and hides no gap.
+        ([((0, 0), (2, 3)), ((1, 0), (1, 3))], (), ((0, 1),), [(3, [2, 0])],
+         [((0, 0), (3, 3), 2, 3), ((0, 0), (2, 3), 2, 0)]),
+        ([((0, 0), (3, 4))], (0,), (), [], []),
+    ],
+    ids=["pinwheel", "hole", "overlap", "out of bounds"],
+)  # fmt: skip
+def test_what_boxes_of_a_tensor_of_3_by_3_lack_is_told(boxes, outside, overlaps, gaps, wanted):
+    table = table_of([("w", None, Kind.TENSOR, "float32", (3, 3), False, [(*b, 0) for b in boxes])])
+    region = np.zeros(len(boxes), np.int64)
+    found = check_coverage(region, table.offset, table.size, table.shape)
+    assert (found.outside, found.overlaps) == (outside, overlaps)
+    assert [(missing, offset.tolist()) for _, missing, offset, _ in found.gaps] == gaps
+    for offset, size, pairs, missing in wanted:
+        one = (np.zeros(1, np.int32), np.array([offset]), np.array([size]), np.full(1, 4))
+        plan = plan_reads(table, Wanted(*one))
+        assert (len(plan), plan.uncovered) == (pairs, ((0, 4 * missing),) * bool(missing))
+        assert plan.bytes_needed == 4 * size[0] * size[1]
 
 
 def test_a_column_of_a_large_chunk_is_read_in_few_ranges_without_walking_its_rows() -> None:

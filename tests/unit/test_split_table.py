@@ -1,11 +1,11 @@
 """The chunk table is encoded once for all saves of a plan; `.metadata` follows from it."""
 
 import ray_dcp
+from ray_dcp import SaveOptions
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.format.metadata import encode_metadata
 from ray_dcp.format.table import encode_table
 from ray_dcp.io.checkpoint import newest_record, read_checkpoint
-from ray_dcp.options import SaveOptions
 from ray_dcp.planning import global_plan
 from ray_dcp.store.opening import open_storage
 from tests.crash.array_states import same_state, sample_state

@@ -19,11 +19,11 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 import ray_dcp
+from ray_dcp import InternalError
 from ray_dcp.commit_protocol.aggregation import Batches, MessageBatch
 from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.commit_protocol.liveness import AwakeClock, Heartbeat, HeartbeatAck
 from ray_dcp.commit_protocol.messages import Ack, Left, PartsHeld, SaveStaged, Target
-from ray_dcp.errors import InternalError
 from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.coordinator import Coordinator
 from ray_dcp.runtime.recovery import StagedPlans, StagerWatch

@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ray_dcp
+from ray_dcp import CheckpointError, DamagedCheckpointError, DeadlineError, LoadOptions, SaveOptions
 from ray_dcp.core.checksums import digest_bytes
-from ray_dcp.errors import CheckpointError, DamagedCheckpointError, DeadlineError
 from ray_dcp.format import table as table_format
 from ray_dcp.format.manifest import encode_record, record_key
 from ray_dcp.format.table import decode_table, encode_table, end_of
 from ray_dcp.io.checkpoint import checkpoint_from, newest_record, read_checkpoint
-from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.store.memory import MemoryStorage
 from tests.crash.array_states import same_state, sample_state
