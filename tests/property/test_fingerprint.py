@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -157,13 +157,7 @@ def test_the_world_and_the_order_of_ranks_count():
 # --- each option --------------------------------------------------------------------------------
 
 
-ELSE: dict[str, Any] = {
-    "replicas": "check", "objects": "refuse", "nonfinite": "warn",
-    "part_bytes": 4096, "num_threads": 3, "max_pending": 2,
-    "when_full": "skip", "keep_in_memory": 1, "staging": "background",
-    "plan_timeout_s": 7.0, "write_timeout_s": 7.0, "commit_timeout_s": 7.0,
-    "heartbeat_timeout_s": 7.0, "unchanged": "link",
-}  # fmt: skip
+HINTS = get_type_hints(SaveOptions)
 
 
 def planned_under(options: SaveOptions, world_size: int = 3) -> tuple[bytes, bytes]:
@@ -188,8 +182,10 @@ def planned_under(options: SaveOptions, world_size: int = 3) -> tuple[bytes, byt
     return planning._key, found.plan.digest
 
 
-def other_value(name: str, default: Any) -> Any:
-    return not default if isinstance(default, bool) and name not in ELSE else ELSE[name]
+def other_value(hint: Any, default: Any) -> Any:
+    if get_origin(hint) is Literal:
+        return next(one for one in get_args(hint) if one != default)
+    return not default if hint is bool else default + 1
 
 
 def test_options_count_if_the_plan_depends_on_them_and_else_do_not():
@@ -198,7 +194,7 @@ def test_options_count_if_the_plan_depends_on_them_and_else_do_not():
     for field in fields(SaveOptions):
         if field.name == "container":
             continue  # there is only one
-        changes = {field.name: other_value(field.name, field.default)}
+        changes = {field.name: other_value(HINTS[field.name], field.default)}
         key, digest = planned_under(SaveOptions(**changes))
         # Never a wrong plan: what has one name is one plan.
         assert key != usual[0] or digest == usual[1], field.name
