@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import zstandard
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -491,18 +492,22 @@ OBJECTS: dict[str, Callable[[], bytes]] = {
 }
 
 
+CHUNK = ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
+
+
+def tensors(names: list[str], chunks: list[ChunkStorageMetadata], place: _StorageInfo) -> Any:
+    """What Metadata says of tensors that have the same chunks at the same place."""
+    entry = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([4]), chunks)
+    return {
+        "state_dict_metadata": dict.fromkeys(names, entry),
+        "storage_data": {MetadataIndex(name, torch.Size([0])): place for name in names},
+    }
+
+
 def stock(**changes: Any) -> Metadata:
     """Metadata as stock DCP would write it."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
-    properties = TensorProperties(torch.float32)
-    fields: dict[str, Any] = {
-        "state_dict_metadata": {"w": TensorStorageMetadata(properties, torch.Size([4]), [chunk])},
-        "planner_data": {"w": ("w",)},
-        "storage_data": {MetadataIndex("w", torch.Size([0])): _StorageInfo("__0_0.distcp", 0, 9)},
-    }
-    return Metadata(**(fields | changes))
+    fields = tensors(["w"], [CHUNK], _StorageInfo("__0_0.distcp", 0, 9))
+    return Metadata(**({**fields, "planner_data": {"w": ("w",)}} | changes))
 
 
 def dumped(**changes: Any) -> bytes:
@@ -514,36 +519,10 @@ def alone(opcodes: bytes) -> bytes:
     return b"\x80\x04" + opcodes + b"."
 
 
-def repeated_chunks() -> bytes:
-    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
-    chunks = [chunk] * 100_000
-    properties = TensorProperties(torch.float32)
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    names = [f"w{i}" for i in range(3000)]
-    place = _StorageInfo("__0_0.distcp", 0, 9)
-    return dumped(
-        state_dict_metadata={
-            n: TensorStorageMetadata(properties, torch.Size([4]), chunks) for n in names
-        },
-        storage_data={MetadataIndex(n, torch.Size([0])): place for n in names},
-    )
-
-
-def repeated_transforms() -> bytes:
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
-    properties, many = TensorProperties(torch.float32), ["x"] * 1_000_000
-    names = [f"w{i}" for i in range(3000)]
-    return dumped(
-        state_dict_metadata={
-            n: TensorStorageMetadata(properties, torch.Size([4]), [chunk]) for n in names
-        },
-        storage_data={
-            MetadataIndex(n, torch.Size([0])): _StorageInfo("a", 0, 9, many) for n in names
-        },
-    )
+def repeated(num_chunks: int, *transforms: list[str]) -> bytes:
+    """Three thousand tensors whose chunks, or transforms, are one long list."""
+    names, place = [f"w{i}" for i in range(3000)], _StorageInfo("__0_0.distcp", 0, 9, *transforms)
+    return dumped(**tensors(names, [CHUNK] * num_chunks, place))
 
 
 def equal_hashes() -> bytes:
@@ -593,8 +572,8 @@ METADATA: dict[str, Callable[[], bytes]] = {
         + b"h\0h\1R" * 200_000
         + b"t"
     ),
-    "one chunk in lists that are shared": repeated_chunks,
-    "one list of transforms for every item": repeated_transforms,
+    "one chunk in lists that are shared": lambda: repeated(100_000),
+    "one list of transforms for every item": lambda: repeated(1, ["x"] * 1_000_000),
     "offsets of one hash": equal_hashes,
     "integers of one hash": lambda: alone(
         b"}(" + b"".join(number(i * ((1 << 61) - 1)) + b"N" for i in range(1, 30_000)) + b"u"

@@ -135,12 +135,14 @@ def held(rank, stager=None):
     return PartsHeld(KEY, rank, "a1", 1, f"s{rank if stager is None else stager}#0")
 
 
-def keep_plan(cluster, world_size=1):
-    """Leaves the plan of a save of which rank 0 was told that its bytes are held."""
+def keep_plan(cluster, play, *ranks):
+    """Leaves what Ray keeps when these ranks of a save were told that their bytes are held."""
 
     async def story():
-        cluster.add(0)
-        await Actor(planned(world_size)).call(held(0))
+        actor = Actor(play)
+        for rank in ranks:
+            cluster.add(rank).sealed = [rank]
+            assert await actor.call(held(rank)) == Ack()
         return dict(cluster.store)
 
     cluster.store = asyncio.run(story())
@@ -180,16 +182,7 @@ def test_nobody_is_told_that_bytes_are_held_before_the_plan_is(cluster):
 
 
 def test_a_rank_is_told_only_when_its_own_stager_would_be_asked(cluster):
-    play = planned()
-
-    async def story():
-        actor = Actor(play)
-        for rank in range(2):
-            cluster.add(rank).sealed = [rank]
-            assert await actor.call(held(rank)) == Ack()
-        return dict(cluster.store)
-
-    cluster.store = asyncio.run(story())
+    keep_plan(cluster, planned(), 0, 1)
     coordination = another_coordinator()
     assert [stager.asked for stager in cluster.stagers.values()] == [["a1"], ["a1"]]
     assert coordination.held_by("s1#0") == {KEY: [1]}
@@ -198,13 +191,7 @@ def test_a_rank_is_told_only_when_its_own_stager_would_be_asked(cluster):
 def test_the_plan_is_held_also_where_all_files_are_written_before_a_rank_says_so(cluster):
     play = planned(1)
     play.write_all()
-
-    async def story():
-        cluster.add(0)
-        assert await Actor(play).call(held(0)) == Ack()
-        return dict(cluster.store)
-
-    cluster.store = asyncio.run(story())
+    keep_plan(cluster, play, 0)
     assert another_coordinator().active == (KEY,)
 
 
@@ -247,7 +234,7 @@ def test_the_plan_outlives_all_stagers_and_goes_with_its_save(cluster):
 
 
 def test_a_stager_in_the_place_of_one_that_died_is_known_by_its_own_name(cluster):
-    keep_plan(cluster)
+    keep_plan(cluster, planned(1), 0)
     new = cluster.add(0)
     new.called, new.sealed = "s0#1", [0]
     assert another_coordinator().held_by("s0#1") == {KEY: [0]}
@@ -255,8 +242,7 @@ def test_a_stager_in_the_place_of_one_that_died_is_known_by_its_own_name(cluster
 
 @pytest.mark.parametrize("together", [False, True])
 def test_a_holder_of_which_the_earlier_coordinator_did_not_know_is_asked_too(cluster, together):
-    keep_plan(cluster, 2)
-    cluster.stagers["s0"].sealed = [0]
+    keep_plan(cluster, planned(2), 0)
     cluster.add(1).sealed = [1]
 
     async def go_on():
@@ -356,7 +342,7 @@ def test_a_stager_that_is_lost_is_one_warning_with_its_ranks(
 
 
 def test_a_stager_out_of_reach_for_a_moment_is_asked_again_what_it_holds(cluster):
-    keep_plan(cluster)
+    keep_plan(cluster, planned(1), 0)
     cluster.add(0).error = ActorUnavailableError("connection reset", b"0" * 16)
 
     async def go_on():
@@ -372,7 +358,7 @@ def test_a_stager_out_of_reach_for_a_moment_is_asked_again_what_it_holds(cluster
 
 @pytest.mark.parametrize("how", ["cancel", "leave"])
 def test_who_cancels_while_the_next_coordinator_takes_the_save_up_cancels_it(cluster, how):
-    keep_plan(cluster)
+    keep_plan(cluster, planned(1), 0)
 
     async def go_on():
         after = StagedPlay(epoch=2)
