@@ -138,10 +138,10 @@ def async_save(
     with OperationLog(
         "async_save", checkpoint_id=checkpoint_id, storage_writer=storage_writer, planner=planner
     ) as log:
-        decision = decide_save(planner, storage_writer, checkpoint_id)
+        route = decide_save(planner, storage_writer, checkpoint_id)
         session = session_for(process_group, no_dist)
         handle = run_async_save(
-            decision,
+            route,
             session,
             state_dict,
             options,
@@ -507,7 +507,7 @@ class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
 
 
 def run_async_save(
-    decision: Route,
+    route: Route,
     session: RankSession,
     state_dict: Mapping[str, Any],
     options: SaveOptions | None,
@@ -520,10 +520,10 @@ def run_async_save(
     """Stages this rank's state and returns the handle of the save, which continues.
 
     Args:
-        decision: The path of the save, with its planner, storage and options.
+        route: The path of the save, with its planner, storage and options.
         session: Session of this rank.
         state_dict: As given to `async_save`.
-        options: As given to `async_save`; those of `decision` are added.
+        options: As given to `async_save`; those of `route` are added.
         checkpoint_id: As given to `async_save`.
         stager: As given to `async_save`.
         use_collectives: Passed to foreign storages.
@@ -533,22 +533,22 @@ def run_async_save(
         CheckpointError: The session can't be used. The handle reports later errors.
         Exception: A user's stager raised it.
     """
-    options = decision.apply(options or SaveOptions())
-    if decision.path == HOOKS:
+    options = route.apply(options or SaveOptions())
+    if route.path == HOOKS:
         # Why: otherwise the planner's code would run in another thread.
         options = replace(options, staging="call")
-    name = decision.target.url if decision.target is not None else str(checkpoint_id)
+    name = route.target.url if route.target is not None else str(checkpoint_id)
     own = None
-    if stager is None and decision.path == FOREIGN:
-        if isinstance(decision.storage, AsyncStager):
-            stager = decision.storage
+    if stager is None and route.path == FOREIGN:
+        if isinstance(route.storage, AsyncStager):
+            stager = route.storage
         else:
             stager = own = DefaultStager(StagingOptions(False, False, False, False))
     if stager is None:
-        native = _NativeSave(name, decision, session, options, log)
+        native = _NativeSave(name, route, session, options, log)
         native.begin(state_dict)
         return native.handle
-    staged = _StagedByUser(name, decision, session, options, log)
+    staged = _StagedByUser(name, route, session, options, log)
     staged.begin(stager, state_dict, checkpoint_id, use_collectives=use_collectives, own=own)
     return staged.handle
 
@@ -563,18 +563,18 @@ class _Save:
     def __init__(
         self,
         checkpoint_id: str,
-        decision: Route,
+        route: Route,
         session: RankSession,
         options: SaveOptions,
         log: OperationLog | None,
     ) -> None:
-        self._decision = decision
+        self._route = route
         self._session = session
         self._options = options
         # Why now: all ranks must name their calls in the order in which the user makes them.
         self._name = session.next_key()
         activity = session.activity(options.heartbeat_timeout_s, self._name)
-        self._account = Account("async_save", checkpoint_id, activity, decision.path, log)
+        self._account = Account("async_save", checkpoint_id, activity, route.path, log)
         self.progress = activity.progress
         self._staging = ""
         self.handle = SaveHandle(checkpoint_id, self)
@@ -582,7 +582,7 @@ class _Save:
     def cancel(self) -> bool:
         """Asks the coordinator to fail the save; returns False if its commit has begun."""
         # Why not on a foreign storage: it has no way to stop a save.
-        if self._decision.path == FOREIGN:
+        if self._route.path == FOREIGN:
             return False
         return self._session.cancel(self._key, "SaveHandle.cancel was called")
 
@@ -598,7 +598,7 @@ class _Save:
         """Returns the report of the save so far."""
         progress = self.progress
         return SaveReport(
-            path=self._decision.path,
+            path=self._route.path,
             # Why not cached: the kind of staging is known only once the bytes are staged.
             staging=self._staging if self._backend is None else self._backend.kind,
             rank=self._session.rank,
@@ -706,8 +706,8 @@ class _NativeSave(_Save):
 
         That function in turn returns the one that waits for the commit.
         """
-        target, options, progress = target_of(self._decision), self._options, self.progress
-        capture = capture_of(self._decision, session, state_dict, options)
+        target, options, progress = target_of(self._route), self._options, self.progress
+        capture = capture_of(self._route, session, state_dict, options)
 
         backend = self._backend = staging_backend_of(self._session)
         save = RankSave.of(session, target, options, staged=True)
@@ -744,7 +744,7 @@ class _NativeSave(_Save):
             if session.rank == 0:
                 for warning in dict.fromkeys([*noted, *outcome.warnings]):
                     events.warn(warning, stacklevel=2)
-            self._decision.committed(outcome.attempt)
+            self._route.committed(outcome.attempt)
             return CommittedMetadata.of(target, outcome)
 
         return stage
@@ -791,7 +791,7 @@ class _StagedByUser(_Save):
                 copied = staged.result() if isinstance(staged, Future) else staged
                 give_fields(fields, copied)
                 return run_save(
-                    self._decision,
+                    self._route,
                     self._session,
                     copied,
                     self._options,

@@ -115,9 +115,9 @@ def load(
     with OperationLog(
         "load", checkpoint_id=checkpoint_id, storage_reader=reader, planner=planner
     ) as log:
-        decision = decide_load(planner, reader, checkpoint_id)
+        route = decide_load(planner, reader, checkpoint_id)
         session = session_for(process_group, no_dist)
-        return run_load(decision, session, state_dict, options, checkpoint_id, log=log)
+        return run_load(route, session, state_dict, options, checkpoint_id, log=log)
 
 
 def load_newest(
@@ -234,16 +234,16 @@ def load_state_dict(
     """
     warnings.warn("load_state_dict is deprecated: use ray_dcp.load", FutureWarning, stacklevel=2)
     with OperationLog("load_state_dict", storage_reader=storage_reader, planner=planner) as log:
-        decision = decide_load(planner, storage_reader, None)
+        route = decide_load(planner, storage_reader, None)
         session = session_for(process_group, no_dist)
-        if decision.path == FOREIGN:
+        if route.path == FOREIGN:
             storage_reader.reset()
         how: dict[str, Any] = {"coordinator_rank": coordinator_rank, "stateful": False, "log": log}
-        return run_load(decision, session, state_dict, None, None, **how)
+        return run_load(route, session, state_dict, None, None, **how)
 
 
 def run_load(
-    decision: Route,
+    route: Route,
     session: RankSession,
     state_dict: StateDict,
     options: LoadOptions | None,
@@ -257,10 +257,10 @@ def run_load(
     """Runs this rank's part of a load and returns its report.
 
     Args:
-        decision: The path of the load, with its planner, storage and options.
+        route: The path of the load, with its planner, storage and options.
         session: Session of this rank.
         state_dict: As given to `load`; filled in place.
-        options: As given to `load`; those of `decision` are added.
+        options: As given to `load`; those of `route` are added.
         checkpoint_id: As given to `load`; foreign storages are reset to it.
         coordinator_rank: Where a third-party planner or storage decides.
         stateful: Load into the state of top-level `Stateful` values.
@@ -271,15 +271,15 @@ def run_load(
     Raises:
         CheckpointError: As `load` does.
     """
-    options = decision.apply(options or LoadOptions())
-    url = decision.target.url if decision.target is not None else checkpoint_id
+    options = route.apply(options or LoadOptions())
+    url = route.target.url if route.target is not None else checkpoint_id
     memory = memory_of(session)
     activity = session.activity(options.heartbeat_timeout_s)
-    with Account("load", url, activity, decision.path, log), activity:
-        if decision.target is not None:
-            _await_staged(memory, decision.target.url, activity, options)
+    with Account("load", url, activity, route.path, log), activity:
+        if route.target is not None:
+            _await_staged(memory, route.target.url, activity, options)
         steps = _load_steps(
-            decision,
+            route,
             activity,
             state_dict,
             options,
@@ -321,10 +321,10 @@ def run_load_newest(
     memory = memory_of(session)
 
     def load(checkpoint_id: str, is_late: bool) -> LoadSteps:
-        decision = decide_load(planner, None, replace(run, url=checkpoint_id))
-        chosen = decision.apply(options)
+        route = decide_load(planner, None, replace(run, url=checkpoint_id))
+        chosen = route.apply(options)
         return _load_steps(
-            decision,
+            route,
             activity,
             state_dict,
             with_time_to_join(chosen) if is_late else chosen,
@@ -354,7 +354,7 @@ def run_load_newest(
 
 
 def _load_steps(
-    decision: Route,
+    route: Route,
     session: Activity,
     state_dict: StateDict,
     options: LoadOptions,
@@ -369,10 +369,10 @@ def _load_steps(
     """Runs this rank's part of one load: yields its requests and returns the report.
 
     Args:
-        decision: As for `run_load`.
+        route: As for `run_load`.
         session: As for `run_load`.
         state_dict: As for `run_load`.
-        options: Options, with those of `decision` applied.
+        options: Options, with those of `route` applied.
         checkpoint_id: As for `run_load`.
         peers: Exchange of shared reads with other ranks.
         memory: Checkpoints that the nodes keep in memory.
@@ -381,18 +381,18 @@ def _load_steps(
         overwritten: As for `run_load`.
     """
     rank, world_size = session.rank, session.world_size
-    if decision.path != NATIVE:
-        _check_simple(decision, state_dict, options)
-    if decision.path == FOREIGN:
-        if isinstance(decision.storage, TorchSaveReader):
-            decision.storage.weights_only = options.weights_only
-            decision.storage.num_ranks = world_size
+    if route.path != NATIVE:
+        _check_simple(route, state_dict, options)
+    if route.path == FOREIGN:
+        if isinstance(route.storage, TorchSaveReader):
+            route.storage.weights_only = options.weights_only
+            route.storage.num_ranks = world_size
         place = text_of(checkpoint_id)
         yield from foreign_load(
             Group(session, options.read_timeout_s, "load", place, coordinator_rank),
             state_dict,
-            decision.storage,
-            decision.planner or DefaultLoadPlanner(allow_partial_load=options.strict is False),
+            route.storage,
+            route.planner or DefaultLoadPlanner(allow_partial_load=options.strict is False),
             checkpoint_id=checkpoint_id,
             stateful=stateful,
             clock=session.progress,
@@ -405,10 +405,10 @@ def _load_steps(
             path=FOREIGN,
             checkpoint_id=None if checkpoint_id is None else str(checkpoint_id),
         )
-    target = target_of(decision)
+    target = target_of(route)
     works: list[Any] = []
     group = None
-    if decision.path == HOOKS:
+    if route.path == HOOKS:
         # Why now: a group names its operations when it is created. A rank that fails before its
         # planner is called must use as many names as the others.
         group = Group(session, options.plan_timeout_s, "load", target.url, coordinator_rank)
@@ -418,12 +418,12 @@ def _load_steps(
             work = yield from targets_with_planner(
                 group,
                 state_dict,
-                decision.planner,
+                route.planner,
                 metadata_of(
                     checkpoint.table,
                     attempt=checkpoint.attempt,
                     # Why: this planner loads every name, including those of empty mappings.
-                    empty_mappings=isinstance(decision.planner, _EmptyStateDictLoadPlanner),
+                    empty_mappings=isinstance(route.planner, _EmptyStateDictLoadPlanner),
                 ),
                 checkpoint.table,
                 options=options,
@@ -435,8 +435,8 @@ def _load_steps(
                 checkpoint.tensors,
                 narrow=checkpoint.narrow,
                 options=options,
-                flatten_state_dict=decision.flags.flatten_state_dict,
-                flatten_sharded_tensors=decision.flags.flatten_sharded_tensors,
+                flatten_state_dict=route.flags.flatten_state_dict,
+                flatten_sharded_tensors=route.flags.flatten_sharded_tensors,
                 stateful=stateful,
                 rank=rank,
                 world_size=world_size,
@@ -470,7 +470,7 @@ def _load_steps(
         cast=work.all_casts(),
         resized=work.resized,
         **vars(result.total),
-        path=decision.path,
+        path=route.path,
         checkpoint_id=target.url,
     )
 
@@ -503,18 +503,18 @@ def _await_staged(memory: NodeMemory, url: str, session: Activity, options: Load
         memory.await_staged(url, options.plan_timeout_s, session.progress.stop)
 
 
-def _check_simple(decision: Route, state_dict: StateDict, options: LoadOptions) -> None:
+def _check_simple(route: Route, state_dict: StateDict, options: LoadOptions) -> None:
     """Raises if options are set that a plug-in, which decides what goes where, would ignore."""
     chosen = options.choices
-    if decision.path == FOREIGN and options.strict:
+    if route.path == FOREIGN and options.strict:
         chosen = (*chosen, "strict=True")
     if chosen:
         raise InvalidRequestError(
             f"LoadOptions with {', '.join(chosen)} need the default planner and a storage of "
-            f"ray_dcp's, but this load goes another way: {decision.reason}",
+            f"ray_dcp's, but this load goes another way: {route.reason}",
             key=chosen[0].partition("=")[0],
         )
-    refuse_per_rank(state_dict, decision.path)
+    refuse_per_rank(state_dict, route.path)
 
 
 def _check_replaces(loaded: Iterable[str], overwritten: set[str]) -> None:

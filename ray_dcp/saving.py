@@ -120,10 +120,10 @@ def save(
     with OperationLog(
         "save", checkpoint_id=checkpoint_id, storage_writer=writer, planner=planner
     ) as log:
-        decision = decide_save(planner, writer, checkpoint_id)
+        route = decide_save(planner, writer, checkpoint_id)
         session = session_for(process_group, no_dist)
         return run_save(
-            decision,
+            route,
             session,
             state_dict,
             options,
@@ -158,16 +158,16 @@ def save_state_dict(
     """
     warnings.warn("save_state_dict is deprecated: use ray_dcp.save", FutureWarning, stacklevel=2)
     with OperationLog("save_state_dict", storage_writer=storage_writer, planner=planner) as log:
-        decision = decide_save(planner, storage_writer, None)
+        route = decide_save(planner, storage_writer, None)
         session = session_for(process_group, no_dist)
-        if decision.path == FOREIGN:
+        if route.path == FOREIGN:
             storage_writer.reset()
         how: dict[str, Any] = {"coordinator_rank": coordinator_rank, "stateful": False, "log": log}
-        return run_save(decision, session, state_dict, None, None, **how)
+        return run_save(route, session, state_dict, None, None, **how)
 
 
 def run_save(
-    decision: Route,
+    route: Route,
     session: RankSession,
     state_dict: Mapping[str, Any],
     options: SaveOptions | None,
@@ -182,10 +182,10 @@ def run_save(
     """Runs this rank's part of a save and returns the metadata of the committed checkpoint.
 
     Args:
-        decision: The path of the save, with its planner, storage and options.
+        route: The path of the save, with its planner, storage and options.
         session: Session of this rank.
         state_dict: As given to `save`.
-        options: As given to `save`; those of `decision` are added.
+        options: As given to `save`; those of `route` are added.
         checkpoint_id: As given to `save`; foreign storages are reset to it.
         coordinator_rank: The rank on which a third-party planner or storage decides.
         stateful: Replace top-level `Stateful` values by their state.
@@ -197,21 +197,21 @@ def run_save(
     Raises:
         CheckpointError: As `save` does.
     """
-    options = decision.apply(options or SaveOptions())
-    url = decision.target.url if decision.target else checkpoint_id
+    options = route.apply(options or SaveOptions())
+    url = route.target.url if route.target else checkpoint_id
     with ExitStack() as stack:
         if account is None:
             activity = session.activity(options.heartbeat_timeout_s)
-            account = stack.enter_context(Account("save", url, activity, decision.path, log))
+            account = stack.enter_context(Account("save", url, activity, route.path, log))
         account.activity.progress.enter(CAPTURE)
         activity = stack.enter_context(account.activity)
-        if decision.path == FOREIGN:
+        if route.path == FOREIGN:
             check_nonfinite(options, FOREIGN)
             steps = foreign_save(
                 Group(activity, options.write_timeout_s, "save", text_of(url), coordinator_rank),
                 state_dict,
-                decision.storage,
-                decision.planner,
+                route.storage,
+                route.planner,
                 checkpoint_id=checkpoint_id,
                 use_collectives=use_collectives,
                 stateful=stateful,
@@ -219,9 +219,9 @@ def run_save(
             )
             metadata: Metadata = drive(steps, activity.call)
             return metadata
-        target = target_of(decision)
+        target = target_of(route)
         take = capture_of(
-            decision,
+            route,
             activity,
             state_dict,
             options,
@@ -233,7 +233,7 @@ def run_save(
     if session.rank == 0:
         for warning in outcome.warnings:
             events.warn(warning, stacklevel=3)
-    decision.committed(outcome.attempt)
+    route.committed(outcome.attempt)
     return CommittedMetadata.of(target, outcome)
 
 
@@ -243,7 +243,7 @@ def text_of(checkpoint_id: CheckpointId | None) -> str | None:
 
 
 def capture_of(
-    decision: Route,
+    route: Route,
     session: RankCalls,
     state_dict: Mapping[str, Any],
     options: SaveOptions,
@@ -256,7 +256,7 @@ def capture_of(
     The hooks of a planner run now; the returned function raises their error.
 
     Args:
-        decision: The path, native or planner hooks, and the planner.
+        route: The path, native or planner hooks, and the planner.
         session: Session of this rank.
         state_dict: As given to `save`.
         options: Options of the save.
@@ -264,7 +264,7 @@ def capture_of(
         stateful: Replace top-level `Stateful` values by their state.
 
     Raises:
-        InvalidRequestError: `decision` has no target.
+        InvalidRequestError: `route` has no target.
     """
     take: Callable[[], Capture] = partial(
         capture,
@@ -272,16 +272,16 @@ def capture_of(
         rank=session.rank,
         world_size=session.world_size,
         options=options,
-        flatten_state_dict=decision.flags.flatten_state_dict,
-        flatten_sharded_tensors=decision.flags.flatten_sharded_tensors,
+        flatten_state_dict=route.flags.flatten_state_dict,
+        flatten_sharded_tensors=route.flags.flatten_sharded_tensors,
         stateful=stateful,
     )
-    if decision.path == HOOKS:
-        url = target_of(decision).url
+    if route.path == HOOKS:
+        url = target_of(route).url
         steps = capture_with_planner(
             Group(session, options.plan_timeout_s, "save", url, coordinator_rank),
             state_dict,
-            decision.planner,
+            route.planner,
             options=options,
             stateful=stateful,
             storage_meta=StorageMeta(checkpoint_id=url),
@@ -331,15 +331,15 @@ def _note_untried(version: str) -> None:
         )
 
 
-def target_of(decision: Route) -> Target:
+def target_of(route: Route) -> Target:
     """Returns the target of a save or load.
 
     Raises:
         InvalidRequestError: Only a plug-in knows the target.
     """
-    if decision.target is None:
-        raise InvalidRequestError(f"no path to save to or load from ({decision.reason})")
-    return decision.target
+    if route.target is None:
+        raise InvalidRequestError(f"no path to save to or load from ({route.reason})")
+    return route.target
 
 
 def check_options(options: object, kind: type[SaveOptions | LoadOptions]) -> None:
