@@ -17,11 +17,12 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, InternalError
+from ray_dcp.format import damaged as format_damaged
 from ray_dcp.format.names import check_attempt, check_file_key, check_file_keys, is_unicode
 
 T = TypeVar("T")
@@ -93,11 +94,8 @@ def short(value: Any) -> str:
     return repr(value)[:200]
 
 
-def damaged(expected: str, found: str) -> DamagedCheckpointError:
-    """Returns the error for a record that is not as it was written."""
-    return DamagedCheckpointError(
-        f"Expected {expected} in the record, found {found}; it is damaged, load an earlier step"
-    )
+damaged = partial(format_damaged, where=" in the record")
+"""Returns the error for a record that is not as it was written."""
 
 
 def canonical(fields: Mapping[str, Any]) -> bytes:

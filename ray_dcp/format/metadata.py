@@ -44,6 +44,7 @@ from ray_dcp.errors import (
     InternalError,
     UnsafeCheckpointError,
 )
+from ray_dcp.format import damaged
 from ray_dcp.format.names import check_attempt, is_unicode, resolved_key
 from ray_dcp.format.safe_pickle import (
     MAX_PICKLE_BYTES,
@@ -53,7 +54,6 @@ from ray_dcp.format.safe_pickle import (
     Opcodes,
     PickleMachine,
     PickleWriter,
-    damaged,
     pickled_int,
     pickled_ints,
     pickled_tuple,

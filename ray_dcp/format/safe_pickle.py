@@ -24,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_dcp.core.values import Int64Array
-from ray_dcp.errors import CheckpointError, DamagedCheckpointError
+from ray_dcp.errors import CheckpointError
+from ray_dcp.format import damaged
 
 MAX_PICKLE_BYTES = 1 << 30
 """Longest pickle accepted; its values take at most about 100 times as much memory."""
@@ -40,13 +41,6 @@ class Global:
     name: str
     build: Builder | None = None
     """Makes the result of a call; None if the global can't be called."""
-
-
-def damaged(expected: str, found: str) -> DamagedCheckpointError:
-    """Returns the error for a malformed pickle."""
-    return DamagedCheckpointError(
-        f"Expected {expected}, found {found}; it is damaged, load an earlier step"
-    )
 
 
 class PickleMachine(ABC):

@@ -13,12 +13,14 @@ import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.errors import DamagedCheckpointError, InternalError, UnsupportedValueError
+from ray_dcp.format import damaged
 from ray_dcp.format.names import is_unicode
 from ray_dcp.format.torch_items import NeedMoreBytes
 
@@ -57,6 +59,8 @@ _UNSUPPORTED = {
 }
 """Codes of the safetensors library for elements that are not a whole number of bytes."""
 _MAX_NDIM = 64
+
+_damaged = partial(damaged, where=" in the safetensors header")
 
 
 class TensorEntry(NamedTuple):
@@ -281,10 +285,3 @@ def _lengths(name: str, values: Any) -> tuple[int, ...]:
     ):
         raise _damaged(f"a list of lengths for {name[:200]!r}", "something else")
     return tuple(values)
-
-
-def _damaged(expected: str, found: str) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
-        f"Expected {expected} in the safetensors header, found {found}; the file is damaged, load "
-        "an earlier step"
-    )

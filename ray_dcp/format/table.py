@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ from ray_dcp.core.values import (
     widen,
 )
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
+from ray_dcp.format import damaged as format_damaged
 from ray_dcp.format.manifest import Manifest, PlaceRun
 from ray_dcp.format.names import check_file_keys
 from ray_dcp.planning.reads import TensorBoxes, Wanted, meetings
@@ -58,6 +60,9 @@ GROUP_ROWS = 1 << 16
 
 _MOST_WIDTH = 127
 _MOST_INDEX = (1 << 63) - 1
+damaged = partial(format_damaged, where=" in the chunk table")
+"""Returns the error for an invalid chunk table."""
+
 _PLACES = ("item_offset", "item_bytes", "payload_offset", "payload_bytes", "block_bytes")
 
 
@@ -597,14 +602,6 @@ def starts_of_files(table: ChunkTable) -> Int64Array:
 
 
 _MAX_VOLUME = float(1 << 62)
-
-
-def damaged(expected: str, found: str) -> DamagedCheckpointError:
-    """Returns the error for an invalid chunk table."""
-    return DamagedCheckpointError(
-        f"Expected {expected} in the chunk table, found {found}; it is damaged, load an "
-        "earlier step"
-    )
 
 
 def check_table(table: ChunkTable, *, files: bool = True) -> None:

@@ -46,6 +46,7 @@ from ray_dcp.errors import (
     InvalidRequestError,
     UnsafeCheckpointError,
 )
+from ray_dcp.format import damaged
 from ray_dcp.format.safe_pickle import Global, PickleMachine, pickled_int, pickled_tuple
 
 _MAX_NDIM = 64
@@ -91,12 +92,6 @@ class TensorItem:
         return step * ITEMSIZE[self.dtype] == self.payload_bytes
 
 
-def _damaged(expected: str, found: str) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
-        f"Expected {expected}, found {found}; the item is damaged, load an earlier step"
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class _Storage:
     dtype: str | None
@@ -134,7 +129,7 @@ class _TensorMachine(PickleMachine):
             case ("storage", Global(name=name), str(key), str(), int(count)) if count >= 0:
                 dtype = DTYPE_OF_STORAGE.get(name.rpartition(".")[2])
                 if dtype is None and name != _UNTYPED:
-                    raise _damaged("a storage class", name)
+                    raise damaged("a storage class", name)
                 return _Storage(dtype, key, count)
         raise NotPlainTensor("The item's pickle refers to something that is no storage")
 
@@ -205,11 +200,11 @@ def _view(storage: _Storage, dtype: str | None, offset: Any, size: Any, stride: 
     storage_bytes = storage.count * (ITEMSIZE[storage.dtype] if storage.dtype else 1)
     if not (_is_length(offset) and _is_shape(size) and _is_shape(stride)):
         # Careful: these may be anything, including tuples too deep or too large to print.
-        raise _damaged("an offset, a size and a stride", "other values")
+        raise damaged("an offset, a size and a stride", "other values")
     last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=False))
     too_far = 0 not in size and (last + 1) * ITEMSIZE[dtype] > storage_bytes
     if len(size) != len(stride) or too_far or prod(size) >= 1 << 63:
-        raise _damaged(
+        raise damaged(
             f"a tensor inside its storage of {storage_bytes} bytes",
             f"dtype {dtype}, offset {offset}, size {size}, stride {stride}",
         )
@@ -296,7 +291,7 @@ def _described(pickled: bytes) -> TensorItem:
     machine = _TensorMachine(pickled)
     view = machine.load()
     if machine.position != len(pickled):
-        raise _damaged(f"a pickle of {len(pickled)} bytes", "a shorter one")
+        raise damaged(f"a pickle of {len(pickled)} bytes", "a shorter one")
     if not isinstance(view, TensorItem):
         raise NotPlainTensor("The item holds an object that is no tensor")
     return view
@@ -322,7 +317,7 @@ class _Walk:
         if end <= len(self.head):
             return
         if end > self.item_bytes:
-            raise _damaged(f"an item of {self.item_bytes} bytes", f"records up to byte {end}")
+            raise damaged(f"an item of {self.item_bytes} bytes", f"records up to byte {end}")
         if end > _MAX_HEAD_BYTES:
             raise NotPlainTensor("The item has more before its tensor than a plain one has")
         wanted = min(max(end, 2 * len(self.head), 1024), self.item_bytes, _MAX_HEAD_BYTES)
@@ -337,7 +332,7 @@ class _Walk:
         fields = _LOCAL.unpack_from(self.head, self.pos)
         magic, _, flags, method, _, _, _, stored, length, name_bytes, extra_bytes = fields
         if magic != b"PK\3\4":
-            raise _damaged("a zip record of torch.save", repr(magic))
+            raise damaged("a zip record of torch.save", repr(magic))
         self.need(start + name_bytes + extra_bytes)
         name = self.head[start : start + name_bytes].decode("utf-8", "replace")
         if method != 0 or flags & 0x2041:
@@ -348,7 +343,7 @@ class _Walk:
         extra = self.head[start + name_bytes : data]
         length, stored, _ = _long(extra, (length, stored, 0))
         if stored != length:
-            raise _damaged(f"one length of the record {name!r}", f"{stored} and {length}")
+            raise damaged(f"one length of the record {name!r}", f"{stored} and {length}")
         return _Record(name, data, length)
 
     def end_of(self, record: _Record) -> int:
@@ -365,7 +360,7 @@ class _Walk:
                 return end
             end = self.head.find(_DESCRIPTOR, end + 1)
         self.need(len(self.head) + 1)
-        raise _damaged("a data descriptor", "none")
+        raise damaged("a data descriptor", "none")
 
     def finish_record(self, record: _Record, end: int) -> None:
         """Moves to the record that follows one whose data ends at `end`."""
@@ -374,7 +369,7 @@ class _Walk:
             return
         self.need(end + 24)
         if self.head[end : end + 4] != _DESCRIPTOR:
-            raise _damaged(f"a data descriptor after the record {record.name!r}", "none")
+            raise damaged(f"a data descriptor after the record {record.name!r}", "none")
         # Why: the lengths in a descriptor have 4 bytes each, or 8 in a zip64 record.
         wide = self.head[end + 16 : end + 20] not in (b"PK\3\4", b"PK\1\2")
         self.pos = end + (24 if wide else 16)
@@ -382,11 +377,11 @@ class _Walk:
 
 def _placed(view: TensorItem, record: _Record, item_bytes: int) -> TensorItem:
     if record.length is not None and record.length != view.payload_bytes:
-        raise _damaged(
+        raise damaged(
             f"{view.payload_bytes} bytes of tensor data, as its pickle says", f"{record.length}"
         )
     if record.start + view.payload_bytes > item_bytes:
-        raise _damaged(
+        raise damaged(
             f"{view.payload_bytes} bytes of tensor data at byte {record.start}",
             f"an item of {item_bytes} bytes",
         )
@@ -573,11 +568,11 @@ def stored_records(data: bytes | memoryview) -> list[tuple[str, memoryview]]:
     for name, start, length in _entries(data, len(data)):
         total += length
         if start + _LOCAL.size > len(data) or total > len(data):
-            raise _damaged(f"records in {len(data)} bytes", "others")
+            raise damaged(f"records in {len(data)} bytes", "others")
         magic, *_, name_bytes, extra_bytes = _LOCAL.unpack_from(data, start)
         begin = start + _LOCAL.size + name_bytes + extra_bytes
         if magic != b"PK\3\4" or begin + length > len(data):
-            raise _damaged("a record where the directory says", "other bytes")
+            raise damaged("a record where the directory says", "other bytes")
         found.append((name, view[begin : begin + length]))
     return found
 
@@ -602,27 +597,27 @@ def _entries(data: bytes | memoryview, item_bytes: int) -> Iterator[tuple[str, i
     start, stop, count = _directory(data, item_bytes - len(data))
     for _ in range(count):
         if start + _CENTRAL.size > stop:
-            raise _damaged(f"a directory of {count} records", "a shorter one")
+            raise damaged(f"a directory of {count} records", "a shorter one")
         fields = _CENTRAL.unpack_from(data, start)
         magic, flags, method, stored, length = (fields[i] for i in (0, 3, 4, 8, 9))
         name_bytes, extra_bytes, comment_bytes, disk = fields[10:14]
         place = fields[16]
         if magic != b"PK\1\2" or disk != 0:
-            raise _damaged("an entry of the directory", "other bytes")
+            raise damaged("an entry of the directory", "other bytes")
         if method != 0 or flags & 0x2041:
-            raise _damaged("records as torch.save writes them", "a compressed or encrypted one")
+            raise damaged("records as torch.save writes them", "a compressed or encrypted one")
         extra = start + _CENTRAL.size + name_bytes
         name = bytes(data[extra - name_bytes : extra]).decode("utf-8", "replace")
         start = extra + extra_bytes + comment_bytes
         if start > stop:
-            raise _damaged(f"a directory of {count} records", "a shorter one")
+            raise damaged(f"a directory of {count} records", "a shorter one")
         inside = bytes(data[extra : extra + extra_bytes])
         length, stored, place = _long(inside, (length, stored, place))
         if length != stored:
-            raise _damaged("one length of a record", f"{length} and {stored}")
+            raise damaged("one length of a record", f"{length} and {stored}")
         yield name, place, length
     if start != stop:
-        raise _damaged(f"a directory of {count} records", "a longer one")
+        raise damaged(f"a directory of {count} records", "a longer one")
 
 
 def _directory(data: bytes | memoryview, before: int) -> tuple[int, int, int]:
@@ -632,10 +627,10 @@ def _directory(data: bytes | memoryview, before: int) -> tuple[int, int, int]:
     """
     at = len(data) - _END.size
     if at < 0 or bytes(data[at : at + 4]) != b"PK\5\6":
-        raise _damaged("a zip that ends with its directory", "other bytes at its end")
+        raise damaged("a zip that ends with its directory", "other bytes at its end")
     _, disk, first_disk, here, count, length, offset, comment = _END.unpack_from(data, at)
     if (disk, first_disk, comment) != (0, 0, 0) or here != count:
-        raise _damaged("a zip on one disk, without comment", "another one")
+        raise damaged("a zip on one disk, without comment", "another one")
     stop, locator = at, at - _LOCATOR64.size
     has_end64 = locator >= 0 and bytes(data[locator : locator + 4]) == b"PK\6\7"
     if has_end64:
@@ -643,16 +638,16 @@ def _directory(data: bytes | memoryview, before: int) -> tuple[int, int, int]:
         _, first_disk, place, disks = _LOCATOR64.unpack_from(data, locator)
         is_there = stop >= 0 and bytes(data[stop : stop + 4]) == b"PK\6\6"
         if not is_there or (first_disk, place, disks) != (0, before + stop, 1):
-            raise _damaged("the end of a large zip's directory", "other bytes")
+            raise damaged("the end of a large zip's directory", "other bytes")
         fields = _END64.unpack_from(data, stop)
         here, count, length, offset = fields[6:10]
         if fields[4:6] != (0, 0) or here != count or fields[1] != _END64.size - 12:
-            raise _damaged("a zip on one disk", "another one")
+            raise damaged("a zip on one disk", "another one")
     elif _FULL32 in (length, offset) or count == _FULL16:
-        raise _damaged("the end of a large zip's directory", "none")
+        raise damaged("the end of a large zip's directory", "none")
     start = stop - length
     if start < 0 or before + start != offset or count * _CENTRAL.size > length:
-        raise _damaged(f"a directory of {count} records in {length} bytes", "another item")
+        raise damaged(f"a directory of {count} records in {length} bytes", "another item")
     return start, stop, count
 
 
@@ -669,4 +664,4 @@ def _long(extra: bytes, values: tuple[int, int, int]) -> tuple[int, int, int]:
             wide = iter(struct.unpack_from(f"<{len(inside) // 8}Q", inside))
             length, stored, place = (next(wide) if v == _FULL32 else v for v in values)
             return length, stored, place
-    raise _damaged("the length of a large record in its zip64 field", "none")
+    raise damaged("the length of a large record in its zip64 field", "none")

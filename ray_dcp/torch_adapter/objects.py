@@ -39,6 +39,7 @@ from ray_dcp.errors import (
     UnsafeCheckpointError,
     UnsupportedValueError,
 )
+from ray_dcp.format import damaged
 from ray_dcp.format.object_pickle import (
     NUMPY,
     PYTHON,
@@ -50,7 +51,6 @@ from ray_dcp.format.object_pickle import (
     need,
     set_attributes,
 )
-from ray_dcp.format.safe_pickle import damaged
 from ray_dcp.format.stream_transforms import check_plain
 from ray_dcp.format.torch_items import stored_records
 from ray_dcp.store.location import checked_url

@@ -27,7 +27,8 @@ from ray_dcp.errors import (
     DamagedCheckpointError,
     MissingKeyError,
 )
-from ray_dcp.format.safe_pickle import PickleMachine, damaged
+from ray_dcp.format import damaged
+from ray_dcp.format.safe_pickle import PickleMachine
 from ray_dcp.format.safetensors import MAX_HEADER_BYTES
 from ray_dcp.format.torch_items import stored_records
 from ray_dcp.io.checkpoint import Checkpoint, read_checkpoint
