@@ -446,7 +446,8 @@ def test_a_store_copies_what_did_not_change(monkeypatch):
 
 
 def other_copy(store: Any, old: str, new: str) -> None:
-    obstore.put(store, new, b"something else")
+    data = bytes(obstore.get(store, old).bytes())
+    obstore.put(store, new, data[:-1] + bytes([data[-1] ^ 1]))
 
 
 def replaced_source(store: Any, old: str, new: str) -> None:
