@@ -174,6 +174,11 @@ class WriteQueue:
                 for number, num_bytes in enumerate(layout.used_bytes.tolist())
             ]
             self._budget.begin(order.key, windows, keep=order.options.keep_in_memory > 0)
+            own = self._of_one_save(job)
+            if self._excess(own) > 0:
+                # Why: to wait for room while windows are held would hold up the ranks.
+                for one in own:
+                    one.hold_s = 0.0
             self._pump()
             return Grant(job.num_granted)
 
@@ -501,17 +506,23 @@ class WriteQueue:
 
     def _missing(self, job: Job) -> int:
         """Returns by how much the budget is too small for what ranks stage now of a job's save."""
-        own = job.order.key
-        layouts = [
-            one.layout
-            for key, one in self._jobs.items()
-            if (key.save, key.attempt) == (own.save, own.attempt)
-        ]
-        missing = sum(int(one.used_bytes.sum()) for one in layouts) - self._budget.limit_bytes
+        missing = self._excess(self._of_one_save(job))
         if self._told_missing or missing <= 0:
             return 0
         self._told_missing = True
         return missing
+
+    def _of_one_save(self, job: Job) -> list[Job]:
+        own = job.order.key
+        return [
+            one
+            for key, one in self._jobs.items()
+            if (key.save, key.attempt) == (own.save, own.attempt)
+        ]
+
+    def _excess(self, jobs: Sequence[Job]) -> int:
+        staged = sum(int(one.layout.used_bytes.sum()) for one in jobs)
+        return staged - self._budget.limit_bytes
 
     def _fail(
         self, job: Job, event: Literal["failed", "cancelled"], error: CheckpointError
