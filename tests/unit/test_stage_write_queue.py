@@ -132,6 +132,8 @@ def test_a_settled_file_is_linked_if_there_is_room_for_all_of_it(num_slots, expe
     assert reused(node) == expected
     inodes = [{file.stat().st_ino for file in Path(place.url).glob("*.distcp")} for place in places]
     assert len(inodes[0] & inodes[1]) == sum(map(bool, expected))
+    progress = node.queue.progress(StageKey("s", 0, "a1"))
+    assert progress.written_bytes == progress.num_bytes == what.num_bytes
 
 
 def test_a_settled_file_with_other_bytes_is_written(places):
