@@ -177,16 +177,22 @@ class NeededSteps:
         """Adds steps that were reported to Ray Train, or what it now knows of them."""
         self._reported = {**self._reported, **reported}
 
-    def refresh(self) -> NotDeleted:
-        """Queries Ray Train; returns the folders of steps that it still validates."""
+    def refresh(self) -> None:
+        """Queries Ray Train for the steps that were reported to it."""
         try:
             found = reports.reported_folders()
         except Exception as error:  # noqa: BLE001 - Ray raises many kinds; the next pass asks again
             logger.info("Ray Train could not be asked for its checkpoints: %s", error)
+            return
+        self.add({one.step: found[name] for name in found if (one := parse(name)) is not None})
+
+    def pending(self) -> NotDeleted:
+        """Returns the steps that are kept until Ray Train has validated them."""
+        # Why only then: the query waits until the controller has registered the last report.
+        if self._policy is None or not any(one.is_pending for one in self._reported.values()):
             return {}
-        folders = {name: folder for name in found if (folder := parse(name)) is not None}
-        self.add({folder.step: found[name] for name, folder in folders.items()})
-        return {name: None for name in folders if found[name].is_pending}
+        self.refresh()
+        return {f"step {step}": None for step, one in self._reported.items() if one.is_pending}
 
     def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
         """See `RetentionPolicy`."""
@@ -418,8 +424,8 @@ def join(
         named = replace(settings, names=GroupNames(group=begun[0], word=begun[1]))
         # Why with the id of the run: its worker groups replace each other at once.
         holder = replace(this_process(), nonce=facts.run_id)
-        refresh = dict if needed is None else needed.refresh
-        return Writer(root, named, holder=holder, before_removal=refresh), begun
+        pending = dict if needed is None else needed.pending
+        return Writer(root, named, holder=holder, before_removal=pending), begun
 
     error: Exception | None = None
     begun = None
