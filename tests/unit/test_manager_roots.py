@@ -131,31 +131,39 @@ def test_the_later_manager_of_one_process_writes_and_the_earlier_is_told(tmp_pat
     later.close()
 
 
-@pytest.mark.parametrize("holder", [ELSEWHERE, GONE])
-def test_a_writer_that_gave_the_right_back_or_is_gone_is_succeeded_at_once(storage, holder):
-    first = right(storage, holder)
+@pytest.mark.parametrize(
+    ("holder", "event", "outcome"),
+    [
+        (ELSEWHERE, "", "after 30 s"),
+        (ELSEWHERE, "beats", "on elsewhere, which lives"),
+        (ELSEWHERE, "gives back", "at once"),
+        (replace(ELSEWHERE, nonce=HERE.nonce), "", "at once"),
+        (replace(HERE, nonce="of an earlier manager"), "", "at once"),
+        (GONE, "", "at once"),
+    ],
+)
+def test_a_writer_is_succeeded_once_it_has_ended(storage, holder, event, outcome):
+    first, waited = right(storage, holder), []
     first.take()
-    if holder is ELSEWHERE:
+    if event == "gives back":
         first.give_back()
-    waited = []
-    second = right(storage, wait=waited.append)
-    second.take()
-    second.check()
-    assert waited == []
 
+    def wait(seconds):
+        waited.append(seconds)
+        if event == "beats":
+            first._beat(1, len(waited))
 
-def test_a_writer_on_another_machine_is_left_alone_until_it_beats_no_more(storage):
-    first = right(storage, ELSEWHERE)
-    first.take()
-    numbers, waited = iter(range(1, 100)), []
-    second = right(storage, wait=lambda _: first._beat(1, next(numbers)))
-    with pytest.raises(errors.CheckpointExistsError, match="on elsewhere, which lives"):
-        second.take()
-    first.check()
-    right(storage, wait=waited.append, lease_s=30.0).take()
-    assert sum(waited) >= 30.0
-    with pytest.raises(errors.CheckpointExistsError, match=f"written by process {os.getpid()}"):
+    second = right(storage, wait=wait, lease_s=30.0)
+    if "lives" in outcome:
+        with pytest.raises(errors.CheckpointExistsError, match=outcome):
+            second.take()
         first.check()
+        return
+    second.take()
+    assert [sum(waited) >= 30.0, bool(waited)] == [outcome == "after 30 s"] * 2
+    if event != "gives back":
+        with pytest.raises(errors.CheckpointExistsError, match=f"process {os.getpid()}"):
+            first.check()
 
 
 def test_of_two_that_come_at_once_one_has_the_right(storage):
