@@ -537,9 +537,18 @@ def test_writers_that_hang_in_a_storage_hold_no_other_save_up(places, monkeypatc
     assert not node.queue.stuck(0.0)
 
 
-def test_writers_that_wait_for_their_turn_when_their_save_is_cancelled_take_none(places):
+def test_writers_that_wait_for_their_turn_when_their_save_is_cancelled_take_none(
+    places, monkeypatch
+):
     """They hang in a storage that does not even open, beside those that had a turn."""
-    opened, came = threading.Event(), []
+    opened, came, asked = threading.Event(), [], []
+
+    class Turns(threading.BoundedSemaphore):
+        def acquire(self):
+            asked.append(self)
+            return super().acquire()
+
+    monkeypatch.setattr(write_queue.threading, "BoundedSemaphore", Turns)
 
     def opener(target):
         came.append(target)
@@ -553,9 +562,7 @@ def test_writers_that_wait_for_their_turn_when_their_save_is_cancelled_take_none
     rank.stage()
     try:
         # Four have all turns, and four wait for one.
-        assert eventually(
-            lambda: len(came) == 4 and len(node.queue._jobs[rank.order.key].turns) == 8
-        )
+        assert eventually(lambda: len(came) == 4 and len(asked) == 8)
         node.queue.cancel(rank.order.key, by_rank=True)
         assert eventually(lambda: len(came) == 8)
         node.rank(what, other, "goes on").stage()
