@@ -426,11 +426,11 @@ class Visit(Gate):
 
     def __init__(self, number: int, act: Callable[[], object]) -> None:
         super().__init__()
-        self.calls, self._number, self._act = 0, number, act
+        self.count, self._number, self._act = 0, number, act
 
     def wait(self, key: str) -> None:
-        self.calls += 1
-        if self.calls == self._number:
+        self.count += 1
+        if self.count == self._number:
             self._act()
 
 
@@ -463,7 +463,7 @@ def test_a_checkpoint_that_is_saved_there_at_any_moment_of_a_copy_stands(
             copy_checkpoint(view.storage, plan, Target(str(place)), opener=lambda _, s=storage: s)
         except CheckpointExistsError:
             refused += 1
-        is_over = visit.calls < number
+        is_over = visit.count < number
         if not is_over:
             found = ray_dcp.open(place)
             assert (*found.tensors,) == ("theirs",), number
