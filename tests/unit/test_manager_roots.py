@@ -438,7 +438,7 @@ def test_what_was_announced_before_is_deleted_no_more_after(storage, event):
             writer.delete(2)
         case "reader":
             read_by_another(root)
-    with pytest.raises(errors.CheckpointExistsError, match="somebody who keeps it"):
+    with pytest.raises(errors.CheckpointExistsError, match="its deletion was aborted"):
         delete(root.below(mark.name), opener=root.opener, attempt=mark.attempt, expected=attempt)
     assert 1 in look(root, settings().names).steps
 
@@ -465,7 +465,7 @@ def test_a_writer_that_could_not_end_a_deletion_does_so_before_it_saves(storage,
         writer.begin(3)
     without_aborts.undo()
     writer.begin(3)
-    with pytest.raises(errors.CheckpointExistsError, match="somebody who keeps it"):
+    with pytest.raises(errors.CheckpointExistsError, match="its deletion was aborted"):
         delete(root.below(mark.name), opener=root.opener, attempt=mark.attempt, expected=attempt)
 
 
@@ -508,7 +508,7 @@ def test_the_record_of_a_deletion_that_failed_deletes_nothing_when_it_arrives(st
         writer.delete(1)
     monkeypatch.undo()
     folder = root.below("step-00000001")
-    with pytest.raises(errors.CheckpointExistsError, match="somebody who keeps it"):
+    with pytest.raises(errors.CheckpointExistsError, match="its deletion was aborted"):
         delete(folder, opener=root.opener, attempt=late[0].attempt, expected=attempt)
     assert list(look(root, settings().names).steps) == [1]
 
@@ -561,7 +561,7 @@ def test_without_conditional_create_what_is_protected_before_the_record_stands(
         return found
 
     monkeypatch.setattr(MemoryStorage, "list", list_)
-    with pytest.raises(errors.CheckpointExistsError, match="somebody who keeps it"):
+    with pytest.raises(errors.CheckpointExistsError, match="its deletion was aborted"):
         writer.delete(1)
     assert done
     assert list(look(root_of(unsafe), settings().names).steps) == [1]
