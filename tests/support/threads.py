@@ -21,7 +21,6 @@ from ray_dcp.commit_protocol.messages import OpKey
 from ray_dcp.planning.reads import RankShare
 from ray_dcp.runtime.rank_progress import Activity
 from ray_dcp.runtime.rank_save import PlanMemory
-from ray_dcp.runtime.unchanged import RunHistory
 from ray_dcp.runtime.tasks import new_attempt, perform
 from ray_dcp.runtime.unchanged import RunHistory
 from tests.support.world import Shell
