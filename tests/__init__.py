@@ -29,7 +29,9 @@ MOVED = {
 class Old(MetaPathFinder, Loader):
     """Imports what has moved from where it is now."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: object = None):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: object = None
+    ) -> ModuleSpec | None:
         return ModuleSpec(name, self) if name in MOVED else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
