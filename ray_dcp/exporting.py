@@ -84,7 +84,7 @@ def plan_export(
             f"format must be one of {', '.join(get_args(ExportFormat))}, but is {format!r}",
             key="format",
         )
-    cast = _dtype_name(dtype)
+    cast = float_dtype(dtype)
     view = source if isinstance(source, CheckpointView) else open_checkpoint(source)
     names = [n for n in view.names if not include or any(fnmatchcase(n, p) for p in include)]
     objects = tuple(name for name in names if name not in view.tensors)
@@ -463,7 +463,12 @@ def _beside(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _dtype_name(dtype: str | None) -> str | None:
+def float_dtype(dtype: str | None) -> str | None:
+    """Returns the full name of a floating-point dtype.
+
+    Raises:
+        InvalidRequestError: It is none.
+    """
     if dtype is None:
         return None
     name = _ALIASES.get(dtype, dtype)
@@ -476,7 +481,7 @@ def _dtype_name(dtype: str | None) -> str | None:
 
 
 def _torch_dtype(dtype: str | None) -> Any:
-    name = _dtype_name(dtype)
+    name = float_dtype(dtype)
     if name is None:
         return None
     from ray_dcp.torch_adapter.tensors import dtype_of

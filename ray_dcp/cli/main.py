@@ -36,6 +36,7 @@ COMMANDS = {
     "export": ("moving:export", "Write a checkpoint as safetensors, torch.save or stock DCP."),
     "import": ("moving:import_", "Make a checkpoint of a file or folder of another program."),
     "cp": ("moving:cp", "Copy a checkpoint, or a run, to another place."),
+    "average": ("merging:average", "Write the weighted mean of checkpoints."),
     "tag": ("changing:tag", "Give a step tags, or a note."),
     "rm": ("changing:rm", "Delete checkpoints."),
     "gc": ("changing:gc", "Delete what crashed saves left behind."),

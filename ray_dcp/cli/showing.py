@@ -88,6 +88,11 @@ def _summary(view: CheckpointView) -> list[str]:
         f"{view.url}: {view.kind}{ranks}{commit if view.attempt else ''}",
         f"{count_text(len(view.tensors), 'tensor')} and {count_text(len(view.objects), 'object')}, "
         f"{size_text(view.num_bytes)} in {count_text(len(view.files), 'file')}",
+        *(
+            f"mean of {one['weight']:.4g} x {one['checkpoint']}"
+            + (f", attempt {one['attempt']}" if one["attempt"] else "")
+            for one in view.sources
+        ),
     ]
 
 
@@ -153,6 +158,7 @@ def _shown(view: CheckpointView, names: Sequence[str]) -> dict[str, Any]:
         "slot": view.slot,
         "world_size": view.world_size,
         "num_bytes": view.num_bytes,
+        "sources": list(view.sources),
         "files": [{"key": file.key, "num_bytes": file.num_bytes} for file in view.files],
         "tensors": tensors,
         "objects": {n: view.small_values.get(n) for n in names if n not in view.tensors},

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ray_dcp.commit_protocol.messages import (
     FileReceipt,
@@ -97,6 +98,8 @@ class BuildCommit:
     """`RecordsRead.decided`."""
     stock_metadata: bool = True
     """`SaveOptions.stock_metadata`."""
+    about: Mapping[str, Any] | None = None
+    """`SaveJoin.about`."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -86,6 +86,8 @@ class SaveJoin:
     """Duration of the capture, in seconds, for the trace."""
     node: str = ""
     """Name of the rank's node, for dividing up replicas; empty if unknown."""
+    about: Mapping[str, Any] | None = field(default=None, hash=False)
+    """`Manifest.about`, the same on all ranks."""
 
 
 @dataclass(frozen=True)

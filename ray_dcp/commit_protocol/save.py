@@ -655,6 +655,7 @@ class SaveMachine(Operation):
             self._seen.foreign_metadata,
             self._seen.decided,
             self.options.stock_metadata,
+            self._join.about,
         )
         return self._step("building", task, self.options.commit_timeout_s)
 

@@ -16,7 +16,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -347,11 +347,31 @@ class Manifest:
     """Places of items whose length is unknown to the plan (`ray_dcp.format.table`)."""
     table_end: FileEntry | None = None
     """The last bytes of `table`, if its rows are in groups (`ray_dcp.format.table`)."""
+    about: Mapping[str, Any] | None = field(default=None, hash=False)
+    """How the checkpoint was made, by topic; None if nothing is recorded. Informative: readers
+    ignore topics that they do not know, so that new ones need no new format version."""
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
         if not isinstance(self.files, FilesColumns):
             object.__setattr__(self, "files", FilesColumns.of(self.files))
+
+
+def sources_in(manifest: Manifest) -> tuple[dict[str, Any], ...]:
+    """Returns the checkpoints that one was averaged of, as `ray_dcp.average` recorded them.
+
+    Returns:
+        Checkpoint, attempt (None if stock DCP wrote it) and weight of each. Empty for a checkpoint
+        that is no average; what a newer ray_dcp records in another form is left out.
+    """
+    about = (manifest.about or {}).get("average")
+    told = about.get("sources") if isinstance(about, dict) else None
+    wanted: dict[str, Any] = {"checkpoint": str, "attempt": (str, type(None)), "weight": float}
+    return tuple(
+        {name: one[name] for name in wanted}
+        for one in (told if isinstance(told, list) else ())
+        if isinstance(one, dict) and all(isinstance(one.get(n), kind) for n, kind in wanted.items())
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -560,6 +580,12 @@ def _place_run(value: Any, name: str) -> PlaceRun:
     return PlaceRun(*numbers)
 
 
+def _mapping(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise damaged(f"a mapping as {name}", short(value))
+    return value
+
+
 _READERS: dict[str, Reader[Any]] = {
     "attempt": attempt,
     "epoch": integer,
@@ -578,11 +604,12 @@ _READERS: dict[str, Reader[Any]] = {
     "decided": _verdicts,
     "deferred": _place_runs,
     "table_end": entry,
+    "about": _mapping,
     "format_version": integer,
     "reason": text,
     "rank": integer,
 }
-_OPTIONAL = frozenset({"metadata", "replaced_metadata", "table_end", "rank"})
+_OPTIONAL = frozenset({"metadata", "replaced_metadata", "table_end", "about", "rank"})
 """Fields that are left out of a record in which they are None."""
 _KINDS: dict[str, type[Record]] = {
     "manifest": Manifest,

@@ -14,7 +14,7 @@ import secrets
 NAMESPACE = "ray_dcp"
 """The Ray namespace of all our actors, unless the caller names another."""
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Rises with every change of the messages between ranks, coordinators and stagers."""
 
 LEASE_S = 120.0

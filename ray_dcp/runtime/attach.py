@@ -56,6 +56,11 @@ def attach_named(address: str | None) -> str | None:
     return attached_address()
 
 
+def num_free_cpus() -> int:
+    """Returns the number of CPUs that nobody uses now in the cluster of this process."""
+    return int(ray.available_resources().get("CPU", 0))
+
+
 def attach(address: str) -> None:
     """Connects to the Ray that the job's first rank invites to.
 

@@ -13,7 +13,7 @@ import copy
 import json
 import logging
 import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -227,6 +227,8 @@ class RankSave:
     """What this rank knows of earlier saves, for `SaveOptions(unchanged="link")`."""
     node: str = ""
     """Names the node of this rank, where that is known."""
+    about: Mapping[str, Any] | None = None
+    """`Manifest.about` of the checkpoint."""
 
     @classmethod
     def of(
@@ -290,6 +292,7 @@ class RankSave:
             error,
             self.staged,
             node=self.node,
+            about=self.about,
         )
         known: Remembered | None = None
         if captured is not None:

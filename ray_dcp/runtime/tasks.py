@@ -268,6 +268,7 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
             decided=task.decided,
             deferred=place_runs(places),
             table_end=None if table.end is None else replace(table.end, key=key),
+            about=task.about,
         )
     )
     return CommitBuilt(key, table.data, record, metadata)

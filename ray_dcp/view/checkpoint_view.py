@@ -28,6 +28,7 @@ from ray_dcp.errors import (
     MissingKeyError,
 )
 from ray_dcp.format import damaged
+from ray_dcp.format.manifest import sources_in
 from ray_dcp.format.safe_pickle import PickleMachine
 from ray_dcp.format.safetensors import MAX_HEADER_BYTES
 from ray_dcp.format.torch_items import stored_records
@@ -221,6 +222,12 @@ class CheckpointView:
         """Time of the save by the coordinator's clock, in seconds since 1970; None if unknown."""
         manifest = self.checkpoint.manifest
         return None if manifest is None else manifest.created_s
+
+    @property
+    def sources(self) -> tuple[Mapping[str, Any], ...]:
+        """`checkpoint`, `attempt` and `weight` of what `ray_dcp.average` made it of; else empty."""
+        manifest = self.checkpoint.manifest
+        return () if manifest is None else sources_in(manifest)
 
     @cached_property
     def trace(self) -> Trace | None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_dcp.core.dtypes import ITEMSIZE, NUMPY_DTYPES, itemsize_of
-from ray_dcp.core.values import Kind
+from ray_dcp.core.values import ChunkTable, Int64Array, Kind
 from ray_dcp.errors import CoverageError, DamagedCheckpointError, InvalidRequestError
 from ray_dcp.io.checkpoint import Checkpoint
 from ray_dcp.io.reader import read_chunks, read_item
@@ -271,7 +272,9 @@ class TensorHandle:
             size=np.array([[*selection.size, *[1] * padding]], np.int64),
             itemsize=np.array([box.itemsize], np.int64),
         )
-        plan = plan_reads(self._table, wanted)
+        # Why only the tensor's own: a plan for a few rows would look at all chunks otherwise.
+        plan = plan_reads(self._own_table, replace(wanted, tensor=np.zeros(1, np.int32)))
+        plan = replace(plan, chunk=self._chunks[plan.chunk].astype(np.int32))
         if plan.uncovered:
             raise CoverageError(
                 f"expected every element of {self.name!r} to be stored, but "
@@ -286,9 +289,22 @@ class TensorHandle:
         stats = read_chunks(self._storage, self._table, plan, wanted, sink, options=options)
         return None if stats.opaque else np.asarray(box[selection.rest], order="C")
 
+    @cached_property
+    def _chunks(self) -> Int64Array:
+        """The chunks of the tensor."""
+        return np.flatnonzero(self._table.tensor == self._tensor)
+
+    @cached_property
+    def _own_table(self) -> ChunkTable:
+        """The places of these chunks, as the table of a single tensor without checksums."""
+        columns = ("offset", "size", "file", "item_offset", "payload_offset")
+        part = {name: getattr(self._table, name)[self._chunks] for name in columns}
+        tensor = np.zeros(len(self._chunks), np.int32)
+        return replace(self._table, names=(self.name,), tensor=tensor, **part)
+
     def _opaque(self) -> Any:
         """Returns a tensor that only `torch.load` can read."""
-        chunks = np.flatnonzero(self._table.tensor == self._tensor)
+        chunks = self._chunks
         if len(chunks) != 1:
             raise InvalidRequestError(
                 f"{self.name!r} is stored as {len(chunks)} pickled chunks of a tensor subclass, "

@@ -49,6 +49,8 @@ def test_each_command_prints_what_the_schema_says(tmp_path: Path):
         ["export", b, tmp_path / "b.safetensors"], ["import", tmp_path / "w.pt", tmp_path / "w"],
         ["import", tmp_path / "w.pt", tmp_path / "x", "--dry-run"],
         ["cp", b, tmp_path / "copy", "--verify"], ["cp", b, tmp_path / "c", "--dry-run"],
+        ["average", a, b, "-o", tmp_path / "mean"], ["show", tmp_path / "mean"],
+        ["average", run, "--last", 2, "-o", tmp_path / "m", "--dry-run"],
         ["metadata", b], ["gc", run, "--dry-run"], ["gc", run, "--abort-unfinished", "--yes"],
         ["rm", b, "--dry-run"], ["rm", b, "--yes"],
     ]  # fmt: skip

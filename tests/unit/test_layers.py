@@ -27,7 +27,7 @@ LAYERS = {
             "planning format store commit_protocol",
             "torch_adapter stage io view",
             "runtime testing",
-            "saving asynchronous loading conversion exporting data manager",
+            "saving asynchronous loading conversion exporting averaging data manager",
             "__init__ dcp xla",
             "cli integrations train __main__",
         )
@@ -65,7 +65,7 @@ HOMES = {
 }
 
 # Modules outside torch's homes that import it inside a call which returns or compares tensors.
-TORCH_INSIDE_CALLS = {"view.tensor_handle", "cli.demo"}
+TORCH_INSIDE_CALLS = {"view.tensor_handle", "cli.demo", "averaging"}
 
 # Modules below the entry points that read the environment, each with its reason.
 ENVIRONMENT_READERS = {

@@ -1,0 +1,324 @@
+"""What `average` takes, refuses and records. `tests/property/test_averages` has the arithmetic."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import nn
+
+import ray_dcp
+from ray_dcp import averaging
+from ray_dcp.cli.main import main
+from ray_dcp.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    InvalidRequestError,
+    StateDictError,
+)
+from ray_dcp.format.manifest import decode_record, encode_record
+from tests import checkpoints
+from tests.polling import eventually
+
+
+class Odd:
+    """What a safe load refuses."""
+
+
+def save(path: Path, value: float, **more: object) -> str:
+    state = {"w": torch.full((4, 3), float(value)), "step": int(value), **more}
+    ray_dcp.save(state, checkpoint_id=path, no_dist=True)
+    return str(path)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for step in (1, 2, 5):
+        save(tmp_path / "run" / f"step-{step}", float(step))
+    return tmp_path / "run"
+
+
+def test_the_sources_their_attempts_and_weights_are_in_the_manifest(run: Path, tmp_path: Path):
+    stock = checkpoints.save_stock(tmp_path / "stock", {"w": torch.zeros(4, 3), "step": 7})
+    sources = [f"{run}@1", ray_dcp.open(run)["latest"], stock]
+    report = ray_dcp.average(sources, tmp_path / "mean", weights=[1, 2, 1])
+    assert [one["checkpoint"] for one in report.sources] == [
+        str(run / "step-1"), str(run / "step-5"), str(stock)]  # fmt: skip
+    assert [one["weight"] for one in report.sources] == [0.25, 0.5, 0.25]
+    assert report.sources[1]["attempt"] == ray_dcp.open(f"{run}@5").attempt
+    assert report.sources[2]["attempt"] is None
+    made = ray_dcp.open(tmp_path / "mean")
+    assert made.sources == report.sources
+    assert ray_dcp.open(f"{run}@1").sources == ()
+    # A copy has the same values, and so the same sources.
+    assert ray_dcp.copy(made, tmp_path / "copy").sources == report.sources
+    assert ray_dcp.read_state_dict(tmp_path / "copy")["w"].eq(2.75).all()
+    assert ray_dcp.read_state_dict(tmp_path / "copy")["step"] == 7
+
+
+def test_state_of_optimizers_is_left_out_or_that_of_the_last(tmp_path: Path):
+    paths = []
+    for step in (1, 2):
+        torch.manual_seed(step)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        # Lightning's form, one that is flat, and one that is called neither.
+        state = {
+            "model": model.state_dict(), "optimizer": optimizer,
+            "opt": {"state": {"w": {"exp_avg": torch.full((2,), float(step))}},
+                    "param_groups": [{"lr": 0.1}]},
+        }  # fmt: skip
+        paths.append(tmp_path / f"{step}")
+        ray_dcp.save(state, checkpoint_id=paths[-1], no_dist=True)
+    report = ray_dcp.average(paths, tmp_path / "mean")
+    assert report.averaged == ("model.weight", "model.bias")
+    assert report.taken == ()
+    assert report.left_out
+    assert all(name.startswith(("opt.", "optimizer.")) for name in report.left_out)
+    whole = ray_dcp.average(paths, tmp_path / "whole", keys=["*"], dtype="bf16")
+    assert whole.averaged == report.averaged
+    assert whole.left_out == ()
+    made, last = ray_dcp.open(tmp_path / "whole"), ray_dcp.open(paths[-1])
+    assert {made.tensors[name].dtype for name in whole.averaged} == {"bfloat16"}
+    assert made.diff(last).counts["unchanged"] == len(whole.taken)
+    kept = ray_dcp.read_state_dict(tmp_path / "whole")["opt"]
+    assert kept["state"]["w"]["exp_avg"].eq(2).all()
+    assert kept["param_groups"] == [{"lr": 0.1}]
+
+
+def test_all_differences_are_told_at_once_and_nothing_is_written(tmp_path: Path):
+    first = save(tmp_path / "a", 1, only_here=torch.ones(2), v=torch.ones(2), n=torch.ones(2))
+    second = save(
+        tmp_path / "b", 2, only_there=torch.ones(2), v=torch.ones(3), n=torch.ones(2).bfloat16(),
+    )  # fmt: skip
+    third = save(tmp_path / "c", 2, v="text", n=torch.ones(2, dtype=torch.int64))
+    with pytest.raises(StateDictError) as caught:
+        ray_dcp.average([first, second, third], tmp_path / "mean")
+    told = caught.value.message
+    for part in (
+        "lacks 'only_here'",
+        "has 'only_there', which that one lacks",
+        "has 'v' as float32 of shape (3,) instead of float32 of shape (2,)",
+        "has 'n' as bfloat16 of shape (2,) instead of float32 of shape (2,)",
+        "has an object as 'v'",
+        "has 'n' as int64 of shape (2,) instead of float32 of shape (2,)",
+    ):
+        assert part in told
+    assert told.count("lacks 'only_here'") == 2
+    assert not (tmp_path / "mean").exists()
+    report = ray_dcp.average([first, second, third], tmp_path / "mean", keys=["w", "step"])
+    assert report.averaged == ("w",)
+    assert ray_dcp.open(tmp_path / "mean")["w"][0, 0] == pytest.approx(5 / 3)
+
+
+def test_what_has_no_mean_is_told_by_name(tmp_path: Path):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    pair = TwoTensor(torch.ones(2), torch.ones(2))
+    packed = torch.zeros(4, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    with pytest.warns(UserWarning, match="TwoTensor"):
+        own = save(tmp_path / "a", 1, pair=pair, packed=packed)
+    with pytest.raises(StateDictError) as caught:
+        ray_dcp.average([own], tmp_path / "mean")
+    assert f"'pair' of {own} is a pickled tensor subclass" in caught.value.message
+    assert "'packed' has the packed dtype float8_e8m0fnu" in caught.value.message
+    # Stock DCP's `.metadata` does not tell: it is found while it is read, and nothing stays.
+    stock = checkpoints.save_stock(tmp_path / "stock", {"pair": pair})
+    with pytest.raises(StateDictError, match=r"'pair' of .* is a pickled tensor subclass"):
+        ray_dcp.average([stock], tmp_path / "mean")
+    with pytest.raises(CheckpointNotFoundError):
+        ray_dcp.open(tmp_path / "mean")
+    assert not [file for file in (tmp_path / "mean").iterdir() if file.suffix == ".distcp"]
+
+
+def test_objects_are_copied_without_being_loaded(tmp_path: Path):
+    with pytest.warns(UserWarning, match="safe load"):
+        own = save(tmp_path / "a", 1, odd=Odd(), empty={}, nested={"a": [1, {}]})
+    report = ray_dcp.average([own, own], tmp_path / "mean")
+    assert "odd" in report.taken
+    made, last = ray_dcp.open(tmp_path / "mean"), ray_dcp.open(own)
+    assert [made.read_object(name) for name in made.objects] == [
+        last.read_object(name) for name in made.objects
+    ]
+    assert made.diff(last).counts == {"unchanged": len(last)}
+    assert made.names == last.names
+
+
+WRONG = [
+    ({"sources": "RUN@1"}, "sources must be a list"),
+    ({"sources": []}, "sources must be a list"),
+    ({"sources": ["{run}"]}, "is a run of 3: name its steps"),
+    ({"weights": [1]}, "a number for each of 2 sources"),
+    ({"weights": [1, "a"]}, "weights must be numbers"),
+    ({"weights": [1, float("nan")]}, "weights must be finite"),
+    ({"weights": [0.1, 0.2], "sources": ["{run}@1"] * 3}, "a number for each of 3"),
+    ({"weights": [0.1, 0.2, -0.3], "sources": ["{run}@1"] * 3}, "a sum other than 0"),
+    ({"dtype": "int8"}, "dtype must be one of"),
+    ({"keys": "w"}, "keys must be a list"),
+    ({"keys": ["step"]}, "expected floating-point tensors .* that match 'step'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), WRONG)
+def test_a_wrong_call_is_refused_before_anything_is_written(
+    run: Path, tmp_path: Path, arguments: dict[str, object], said: str
+):
+    sources = arguments.get("sources", ["{run}@1", "{run}@2"])
+    if isinstance(sources, list):
+        sources = [one.format(run=run) for one in sources]
+    with pytest.raises(InvalidRequestError, match=said):
+        ray_dcp.average(**{**arguments, "sources": sources, "out": tmp_path / "mean"})
+    assert not (tmp_path / "mean").exists()
+
+
+def test_an_average_takes_no_place_that_is_taken(run: Path):
+    with pytest.raises(CheckpointExistsError):
+        ray_dcp.average([f"{run}@1"], run / "step-2")
+    assert ray_dcp.read_state_dict(f"{run}/step-2")["step"] == 2
+
+
+def test_steps_of_several_items_are_refused_with_their_folders(tmp_path: Path):
+    from ray_dcp.manager import Item
+
+    items = {"model": Item(), "data": Item()}
+    with ray_dcp.CheckpointManager(tmp_path / "run", items=items, no_dist=True) as manager:
+        for step in (1, 2):
+            state = {"model": {"w": torch.full((2,), float(step))}, "data": {"at": step}}
+            manager.save(step, state)
+        folders = [Path(manager.step_info(step).checkpoint_id, "model") for step in (1, 2)]
+    with pytest.raises(InvalidRequestError, match="has the items"):
+        ray_dcp.average([f"{tmp_path}/run@1", f"{tmp_path}/run@2"], tmp_path / "mean")
+    folders = [next(one.parent.glob("model*")) for one in folders]
+    ray_dcp.average(folders, tmp_path / "mean")
+    assert ray_dcp.read_state_dict(tmp_path / "mean")["w"].tolist() == [1.5, 1.5]
+
+
+def test_a_damaged_source_fails_the_average_and_leaves_no_data(run: Path, tmp_path: Path):
+    place = int(ray_dcp.open(run / "step-2").table.payload_offset[0])
+    checkpoints.flip(checkpoints.data_file(run / "step-2"), place)
+    with pytest.raises(DamagedCheckpointError):
+        ray_dcp.average([f"{run}@1", run / "step-2"], tmp_path / "mean")
+    assert not list((tmp_path / "mean").glob("*.distcp"))
+
+
+def test_large_tensors_are_cut_and_progress_grows_to_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(averaging, "BOX_BYTES", 4096)
+    big = torch.arange(40_000.0).reshape(2, 100, 200)
+    own = save(tmp_path / "a", 1, big=big, none=torch.zeros(0, 3))
+    told, lock = [], threading.Lock()
+
+    def note(done: int, total: int) -> None:
+        with lock:
+            told.append((done, total))
+
+    report = ray_dcp.average([own, own], tmp_path / "mean", told=note)
+    done, total = zip(*told, strict=True)
+    assert list(done) == sorted(done)
+    assert done[-1] == total[0] == report.num_bytes
+    made = ray_dcp.open(tmp_path / "mean")
+    assert made.tensors["big"].num_chunks == 68
+    assert torch.equal(ray_dcp.read_state_dict(tmp_path / "mean")["big"], big)
+    blank = {"big": np.zeros(big.shape, np.float32), "none": np.ones((0, 3), np.float32)}
+    found = checkpoints.stock_load(tmp_path / "mean", blank)
+    assert np.array_equal(found["big"], big.numpy())
+
+
+def test_an_average_that_is_interrupted_leaves_no_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(averaging, "_NUM_THREADS", 2)
+    halves = {name: torch.zeros(18 << 18) for name in "ab"}  # of 18 MiB: a file each
+    ray_dcp.save(halves, checkpoint_id=tmp_path / "source", no_dist=True)
+
+    def interrupt(done: int, total: int) -> None:
+        if done == total:
+            eventually(lambda: list((tmp_path / "mean").glob("*.distcp")))
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        ray_dcp.average([tmp_path / "source"], tmp_path / "mean", told=interrupt)
+    assert not list((tmp_path / "mean").glob("*.distcp"))
+    ray_dcp.average([tmp_path / "source"], tmp_path / "mean")
+    assert ray_dcp.verify(tmp_path / "mean").ok
+
+
+def average(*words: object) -> Result:
+    return CliRunner().invoke(main, ["average", *map(str, words)])
+
+
+def test_the_command_averages_the_newest_steps_of_a_run(run: Path, tmp_path: Path):
+    found = average(run, "--last", 2, "--ema", 0.5, "-o", tmp_path / "mean")
+    assert found.exit_code == 0, found.output
+    assert f"0.3333 x {run}/step-2" in found.output
+    assert ray_dcp.read_state_dict(tmp_path / "mean")["w"].eq(4).all()
+    found = average(f"{run}@1", f"{run}@2", "--weights", "3,1", "-o", tmp_path / "b", "--dry-run")
+    assert "would write the mean of 2 checkpoints, 1 tensor" in found.output
+    assert not (tmp_path / "b").exists()
+
+
+WRONG_COMMANDS = [
+    (("{run}@1", "--weights", "1", "--ema", "0.5"), "not both"),
+    (("{run}@1", "--weights", "1;2"), "expected numbers such as 1,1,2"),
+    (("{run}@1", "--ema", "0"), "ema must be"),
+    (("{run}@1", "{run}@2", "--last", "1"), "--last takes one run"),
+    (("{run}", "--last", "4"), "expected 4 steps"),
+    (("{run}",), "name one of its 3 steps"),
+    (("{run}@1", "{run}@7"), "nearest: 1, 2, 5"),
+    (("{run}@1", "--dtype", "int8"), "dtype must be one of"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), WRONG_COMMANDS)
+def test_a_wrong_command_is_refused(run: Path, words: tuple[str, ...], said: str):
+    found = average(*(one.format(run=run) for one in words), "-o", run.parent / "mean")
+    assert found.exit_code == 2
+    assert said in found.stderr
+    assert not (run.parent / "mean").exists()
+
+
+def test_memory_does_not_grow_with_the_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(averaging, "BOX_BYTES", 1 << 20)
+    large = torch.zeros(4096, 4096)
+    ray_dcp.save({"w": large}, checkpoint_id=tmp_path / "a", no_dist=True)
+    sources = [ray_dcp.open(tmp_path / "a")] * 2
+    tracemalloc.start()
+    try:
+        ray_dcp.average(sources, tmp_path / "mean")
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < large.nbytes / 2
+
+
+def test_readers_ignore_topics_of_a_manifest_that_they_do_not_know(run: Path, tmp_path: Path):
+    """What a later ray_dcp tells of a checkpoint makes it no other one for this one."""
+    ray_dcp.average([f"{run}@1"], tmp_path / "mean")
+    (record,) = (tmp_path / "mean").glob("manifest-*.json")
+    manifest = decode_record(record.read_bytes())
+    own = manifest.about["average"]["sources"][0]
+    for about, sources in (
+        ({"later": [1]}, ()),
+        (
+            {"average": {"sources": [{**own, "more": 1}, "odd", {"weight": 1.0}], "more": {}}},
+            (own,),
+        ),
+        ({"average": "odd"}, ()),
+    ):
+        record.write_bytes(encode_record(replace(manifest, about=about)))
+        view = ray_dcp.open(tmp_path / "mean")
+        assert view.sources == sources
+        assert view.verify().ok
+    shown = CliRunner().invoke(main, ["show", str(tmp_path / "mean")])
+    assert shown.exit_code == 0
