@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     from ray_dcp.asynchronous import SaveProgress as SaveProgress
     from ray_dcp.asynchronous import SaveReport as SaveReport
     from ray_dcp.asynchronous import async_save as async_save
+    from ray_dcp.averaging import AverageReport as AverageReport
+    from ray_dcp.averaging import average as average
     from ray_dcp.conversion import dcp_to_safetensors as dcp_to_safetensors
     from ray_dcp.conversion import dcp_to_torch_save as dcp_to_torch_save
     from ray_dcp.conversion import read_state_dict as read_state_dict
@@ -73,6 +75,9 @@ if TYPE_CHECKING:
     from ray_dcp.loading import load as load
     from ray_dcp.loading import load_newest as load_newest
     from ray_dcp.loading import load_state_dict as load_state_dict
+    from ray_dcp.manager.following import FollowedStep as FollowedStep
+    from ray_dcp.manager.following import follow as follow
+    from ray_dcp.manager.following import record_metrics as record_metrics
     from ray_dcp.manager.manager import CheckpointManager as CheckpointManager
     from ray_dcp.options import LoadOptions as LoadOptions
     from ray_dcp.options import SaveOptions as SaveOptions
@@ -104,6 +109,7 @@ _HOMES = {
     name: home
     for home, names in {
         "ray_dcp.asynchronous": ("SaveHandle", "SaveProgress", "SaveReport", "async_save"),
+        "ray_dcp.averaging": ("AverageReport", "average"),
         "ray_dcp.conversion": (
             "dcp_to_safetensors",
             "dcp_to_torch_save",
@@ -113,6 +119,7 @@ _HOMES = {
         "ray_dcp.errors": errors.__all__,
         "ray_dcp.exporting": ("copy", "export", "import_checkpoint"),
         "ray_dcp.loading": ("load", "load_newest", "load_state_dict"),
+        "ray_dcp.manager.following": ("FollowedStep", "follow", "record_metrics"),
         "ray_dcp.manager.manager": ("CheckpointManager",),
         "ray_dcp.options": ("LoadOptions", "SaveOptions"),
         "ray_dcp.runtime.discovery": ("connect",),

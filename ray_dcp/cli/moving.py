@@ -354,6 +354,13 @@ def _planned(view: CheckpointView) -> tuple[int, int]:
 
 def _copy_marks(step: StepView, target: str) -> None:
     """Copies tags and note of a step in a run."""
+    if step.step is not None and step.metrics:
+        from ray_dcp.manager.following import record_metrics, recorded_metrics
+
+        attempt = step.manifest.attempt if step.manifest else ""
+        recorded = recorded_metrics(step.run_place, step.step, attempt)
+        if recorded:
+            record_metrics(Target(target), step.step, recorded)
     if not step.tags and not step.note:
         return
     run = open_run(Target(target))

@@ -25,6 +25,7 @@ from ray_dcp.format.step_info import (
     encode_catalogue,
     info_slot,
 )
+from ray_dcp.format.step_metrics import latest_values, recorded_in
 from ray_dcp.io.records import fence, highest_record, info_below, read_slots
 from ray_dcp.manager.retention import StepFacts
 from ray_dcp.store.location import url_below
@@ -94,9 +95,10 @@ class StepFound(CatalogueRow):
     """False if its newest record or its info can't be read, so that retention must not decide about
     it."""
 
-    def facts(self, tags: frozenset[str]) -> StepFacts:
+    def facts(self, tags: frozenset[str], recorded: Mapping[str, float]) -> StepFacts:
         """Returns the facts by which a retention policy decides."""
-        return replace(self._facts, tags=tags) if tags else self._facts
+        facts = replace(self._facts, tags=tags) if tags else self._facts
+        return replace(facts, metrics={**facts.metrics, **recorded}) if recorded else facts
 
     # Why cached: retention evaluates all steps after each save, and there may be 10,000.
     @cached_property
@@ -128,6 +130,8 @@ class Catalogue:
     folders: dict[str, StepFound] = field(default_factory=dict)
     """Committed steps by folder name. If a step has two folders, `steps` has one of them."""
     tags: dict[int, frozenset[str]] = field(default_factory=dict)
+    recorded: Mapping[tuple[int, str], Mapping[str, float]] = field(default_factory=dict)
+    """Metrics that were recorded after the save, by step and attempt."""
     leftovers: dict[str, int] = field(default_factory=dict)
     """Step numbers of folders, by name, in which ray_dcp left files but committed nothing."""
     read_by: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -138,10 +142,18 @@ class Catalogue:
     def facts(self, *, known: bool = True) -> list[StepFacts]:
         """Returns the facts of the steps about which retention decides; or must not decide."""
         return [
-            found.facts(self.tags.get(step, frozenset()))
+            found.facts(self.tags.get(step, frozenset()), self.recorded_of(found))
             for step, found in self.steps.items()
             if found.is_ours and found.is_known is known
         ]
+
+    def recorded_of(self, found: StepFound) -> Mapping[str, float]:
+        """Returns the metrics of a step that were recorded after its save."""
+        return self.recorded.get((found.step, found.attempt), {})
+
+    def metrics_of(self, found: StepFound) -> Mapping[str, float]:
+        """Returns all metrics of a step."""
+        return found.facts(frozenset(), self.recorded_of(found)).metrics
 
     def add(self, found: StepFound) -> None:
         """Adds a step that was committed."""
@@ -173,7 +185,7 @@ def look(root: Root, names: StepNames, before: Catalogue | None = None) -> Catal
     folders = folders_in(storage)
     folders.pop("", None)
     shared = folders.pop(FOLDER, [])
-    found = Catalogue(tags=tags_in(shared))
+    found = Catalogue(tags=tags_in(shared), recorded=latest_values(recorded_in(shared)))
     for lease in filter(None, map(_LEASE.fullmatch, shared)):
         is_read = int(lease[1])
         found.read_by[is_read] = (*found.read_by.get(is_read, ()), lease[0])

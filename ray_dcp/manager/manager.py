@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -253,7 +254,8 @@ class CheckpointManager:
         """
         catalogue = self._writer.look()
         (found,) = candidates(step, catalogue, self._settings.kept, self.path)
-        return saved_step(found, self.path, catalogue.tags.get(step, frozenset()))
+        saved = saved_step(found, self.path, catalogue.tags.get(step, frozenset()))
+        return replace(saved, metrics=catalogue.metrics_of(found))
 
     @contextmanager
     def reading(self, step: int) -> Iterator[str]:

@@ -101,6 +101,9 @@ class BestN(_RetentionPolicy):
     metric: str
     mode: Mode = "min"
     """Whether the lowest or the highest values are the best."""
+    later: bool = field(default=False, repr=False)
+    """Whether the metric is recorded after the save, as with `ray_dcp.follow`, so that `save` need
+    not give it. Steps are kept until they have it."""
 
     def __post_init__(self) -> None:
         check_whole(self.n, "BestN.n", 1)
@@ -238,6 +241,10 @@ def superfluous(
         (2,)
     """
     known = sorted(steps, key=_step_of)
+    waits = {ranking.metric for ranking in rankings(policy) if ranking.later}
+    # Why unknown: a step that is not evaluated yet must neither go nor make others go.
+    unknown = [*unknown, *(facts for facts in known if waits - facts.metrics.keys())]
+    known = [facts for facts in known if waits <= facts.metrics.keys()]
     if policy is None or not known:
         return ()
     kept = {known[-1].step, *protected, *_kept(policy, known)}
@@ -315,7 +322,7 @@ def check_metrics(
             raise InvalidRequestError(
                 f"the metric {name!r} must be a number, but is {value!r}", key=name
             ) from error
-    for ranking in rankings(policy):
+    for ranking in (one for one in rankings(policy) if not one.later):
         value = found.get(ranking.metric)
         if value is None or math.isnan(value):
             raise InvalidRequestError(

@@ -39,7 +39,7 @@ from ray_dcp.manager.catalogue import (
     write_catalogue,
 )
 from ray_dcp.manager.leases import LeaseHolder, Readers, WriterLease
-from ray_dcp.manager.retention import StepFacts, check_metrics, superfluous
+from ray_dcp.manager.retention import StepFacts, check_metrics, rankings, superfluous
 from ray_dcp.manager.save_policy import SaveCosts, SaveFacts, asks_only_the_step
 from ray_dcp.manager.settings import Settings
 from ray_dcp.manager.steps import (
@@ -426,7 +426,7 @@ class Writer:
                 self._saved_last = found.step
                 self._unpublished += 1
                 is_full = bool(self._superfluous(self.catalogue))
-            if is_full:
+            if is_full or self._waits_for_metrics:
                 self.remover.wake()
             if place.last_slot and found.info is not None and self._settings.named:
                 remove_replaced_items(self.root, place, found.info)
@@ -451,6 +451,8 @@ class Writer:
         """
         left = {**self._before_removal()}
         tried: set[Going] = set()
+        if self._waits_for_metrics:
+            self.look()
         try:
             while chosen := self._choose(tried):
                 tried |= {*chosen}
@@ -459,6 +461,11 @@ class Writer:
             with self.lock:
                 self._leaving = frozenset()
         return left
+
+    @property
+    def _waits_for_metrics(self) -> bool:
+        """Whether other processes record metrics by which steps are kept."""
+        return any(ranking.later for ranking in rankings(self._settings.kept))
 
     def make_room(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
         """Deletes, before a save, what retention would delete after it, and a save without space.

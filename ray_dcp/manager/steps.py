@@ -28,6 +28,7 @@ from ray_dcp.errors import (
 from ray_dcp.format.manifest import DeleteRecord, Manifest, record_key
 from ray_dcp.format.names import note_key
 from ray_dcp.format.step_info import StepInfo, info_slot
+from ray_dcp.format.step_metrics import metrics_of
 from ray_dcp.io.records import (
     Announced,
     check_announced,
@@ -168,9 +169,12 @@ class Deletions:
                 self._root.fence(f"a deletion of step {going.step} failed", going.step)
             raise
         self._removed(going)
+        shared = self._root.shared
         # Why only then: the note belongs to a committed step, which may be in another folder.
         notes = [note_key(going.step)] if going.attempt else []
-        self._root.shared.delete([mark.key, *notes])
+        if going.attempt:
+            notes += [e.key for e in shared.list(metrics_of(going.step, going.attempt))]
+        shared.delete([mark.key, *notes])
 
 
 def remove_step(root: Root, going: Going, attempt: str, confirm: Callable[[], object]) -> None:

@@ -25,6 +25,7 @@ from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
 from ray_dcp.format.manifest import MAX_RECORD_BYTES, Manifest, slot_of
 from ray_dcp.format.names import CATALOGUE, MAX_NOTE_BYTES, SHARED_FOLDER, noted_step, tags_in
 from ray_dcp.format.step_info import CatalogueRow, decode_catalogue, info_slot
+from ray_dcp.format.step_metrics import latest_values, recorded_in
 from ray_dcp.io.checkpoint import METADATA_KEY, Checkpoint
 from ray_dcp.io.records import Slots, highest_record, info_below, read_slots
 from ray_dcp.io.threads import run_tasks
@@ -324,6 +325,8 @@ class _SharedFiles:
     notes: Mapping[int, str]
     rows: Mapping[str, CatalogueRow]
     """Rows of the catalogue file, by folder. They only save reads."""
+    recorded: Mapping[tuple[int, str], Mapping[str, float]]
+    """Metrics that were recorded after the save, by step and attempt."""
 
 
 def list_checkpoints(root: AnyPlace, *, told: Told | None = None) -> tuple[ListedCheckpoint, ...]:
@@ -429,7 +432,7 @@ def _read_shared(storage: Storage, directories: dict[str, dict[str, int]]) -> _S
             with suppress(DamagedCheckpointError):
                 rows = {row.name: row for row in decode_catalogue(data)}
     tags = {step: tuple(sorted(some)) for step, some in tags_in(keys).items()}
-    return _SharedFiles(tags, notes, rows)
+    return _SharedFiles(tags, notes, rows, latest_values(recorded_in(keys)))
 
 
 def _fold_attempts(directories: dict[str, dict[str, int]]) -> None:
@@ -474,11 +477,12 @@ def _look(
     step = None if is_item else step_of(name)
     # Why: tags and notes are for steps directly in the run.
     number = step if directory and "/" not in directory else None
-    own = (
-        {}
-        if info is None
-        else {"metrics": info.metrics, "metadata": info.metadata, "items": info.items}
-    )
+    attempt = manifest.attempt if manifest else ""
+    recorded = {} if number is None else shared.recorded.get((number, attempt), {})
+    own: dict[str, Mapping[str, Any]] = {"metrics": recorded}
+    if info is not None:
+        metrics = {**info.metrics, **recorded}
+        own = {"metrics": metrics, "metadata": info.metadata, "items": info.items}
     return ListedCheckpoint(
         name=directory or ".",
         step=step,

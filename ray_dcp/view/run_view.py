@@ -60,6 +60,11 @@ class StepView(ListedCheckpoint):
         """Location of the step, accepted by `ray_dcp.load`, `verify`, `delete` and others."""
         return place_below(self._run.place, self.name) if self.name != "." else self._run.place
 
+    @property
+    def run_place(self) -> Target:
+        """Where its run lies."""
+        return self._run.place
+
     @cached_property
     def view(self) -> CheckpointView:
         """The checkpoint.

@@ -1,4 +1,4 @@
-"""FSDP2 and the evaluator of docs/examples; others are in `test_frameworks` and `test_train`."""
+"""FSDP2 of docs/examples; others are in `test_evaluator`, `test_frameworks` and `test_train`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ def output_of(name: str, *arguments: object, launcher: tuple[str, ...] = ()) -> 
     return finished.stdout
 
 
-def test_fsdp2_goes_on_with_fewer_ranks_and_an_evaluator_follows(tmp_path: Path):
+def test_fsdp2_goes_on_with_fewer_ranks(tmp_path: Path):
     two = (*TORCHRUN, "--nproc-per-node=2")
     assert output_of("fsdp2_torchrun.py", tmp_path, 10, launcher=two).startswith("steps 1 to 10")
     one = output_of("fsdp2_torchrun.py", tmp_path, 15, launcher=TORCHRUN)
     assert one.startswith("steps 11 to 15")
-    assert output_of("evaluator.py", tmp_path, 0.1).startswith("step 15: loss ")
