@@ -85,9 +85,9 @@ if TYPE_CHECKING:
     from ray_dcp.runtime.discovery import connect as connect
     from ray_dcp.runtime.garbage_collection import collect as collect
     from ray_dcp.runtime.garbage_collection import delete as delete
-    from ray_dcp.runtime.records import CollectReport as CollectReport
-    from ray_dcp.runtime.records import write_metadata as write_metadata
     from ray_dcp.runtime.session import Session as Session
+    from ray_dcp.runtime.standing import CollectReport as CollectReport
+    from ray_dcp.runtime.standing import write_metadata as write_metadata
     from ray_dcp.runtime.tasks import outcome as outcome
     from ray_dcp.runtime.worker_group import WorkerGroup as WorkerGroup
     from ray_dcp.saving import save as save
@@ -124,7 +124,7 @@ _HOMES = {
         "ray_dcp.options": ("LoadOptions", "SaveOptions"),
         "ray_dcp.runtime.discovery": ("connect",),
         "ray_dcp.runtime.garbage_collection": ("collect", "delete"),
-        "ray_dcp.runtime.records": ("CollectReport", "write_metadata"),
+        "ray_dcp.runtime.standing": ("CollectReport", "write_metadata"),
         "ray_dcp.runtime.session": ("Session",),
         "ray_dcp.runtime.tasks": ("outcome",),
         "ray_dcp.runtime.worker_group": ("WorkerGroup",),

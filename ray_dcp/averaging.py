@@ -557,7 +557,7 @@ def _num_ranks(plan: AveragePlan, out: AnyPlace) -> int:
         return 1
     if "ray" not in sys.modules and named_address() is None:
         return 1
-    from ray_dcp.runtime.attach import attach_named, num_free_cpus
+    from ray_dcp.runtime.ray_session import attach_named, num_free_cpus
 
     return min(wanted, num_free_cpus(), _MOST_RANKS) if attach_named(None) is not None else 1
 

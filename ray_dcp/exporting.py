@@ -31,7 +31,7 @@ from ray_dcp.io.checkpoint import what_became_of
 from ray_dcp.options import KeyMap, SaveOptions
 from ray_dcp.runtime.copying import check_free, copy_checkpoint, is_copied, plan_copy
 from ray_dcp.runtime.garbage_collection import delete
-from ray_dcp.runtime.records import target_of, write_metadata
+from ray_dcp.runtime.standing import target_of, write_metadata
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace, checked_url
 from ray_dcp.store.opening import Told, open_storage, place_below, watched

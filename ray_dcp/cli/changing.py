@@ -36,7 +36,7 @@ from ray_dcp.view.run_view import StepView
 from ray_dcp.view.wording import count_text, size_text
 
 if TYPE_CHECKING:
-    from ray_dcp.runtime.records import CollectReport
+    from ray_dcp.runtime.standing import CollectReport
 
 
 _MOST_SHOWN = 20
@@ -337,7 +337,7 @@ def metadata(path: str, dry_run: bool) -> None:
     Use it for a checkpoint that was saved with SaveOptions(stock_metadata=False), or copied without
     its dot file.
     """
-    from ray_dcp.runtime.records import write_metadata
+    from ray_dcp.runtime.standing import write_metadata
     from ray_dcp.view.checkpoint_view import open_checkpoint
 
     path, place, _ = address_of(path)

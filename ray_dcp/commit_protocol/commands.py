@@ -23,9 +23,9 @@ from typing import Any
 
 from ray_dcp.commit_protocol.messages import (
     FileReceipt,
-    FileReceipts,
     LoadGo,
     OpKey,
+    PartsHeld,
     PartsWritten,
     Reply,
     Request,
@@ -89,7 +89,7 @@ class BuildCommit:
     attempt: str
     epoch: int
     plan: GlobalPlan
-    receipts: tuple[FileReceipt | FileReceipts, ...]
+    receipts: tuple[FileReceipt, ...]
     previous_slot: int
     """Highest slot in use at planning."""
     replaced_metadata: str | None
@@ -112,7 +112,7 @@ class WriteTable:
     target: Target
     key: str
     table: bytes
-    receipts: tuple[FileReceipt | FileReceipts, ...] = ()
+    receipts: tuple[FileReceipt, ...] = ()
     """Receipts of the data files."""
     attempt: str = ""
     previous_slot: int = 0
@@ -368,6 +368,8 @@ def step_of(request: Request) -> str:
     The requests of one rank in an operation, and those of stagers for it, all have different steps.
     """
     match request:
+        case PartsHeld():
+            return f"PartsHeld {request.stager}"
         case PartsWritten():
             files = ",".join(str(receipt.file) for receipt in request.files)
             return f"PartsWritten {files or 'failed'}"

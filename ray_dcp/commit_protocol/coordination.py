@@ -8,13 +8,12 @@ have not begun yet.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
 
-from ray_dcp.commit_protocol.aggregation import BatchedJoins, BatchedReceipts, MessageBatch
 from ray_dcp.commit_protocol.commands import Answer, Result, Task, step_of
 from ray_dcp.commit_protocol.error_aggregation import (
     Opening,
@@ -90,35 +89,6 @@ class Forgotten:
             self._last = {at for at in self._last if at > self._before}
 
 
-class Early:
-    """Events of operations that no rank has joined here yet; they apply when one does."""
-
-    def __init__(self) -> None:
-        self._gone: OrderedDict[OpKey, dict[int, CheckpointError]] = OrderedDict()
-        self._cancelled: OrderedDict[OpKey, str] = OrderedDict()
-
-    def lose(self, key: OpKey, rank: int, error: CheckpointError) -> None:
-        """Records that a rank will not join an operation."""
-        self._gone.setdefault(key, {})[rank] = error
-        trim(self._gone, EARLY)
-
-    def cancel(self, key: OpKey, reason: str) -> None:
-        """Records that an operation is to be cancelled if it is a save."""
-        self._cancelled.setdefault(key, reason)
-        trim(self._cancelled, EARLY)
-
-    def is_cancelled(self, key: OpKey) -> bool:
-        """Returns whether an operation was cancelled."""
-        return key in self._cancelled
-
-    def take(self, key: OpKey) -> tuple[dict[int, CheckpointError], str | None]:
-        """Removes and returns the ranks that will not join, and why the operation is cancelled.
-
-        The reason is None if it was not cancelled.
-        """
-        return self._gone.pop(key, {}), self._cancelled.pop(key, None)
-
-
 def trim(memory: OrderedDict[Any, Any], length: int) -> None:
     """Drops the oldest entries until there are no more than `length`."""
     while len(memory) > length:
@@ -170,7 +140,9 @@ class Coordination:
         self._forgotten: OrderedDict[str, Forgotten] = OrderedDict()
         self._lost: OrderedDict[str, dict[int, ParticipantError]] = OrderedDict()
         self._late: OrderedDict[str, dict[int, int]] = OrderedDict()
-        self._early = Early()
+        # Events of operations that no rank has joined here yet; they apply when one does.
+        self._gone: OrderedDict[OpKey, dict[int, CheckpointError]] = OrderedDict()
+        self._cancelled: OrderedDict[OpKey, str] = OrderedDict()
 
     def receive(self, request: Request, *, silence_s: float | None = None) -> Commands:
         """Accepts a request of a rank.
@@ -195,7 +167,7 @@ class Coordination:
         if not isinstance(request, PartsHeld | PartsWritten):  # these do not come from the rank
             lost.pop(request.rank, None)
             call = call_of(request) if isinstance(request, Opening) else None
-            self._liveness.take_requests(request.key, (request.rank,), silence_s, call)
+            self._liveness.requested(request.key, request.rank, silence_s, call)
         machine = self._known(request.key)
         seq = self._renumbered(machine, request)
         if seq is not None:
@@ -211,52 +183,6 @@ class Coordination:
         self._active[request.key] = machine
         return self._after(machine, commands + self._early_events(machine, lost))
 
-    def receive_batch(
-        self, message: MessageBatch, *, silence_s: float | None = None
-    ) -> tuple[Commands, dict[int, Refused]]:
-        """Accepts the requests of several ranks in one message, as `receive` does one by one.
-
-        Args:
-            message: The batch.
-            silence_s: As for `receive`, for each of these ranks.
-
-        Returns:
-            The commands to execute, and the refusals by rank, which apply to this call only.
-        """
-        machine = self._active.get(message.key)
-        content, plain = message.content, not self._lost.get(message.key.session)
-        if plain and isinstance(machine, SaveMachine) and isinstance(content, BatchedReceipts):
-            written = machine.receive_receipts(content.first, content.ranks, content.files)
-            if written is not None:
-                self._liveness.take_requests(message.key, content.ranks, silence_s)
-                return self._after(machine, written), {}
-        if not plain or not isinstance(content, BatchedJoins):
-            return self._one_by_one(message.requests(), silence_s)
-        joins = content.requests()
-        first, joins = (joins[:1], joins[1:]) if machine is None else ([], joins)
-        begun, refused = self._one_by_one(first, silence_s)
-        machine = self._active.get(message.key)
-        if joins and isinstance(machine, SaveMachine):
-            joined = machine.receive_joins(joins)
-            if joined is not None:
-                ranks = [join.rank for join in joins]
-                self._liveness.take_requests(message.key, ranks, silence_s, call_of(joins[0]))
-                return (*begun, *self._after(machine, joined)), refused
-        commands, more = self._one_by_one(joins, silence_s)
-        return (*begun, *commands), {**refused, **more}
-
-    def _one_by_one(
-        self, requests: Sequence[Request], silence_s: float | None
-    ) -> tuple[Commands, dict[int, Refused]]:
-        commands: Commands = ()
-        refused = {}
-        for request in requests:
-            try:
-                commands += self.receive(request, silence_s=silence_s)
-            except CheckpointError as error:
-                refused[request.rank] = Refused(error)
-        return commands, refused
-
     def resume(self, planned: StagedPlan) -> Commands:
         """Resumes a save that an earlier coordinator had planned. Must be called first."""
         machine = self._save(planned.first)
@@ -267,7 +193,8 @@ class Coordination:
 
     def _early_events(self, machine: Machine, lost: Mapping[int, CheckpointError]) -> Commands:
         """Applies the events that arrived before a machine existed: a cancel and lost ranks."""
-        gone, cancelled = self._early.take(machine.key)
+        gone = self._gone.pop(machine.key, {})
+        cancelled = self._cancelled.pop(machine.key, None)
         commands: Commands = ()
         if cancelled is not None and isinstance(machine, SaveMachine):
             commands = machine.cancel(cancelled)
@@ -296,7 +223,7 @@ class Coordination:
         for key in beat.awaits:
             machine = self._active.get(key)
             if machine is None and not self._is_over(key):
-                self._early.lose(key, beat.rank, went_ahead(key, beat.rank))
+                self._lose_early(key, beat.rank, went_ahead(key, beat.rank))
             elif machine is not None and machine.awaits(beat.rank):
                 lost = machine.lost({beat.rank: went_ahead(key, beat.rank)})
                 commands += self._after(machine, lost)
@@ -372,7 +299,7 @@ class Coordination:
             result: Result of the task; `Failed` if it failed.
 
         Raises:
-            InternalError: The task was never started, or its result arrived before.
+            InternalError: The operation is unknown, or the result is of the wrong kind.
         """
         machine = self._known(key)
         if machine is None:
@@ -423,7 +350,8 @@ class Coordination:
             reason: Who cancels it, for the error message.
         """
         if key not in self._active and not self._is_over(key):
-            self._early.cancel(key, reason)
+            self._cancelled.setdefault(key, reason)
+            trim(self._cancelled, EARLY)
         save = self._save_of(key)
         return () if save is None else self._after(save, save.cancel(reason))
 
@@ -431,7 +359,7 @@ class Coordination:
         """Returns whether a save fails, or failed, because it was cancelled."""
         machine = self._known(key)
         if machine is None:
-            return self._early.is_cancelled(key)
+            return key in self._cancelled
         return isinstance(machine, SaveMachine) and machine.is_cancelled
 
     def withdraw(self, rank: int, left: Left) -> Commands:
@@ -449,7 +377,7 @@ class Coordination:
             cancelled = self.cancel(key, f"rank {rank} left it: {left.reason}")
         machine = self._active.get(key)
         if machine is None and not self._is_over(key):
-            self._early.lose(key, rank, error)
+            self._lose_early(key, rank, error)
         if machine is None or (left.is_interrupt and isinstance(machine, SaveMachine)):
             return cancelled
         if isinstance(machine, SaveMachine):
@@ -508,13 +436,18 @@ class Coordination:
             case Exchange():
                 return ExchangeMachine(request)
         if not isinstance(request, PartsHeld | PartsWritten):
-            self._early.lose(key := request.key, request.rank, went_ahead(key, request.rank))
+            self._lose_early(key := request.key, request.rank, went_ahead(key, request.rank))
         raise unknown(request, "this coordinator was restarted since")
 
     def _save(self, first: SaveJoin) -> SaveMachine:
         return SaveMachine(
             first, epoch=self.epoch, new_attempt=self._new_attempt, plans=self._plans
         )
+
+    def _lose_early(self, key: OpKey, rank: int, error: CheckpointError) -> None:
+        """Records that a rank will not join an operation that has not begun here."""
+        self._gone.setdefault(key, {})[rank] = error
+        trim(self._gone, EARLY)
 
     def _is_over(self, key: OpKey) -> bool:
         return key in self._finished or self._has_forgotten(key)

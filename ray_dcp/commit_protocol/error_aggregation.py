@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 import pickle
 import traceback
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Sized
 from dataclasses import fields
 from itertools import groupby
 
+from ray_dcp.commit_protocol.attempts import Fenced, Lost, Vote
 from ray_dcp.commit_protocol.messages import (
     Exchange,
     Exchanged,
@@ -27,12 +28,15 @@ from ray_dcp.commit_protocol.messages import (
 )
 from ray_dcp.errors import (
     CheckpointError,
+    CheckpointExistsError,
     CommitUnknownError,
     DeadlineError,
     InternalError,
     InvalidRequestError,
     ParticipantError,
+    PlanConflictError,
     RankDisagreementError,
+    SaveCancelledError,
 )
 from ray_dcp.options import LoadOptions, SaveOptions
 
@@ -385,3 +389,193 @@ def exchanged(request: Exchange) -> Generator[Exchange, Reply, Mapping[int, byte
     if not isinstance(reply, Exchanged):
         raise reply_error(reply, request.rank)
     return reply.inbox
+
+
+# The save
+
+
+def no_overwrite(committed: str, url: str) -> CheckpointExistsError:
+    """Returns the error of a save that must not replace the committed checkpoint.
+
+    Args:
+        committed: Description of the committed checkpoint.
+        url: URL of the target.
+    """
+    return CheckpointExistsError(
+        f"Checkpoint already exists, and SaveOptions.overwrite is False: found {committed}. Save "
+        f"under another id, delete that one, or allow overwrite",
+        checkpoint_id=url,
+    )
+
+
+def disagreeing_values(disagreements: str, url: str) -> PlanConflictError:
+    """Returns the error of `SaveOptions(replicas="check")`.
+
+    Args:
+        disagreements: Description of the items that differ, with their ranks.
+        url: URL of the target.
+    """
+    return PlanConflictError(
+        f"{disagreements}. Make the ranks agree, or save with SaveOptions(replicas='warn') to "
+        f"take the lowest rank's value",
+        checkpoint_id=url,
+    )
+
+
+def lost_race(vote: Vote, lost: Lost) -> CheckpointExistsError:
+    """Returns the error of an attempt that lost its slot to another one.
+
+    Args:
+        vote: Vote on the attempt.
+        lost: Decision of the vote.
+    """
+    if lost.is_delete:
+        return CheckpointExistsError(
+            f"Expected slot {lost.slot} to be free for attempt {vote.attempt}, but the checkpoint "
+            f"id was deleted in it meanwhile. Save again",
+            checkpoint_id=vote.target.url,
+        )
+    return CheckpointExistsError(
+        f"Expected slot {lost.slot} to be free for attempt {vote.attempt}, but another save of "
+        f"the same checkpoint id (attempt {lost.attempt}) was committed in it first. Only one "
+        f"save at a time can have an id",
+        checkpoint_id=vote.target.url,
+    )
+
+
+def replaced_since(attempt: str, lost: Lost, url: str, rank: int) -> CheckpointExistsError:
+    """Returns the error of a rank that learns of its commit after the checkpoint was replaced.
+
+    Args:
+        attempt: The rank's attempt, which was committed.
+        lost: The later save or delete.
+        url: URL of the target.
+        rank: The rank.
+    """
+    what = "deleted" if lost.is_delete else f"saved again (attempt {lost.attempt})"
+    return CheckpointExistsError(
+        f"Attempt {attempt} was committed, but this rank learned it late: the checkpoint id was "
+        f"{what} in slot {lost.slot} since. Only one save at a time can have an id",
+        checkpoint_id=url,
+        rank=rank,
+    )
+
+
+def overtaken(cause: CheckpointError, vote: Vote) -> CheckpointError:
+    """Returns the error of a failed save, with a note if another save or delete overtook it.
+
+    Args:
+        cause: Why the save failed; not modified.
+        vote: The vote that fenced the attempt off.
+    """
+    if vote.decided_by is None:
+        return cause
+    error = copy.copy(cause)
+    what = (
+        "the id was deleted"
+        if vote.decided_by.is_delete
+        else f"attempt {vote.decided_by.attempt} committed"
+    )
+    note = (
+        f"While attempt {vote.attempt} ran, {what} in slot {vote.decided_by.slot}, which removes "
+        f"files of all other attempts. Only one save at a time can have an id"
+    )
+    error.__notes__ = [*getattr(cause, "__notes__", ()), note]
+    return error
+
+
+def fenced_off(vote: Vote, fenced: Fenced) -> SaveCancelledError:
+    """Returns the error of an attempt that another process fenced off.
+
+    Args:
+        vote: Vote on the attempt.
+        fenced: Decision of the vote.
+    """
+    return SaveCancelledError(
+        f"Attempt {vote.attempt} was declared failed by somebody else before its commit: slot "
+        f"{fenced.slot} holds an abort record for it",
+        checkpoint_id=vote.target.url,
+    )
+
+
+def undecided(vote: Vote, cause: str) -> CommitUnknownError:
+    """Returns the error of a vote that stays open.
+
+    Args:
+        vote: Vote on the attempt.
+        cause: Description of the failure; may be empty.
+    """
+    why = f" ({cause})" if cause else ""
+    return CommitUnknownError(
+        f"The storage did not say whether attempt {vote.attempt} was committed in slot "
+        f"{vote.slot}{why}. Ask ray_dcp.outcome({vote.target.url!r}, {vote.attempt!r}) later",
+        attempt=vote.attempt,
+        checkpoint_id=vote.target.url,
+    )
+
+
+def other_attempt(receipt: Fenceable, attempt: str, epoch: int, url: str) -> CommitUnknownError:
+    """Returns the error of a receipt for another attempt than the current one.
+
+    Args:
+        receipt: The receipt.
+        attempt: The current attempt; empty before planning.
+        epoch: Epoch of this coordinator.
+        url: URL of the target.
+    """
+    return CommitUnknownError(
+        f"Expected a receipt for attempt {attempt or '(none yet)'} of epoch {epoch}, but rank "
+        f"{receipt.rank} sent one for attempt {receipt.attempt} of epoch {receipt.epoch}: the "
+        f"coordinator was restarted in between, or this rank was replaced. It is ignored; the "
+        f"storage tells what became of that attempt",
+        attempt=receipt.attempt,
+        checkpoint_id=url,
+        rank=receipt.rank,
+    )
+
+
+def stagers_late(
+    url: str,
+    held: Mapping[int, str],
+    left: Mapping[int, Sized],
+    after_s: float,
+    way_out: str,
+) -> DeadlineError:
+    """Returns the error of stagers that missed the deadline for writing their bytes.
+
+    Args:
+        url: URL of the target.
+        held: The stager that holds each rank's bytes; at least one.
+        left: The files of each rank that are not written.
+        after_s: The deadline, in seconds.
+        way_out: The option to raise, for the error message.
+    """
+    told = "; ".join(
+        f"{stager} has not written {sum(len(left[rank]) for rank in ranks)} files of "
+        f"{name_ranks(ranks)}"
+        for stager in dict.fromkeys(held.values())
+        for ranks in [[rank for rank, one in held.items() if one == stager]]
+    )
+    return DeadlineError(
+        f"Expected the stagers of the nodes to write what they hold within {after_s:g} s, but "
+        f"{told}. Look whether the storage answers from there; {way_out} if it is merely slow",
+        checkpoint_id=url,
+        rank=min(held) if len(held) == 1 else None,
+    )
+
+
+def lost_stager(stager: str, ranks: Sequence[int], num_files: int, reason: str) -> ParticipantError:
+    """Returns the error for bytes whose stager was lost before they were written.
+
+    Args:
+        stager: Name of the stager.
+        ranks: The ranks whose bytes it held.
+        num_files: Number of their files without a receipt.
+        reason: How the loss was detected.
+    """
+    return ParticipantError(
+        f"Expected the stager {stager} to write the bytes of {name_ranks(ranks)}, but it was lost "
+        f"with {num_files} files unwritten: {reason}. Look at its log and its node's memory, and "
+        f"save again: the next save starts another stager",
+        rank=ranks[0] if len(ranks) == 1 else None,
+    )

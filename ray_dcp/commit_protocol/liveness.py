@@ -12,7 +12,7 @@ consequences. This module is pure; the clock is an argument.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ray_dcp.commit_protocol.error_aggregation import Call, describe_call
@@ -196,29 +196,25 @@ class Liveness:
 
     # Messages
 
-    def take_requests(
-        self, key: OpKey, ranks: Sequence[int], timeout_s: float | None, call: Call | None = None
+    def requested(
+        self, key: OpKey, rank: int, timeout_s: float | None, call: Call | None = None
     ) -> None:
-        """Records that ranks sent requests of one operation and step.
+        """Records that a rank sent a request.
 
         Args:
             key: The operation.
-            ranks: The ranks.
-            timeout_s: Silence, in seconds, after which each rank counts as frozen, if it sends
+            rank: The rank.
+            timeout_s: Silence, in seconds, after which the rank counts as frozen, if it sends
                 heartbeats until this operation has ended for it; None if it does not.
-            call: The call, if the requests begin an operation.
+            call: The call, if the request begins an operation.
         """
-        now_s = self._clock()
-        last = None if call is None else (key, call)
-        self._of(key.session, ranks[0])
-        everybody = self._sessions[key.session]
-        for rank in ranks:
-            known = everybody.get(rank) or self._of(key.session, rank)
-            known.heard_s = now_s
-            if timeout_s is not None:
-                known.timeout_s = timeout_s
-                known.promised[key] = now_s
-            known.last = last or known.last
+        known = self._of(key.session, rank)
+        known.heard_s = self._clock()
+        if timeout_s is not None:
+            known.timeout_s = timeout_s
+            known.promised[key] = known.heard_s
+        if call is not None:
+            known.last = (key, call)
 
     def heartbeat(self, beat: Heartbeat) -> None:
         """Records a heartbeat: its rank is present for the operations in it, and no others."""

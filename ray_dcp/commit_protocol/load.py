@@ -149,7 +149,7 @@ class LoadMachine(Operation):
     def _proceed(self, shares: ReadShares | None, untaken: Untaken | None = None) -> Commands:
         self._needs.clear()
         self._untaken.clear()
-        self._abandon()
+        self._pending = None
         self._call("reading")
 
         def proceed(rank: int) -> LoadProceed:

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from ray_dcp.core.checksums import DIGEST_BYTES
-from ray_dcp.core.values import Int32Array, Int64Array, RankPlan, offsets_of, within
+from ray_dcp.core.values import Int32Array, Int64Array, RankPlan, offsets_of
 from ray_dcp.errors import CheckpointError, InternalError
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.planning.reads import RankShare, ReadNeeds
@@ -99,8 +100,8 @@ class SendItems:
 
 
 @dataclass(frozen=True)
-class SaveAgain:
-    """Coordinator → rank: the plan is unchanged; the rank writes the part that it knows."""
+class SaveGo:
+    """Coordinator → rank: what the rank writes for this attempt."""
 
     attempt: str
     epoch: int
@@ -111,19 +112,20 @@ class SaveAgain:
     create_if_absent: bool = True
     """Whether the storage creates a record only if it is absent, as the coordinator found. If not,
     a rank must not abort the attempt by itself."""
-
-    def with_plan(self, plan: RankPlan, groups: tuple[Int32Array, ...] = ()) -> SaveGo:
-        """Returns the same assignment, with the part of a rank."""
-        return SaveGo(**vars(self), plan=plan, groups=groups)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaveGo(SaveAgain):
-    """Coordinator → rank: the part of the plan that the rank writes for this attempt."""
-
-    plan: RankPlan
+    part: RankPlan | None = None
+    """The rank's part of the plan; None if it is the one that the rank knows."""
     groups: tuple[Int32Array, ...] = ()
     """`ray_dcp.planning.merge.groups_of` this rank; empty if the rank knows them."""
+
+    @property
+    def plan(self) -> RankPlan:
+        """The rank's part of the plan, once it is filled in."""
+        if self.part is None:
+            raise InternalError(
+                f"Expected the part of a rank in attempt {self.attempt}, which it should know. "
+                f"Please report this"
+            )
+        return self.part
 
 
 REUSED = ("", "linked", "copied")
@@ -440,8 +442,37 @@ Fenceable = SaveReceipt | SaveStaged | PartsHeld | PartsWritten
 """Messages that name an attempt, and are refused if it is not the current one."""
 
 Request = SaveJoin | Fenceable | LoadJoin | LoadReady | LoadDone | Exchange
-SaveReply = SaveGo | SaveAgain | SendItems | SaveOutcome | Ack
+SaveReply = SaveGo | SendItems | SaveOutcome | Ack
 Reply = SaveReply | LoadGo | LoadProceed | LoadOutcome | Exchanged | Refused | Renumbered
+
+
+@dataclass(frozen=True)
+class MessageBatch:
+    """Gatherer → coordinator: the requests of several ranks in one step of an operation.
+
+    Reply: `BatchedReplies`.
+    """
+
+    key: OpKey
+    step: str
+    requests: tuple[Request, ...]
+    """One of each rank, by rank."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks."""
+        return tuple(request.rank for request in self.requests)
+
+    def only(self, ranks: Collection[int]) -> MessageBatch:
+        """Returns the batch of only some of these ranks, which are not answered yet."""
+        return replace(self, requests=tuple(one for one in self.requests if one.rank in ranks))
+
+
+@dataclass(frozen=True)
+class BatchedReplies:
+    """Coordinator → gatherer: replies to some of the ranks; the others still wait."""
+
+    replies: tuple[tuple[int, Reply], ...]
 
 
 _SEPARATOR = "\n"
@@ -487,33 +518,6 @@ class FileReceipts:
                 REUSED[self.reused[index]],
             )
 
-    @property
-    def lengths(self) -> list[tuple[str, int]]:
-        """The key and length of each file."""
-        keys = self.keys.split(_SEPARATOR) if len(self) else []
-        return list(zip(keys, self.num_bytes.tolist(), strict=True))
-
-    def take(self, order: Int64Array) -> FileReceipts:
-        """Returns the receipts at some positions, in that order.
-
-        Args:
-            order: int64[m], positions.
-        """
-        if np.array_equal(order, np.arange(len(self))):
-            return self
-        keys = self.keys.split(_SEPARATOR)
-        digests = np.frombuffer(self.digests, np.uint8).reshape(-1, DIGEST_BYTES)
-        places = _rows(offsets_of(self.num_places), order)
-        return FileReceipts(
-            self.file[order],
-            _SEPARATOR.join(map(keys.__getitem__, order.tolist())),
-            self.num_bytes[order],
-            digests[order].tobytes(),
-            self.num_places[order],
-            self.places[places],
-            np.frombuffer(self.reused, np.uint8)[order].tobytes(),
-        )
-
 
 def pack_receipts(receipts: Iterable[FileReceipt]) -> FileReceipts:
     """Returns receipts as columns, in the same order.
@@ -545,49 +549,25 @@ def pack_receipts(receipts: Iterable[FileReceipt]) -> FileReceipts:
     )
 
 
-def join_receipts(parts: Sequence[FileReceipts | FileReceipt]) -> FileReceipts:
-    """Returns all receipts as one table, sorted by file.
+def join_receipts(receipts: Iterable[FileReceipt]) -> FileReceipts:
+    """Returns all receipts as columns, sorted by file.
 
     Args:
-        parts: The receipts, in any order.
+        receipts: The receipts, in any order.
 
     Raises:
         InternalError: A file has two receipts.
     """
-    alone = [part for part in parts if isinstance(part, FileReceipt)]
-    tables = [part for part in parts if isinstance(part, FileReceipts) and len(part)]
-    if alone:
-        tables.append(pack_receipts(sorted(alone, key=lambda one: one.file)))
-    tables.sort(key=lambda table: int(table.file[0]))
-    whole = FileReceipts(
-        _joined([table.file for table in tables]),
-        _SEPARATOR.join([table.keys for table in tables]),
-        _joined([table.num_bytes for table in tables]),
-        b"".join([table.digests for table in tables]),
-        _joined([table.num_places for table in tables]),
-        np.concatenate([np.zeros((0, 4), np.int64), *(table.places for table in tables)]),
-        b"".join([table.reused for table in tables]),
-    )
-    whole = whole.take(np.argsort(whole.file, kind="stable"))
-    twice = np.flatnonzero(np.diff(whole.file) == 0)
-    if len(twice):
-        keys, at = whole.keys.split(_SEPARATOR), int(twice[0])
-        raise InternalError(
-            f"Expected one receipt for file {whole.file[at]}, but found two: "
-            f"{keys[at]} and {keys[at + 1]}. Please report this",
-            key=keys[at + 1],
-        )
-    return whole
-
-
-def _rows(starts: Int64Array, order: Int64Array) -> Int64Array:
-    counts = np.diff(starts)[order]
-    return np.repeat(starts[order], counts) + within(counts)
+    found = sorted(receipts, key=lambda one: one.file)
+    for one, other in pairwise(found):
+        if one.file == other.file:
+            raise InternalError(
+                f"Expected one receipt for file {one.file}, but found two: {one.key} and "
+                f"{other.key}. Please report this",
+                key=other.key,
+            )
+    return pack_receipts(found)
 
 
 def _column(values: list[int]) -> Int64Array:
     return np.array(values, dtype=np.int64)
-
-
-def _joined(parts: Sequence[Int64Array]) -> Int64Array:
-    return np.concatenate([np.zeros(0, np.int64), *parts])

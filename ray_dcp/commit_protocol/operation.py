@@ -180,7 +180,6 @@ class Operation(ABC):
         self._grace = False
         self._armed: str | None = None
         self._pending: Task | None = None
-        self._abandoned: list[Task] = []
         self._history: deque[str] = deque(maxlen=HISTORY_LENGTH)
 
     @property
@@ -250,25 +249,20 @@ class Operation(ABC):
         return self._have_disagreed() or identity(request) == identity(self._first)
 
     def performed(self, task: Task, result: Result) -> Commands:
-        """Accepts the result of a task; drops that of an abandoned task.
+        """Accepts the result of the pending task; drops that of any other one.
 
         Raises:
-            InternalError: The task was not started, or its result arrived before or is of the wrong
-                kind.
+            InternalError: The result is of the wrong kind.
         """
-        if self._pending is not None and (task is self._pending or task == self._pending):
-            awaited, self._pending = self._pending, None
-            self._log(type(result).__name__)
-            try:
-                return self._on_result(result)
-            except InternalError:
-                self._pending = awaited
-                raise
-        for index, abandoned in enumerate(self._abandoned):
-            if task is abandoned or task == abandoned:
-                del self._abandoned[index]
-                return ()
-        raise self._contradiction(f"result of {type(task).__name__}")
+        if self._pending is None or (task is not self._pending and task != self._pending):
+            return ()
+        awaited, self._pending = self._pending, None
+        self._log(type(result).__name__)
+        try:
+            return self._on_result(result)
+        except InternalError:
+            self._pending = awaited
+            raise
 
     def expired(self, phase: str) -> Commands:
         """Handles the expired timer of a phase; ignores that of an earlier phase."""
@@ -380,17 +374,6 @@ class Operation(ABC):
         self._openings[request.rank] = compact(request)
         self._note(request, request.error)
 
-    def _are_new(self, ranks: Sequence[int]) -> bool:
-        """Returns whether all of these are valid ranks that have not arrived in this phase."""
-        within = min(ranks) >= 0 and max(ranks) < self.world_size
-        return within and self._barrier.arrived.isdisjoint(ranks)
-
-    def _note_all(self, step: str, ranks: Sequence[int]) -> None:
-        """Records that new ranks have arrived, without errors."""
-        self._log(f"{step} of {name_ranks(ranks)}")
-        self._waiting.update(dict.fromkeys([(rank, step) for rank in ranks]))
-        self._barrier.arrived.update(ranks)
-
     def _note(self, request: Request, error: CheckpointError | None) -> None:
         self._log(f"{step_of(request)} of rank {request.rank}{' (failed)' if error else ''}")
         self._waiting[request.rank, step_of(request)] = None
@@ -438,7 +421,7 @@ class Operation(ABC):
     def _end(self, phase: str) -> list[Command]:
         if self.phase == "joining":
             self._absent = frozenset(range(self.world_size)) - self._barrier.arrived
-        self._abandon()
+        self._pending = None
         self._to(phase)
         self.over = True
         self._replies.clear()
@@ -481,7 +464,6 @@ class Operation(ABC):
         return () if self._armed == self.phase else (self._arm(after_s),)
 
     def _perform(self, task: Task) -> Perform:
-        self._abandon()
         self._log(f"perform {type(task).__name__}")
         self._pending = task
         return Perform(self.key, task)
@@ -490,11 +472,6 @@ class Operation(ABC):
         """Begins a phase that waits for one task."""
         self._to(phase)
         return self._arm(after_s), self._perform(task)
-
-    def _abandon(self) -> None:
-        if self._pending is not None:
-            self._abandoned.append(self._pending)
-            self._pending = None
 
     # History
 

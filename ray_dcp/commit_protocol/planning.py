@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 
 from ray_dcp.commit_protocol.commands import MakePlan, Planned
 from ray_dcp.commit_protocol.error_aggregation import name_ranks
-from ray_dcp.commit_protocol.messages import PlanOrigin, SaveAgain, SaveJoin, SendItems
+from ray_dcp.commit_protocol.messages import PlanOrigin, SaveGo, SaveJoin, SendItems
 from ray_dcp.options import SaveOptions
 from ray_dcp.planning.fingerprint import alike, plan_key, probes
 from ray_dcp.planning.global_plan import RankPlans
@@ -108,10 +108,6 @@ class Planning:
             return  # a late duplicate
         self._joins[join.rank] = join
 
-    def take_all(self, joins: Iterable[SaveJoin]) -> None:
-        """Adds the first joins of several ranks."""
-        self._joins.update({join.rank: join for join in joins})
-
     def last_of(self, rank: int) -> SaveJoin:
         """Returns a rank's last join, whose reply it awaits."""
         return self._joins[rank]
@@ -188,22 +184,22 @@ class Planning:
 
     def go(
         self, rank: int, planned: Planned, attempt: str, epoch: int, create_if_absent: bool
-    ) -> SaveAgain:
-        """Returns the reply to a rank's join: its part, or `SaveAgain` if it has that already.
+    ) -> SaveGo:
+        """Returns the reply to a rank's join, without its part if the rank has that already.
 
         Args:
             rank: The rank.
             planned: The plan, cached or new.
             attempt: Id of the attempt.
             epoch: Epoch of the coordinator.
-            create_if_absent: See `SaveAgain.create_if_absent`.
+            create_if_absent: See `SaveGo.create_if_absent`.
         """
         plan = planned.plan
         origin: PlanOrigin = "cold" if self._pinned is None else "warm"
-        go = SaveAgain(attempt, epoch, plan.digest, planned.warnings, origin, create_if_absent)
+        go = SaveGo(attempt, epoch, plan.digest, planned.warnings, origin, create_if_absent)
         if self._joins[rank].known == plan.digest:
             return go
-        return go.with_plan(planned.parts[rank], groups_of(plan.groups, rank))
+        return replace(go, part=planned.parts[rank], groups=groups_of(plan.groups, rank))
 
     def clear(self) -> None:
         """Drops the joins and rows, once the plan has been sent or the save has failed."""

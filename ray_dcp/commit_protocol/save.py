@@ -43,12 +43,12 @@ to commit after it has reported the save as failed.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ray_dcp.commit_protocol.attempts import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
 from ray_dcp.commit_protocol.commands import (
     Answer,
     BuildCommit,
@@ -73,12 +73,24 @@ from ray_dcp.commit_protocol.commands import (
     WriteTable,
     step_of,
 )
-from ray_dcp.commit_protocol.error_aggregation import identity, located, name_ranks, went_ahead
+from ray_dcp.commit_protocol.error_aggregation import (
+    disagreeing_values,
+    fenced_off,
+    located,
+    lost_race,
+    lost_stager,
+    name_ranks,
+    no_overwrite,
+    other_attempt,
+    overtaken,
+    stagers_late,
+    undecided,
+    went_ahead,
+)
 from ray_dcp.commit_protocol.messages import (
     Ack,
     Fenceable,
     FileReceipt,
-    FileReceipts,
     PartsHeld,
     PartsWritten,
     Refused,
@@ -91,15 +103,11 @@ from ray_dcp.commit_protocol.messages import (
 )
 from ray_dcp.commit_protocol.operation import Commands, Operation
 from ray_dcp.commit_protocol.planning import PlanCache, Planning
-from ray_dcp.commit_protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
 from ray_dcp.core.values import GlobalPlan
 from ray_dcp.errors import (
     CheckpointError,
-    CheckpointExistsError,
     CommitUnknownError,
     DeadlineError,
-    ParticipantError,
-    PlanConflictError,
     SaveCancelledError,
 )
 from ray_dcp.planning.global_plan import pack_for_commit, unpack_for_commit
@@ -203,7 +211,7 @@ class SaveMachine(Operation):
         self._seen = RecordsRead(0, None, None, ())
         self._plan: GlobalPlan | None = None
         self._attempt = ""
-        self._receipts: list[FileReceipt | FileReceipts] = []
+        self._receipts: list[FileReceipt] = []
         self._built: CommitBuilt | None = None
         self._vote = Vote(first.target, "", 1)
         self._won: Won | None = None
@@ -213,7 +221,7 @@ class SaveMachine(Operation):
         # Only for asynchronous saves, whose bytes stagers write.
         self._files: tuple[frozenset[int], ...] = ()
         self._left: dict[int, set[int]] = {}
-        self._holders: dict[int, str] = {}
+        self._holders: dict[int, set[str]] = {}
         self._staged: set[int] = set()
 
     # Queries
@@ -246,11 +254,12 @@ class SaveMachine(Operation):
         """The stagers that hold bytes which are not written yet."""
         if self.phase != "writing":
             return frozenset()
-        return frozenset(stager for rank, stager in self._holders.items() if self._left[rank])
+        held = (stagers for rank, stagers in self._holders.items() if self._left[rank])
+        return frozenset().union(*held)
 
     def held_by(self, stager: str) -> list[int]:
         """Returns the ranks of which a stager holds bytes that are not written yet."""
-        return [rank for rank, held in self._holders.items() if held == stager and self._left[rank]]
+        return [rank for rank, held in self._holders.items() if stager in held and self._left[rank]]
 
     def staged_plan(self) -> StagedPlan | None:
         """Returns the state with which another coordinator can resume this save.
@@ -280,46 +289,6 @@ class SaveMachine(Operation):
             if not 0 <= request.rank < self.world_size:
                 raise self._contradiction(f"{type(request).__name__} of rank {request.rank}")
         return super().receive(request)
-
-    def receive_joins(self, joins: Sequence[SaveJoin]) -> Commands | None:
-        """Accepts joins that differ only in rank, fingerprint, values, `capture_s` and node.
-
-        Returns:
-            The commands; None, with nothing changed, if the joins must be received one by one.
-        """
-        ranks = [join.rank for join in joins]
-        plain = (
-            self.phase == "joining"
-            and self._outcome is None
-            and not self._differing
-            and identity(joins[0]) == identity(self._first)
-            and self._openings.keys().isdisjoint(ranks)
-            and self._are_new(ranks)
-        )
-        if not plain:
-            return None
-        self._planning.take_all(joins)
-        self._openings.update(zip(ranks, joins, strict=True))
-        self._note_all(step_of(joins[0]), ranks)
-        return self._check_barrier()
-
-    def receive_receipts(
-        self, first: SaveReceipt, ranks: Sequence[int], files: FileReceipts
-    ) -> Commands | None:
-        """Accepts receipts, as `receive_joins` does joins, of ranks that wrote without an error.
-
-        Args:
-            first: The receipt of one of the ranks, for the fields that all have in common.
-            ranks: The ranks.
-            files: Receipts of the files of all these ranks.
-        """
-        plain = self.phase == "writing" and self._outcome is None and not self.is_staged
-        plain &= first.attempt == self._attempt and first.epoch == self._epoch
-        if not plain or not self._are_new(ranks):
-            return None
-        self._note_all(step_of(first), ranks)
-        self._receipts.append(files)
-        return self._check_barrier()
 
     def cancel(self, reason: str) -> Commands:
         """Fails the save with `SaveCancelledError`, unless its commit has begun.
@@ -367,7 +336,7 @@ class SaveMachine(Operation):
                 self._note(request, went_ahead(self.key, request.rank))
                 return self._check_barrier()
             case "writing", PartsHeld() if self.is_staged:
-                self._holders[request.rank] = request.stager
+                self._holders.setdefault(request.rank, set()).add(request.stager)
                 return (*self._acknowledge(request), *self._check_done(request.rank))
             case "writing", PartsWritten() if self.is_staged:
                 return self._take_written(request)
@@ -448,7 +417,7 @@ class SaveMachine(Operation):
         self, missing: Sequence[int], what: str, after_s: float, way_out: str
     ) -> Mapping[int, CheckpointError]:
         # Why separate: these ranks have done their part; a stager or its storage is late.
-        held = {rank: self._holders[rank] for rank in missing if rank in self._holders}
+        held = {r: " and ".join(sorted(self._holders[r])) for r in missing if r in self._holders}
         late = [rank for rank in missing if rank not in held]
         found = dict(super()._overdue(late, what, after_s, way_out)) if late else {}
         slow = stagers_late(self._target.url, held, self._left, after_s, way_out) if held else None
@@ -566,7 +535,7 @@ class SaveMachine(Operation):
         self._waiting[rank, step_of(staged)] = None
         self._staged.add(rank)
         if staged.held is not None:
-            self._holders[rank] = staged.held.stager
+            self._holders.setdefault(rank, set()).add(staged.held.stager)
         if staged.error is not None:
             self._barrier.note(rank, staged.error)
             return self._check_barrier()
@@ -589,6 +558,10 @@ class SaveMachine(Operation):
             reason: How the loss was detected, for the error message.
         """
         ranks = self.held_by(stager) if self.phase == "writing" else []
+        for rank in ranks:
+            self._holders[rank].discard(stager)
+        # Why possible: a rank turns to another stager while the first may still be reported.
+        ranks = [rank for rank in ranks if not self._holders[rank]]
         if not ranks:
             return ()
         self._log(f"lost stager {stager}")
@@ -597,11 +570,8 @@ class SaveMachine(Operation):
         return super()._on_lost(dict.fromkeys(ranks, error))
 
     def _acknowledge(self, request: Request) -> Commands:
-        return self._reply(request, Ack())
-
-    def _reply(self, request: Request, reply: Reply) -> Commands:
         step = step_of(request)
-        self._replies[request.rank, step] = reply
+        reply = self._replies[request.rank, step] = Ack()
         return (Answer(self.key, (request.rank,), step, reply),)
 
     # Resuming on another coordinator
@@ -777,190 +747,3 @@ class SaveMachine(Operation):
         self._holders.clear()
         self._staged.clear()
         return super()._end(phase)
-
-
-def no_overwrite(committed: str, url: str) -> CheckpointExistsError:
-    """Returns the error of a save that must not replace the committed checkpoint.
-
-    Args:
-        committed: Description of the committed checkpoint.
-        url: URL of the target.
-    """
-    return CheckpointExistsError(
-        f"Checkpoint already exists, and SaveOptions.overwrite is False: found {committed}. Save "
-        f"under another id, delete that one, or allow overwrite",
-        checkpoint_id=url,
-    )
-
-
-def disagreeing_values(disagreements: str, url: str) -> PlanConflictError:
-    """Returns the error of `SaveOptions(replicas="check")`.
-
-    Args:
-        disagreements: Description of the items that differ, with their ranks.
-        url: URL of the target.
-    """
-    return PlanConflictError(
-        f"{disagreements}. Make the ranks agree, or save with SaveOptions(replicas='warn') to "
-        f"take the lowest rank's value",
-        checkpoint_id=url,
-    )
-
-
-def lost_race(vote: Vote, lost: Lost) -> CheckpointExistsError:
-    """Returns the error of an attempt that lost its slot to another one.
-
-    Args:
-        vote: Vote on the attempt.
-        lost: Decision of the vote.
-    """
-    if lost.is_delete:
-        return CheckpointExistsError(
-            f"Expected slot {lost.slot} to be free for attempt {vote.attempt}, but the checkpoint "
-            f"id was deleted in it meanwhile. Save again",
-            checkpoint_id=vote.target.url,
-        )
-    return CheckpointExistsError(
-        f"Expected slot {lost.slot} to be free for attempt {vote.attempt}, but another save of "
-        f"the same checkpoint id (attempt {lost.attempt}) was committed in it first. Only one "
-        f"save at a time can have an id",
-        checkpoint_id=vote.target.url,
-    )
-
-
-def replaced_since(attempt: str, lost: Lost, url: str, rank: int) -> CheckpointExistsError:
-    """Returns the error of a rank that learns of its commit after the checkpoint was replaced.
-
-    Args:
-        attempt: The rank's attempt, which was committed.
-        lost: The later save or delete.
-        url: URL of the target.
-        rank: The rank.
-    """
-    what = "deleted" if lost.is_delete else f"saved again (attempt {lost.attempt})"
-    return CheckpointExistsError(
-        f"Attempt {attempt} was committed, but this rank learned it late: the checkpoint id was "
-        f"{what} in slot {lost.slot} since. Only one save at a time can have an id",
-        checkpoint_id=url,
-        rank=rank,
-    )
-
-
-def overtaken(cause: CheckpointError, vote: Vote) -> CheckpointError:
-    """Returns the error of a failed save, with a note if another save or delete overtook it.
-
-    Args:
-        cause: Why the save failed; not modified.
-        vote: The vote that fenced the attempt off.
-    """
-    if vote.decided_by is None:
-        return cause
-    error = copy.copy(cause)
-    what = (
-        "the id was deleted"
-        if vote.decided_by.is_delete
-        else f"attempt {vote.decided_by.attempt} committed"
-    )
-    note = (
-        f"While attempt {vote.attempt} ran, {what} in slot {vote.decided_by.slot}, which removes "
-        f"files of all other attempts. Only one save at a time can have an id"
-    )
-    error.__notes__ = [*getattr(cause, "__notes__", ()), note]
-    return error
-
-
-def fenced_off(vote: Vote, fenced: Fenced) -> SaveCancelledError:
-    """Returns the error of an attempt that another process fenced off.
-
-    Args:
-        vote: Vote on the attempt.
-        fenced: Decision of the vote.
-    """
-    return SaveCancelledError(
-        f"Attempt {vote.attempt} was declared failed by somebody else before its commit: slot "
-        f"{fenced.slot} holds an abort record for it",
-        checkpoint_id=vote.target.url,
-    )
-
-
-def undecided(vote: Vote, cause: str) -> CommitUnknownError:
-    """Returns the error of a vote that stays open.
-
-    Args:
-        vote: Vote on the attempt.
-        cause: Description of the failure; may be empty.
-    """
-    why = f" ({cause})" if cause else ""
-    return CommitUnknownError(
-        f"The storage did not say whether attempt {vote.attempt} was committed in slot "
-        f"{vote.slot}{why}. Ask ray_dcp.outcome({vote.target.url!r}, {vote.attempt!r}) later",
-        attempt=vote.attempt,
-        checkpoint_id=vote.target.url,
-    )
-
-
-def other_attempt(receipt: Fenceable, attempt: str, epoch: int, url: str) -> CommitUnknownError:
-    """Returns the error of a receipt for another attempt than the current one.
-
-    Args:
-        receipt: The receipt.
-        attempt: The current attempt; empty before planning.
-        epoch: Epoch of this coordinator.
-        url: URL of the target.
-    """
-    return CommitUnknownError(
-        f"Expected a receipt for attempt {attempt or '(none yet)'} of epoch {epoch}, but rank "
-        f"{receipt.rank} sent one for attempt {receipt.attempt} of epoch {receipt.epoch}: the "
-        f"coordinator was restarted in between, or this rank was replaced. It is ignored; the "
-        f"storage tells what became of that attempt",
-        attempt=receipt.attempt,
-        checkpoint_id=url,
-        rank=receipt.rank,
-    )
-
-
-def stagers_late(
-    url: str,
-    held: Mapping[int, str],
-    left: Mapping[int, Sized],
-    after_s: float,
-    way_out: str,
-) -> DeadlineError:
-    """Returns the error of stagers that missed the deadline for writing their bytes.
-
-    Args:
-        url: URL of the target.
-        held: The stager that holds each rank's bytes; at least one.
-        left: The files of each rank that are not written.
-        after_s: The deadline, in seconds.
-        way_out: The option to raise, for the error message.
-    """
-    told = "; ".join(
-        f"{stager} has not written {sum(len(left[rank]) for rank in ranks)} files of "
-        f"{name_ranks(ranks)}"
-        for stager in dict.fromkeys(held.values())
-        for ranks in [[rank for rank, one in held.items() if one == stager]]
-    )
-    return DeadlineError(
-        f"Expected the stagers of the nodes to write what they hold within {after_s:g} s, but "
-        f"{told}. Look whether the storage answers from there; {way_out} if it is merely slow",
-        checkpoint_id=url,
-        rank=min(held) if len(held) == 1 else None,
-    )
-
-
-def lost_stager(stager: str, ranks: Sequence[int], num_files: int, reason: str) -> ParticipantError:
-    """Returns the error for bytes whose stager was lost before they were written.
-
-    Args:
-        stager: Name of the stager.
-        ranks: The ranks whose bytes it held.
-        num_files: Number of their files without a receipt.
-        reason: How the loss was detected.
-    """
-    return ParticipantError(
-        f"Expected the stager {stager} to write the bytes of {name_ranks(ranks)}, but it was lost "
-        f"with {num_files} files unwritten: {reason}. Look at its log and its node's memory, and "
-        f"save again: the next save starts another stager",
-        rank=ranks[0] if len(ranks) == 1 else None,
-    )

@@ -23,7 +23,7 @@ from ray_dcp.loading import load
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.steps import remove_folder
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.runtime.records import target_of
+from ray_dcp.runtime.standing import target_of
 from ray_dcp.saving import save
 from ray_dcp.torch_adapter.tensors import dtype_of
 from ray_dcp.view.checkpoint_view import open_checkpoint

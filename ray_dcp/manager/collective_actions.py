@@ -25,10 +25,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ray_dcp.asynchronous import SaveHandle, run_async_save
+from ray_dcp.commit_protocol.attempts import Decision, Fenced, Lost, Open, Won
 from ray_dcp.commit_protocol.commands import Failed, ReadRecords, RecordsRead, Result, Task
 from ray_dcp.commit_protocol.error_aggregation import exchanged
 from ray_dcp.commit_protocol.messages import Exchange, OpKey, Reply, Request
-from ray_dcp.commit_protocol.vote import Decision, Fenced, Lost, Open, Won
 from ray_dcp.core.processes import start_thread
 from ray_dcp.errors import (
     CheckpointError,

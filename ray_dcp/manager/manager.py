@@ -55,7 +55,7 @@ from ray_dcp.manager.settings import (
 )
 from ray_dcp.manager.steps import Order
 from ray_dcp.options import LoadOptions
-from ray_dcp.runtime.records import target_of
+from ray_dcp.runtime.standing import target_of
 from ray_dcp.saving import session_for
 
 logger = logging.getLogger(__name__)

@@ -1,9 +1,8 @@
 """Names in Ray: of the cluster to use, and of the detached actors.
 
-An actor's name has its role, the protocol version, and session or node.
-
-The protocol version is part of every name, so that a job with a newer ray_dcp never talks to an
-actor that an older one left.
+The name of an actor consists of its role, the protocol version, and its session or node. The
+protocol version is part of every name, so that a job with a newer ray_dcp never calls an actor that
+an older one left.
 """
 
 from __future__ import annotations
@@ -12,26 +11,23 @@ import os
 import secrets
 
 NAMESPACE = "ray_dcp"
-"""The Ray namespace of all our actors, unless the caller names another."""
+"""The Ray namespace of all actors, unless the caller names another."""
 
 PROTOCOL_VERSION = 4
-"""Rises with every change of the messages between ranks, coordinators and stagers."""
+"""Increased with each change of the messages between ranks, coordinators and stagers."""
 
 LEASE_S = 120.0
-"""How long a detached actor stays when nobody uses it, in seconds.
-
-Longer than any pause between two ranks that start; short enough that nobody finds it in the way.
-An actor that left is made again by the next call.
-"""
+"""How long an unused detached actor stays, in seconds: longer than any pause between the start of
+two ranks, and short enough to be in nobody's way. The next call creates it again."""
 
 
 MOST_CALLS = 1_000_000
-"""Calls that may wait at once: each rank waits in two or three. Ray lets 1000 in by default, and
-with more ranks than that the last one to join would never be admitted."""
+"""Most calls of an actor that wait at once; each rank waits in two or three. *Why*: Ray admits 1000
+by default, so that with more ranks the last one to join would never be admitted."""
 
 
 def named_address() -> str | None:
-    """Returns the cluster that the user named with `RAY_ADDRESS`, if any."""
+    """Returns the cluster that the user named with `RAY_ADDRESS`, or None."""
     return os.environ.get("RAY_ADDRESS") or None
 
 
@@ -41,7 +37,7 @@ def coordinator_name(session: str) -> str:
 
 
 def pulse_name(coordinator: str) -> str:
-    """Returns under which name a coordinator writes to Ray's control store that it lives."""
+    """Returns the name under which a coordinator writes to the control store that it lives."""
     return f"pulse:{coordinator}"
 
 

@@ -1,13 +1,13 @@
 """The coordinator of a Ray session: an async actor that runs a `CoordinatorLoop`.
 
-One per session, detached. Ray restarts it when it dies, and it exits by itself when nobody needs
+There is one for each session, detached. Ray restarts it if it dies, and it exits when nobody needs
 it.
 
-`Membership` keeps the living ranks where a restarted coordinator finds them. *Why*: when a machine
-with the coordinator and some ranks is lost, the next coordinator must know which ranks are missing;
-those ranks will never call it. `SharedReadDispatch` holds the `SharedReads` of each load that is in
-progress. `Rendezvous` lets ranks that only know a name agree on a session, without any group.
-`coordinator_of` returns the handle of a session's coordinator, and creates it if there is none.
+`Membership` keeps the living ranks in Ray's control store. *Why*: if a machine with the coordinator
+and some ranks is lost, the next coordinator must know which ranks are missing; those never call it.
+`SharedReadDispatch` holds the `SharedReads` of each load in progress. `Rendezvous` lets ranks that
+only share a name agree on a session, without a process group. `coordinator_of` returns the handle
+of a session's coordinator, and creates it if there is none.
 """
 
 from __future__ import annotations
@@ -52,15 +52,13 @@ from ray_dcp.stage.values import StageReport
 
 
 class Membership:
-    """The registered ranks that have neither left nor died.
-
-    Used in one thread, the event loop's.
+    """The registered ranks that have neither left nor died. Used in the event loop's thread.
 
     Args:
-        name: What it is kept under in the cluster.
+        name: Name under which the control store keeps it.
 
     Attributes:
-        ever: Whether there was any rank, in this process or before it.
+        ever: Whether a rank was ever registered, by this process or an earlier one.
     """
 
     def __init__(self, name: str) -> None:
@@ -82,15 +80,15 @@ class Membership:
             self._changed = self.ever = True
 
     def remove(self, session: str, rank: int) -> None:
-        """Notes that a rank has left; one that is not known is fine."""
+        """Removes a rank that has left; ignores an unknown one."""
         self.ever = True
         self._changed |= self._members.pop((session, rank), None) is not None
 
     async def take_dead(self) -> list[tuple[str, int, Caller]]:
-        """Returns those whose processes have ended, and forgets them.
+        """Removes and returns the ranks whose processes have ended.
 
         Raises:
-            InternalError: This Ray does not report which processes live.
+            InternalError: This version of Ray does not report which processes live.
         """
         watched = dict(self._members)
         if not watched:
@@ -107,7 +105,7 @@ class Membership:
         return taken
 
     async def keep(self) -> None:
-        """Puts it where the next coordinator finds it, if it has changed."""
+        """Stores the ranks for the next coordinator, if they have changed."""
         if self._changed:
             self._changed = False
             members = [
@@ -118,7 +116,7 @@ class Membership:
             await asyncio.to_thread(ray_private.remember, self._key, text)
 
     def clear(self) -> None:
-        """Forgets everybody."""
+        """Removes all ranks."""
         self._members.clear()
 
 
@@ -128,7 +126,7 @@ class SharedReadDispatch:
     *Invariant*: used in the event loop's thread only.
 
     Args:
-        is_over: Whether a load has its outcome, or is not known.
+        is_over: Returns whether a load has an outcome, or is unknown.
     """
 
     def __init__(self, is_over: Callable[[OpKey], bool]) -> None:
@@ -137,10 +135,10 @@ class SharedReadDispatch:
         self._changed: dict[OpKey, asyncio.Event] = {}
 
     async def share(self, message: ReadMessage) -> Sequence[UnitUpdate] | None:
-        """Applies a rank's message; returns the updates when it listens, None when it is over.
+        """Applies a rank's message; returns updates for `Listen`, and None if the load is over.
 
         Args:
-            message: May come twice.
+            message: The message; it may arrive twice.
         """
         key = message.key
         if self._is_over(key):
@@ -166,7 +164,7 @@ class SharedReadDispatch:
         return updates
 
     def tidy(self) -> None:
-        """Forgets loads that are over, and with them what keeps their bytes alive."""
+        """Drops loads that are over, with the handles that keep their bytes alive."""
         for key in [key for key in self._loads if self._is_over(key)]:
             self._drop(key)
 
@@ -178,18 +176,18 @@ class SharedReadDispatch:
 
 
 class Rendezvous:
-    """Ranks that enter under one name, and get a generation once all have.
+    """Ranks that enter under one name, and get a generation once all have entered.
 
-    Each rank enters with a token of its own that it never used before. A rank that enters with
-    another token is a new process: the ranks that entered before belong to an earlier session, and
-    a new rendezvous begins. So a job that is restarted under its old name never gets an answer
-    that was meant for the job before.
+    Each rank enters with a token that it never used before. A rank that enters with another token
+    is a new process: the ranks that entered before belong to an earlier session, and a new
+    rendezvous begins. A job that is restarted under its old name therefore never gets an answer
+    meant for the earlier job.
 
     Args:
-        new_generation: Makes a token that no rendezvous had before.
+        new_generation: Returns a token that no rendezvous had before.
 
     Attributes:
-        num_waiting: How many ranks wait in `join`.
+        num_waiting: Number of ranks that wait in `join`.
 
     Examples:
         >>> rendezvous = Rendezvous(lambda: "g1")
@@ -216,17 +214,17 @@ class Rendezvous:
         return [rank for rank in range(self._world_size) if rank not in self._tokens]
 
     def enter(self, rank: int, world_size: int, token: str) -> str | None:
-        """Adds a rank; returns the generation once all have entered, None before.
+        """Adds a rank; returns the generation once all ranks have entered, None before.
 
         Args:
-            rank: Who.
-            world_size: How many it expects.
-            token: Tells this process from an earlier one of the same rank.
+            rank: The rank.
+            world_size: Number of ranks that it expects.
+            token: Distinguishes this process from an earlier one of the same rank.
 
         Raises:
-            InvalidRequestError: The rank is not one of the world.
+            InvalidRequestError: The rank is not between 0 and `world_size - 1`.
             RankDisagreementError: Another rank of this rendezvous expects another number of ranks.
-                Every rank that entered it or does later gets the same error, once.
+                Every rank that has entered it, or enters it later, gets the same error, once.
         """
         if world_size < 1 or not 0 <= rank < world_size:
             raise InvalidRequestError(
@@ -258,7 +256,7 @@ class Rendezvous:
         return self._generation
 
     def forget_disagreement(self) -> None:
-        """Lets ranks that did not get the error of a disagreement begin anew."""
+        """Lets ranks that did not get the error of a disagreement begin a new rendezvous."""
         self._disagreement, self._notified = None, set()
 
     def generation_for(self, rank: int, token: str) -> str | None:
@@ -270,10 +268,10 @@ class Rendezvous:
     ) -> str | list[int]:
         """Returns the generation on which all ranks agree; see `Coordinator.enter`.
 
-        In one event loop's thread.
+        Used in one event loop's thread.
 
         Raises:
-            RankDisagreementError: The ranks differ about their number; all get this error.
+            RankDisagreementError: The ranks differ about their number; every rank gets this error.
         """
         loop = asyncio.get_running_loop()
         complete = self._complete = self._complete or loop.create_future()
@@ -303,32 +301,33 @@ class Rendezvous:
         complete: asyncio.Future[RankDisagreementError | None],
         disagreement: RankDisagreementError | None,
     ) -> None:
-        """Answers all that wait; whoever comes next begins another rendezvous."""
+        """Answers all ranks that wait; the next rank begins another rendezvous."""
         complete.set_result(disagreement)
         self._complete = None
 
 
 WATCH_S = 0.5
-"""How often to ask Ray whether the ranks of a running operation live, in seconds."""
+"""Interval at which Ray is asked whether the ranks of a running operation live, in seconds."""
 
 PULSE_S = 0.5
-"""How often the coordinator writes that it lives while operations run, in seconds."""
+"""Interval at which the coordinator writes that it lives while operations run, in seconds."""
 
 QUIET_WATCH_S = 5.0
-"""The same while no operation runs; one that begins is looked at at once."""
+"""The same while no operation runs; an operation that begins ends the wait."""
 
 logger = logging.getLogger(__name__)
 
 
 class Coordinator(CoordinatorLoop):
-    """The loop as an actor: Ray tells it who died, and keeps what its next incarnation needs.
+    """The loop as an actor: Ray reports deaths, and keeps what the next incarnation needs.
 
-    Ray's tables are asked in threads.
+    Ray's tables are read in threads.
 
     Args:
-        name: Of this actor: what its epoch is counted under.
-        lease_s: It leaves when all its ranks have left or died, and when none ever registered
-            is there and nobody called for so long, in seconds.
+        name: Name of this actor, under which its epoch is counted.
+        lease_s: The actor exits when all its ranks have left or died, or when no rank ever
+            registered and no call arrived for this time, in seconds.
+        namespace: Ray namespace of the stagers.
     """
 
     def __init__(self, name: str, lease_s: float, namespace: str = NAMESPACE) -> None:
@@ -372,13 +371,13 @@ class Coordinator(CoordinatorLoop):
         """Returns the generation on which all ranks agree, or the missing ranks.
 
         Args:
-            rank: Who.
-            world_size: How many it expects.
-            token: Tells this process from an earlier one of the same rank.
-            timeout_s: How long to wait for the others, in seconds.
+            rank: The rank.
+            world_size: Number of ranks that it expects.
+            token: Distinguishes this process from an earlier one of the same rank.
+            timeout_s: How long to wait for the other ranks, in seconds.
 
         Raises:
-            RankDisagreementError: The ranks differ about their number; all get this error.
+            RankDisagreementError: The ranks differ about their number; every rank gets this error.
         """
         try:
             return await self._rendezvous.join(rank, world_size, token, timeout_s)
@@ -392,7 +391,7 @@ class Coordinator(CoordinatorLoop):
 
         Args:
             request: As there.
-            caller: Who the rank is for Ray; without it, nobody sees it die.
+            caller: The rank's process for Ray; without it, its death is not detected.
             silence_s: As there.
         """
         reply = await super().call(request, caller, silence_s)
@@ -405,12 +404,12 @@ class Coordinator(CoordinatorLoop):
         """Accepts a stager's report of a file; returns whether the save still needs it.
 
         Args:
-            report: May come twice.
+            report: The report; it may arrive twice.
         """
         return isinstance(await self.call(parts_written(report)), Ack)
 
     async def share(self, message: ReadMessage) -> Sequence[UnitUpdate] | None:
-        """Accepts a rank's message of a shared read; see `SharedReadDispatch.share`."""
+        """Accepts a rank's message about shared reads; see `SharedReadDispatch.share`."""
         return await self._shared_reads.share(message)
 
     async def leave(self, session: str, rank: int) -> None:
@@ -419,7 +418,7 @@ class Coordinator(CoordinatorLoop):
         await super().leave(session, rank)
 
     def _note_holders(self, requests: Sequence[Request]) -> None:
-        """Notes which stagers hold bytes of saves: another coordinator has to find them."""
+        """Records which stagers hold bytes of saves, for the next coordinator."""
         held = [one.held for one in requests if isinstance(one, SaveStaged)]
         noted = [self._plans.note(one) for one in held if one is not None]
         if any(noted):
@@ -489,21 +488,21 @@ class Coordinator(CoordinatorLoop):
             return
 
     def _is_idle(self) -> bool:
-        busy = self._performing or self._rendezvous.num_waiting or self._waiting or self._batches
+        busy = self._performing or self._rendezvous.num_waiting or self._waiting
         return not (busy or self._coordination.active)
 
 
 @ray_private.starting_no_ray()
 def coordinator_of(session: str, *, namespace: str = NAMESPACE, lease_s: float) -> Any:
-    """Returns the handle of a session's coordinator, after making it if there is none.
+    """Returns the handle of a session's coordinator, and creates the actor if there is none.
 
-    Ranks may call it at once: one of them makes the actor, all get it. It runs where there is
-    room, preferably on the caller's node, and survives its creator.
+    Ranks may call it at once: one of them creates the actor, and all get it. It runs on any node,
+    preferably the caller's, and outlives its creator.
 
     Args:
         session: Name of the session.
-        namespace: Ray namespace to look in.
-        lease_s: See `Coordinator`; counts when the actor is made.
+        namespace: Ray namespace of the actor.
+        lease_s: See `Coordinator`; applies if the actor is created.
     """
     name = coordinator_name(session)
     # Why no max_task_retries: Ray would also repeat the call in which the actor leaves.

@@ -1,4 +1,4 @@
-"""A rank's call to its coordinator: waits, retries, and turns Ray's errors into ours."""
+"""A call of an actor: waits, retries, and turns Ray's errors into errors of ray_dcp."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from ray_dcp.runtime import ray_calls, ray_private
 logger = logging.getLogger(__name__)
 
 MOST_MADE = 20
-"""How often an actor that died for good is made anew for one call."""
+"""Most times that an actor which died for good is created again for one call."""
 
 REACHED_S = 10.0
-"""An actor that is out of reach fails a call sooner than this, in seconds."""
+"""A call that lasted longer than this, in seconds, had reached the actor."""
 
 LOOK_S = 0.5
-"""How often a call that waits looks whether that is still of use, in seconds."""
+"""Interval at which a waiting call checks whether it is still useful, in seconds."""
 
 _PAUSE_S = (0.05, 2.0)
-"""The first pause before a call is repeated, and the longest, in seconds."""
+"""The first and the longest pause before a call is repeated, in seconds."""
 
 T = TypeVar("T")
 
@@ -51,24 +51,25 @@ def call_actor(
     given_up: Callable[[bool], CheckpointError | None] = lambda _: None,
     uncounted_s: Callable[[], float] = lambda: 0.0,
 ) -> Any:
-    """Returns what an actor answers; repeats the call when the actor died or was out of reach.
+    """Returns an actor's answer; repeats the call if the actor died or was out of reach.
 
-    The actor's methods must be idempotent: a call whose answer was lost is made again.
+    The actor's methods must be idempotent, as a call whose answer was lost is repeated.
 
     Args:
-        who: The actor in words, for errors.
-        handle: Returns the actor's handle; its argument asks for a fresh one.
+        who: Description of the actor, for errors.
+        handle: Returns the actor's handle; its argument requests a fresh one.
         send: Starts the call on a handle, and returns the reference of the answer.
-        timeout_s: For everything, repeats included, in seconds.
+        timeout_s: For everything, including repetitions, in seconds.
         rank: The calling rank, for errors.
-        given_up: Asked about every second, and when the actor was out of reach: why it is of no
-            use to wait any longer. Its argument: whether it was ever out of reach.
-        uncounted_s: Returns how much of the time so far does not count, in seconds.
+        given_up: Called about every half second, and after the actor was out of reach; returns why
+            waiting any longer is useless, or None. Its argument says whether the actor was ever out
+            of reach.
+        uncounted_s: Returns how much of the elapsed time does not count, in seconds.
 
     Raises:
         DeadlineError: No answer in time.
-        ParticipantError: The actor died and can't be made again, or the cluster is gone.
-        CheckpointError: What the actor raised, or `given_up` returned.
+        ParticipantError: The actor died and can't be created again, or the cluster is gone.
+        CheckpointError: The actor raised it, or `given_up` returned it.
     """
     begun_s = time.monotonic()
 
@@ -120,12 +121,12 @@ def call_actor(
 
 
 def check_ray(who: str, rank: int | None = None) -> None:
-    """Raises `ParticipantError` when this process has shut its Ray down.
+    """Raises `ParticipantError` if this process has shut its Ray down.
 
-    *Why*: a call of Ray's in a process without it starts a new cluster, without being asked.
+    *Why*: a call of Ray in a process without Ray starts a new cluster.
 
     Args:
-        who: Was to be called, in words.
+        who: Description of the actor to call.
         rank: The calling rank, for errors.
     """
     if not ray.is_initialized():
@@ -158,11 +159,11 @@ def _await(
     who: str,
     rank: int | None,
 ) -> None:
-    """Returns when there is an answer or time is over.
+    """Waits until there is an answer or the time has passed.
 
     Raises:
         ParticipantError: Ray was shut down meanwhile.
-        CheckpointError: What `given_up` returned meanwhile.
+        CheckpointError: `given_up` returned it.
     """
     while True:
         check_ray(who, rank)

@@ -1,9 +1,8 @@
-"""The event loop of a coordinator: carries out what `Coordination` commands, without Ray.
+"""The event loop of a coordinator: executes the commands of `Coordination`, without Ray.
 
-It decides nothing: `ray_dcp.commit_protocol` decides, and `tasks` reaches the storage. Work that
-may hang for ever runs in a thread of its own, so that the event loop never blocks. `Coordinator`
-is the actor of a Ray session, which adds what Ray knows; a socket session runs the loop as it is,
-in a thread of rank 0.
+It decides nothing: `ray_dcp.commit_protocol` decides, and `tasks` accesses the storage. A task that
+may hang runs in a thread of its own, so that the event loop never blocks. `Coordinator`, the actor
+of a Ray session, adds what Ray knows; a socket session runs this loop in a thread of rank 0.
 """
 
 from __future__ import annotations
@@ -16,34 +15,41 @@ from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
-from ray_dcp.commit_protocol.aggregation import BatchedReplies, Batches, MessageBatch
 from ray_dcp.commit_protocol.commands import Answer, Arm, Command, Disarm, Perform, step_of
 from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.commit_protocol.liveness import AwakeClock, Heartbeat, HeartbeatAck
-from ray_dcp.commit_protocol.messages import OpKey, Refused, Reply, Request
+from ray_dcp.commit_protocol.messages import (
+    BatchedReplies,
+    MessageBatch,
+    OpKey,
+    Refused,
+    Reply,
+    Request,
+)
 from ray_dcp.errors import CheckpointError, InternalError
 from ray_dcp.io.threads import begin
 from ray_dcp.runtime.metrics import Tracing
 from ray_dcp.runtime.tasks import new_attempt, perform
 
 SILENCE_LOOK_S = 1.0
-"""How often to look who has been silent for too long, in seconds."""
+"""Interval at which silent ranks are looked for, in seconds."""
 
 logger = logging.getLogger(__name__)
 
 Member = tuple[str, int]
-"""A session's name and a rank."""
+"""Name of a session, and a rank."""
 
 Waiting = tuple[OpKey, int, str]
 
 
 class CoordinatorLoop:
-    """Answers the requests of a session's ranks. To be made in the event loop that runs it.
+    """Answers the requests of a session's ranks. Must be created in the event loop that runs it.
 
-    *Invariant*: everything but `tasks.perform` happens in the event loop's thread, one event after
-    the other, as `Coordination` needs it.
+    *Invariant*: except for `tasks.perform`, everything happens in the event loop's thread, one
+    event after another, as `Coordination` requires.
 
     Args:
         epoch: See `Coordination`.
@@ -56,7 +62,6 @@ class CoordinatorLoop:
         self._coordination = Coordination(
             epoch=self.epoch, new_attempt=new_attempt, clock=self._awake
         )
-        self._batches = Batches()
         self._tracing = Tracing()
         self._waiting: dict[Waiting, list[asyncio.Future[Reply]]] = {}
         self._timers: dict[OpKey, asyncio.TimerHandle] = {}
@@ -64,15 +69,15 @@ class CoordinatorLoop:
         self._called = asyncio.Event()
         self._performing = 0
         self._resumed = asyncio.Event()
-        """Set once what an earlier incarnation had planned is taken up."""
+        """Set once the saves that an earlier incarnation planned are resumed."""
         self._watching: dict[OpKey, asyncio.Future[None]] = {}
         self._beats: dict[Member, asyncio.Future[None]] = {}
-        """By session and rank the heartbeat whose answer is held back."""
+        """The heartbeat of each rank whose answer is delayed."""
         self._last_call_s = self._loop.time()
         self._ack = HeartbeatAck("", 0, f"pid {os.getpid()} on {platform.node()}")
 
     async def info(self) -> dict[str, Any]:
-        """Returns what this incarnation is: `epoch`, `pid`, `node_id`, `active` operations."""
+        """Returns this incarnation's `epoch`, `pid` and `node_id`, and the `active` operations."""
         active = self._coordination.active
         return {
             "epoch": self.epoch,
@@ -88,13 +93,52 @@ class CoordinatorLoop:
     async def call(
         self, request: Request, caller: Any = None, silence_s: float | None = None
     ) -> Reply:
-        """Returns the reply to a request, when it has one; the same may come again meanwhile.
+        """Returns the reply to a request, once there is one.
 
         Args:
-            request: Of the rank.
-            caller: The rank's process; its text is for messages.
+            request: The request of a rank; it may arrive again meanwhile.
+            caller: The rank's process; its string is used in messages.
             silence_s: See `Coordination.receive`.
         """
+        at, future = await self._begin(request, caller, silence_s)
+        try:
+            return await future
+        finally:
+            self._forget(at, future)
+            self._last_call_s = self._loop.time()
+
+    async def call_batch(
+        self, message: MessageBatch, callers: Sequence[Any], silence_s: float | None = None
+    ) -> BatchedReplies:
+        """Returns replies to ranks of a gatherer, as soon as there are any; otherwise as `call`.
+
+        Args:
+            message: The batch; it may arrive again, with those of its ranks that have no reply.
+            callers: The processes of the ranks; empty if they are registered.
+            silence_s: See `Coordination.receive`.
+        """
+        begun = [
+            await self._begin(request, caller, silence_s)
+            for request, caller in zip_longest(message.requests, callers)
+        ]
+        try:
+            futures = [future for _, future in begun]
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+            return BatchedReplies(
+                tuple(
+                    (rank, future.result())
+                    for rank, future in zip(message.ranks, futures, strict=True)
+                    if future.done()
+                )
+            )
+        finally:
+            for at, future in begun:
+                self._forget(at, future)
+
+    async def _begin(
+        self, request: Request, caller: Any, silence_s: float | None
+    ) -> tuple[Waiting, asyncio.Future[Reply]]:
+        """Passes a request to the coordination; returns its key and the future of its reply."""
         self._note_call()
         if caller is not None:
             self._register(request.key.session, request.rank, caller)
@@ -108,61 +152,31 @@ class CoordinatorLoop:
             self._note_holders([request])
         except CheckpointError as error:
             self._forget(at, future)
-            return Refused(error)
-        try:
-            return await future
-        finally:
-            self._forget(at, future)
-            self._last_call_s = self._loop.time()
-
-    async def call_batch(
-        self, message: MessageBatch, callers: Sequence[Any], silence_s: float | None = None
-    ) -> BatchedReplies:
-        """Returns the replies to a gatherer's ranks, as soon as there are any; as `call`.
-
-        Args:
-            message: May come again, for those of its ranks without a reply.
-            callers: Their processes; empty when they are registered.
-            silence_s: See `Coordination.receive`.
-        """
-        self._note_call()
-        for rank, caller in zip(message.ranks, callers, strict=bool(callers)):
-            self._register(message.key.session, rank, caller)
-        self._tracing.record_batch(message, callers)
-        await self._resumed.wait()
-        self._note_holders(message.content if isinstance(message.content, tuple) else ())
-        batch = self._batches.add(message)
-        batch.future = self._loop.create_future()
-        try:
-            commands, refused = self._coordination.receive_batch(message, silence_s=silence_s)
-            for rank, reply in refused.items():
-                batch.put((rank,), reply)
-            self._carry_out(commands)
-            replies: BatchedReplies = await batch.future
-            return replies
-        finally:
-            self._batches.remove(batch)
+            future.set_result(Refused(error))
+        return at, future
 
     async def register(self, session: str, rank: int, caller: Any) -> None:
-        """Registers a rank: from now on its death is detected, also before it calls.
+        """Registers a rank, so that its death is detected even before its first request.
 
         Args:
             session: Name of the session.
-            rank: Who.
-            caller: Its process.
+            rank: The rank.
+            caller: The rank's process.
         """
         self._note_call()
         self._register(session, rank, caller)
 
     async def beat(self, beat: Heartbeat) -> HeartbeatAck:
-        """Accepts a heartbeat; answers when an operation that the rank awaits has its outcome.
+        """Accepts a heartbeat; answers when an operation that the rank awaits has an outcome.
 
-        Before that when the rank sends the next one, or `beat.hold_s` is over.
+        It answers earlier if the rank sends its next heartbeat, or `beat.hold_s` has passed.
         """
         waits = self._coordination.heartbeat(beat)
         end_s = self._loop.time() + beat.hold_s
         at, answered = (beat.session, beat.rank), self._loop.create_future()
-        _set(self._beats.get(at))
+        before = self._beats.get(at)
+        if before is not None and not before.done():
+            before.set_result(None)
         self._beats[at] = answered
         try:
             if not self._resumed.is_set():
@@ -189,23 +203,24 @@ class CoordinatorLoop:
                 del self._beats[at]
 
     async def cancel(self, key: OpKey, reason: str) -> bool:
-        """Cancels a save; returns whether that was still possible, also when asked again."""
+        """Cancels a save; returns whether that was possible, the same if called again."""
         self._called.set()
         await self._resumed.wait()
         self._carry_out(self._coordination.cancel(key, reason))
         return self._coordination.is_cancelled(key)
 
     async def leave(self, session: str, rank: int) -> None:
-        """Removes a rank that has closed its session and will not call again.
+        """Removes a rank that has closed its session and sends no more requests.
 
-        *Why it is lost*: what it has joined and not ended would wait for it, and this process too.
+        *Why* it counts as lost: operations that it joined and that have not ended would wait for
+        it.
         """
         self._called.set()
         await self._resumed.wait()
         self._lose(session, rank, "it has closed its session")
 
     def _note_holders(self, requests: Sequence[Request]) -> None:
-        """Notes who holds bytes of saves, where another coordinator has to find them."""
+        """Records which stagers hold bytes of saves, for the next coordinator."""
 
     def _note_call(self) -> None:
         self._last_call_s = self._loop.time()
@@ -230,9 +245,8 @@ class CoordinatorLoop:
         for command in commands:
             match command:
                 case Answer(key, ranks, step, reply):
-                    self._batches.answer(command)
                     self._tracing.record_answer(command)
-                    for rank in ranks if self._waiting else ():
+                    for rank in ranks:
                         self._resolve((key, rank, step), reply)
                 case Perform():
                     self._performing += 1
@@ -244,7 +258,6 @@ class CoordinatorLoop:
                     )
                 case Disarm():
                     self._disarm(command.key)
-        self._answer_gatherers()
         for key in [*self._watching]:
             if self._coordination.outcome(key) is not None:
                 self._watching.pop(key).set_result(None)
@@ -253,12 +266,6 @@ class CoordinatorLoop:
         for future in self._waiting.pop(at, []):
             if not future.done():
                 future.set_result(reply)
-
-    def _answer_gatherers(self) -> None:
-        """Ends the calls of gatherers that have replies."""
-        for batch in self._batches.ready():
-            if not batch.future.done():
-                batch.future.set_result(BatchedReplies(tuple(batch.replies)))
 
     def _disarm(self, key: OpKey) -> None:
         timer = self._timers.pop(key, None)
@@ -281,7 +288,7 @@ class CoordinatorLoop:
             self._performing -= 1
 
     def _fail_operation(self, key: OpKey, error: Exception) -> None:
-        """Fails an operation that contradicted itself on every rank that waits for it."""
+        """Fails an operation that contradicted itself, on every rank that waits for it."""
         refused = Refused(
             InternalError(
                 f"The coordinator contradicted itself in operation {key.seq}: "
@@ -290,8 +297,6 @@ class CoordinatorLoop:
         )
         for at in [at for at in self._waiting if at[0] == key]:
             self._resolve(at, refused)
-        self._batches.refuse(key, refused)
-        self._answer_gatherers()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         # Why kept: the event loop itself holds tasks weakly.
@@ -304,7 +309,10 @@ class CoordinatorLoop:
             logger.error("A task of the coordinator ended early", exc_info=task.exception())
 
     async def _check_silence(self) -> None:
-        """Looks for ranks that are silent. Apart from `_watch`, which may wait for Ray's tables."""
+        """Looks for silent ranks.
+
+        *Why* apart from `Coordinator._watch`: that may wait for Ray's tables.
+        """
         while True:
             await asyncio.sleep(SILENCE_LOOK_S)
             self._awake.tick()
@@ -312,8 +320,3 @@ class CoordinatorLoop:
                 self._carry_out(self._coordination.check_silence())
             except CheckpointError as error:
                 logger.warning("Ranks that freeze are only seen at deadlines: %s", error)
-
-
-def _set(future: asyncio.Future[None] | None) -> None:
-    if future is not None and not future.done():
-        future.set_result(None)

@@ -15,11 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ray_dcp import events
+from ray_dcp.commit_protocol.attempts import Fenced, Lost, Open, Vote, Won, owner_of
 from ray_dcp.commit_protocol.commands import RecordsRead
-from ray_dcp.commit_protocol.garbage import owner_of
+from ray_dcp.commit_protocol.error_aggregation import fenced_off, lost_race, undecided
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.commit_protocol.save import fenced_off, lost_race, undecided
-from ray_dcp.commit_protocol.vote import Fenced, Lost, Open, Vote, Won
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.core.processes import collector_paused
 from ray_dcp.errors import (
@@ -35,7 +34,7 @@ from ray_dcp.format.step_info import info_key, info_slot
 from ray_dcp.format.table import decode_table, with_places
 from ray_dcp.io.checkpoint import METADATA_KEY, Checkpoint, read_checkpoint, verified_table
 from ray_dcp.io.threads import Stop, run_tasks
-from ray_dcp.runtime.records import publish, read_standing, standing_records, without_stock_files
+from ray_dcp.runtime.standing import publish, read_standing, standing_records, without_stock_files
 from ray_dcp.runtime.tasks import (
     check_complete,
     decide,

@@ -1,34 +1,59 @@
 """How a process finds its session: `connect`, a torch process group, or the Ray Train context.
 
-Making the session of a group is collective: one broadcast from the group's first rank and one
+Creating the session of a group is collective: one broadcast from the group's first rank and one
 gather of errors, so that either every rank has the session or every rank raises. The first rank
-decides: where it is in a Ray, or `RAY_ADDRESS` names one, all come to that; else they talk over
-sockets. No Ray is ever started here.
+decides: if it is in a Ray, or `RAY_ADDRESS` names one, all ranks use that one; else they
+communicate over sockets. No Ray is ever started here.
+
+A rank that uses `connect` never takes part in the group's broadcast, and the other ranks would wait
+until the group's own timeout: `await_group` detects that in the job's store.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
+from ray_dcp.commit_protocol.error_aggregation import combine, name_ranks
+from ray_dcp.commit_protocol.liveness import LONG_WAIT_S
 from ray_dcp.core.checks import check_above_0
-from ray_dcp.errors import CheckpointError, InvalidRequestError, ParticipantError
+from ray_dcp.errors import (
+    CheckpointError,
+    InvalidRequestError,
+    RankDisagreementError,
+)
 from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE, group_name, named_address
-from ray_dcp.runtime.process_group import await_group, connect_announced, job_store
-from ray_dcp.runtime.session import Session, sessions
+from ray_dcp.runtime.rank_save import result_or_error
+from ray_dcp.runtime.session import JOB_KEY, Session, announce_connect, job_store, sessions
 from ray_dcp.runtime.socket_session import forget_key, join_by_store
+
+LOOK_S = 10.0
+"""How long to wait for the other ranks, in seconds, before the store is read for whether they
+come."""
+
+LONGEST_S = 1800.0
+"""After this time, in seconds, the group's own collective names the missing ranks: torch's
+default."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Invite:
-    """What the first rank broadcasts."""
+    """The broadcast of the first rank."""
 
     name: str
-    """Of the session."""
+    """Name of the session."""
     address: str | None
-    """Of the Ray that all are to be in; None: there is none."""
+    """Address of the Ray that all ranks use; None if there is none."""
 
 
 def connect(
@@ -41,31 +66,30 @@ def connect(
     timeout_s: float = 600.0,
     lease_s: float = LEASE_S,
 ) -> Session:
-    """Returns the session of this process among ranks that know each other only by a name.
+    """Returns the session of this process among ranks that share only a name.
 
-    Every rank calls it; it returns when all have. From then on `save` and `load` use it, until it
-    is closed.
+    Every rank calls it; it returns when all have. From then on `save` and `load` use the session,
+    until it is closed.
 
     Args:
-        address: Ray cluster. `RAY_ADDRESS` counts when it is None, and the cluster that this
-            process is connected to; no other cluster is ever used.
+        address: Ray cluster. If None, `RAY_ADDRESS` applies, or the cluster that this process is
+            connected to; no other cluster is ever used.
         rank: Number of this process, from 0.
         world_size: Number of processes.
-        name: What the processes share; may be left out by one that is alone. The same name may be
-            used again by the next run of the job.
-        namespace: Ray namespace for the coordinator.
+        name: Name that the processes share; may be omitted by one that is alone. The next run of
+            the job may use the same name.
+        namespace: Ray namespace of the coordinator.
         timeout_s: How long to wait for the other ranks, in seconds.
         lease_s: How long an unused coordinator stays, in seconds.
 
     Raises:
-        InvalidRequestError: No cluster was named, an argument is wrong, or this process has an
+        InvalidRequestError: No cluster was named, an argument is invalid, or this process has an
             open session from another `connect`.
         ParticipantError: The cluster can't be reached, or a rank did not come.
     """
     check_connect(address, rank, world_size, name, timeout_s)
     check_above_0(lease_s, "lease_s")
-    from ray_dcp.runtime.attach import attach_named
-    from ray_dcp.runtime.ray_session import RaySession
+    from ray_dcp.runtime.ray_session import RaySession, attach_named
 
     if attach_named(address) is None:
         raise InvalidRequestError(
@@ -93,22 +117,23 @@ def connect(
 def current_session(
     process_group: Any = None, no_dist: bool = False, *, lease_s: float = LEASE_S
 ) -> Session | None:
-    """Returns this rank's session for a group, after making it when it is the first time.
+    """Returns this rank's session for a group, and creates it on the first call.
 
-    The first call for a group is collective over that group; later ones are not. Looked for in
-    this order: an explicit `connect`; the initialised torch process group; the Ray Train context.
+    The first call for a group is collective over that group; later ones are not. The session is
+    searched for in this order: an explicit `connect`, the initialised torch process group, the Ray
+    Train context.
 
     Args:
         process_group: A torch process group; None for the whole job.
-        no_dist: This process saves or loads alone.
-        lease_s: How long the coordinator's actor stays when it is unused, in seconds.
+        no_dist: Whether this process saves or loads alone.
+        lease_s: How long an unused coordinator stays, in seconds.
 
     Returns:
-        None for a process that is alone: `InlineSession` does it, without Ray.
+        None for a process that is alone, which uses `InlineSession` without Ray.
 
     Raises:
         InvalidRequestError: This process is not in the group.
-        ParticipantError: Some rank can't come to the session; raised on all ranks.
+        ParticipantError: Some rank can't join the session; raised on all ranks.
     """
     if no_dist:
         return None
@@ -120,7 +145,7 @@ def current_session(
 
 
 def may_be_distributed() -> bool:
-    """Returns whether this process could be a rank: it uses Ray, or a process group of several."""
+    """Returns whether this process may be a rank: it uses Ray, or a process group of several."""
     distributed = sys.modules.get("torch.distributed")
     if "ray" in sys.modules or distributed is None or not distributed.is_available():
         return "ray" in sys.modules
@@ -128,7 +153,7 @@ def may_be_distributed() -> bool:
 
 
 def check_connect(address: Any, rank: Any, world_size: Any, name: Any, timeout_s: Any) -> None:
-    """Raises `InvalidRequestError` for arguments that `connect` can't use, or a second connect."""
+    """Raises `InvalidRequestError` for invalid arguments of `connect`, or a second `connect`."""
     if address is not None and (not isinstance(address, str) or not address):
         raise InvalidRequestError(
             f"Expected address to name a Ray cluster, such as 'host:6379' or 'auto', but found "
@@ -164,16 +189,16 @@ def check_connect(address: Any, rank: Any, world_size: Any, name: Any, timeout_s
 
 
 def session_of(process_group: Any, *, lease_s: float) -> Session | None:
-    """Returns the session for a group, after making it; None where the process is alone.
+    """Returns the session of a group, created on the first call; None if the process is alone.
 
     Args:
         process_group: A torch process group; None for the whole job.
-        lease_s: How long what is started for the session stays unused, in seconds.
+        lease_s: How long unused actors of the session stay, in seconds.
 
     Raises:
         InvalidRequestError: This process is not in the group.
         RankDisagreementError: Another rank uses `connect`.
-        ParticipantError: Some rank can't come to the session.
+        ParticipantError: Some rank can't join the session.
     """
     import torch.distributed as dist
 
@@ -213,12 +238,14 @@ def _make(dist: Any, group: Any, lease_s: float) -> Session | None:
     world_size = dist.get_world_size(group)
     if world_size == 1:
         return None
-    call, error = _invite(dist, group) if rank == 0 else (None, None)
+    invite = partial(_invite, dist, group)
+    call, error = result_or_error(invite, "using Ray", 0) if rank == 0 else (None, None)
     box: list[Any] = [call or error]
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
     session = None
     if isinstance(box[0], _Invite):
-        session, error = _join_session(box[0], rank, world_size, lease_s)
+        join = partial(_join_session, box[0], rank, world_size, lease_s)
+        session, error = result_or_error(join, "connecting to the other ranks", rank)
     else:
         error = box[0]
     errors: list[CheckpointError | None] = [None] * world_size
@@ -229,25 +256,19 @@ def _make(dist: Any, group: Any, lease_s: float) -> Session | None:
     if failed:
         if session is not None:
             session.close()
-        raise _combined(failed, world_size)
+        raise combine(failed, None)
     return session
 
 
-def _invite(dist: Any, group: Any) -> tuple[_Invite | None, CheckpointError | None]:
-    """Returns what to broadcast; an error too, or the other ranks would wait."""
+def _invite(dist: Any, group: Any) -> _Invite:
+    """Returns the broadcast of the first rank, after connecting to the Ray that was named."""
     ranks = dist.get_process_group_ranks(group)
     name = group_name(ranks[0], len(ranks))
     if not _is_named():
-        return _Invite(name, None), None
-    from ray_dcp.runtime.attach import attach_named
+        return _Invite(name, None)
+    from ray_dcp.runtime.ray_session import attach_named
 
-    try:
-        return _Invite(name, attach_named(None)), None
-    except CheckpointError as error:
-        return None, error
-    except Exception as error:  # noqa: BLE001 - the other ranks wait in the broadcast
-        failed = ParticipantError(f"Using Ray failed: {type(error).__name__}: {error}", rank=0)
-        return None, failed
+    return _Invite(name, attach_named(None))
 
 
 def _is_named() -> bool:
@@ -256,42 +277,15 @@ def _is_named() -> bool:
     return named_address() is not None or bool(ray is not None and ray.is_initialized())
 
 
-def _join_session(
-    call: _Invite, rank: int, world_size: int, lease_s: float
-) -> tuple[Session | None, CheckpointError | None]:
-    try:
-        if call.address is None:
-            return join_by_store(job_store(), call.name, rank, world_size), None
-        from ray_dcp.runtime.attach import attach
-        from ray_dcp.runtime.ray_session import RaySession
+def _join_session(call: _Invite, rank: int, world_size: int, lease_s: float) -> Session:
+    if call.address is None:
+        return join_by_store(job_store(), call.name, rank, world_size)
+    from ray_dcp.runtime.ray_session import RaySession, attach
 
-        attach(call.address)
-        session = RaySession(call.name, rank, world_size, lease_s=lease_s)
-        session.register()
-    except CheckpointError as error:
-        return None, error
-    except Exception as error:  # noqa: BLE001 - the other ranks wait in the gather
-        return None, ParticipantError(
-            f"Connecting to the other ranks failed: {type(error).__name__}: {error}", rank=rank
-        )
-    return session, None
-
-
-def _combined(failed: dict[int, CheckpointError], world_size: int) -> CheckpointError:
-    if len(failed) == world_size and len({str(error) for error in failed.values()}) == 1:
-        return failed[0]
-    lines = [f"rank {rank}: {error}" for rank, error in failed.items()]
-    first = next(iter(failed))
-    return ParticipantError(
-        f"Expected all {world_size} ranks to come to one session, but {len(failed)} could not:\n"
-        + "\n".join(lines),
-        rank=first,
-    ).with_failures(
-        {
-            rank: error.failures.get(rank, error.failures[next(iter(error.failures))])
-            for rank, error in failed.items()
-        }
-    )
+    attach(call.address)
+    session = RaySession(call.name, rank, world_size, lease_s=lease_s)
+    session.register()
+    return session
 
 
 def _train_session(lease_s: float) -> Session | None:
@@ -321,4 +315,65 @@ def _train_session(lease_s: float) -> Session | None:
 
 
 class _TrainGroup:
-    """Stands for the worker group of Ray Train: a worker process lives in only one."""
+    """Represents the worker group of Ray Train: a worker process belongs to only one."""
+
+
+@contextmanager
+def connect_announced() -> Iterator[None]:
+    """Announces that this rank uses `connect`; takes that back if the context raises."""
+    announce_connect()
+    try:
+        yield
+    except BaseException:
+        announce_connect(False)
+        raise
+
+
+def await_group(store: Any, ranks: Sequence[int], rank: int, look_s: float = LOOK_S) -> None:
+    """Waits until all ranks of a group create their session, as long as they may still do so.
+
+    Args:
+        store: The job's store; None if there is none to read.
+        ranks: Ranks of the group, as numbered in the default group.
+        rank: This rank, as numbered in the default group.
+        look_s: Interval at which the store is read, in seconds.
+
+    Raises:
+        RankDisagreementError: A rank that is awaited uses `connect`.
+    """
+    if store is None:
+        return
+    group = f"{JOB_KEY}/{len(ranks)}-{min(ranks)}-{max(ranks)}"
+    store.set(f"{group}/{rank}", "group")
+    missing = [other for other in ranks if other != rank]
+    begin_s, is_logged = time.monotonic(), False
+    while missing and (waited_s := time.monotonic() - begin_s) < LONGEST_S:
+        if waited_s >= LONG_WAIT_S and not is_logged:
+            logger.warning(
+                "Rank %d has waited %.0f s to make a session: %s of the process group called "
+                "neither save nor load. All ranks of a group have to",
+                rank,
+                waited_s,
+                name_ranks(missing),
+            )
+            is_logged = True
+        if _all_set(store, [f"{group}/{other}" for other in missing], look_s):
+            return
+        missing = [other for other in missing if not store.check([f"{group}/{other}"])]
+        connected = [other for other in missing if store.check([f"{JOB_KEY}/connect/{other}"])]
+        if connected:
+            store.delete_key(f"{group}/{rank}")
+            raise RankDisagreementError(
+                f"Expected all ranks to come to one session, but {name_ranks(connected)} called "
+                f"ray_dcp.connect, and rank {rank} relies on the torch process group. Call "
+                f"connect on every rank, or on none",
+                rank=rank,
+            )
+
+
+def _all_set(store: Any, keys: list[str], look_s: float) -> bool:
+    try:
+        store.wait(keys, timedelta(seconds=look_s))
+    except RuntimeError:  # torch's own timeout error is one, in every version
+        return False
+    return True

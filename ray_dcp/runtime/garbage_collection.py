@@ -1,9 +1,9 @@
-"""`collect` and `delete`: remove what no checkpoint needs, or a whole checkpoint. No torch, no ray.
+"""`collect` and `delete`: remove unused files, or a whole checkpoint. No torch, no ray.
 
-`collect` removes what attempts left and no checkpoint needs. `delete` removes a checkpoint, with
-everything that other attempts left. Its order: a delete record, from which on there is no
-checkpoint; `.metadata`; data; chunk tables; older records. A crash in between leaves work for the
-next delete, collect or save, and never a checkpoint with holes.
+`collect` removes files of attempts that no checkpoint needs. `delete` removes a checkpoint, with
+all files of other attempts. Its order: a delete record, from which on there is no checkpoint;
+`.metadata`; data; chunk tables; older records. A crash in between leaves work for the next delete,
+collect or save, and never an incomplete checkpoint.
 """
 
 from __future__ import annotations
@@ -13,15 +13,24 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from ray_dcp.commit_protocol.garbage import GarbagePlan, attempts_of, sweep, verdicts
+from ray_dcp.commit_protocol.attempts import (
+    Decision,
+    Fenced,
+    GarbagePlan,
+    Open,
+    Vote,
+    Won,
+    attempts_of,
+    sweep,
+    verdicts,
+)
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.commit_protocol.vote import Decision, Fenced, Open, Vote, Won
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
 from ray_dcp.format.manifest import DeleteRecord, Manifest, encode_record
 from ray_dcp.format.save_trace import trace_key
 from ray_dcp.io.checkpoint import METADATA_KEY
 from ray_dcp.io.records import ended
-from ray_dcp.runtime.records import (
+from ray_dcp.runtime.standing import (
     CollectReport,
     Listing,
     check_ours,
@@ -50,27 +59,27 @@ def collect(
     dry_run: bool = False,
     opener: Opener = open_storage,
 ) -> CollectReport:
-    """Deletes what attempts left at a path and no checkpoint needs.
+    """Deletes the files of attempts at a path that no checkpoint needs.
 
-    A save does this itself after its commit; this is for when it was interrupted, or none follows.
-    The checkpoint that stands stays, and so does what may still become one.
+    A save does this itself after its commit; this function is for interrupted saves that no other
+    save follows. The current checkpoint is kept, and so are attempts that may still be committed.
 
     Args:
         path: Path or URL of one checkpoint.
-        storage_options: For the storage.
-        abort_unfinished: End attempts that may still be committed, and delete their files: right
-            when the jobs that saved here are gone. One that lives fails with
+        storage_options: Options for the storage.
+        abort_unfinished: Whether to end attempts that may still be committed, and to delete their
+            files; right if the jobs that saved here are gone. A running save fails with
             `SaveCancelledError`.
-        dry_run: Only report what would be deleted.
-        opener: What opens the storage.
+        dry_run: Whether only to report the files to delete.
+        opener: Opens the storage.
 
     Returns:
-        What was deleted and what not.
+        The deleted and the kept files.
 
     Raises:
-        CheckpointNotFoundError: There is nothing.
-        InvalidRequestError: There is nothing of ray_dcp.
-        DamagedCheckpointError: A record is damaged, so that nobody knows what stands.
+        CheckpointNotFoundError: There are no files.
+        InvalidRequestError: There are no files of ray_dcp.
+        DamagedCheckpointError: A record is damaged, so that the current checkpoint is unknown.
         StorageError: The storage failed before anything was deleted.
 
     Examples:
@@ -112,7 +121,7 @@ def _check_readable(place: Listing, done: str) -> None:
 
 
 def _published(place: Listing, target: Target) -> list[str]:
-    """Brings `.metadata` up to date before what an old one names is looked at."""
+    """Updates `.metadata` before the names in it are read; returns a warning if that fails."""
     if place.standing.record is None:
         return []
     try:
@@ -137,7 +146,7 @@ def _dead(place: Listing, *, anonymous: bool = False, all_dead: bool = False) ->
 def _fence(
     target: Target, attempts: Collection[str], opener: Opener
 ) -> tuple[tuple[str, ...], list[str]]:
-    """Returns the attempts that are fenced off, and why others are not."""
+    """Fences attempts off; returns those that succeeded, and why others failed."""
     fenced, refused = [], []
     for attempt in attempts:
         match settle(target, attempt, reason=COLLECTED, rank=None, opener=opener):
@@ -149,7 +158,7 @@ def _fence(
 
 
 MOST_TRIES = 20
-"""How often a delete begins again because a save was committed in between."""
+"""Most times that a delete begins again because a save was committed meanwhile."""
 DELETED_BY_USER = "ray_dcp.delete was called"
 
 
@@ -163,36 +172,35 @@ def delete(
     attempt: str | None = None,
     confirm: Callable[[], object] = lambda: None,
 ) -> CollectReport:
-    """Deletes the checkpoint at a path, with all that other attempts left there.
+    """Deletes the checkpoint at a path, with all files of other attempts.
 
-    Atomic: whoever looks finds the whole checkpoint, or that it was deleted. A save that was begun
-    before fails, or its checkpoint is deleted as well. What remains is one small record
-    that says so, and files that ray_dcp did not write. Deleting twice is fine, also to finish what
-    was interrupted.
+    Atomic: a reader finds the whole checkpoint, or that it was deleted. A save that began before
+    fails, or its checkpoint is deleted as well. One small record remains, and files that ray_dcp
+    did not write. Deleting twice is allowed, also to finish an interrupted delete.
 
     Args:
         path: Path or URL of one checkpoint.
-        storage_options: For the storage.
-        dry_run: Only report what would be deleted.
-        opener: What opens the storage.
-        expected: Attempt of the checkpoint that was decided about, "" where nothing stands: any
-            other one is left alone. None for whatever stands.
-        attempt: Of the delete record, where it was announced (`io.records`).
-        confirm: Called right before the delete record is created; raises what keeps the checkpoint.
+        storage_options: Options for the storage.
+        dry_run: Whether only to report the files to delete.
+        opener: Opens the storage.
+        expected: Attempt of the checkpoint to delete, "" if there should be none: any other one is
+            kept. None for any checkpoint.
+        attempt: Attempt of the delete record, if it was announced (`io.records`).
+        confirm: Called right before the delete record is created; raises to keep the checkpoint.
 
     Returns:
-        What was deleted. Files that could not be are in `kept` and `warnings`: the checkpoint
-        is gone all the same, and `collect` or another `delete` removes them.
+        The deleted files. Those that could not be deleted are in `kept` and `warnings`: the
+        checkpoint is deleted nevertheless, and `collect` or another `delete` removes them.
 
     Raises:
-        CheckpointNotFoundError: There is nothing.
-        InvalidRequestError: What stands there was not written by ray_dcp.
-        CheckpointExistsError: Another checkpoint than the expected one stands there, or somebody
-            ended the deletion that was announced; nothing is deleted.
-        DamagedCheckpointError: A record can't be read, so that it is not known whether the expected
-            checkpoint stands; nothing is deleted.
-        StorageError: The storage failed before anything was decided; or it did not say whether
-            the delete happened, which is in the message.
+        CheckpointNotFoundError: There are no files.
+        InvalidRequestError: ray_dcp did not write the checkpoint.
+        CheckpointExistsError: There is another checkpoint than the expected one, or the announced
+            deletion was ended by another process; nothing is deleted.
+        DamagedCheckpointError: A record can't be read, so that it is unknown whether the expected
+            checkpoint exists; nothing is deleted.
+        StorageError: The storage failed before the decision; or it did not say whether the deletion
+            happened, which the message says.
 
     Examples:
         >>> from ray_dcp.store.memory import MemoryStorage
@@ -240,9 +248,9 @@ def delete(
 
 
 def _make_room(place: Listing) -> bool:
-    """Removes what nothing needs, on a full disk; returns whether there was any.
+    """Deletes unused files on a full disk; returns whether there were any.
 
-    That is what a record decides against, and the trace of what stands.
+    These are files that a record decides against, and the trace of the current checkpoint.
     """
     manifest = place.standing.manifest
     traces = () if manifest is None else (trace_key(manifest.attempt),)
@@ -252,7 +260,7 @@ def _make_room(place: Listing) -> bool:
 
 
 def _finish_won(place: Listing, record: DeleteRecord, won: Won) -> CollectReport:
-    """Removes what is superfluous, unless a save was committed since: then that does it."""
+    """Deletes the unused files, unless a save was committed since, which then does it."""
     try:
         if standing_records(place.storage).slot == won.slot:
             return _finish_delete(place, record, dry_run=False)
@@ -321,7 +329,7 @@ def _bury(target: Target, record: DeleteRecord, opener: Opener) -> Decision:
 
 
 def _finish_delete(place: Listing, record: DeleteRecord, dry_run: bool) -> CollectReport:
-    """Removes what a delete makes superfluous, once it decides."""
+    """Deletes the files that a deciding delete record makes unused."""
     storage = place.storage
     is_new = place.standing.record is not record
     # Careful: where a record can't be created only if absent, a save that runs may still replace

@@ -1,9 +1,18 @@
-"""The gatherer: an actor that sends the requests of a group of ranks in few messages; who calls it.
+"""The gatherer: an actor that sends the requests of a group of ranks in few messages.
 
-One for each group of ranks of a large job, created on the node of the rank that calls first. It
-holds nothing that is not held elsewhere: if it dies or can't reach the coordinator, its ranks call
-the coordinator themselves, which recognises a request that arrives twice: a gatherer that is dead,
-frozen or slow costs time and nothing else. `protocol.aggregation` decides what is sent when.
+A large job has one gatherer for each group of ranks, created on the node of the rank that calls
+first. Its ranks send their requests to it, so that the coordinator receives a few large messages
+instead of one from every rank. A batch has the same effect as its requests one by one.
+`GatheredCalls` is the rank's side.
+
+All ranks of a group take part in each step, except those that are not asked, are dead or are late.
+`BatchWindow` sends a batch at once when the last request arrives. It sends an incomplete batch at
+growing intervals, with the requests that have arrived, so that the coordinator can name the missing
+ranks.
+
+A gatherer holds nothing that its ranks don't hold as well. A rank whose gatherer is dead, frozen or
+out of reach sends the same request to the coordinator, which recognises a request that arrives
+twice: a bad gatherer costs time and nothing else.
 """
 
 from __future__ import annotations
@@ -11,8 +20,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,34 +30,188 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_dcp.commit_protocol import aggregation
-from ray_dcp.commit_protocol.aggregation import BatchWindow, MessageBatch
 from ray_dcp.commit_protocol.commands import step_of
 from ray_dcp.commit_protocol.error_aggregation import Opening
-from ray_dcp.commit_protocol.messages import OpKey, Reply, Request
+from ray_dcp.commit_protocol.messages import (
+    BatchedReplies,
+    LoadDone,
+    LoadJoin,
+    LoadReady,
+    MessageBatch,
+    OpKey,
+    Reply,
+    Request,
+    SaveJoin,
+    SaveReceipt,
+    SaveStaged,
+    SendItems,
+)
 from ray_dcp.core.checks import check_above_0
-from ray_dcp.errors import CheckpointError
+from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.actor_names import MOST_CALLS, gatherer_name
 from ray_dcp.runtime.coordinator import coordinator_of
+from ray_dcp.runtime.coordinator_loop import Waiting
 from ray_dcp.runtime.ray_private import Caller
 
 LOOK_S = 5.0
-"""How often it looks whether anybody needs it, in seconds."""
+"""Interval at which the gatherer checks whether it is needed, in seconds."""
 
 logger = logging.getLogger(__name__)
 
-Waiting = tuple[OpKey, int, str]
+MOST_GATHERERS = 64
+"""Most gatherers, so also most messages that a coordinator receives in a phase. A job with no more
+ranks than this needs no gatherers."""
+
+FIRST_WAIT_S = 0.25
+LONGEST_WAIT_S = 4.0
+"""How long a message waits for missing ranks, in seconds: first and at most; doubles each time."""
+
+_STEPS_KEPT = 256
+
+
+def group_of(rank: int, world_size: int, most: int = MOST_GATHERERS) -> range | None:
+    """Returns the group of ranks that share a rank's gatherer; None if there are no gatherers.
+
+    A group has consecutive ranks, which are on one node or few.
+
+    Args:
+        rank: The rank.
+        world_size: Number of ranks.
+        most: Most gatherers.
+
+    Raises:
+        InvalidRequestError: The rank is not between 0 and `world_size - 1`.
+
+    Examples:
+        >>> group_of(7, 10, most=4), group_of(7, 4096), group_of(7, 64)
+        (range(6, 9), range(0, 64), None)
+    """
+    if not 0 <= rank < world_size:
+        raise InvalidRequestError(
+            f"expected a rank from 0 to {world_size - 1}, found {rank}", rank=rank
+        )
+    if world_size <= most:
+        return None
+    size = -(-world_size // most)
+    start = rank - rank % size
+    return range(start, min(start + size, world_size))
+
+
+def is_gathered(request: Request) -> bool:
+    """Returns whether a request is sent to a gatherer: all ranks make it at about the same time."""
+    steps = SaveJoin | SaveReceipt | SaveStaged | LoadJoin | LoadReady | LoadDone
+    failed = getattr(request, "error", None) is not None
+    return isinstance(request, steps) and not failed
+
+
+@dataclass
+class _Step:
+    """The requests of one step that have arrived, and the ranks whose requests were sent."""
+
+    requests: dict[int, Request] = field(default_factory=dict)
+    sent: set[int] = field(default_factory=set)
+    due_s: float = 0.0
+    wait_s: float = FIRST_WAIT_S
+
+
+def _sharing(request: Request, first: Request) -> Request:
+    """Returns a request that shares its call's values with another one, so that they are sent once.
+
+    *Why*: to send and read them for each rank takes as long as all other work on a join.
+    """
+    if not isinstance(request, SaveJoin) or not isinstance(first, SaveJoin):
+        return request
+    alike = (request.target, request.options) == (first.target, first.options)
+    if not alike or request.target.filesystem is not None:
+        return request
+    return replace(request, target=first.target, options=first.options)
+
+
+class BatchWindow:
+    """The requests that one gatherer has received and not sent yet.
+
+    Args:
+        ranks: Ranks of its group.
+        clock: Returns monotonic seconds.
+
+    Examples:
+        >>> from ray_dcp.options import LoadOptions
+        >>> from ray_dcp.commit_protocol.messages import Target
+        >>> def join(rank):
+        ...     return LoadJoin(OpKey("run", 0), rank, 128, Target("memory://x"), LoadOptions())
+        >>> window = BatchWindow(range(2, 4), lambda: 0.0)
+        >>> window.take(join(3))
+        []
+        >>> [message.ranks for message in window.take(join(2))]
+        [(2, 3)]
+    """
+
+    def __init__(self, ranks: Iterable[int], clock: Callable[[], float]) -> None:
+        self._ranks = frozenset(ranks)
+        self._clock = clock
+        self._steps: dict[tuple[OpKey, str], _Step] = {}
+        self._asked: dict[tuple[OpKey, str], set[int]] = {}
+
+    def take(self, request: Request) -> list[MessageBatch]:
+        """Adds a rank's request; returns the messages to send now."""
+        at = (request.key, step_of(request))
+        step = self._steps.get(at)
+        if step is None:
+            self._trim()
+            step = self._steps[at] = _Step()
+        if not step.requests:
+            step.due_s = self._clock() + step.wait_s
+        step.requests[request.rank] = request
+        awaited = self._asked.get(at, self._ranks)
+        if awaited <= step.requests.keys() | step.sent:
+            return self._sent(step)
+        return []
+
+    def due(self) -> list[MessageBatch]:
+        """Returns the messages to send although ranks are missing. Call it at `next_s`."""
+        now_s = self._clock()
+        late = [step for step in self._steps.values() if step.requests and step.due_s <= now_s]
+        return [message for step in late for message in self._sent(step)]
+
+    @property
+    def next_s(self) -> float | None:
+        """The clock time at which the next incomplete message is due; None if there is none."""
+        return min((step.due_s for step in self._steps.values() if step.requests), default=None)
+
+    def replied(self, message: MessageBatch, batched: BatchedReplies) -> None:
+        """Records which ranks the replies ask for items: only they send the next step."""
+        if message.step.partition(" ")[0] != "SaveJoin":
+            return
+        for rank, reply in batched.replies:
+            if isinstance(reply, SendItems):
+                asked = int(message.step.partition(" ")[2] or 0) + 1
+                self._asked.setdefault((message.key, f"SaveJoin {asked}"), set()).add(rank)
+
+    def _sent(self, step: _Step) -> list[MessageBatch]:
+        found = [step.requests[rank] for rank in sorted(step.requests)]
+        requests = tuple(_sharing(request, found[0]) for request in found)
+        step.sent.update(step.requests)
+        step.requests = {}
+        step.wait_s = min(2 * step.wait_s, LONGEST_WAIT_S)
+        return [MessageBatch(requests[0].key, step_of(requests[0]), requests)]
+
+    def _trim(self) -> None:
+        for steps in (self._steps, self._asked):
+            for at in [*steps][:-_STEPS_KEPT]:
+                if steps is self._asked or not self._steps[at].requests:
+                    del steps[at]
 
 
 class Gatherer:
-    """Forwards the requests of ranks in batches; in the event loop's thread.
+    """Forwards the requests of ranks in batches. Used in the event loop's thread.
 
     Args:
-        coordinator: What the coordinator is called after.
-        ranks: Of the group.
+        coordinator: Name from which the coordinator's actor name is derived.
+        ranks: Ranks of the group.
         namespace: Ray namespace of the coordinator.
-        lease_s: It leaves when all its ranks have, and after so many seconds without a call.
+        lease_s: The gatherer exits when all its ranks have left, and after this time without a
+            call, in seconds.
     """
 
     def __init__(self, coordinator: str, ranks: range, namespace: str, lease_s: float) -> None:
@@ -69,12 +233,12 @@ class Gatherer:
         """Returns the coordinator's reply to a request of a rank of the group.
 
         Args:
-            request: May come again.
-            caller: Who the rank is for Ray.
+            request: The request; it may arrive again.
+            caller: The rank's process for Ray.
             silence_s: See `Coordination.receive`.
 
         Returns:
-            None when the coordinator can't be reached: the rank has to find out by itself.
+            None if the coordinator can't be reached: the rank has to call it itself.
         """
         self._last_call_s = self._loop.time()
         self._present.add(request.rank)
@@ -88,11 +252,11 @@ class Gatherer:
         return await future
 
     async def pid(self) -> int:
-        """Returns its process, at once: so it is known to live."""
+        """Returns its process id at once, which shows that it lives."""
         return os.getpid()
 
     async def leave(self, rank: int) -> None:
-        """Removes a rank; with the last one it ends."""
+        """Removes a rank; the gatherer exits with the last one."""
         self._present.discard(rank)
         if not self._present and not self._waiting:
             ray_calls.kill(self._self, no_restart=True)
@@ -109,7 +273,7 @@ class Gatherer:
         self._set_timer()
 
     async def _send(self, message: MessageBatch, opens: bool) -> None:
-        """Sends a message until all its ranks have replies, or the coordinator is out of reach."""
+        """Sends a batch until all its ranks have replies, or the coordinator is out of reach."""
         left = set(message.ranks)
         try:
             while left:
@@ -121,10 +285,9 @@ class Gatherer:
                 silence_s = callers_of[0][1]
                 replies = await self._coordinator.call_batch.remote(message, callers, silence_s)
                 self._window.replied(message, replies)
-                for ranks, reply in replies.replies:
-                    left.difference_update(ranks)
-                    for rank in ranks:
-                        self._answer((message.key, rank, message.step), reply)
+                for rank, reply in replies.replies:
+                    left.discard(rank)
+                    self._answer((message.key, rank, message.step), reply)
                 if left:
                     message = message.only(left)
         except (RayError, CheckpointError, ConnectionError):
@@ -154,13 +317,13 @@ class Gatherer:
 
 @ray_private.starting_no_ray()
 def gatherer_of(coordinator: str, ranks: range, *, namespace: str, lease_s: float) -> Any:
-    """Returns the handle of a group's gatherer, after making it if there is none.
+    """Returns the handle of a group's gatherer, and creates the actor if there is none.
 
     Args:
-        coordinator: What the coordinator is called after.
-        ranks: Of the group.
-        namespace: Ray namespace to look in.
-        lease_s: See `Gatherer`; counts when the actor is made.
+        coordinator: Name from which the coordinator's actor name is derived.
+        ranks: Ranks of the group.
+        namespace: Ray namespace of the actor.
+        lease_s: See `Gatherer`; applies if the actor is created.
     """
     node_id = ray.get_runtime_context().get_node_id()
     actor = ray.remote(Gatherer).options(
@@ -177,7 +340,7 @@ def gatherer_of(coordinator: str, ranks: range, *, namespace: str, lease_s: floa
 
 
 ANSWER_S = 60.0
-"""How long a rank that sends no heartbeats waits for an answer before it calls the coordinator
+"""How long a rank that sends no heartbeats waits for a reply before it calls the coordinator
 itself, in seconds; one that sends them waits for its `heartbeat_timeout_s`."""
 
 ALIVE_S = 5.0
@@ -185,12 +348,12 @@ ALIVE_S = 5.0
 
 
 class GatheredCalls:
-    """The calls of one rank of one session that go by way of a gatherer. Thread-safe.
+    """The calls of one rank of one session that are sent by a gatherer. Thread-safe.
 
     Args:
         rank: This rank.
         world_size: Number of ranks.
-        coordinator: What the coordinator is called after.
+        coordinator: Name from which the coordinator's actor name is derived.
         namespace: Ray namespace of the actors.
         lease_s: How long an unused gatherer stays, in seconds.
     """
@@ -200,7 +363,7 @@ class GatheredCalls:
     ) -> None:
         self._rank = rank
         self._reach: Callable[[], Any] | None = None
-        ranks = aggregation.group_of(rank, world_size, aggregation.MOST_GATHERERS)
+        ranks = group_of(rank, world_size, MOST_GATHERERS)
         if ranks is not None:
             self._reach = partial(
                 gatherer_of, coordinator, ranks, namespace=namespace, lease_s=lease_s
@@ -209,14 +372,14 @@ class GatheredCalls:
         self._is_frozen = False
 
     def call(self, request: Request, caller: Caller, silence_s: float | None) -> Reply | None:
-        """Returns the reply to a request; None where the rank has to ask the coordinator itself.
+        """Returns the reply to a request; None if the rank has to call the coordinator itself.
 
         Args:
-            request: Of this rank.
-            caller: Who this rank is for Ray.
+            request: A request of this rank.
+            caller: This rank's process for Ray.
             silence_s: See `Session.call`.
         """
-        if self._reach is None or not aggregation.is_gathered(request) or self._is_frozen:
+        if self._reach is None or not is_gathered(request) or self._is_frozen:
             return None
         if not ray.is_initialized():
             return None
@@ -244,7 +407,7 @@ class GatheredCalls:
                 handle.leave.remote(self._rank)
 
     def _check_alive(self) -> None:
-        """Checks whether the gatherer lives: one that is frozen is not used again."""
+        """Checks whether the gatherer lives: a frozen one is not used again."""
         with ray_calls.inside():
             asked = self._handle.pid.remote()
         done, _ = ray_calls.wait([asked], timeout=ALIVE_S)

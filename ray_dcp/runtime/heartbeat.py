@@ -1,11 +1,11 @@
 """`HeartbeatSender`: sends heartbeats to the coordinator while this rank saves or loads.
 
-A heartbeat says what the coordinator can't see: that this process lives, which operations it is
-present for, how far it is, and what it has left. The coordinator holds the answer back until there
+A heartbeat says what the coordinator can't see: that this process lives, for which operations it is
+present, its progress, and which operations it left. The coordinator delays the answer until there
 is an outcome or the next heartbeat is due, so that a rank that moves bytes learns at once that the
-save has failed elsewhere. A coordinator that does not answer is frozen or gone.
+save failed elsewhere. A coordinator that does not answer is frozen or gone.
 
-How a heartbeat gets there is the session's: `RayHeartbeatSender` and `SocketHeartbeatSender`.
+The sessions implement the transport: `RayHeartbeatSender` and `SocketHeartbeatSender`.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ from ray_dcp.errors import CheckpointError, DeadlineError, LimitError, Participa
 from ray_dcp.runtime.rank_progress import RankProgress
 
 FIRST_HEARTBEAT_S = 1.0
-"""A call of the user that is over before this many seconds sends no heartbeat at all."""
+"""A call of the user that ends within this time, in seconds, sends no heartbeat."""
 
 TICK_S = 1.0
-"""How long the sender waits at most before it checks again, in seconds."""
+"""Longest wait of the sender between two checks, in seconds."""
 
 MOST_UNANSWERED = 3
-"""Heartbeats that are sent without an answer; a coordinator that is frozen gets no more."""
+"""Most heartbeats without an answer; a frozen coordinator gets no more."""
 
 LEFT_TIMEOUT_S = 60.0
-"""Silence of the coordinator that means a frozen one while only what was left is reported."""
+"""Silence of the coordinator, in seconds, that means that it is frozen, while only left operations
+are reported."""
 
 logger = logging.getLogger(__name__)
 
 
 class HeartbeatSender(ABC):
-    """Sends heartbeats for all calls of one session, in one thread that ends with the last.
+    """Sends heartbeats for all calls of one session, in one thread that ends with the last call.
 
     Args:
         session: Name of the session.
         rank: This rank.
-        who: The coordinator in words, for errors.
+        who: Description of the coordinator, for errors.
     """
 
     def __init__(self, session: str, rank: int, who: str) -> None:
@@ -70,7 +71,7 @@ class HeartbeatSender(ABC):
         self._begin()
 
     def _begin(self) -> None:
-        """Forgets what an earlier thread had sent."""
+        """Resets the state of an earlier thread."""
         self._clock = AwakeClock(time.monotonic, TICK_S)
         self._sent: dict[Any, tuple[float, Heartbeat]] = {}
         self._named: object = None
@@ -80,8 +81,8 @@ class HeartbeatSender(ABC):
         """Begins to send heartbeats for a call of the user.
 
         Args:
-            progress: Of that call.
-            timeout_s: Silence that means a frozen process, for either side, in seconds.
+            progress: Progress of the call.
+            timeout_s: Silence, in seconds, that means a frozen process, for either side.
         """
         with self._changed:
             if not self._active:
@@ -97,7 +98,7 @@ class HeartbeatSender(ABC):
                 raise
 
     def remove(self, progress: RankProgress) -> None:
-        """Ends that; with the last one the thread ends, within `TICK_S`."""
+        """Ends the heartbeats of a call; after the last call, the thread ends within `TICK_S`."""
         with self._changed:
             self._active.pop(progress, None)
             self._changed.notify_all()
@@ -105,12 +106,13 @@ class HeartbeatSender(ABC):
     def leave(self, left: Left, wait_s: float) -> None:
         """Reports that this rank leaves an operation before its end.
 
-        Never raises. The thread reports it until a coordinator knows, for as long as other ranks
-        call theirs: those that had no answer yet begin the operation at the next one.
+        Never raises. The thread reports it until a coordinator has received it, for as long as
+        other ranks retry their calls: those that had no reply yet begin the operation at the next
+        coordinator.
 
         Args:
-            left: Which operation, and why. One that is over is fine.
-            wait_s: How long to wait until a coordinator knows, in seconds.
+            left: The operation and the reason. One that has ended does no harm.
+            wait_s: How long to wait until a coordinator has received it, in seconds.
         """
         with self._changed:
             self._left[left] = time.monotonic() + OUT_OF_REACH_S
@@ -131,10 +133,10 @@ class HeartbeatSender(ABC):
         """Returns why the coordinator will not answer any more; None while it may.
 
         Args:
-            out_of_reach: A call failed.
-            outlives_restart: The next incarnation of the coordinator can answer as well.
-            goes_on: The next one goes on with the operation: a frozen one is no
-                failure while another takes its place.
+            out_of_reach: Whether a call failed.
+            outlives_restart: Whether the next incarnation of the coordinator can answer as well.
+            goes_on: Whether the next incarnation continues the operation: a frozen coordinator is
+                no failure while it is being replaced.
         """
         if self._frozen is not None and not (goes_on and self._is_being_replaced):
             return self._frozen
@@ -255,7 +257,7 @@ class HeartbeatSender(ABC):
     # The coordinator's end
 
     def _abandon(self, error: CheckpointError) -> None:
-        """Ends what moves bytes for a coordinator that will never answer."""
+        """Stops the calls that move bytes for a coordinator that will never answer."""
         with self._changed:
             working = [progress for progress in self._active if progress.is_working]
         for progress in working:
@@ -281,7 +283,7 @@ class HeartbeatSender(ABC):
 
     @property
     def _silent_s(self) -> float:
-        """How long the oldest heartbeat without an answer has been under way, in seconds."""
+        """How long the oldest heartbeat has been unanswered, in seconds."""
         now_s = self._clock()
         return now_s - min((sent_s for sent_s, _ in self._sent.values()), default=now_s)
 
@@ -289,30 +291,30 @@ class HeartbeatSender(ABC):
 
     @property
     def _is_up(self) -> bool:
-        """Whether this process can reach a coordinator at all."""
+        """Whether this process can reach any coordinator."""
         return True
 
     @property
     def _is_being_replaced(self) -> bool:
-        """Whether another coordinator takes the place of one that was frozen."""
+        """Whether another coordinator replaces one that was frozen."""
         return False
 
     @abstractmethod
     def _send(self, beat: Heartbeat) -> Any:
-        """Sends a heartbeat; returns what its answer is known by."""
+        """Sends a heartbeat; returns a reference to its answer."""
 
     @abstractmethod
     def _answered(self, wait_s: float) -> list[Any]:
-        """Returns which heartbeats have an answer, or failed, once there is one or time is over."""
+        """Returns heartbeats that were answered or failed; waits at most `wait_s` for one."""
 
     @abstractmethod
     def _ack_of(self, ref: Any) -> HeartbeatAck | None:
-        """Returns the answer; None for a heartbeat that did not get there."""
+        """Returns the answer; None if the heartbeat did not arrive."""
 
     @abstractmethod
     def _is_gone(self) -> bool:
-        """Whether the coordinator that answered last has ended."""
+        """Returns whether the coordinator that answered last has ended."""
 
     @abstractmethod
     def _check_coordinator(self, timeout_s: float) -> None:
-        """Notes that the coordinator is frozen, if it was silent for too long."""
+        """Records that the coordinator is frozen, if it has been silent for too long."""

@@ -1,9 +1,8 @@
-"""Saves and loads without Ray: one coordination, for the calls of all threads of a process.
+"""Saves and loads without Ray: one coordination for the calls of all threads of a process.
 
-This executor is the specification of what an executor has to do; the coordinator actor does the
-same with several processes. `InlineSession` serves a process that is alone.
-
-`Shell` carries out the commands of a coordination, one at a time.
+This executor is the specification of an executor; the coordinator actor does the same with several
+processes. `InlineSession` serves a process that is alone. `Shell` executes the commands of a
+coordination, one at a time.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from ray_dcp.runtime.unchanged import RunHistory
 
 
 class Shell:
-    """Carries out the commands of a coordination, one at a time. Whoever uses it has the time.
+    """Executes the commands of a coordination, one at a time. Its user measures the time.
 
     Attributes:
-        answers: Given and not yet taken, oldest first, each to one rank.
-        tasks: To be performed, oldest first.
+        answers: Answers that were not taken yet, oldest first, each for one rank.
+        tasks: Tasks to perform, oldest first.
     """
 
     def __init__(self, coordination: Coordination) -> None:
@@ -52,7 +51,7 @@ class Shell:
         self._timers: dict[OpKey, tuple[float, str]] = {}
 
     def receive(self, request: Request, silence_s: float | None = None) -> Refused | None:
-        """Hands over a request; returns the reply to this very call when it is refused."""
+        """Passes on a request; returns the reply to this call if the request is refused."""
         try:
             self._carry_out(self.coordination.receive(request, silence_s=silence_s))
         except CheckpointError as error:
@@ -60,7 +59,7 @@ class Shell:
         return None
 
     def cancel(self, key: OpKey, reason: str) -> bool:
-        """Cancels a save; returns whether that was still possible."""
+        """Cancels a save; returns whether that was possible."""
         self._carry_out(self.coordination.cancel(key, reason))
         return self.coordination.is_cancelled(key)
 
@@ -69,16 +68,16 @@ class Shell:
         self._carry_out(self.coordination.withdraw(rank, left))
 
     def performed(self, todo: Perform, result: Result) -> None:
-        """Takes the result of a task."""
+        """Passes on the result of a task."""
         self._carry_out(self.coordination.performed(todo.key, todo.task, result))
 
     @property
     def timers(self) -> Mapping[OpKey, tuple[float, str]]:
-        """How long the phase of each operation may last, in seconds, and that phase."""
+        """The length, in seconds, and the phase of each operation's timer."""
         return self._timers
 
     def expire_one(self, key: OpKey) -> None:
-        """Lets the timer of an operation run out."""
+        """Expires the timer of an operation."""
         timer = self._timers.pop(key, None)
         if timer is not None:
             self._carry_out(self.coordination.expired(key, timer[1]))
@@ -97,16 +96,16 @@ class Shell:
 
 
 class InlineSession:
-    """The session of a process that is alone: world size 1, no Ray. Its threads share it.
+    """The session of a process that is alone: world size 1, no Ray. All threads share it.
 
-    Tasks run on threads of their own, and have the deadlines of their phases in real time: one that
-    hangs in the storage is left to itself, and ends the call. Whoever waits for an answer watches
-    the deadlines of all operations, so that none waits for ever behind another one.
+    Tasks run in threads of their own, and have the deadlines of their phases in real time: one that
+    hangs in the storage is abandoned, and ends the call. A thread that waits for a reply watches
+    the deadlines of all operations, so that no call waits for ever behind another one.
 
     Args:
-        name: Of the session.
-        performer: What carries out tasks.
-        new_attempt: Names attempts.
+        name: Name of the session.
+        performer: Performs tasks.
+        new_attempt: Returns attempt ids.
 
     Attributes:
         is_whole: False once a caller was interrupted while it changed the session.
@@ -151,11 +150,11 @@ class InlineSession:
             return OpKey(self.name, self._next_seq - 1)
 
     def activity(self, timeout_s: float, key: OpKey | None = None) -> Activity:
-        """Returns what a call of the user uses this session through; see `Session.activity`."""
+        """Returns a context manager for one call of the user; see `Session.activity`."""
         return Activity(self, timeout_s, key)
 
     def cancel(self, key: OpKey, reason: str) -> bool:
-        """Cancels a save; returns whether that was still possible. See `Session.cancel`."""
+        """Cancels a save; returns whether that was possible. See `Session.cancel`."""
         with self._changing():
             return self._shell.cancel(key, reason)
 
@@ -173,8 +172,8 @@ class InlineSession:
         """Ends an operation that its caller has left.
 
         Args:
-            left: Which operation, and why. One that is over is fine.
-            wait_s: How long to wait until what is under way is done, in seconds.
+            left: The operation and the reason. One that has ended does no harm.
+            wait_s: How long to wait until its tasks have ended, in seconds.
         """
         with self._changing():
             self._shell.withdraw(self.rank, left)
@@ -185,14 +184,14 @@ class InlineSession:
                 )
 
     def call(self, request: Request, *, silence_s: float | None = None) -> Reply:
-        """Returns the reply to a request, when all that it leads to is done.
+        """Returns the reply to a request, once everything that follows from it is done.
 
         Args:
-            request: Of rank 0 in a world of 1.
-            silence_s: Ignored: nobody listens but this process itself.
+            request: A request of rank 0 in a world of 1.
+            silence_s: Ignored, as no other process listens.
 
         Raises:
-            InternalError: It is of another rank or world, or no reply can come any more.
+            InternalError: The request is of another rank or world, or no reply can come any more.
         """
         if request.rank or (isinstance(request, Opening) and request.world_size != 1):
             raise InternalError(
@@ -218,7 +217,7 @@ class InlineSession:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Lets the caller change the session, and does what follows from that."""
+        """Lets the caller change the session, and executes the commands that follow."""
         self._process.check("this save or load", "Call save or load anew in the child")
         with self._changed:
             try:
@@ -232,7 +231,7 @@ class InlineSession:
                 self._changed.notify_all()
 
     def _go_on(self) -> None:
-        """Begins the tasks that are there, hands out answers, and stops what was cancelled."""
+        """Begins the tasks, hands out answers, and stops cancelled calls."""
         shell = self._shell
         while shell.tasks:
             self._start(shell.tasks.pop(0))
@@ -260,14 +259,14 @@ class InlineSession:
         return any(not task.is_late for task in self._tasks_of(key))
 
     def _wait(self, key: OpKey) -> None:
-        """Waits until something has changed, and lets the timers run out whose time has come.
+        """Waits until something has changed, and expires the timers that are due.
 
         Args:
-            key: Of the operation that is waited for.
+            key: The operation that is awaited.
 
         Raises:
-            BaseException: What carries out tasks failed for this operation.
-            InternalError: Nothing that could change is under way.
+            BaseException: The performer failed in this operation.
+            InternalError: Nothing that could change is in progress.
         """
         for task in self._tasks_of(key):
             if task.error is not None:
@@ -318,7 +317,7 @@ _At = tuple[OpKey, int, str]
 
 @dataclass(eq=False)
 class _Running:
-    """A task that runs."""
+    """A task in progress."""
 
     key: OpKey
     is_late: bool = False
@@ -326,12 +325,12 @@ class _Running:
 
 
 _alone: list[InlineSession] = []
-"""That of this process."""
+"""The session of this process."""
 os.register_at_fork(after_in_child=_alone.clear)
 
 
 def session_alone() -> InlineSession:
-    """Returns the session of this process where it is alone, always the same."""
+    """Returns the session of this process if it is alone; always the same one."""
     if not (_alone and _alone[-1].is_whole):
         _alone[:] = [InlineSession()]
     return _alone[-1]

@@ -1,17 +1,16 @@
-"""Times the phases of saves and loads, as events and as Prometheus metrics `dcp_*`.
+"""Times the phases of saves and loads, as events, Prometheus metrics `dcp_*` and traces.
 
 `Account` emits the events of one save or load on one rank, as its phases end (`RankProgress`).
 
-The metrics, of staging memory too, go through `ray.util.metrics`. Ray exports them on each node's
-metrics port, with the prefix `ray_` and, for counters, the suffix `_total`; the exporter comes with
-`pip install "ray[default]"`. Only processes that are connected to Ray record anything. No error of
-events or metrics reaches a save.
+The metrics, including those of staging memory, use `ray.util.metrics`. Ray exports them on each
+node's metrics port, with the prefix `ray_` and, for counters, the suffix `_total`; the exporter is
+part of `pip install "ray[default]"`. Only processes that are connected to Ray record metrics. No
+error of events or metrics fails a save.
 
-`Tracing` keeps the notes of the saves of a coordinator (`SaveRecorder`), and writes the trace of
-each beside the checkpoint once its record exists, while `.metadata` is published and what the save
-replaced is deleted. Its clock is the coordinator's, one for all ranks: a phase ends when the
-message that ends it arrives. What a rank did before its first message, and what it copied between
-messages, it reports as durations of its own clock.
+`Tracing` records the messages and tasks of a coordinator's saves (`SaveRecorder`). It writes the
+trace of a save beside the checkpoint once its record exists, while `.metadata` is published and
+replaced files are deleted. All times are of the coordinator's clock: a phase ends when the message
+that ends it arrives. The capture, and copies between messages, are durations that the rank reports.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ray_dcp import events
-from ray_dcp.commit_protocol.aggregation import MessageBatch
 from ray_dcp.commit_protocol.commands import (
     Answer,
     BuildCommit,
@@ -48,7 +46,7 @@ from ray_dcp.commit_protocol.messages import (
     PartsWritten,
     Refused,
     Request,
-    SaveAgain,
+    SaveGo,
     SaveJoin,
     SaveReceipt,
     SaveStaged,
@@ -76,7 +74,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SECONDS = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0]
-"""Bounds of the histograms: from a warm stall of a small state to a large load."""
+"""Bounds of the histograms: from the stall of a small warm save to a large load."""
 
 METRICS = {
     "dcp_saves": ("Counter", "Saves that ended, by outcome; from rank 0", ("outcome", "mode")),
@@ -92,11 +90,11 @@ METRICS = {
     "dcp_staging_used_bytes": ("Gauge", "Staging memory of a node that holds bytes", ()),
     "dcp_staging_limit_bytes": ("Gauge", "Staging memory that a node may use", ()),
 }  # fmt: skip
-"""Name -> kind, description, and the tags of its series."""
+"""Kind, description and tags of each metric, by name."""
 
 
 def count(event: Event) -> None:
-    """Counts the end of a save or load; does nothing where Ray is not up, and never raises."""
+    """Counts the end of a save or load; does nothing without Ray, and never raises."""
     if not event.is_end or not _ray_is_up():
         return
     try:
@@ -109,8 +107,8 @@ def staging_memory(used_bytes: int, limit_bytes: int) -> None:
     """Sets the gauges of a node's staging memory; never raises.
 
     Args:
-        used_bytes: That hold staged bytes.
-        limit_bytes: That may.
+        used_bytes: Bytes that are staged.
+        limit_bytes: Most bytes that may be staged.
     """
     try:
         _metric("dcp_staging_used_bytes").set(used_bytes)
@@ -163,24 +161,25 @@ def _ray_is_up() -> bool:
 
 
 _inherited: list[bool] = []
-"""Not empty in a child that was forked from a process with Ray, whose connection it is."""
+"""Not empty in a child that was forked from a process with Ray, whose connection is not the
+child's."""
 os.register_at_fork(after_in_child=lambda: _inherited.extend([True] * _ray_is_up()))
 
 
 class Account:
-    """Emits the events of one save or load on one rank, when its phases end.
+    """Emits the events of one save or load on one rank, as its phases end.
 
-    As a context manager it also ends the phases, and emits how it ended.
+    As a context manager, it also ends the last phase and emits the outcome.
 
     Args:
         mode: `"save"`, `"async_save"` or `"load"`.
-        place: Path or URL, if it is known.
-        activity: New, of the call on this rank.
-        path: Which way it goes; see `SaveReport.path`.
-        log: Gets the steps.
+        place: Path or URL, if known.
+        activity: The call on this rank, not begun yet.
+        path: The path of the operation; see `SaveReport.path`.
+        log: Receives the steps.
 
     Attributes:
-        activity: As given.
+        activity: As passed.
     """
 
     def __init__(
@@ -200,10 +199,10 @@ class Account:
             activity.progress.on_step = log.enter
 
     def end(self, error: BaseException | None = None) -> None:
-        """Ends the last phase and emits how it ended, once.
+        """Ends the last phase and emits the outcome, once.
 
         Args:
-            error: What it raised.
+            error: The exception that the operation raised, or None.
         """
         progress = self.activity.progress
         if progress.is_good and not isinstance(error, CheckpointError):
@@ -258,18 +257,18 @@ TASKS: dict[type, str] = {
 
 
 class SaveRecorder:
-    """The notes of one save.
+    """The times of one save, for its trace.
 
     Args:
-        first: The first join; hand it to `record_request` as well.
-        unix_s: When it came, in seconds since 1970.
-        now_s: The same on the clock of all other notes, which never goes back.
+        first: The first join; it must also be passed to `record_request`.
+        unix_s: Time of its arrival, in seconds since 1970.
+        now_s: The same time on the monotonic clock of all other times.
 
     Attributes:
         attempt: Id of the attempt, once there is one.
 
     Complexity:
-        A microsecond for each message.
+        About a microsecond for each message.
     """
 
     def __init__(self, first: SaveJoin, unix_s: float, now_s: float) -> None:
@@ -290,11 +289,11 @@ class SaveRecorder:
         self._tasks: list[tuple[str, float, float]] = []
 
     def record_request(self, request: Request, now_s: float, where: str = "") -> None:
-        """Notes a request.
+        """Records a request.
 
         Args:
-            request: Of this save; it may come twice, and only its first counts.
-            now_s: When.
+            request: A request of this save; if it arrives twice, only the first counts.
+            now_s: Time of its arrival.
             where: Process and node of the rank.
         """
         rank = request.rank
@@ -324,23 +323,23 @@ class SaveRecorder:
                 self._wrote(request, now_s)
 
     def record_answer(self, answer: Answer, now_s: float) -> None:
-        """Notes an answer that has the parts of ranks."""
-        if isinstance(answer.reply, SaveAgain):
+        """Records an answer with the assignments of ranks."""
+        if isinstance(answer.reply, SaveGo):
             self.attempt = answer.reply.attempt
             for rank in answer.ranks:
                 self._planned.setdefault(rank, now_s)
 
     def performed(self, task: Task, start_s: float, stop_s: float) -> None:
-        """Notes a task of the coordinator."""
+        """Records a task of the coordinator."""
         name = TASKS.get(type(task))
         if name is not None:
             self._tasks.append((name, start_s, stop_s))
 
     def trace(self, committed_s: float) -> SaveTrace | None:
-        """Returns the trace of a save that was committed just now; None when too little is known.
+        """Returns the trace of a save that was just committed; None if too little is known.
 
         Args:
-            committed_s: When, on the clock of the notes.
+            committed_s: Time of the commit, on the clock of the other times.
         """
         # Copies: a message that comes late may still be noted, in another thread.
         begun, joined, planned = dict(self._begun), dict(self._joined), dict(self._planned)
@@ -399,21 +398,22 @@ class SaveRecorder:
 
 
 Performer = Callable[[Task], Result]
-"""What carries out a task."""
+"""Performs a task."""
 
 MOST_SAVES = 64
-"""Saves whose notes are kept: the end of older ones was never reported."""
+"""Most saves that are recorded at a time: the end of older ones was never reported."""
 
 WAIT_S = 0.2
-"""How long the outcome may wait for a trace that takes longer than publishing `.metadata`. Whoever
-lists the place after a save then finds the trace there, unless the storage is slow."""
+"""How long the outcome may wait for a trace that takes longer than publishing `.metadata`, in
+seconds. A caller that lists the place after a save then finds the trace, unless the storage is
+slow."""
 
 
 class Tracing:
-    """The notes of one coordinator.
+    """The traces of one coordinator's saves.
 
     Args:
-        opener: What opens the storage that takes the traces.
+        opener: Opens the storage to which traces are written.
     """
 
     def __init__(
@@ -425,54 +425,32 @@ class Tracing:
         self._saves: dict[OpKey, SaveRecorder] = {}
 
     def record_request(self, request: Request, where: object = None) -> None:
-        """Notes a request that came.
+        """Records a request.
 
         Args:
-            request: Any.
-            where: Process and node of the rank, in words when it is printed.
+            request: Any request.
+            where: Process and node of the rank; converted to a string.
         """
-        # Why no context manager here and below: each of 10,000 ranks sends a few of these.
-        try:
-            is_join = isinstance(request, SaveJoin)
-            save = self._saves.get(request.key)
-            if save is None:
-                if not isinstance(request, SaveJoin):
-                    return
-                save = self._saves[request.key] = SaveRecorder(request, time.time(), self._clock())
-                if len(self._saves) > MOST_SAVES:
-                    del self._saves[next(iter(self._saves))]
-            save.record_request(
-                request, self._clock(), str(where) if where is not None and is_join else ""
-            )
-        except Exception:  # noqa: BLE001 - no save fails because of its notes
-            self._drop(request.key)
-
-    def record_batch(self, message: MessageBatch, where: Sequence[object]) -> None:
-        """Notes the requests of a batch, as `record_request` does; cheap if they are of no save."""
-        first = message.content[0] if isinstance(message.content, tuple) else message.content.first
-        if isinstance(first, SaveJoin) or message.key in self._saves:
-            places = [*where] or [None] * len(message.ranks)
-            for request, place in zip(message.requests(), places, strict=True):
-                self.record_request(request, place)
+        is_join = isinstance(request, SaveJoin)
+        if isinstance(request, SaveJoin) and request.key not in self._saves:
+            self._saves[request.key] = SaveRecorder(request, time.time(), self._clock())
+            if len(self._saves) > MOST_SAVES:
+                del self._saves[next(iter(self._saves))]
+        place = str(where) if where is not None and is_join else ""
+        self._record(request.key, lambda save: save.record_request(request, self._clock(), place))
 
     def record_answer(self, answer: Answer) -> None:
-        """Notes an answer that is given."""
-        save = self._saves.get(answer.key)
-        if save is None:
-            return
-        try:
-            save.record_answer(answer, self._clock())
-            if isinstance(answer.reply, Refused):
-                self._saves.pop(answer.key, None)
-        except Exception:  # noqa: BLE001 - no save fails because of its notes
-            self._drop(answer.key)
+        """Records an answer."""
+        if isinstance(answer.reply, Refused):
+            self._saves.pop(answer.key, None)
+        self._record(answer.key, lambda save: save.record_answer(answer, self._clock()))
 
     def perform(self, command: Perform, performer: Performer) -> Result:
-        """Returns what came of a task; notes how long it took, and writes the trace with the last.
+        """Performs a task and records its duration; writes the trace beside the last one.
 
         Args:
-            command: What is to be done.
-            performer: Does it.
+            command: The command with the task.
+            performer: Performs the task.
         """
         save = self._saves.get(command.key)
         if save is None:
@@ -489,16 +467,19 @@ class Tracing:
             return result
         start_s = self._clock()
         result = performer(command.task)
-        try:
-            save.performed(command.task, start_s, self._clock())
-        except Exception:  # noqa: BLE001 - no save fails because of its notes
-            self._drop(command.key)
+        stop_s = self._clock()
+        self._record(command.key, lambda save: save.performed(command.task, start_s, stop_s))
         return result
 
-    def _drop(self, key: OpKey) -> None:
-        """Drops notes that went wrong, which is no reason for a save to fail."""
-        self._saves.pop(key, None)
-        logger.debug("The notes of save %d are dropped", key.seq, exc_info=True)
+    def _record(self, key: OpKey, record: Callable[[SaveRecorder], None]) -> None:
+        """Records an event of a save; drops the record if that fails, which fails no save."""
+        save = self._saves.get(key)
+        try:
+            if save is not None:
+                record(save)
+        except Exception:
+            self._saves.pop(key, None)
+            logger.debug("The record of save %d is dropped", key.seq, exc_info=True)
 
     def _start(self, save: SaveRecorder, target: Target) -> threading.Thread:
         committed_s = self._clock()

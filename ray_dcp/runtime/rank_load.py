@@ -1,14 +1,12 @@
-"""What one rank does in a load: generators of requests that take replies.
+"""The part of one rank in a load: generators that yield requests and receive replies.
 
-They know neither torch nor Ray: targets are planned by code that is passed in, and the requests are
-carried by `drive`. Each step of a rank has its deadline; storage is read in
-threads of its own, and user code gets the values in the thread that called `load`. While reads are
-planned, `MemorySource` asks what nodes keep in memory of the checkpoint.
+They depend on neither torch nor Ray: the caller passes in the code that plans targets, and `drive`
+carries the requests. Each step of a rank has its deadline. Storage is read in separate threads;
+user code receives the values in the thread that called `load`.
 
-`load_newest_rank` loads the newest good checkpoint of a run. Rank 0 lists the steps once and the
-others take its list; the load itself, with one outcome for all ranks, shows whether a step loads.
-So all try the same steps in the same order, and each decides to fall back by the one error that
-every rank got.
+`load_newest_rank` loads the newest sound checkpoint of a run. Rank 0 lists the steps once, and the
+other ranks use its list. Whether a step loads is one outcome for all ranks, so that all of them try
+the same steps in the same order, and fall back on the same error.
 """
 
 from __future__ import annotations
@@ -18,8 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -63,7 +60,7 @@ from ray_dcp.io.reader import (
     read_prepared,
 )
 from ray_dcp.io.shared_read import SharedReadStorage, SmallFiles, Transport
-from ray_dcp.io.threads import begin, run_within
+from ray_dcp.io.threads import run_within
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import (
     RankShare,
@@ -87,53 +84,15 @@ from ray_dcp.store.storage import KeyMissingError, Storage, read_traits_of
 from ray_dcp.view.run_listing import ListedRun, ListedStep, list_run
 
 KeptIn = Callable[[Storage, str], MemoryTierStorage | None]
-"""From a storage and the attempt that is loaded to the storage with what is in memory of it."""
-
-
-class MemorySource:
-    """Finds out in a thread of its own what is in memory: Ray is asked three things one by one.
-
-    Args:
-        kept: Asks; None where nobody keeps anything.
-    """
-
-    def __init__(self, kept: KeptIn | None) -> None:
-        self._kept = kept
-        self._answer: Future[MemoryTierStorage | None] | None = None
-        self._ask_again: Callable[[], MemoryTierStorage | None] = lambda: None
-
-    def ask(self, storage: Storage, attempt: str | None) -> None:
-        """Begins to ask, at once.
-
-        Args:
-            storage: Where everything is.
-            attempt: Id of the attempt that is loaded; None for one that nobody keeps.
-        """
-        if self._kept is None or attempt is None:
-            return
-        self._ask_again = partial(self._kept, storage, attempt)
-        self._answer = begin(self._ask_again, "ray_dcp asks memory")
-
-    def found(self) -> MemoryTierStorage | None:
-        """Returns the storage with what is in memory, once that is known; None for nothing.
-
-        Where nothing was found it is asked again: what has just been committed is kept a moment
-        later.
-        """
-        # Suppressed: it is asked again by who can raise it.
-        with suppress(Exception):
-            found = None if self._answer is None else self._answer.result()
-            if found is not None:
-                return found
-        return self._ask_again()
+"""Returns the storage with what nodes keep in memory of an attempt; None if they keep nothing."""
 
 
 MOST_RANGES = 1 << 16
-"""A rank that has to read more separate ranges than this reads for itself: the plan of who reads
-what would cost more than it spares."""
+"""Most separate ranges that a rank shares. With more, planning who reads what would cost more than
+it saves, and the rank reads for itself."""
 
 BATCH_BYTES = 64 << 20
-"""Objects that are read before the caller's thread takes them, in bytes."""
+"""Bytes of objects that are read before the caller's thread receives them."""
 
 logger = logging.getLogger(__name__)
 
@@ -141,13 +100,13 @@ C = TypeVar("C")
 T = TypeVar("T")
 
 _hung: set[object] = set()
-"""Reads that timed out and may still write into targets when their storage answers."""
+"""Reads that timed out, and may still write into targets when their storage answers."""
 _ended = threading.Condition()
-"""Told when one of them has ended."""
+"""Notified when one of these reads ends."""
 
 
 def _begin_anew() -> None:
-    """Begins anew in a child that was forked: reads that hang do so in its parent."""
+    """Resets a forked child: reads that hang do so in its parent."""
     global _ended
     _ended = threading.Condition()
     _hung.clear()
@@ -157,122 +116,119 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 class LoadWork(Protocol):
-    """What a rank wants of a checkpoint; `ray_dcp.torch_adapter.targets.Targets` is one."""
+    """The values that a rank loads, as in `ray_dcp.torch_adapter.targets.Targets`."""
 
     @property
     def wanted(self) -> Wanted:
-        """The boxes of raw tensor bytes."""
+        """The boxes of raw tensor bytes to read."""
         ...
 
     @property
     def sink(self) -> TargetSink:
-        """Where they go."""
+        """The destination of these bytes."""
         ...
 
     @property
     def objects(self) -> Sequence[tuple[int, Callable[[bytes], None]]]:
-        """Chunks to read whole, and what takes their bytes."""
+        """Chunks to read whole, each with the function that receives its bytes."""
         ...
 
     def place_item(self, chunk: int, data: bytes, /) -> None:
-        """Takes a whole `torch.save` item of a tensor chunk that has no raw bytes."""
+        """Receives a whole `torch.save` item of a tensor chunk that has no raw bytes."""
         ...
 
     def check_coverage(self, plan: ReadPlan, /) -> None:
-        """Raises `CoverageError` when something wanted is stored nowhere."""
+        """Raises `CoverageError` if a wanted box is not stored."""
         ...
 
     def trials(self) -> Iterator[LoadWork]:
-        """Yields what shows whether targets that share memory get the same values.
+        """Yields work that shows whether targets that share memory receive the same values.
 
-        Each is to be loaded before the next one is asked for; none of them changes a target.
+        Each has to be loaded before the next one is requested. None of them changes a target.
 
         Raises:
-            StateDictError: Some get different values.
+            StateDictError: Some targets receive different values.
         """
         ...
 
     @property
     def untaken(self) -> Untaken | None:
-        """What is stored and not wanted, where somebody should want it."""
+        """The stored names that this rank does not load, if some rank has to load them."""
         ...
 
     def check_taken(self, untaken: Untaken, /) -> None:
-        """Raises `StateDictError` for what no rank wants."""
+        """Raises `StateDictError` for names that no rank loads."""
         ...
 
     def finish(self) -> None:
-        """Puts everything into place, after all bytes have come."""
+        """Puts all values into place, once all bytes have been read."""
         ...
 
 
 SHARE_BYTES = 256 << 20
-"""Most bytes that a rank has in the object store at a time for others to take."""
+"""Most bytes of a rank that are in the object store for other ranks at a time."""
 
 
 class Peers:
-    """How a rank finds the others of a load; this one finds none."""
+    """Access to the other ranks of a load. This class finds none of them."""
 
     node = ""
 
     def exchange(self, key: OpKey, rank: int, check: Callable[[], None]) -> Transport | None:
-        """Returns what units go through, or None."""
+        """Returns the transport of shared units, or None."""
         return None
 
     def budget_bytes(self, ranks_here: int) -> int:
-        """Returns how much a rank may offer at a time."""
+        """Returns how many bytes a rank may offer at a time."""
         return SHARE_BYTES
 
 
 LoadPlanning = Generator[Request, Reply, LoadWork]
-"""A plan that asks the other ranks before it ends with the work."""
+"""A planner that exchanges messages with the other ranks before it returns the work."""
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What came of a load on one rank."""
+    """The result of a load on one rank."""
 
     total: ReadCounts
-    """Of all ranks."""
+    """Bytes of all ranks."""
     checkpoint: Checkpoint
     own: ReadCounts
-    """Of this rank."""
+    """Bytes of this rank."""
 
 
 @dataclass(kw_only=True, eq=False)
 class RankLoad:
-    """The part of one rank in a load, and the steps of it."""
+    """The part of one rank in a load."""
 
     key: OpKey
-    """The operation, as it was named at first."""
+    """Key of the operation, before any renumbering."""
     rank: int
     world_size: int
     target: Target
-    """What to load."""
+    """Location of the checkpoint."""
     options: LoadOptions
     plan: Callable[[Checkpoint], LoadWork | LoadPlanning]
-    """From the checkpoint to what this rank wants of it, or a generator that ends with that, for
-    planners that talk to the other ranks; changes nothing yet."""
+    """Returns what this rank loads from a checkpoint, or a generator that returns it, for planners
+    that communicate with the other ranks. Changes no target."""
     opener: Callable[[Target], Storage] = open_storage
-    """What opens the storage."""
+    """Opens the storage."""
     progress: RankProgress = field(default_factory=RankProgress)
-    """Its progress, and whether it has to stop."""
+    """Progress of this rank, and whether it has to stop."""
     kept: KeptIn | None = None
-    """Returns the storage with what nodes keep of an attempt in memory, or None."""
+    """Finds what nodes keep of an attempt in memory; None if this rank can't ask them."""
     peers: Peers = field(default_factory=Peers)
-    """How the other ranks are reached, to share reads with them."""
+    """Access to the other ranks, to share reads with them."""
     _storage: Storage = field(init=False)
     _opened: SmallFiles = field(init=False)
 
-    def __post_init__(self) -> None:
-        self._memory = MemorySource(self.kept if self.options.from_memory else None)
-
     def run(self) -> Generator[Request, Reply, LoadResult]:
-        """Returns the requests of this rank, until every rank has loaded.
+        """Yields the requests of this rank, until every rank has loaded.
 
         Raises:
-            CheckpointError: The load failed, on this rank or on another: the same error on all. No
-                target was touched unless the failure came while reading.
+            CheckpointError: The load failed, on this rank or on another: the same error on all
+                ranks. No target has changed, unless the failure happened while reading.
         """
         key, rank, progress = self.key, self.rank, self.progress
         progress.begin(key)
@@ -326,10 +282,10 @@ class RankLoad:
         """Returns the storage.
 
         Raises:
-            DeadlineError: It takes longer than `plan_timeout_s`.
-            ParticipantError: A read of an earlier load still hangs in this process, and did so
-                for `plan_timeout_s`.
-            CheckpointError: It can't be opened.
+            DeadlineError: Opening it exceeds `plan_timeout_s`.
+            ParticipantError: A read of an earlier load still hangs in this process after
+                `plan_timeout_s`.
+            CheckpointError: The storage can't be opened.
         """
         self.progress.enter(OPEN)
         with _ended:
@@ -350,10 +306,10 @@ class RankLoad:
         """Returns the checkpoint that every rank loads.
 
         Args:
-            go: Which.
+            go: The coordinator's reply.
 
         Raises:
-            DeadlineError: It takes longer than `plan_timeout_s`.
+            DeadlineError: Reading it exceeds `plan_timeout_s`.
             CheckpointError: It can't be read.
         """
         read = partial(
@@ -369,20 +325,19 @@ class RankLoad:
         found.in_time = partial(self._in_time, what="read which chunks are stored")
         if found.manifest is not None:
             self._opened.expect(found.manifest.files)
-        self._memory.ask(self._opened, found.attempt)
         return found
 
     def prepare(self, checkpoint: Checkpoint, work: LoadWork, read_plan: ReadPlan) -> Prepared:
-        """Returns what is to be read; no target is touched.
+        """Returns the reads of this rank; changes no target.
 
         Args:
-            checkpoint: What is stored.
-            work: What is wanted.
-            read_plan: Of `work.wanted`.
+            checkpoint: The checkpoint.
+            work: The values to load.
+            read_plan: Plan of `work.wanted`.
 
         Raises:
-            DeadlineError: It takes longer than `plan_timeout_s`.
-            CheckpointError: It can't be read, or does not fit.
+            DeadlineError: It exceeds `plan_timeout_s`.
+            CheckpointError: The checkpoint can't be read, or does not match `work`.
         """
         storage = self._storage
         table, options = checkpoint.table, self.options
@@ -396,15 +351,15 @@ class RankLoad:
         return self._in_time(prepare, "find what is stored")
 
     def compare_overlaps(self, checkpoint: Checkpoint, work: LoadWork) -> None:
-        """Checks that targets that share memory get the same values; no target is touched.
+        """Checks that targets that share memory receive the same values; changes no target.
 
         Args:
-            checkpoint: What is stored.
-            work: What is wanted, and prepared.
+            checkpoint: The checkpoint.
+            work: The values to load, prepared.
 
         Raises:
-            StateDictError: Some get different values.
-            CheckpointError: What has to be read for it can't be.
+            StateDictError: Some targets receive different values.
+            CheckpointError: The values to compare can't be read.
         """
         for trial in work.trials():
             read_plan = plan_reads(checkpoint.table, trial.wanted)
@@ -412,10 +367,10 @@ class RankLoad:
             self._fill(self._storage, checkpoint, trial, prepared, step=COMPARE)
 
     def needs(self, prepared: Prepared) -> ReadNeeds | None:
-        """Returns what this rank may get from others or read for them; None: nothing.
+        """Returns the reads that this rank can share with others; None if it reads for itself.
 
         Args:
-            prepared: What is to be read.
+            prepared: The reads of this rank.
         """
         choice, traits = self.options.share_reads, read_traits_of(self._opened)
         if choice is False or not self.peers.node or not traits.shared:
@@ -435,23 +390,24 @@ class RankLoad:
         prepared: Prepared,
         proceed: LoadProceed,
     ) -> ReadCounts:
-        """Puts everything that is wanted into place.
+        """Reads all values and puts them into place.
 
         Args:
-            checkpoint: What is stored.
-            work: What is wanted.
-            prepared: What is to be read for it.
-            proceed: What is to be read for others, or comes from them, and what nobody takes.
+            checkpoint: The checkpoint.
+            work: The values to load.
+            prepared: The reads for them.
+            proceed: The coordinator's reply: the rank's share of the shared reads, and the names
+                that no rank loads.
 
         Raises:
-            StateDictError: Nobody takes what somebody should; nothing was touched.
-            DeadlineError: It takes longer than `read_timeout_s`.
-            CheckpointError: It can't be read, or does not fit.
+            StateDictError: No rank loads a name that some rank has to load; no target has changed.
+            DeadlineError: It exceeds `read_timeout_s`.
+            CheckpointError: The checkpoint can't be read, or does not match `work`.
         """
         if proceed.untaken is not None:
             work.check_taken(proceed.untaken)
         storage = self._storage
-        memory = self._memory.found()
+        memory = self._in_memory(checkpoint.attempt)
         source = storage if memory is None else WatchedStorage(memory, self.progress)
         shared = self._shared_source(source, checkpoint, prepared, proceed.share)
         if memory is None and shared is None:
@@ -475,6 +431,12 @@ class RankLoad:
             counts = self._fill(storage, checkpoint, work, prepared)
             return replace(counts, bytes_read_instead=from_peers)
         return replace(counts, bytes_from_memory=0 if memory is None else memory.bytes_from_memory)
+
+    def _in_memory(self, attempt: str | None) -> MemoryTierStorage | None:
+        # Why so late: what was committed just now is kept a moment later.
+        if self.kept is None or attempt is None or not self.options.from_memory:
+            return None
+        return self.kept(self._opened, attempt)
 
     def _shared_source(
         self,
@@ -566,7 +528,7 @@ class RankLoad:
         return run_within(work, timeout_s, self.progress.stop, overdue)
 
     def _read(self, work: Callable[[], T], end_s: float) -> T:
-        """Returns what a read gives; one that times out is remembered until it ends."""
+        """Returns the result of a read; a read that times out is registered until it ends."""
         mark = object()
         under_way = {mark}
 
@@ -597,7 +559,7 @@ _Item = tuple[int, Callable[[bytes], None]]
 
 
 def _batches(table: ChunkTable, items: Sequence[_Item]) -> Iterator[list[_Item]]:
-    """Cuts objects into runs of about `BATCH_BYTES`, so that few threads read them."""
+    """Yields runs of objects of about `BATCH_BYTES`, each of which few threads read."""
     batch: list[_Item] = []
     num_bytes = 0
     for item in items:
@@ -611,15 +573,15 @@ def _batches(table: ChunkTable, items: Sequence[_Item]) -> Iterator[list[_Item]]
 
 
 def drive(generator: Generator[Request, Reply, T], call: Callable[[Request], Reply]) -> T:
-    """Returns what a rank generator ends with, after carrying its requests.
+    """Carries the requests of a rank's generator, and returns its value.
 
     Args:
-        generator: Of this module or of `rank_save`.
-        call: Returns the reply to a request. A `CheckpointError` that it raises (nobody
-            answered) goes to the generator, which finds out what it can.
+        generator: A generator of this module or of `rank_save`.
+        call: Returns the reply to a request. A `CheckpointError` that it raises (no coordinator
+            answered) is passed to the generator, which settles what it can.
 
     Raises:
-        CheckpointError: What the generator raises.
+        CheckpointError: The generator raised it.
     """
     try:
         request = next(generator)
@@ -653,10 +615,10 @@ _SKIPPED = (DamagedCheckpointError, CheckpointNotFoundError, KeyMissingError)
 
 @dataclass(frozen=True, kw_only=True)
 class StepRange:
-    """Which steps of a run are asked for.
+    """A range of steps of a run.
 
     Raises:
-        InvalidRequestError: A bound is no whole number, or the range is empty.
+        InvalidRequestError: A bound is not an integer, or the range is empty.
     """
 
     at_most: int | None = None
@@ -698,11 +660,11 @@ class Newest(Generic[T]):
     """The newest step that loaded."""
 
     value: T
-    """What its load gave."""
+    """Result of its load."""
     checkpoint_id: str
     step: int
     skipped: tuple[tuple[str, CheckpointError], ...] = field(default=())
-    """Newer ones that did not load, newest first, each with why."""
+    """Newer checkpoints that did not load, newest first, each with its error."""
 
 
 def load_newest_rank(
@@ -715,26 +677,26 @@ def load_newest_rank(
     timeout_s: float,
     load: Callable[[str, bool], Generator[Request, Reply, T]],
 ) -> Generator[Request, Reply, Newest[T]]:
-    """Returns the part of one rank in a load of the newest step that can be loaded.
+    """Loads the newest step that can be loaded, as the part of one rank.
 
     Args:
-        key: The operation with which the ranks agree on the steps; `load` names its own.
+        key: The operation with which the ranks agree on the steps; `load` has keys of its own.
         rank: This rank.
         world_size: Number of ranks.
         run: The directory of the step folders; the same on all ranks.
-        steps: Which of them may be loaded; the same on all ranks.
-        timeout_s: Deadline for all ranks to come, in seconds.
+        steps: The steps that may be loaded; the same on all ranks.
+        timeout_s: Deadline for all ranks to join, in seconds.
         load: As for `first_that_loads`, from a checkpoint id.
 
     Returns:
-        A generator that ends with the same step on every rank.
+        A generator that returns the same step on every rank.
 
     Raises:
         CheckpointNotFoundError: No step of the run is committed.
-        DamagedCheckpointError: All that are committed are damaged; all are named. The targets
-            hold rubbish.
-        CheckpointError: Anything that an older step would not help against; with a note on each
-            step that was skipped before.
+        DamagedCheckpointError: All committed steps are damaged; the message names all of them. The
+            targets hold parts of several checkpoints.
+        CheckpointError: An error against which an older step does not help, with a note on each
+            skipped step.
     """
     names = yield from _agreed_names(key, rank, world_size, run, steps, timeout_s)
     ids = {names.checkpoint_id(folder.name): folder.step for folder in names.steps}
@@ -748,16 +710,19 @@ def load_newest_rank(
 def first_that_loads(
     candidates: Iterable[C], load: Callable[[C, bool], Generator[Request, Reply, T]]
 ) -> Generator[Request, Reply, tuple[tuple[C, T] | None, list[tuple[C, CheckpointError]]]]:
-    """Returns the first candidate that loads, with what its load gave, and those passed over.
+    """Loads the first candidate that can be loaded, and returns it with its result.
 
     Args:
-        candidates: The first choice first; the same on all ranks.
-        load: From one, and whether another load failed before (see `with_time_to_join`), to this
-            rank's part in the load of it.
+        candidates: Candidates in order of preference; the same on all ranks.
+        load: Returns this rank's part in the load of a candidate. Its second argument says whether
+            another load failed before (see `with_time_to_join`).
+
+    Returns:
+        The candidate and its result, or None, and the skipped candidates with their errors.
 
     Raises:
-        CheckpointError: Anything that another candidate would not help against; with a note on
-            each that was skipped before.
+        CheckpointError: An error against which another candidate does not help, with a note on each
+            skipped one.
     """
     skipped: list[tuple[C, CheckpointError]] = []
     is_late = False
@@ -779,23 +744,22 @@ def first_that_loads(
 
 
 def with_time_to_join(options: LoadOptions) -> LoadOptions:
-    """Returns options for a try after one that failed.
+    """Returns the options for a load after one that failed.
 
-    Why: a rank that still reads what another found damaged joins the next one late.
+    *Why*: a rank that still reads what another rank found damaged joins the next load late.
     """
     return replace(options, plan_timeout_s=options.plan_timeout_s + options.read_timeout_s)
 
 
 def falls_back(error: CheckpointError) -> bool:
-    """Returns whether an older checkpoint may load where one failed with this error.
+    """Returns whether an older checkpoint may load although one failed with this error.
 
-    It may when the checkpoint is damaged or not (or no longer) there, on every rank that failed.
-    It does not help against a request that does not fit, a storage that fails, a rank that died.
-    *Why* an unsafe one is not passed over: nothing is damaged; somebody has to decide whether to
-    trust it.
+    It may if the checkpoint is damaged or missing on every rank that failed. It does not help
+    against a request that does not match, a storage that fails or a rank that died. *Why* an unsafe
+    checkpoint is not skipped: it is not damaged, and a person has to decide whether to trust it.
 
     Args:
-        error: Of the load, the same on every rank.
+        error: Error of the load, the same on every rank.
     """
     causes = [error, *(cause for cause, _ in error.failures.values())]
     return all(
@@ -807,10 +771,10 @@ def falls_back(error: CheckpointError) -> bool:
 def _agreed_names(
     key: OpKey, rank: int, world_size: int, run: Target, steps: StepRange, timeout_s: float
 ) -> Generator[Request, Reply, ListedRun]:
-    """Returns the steps to try, as rank 0 sees them.
+    """Returns the steps to try, as listed by rank 0.
 
-    *Why* one rank: the ranks look at different times, and network filesystems show different
-    machines different things.
+    *Why* one rank: the ranks list at different times, and a network filesystem may show different
+    files to different machines.
     """
 
     def listed() -> list[Any]:

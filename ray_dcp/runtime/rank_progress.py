@@ -1,9 +1,9 @@
-"""One call of the user on one rank: how far it is, whether it is to stop, and its session.
+"""One call of the user on one rank: its progress, whether it has to stop, and its session.
 
-`RankProgress` is filled by the thread that saves or loads and by the storage that it uses; the
-heartbeat sender reads it, as do events and reports. `Activity` is the call from begin to end.
-While it lasts the rank sends heartbeats. A rank that leaves it by an error before the end (Ctrl-C,
-a coordinator out of reach) fails the call on every rank instead of letting the others wait.
+The thread that saves or loads, and its storage, fill in `RankProgress`; the heartbeat sender,
+events and reports read it. `Activity` is the call from begin to end. While it lasts, the rank sends
+heartbeats. A rank that leaves it by an error before the end (Ctrl-C, a coordinator out of reach)
+fails the call on every rank, so that the others do not wait.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 
 
 class RankProgress(PhaseClock):
-    """What one rank does now, and how it came there. Safe to use from several threads.
+    """The current step of one rank, and its history. Thread-safe.
 
     Args:
-        clock: Seconds that never go back.
+        clock: Returns monotonic seconds.
 
     Attributes:
-        key: The save or load of this call, once it has begun.
-        over: That save or load has its outcome on this rank.
-        is_good: And that is no failure: what comes after it, as Ctrl-C, does not undo it.
-        stop: Asked to stop when going on is of no use: it failed elsewhere, or was cancelled.
+        key: Key of the save or load, once it has begun.
+        over: Whether the save or load has its outcome on this rank.
+        is_good: Whether that outcome is a success: a later Ctrl-C does not undo it.
+        stop: Set when continuing is useless: the operation failed elsewhere, or was cancelled.
         abandoned: Why its coordinator will never answer; None while it may.
-        attempt: Of a save, once it is planned.
-        plan: Of a save, once it is planned: see `SaveReport.plan`.
-        memory_bytes: Of a load, those of its bytes that came from the memory of the nodes.
-        reused_bytes: Of a save, those of this rank's files that were not written, by how.
+        attempt: Attempt of a save, once it is planned.
+        plan: `SaveReport.plan` of a save, once it is planned.
+        memory_bytes: Bytes of a load that came from the memory of the nodes.
+        reused_bytes: Bytes of a save's files of this rank that were not written, by how.
 
     Examples:
         >>> from ray_dcp.core.phases import WRITE
@@ -75,26 +75,26 @@ class RankProgress(PhaseClock):
         self._at: dict[object, str] = {}
 
     def names(self, key: OpKey) -> None:
-        """Notes that this call will take part in an operation."""
+        """Records that this call will take part in an operation."""
         with self._lock:
             self._first_seq = key.seq if self._first_seq is None else self._first_seq
             self._last_seq = max(self._last_seq, key.seq)
 
     def begin(self, key: OpKey) -> None:
-        """Notes that a save or load begins: the one that a rank must not leave silently."""
+        """Records that a save or load begins, which the rank must not leave silently."""
         self.key, self.stop, self.abandoned = key, Stop(), None
         self.over = self.is_good = False
         self.names(key)
 
     def renumber(self, seq: int) -> None:
-        """Notes that this call has another number: the other ranks made calls without this one."""
+        """Records the new number of this call, as the other ranks made calls without this one."""
         with self._lock:
             self._first_seq = self._last_seq = seq
             if self.key is not None:
                 self.key = replace(self.key, seq=seq)
 
     def abandon(self, error: CheckpointError) -> None:
-        """Notes that there is no coordinator any more that knows this save or load."""
+        """Records that no coordinator knows this save or load any more."""
         self.abandoned = error
         self.stop.because(error)
 
@@ -114,7 +114,7 @@ class RankProgress(PhaseClock):
 
     @contextmanager
     def at(self, key: str) -> Iterator[None]:
-        """Marks a call of the storage. Refuses to begin or to end well after `stop`."""
+        """Marks a call of the storage. Refuses to begin or to succeed after `stop`."""
         self.check(key)
         mark = object()
         self._at[mark] = key
@@ -137,12 +137,12 @@ class RankProgress(PhaseClock):
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether it may wait for another rank, and has to be notified of its failure."""
+        """Whether this rank may wait for another one, and has to be notified of its failure."""
         return self.is_working or self.step.doing == "staging"
 
     @property
     def doing(self) -> Doing:
-        """What it does now."""
+        """The progress of this call, for a heartbeat."""
         with self._lock:
             now_s = self._clock()
             return Doing(
@@ -157,12 +157,12 @@ class RankProgress(PhaseClock):
             )
 
     def overdue(self, what: str, option: str, after_s: float, rank: int) -> CheckpointError:
-        """Returns the error of this rank's own work that takes too long.
+        """Returns the error of this rank's own work that exceeds its deadline.
 
         Args:
-            what: It should have done.
-            option: With which deadline.
-            after_s: How long it was, in seconds.
+            what: What the rank had to do.
+            option: The option with the deadline.
+            after_s: The deadline, in seconds.
             rank: This rank.
         """
         doing = self.doing
@@ -182,7 +182,7 @@ class WatchedStorage(StorageWrapper):
 
     Args:
         inner: The storage.
-        progress: Of who uses it.
+        progress: Progress of the rank that uses it.
     """
 
     def __init__(self, inner: Storage, progress: RankProgress) -> None:
@@ -252,22 +252,22 @@ class _WatchedWriter:
 
 
 LEAVING_S = 10.0
-"""How long a rank that is interrupted takes to report that, in seconds."""
+"""How long an interrupted rank may take to report that, in seconds."""
 
 
 class Activity:
-    """A session for the time of one call of the user.
+    """The use of a session by one call of the user.
 
     Args:
-        session: Of this rank.
+        session: The session of this rank.
         timeout_s: `heartbeat_timeout_s` of the call, in seconds.
-        key: Of this call, if the session named it before.
+        key: Key of the call, if the session returned it before.
 
     Attributes:
-        progress: How far it is.
+        progress: Progress of the call.
         rank: This rank.
         world_size: Number of ranks of the session.
-        node: Names the node of this rank; empty for a process that is alone.
+        node: Name of this rank's node; empty for a process that is alone.
         plans: Plans of this rank's earlier saves.
         history: What this rank knows of the runs that it saved to.
 
@@ -306,10 +306,10 @@ class Activity:
         """Returns the coordinator's reply.
 
         Args:
-            request: As for the session; it is sent under the number that this call has now.
+            request: As for the session; sent with the current number of this call.
 
         Raises:
-            CheckpointError: As the session does.
+            CheckpointError: As the session raises it.
         """
         while True:
             seq = request.key.seq if self._seq is None else self._seq

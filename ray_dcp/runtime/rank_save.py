@@ -1,10 +1,9 @@
-"""What one rank does in a save (join, write, report): generators of requests that take replies.
+"""The part of one rank in a save (join, write, report): generators that yield requests.
 
-They know neither torch nor Ray: `Captured` is what a rank passes in, and `rank_load.drive`
-carries the requests. A rank joins with a fingerprint of its items where that is
-enough, else with rows; `PlanMemory` keeps its parts of the last plans, so that the next save of the
-same items needs no rows. A step that fails is reported to every rank, and does not just end the
-process.
+They depend on neither torch nor Ray: `Captured` is the rank's state, and `rank_load.drive` carries
+the requests. A rank joins with a fingerprint of its items if that suffices, else with rows.
+`PlanMemory` keeps the rank's parts of the last plans, so that the next save of the same items sends
+no rows. A step that fails is reported to every rank, instead of only ending this process.
 """
 
 from __future__ import annotations
@@ -19,7 +18,14 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from ray_dcp.commit_protocol.error_aggregation import exchanged, failure_of, located, reply_error
+from ray_dcp.commit_protocol.attempts import Fenced, Lost, Won
+from ray_dcp.commit_protocol.error_aggregation import (
+    exchanged,
+    failure_of,
+    located,
+    replaced_since,
+    reply_error,
+)
 from ray_dcp.commit_protocol.messages import (
     Exchange,
     FileReceipt,
@@ -27,7 +33,6 @@ from ray_dcp.commit_protocol.messages import (
     Refused,
     Reply,
     Request,
-    SaveAgain,
     SaveGo,
     SaveJoin,
     SaveOutcome,
@@ -37,8 +42,6 @@ from ray_dcp.commit_protocol.messages import (
     Target,
 )
 from ray_dcp.commit_protocol.planning import PlanCache
-from ray_dcp.commit_protocol.save import replaced_since
-from ray_dcp.commit_protocol.vote import Fenced, Lost, Won
 from ray_dcp.core.checksums import block_bytes_for, num_blocks
 from ray_dcp.core.columns import encode
 from ray_dcp.core.phases import CAPTURE, COMMIT, PLAN, STAGED, WRITE
@@ -58,7 +61,7 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.planning.fingerprint import fingerprint
 from ray_dcp.planning.merge import contents_of, digests_of, without_contents
 from ray_dcp.runtime.rank_progress import Activity, RankProgress, WatchedStorage
-from ray_dcp.runtime.records import republish
+from ray_dcp.runtime.standing import republish
 from ray_dcp.runtime.tasks import settle
 from ray_dcp.runtime.unchanged import RunHistory
 from ray_dcp.store.opening import open_storage
@@ -66,16 +69,16 @@ from ray_dcp.store.storage import Storage
 
 
 class Captured(Protocol):
-    """What a rank holds; `ray_dcp.torch_adapter.capture.Capture` is one."""
+    """The captured state of a rank, as in `ray_dcp.torch_adapter.capture.Capture`."""
 
     @property
     def columns(self) -> Columns:
-        """One row an item."""
+        """One row for each item."""
         ...
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the user should know."""
+        """Warnings for the user."""
         ...
 
     def source(self, row: int, /) -> memoryview:
@@ -92,9 +95,9 @@ class Remembered:
     """This rank's part of a plan.
 
     Attributes:
-        digest: Of the global plan.
-        plan: What this rank writes.
-        place: int32[k], those of the rank's digests of content that others have as well.
+        digest: Digest of the global plan.
+        plan: The files that this rank writes.
+        place: int32[k], positions of the content digests of items that other ranks hold as well.
         group: int32[k], ascending; see `ray_dcp.planning.merge`.
     """
 
@@ -109,17 +112,17 @@ class Remembered:
 
 
 PlanMemory = PlanCache[Remembered]
-"""The newest plan of each of the last fingerprints, of one rank of one session."""
+"""Plans of the last fingerprints of one rank of one session."""
 
 T = TypeVar("T")
 
 
 @contextmanager
 def naming_checkpoint(checkpoint_id: str) -> Iterator[None]:
-    """Lets errors of ours through, each with the checkpoint that it is about.
+    """Adds the checkpoint id to errors of ray_dcp that do not name one.
 
     Args:
-        checkpoint_id: Of the operation.
+        checkpoint_id: Checkpoint of the operation.
     """
     try:
         yield
@@ -134,12 +137,12 @@ def naming_checkpoint(checkpoint_id: str) -> Iterator[None]:
 def result_or_error(
     work: Callable[[], T], doing: str, rank: int
 ) -> tuple[T, None] | tuple[None, CheckpointError]:
-    """Returns what a step gives, or its error: a rank must report it, not just die.
+    """Returns the result of a step, or its error, which the rank has to report.
 
     Args:
         work: The step.
-        doing: What it does, in words.
-        rank: Who does it.
+        doing: Description of the step.
+        rank: This rank.
     """
     try:
         return work(), None
@@ -150,15 +153,15 @@ def result_or_error(
 def decided_on_rank_0(
     request: Exchange, decide: Callable[[], Any], doing: str
 ) -> Generator[Exchange, Reply, Any]:
-    """Returns what rank 0 decides, on every rank.
+    """Returns the decision of rank 0, on every rank.
 
     Args:
-        request: The exchange of this rank, with nothing in it.
-        decide: Called on rank 0 alone; gives what JSON takes.
-        doing: What it does, in words.
+        request: The exchange of this rank, with an empty outbox.
+        decide: Called on rank 0 only; returns a value that JSON can represent.
+        doing: Description of the decision, for errors.
 
     Raises:
-        CheckpointError: What it raised, or what a rank could not do: on every rank.
+        CheckpointError: `decide` raised it, or a rank failed: the same error on every rank.
     """
     if request.rank == 0:
         data, error = result_or_error(lambda: json.dumps(decide()).encode(), doing, 0)
@@ -168,12 +171,12 @@ def decided_on_rank_0(
 
 
 def reported(error: Exception, doing: str, rank: int) -> CheckpointError:
-    """Returns an error as it can be reported: with rank and traceback, and fit to be pickled.
+    """Returns an error in the form in which it is reported: with rank and traceback, and picklable.
 
     Args:
-        error: What was raised.
-        doing: During what, in words.
-        rank: Where.
+        error: The exception.
+        doing: Description of the step that raised it.
+        rank: The rank that raised it.
     """
     failure = failure_of(error)
     if failure[0] is error and isinstance(error, CheckpointError):
@@ -194,8 +197,8 @@ def reported(error: Exception, doing: str, rank: int) -> CheckpointError:
 
 
 ROWS_AT_ONCE = 64
-"""Up to so many ranks send their rows with the first join of a session, which spares a round trip.
-With more, the coordinator asks one rank of each fingerprint: most hold the same."""
+"""Up to this many ranks send their rows with the first join of a session, which saves a round trip.
+With more, the coordinator asks one rank of each fingerprint, as most ranks hold the same items."""
 
 
 logger = logging.getLogger(__name__)
@@ -205,28 +208,28 @@ Opener = Callable[[Target], Storage]
 
 @dataclass(frozen=True)
 class RankSave:
-    """The part of one rank in a save, and the steps of it."""
+    """The part of one rank in a save."""
 
     key: OpKey
-    """The operation, as it was named at first."""
+    """Key of the operation, before any renumbering."""
     _: KW_ONLY
     rank: int
     world_size: int
     target: Target
-    """Where to save."""
+    """Location of the checkpoint."""
     options: SaveOptions
     staged: bool = False
     """Whether stagers write the bytes."""
     opener: Opener = open_storage
-    """What opens the storage."""
+    """Opens the storage."""
     progress: RankProgress = field(default_factory=RankProgress)
-    """Its progress, and whether it has to stop."""
+    """Progress of this rank, and whether it has to stop."""
     memory: PlanMemory = field(default_factory=PlanMemory)
-    """Plans of earlier saves of this rank's session; this one's is added."""
+    """Plans of earlier saves of this rank's session; the plan of this save is added."""
     history: RunHistory = field(default_factory=RunHistory)
     """What this rank knows of earlier saves, for `SaveOptions(unchanged="link")`."""
     node: str = ""
-    """Names the node of this rank, where that is known."""
+    """Name of this rank's node; empty if unknown."""
     about: Mapping[str, Any] | None = None
     """`Manifest.about` of the checkpoint."""
 
@@ -234,7 +237,7 @@ class RankSave:
     def of(
         cls, activity: Activity, target: Target, options: SaveOptions, *, staged: bool = False
     ) -> RankSave:
-        """Returns the next operation of a call of the user."""
+        """Returns the part of a rank in the next operation of a user's call."""
         return cls(
             activity.next_key(),
             rank=activity.rank,
@@ -249,17 +252,19 @@ class RankSave:
         )
 
     def run(self, capture: Callable[[], Captured]) -> Generator[Request, Reply, SaveOutcome]:
-        """Returns the whole part of a rank that writes its own files.
+        """Saves, as a rank that writes its own files.
 
         Args:
-            capture: Makes the local plan; called once, at the start.
+            capture: Returns the captured state; called once, at the start.
 
         Returns:
-            A generator that ends with the outcome; its warnings are those of this rank as well.
+            A generator that returns the outcome, with this rank's warnings too.
 
         Raises:
-            CheckpointError: The save failed, on this rank or on another: the same error on all.
-            CommitUnknownError: Neither coordinator nor storage report whether it was committed.
+            CheckpointError: The save failed, on this rank or on another: the same error on all
+                ranks.
+            CommitUnknownError: Neither the coordinator nor the storage says whether it was
+                committed.
         """
         go, captured = yield from self.join(capture)
         receipt = self.write(go, captured.source, captured.deferred)
@@ -270,13 +275,14 @@ class RankSave:
     def join(
         self, capture: Callable[[], Captured]
     ) -> Generator[Request, Reply, tuple[SaveGo, Captured]]:
-        """Returns the first half: what this rank is to write, and what it captured.
+        """Joins the save; returns the files that this rank writes, and the captured state.
 
         Args:
-            capture: As for `run`. It holds the state, which may go when its bytes are staged.
+            capture: As for `run`. The captured state may be dropped once its bytes are staged.
 
         Raises:
-            CheckpointError: The save failed, on this rank or on another: the same error on all.
+            CheckpointError: The save failed, on this rank or on another: the same error on all
+                ranks.
         """
         rank, options, progress, plans = self.rank, self.options, self.progress, self.memory
         progress.begin(self.key)
@@ -311,18 +317,11 @@ class RankSave:
                 answer, error = result_or_error(again, "encoding the plan", rank)
                 join = answer or replace(join, error=error, asked=join.asked + 1)
                 reply = yield join
-            if isinstance(reply, SaveAgain):
-                progress.attempt, progress.plan = reply.attempt, reply.origin
-            if isinstance(reply, SaveAgain) and not isinstance(reply, SaveGo):
-                if known is None or reply.digest != known.digest:
-                    raise InternalError(
-                        f"expected the coordinator to send rank {rank} its part of the plan, but "
-                        f"it named one that this rank does not have. Please report this",
-                        rank=rank,
-                    )
-                reply = reply.with_plan(known.plan)
             if not isinstance(reply, SaveGo) or captured is None:
                 raise reply_error(reply, rank)
+            progress.attempt, progress.plan = reply.attempt, reply.origin
+            if reply.part is None and known is not None and reply.digest == known.digest:
+                reply = replace(reply, part=known.plan)
         if reply.groups:
             plans.put(join.fingerprint, Remembered(reply.digest, reply.plan, *reply.groups))
         if options.unchanged == "link":
@@ -333,12 +332,12 @@ class RankSave:
         return reply, captured
 
     def write(self, go: SaveGo, source: Source, deferred: Deferred) -> SaveReceipt:
-        """Writes what the plan gives to this rank; returns the receipt, which may be a failure.
+        """Writes this rank's part of the plan; returns the receipt, which may report a failure.
 
         Args:
-            go: What this rank writes.
-            source: Gives an item's bytes.
-            deferred: Gives a deferred item's bytes.
+            go: The assignment of this rank.
+            source: Returns the bytes of an item.
+            deferred: Returns the bytes of a deferred item.
         """
         progress, rank, timeout_s = self.progress, self.rank, self.options.write_timeout_s
 
@@ -371,16 +370,17 @@ class RankSave:
         request: SaveReceipt | SaveStaged,
         written: Callable[[], Sequence[FileReceipt]] = tuple,
     ) -> Generator[Request, Reply, SaveOutcome]:
-        """Returns how this rank's save ended, from the coordinator or else from the storage.
+        """Returns the outcome of the save, from the coordinator or else from the storage.
 
         Args:
-            go: What this rank was to write.
+            go: The assignment of this rank.
             request: The last request of this rank.
             written: Returns the receipts of what a stager wrote, if it is known.
 
         Raises:
             CheckpointError: The save failed.
-            CommitUnknownError: Neither coordinator nor storage report whether it was committed.
+            CommitUnknownError: Neither the coordinator nor the storage says whether it was
+                committed.
         """
         rank, progress = self.rank, self.progress
         # Why: the rank of a stager can't distinguish its writing from the commit.
@@ -413,7 +413,7 @@ class RankSave:
         return outcome
 
     def _settled(self, go: SaveGo, unanswered: CheckpointError) -> SaveOutcome:
-        """Returns the outcome that the storage knows, when the coordinator does not answer."""
+        """Returns the outcome by the records on storage, when the coordinator does not answer."""
         unanswered = located(unanswered, self.target.url)
         timeout_s = self.options.commit_timeout_s
 
@@ -475,7 +475,7 @@ class RankSave:
 def _first(
     join: SaveJoin, columns: Columns, memory: PlanMemory
 ) -> tuple[SaveJoin, Remembered | None]:
-    """Returns the join, and the part of an earlier plan that it names."""
+    """Returns the first join, and the part of an earlier plan that it refers to."""
     options = join.options
     name = fingerprint(
         columns,
@@ -493,7 +493,7 @@ def _first(
 
 
 def _written(go: SaveGo, outcome: SaveOutcome) -> int:
-    """Returns how much a stager wrote for a rank, which nobody reports to it."""
+    """Returns the number of bytes that a stager wrote for a rank, which nobody reports to it."""
     record = decode_record(outcome.manifest) if outcome.manifest else None
     files = record.files if isinstance(record, Manifest) else None
     # Why the plan's, without objects and checksums: the manifest is so long that nobody gets it.

@@ -1,12 +1,13 @@
 """Ray's calls for a process that is connected: none starts a Ray, or outlasts one.
 
 *Why*: Ray's public calls start a new cluster in a process that has none. A thread that follows a
-save would do so when another thread shuts Ray down between its check and its call, and then wait
-for ever for an answer that the new cluster can't have. These raise `RaySystemError` instead.
+save would do so if another thread shut Ray down between its check and its call, and then wait for
+ever for an answer that the new cluster can't have. These functions raise `RaySystemError` instead.
 
-*Why* a count of the threads inside: Ray ends the whole process, by `_exit(1)`, when a thread is
-in its core worker while `ray.shutdown` takes it down. So `ray.shutdown` waits until no thread of
-this package is (`ray_private.survive_shutdown`), and none stays longer than `SLICE_S` to wait.
+*Why* the threads inside are counted: Ray ends the whole process, by `_exit(1)`, if a thread is in
+its core worker while `ray.shutdown` takes that down. Therefore `ray.shutdown` waits until no thread
+of this package is inside (`ray_private.survive_shutdown`), and none waits inside for longer than
+`SLICE_S`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ import ray
 __all__ = ["get", "get_actor", "inside", "kill", "nodes", "put", "wait", "wait_until_left"]
 
 SLICE_S = 0.1
-"""Seconds that a thread which waits for an answer stays inside Ray at most; so much longer may
-`ray.shutdown` take."""
+"""Longest time that a waiting thread stays inside Ray, in seconds; `ray.shutdown` may take so much
+longer."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +43,11 @@ _wait = inspect.unwrap(ray.wait)
 
 _changed = threading.Condition()
 _threads: Counter[threading.Thread] = Counter()
-"""Which threads are inside, and how often. Changed under `_changed`."""
+"""The threads that are inside, and how often. Changed under `_changed`."""
 
 
 def _begin_anew() -> None:
-    """Begins anew in a child that was forked: the threads are not here."""
+    """Resets a forked child, in which the threads do not exist."""
     global _changed
     _changed = threading.Condition()
     _threads.clear()
@@ -57,9 +58,9 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 @contextmanager
 def inside() -> Iterator[None]:
-    """Makes `ray.shutdown` wait for what this thread does here.
+    """Makes `ray.shutdown` wait until this thread leaves the context.
 
-    *Careful*: not around `wait` or `get`, which would come out no more between their slices.
+    *Careful*: not around `wait` or `get`, which would not leave it between their slices.
     """
     me = threading.current_thread()
     with _changed:
@@ -75,9 +76,9 @@ def inside() -> Iterator[None]:
 
 
 def wait_until_left(timeout_s: float) -> bool:
-    """Returns whether no thread but this one is inside, once that is so or time is over.
+    """Waits until no other thread is inside; returns False if the time passes before.
 
-    *Why* not this one: a signal handler may shut Ray down while its thread waits for an answer.
+    *Why* no other: a signal handler may shut Ray down while its own thread waits for an answer.
     """
     me = threading.current_thread()
     with _changed:
@@ -85,7 +86,7 @@ def wait_until_left(timeout_s: float) -> bool:
 
 
 def get(refs: Any, timeout: float | None = None) -> Any:
-    """Returns what `ray.get` does."""
+    """Does the same as `ray.get`."""
     end_s = _end_s(timeout)
     several = [refs] if isinstance(refs, ray.ObjectRef) else list(dict.fromkeys(refs))
     if several:
@@ -100,7 +101,7 @@ def get(refs: Any, timeout: float | None = None) -> Any:
 def wait(
     refs: Sequence[Any], *, num_returns: int = 1, timeout: float | None = None
 ) -> tuple[list[Any], list[Any]]:
-    """Returns what `ray.wait` does; a value counts as soon as it is on any node."""
+    """Does the same as `ray.wait`; a value counts as soon as it is on any node."""
     end_s = _end_s(timeout)
     while True:
         left_s = max(0.0, end_s - time.monotonic())
@@ -117,19 +118,19 @@ def _end_s(timeout: float | None) -> float:
 
 
 def put(value: Any) -> Any:
-    """Returns what `ray.put` does."""
+    """Does the same as `ray.put`."""
     with inside():
         return _put(value)
 
 
 def get_actor(name: str, namespace: str | None = None) -> Any:
-    """Returns what `ray.get_actor` does."""
+    """Does the same as `ray.get_actor`."""
     with inside():
         return _get_actor(name, namespace)
 
 
 def kill(actor: Any, *, no_restart: bool = True) -> None:
-    """Does what `ray.kill` does."""
+    """Does the same as `ray.kill`."""
     with inside():
         _kill(actor, no_restart=no_restart)
 
@@ -137,18 +138,18 @@ def kill(actor: Any, *, no_restart: bool = True) -> None:
 def run_for_ever(
     work: Coroutine[Any, Any, None], actor: Any, *, no_restart: bool
 ) -> asyncio.Task[None]:
-    """Runs an endless task of an actor, which ends with it.
+    """Runs an endless task of an actor; the actor ends if the task does.
 
-    *Why*: an actor that goes on without its watch looks healthy, and misses whatever that would
-    have seen. Its users notice its death at once.
+    *Why*: an actor that continues without its watch looks healthy, and misses what the watch would
+    have detected. Its users notice its death at once.
 
     Args:
-        work: Does not return. Its event loop is the one that runs.
+        work: A coroutine that does not return.
         actor: Handle of the actor itself.
-        no_restart: Whether it stays dead.
+        no_restart: Whether the actor stays dead.
 
     Returns:
-        The task; whoever starts it keeps it, as the event loop does not.
+        The task; the caller keeps it, as the event loop does not.
     """
 
     def ended(task: asyncio.Task[None]) -> None:
@@ -165,7 +166,7 @@ def run_for_ever(
 
 
 def nodes() -> list[dict[str, Any]]:
-    """Returns what `ray.nodes` does."""
+    """Does the same as `ray.nodes`."""
     with inside():
         found: list[dict[str, Any]] = _nodes()
         return found

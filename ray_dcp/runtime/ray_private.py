@@ -1,7 +1,7 @@
-"""The one module that uses what Ray keeps private: store, tables, settings.
+"""The only module that uses private parts of Ray: its key-value store, tables and settings.
 
-Checked with the Ray versions of `TESTED`. When a private name is gone, the error names it and which
-Ray to use; nothing else of the runtime depends on Ray's internals.
+Checked with the Ray versions of `TESTED`. If a private name is missing, the error names it and the
+Ray to install; the rest of the runtime does not depend on Ray's internals.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Caller:
-    """A rank's process for Ray: by it Ray reports later whether it still lives."""
+    """A rank's process for Ray, by which Ray later reports whether it lives."""
 
     kind: Literal["actor", "job"]
     id: str
@@ -47,7 +47,7 @@ class Caller:
 
 
 def _private(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Makes a use of private names raise an error with the Ray to use where these are gone."""
+    """Makes a function raise an error that names the Ray to install, if a name is missing."""
 
     def checked(use: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(use)
@@ -67,7 +67,7 @@ def _private(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 class _Asked(threading.local):
-    """Whether Ray's calls of this thread must not start a cluster."""
+    """Whether calls of Ray in this thread must not start a cluster."""
 
     now = False
 
@@ -79,9 +79,9 @@ _asked = _Asked()
 def starting_no_ray() -> Iterator[None]:
     """Makes `remote` raise `RaySystemError` in this thread while the process has no Ray.
 
-    *Why*: Ray's own joins the newest cluster of the machine then, or starts one, without being
-    asked. A thread that follows a save would, when another thread shuts Ray down between its look
-    and its call, and then wait for an answer that no other cluster can give.
+    *Why*: Ray's own function would join the newest cluster of the machine, or start one. A thread
+    that follows a save would do so if another thread shut Ray down between its check and its call,
+    and then wait for an answer that no other cluster can give.
     """
     _ask_before_init()
     before, _asked.now = _asked.now, True
@@ -106,25 +106,25 @@ def _ask_before_init() -> None:
 
 
 CALLS_END_S = 10.0
-"""Seconds that `ray.shutdown` waits at most until no thread is in `ray_calls` any more. None needs
-so long but one that Ray itself keeps waiting, for a large value or a control store that hangs."""
+"""Longest time that `ray.shutdown` waits until no thread is in `ray_calls`, in seconds. Only a call
+that Ray itself delays needs so long, for a large value or a control store that hangs."""
 
 
 @functools.cache
 @_private("a shutdown that waits for calls")
 def survive_shutdown() -> None:
-    """Makes `ray.shutdown`, and Ray's own at exit, end no process whose threads still use Ray.
+    """Prevents `ray.shutdown`, and Ray's own at exit, from ending a process whose threads use Ray.
 
-    Problem: (1) a thread waits for an answer, as while it follows a save; (2) another one calls
-    `ray.shutdown`, which wakes it; (3) it drops its refs, or calls again; (4) Ray finds its core
-    worker gone and ends the process, by `_exit(1)`.
+    Problem: (1) a thread waits for an answer, for example while it follows a save; (2) another one
+    calls `ray.shutdown`, which wakes it; (3) it drops its references, or calls again; (4) Ray finds
+    its core worker gone and ends the process, by `_exit(1)`.
 
     Design: between Ray's mark that it is disconnected and the end of its core worker, that one is
-    replaced by one that refuses, which Ray's refs take in silence, and the threads that are
+    replaced by one that refuses calls, which Ray's references accept silently, and the threads
     inside are waited for. This holds for threads of the user as well, unless they wait inside.
 
     Rejected: to replace `ray.shutdown`, which Ray has registered at exit, and others may have
-    imported, before.
+    imported before.
     """
     from ray._private import worker
 
@@ -141,17 +141,17 @@ def survive_shutdown() -> None:
 
 
 class _EndedCoreWorker:
-    """Stands for Ray's core worker while that one ends.
+    """Replaces Ray's core worker while that one ends.
 
     Args:
-        core_worker: Ray's.
+        core_worker: Ray's core worker.
     """
 
     def __init__(self, core_worker: Any) -> None:
         self._core_worker = core_worker
 
     def shutdown_driver(self) -> None:
-        """Ends it: what `ray.shutdown` calls next."""
+        """Ends the core worker; `ray.shutdown` calls it next."""
         self._core_worker.shutdown_driver()
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -160,7 +160,7 @@ class _EndedCoreWorker:
 
 @_private("the internal key-value store")
 def _control_store(what: str, *arguments: Any) -> Any:
-    """Returns what a call of Ray's internal key-value store gives, in our namespace of it."""
+    """Returns the result of a call of Ray's internal key-value store, in ray_dcp's namespace."""
     from ray.experimental import internal_kv
 
     call = getattr(internal_kv, f"_internal_kv_{what}")
@@ -168,10 +168,10 @@ def _control_store(what: str, *arguments: Any) -> Any:
 
 
 def next_epoch(name: str) -> int:
-    """Returns 1 more than the last time it was asked for this name, in this cluster.
+    """Returns 1 more than the last call for this name in this cluster returned.
 
-    It survives the process that asks: the number lives in Ray's control store. Only one process
-    may ask for a name at a time (the actor of that name).
+    The number lives in Ray's control store, and survives the calling process. Only one process may
+    call it for a name at a time (the actor of that name).
     """
     epoch = int(recall(f"epoch:{name}") or 0) + 1
     remember(f"epoch:{name}", str(epoch))
@@ -179,10 +179,7 @@ def next_epoch(name: str) -> int:
 
 
 def remember(name: str, text: str) -> None:
-    """Keeps a small text under a name, in this cluster; an empty one removes it.
-
-    Like the epoch it survives the process.
-    """
+    """Stores a text under a name, in this cluster; an empty text removes it."""
     if text:
         _control_store("put", name, text.encode(), True)
     else:
@@ -190,18 +187,18 @@ def remember(name: str, text: str) -> None:
 
 
 def recall(name: str) -> str:
-    """Returns what `remember` was given last for a name; empty when there is nothing."""
+    """Returns the last text that `remember` stored under a name; empty if there is none."""
     return (_control_store("get", name) or b"").decode()
 
 
 def names_from(prefix: str) -> list[str]:
-    """Returns the names that begin so and under which something is kept by `remember`."""
+    """Returns the stored names with a prefix."""
     found = _control_store("list", prefix)
     return [name.decode() if isinstance(name, bytes) else name for name in found]
 
 
 def this_caller(pid: int) -> Caller:
-    """Returns who this process is for Ray."""
+    """Returns this process, as Ray identifies it."""
     context = ray.get_runtime_context()
     actor = context.get_actor_id()
     if actor is not None:
@@ -209,16 +206,8 @@ def this_caller(pid: int) -> Caller:
     return Caller("job", context.get_job_id(), pid, platform.node())
 
 
-@_private("the kind of a process")
-def is_worker() -> bool:
-    """Returns whether Ray started this process, for an actor or a task: it is no driver."""
-    from ray._private import worker
-
-    return bool(worker.global_worker.mode == worker.WORKER_MODE)
-
-
 def this_connection() -> tuple[str, str] | None:
-    """Returns what identifies this process's connection to a Ray; None without one."""
+    """Returns the identity of this process's connection to a Ray; None without one."""
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
@@ -233,10 +222,10 @@ class Life:
     """An actor in Ray's tables."""
 
     num_restarts: int = -1
-    """How often it was started anew; -1 when it is dead for good, or not known. Rises within
+    """Number of restarts; -1 if the actor is dead for good, or unknown. Increases within
     milliseconds after its process has ended, long before the next one answers."""
     is_running: bool = False
-    """Its process is up, and not just being started."""
+    """Whether its process runs, and is not just being started."""
 
 
 @_private("the table of actors")
@@ -262,10 +251,9 @@ def id_of(actor: Any) -> str:
 
 @_private("the tables of jobs and actors")
 def gone(callers: Iterable[Caller]) -> set[Caller]:
-    """Returns those of the callers whose process has ended.
+    """Returns the callers whose process has ended.
 
-    Blocks for about a millisecond each, in an actor for an actor. One that Ray does not know is
-    not gone.
+    Blocks for about a millisecond for each. A caller that Ray does not know has not ended.
     """
     from ray._private import state
 
@@ -290,7 +278,7 @@ def _actor_ended(state: Any, caller: Caller) -> bool:
 
 @contextmanager
 def signal_handlers_kept() -> Iterator[None]:
-    """Undoes what `ray.init` does to the handler of SIGTERM: it belongs to the training script."""
+    """Restores the handler of SIGTERM, which `ray.init` replaces, for the training script."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -303,7 +291,7 @@ def signal_handlers_kept() -> Iterator[None]:
 
 
 def train_ranks() -> tuple[int, int, str] | None:
-    """Returns (rank, world size, experiment) inside a Ray Train worker; None elsewhere."""
+    """Returns (rank, world size, experiment) in a Ray Train worker, and None elsewhere."""
     if "ray.train" not in sys.modules or ray.get_runtime_context().get_actor_id() is None:
         return None
     from ray.train import get_context

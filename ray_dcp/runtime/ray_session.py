@@ -1,28 +1,261 @@
-"""`RaySession`: the session of a rank that is connected to a Ray; its coordinator is an actor."""
+"""`RaySession`: the session of a rank that is connected to a Ray; its coordinator is an actor.
+
+`attach` and `attach_named` connect this process to a Ray that the user named, and never to one that
+happens to run on this machine. They restore what `ray.init` changes in the process (signal
+handlers, logging). `RayHeartbeatSender` sends heartbeats to the actor, which Ray may restart.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+import ray
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
+
 from ray_dcp.commit_protocol.error_aggregation import name_ranks
-from ray_dcp.commit_protocol.liveness import LONG_WAIT_S
+from ray_dcp.commit_protocol.liveness import LONG_WAIT_S, Heartbeat, HeartbeatAck
 from ray_dcp.commit_protocol.messages import Reply, Request
 from ray_dcp.core.checks import check_above_0
-from ray_dcp.errors import CheckpointError, DeadlineError
-from ray_dcp.runtime import ray_private
-from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE
+from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError, ParticipantError
+from ray_dcp.runtime import ray_calls, ray_private
+from ray_dcp.runtime.actor_names import (
+    LEASE_S,
+    NAMESPACE,
+    coordinator_name,
+    named_address,
+    pulse_name,
+)
 from ray_dcp.runtime.coordinator import coordinator_of
 from ray_dcp.runtime.coordinator_call import call_actor
 from ray_dcp.runtime.gatherer import GatheredCalls
-from ray_dcp.runtime.process_group import announce_connect
-from ray_dcp.runtime.ray_heartbeat import RayHeartbeatSender
-from ray_dcp.runtime.session import MARGIN_S, Connection, Session, sessions
+from ray_dcp.runtime.heartbeat import HeartbeatSender
+from ray_dcp.runtime.session import MARGIN_S, Connection, Session, announce_connect, sessions
 from ray_dcp.runtime.staging import RankStaging
 from ray_dcp.stage.values import StagerOptions
+
+PROBE_S = 10.0
+"""How long a cluster's control store may take to accept a connection, in seconds."""
+
+
+def attached_address() -> str | None:
+    """Returns the address of the cluster that this process is connected to, or None."""
+    if not ray.is_initialized():
+        return None
+    address: str = ray.get_runtime_context().gcs_address
+    return address
+
+
+def attach_named(address: str | None) -> str | None:
+    """Connects to the cluster that was named, and returns its address.
+
+    Args:
+        address: The caller's argument; if None, `RAY_ADDRESS` applies.
+
+    Returns:
+        None if no cluster was named and this process is not connected to one.
+
+    Raises:
+        InvalidRequestError: The process is already connected to another cluster.
+        ParticipantError: The cluster can't be reached.
+    """
+    connected = attached_address()
+    if connected is not None:
+        if address not in (None, "auto", connected):
+            raise InvalidRequestError(
+                f"Expected this process to use the Ray at {address}, but it is connected to the "
+                f"one at {connected}. Leave the address out, or call ray.shutdown() first",
+                key="address",
+            )
+        return connected
+    named = address or named_address()
+    if named is None:
+        return None
+    _init(named)
+    return attached_address()
+
+
+def num_free_cpus() -> int:
+    """Returns the number of CPUs that nobody uses now in the cluster of this process."""
+    return int(ray.available_resources().get("CPU", 0))
+
+
+def attach(address: str) -> None:
+    """Connects to the Ray that the job's first rank named.
+
+    Args:
+        address: `host:port` of the cluster's control store.
+
+    Raises:
+        ParticipantError: This process is connected to another Ray, or can't reach this one.
+    """
+    connected = attached_address()
+    if connected == address:
+        return
+    if connected is not None:
+        raise ParticipantError(
+            f"Expected all ranks in one Ray, but the group's first rank is in the one at "
+            f"{address} and this process in the one at {connected}. Connect every "
+            f"rank to the same cluster (ray.init(address=...)), or none"
+        )
+    _init(address)
+
+
+def _init(address: str) -> None:
+    try:
+        with ray_private.signal_handlers_kept():
+            _probe(address)
+            ray.init(
+                address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False
+            )
+    except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise ParticipantError(
+            f"Expected a Ray cluster at {address}, but connecting gave {type(error).__name__}: "
+            f"{error}. Start it, or correct the address (argument or RAY_ADDRESS)"
+        ) from error
+
+
+def _probe(address: str) -> None:
+    """Raises `OSError` if nothing listens at `host:port`; Ray itself retries for many minutes."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if port.isdigit():  # else a word that only Ray knows, such as "auto"
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
+
+
+KILL_S = 15.0
+"""How long a process that is being killed may take to end, in seconds, before it counts as frozen
+again: Ray asks it first, and a stopped process does not answer."""
+
+
+class RayHeartbeatSender(HeartbeatSender):
+    """Sends heartbeats to an actor; has Ray replace one that is frozen.
+
+    Args:
+        reach: Returns the coordinator's handle; its argument requests a fresh one.
+        session: Name of the session.
+        rank: This rank.
+        who: Description of the coordinator, for errors.
+        actor: Name from which the coordinator's actor name is derived.
+    """
+
+    def __init__(
+        self, reach: Callable[[bool], Any], session: str, rank: int, who: str, actor: str = ""
+    ) -> None:
+        self._reach = reach
+        self._pulse_name = pulse_name(coordinator_name(actor))
+        self._num_restarts: int | None = None
+        """Of the coordinator, when it was seen last."""
+        self._killed_s, self._killed_restarts = float("-inf"), 0
+        super().__init__(session, rank, who)
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._fresh = False
+        self._actor_id = ""
+        self._pulse: str | None = None
+
+    @property
+    def _is_up(self) -> bool:
+        return bool(ray.is_initialized())
+
+    @ray_private.starting_no_ray()
+    def _send_all(self) -> None:
+        super()._send_all()
+
+    def _send(self, beat: Heartbeat) -> Any:
+        actor = self._reach(self._fresh)
+        self._fresh, self._actor_id = False, ray_private.id_of(actor)
+        with ray_calls.inside():
+            return actor.beat.remote(beat)
+
+    def _answered(self, wait_s: float) -> list[Any]:
+        done, _ = ray_calls.wait([*self._sent], num_returns=1, timeout=wait_s)
+        return done
+
+    def _ack_of(self, ref: Any) -> HeartbeatAck | None:
+        try:
+            ack: HeartbeatAck = ray_calls.get(ref)
+        except RayTaskError:
+            raise  # it lives, and has an error of its own
+        except RayError as error:
+            self._fresh = isinstance(error, ActorDiedError)
+            return None
+        self._pulse, self._num_restarts = None, ack.num_restarts
+        return ack
+
+    # The coordinator's end
+
+    def _is_gone(self) -> bool:
+        """Returns whether the incarnation that answered last has ended, by Ray's tables."""
+        heard = self._ack
+        if heard is None:
+            return False
+        try:
+            return ray_private.life_of(heard.actor_id).num_restarts != heard.num_restarts
+        except (CheckpointError, RayError):
+            return False
+
+    def _last_pulse(self) -> str | None:
+        """Returns what the coordinator last wrote to the control store; None if unknown."""
+        with suppress(CheckpointError, RayError):
+            return ray_private.recall(self._pulse_name) or None
+        return None
+
+    def _replace(self, num_restarts: int) -> None:
+        """Has Ray kill the frozen incarnation, and start the next one.
+
+        *Why*: all saves of this session would fail until somebody killed it by hand. If it thaws
+        meanwhile, that does no harm: the next incarnation has a higher epoch.
+        """
+        with suppress(CheckpointError, RayError, ValueError):
+            if not self._is_gone():
+                ray_calls.kill(self._reach(False), no_restart=False)
+                self._killed_s, self._killed_restarts = time.monotonic(), num_restarts
+
+    @property
+    def _is_being_replaced(self) -> bool:
+        return time.monotonic() < self._killed_s + KILL_S
+
+    def _check_coordinator(self, timeout_s: float) -> None:
+        now_s, silent_s = self._clock(), self._silent_s
+        if self._pulse is None and silent_s > timeout_s / 2:
+            self._pulse = self._last_pulse()
+        if silent_s <= timeout_s:
+            return
+        heard, life = self._ack, ray_private.life_of(self._actor_id)
+        before, self._num_restarts = self._num_restarts, life.num_restarts
+        ends = heard is not None and heard.num_restarts == life.num_restarts
+        is_killed = self._is_being_replaced and life.num_restarts == self._killed_restarts
+        # Why the second: the heartbeats without an answer were sent to the one before.
+        late = (is_killed and heard is None) or before not in (None, life.num_restarts)
+        if late or not (life.is_running or ends):
+            # Why: one that is being started, or started anew, is late and not frozen. One that
+            # has answered and is just being ended, as another rank found it frozen, is.
+            self._sent = {ref: (now_s, beat) for ref, (_, beat) in self._sent.items()}
+            return
+        # Why: one that this rank alone can't reach works for all others.
+        lives = self._pulse is not None and self._last_pulse() not in (None, self._pulse)
+        if self._frozen is None and not lives:
+            self._replace(life.num_restarts)
+        if lives:
+            why = (
+                f"it lives, as Ray's control store says: rank {self._rank} can't reach it. Look at "
+                f"the network between the two nodes, and call again"
+            )
+        else:
+            why = (
+                "its process is frozen (stopped, swapped out, or a thread holds the GIL). Another "
+                "takes its place: call again; raise heartbeat_timeout_s if such pauses are normal"
+            )
+        self._frozen = self._silent(silent_s, why)
+        self._abandon(self._frozen)
+
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +263,12 @@ logger = logging.getLogger(__name__)
 class RaySession(Session):
     """A session over an actor of the Ray that this process is connected to.
 
-    It owns nothing but its place.
-
     Args:
         name: As for `Session`.
-        rank: As there.
-        world_size: As there.
-        actor: What the coordinator is called after; the session's name by default.
+        rank: As for `Session`.
+        world_size: As for `Session`.
+        actor: Name from which the coordinator's actor name is derived; by default, the session's
+            name.
         namespace: Ray namespace of the coordinator.
         lease_s: How long an unused coordinator stays, in seconds.
     """
@@ -74,10 +306,10 @@ class RaySession(Session):
         self._gathered = GatheredCalls(rank, world_size, self._actor, namespace, lease_s)
 
     def staging(self, options: StagerOptions | None = None) -> RankStaging:
-        """Returns this rank's place at its node's stager, made on first use.
+        """Returns this rank's connection to its node's stager, created on first use.
 
         Args:
-            options: For a stager that is made now.
+            options: Options of a stager that is created now.
 
         Raises:
             ParticipantError: No stager starts.
@@ -108,14 +340,14 @@ class RaySession(Session):
         self._ask("register", self.name, self.rank, self._caller, timeout_s=MARGIN_S)
 
     def enter(self, token: str, timeout_s: float) -> str:
-        """Returns the generation on which this rank and all others of the name agree.
+        """Returns the generation on which all ranks of this name agree.
 
         Args:
-            token: Tells this process from an earlier one of the same rank.
-            timeout_s: How long to wait for the others, in seconds.
+            token: Distinguishes this process from an earlier one of the same rank.
+            timeout_s: How long to wait for the other ranks, in seconds.
 
         Raises:
-            DeadlineError: Some rank did not come in time; the message names them.
+            DeadlineError: Some ranks did not come in time; the message names them.
             RankDisagreementError: The ranks differ about their number.
         """
         answer = self._enter(token, min(timeout_s, LONG_WAIT_S))

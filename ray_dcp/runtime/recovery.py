@@ -1,11 +1,12 @@
-"""Recovery of asynchronous saves from lost coordinators; which stagers are lost.
+"""Recovery of asynchronous saves from a lost coordinator, and detection of lost stagers.
 
-`StagedPlans`: Ray's control store keeps the plans of a coordinator's asynchronous saves, of many
-rows about a byte each, and the next coordinator goes on with them. A rank gets its `Ack`, and its
-handle is staged, only when the control store has the plan and names the rank's stager. Storage
-overrules a plan: the commit is the same vote as ever.
+`StagedPlans`: Ray's control store keeps the plans of a coordinator's asynchronous saves, with about
+a byte for each row, and the next coordinator resumes them. A rank gets its `Ack`, and its handle is
+staged, only when the control store has the plan and names the rank's stager. The storage overrules
+a plan: the commit is the same vote as ever.
 
-`StagerWatch` asks the stagers that hold bytes of a save whether they live: which died or froze.
+`StagerWatch` asks the stagers that hold bytes of a save whether they live, and marks those lost
+that died or froze.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import logging
 import pickle
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,12 +28,12 @@ from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.commit_protocol.messages import OpKey, PartsHeld, PartsWritten, Request
 from ray_dcp.errors import CheckpointError
 from ray_dcp.runtime import ray_calls, ray_private
-from ray_dcp.stage.values import StageProgress, StageReport
+from ray_dcp.stage.values import StageReport
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-"""How often stagers are asked, in seconds."""
+"""Interval at which stagers are asked, in seconds."""
 
 
 @dataclass
@@ -46,11 +47,12 @@ class StagerWatch:
     """Asks each stager of an active save whether it lives. Used in the event loop's thread.
 
     Args:
-        coordination: Gets the losses.
-        carry_out: Does what it commands.
+        coordination: Receives the losses.
+        carry_out: Executes its commands.
         namespace: Ray namespace of the stagers.
-        lost: Called for each stager that is lost, before `coordination` is.
-        clock: Seconds in which this process could listen (`liveness.AwakeClock`).
+        lost: Called for each lost stager, before `coordination` receives the loss.
+        clock: Returns the seconds in which this process could receive messages
+            (`liveness.AwakeClock`).
     """
 
     def __init__(
@@ -70,13 +72,13 @@ class StagerWatch:
         self._lost: set[str] = set()
 
     async def watch(self) -> None:
-        """Looks for ever."""
+        """Watches until the process ends."""
         while True:
             await self.look()
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:
-        """Looks once at all stagers that are needed now."""
+        """Asks all stagers that are needed now, once."""
         now_s = self._clock()
         needed = self._coordination.stagers()
         self._lost &= needed.keys()
@@ -135,10 +137,10 @@ class StagerWatch:
 
 
 def parts_written(report: StageReport) -> PartsWritten:
-    """Returns a stager's report as the protocol's message.
+    """Returns a stager's report as a message of the protocol.
 
     Args:
-        report: Of one file, by the stager.
+        report: The stager's report of one file.
     """
     key, epoch = report.key.save
     files = () if report.receipt is None else (report.receipt,)
@@ -147,34 +149,32 @@ def parts_written(report: StageReport) -> PartsWritten:
 
 @dataclass
 class _Saved:
-    """One save: its plan, and who holds its bytes."""
+    """One save: its plan, and the stagers that hold its bytes."""
 
     plan: str
-    """As the control store has it."""
+    """`StagedPlan`, pickled, in base64."""
     silent_s: float
-    """Silence after which a stager counts as lost, in seconds."""
+    """Silence, in seconds, after which a stager counts as lost."""
     holders: list[str] = field(default_factory=list)
-    registered: str = ""
-    """Them, as the control store has them."""
-    is_kept: bool = False
-    """The control store has the plan."""
-    taken_up: tuple[int, str] | None = None
-    """Epoch and attempt, where an earlier coordinator had planned it."""
+    kept: int = 0
+    """Number of holders that the control store has, with the plan; 0 before it has either."""
+    resumed: tuple[int, str] | None = None
+    """Epoch and attempt, if an earlier coordinator planned the save."""
     unasked: list[str] = field(default_factory=list)
-    """Who is to be asked for its reports to the earlier one."""
+    """Stagers that have to repeat their reports to the earlier coordinator."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class StagedPlans:
-    """The plans of a coordinator's asynchronous saves. Used in the event loop's thread.
+    """The plans of a coordinator's asynchronous saves, kept in Ray's control store.
 
-    *Invariant*: where the control store has a plan it has the holders of the save as well, so that
-    who looks for these finds it, to take it up or to remove it.
+    The control store has one entry for each save: its plan, and the stagers that hold its bytes.
+    Used in the event loop's thread.
 
     Args:
         actor: Name of the coordinator.
-        coordination: What knows the plans, and takes them up.
-        carry_out: Does what it commands.
+        coordination: Supplies the plans, and resumes them.
+        carry_out: Executes its commands.
         namespace: Ray namespace of the stagers.
     """
 
@@ -193,7 +193,7 @@ class StagedPlans:
         self._turn = asyncio.Lock()
 
     def note(self, held: PartsHeld) -> bool:
-        """Notes that a stager holds bytes of a save; returns whether `keep` has to be called."""
+        """Records that a stager holds bytes of a save; returns whether `keep` has to be called."""
         saved = self._saved.get(held.key)
         if saved is None:
             planned = self._coordination.staged_plan(held.key)
@@ -206,64 +206,63 @@ class StagedPlans:
         if held.stager in saved.holders:
             return False
         saved.holders.append(held.stager)
-        if saved.taken_up is not None:
+        if saved.resumed is not None:
             saved.unasked.append(held.stager)
         return True
 
     async def hold(self, held: PartsHeld) -> None:
-        """Returns when another coordinator would find the plan, and would ask this one's stager.
+        """Returns when another coordinator would find the plan and ask the stager.
 
-        Where the control store takes neither that is a warning.
+        If the control store accepts neither, a warning is logged.
         """
         self.note(held)
         saved = self._saved.get(held.key)
         if saved is not None:
             async with saved.turn:
-                await self._register(held.key, saved)
+                await self._keep(held.key, saved)
 
     def lost(self, stager: str) -> None:
-        """Notes that a stager is lost: it is not asked any more."""
+        """Records that a stager is lost: it is not asked any more."""
         for saved in self._saved.values():
             saved.unasked = [one for one in saved.unasked if one != stager]
 
     @property
     def is_busy(self) -> bool:
-        """Whether `keep` is at work, or has nothing to do."""
+        """Whether `keep` is running, or has nothing to do."""
         return self._turn.locked() or not self._saved
 
     async def keep(self) -> None:
-        """Puts plans and names where the next coordinator finds them; forgets what is over."""
+        """Stores plans and holders for the next coordinator; removes those of ended saves."""
         async with self._turn:
             for key, saved in list(self._saved.items()):
                 async with saved.turn:
                     if key not in self._coordination.active:
-                        await self._forget(key)
+                        del self._saved[key]
+                        with suppress(CheckpointError, RayError):
+                            await asyncio.to_thread(ray_private.remember, self._name(key), "")
                         continue
                     await self._ask_stagers(key, saved)
-                    await self._register(key, saved)
+                    await self._keep(key, saved)
 
     async def resume(self) -> None:
-        """Takes up what an earlier coordinator of this name had planned and not ended."""
+        """Resumes the saves that an earlier coordinator of this name planned and did not end."""
         for name in await asyncio.to_thread(ray_private.names_from, self._prefix):
             if not name[len(self._prefix) :].partition(":")[0].isdigit():
                 continue  # of a coordinator whose name begins with this one's
             try:
                 await self._resume(name)
             except (CheckpointError, RayError) as error:
-                logger.warning("A staged save was not taken up after a restart: %r", error)
+                logger.warning("A staged save was not resumed after a restart: %r", error)
 
-    async def _register(self, key: OpKey, saved: _Saved) -> None:
-        """Makes sure that the control store has the plan, and knows all who hold bytes."""
-        text = json.dumps(saved.holders)
-        if key not in self._coordination.active or (saved.is_kept and text == saved.registered):
+    async def _keep(self, key: OpKey, saved: _Saved) -> None:
+        """Stores the plan and all holders, unless the control store has them."""
+        number = len(saved.holders)
+        if key not in self._coordination.active or saved.kept == number:
             return
-        name = self._name(key)
+        text = json.dumps([saved.plan, *saved.holders])
         try:
-            await asyncio.to_thread(ray_private.remember, name, text)
-            saved.registered = text
-            if not saved.is_kept:
-                await asyncio.to_thread(ray_private.remember, _plan_of(name), saved.plan)
-                saved.is_kept = True
+            await asyncio.to_thread(ray_private.remember, self._name(key), text)
+            saved.kept = number
         except (CheckpointError, RayError) as error:
             logger.warning(
                 "Operation %d of session %s is lost if its coordinator dies: Ray's control store "
@@ -273,36 +272,25 @@ class StagedPlans:
                 error,
             )
 
-    async def _forget(self, key: OpKey) -> None:
-        del self._saved[key]
-        with suppress(CheckpointError, RayError):
-            await self._remove(self._name(key))
-
-    async def _remove(self, name: str) -> None:
-        for one in (_plan_of(name), name):
-            await asyncio.to_thread(ray_private.remember, one, "")
-
     async def _resume(self, name: str) -> None:
         text = await asyncio.to_thread(ray_private.recall, name)
-        plan = await asyncio.to_thread(ray_private.recall, _plan_of(name))
-        if not plan:  # no rank got an `Ack`, or the save was over
-            await self._remove(name)
+        if not text:
             return
-        holders: list[str] = json.loads(text)
+        plan, *holders = json.loads(text)
         planned = pickle.loads(b64decode(plan))
         first, key = planned.first, planned.first.key
         saved = self._saved[key] = _Saved(
             plan,
             first.options.heartbeat_timeout_s,
             holders,
-            registered=text,
-            is_kept=True,
-            taken_up=(planned.epoch, planned.attempt),
+            kept=len(holders),
+            resumed=(planned.epoch, planned.attempt),
             unasked=[*holders],
         )
         logger.warning(
-            "Took up attempt %s of %s: operation %d of session %s with %d ranks, planned by a "
-            "coordinator (epoch %d) that died; it asks stagers %s what they hold and have written",
+            "Resumed attempt %s of %s: operation %d of session %s with %d ranks, planned by a "
+            "coordinator (epoch %d) that died; stagers %s have to report again what they hold and "
+            "have written",
             planned.attempt,
             first.target.url,
             key.seq,
@@ -315,9 +303,9 @@ class StagedPlans:
         await self._ask_stagers(key, saved)
 
     async def _ask_stagers(self, key: OpKey, saved: _Saved) -> None:
-        """Asks stagers again what they had reported to the earlier coordinator."""
-        if saved.taken_up is not None and saved.unasked:
-            epoch, attempt = saved.taken_up
+        """Asks stagers for the reports that they sent to the earlier coordinator."""
+        if saved.resumed is not None and saved.unasked:
+            epoch, attempt = saved.resumed
             asked = [self._shares(key, epoch, attempt, saved, each) for each in saved.unasked]
             await asyncio.gather(*asked)
 
@@ -327,39 +315,26 @@ class StagedPlans:
         actor, _, _ = stager.partition("#")
         try:
             handle = await asyncio.to_thread(ray_calls.get_actor, actor, namespace=self._namespace)
-            # Why its name: another process may have taken the place of the one that is meant.
+            # Why its name: another process may have replaced the expected one.
             who, found = await asyncio.wait_for(handle.shares.remote(attempt), saved.silent_s)
         except (ActorDiedError, ValueError):
-            pass  # it is dead: the coordinator's watch sees it, if it matters
+            pass  # it is dead: the coordinator's watch detects that, if it matters
         except (RayError, asyncio.TimeoutError):
             return  # asked again by the next `keep`, unless it is lost by then
         else:
-            self._receive(_reported(key, epoch, attempt, who, found))
+            for share in found:
+                if share.is_sealed:
+                    held = PartsHeld(key, share.key.rank, attempt, epoch, who)
+                    self.note(held)
+                    self._receive(held)
+                for report in share.reports:
+                    self._receive(parts_written(report))
         saved.unasked = [one for one in saved.unasked if one != stager]
 
-    def _receive(self, requests: Iterable[Request]) -> None:
-        for request in requests:
-            if isinstance(request, PartsHeld):
-                self.note(request)
-            with suppress(CheckpointError):
-                self._carry_out(self._coordination.receive(request))
+    def _receive(self, request: Request) -> None:
+        # Suppressed: another attempt or epoch, which concerns no save of this coordinator.
+        with suppress(CheckpointError):
+            self._carry_out(self._coordination.receive(request))
 
     def _name(self, key: OpKey) -> str:
         return f"{self._prefix}{key.seq}:{key.session}"
-
-
-def _plan_of(name: str) -> str:
-    return f"plan:{name}"
-
-
-def _reported(
-    key: OpKey, epoch: int, attempt: str, stager: str, shares: list[StageProgress]
-) -> list[Request]:
-    """Returns what a stager and its ranks had reported to the earlier coordinator."""
-    found: list[Request] = []
-    for share in shares:
-        if share.is_sealed:
-            name = share.key
-            found.append(PartsHeld(key, name.rank, attempt, epoch, stager))
-        found += map(parts_written, share.reports)
-    return found

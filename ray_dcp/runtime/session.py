@@ -1,23 +1,28 @@
-"""`Session`: how a rank calls its coordinator. `discovery` makes it.
+"""`Session`: how a rank calls its coordinator. `discovery` creates it.
 
-A session is made once: by `connect`, from the Ray Train context, or from the initialised torch
-process group, which serves one broadcast and one gather. After that no operation uses the group.
-Where somebody named a Ray it is a `RaySession`, else a `SocketSession`; a process that is alone has
-an `InlineSession`. A session is only how a message gets to the coordinator and back.
+A session is created once: by `connect`, from the Ray Train context, or from the initialised torch
+process group, with one broadcast and one gather. After that no operation uses the group. If a Ray
+was named, it is a `RaySession`, else a `SocketSession`; a process that is alone has an
+`InlineSession`. A session only carries messages to the coordinator and replies back.
 
-`CallTimeouts` are the outermost bounds of a rank's calls, longer than all of the coordinator's own
-deadlines: for a coordinator that sends heartbeats and yet never answers. One that is dead or frozen
+`CallTimeouts` are the outermost bounds of a rank's calls, longer than all deadlines of the
+coordinator: for a coordinator that sends heartbeats but never answers. One that is dead or frozen
 is detected long before (`heartbeat`).
 
-`Connection` knows whether this process is still connected to the Ray that its handles are of. Users
-shut Ray down, and start it again. A handle from before is of no use then, and worse: a call to Ray
-in a process without Ray starts a new cluster, without being asked.
+`Connection` knows whether this process is still connected to the Ray of its handles. *Why*: users
+shut Ray down, and start it again. A handle from before is useless then, and a call to Ray in a
+process without Ray would start a new cluster.
+
+The ranks of a job find their session in the same way: all by their process group, or all by
+`connect`. The store of torch's default process group shows which way each rank uses
+(`announce_connect`, `discovery.await_group`).
 
 *Careful*: importing this module does not import ray; a process that is alone never needs it.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -53,22 +58,22 @@ from ray_dcp.runtime.rank_save import PlanMemory
 from ray_dcp.runtime.unchanged import RunHistory
 
 MARGIN_S = 120.0
-"""How much longer than the coordinator's own deadlines a rank waits for it, in seconds: the
-coordinator knows who is missing, so its error is the better one."""
+"""How much longer than the coordinator's own deadlines a rank waits for it, in seconds. The
+coordinator knows which ranks are missing, so its error is the better one."""
 
 _PLAN_PHASES = 5
-"""Phases between a join and its answer, each with the deadline `plan_timeout_s`: all ranks join,
+"""Phases between a join and its reply, each with the deadline `plan_timeout_s`: all ranks join,
 some send their rows, twice at most, the storage is read, the plan is made."""
 _OPEN_PHASES = 3
-"""The same of a load: all ranks join, the storage is read, with one to spare."""
+"""The same for a load: all ranks join, the storage is read, and one to spare."""
 _COMMIT_PHASES = 5
 """Phases between the last receipt and the outcome, each with the deadline `commit_timeout_s`."""
 _REMEMBERED = 16
-"""Operations whose options are remembered."""
+"""Number of operations whose options are remembered."""
 
 
 class CallTimeouts:
-    """Knows the options of the operations that one rank has begun.
+    """The timeouts of one rank's calls, by the options of the operations that it has begun.
 
     Examples:
         >>> from ray_dcp.commit_protocol.messages import Target
@@ -81,13 +86,10 @@ class CallTimeouts:
         self._options: dict[OpKey, SaveOptions | LoadOptions] = {}
 
     def of(self, request: Request) -> float:
-        """Returns how long the coordinator may take before it is the one that is missing.
+        """Returns how long the coordinator may take to answer before it counts as lost, in seconds.
 
         Args:
-            request: Any request of this rank; its opening came before the others.
-
-        Returns:
-            Seconds.
+            request: Any request of this rank, after the one that begins its operation.
         """
         if isinstance(request, Exchange):
             return request.timeout_s + MARGIN_S
@@ -107,20 +109,20 @@ class CallTimeouts:
 class Session(ABC):
     """The operations of one rank in one group of ranks, over one coordinator.
 
-    Calls may come from several threads. `RaySession` and `SocketSession` say how a message gets to
-    the coordinator.
+    Calls may come from several threads. `RaySession` and `SocketSession` implement how a message
+    reaches the coordinator.
 
     Args:
-        name: Of this session, the same on all its ranks and never used before.
-        rank: This process, from 0.
+        name: Name of the session, the same on all ranks and never used before.
+        rank: This rank, from 0.
         world_size: Number of ranks.
-        who: The coordinator in words, for errors.
-        node: Names the node of this rank.
-        heartbeats: Sends them.
+        who: Description of the coordinator, for errors.
+        node: Name of this rank's node.
+        heartbeats: Sends the heartbeats.
     """
 
     stages_itself = True
-    """Whether this process holds the bytes of its asynchronous saves; else a stager does."""
+    """Whether this process holds the bytes of its asynchronous saves; if not, a stager does."""
 
     def __init__(
         self,
@@ -149,12 +151,12 @@ class Session(ABC):
         return f"Session({self.name!r}, rank={self.rank}, world_size={self.world_size})"
 
     def next_key(self) -> OpKey:
-        """Returns the key of this rank's next call of its user.
+        """Returns the key of the next call of this rank's user.
 
         Ranks that make the same calls in the same order get the same keys.
 
         Raises:
-            InvalidRequestError: The session was closed.
+            InvalidRequestError: The session is closed.
         """
         self._check_open()
         with self._lock:
@@ -162,13 +164,13 @@ class Session(ABC):
             return OpKey(self.name, self._next_seq - 1)
 
     def activity(self, timeout_s: float, key: OpKey | None = None) -> Activity:
-        """Returns what a call of the user uses this session through: a context manager.
+        """Returns a context manager through which one call of the user uses this session.
 
-        While it is entered this rank sends heartbeats, and detects a coordinator that is silent.
+        While it is entered, this rank sends heartbeats and detects a silent coordinator.
 
         Args:
-            timeout_s: `heartbeat_timeout_s` of that call, in seconds.
-            key: Of that call, if `next_key` named it before.
+            timeout_s: `heartbeat_timeout_s` of the call, in seconds.
+            key: Key of the call, if `next_key` returned it before.
         """
         return Activity(self, timeout_s, key)
 
@@ -176,16 +178,16 @@ class Session(ABC):
         """Returns the coordinator's reply to a request.
 
         Args:
-            request: Of this rank, with a key of this session.
-            silence_s: Silence, in seconds, after which the coordinator may mark this rank frozen:
-                it is in an activity, and sends heartbeats. None: it sends none.
+            request: A request of this rank, with a key of this session.
+            silence_s: Silence, in seconds, after which the coordinator may mark this rank as
+                frozen, because it sends heartbeats in an activity. None: it sends none.
 
         Raises:
-            DeadlineError: The coordinator is frozen, or did not answer `MARGIN_S` after its own
-                deadline.
-            ParticipantError: The coordinator is out of reach, or died and knows no more what the
-                request is about.
-            InvalidRequestError: The session was closed.
+            DeadlineError: The coordinator is frozen, or did not answer within `MARGIN_S` after its
+                own deadline.
+            ParticipantError: The coordinator is out of reach, or died and does not know the
+                operation.
+            InvalidRequestError: The session is closed.
         """
         self._check_open()
         is_held = isinstance(request, SaveStaged | PartsHeld)
@@ -209,18 +211,18 @@ class Session(ABC):
     def cancel(self, key: OpKey, reason: str) -> bool:
         """Fails a save on all ranks with `SaveCancelledError`, unless its commit has begun.
 
-        May be called from any thread and any rank, and again.
+        May be called from any thread and any rank, and repeatedly.
 
         Args:
-            key: Which save.
-            reason: Who wants it, for the error.
+            key: Key of the save.
+            reason: Who cancels it, for the error.
 
         Returns:
-            Whether it was still possible; the same when asked again.
+            Whether that was possible; the same if called again.
 
         Raises:
             ParticipantError: The coordinator is out of reach.
-            InvalidRequestError: The session was closed.
+            InvalidRequestError: The session is closed.
         """
         self._check_open()
         cancelled: bool = self._ask("cancel", key, reason, timeout_s=MARGIN_S)
@@ -233,26 +235,26 @@ class Session(ABC):
         self._heartbeats.add(progress, timeout_s)
 
     def end_call(self, progress: RankProgress) -> None:
-        """Ends that."""
+        """Ends the heartbeats for a call of the user."""
         self._heartbeats.remove(progress)
 
     def leave(self, left: Left, wait_s: float = 0.0) -> None:
-        """Reports that this rank leaves an operation before its end. See `HeartbeatSender.leave`.
+        """Reports that this rank leaves an operation before its end; see `HeartbeatSender.leave`.
 
         Args:
-            left: Which operation, and why.
-            wait_s: How long to wait until a coordinator knows, in seconds.
+            left: The operation and the reason.
+            wait_s: How long to wait until a coordinator has received it, in seconds.
         """
         self._heartbeats.leave(left, wait_s)
 
     def coordinator_info(self) -> dict[str, Any]:
-        """Returns what the coordinator reports of itself: `epoch`, `pid`, `node_id`, `active`."""
+        """Returns the coordinator's `epoch`, `pid`, `node_id` and `active` operations."""
         self._check_open()
         info: dict[str, Any] = self._ask("info", timeout_s=MARGIN_S)
         return info
 
     def close(self) -> None:
-        """Leaves the session. Never raises for a coordinator that is gone already."""
+        """Leaves the session. Never raises because the coordinator is gone."""
         if not self.closed:
             self.closed = True
             if self._process.is_this:
@@ -263,7 +265,7 @@ class Session(ABC):
     @property
     @abstractmethod
     def _caller(self) -> Any:
-        """This process, as the coordinator registers it; its text is for messages."""
+        """This process, for the coordinator; messages contain its string."""
 
     @abstractmethod
     def _ask(
@@ -274,29 +276,29 @@ class Session(ABC):
         given_up: Callable[[bool], CheckpointError | None] = lambda _: None,
         uncounted_s: Callable[[], float] = lambda: 0.0,
     ) -> Any:
-        """Returns what a method of the coordinator returns; repeats the call where that may help.
+        """Returns the result of a method of the coordinator; repeats the call if that may help.
 
         Args:
-            method: Of `CoordinatorLoop`.
-            arguments: Of it.
-            timeout_s: For everything, repeats included, in seconds.
-            given_up: Asked now and then why it is of no use to wait any longer. Its argument:
-                whether the coordinator was out of reach meanwhile.
-            uncounted_s: Returns how much of the time so far does not count, in seconds.
+            method: Name of a method of `CoordinatorLoop`.
+            arguments: Arguments of the method.
+            timeout_s: For everything, including repetitions, in seconds.
+            given_up: Called regularly; returns why waiting any longer is useless, or None. Its
+                argument says whether the coordinator was out of reach meanwhile.
+            uncounted_s: Returns how much of the elapsed time does not count, in seconds.
 
         Raises:
             DeadlineError: No answer in time.
             ParticipantError: The coordinator is gone, or out of reach.
-            CheckpointError: What the method raised, or `given_up` returned.
+            CheckpointError: The method raised it, or `given_up` returned it.
         """
 
     def _batched(self, request: Request, silence_s: float | None) -> Reply | None:
-        """Returns the reply to a request that went together with others; None where none did."""
+        """Returns the reply to a request that was sent by a gatherer; None if it was not."""
         return None
 
     @abstractmethod
     def _close(self) -> None:
-        """Lets go of what this session has."""
+        """Releases the resources of this session."""
 
     def _check_open(self) -> None:
         self._process.check(
@@ -311,7 +313,7 @@ class Session(ABC):
 
 
 class GroupSessions:
-    """The sessions of the living process groups of this process, and that of `connect`."""
+    """The sessions of the process groups of this process, and that of `connect`."""
 
     def __init__(self) -> None:
         self.explicit: Session | None = None
@@ -320,14 +322,14 @@ class GroupSessions:
         self._making: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
     def making(self, group: Any) -> threading.Lock:
-        """Returns the lock under which the first session of a group is made."""
+        """Returns the lock under which the first session of a group is created."""
         with self._lock:
             return self._making[id(group)]
 
     def of(self, group: Any) -> tuple[bool, Session | None]:
-        """Returns whether this very group object has been here, and its session.
+        """Returns whether this very group object is registered, and its session.
 
-        A group that was destroyed and made again is another object, and has no session yet.
+        A group that was destroyed and created again is another object, and has no session yet.
         """
         with self._lock:
             known, session = self._groups.get(id(group), (None, None))
@@ -336,7 +338,7 @@ class GroupSessions:
             return True, session
 
     def set(self, group: Any, session: Session | None) -> None:
-        """Notes the session of a group (None: a group of one) and closes those of dead groups."""
+        """Registers the session of a group, None for a group of one; closes unused ones."""
         with self._lock:
             dead = [key for key, (known, _) in self._groups.items() if known() is None]
             ended = [self._groups.pop(key)[1] for key in dead]
@@ -356,15 +358,15 @@ class GroupSessions:
 
 
 sessions = GroupSessions()
-"""Those of this process. In a child that was forked they stay, and refuse calls: without them it
+"""The sessions of this process. A forked child keeps them, and they refuse calls: without them it
 would save alone, to the same places."""
 
 
 class Connection:
-    """This process's connection to Ray, as it is when this is made.
+    """The connection of this process to Ray, as it is when this object is created.
 
     Args:
-        who: Needs it, in words.
+        who: Description of its user.
         rank: This rank, for errors.
     """
 
@@ -379,11 +381,11 @@ class Connection:
 
     @property
     def is_up(self) -> bool:
-        """Whether it is the same still."""
+        """Whether the process is still connected to the same Ray."""
         return self._made_with is not None and self._now() == self._made_with
 
     def check(self) -> None:
-        """Raises `ParticipantError` when it is not up."""
+        """Raises `ParticipantError` if the connection is not up."""
         if not self.is_up:
             raise ParticipantError(
                 f"Expected the Ray that {self._who} was made with, but this process has shut it "
@@ -394,20 +396,20 @@ class Connection:
 
 
 class Disconnected(Exception):
-    """Ray was shut down in this process while something of it was under way."""
+    """Ray was shut down in this process during a call."""
 
 
 def until_disconnected(
     call: Callable[[Request], Reply], connection: Connection | None
 ) -> Callable[[Request], Reply]:
-    """Returns what calls the coordinator, or raises `Disconnected`.
+    """Returns a function that calls the coordinator, and raises `Disconnected` after a shutdown.
 
-    *Why* not as for any other rank that gets no answer, which votes against its own save: the
-    stager and the coordinator may live, in a cluster that this process only left.
+    *Why* not as for any other rank without an answer, which votes against its own save: the stager
+    and the coordinator may live, in a cluster that only this process left.
 
     Args:
         call: Returns the coordinator's reply.
-        connection: Of the session; None for one without Ray.
+        connection: Connection of the session; None for a session without Ray.
     """
 
     def connected(request: Request) -> Reply:
@@ -426,8 +428,8 @@ def shut_down_meanwhile(url: str, attempt: str, rank: int) -> CommitUnknownError
     """Returns the error of a save whose process shut Ray down before its outcome.
 
     Args:
-        url: Where it saves to.
-        attempt: Its attempt.
+        url: URL of the checkpoint.
+        attempt: The attempt.
         rank: This rank.
     """
     return CommitUnknownError(
@@ -438,3 +440,38 @@ def shut_down_meanwhile(url: str, attempt: str, rank: int) -> CommitUnknownError
         checkpoint_id=url,
         rank=rank,
     )
+
+
+JOB_KEY = "ray_dcp/discovery"
+"""Prefix of the keys in the job's store that show how ranks find their session."""
+
+
+def job_place() -> tuple[Any, int | None]:
+    """Returns the store of torch's default process group and this rank in it, or None for both."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None, None
+    return job_store(), distributed.get_rank()
+
+
+def job_store() -> Any:
+    """Returns the store of torch's default process group; None if torch does not expose it."""
+    try:
+        from torch.distributed import distributed_c10d
+    except ImportError:
+        return None
+    get = getattr(distributed_c10d, "_get_default_store", None)
+    return None if get is None else get()
+
+
+def announce_connect(connected: bool = True) -> None:
+    """Records in the job's store that this rank uses `connect`, if there is a process group.
+
+    Args:
+        connected: False removes the record: the rank closed its session, or could not connect.
+    """
+    store, rank = job_place()
+    if store is not None and connected:
+        store.set(f"{JOB_KEY}/connect/{rank}", "connect")
+    elif store is not None:
+        store.delete_key(f"{JOB_KEY}/connect/{rank}")

@@ -1,7 +1,7 @@
-"""The transport of shared reads over Ray: bytes by its object store, messages by the coordinator.
+"""The transport of shared reads over Ray: bytes in its object store, messages by the coordinator.
 
-Nothing here raises or waits without a bound: what another rank can't provide is None, and is read
-from storage.
+Nothing here raises, or waits without a bound: a unit that another rank can't provide is None, and
+is read from storage.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.rank_load import Peers
 
 LISTEN_S = 5.0
-"""How long the coordinator holds a request for updates, in seconds."""
+"""How long the coordinator delays the answer to a request for updates, in seconds."""
 
 STORE_SHARE = 3
-"""The ranks of a node together offer at most one part in so many of its object store."""
+"""The ranks of a node together offer at most this fraction (1 / n) of its object store."""
 
 _USES = 8
-"""Units that are given back are reported so many at a time."""
+"""Number of used units that are reported in one message."""
 
 logger = logging.getLogger(__name__)
 
 
 class RayPeers(Peers):
-    """The others of a session with a coordinator.
+    """The other ranks of a session with a coordinator.
 
     Args:
-        coordinator: Returns its handle.
+        coordinator: Returns the coordinator's handle.
     """
 
     def __init__(self, coordinator: Callable[[], Any]) -> None:
@@ -65,7 +65,7 @@ class RayPeers(Peers):
     def budget_bytes(self, ranks_here: int) -> int:
         """See `Peers.budget_bytes`.
 
-        Why asked: a store that is full does not refuse, it writes to disk.
+        *Why* the store's size is read: a full store does not refuse bytes but spills them to disk.
         """
         most = super().budget_bytes(ranks_here)
         with suppress(CheckpointError):
@@ -78,10 +78,10 @@ class RayTransport:
     """Implements `Transport` for one rank in one load.
 
     Args:
-        coordinator: Returns its handle.
+        coordinator: Returns the coordinator's handle.
         key: The load.
         rank: This rank.
-        check: Raises when going on is of no use.
+        check: Raises if continuing is useless.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class RayTransport:
         return True
 
     def _listen(self) -> None:
-        """Receives updates, until this rank leaves or nobody answers."""
+        """Receives updates until this rank leaves, or the coordinator does not answer."""
         seen = 0
         try:
             while not self._left:

@@ -1,18 +1,23 @@
-"""`SocketSession`: the session of a rank of a torch process group that nobody gave a Ray.
+"""`SocketSession`: the session of a rank of a torch process group for which no Ray was named.
 
-Rank 0 runs the coordinator, a `SocketCoordinator`. It listens on the interface by which the job's
-store is reached, or the other machines where that is the loopback interface. A random key goes
-through the store, and authenticates both ends of every connection.
+Rank 0 runs the coordinator, a `SocketCoordinator`: a `CoordinatorLoop` in threads of its process.
+It listens on the interface by which the job's store is reached, or by which the other machines are
+if that is the loopback interface. A random key travels through the store; a `Channel` authenticates
+both ends with it before a byte is unpickled. A connection that closes is a hint: a rank that does
+not connect again within `RETURN_S` counts as dead.
 
-A rank whose connection closes connects again, and sends what has no answer yet again. Where nobody
-listens any more rank 0 has ended, and the session with it: what is under way is settled on storage,
-and the next call fails by name. *Rejected:* to elect another coordinator, as the process group
-can't go on without rank 0 either.
+A rank whose connection closes connects again, and sends its unanswered messages again. If nothing
+listens any more, rank 0 has ended, and the session with it: operations in progress are settled on
+storage, and the next call fails by name. *Rejected:* to elect another coordinator, as the process
+group can't continue without rank 0 either.
 """
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import copy
+import ipaddress
 import json
 import logging
 import os
@@ -20,6 +25,7 @@ import pickle
 import platform
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,12 +33,15 @@ from concurrent import futures
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from multiprocessing import AuthenticationError
-from typing import Any, Protocol
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from queue import Queue
+from typing import Any
 
 from ray_dcp.commit_protocol.liveness import OUT_OF_REACH_S, Heartbeat, HeartbeatAck
-from ray_dcp.core.processes import start_thread
+from ray_dcp.core.processes import OwnProcess, start_thread
 from ray_dcp.errors import (
     CheckpointError,
     DeadlineError,
@@ -40,38 +49,304 @@ from ray_dcp.errors import (
     LimitError,
     ParticipantError,
 )
+from ray_dcp.runtime.coordinator_loop import CoordinatorLoop, Member
 from ray_dcp.runtime.heartbeat import HeartbeatSender
-from ray_dcp.runtime.process_group import address_towards, host_of, interface_of
 from ray_dcp.runtime.session import Session
-from ray_dcp.runtime.socket_coordinator import HANDSHAKE_S, Channel, SocketCoordinator
+
+RETURN_S = 0.5
+"""How long a rank whose connection closed may take to connect again, in seconds."""
+
+HANDSHAKE_S = 10.0
+"""How long one end may take to authenticate, in seconds."""
+
+EXIT_S = 10.0
+"""How long the process of rank 0 waits at its exit until the other ranks have their answers, in
+seconds."""
+
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+"""An idle connection closes 25 s after the last sign of the other machine; and no device on the way
+drops it before."""
+
+_METHODS = frozenset(["call", "beat", "cancel", "leave", "info"])
+"""Methods of the coordinator that ranks may call."""
+
+_open: set[socket.socket | Connection] = set()
+"""The open sockets of this process. *Why*: as long as a forked child has them, the end of its
+parent closes none, and nobody detects it."""
+
+
+def _close_in_child() -> None:
+    for one in list(_open):
+        one.close()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class Channel:
+    """An authenticated connection for numbered messages. Sending does not block.
+
+    Args:
+        sock: A connected socket; closed if authentication fails.
+        key: The key that both ends know.
+        serves: Whether this end accepted the connection.
+
+    Raises:
+        AuthenticationError: The other end does not know the key.
+        OSError: The connection is closed, or the other end does not answer.
+    """
+
+    def __init__(self, sock: socket.socket, key: bytes, *, serves: bool) -> None:
+        sock.settimeout(None)
+        self._sock, self._connection = sock, Connection(os.dup(sock.fileno()))
+        _open.update((self._sock, self._connection))
+        self._outgoing: Queue[bytes | None] = Queue()
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE.items():
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+            self._limit_reads(HANDSHAKE_S)
+            steps = [deliver_challenge, answer_challenge]
+            for step in steps if serves else reversed(steps):
+                step(self._connection, key)
+            self._limit_reads(0.0)
+            start_thread(self._send_all, "ray_dcp sends")
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, number: int, message: Any) -> None:
+        """Queues a message for sending; drops it if the connection is closed."""
+        self._outgoing.put(number.to_bytes(8, "big") + pickle.dumps(message, -1))
+
+    def receive(self) -> tuple[int, bytes]:
+        """Returns the next message: its number and its pickled content.
+
+        Raises:
+            EOFError: The connection is closed.
+            OSError: The same.
+        """
+        data = self._connection.recv_bytes()
+        return int.from_bytes(data[:8], "big"), data[8:]
+
+    def flush(self, end_s: float) -> None:
+        """Waits until all messages are sent, or `time.monotonic` has passed `end_s`."""
+        with self._outgoing.all_tasks_done:
+            self._outgoing.all_tasks_done.wait_for(
+                lambda: not self._outgoing.unfinished_tasks, max(0.0, end_s - time.monotonic())
+            )
+
+    def close(self) -> None:
+        """Closes the connection; a thread that waits in `receive` gets an error."""
+        # Suppressed: the other end closed it first.
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        for one in (self._sock, self._connection):
+            _open.discard(one)
+        self._sock.close()
+        self._outgoing.put(None)
+
+    def _limit_reads(self, timeout_s: float) -> None:
+        # Why not settimeout: it makes the descriptor one that does not block.
+        limit = struct.pack("ll", int(timeout_s), 0)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+    def _send_all(self) -> None:
+        broken = False
+        while (data := self._outgoing.get()) is not None:
+            try:
+                if not broken:
+                    self._connection.send_bytes(data)
+            except OSError:
+                broken = True
+            finally:
+                self._outgoing.task_done()
+
+
+class _ServingLoop(CoordinatorLoop):
+    """The loop, with the connections of its ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.channels: dict[Member, Channel] = {}
+        self._resumed.set()
+        self._start(self._check_silence())
+
+    def connected(self, member: Member, place: str, channel: Channel) -> None:
+        """Registers a rank with its connection."""
+        self.channels[member] = channel
+        self._register(*member, place)
+
+    def disconnected(self, member: Member, place: str, channel: Channel) -> None:
+        """Handles a connection that closed."""
+        if self.channels.get(member) is channel:
+            del self.channels[member]
+            self._loop.call_later(RETURN_S, self._check_returned, member, place)
+
+    def _check_returned(self, member: Member, place: str) -> None:
+        if member not in self.channels:
+            reason = (
+                f"its process ({place}) has ended, or its machine is out of reach, as its "
+                f"connection to rank 0 closed"
+            )
+            self._lose(*member, reason)
+
+    async def leave(self, session: str, rank: int) -> None:
+        """See `CoordinatorLoop.leave`."""
+        self.channels.pop((session, rank), None)
+        await super().leave(session, rank)
+
+    def answer(self, channel: Channel, number: int, data: bytes) -> None:
+        """Begins to answer a message."""
+        self._start(self._answer(channel, number, data))
+
+    async def _answer(self, channel: Channel, number: int, data: bytes) -> None:
+        try:
+            method, arguments = pickle.loads(data)
+            if method not in _METHODS:
+                raise InternalError(f"Expected a method of a coordinator, found {method!r}")
+            channel.send(number, (True, await getattr(self, method)(*arguments)))
+        except CheckpointError as error:
+            channel.send(number, (False, error))
+        except Exception as error:  # noqa: BLE001 - the rank would wait for ever
+            text = f"{type(error).__name__}: {error}. Please report this"
+            channel.send(number, (False, InternalError(f"The coordinator failed: {text}")))
+
+    async def idle(self) -> list[Channel]:
+        """Returns the connections, once no operation is in progress."""
+        while self._performing or self._coordination.active:
+            await asyncio.sleep(0.01)
+        return [*self.channels.values()]
+
+
+class SocketCoordinator:
+    """The coordinator of one session, in threads of rank 0's process, and rank 0's link to it.
+
+    Args:
+        session: Name of the session.
+        host: Address of the interface on which it listens.
+        key: Authenticates the ranks.
+
+    Raises:
+        OSError: It can't listen on that address.
+        LimitError: No thread can be started.
+    """
+
+    ended: ParticipantError | None = None
+    on_end: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(self, session: str, host: str, key: bytes) -> None:
+        self._session, self._key = session, key
+        self._process = OwnProcess()
+        self._closing = False
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._server = socket.create_server((host, 0), family=family, backlog=1024)
+        _open.add(self._server)
+        self.address: tuple[str, int] = (host, self._server.getsockname()[1])
+        ready: Future[_ServingLoop] = Future()
+        start_thread(partial(self._run, ready), "ray_dcp coordinator")
+        self._serving = ready.result()
+        start_thread(self._accept_all, "ray_dcp accepts")
+        atexit.register(self.close)
+
+    def ask(self, method: str, *arguments: Any) -> Future[Any]:
+        """Returns the future result of a method of the coordinator."""
+        if self._closing:
+            failed: Future[Any] = Future()
+            failed.set_exception(ParticipantError("The coordinator was closed", rank=0))
+            return failed
+        call = getattr(self._serving, method)
+        return asyncio.run_coroutine_threadsafe(call(*arguments), self._loop)
+
+    def close(self) -> None:
+        """Ends the coordinator, once the other ranks have their answers; rank 0 leaves for them."""
+        if self._closing or not self._process.is_this:
+            return
+        end_s = time.monotonic() + EXIT_S
+        leaves, idle = self.ask("leave", self._session, 0), self.ask("idle")
+        self._closing = True
+        atexit.unregister(self.close)
+        _open.discard(self._server)
+        # Suppressed: nobody is connected, or nobody waits longer.
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        with suppress(Exception):
+            leaves.result(EXIT_S)
+            for channel in idle.result(max(0.0, end_s - time.monotonic())):
+                channel.flush(end_s)
+        for channel in [*self._serving.channels.values()]:
+            channel.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _run(self, ready: Future[_ServingLoop]) -> None:
+        async def begin() -> None:
+            ready.set_result(_ServingLoop())
+
+        self._loop = asyncio.new_event_loop()
+        try:
+            self._loop.run_until_complete(begin())
+            self._loop.run_forever()
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        except BaseException as error:
+            with suppress(InvalidStateError):
+                ready.set_exception(error)
+            raise
+        finally:
+            self._loop.close()
+
+    def _accept_all(self) -> None:
+        while not self._closing:
+            try:
+                sock, _ = self._server.accept()
+            except OSError:  # closed, or no more descriptors
+                threading.Event().wait(0.0 if self._closing else _PAUSE_S)
+                continue
+            try:
+                start_thread(partial(self._serve, sock), "ray_dcp serves")
+            except LimitError as error:
+                logger.warning("A rank can't connect: %s", error)
+                sock.close()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            channel = Channel(sock, self._key, serves=True)
+        except (AuthenticationError, EOFError, OSError, LimitError) as error:
+            logger.warning("Refused a connection to the coordinator: %r", error)
+            return
+        member: Member | None = None
+        place = ""
+        # Suppressed: the connection closed; or this coordinator did, and its loop with it.
+        with suppress(EOFError, OSError, RuntimeError):
+            session, rank, place = pickle.loads(channel.receive()[1])
+            member = (session, rank)
+            self._in_loop(self._serving.connected, member, place, channel)
+            while True:
+                self._in_loop(self._serving.answer, channel, *channel.receive())
+        channel.close()
+        with suppress(RuntimeError):
+            if member is not None:
+                self._in_loop(self._serving.disconnected, member, place, channel)
+
+    def _in_loop(self, call: Callable[..., None], *arguments: Any) -> None:
+        self._loop.call_soon_threadsafe(call, *arguments)
+
 
 JOIN_S = 60.0
 """How long the ranks wait for each other while they connect, in seconds."""
 
 LOOK_S = 0.5
-"""How often a call that waits looks whether that is still of use, in seconds."""
+"""Interval at which a waiting call checks whether it is still useful, in seconds."""
 
 _PAUSE_S = 0.2
-"""Before another try to connect, in seconds."""
+"""Pause before another try to connect or to accept a connection, in seconds."""
 
 logger = logging.getLogger(__name__)
-
-
-class Link(Protocol):
-    """The way of a rank to its coordinator."""
-
-    ended: ParticipantError | None
-    """Why there is no coordinator any more."""
-    on_end: Callable[[], None]
-    """Called when there is none any more."""
-
-    def ask(self, method: str, *arguments: Any) -> Future[Any]:
-        """Returns what a method of the coordinator will return."""
-        ...
-
-    def close(self) -> None:
-        """Closes the connection."""
-        ...
 
 
 class SocketLink:
@@ -81,8 +356,8 @@ class SocketLink:
         session: Name of the session.
         rank: This rank.
         place: This process, for messages.
-        address: Where rank 0 listens.
-        key: Authenticates both.
+        address: Address at which rank 0 listens.
+        key: Authenticates both ends.
 
     Raises:
         AuthenticationError: The process that listens there does not know the key.
@@ -103,7 +378,7 @@ class SocketLink:
         start_thread(self._run, "ray_dcp answers")
 
     def ask(self, method: str, *arguments: Any) -> Future[Any]:
-        """See `Link.ask`."""
+        """Returns the future result of a method of the coordinator."""
         number, answer = next(self._numbers), Future[Any]()
         message = (method, arguments)
         with self._lock:
@@ -117,7 +392,7 @@ class SocketLink:
         return answer
 
     def close(self) -> None:
-        """See `Link.close`."""
+        """Closes the connection."""
         self._closing.set()
         self._channel.flush(time.monotonic() + 1.0)
         self._channel.close()
@@ -165,7 +440,7 @@ class SocketLink:
         """Returns another connection.
 
         Raises:
-            OSError: This rank has closed it; or nobody listens, which is the end of rank 0; or no
+            OSError: This rank closed the session; or nothing listens, as rank 0 has ended; or no
                 connection could be made for `OUT_OF_REACH_S`.
         """
         end_s = time.monotonic() + OUT_OF_REACH_S
@@ -196,17 +471,21 @@ class SocketLink:
         self.on_end()
 
 
+CoordinatorLink = SocketLink | SocketCoordinator
+"""Connection of a rank to its coordinator."""
+
+
 class SocketHeartbeatSender(HeartbeatSender):
-    """Sends heartbeats over a `Link`.
+    """Sends heartbeats over a link.
 
     Args:
-        link: To the coordinator.
+        link: The link to the coordinator.
         session: Name of the session.
         rank: This rank.
-        who: The coordinator in words, for errors.
+        who: Description of the coordinator, for errors.
     """
 
-    def __init__(self, link: Link, session: str, rank: int, who: str) -> None:
+    def __init__(self, link: CoordinatorLink, session: str, rank: int, who: str) -> None:
         self._link = link
         super().__init__(session, rank, who)
         link.on_end = self._stop_working
@@ -254,17 +533,19 @@ class SocketHeartbeatSender(HeartbeatSender):
 
 
 class SocketSession(Session):
-    """A session without Ray: see the module.
+    """A session without Ray; see the module.
 
     Args:
         name: As for `Session`.
-        rank: As there.
-        world_size: As there.
-        link: To the coordinator.
+        rank: As for `Session`.
+        world_size: As for `Session`.
+        link: The link to the coordinator.
         place: This process, for messages.
     """
 
-    def __init__(self, name: str, rank: int, world_size: int, link: Link, place: str) -> None:
+    def __init__(
+        self, name: str, rank: int, world_size: int, link: CoordinatorLink, place: str
+    ) -> None:
         who = f"the coordinator of session {name!r}, in the process of rank 0,"
         super().__init__(
             name,
@@ -321,16 +602,16 @@ class SocketSession(Session):
             answer.cancel()
 
 
-# --- how the ranks find each other --------------------------------------------------------------
+# How the ranks find each other
 
 
 def join_by_store(store: Any, name: str, rank: int, world_size: int) -> SocketSession:
-    """Returns the session of a rank, connected; every rank calls it.
+    """Returns the connected session of a rank; every rank calls it.
 
     Args:
-        store: That of the job.
-        name: Of the session.
-        rank: This rank in it.
+        store: The job's store.
+        name: Name of the session.
+        rank: This rank in the session.
         world_size: Number of ranks.
 
     Raises:
@@ -396,3 +677,44 @@ def _wait(store: Any, keys: Sequence[str], who: str, rank: int) -> None:
             f"whether it lives, then call again",
             rank=rank,
         ) from error
+
+
+def host_of(store: Any) -> str | None:
+    """Returns the host of a store; None if it is not served by one."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    host: str | None = getattr(store, "host", None)
+    return host
+
+
+def address_towards(host: str | None) -> str:
+    """Returns the address of the interface by which this machine reaches a host."""
+    # Suppressed: no such host, or no way there.
+    with suppress(OSError):
+        found = socket.getaddrinfo(host or "127.0.0.1", 9, type=socket.SOCK_DGRAM)
+        for family, kind, _, _, address in sorted(found, key=lambda one: one[0]):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing
+                return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def interface_of(places: Sequence[tuple[str, str]]) -> str:
+    """Returns the address on which rank 0 listens.
+
+    Args:
+        places: For each rank, the name of its machine and its address towards the store.
+
+    Examples:
+        >>> interface_of([("a", "10.0.0.1"), ("b", "10.0.0.2")])
+        '10.0.0.1'
+        >>> interface_of([("a", "127.0.0.1"), ("a", "127.0.0.1")])
+        '127.0.0.1'
+    """
+    (machine, own), *others = places
+    away = [other for other in others if other[0] != machine]
+    if not away or not ipaddress.ip_address(own).is_loopback:
+        return own
+    # Why possible: on its own machine a name often stands for the loopback interface.
+    name, address = away[0]
+    return address_towards(name if ipaddress.ip_address(address).is_loopback else address)

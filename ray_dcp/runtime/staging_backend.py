@@ -136,7 +136,7 @@ class InProcessBackend:
                 receipt = SaveReceipt(save.key, save.rank, go.attempt, go.epoch, error=error)
             else:
                 part, staged, deferred = copy
-                receipt = save.write(replace(go, plan=part), staged, deferred)
+                receipt = save.write(replace(go, part=part), staged, deferred)
                 self._ended = receipt.error is None
                 # Why now: with the outcome the next save begins, and may have this memory.
                 self._give_back(reuse=self._ended)

@@ -1,13 +1,12 @@
-"""Carries out the tasks of the machines: thin code over `planning`, `format`, `store` and `io`.
+"""Performs the tasks of the machines: thin code over `planning`, `format`, `store` and `io`.
 
-Nothing is decided here, and no raw exception escapes: an error becomes a `Failed` result. `plan_of`
-makes a plan of what the ranks sent, and of what follows from it for those that sent nothing.
-`build_commit` makes all bytes of a commit but the data (chunk table, manifest, `.metadata`) from
-the receipts.
+It decides nothing, and raises nothing: an error becomes a `Failed` result. `plan_of` makes a plan
+from the rows that ranks sent, and from the rows that follow from those. `build_commit` builds all
+bytes of a commit except the data (chunk table, manifest, `.metadata`) from the receipts.
 
 `outcome` reads from the storage what became of an attempt; `settle` decides it for good. *Why* a
 rank may settle: the coordinator may be gone. The vote on storage has one winner, so it does not
-matter who casts it, and every rank that asks gets the same answer.
+matter who votes, and every rank gets the same answer.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from ray_dcp.commit_protocol.attempts import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
 from ray_dcp.commit_protocol.commands import (
     BuildCommit,
     CollectReplaced,
@@ -50,14 +50,11 @@ from ray_dcp.commit_protocol.commands import (
     WriteTable,
 )
 from ray_dcp.commit_protocol.messages import (
-    FileReceipt,
-    FileReceipts,
     LoadGo,
     Target,
     join_receipts,
 )
 from ray_dcp.commit_protocol.planning import differences
-from ray_dcp.commit_protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.core.columns import decode, for_rank, without_rank
 from ray_dcp.core.processes import collector_paused
@@ -95,7 +92,7 @@ from ray_dcp.planning.global_plan import (
 )
 from ray_dcp.planning.merge import with_contents
 from ray_dcp.planning.reads import Ranges, ReadShares, share_reads
-from ray_dcp.runtime.records import (
+from ray_dcp.runtime.standing import (
     confirm_record,
     decision_of,
     overtaken,
@@ -113,10 +110,10 @@ SAMPLES = 16
 
 
 def plan_of(task: MakePlan) -> Planned | RowsMissing:
-    """Returns what a task of this kind asks for.
+    """Returns the result of `MakePlan`.
 
     Raises:
-        CheckpointError: The ranks' items make no checkpoint, or do not have the fingerprints
+        CheckpointError: The ranks' items do not form a checkpoint, or do not have the fingerprints
             that were sent.
     """
     held = _sent(task)
@@ -140,7 +137,7 @@ def plan_of(task: MakePlan) -> Planned | RowsMissing:
 
 
 def _sent(task: MakePlan) -> dict[int, Columns]:
-    """Returns what the ranks hold whose rows are known; those that hold the same share it."""
+    """Returns the items of the ranks whose rows are known; equal ones are shared."""
     known: dict[bytes, Columns] = {}
     found = {}
     for rank, (name, encoded) in enumerate(zip(task.fingerprints, task.columns, strict=True)):
@@ -160,9 +157,9 @@ def _sent(task: MakePlan) -> dict[int, Columns]:
 
 
 def _following(task: MakePlan, held: Mapping[int, Columns]) -> dict[int, Columns]:
-    """Returns what ranks hold that sent no rows, as far as it follows from the rows of others.
+    """Returns the items of ranks that sent no rows, where they follow from the rows of others.
 
-    A pipeline is looked at stage by stage: ranks that hold boxes of the same items together.
+    Pipelines are searched stage by stage: ranks that hold boxes of the same items together.
     """
     world_size, found = len(task.columns), dict[int, Columns]()
     for ranks in alike(task.fingerprints):
@@ -194,7 +191,7 @@ def _on_mesh(
     places: Int64Array,
     regular: Regular,
 ) -> Iterator[tuple[int, Columns]]:
-    """Yields which ranks without rows hold, by their fingerprints, what is at their places."""
+    """Yields the ranks without rows that hold, by their fingerprints, the boxes at their places."""
     names = Fingerprints(regular.first, **_options(task))
     # Why of the second half: a mesh was made of ranks of the first. Why at all: irregular slabs
     # look like a mesh at first, and to follow that for all ranks takes long.
@@ -210,7 +207,7 @@ def _on_mesh(
 
 
 def _options(task: MakePlan) -> dict[str, Any]:
-    """Returns what fingerprints depend on beside the columns."""
+    """Returns the options on which fingerprints depend."""
     return {
         "world_size": len(task.columns),
         "part_bytes": task.part_bytes,
@@ -219,22 +216,22 @@ def _options(task: MakePlan) -> dict[str, Any]:
 
 
 class _Table(NamedTuple):
-    """A chunk table on storage."""
+    """An encoded chunk table."""
 
     data: bytes
     digest: str
     end: FileEntry | None
-    """Its last bytes, where its rows are in groups."""
+    """Its last bytes, if its rows are grouped."""
 
     def entry(self, key: str) -> FileEntry:
         return FileEntry(key, len(self.data), self.digest)
 
 
 def build_commit(task: BuildCommit) -> CommitBuilt:
-    """Returns what a task of this kind asks for.
+    """Returns the result of `BuildCommit`.
 
     Raises:
-        InternalError: Receipts and plan do not fit.
+        InternalError: Receipts and plan do not match.
     """
     plan, key = task.plan, f"chunks.{task.attempt}.table"
     receipts = join_receipts(task.receipts)
@@ -278,7 +275,7 @@ _shared: WeakKeyDictionary[GlobalPlan, _Table] = WeakKeyDictionary()
 
 
 def _shared_table(plan: GlobalPlan) -> _Table:
-    """Returns the chunk table, which is encoded once for all saves of a plan."""
+    """Returns the chunk table of a plan, encoded once for all its saves."""
     found = _shared.get(plan)
     if found is None:
         found = _shared[plan] = _table(encoded_table(plan))
@@ -304,14 +301,14 @@ def new_attempt() -> str:
 
 
 def perform(task: Task, opener: Callable[[Target], Storage] = open_storage) -> Result:
-    """Returns what came of a task. Blocks as long as the storage does.
+    """Performs a task. Blocks as long as the storage does; never raises.
 
     Args:
-        task: Of a `Perform` command.
-        opener: What opens the storage.
+        task: The task of a `Perform` command.
+        opener: Opens the storage.
 
     Returns:
-        The result that the task's docstring names, or `Failed`. Never raises.
+        The result that the task's docstring names, or `Failed`.
     """
     try:
         return _perform(task, opener)
@@ -368,9 +365,7 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
 
 
 def _write_table(task: WriteTable, storage: Storage) -> Finished:
-    files = [(one.key, one.num_bytes) for one in task.receipts if isinstance(one, FileReceipt)]
-    for one in task.receipts:
-        files += one.lengths if isinstance(one, FileReceipts) else ()
+    files = [(one.key, one.num_bytes) for one in task.receipts]
     url = task.target.url
     at_once(
         lambda: check_complete(storage, files, task.attempt, task.previous_slot, url),
@@ -382,18 +377,18 @@ def _write_table(task: WriteTable, storage: Storage) -> Finished:
 def check_complete(
     storage: Storage, files: list[tuple[str, int]], attempt: str, previous_slot: int, url: str
 ) -> None:
-    """Checks that all files are here, and if not, whether somebody may have removed them.
+    """Checks that all files are visible, and if not, whether another commit removed them.
 
     Args:
-        storage: Of the target.
-        files: Their keys and lengths.
-        attempt: That is to be committed.
+        storage: The storage of the target.
+        files: Keys and lengths of the files.
+        attempt: The attempt to commit.
         previous_slot: Highest slot in use when it was planned.
-        url: Of the target.
+        url: URL of the target.
 
     Raises:
-        CheckpointExistsError: Another save or a delete came since this one was planned.
-        StorageError: Some are missing or have another length.
+        CheckpointExistsError: Another save or a delete was committed since it was planned.
+        StorageError: Some files are missing or have another length.
     """
     with explaining_removal(storage, attempt, previous_slot, url):
         _check_visible(storage, files)
@@ -403,13 +398,13 @@ def check_complete(
 def explaining_removal(
     storage: Storage, attempt: str, previous_slot: int, url: str
 ) -> Iterator[None]:
-    """Raises a `CheckpointExistsError` if a storage fails because another commit removed files.
+    """Raises `CheckpointExistsError` if a storage fails because another commit removed files.
 
     Args:
-        storage: Of the target.
-        attempt: Whose files they are.
+        storage: The storage of the target.
+        attempt: The attempt that owns the files.
         previous_slot: Highest slot in use when it was planned.
-        url: Of the target.
+        url: URL of the target.
     """
     try:
         yield
@@ -439,13 +434,13 @@ def _share_reads(task: ShareReads) -> ReadShares:
 
 
 def _check_visible(storage: Storage, files: list[tuple[str, int]]) -> None:
-    """Checks that the files of the ranks are here as well, where the commit is made.
+    """Checks that the ranks' files are visible where the commit is made.
 
-    Why: with a path that is not shared between the nodes every rank writes without an error, and
-    the checkpoint would be committed without its files.
+    *Why*: with a path that the nodes do not share, every rank writes without an error, and the
+    checkpoint would be committed without its files.
 
     Raises:
-        StorageError: Some are missing or have another length.
+        StorageError: Some files are missing or have another length.
     """
     wrong: list[str] = []
 
@@ -559,22 +554,21 @@ Outcome = Literal["committed", "aborted", "open"]
 
 
 def outcome(path: AnyPlace, attempt: str) -> Outcome:
-    """Returns what became of a save whose outcome was open.
+    """Returns what became of a save whose outcome was unknown.
 
     Args:
-        path: Where it saved to: its `checkpoint_id`.
-        attempt: Its id, as in `CommitUnknownError.attempt` or `Metadata.attempt`.
+        path: The `checkpoint_id` of the save.
+        attempt: Id of the attempt, as in `CommitUnknownError.attempt` or `Metadata.attempt`.
 
     Returns:
-        `"committed"` (also when it was replaced or deleted since) or `"aborted"` once a record
-        names the attempt; `"open"` before that. An attempt whose ranks and coordinator are all
-        gone stays open: nothing commits it any more once a later save of the same id is committed,
-        and an attempt that very many others came after is forgotten, which is open as well. On a
-        storage that can't create a file only if there is none, every attempt stays open whose
-        coordinator died before it decided.
+        `"committed"` (also if it was replaced or deleted since) or `"aborted"` once a record names
+        the attempt; `"open"` before that. An attempt whose ranks and coordinator are all gone stays
+        open: nothing commits it once a later save of the same id is committed. An attempt that very
+        many others followed is forgotten, and counts as open as well. On a storage without
+        conditional create, every attempt stays open whose coordinator died before it decided.
 
     Raises:
-        InvalidRequestError: `path` is not one, or `attempt` is empty.
+        InvalidRequestError: `path` is invalid, or `attempt` is empty.
         StorageError: The storage does not answer.
         DamagedCheckpointError: A record can't be read.
 
@@ -607,20 +601,23 @@ def settle(
     opener: Opener = open_storage,
     create_if_absent: bool = True,
 ) -> Decision:
-    """Returns how an attempt ended, after ending it when it had not.
+    """Returns how an attempt ended, and ends it if it has not.
+
+    Never raises.
 
     Args:
-        target: Where it saved to.
-        attempt: Its id.
-        reason: Goes into the abort record.
-        rank: Who asks.
-        opener: What opens the storage.
-        create_if_absent: A record has one winner there, as the attempt's coordinator saw.
+        target: Location of the checkpoint.
+        attempt: Id of the attempt.
+        reason: Reason, for the abort record.
+        rank: The rank that settles, or None.
+        opener: Opens the storage.
+        create_if_absent: Whether the storage creates a record only if it is absent, as the
+            attempt's coordinator found.
 
     Returns:
-        `Won` or `Fenced`; `Lost` when it was committed and is replaced or deleted by now; `Open`
-        when the storage does not answer, and on one that can't create a record only if absent:
-        there it only looks. Never raises.
+        `Won` or `Fenced`; `Lost` if it was committed, and replaced or deleted since; `Open` if the
+        storage does not answer. On a storage without conditional create, it only reads, and returns
+        `Open` if no record names the attempt.
     """
     try:
         storage = opener(target)
@@ -640,7 +637,7 @@ def settle(
 
 
 def decide(vote: Vote, task: VoteTask, opener: Opener) -> Decision:
-    """Returns what a vote decides, after performing its tasks from the first one on."""
+    """Performs the tasks of a vote from the first one on, and returns the decision."""
     step: VoteTask | Decision = task
     while not isinstance(step, Won | Fenced | Lost | Open):
         step = vote.advance(perform(step, opener))
@@ -648,7 +645,7 @@ def decide(vote: Vote, task: VoteTask, opener: Opener) -> Decision:
 
 
 def _left_to_coordinator(storage: Storage) -> Open:
-    """Why: where a record can't be created only if absent, an abort could replace the commit."""
+    """Returns the decision on a storage on which an abort record could replace the commit."""
     return Open(
         StorageError(
             f"{storage.url} can't create a file only if there is none: only the coordinator of "

@@ -1,8 +1,9 @@
 """`WorkerGroup`: any number of ranks as Ray actors, with a gloo process group among them.
 
-For notebooks, tools and tests: what a training job gets from its launcher. A rank that dies is
-named within seconds, and the ranks that wait for it are released. The actor of a rank runs what it
-is handed; it knows nothing of the other ranks but where their store is.
+It serves notebooks, tools and tests, and does what a launcher does for a training job. A rank that
+dies is named within seconds, and the ranks that wait for it are released. The actor of a rank runs
+the functions that it receives; it knows nothing of the other ranks except the address of their
+store.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ray_dcp.core.checks import check_above_0
 from ray_dcp.core.processes import OwnProcess
 from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError, ParticipantError
 from ray_dcp.runtime import ray_calls, ray_private
-from ray_dcp.runtime.attach import attach_named
+from ray_dcp.runtime.ray_session import attach_named
 from ray_dcp.runtime.session import sessions
 from ray_dcp.store.location import AnyPlace
 
@@ -35,7 +36,7 @@ _this: list[Rank] = []
 
 
 def this_rank() -> Rank | None:
-    """Returns the rank that runs in this process: what a function given to `run` may ask."""
+    """Returns the rank that runs in this process, for functions passed to `run`; None elsewhere."""
     return _this[0] if _this else None
 
 
@@ -45,7 +46,7 @@ class Rank:
     Attributes:
         rank: Number in the group, from 0.
         world_size: Number of ranks.
-        state: Whatever a run left here; what `save` takes when it is given no `make_state`.
+        state: Value that a run left here; `save` uses it if it gets no `make_state`.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class Rank:
         }
 
     def host(self, address: str, timeout_s: float) -> int:
-        """Starts the store in which the ranks of a new group find each other; returns its port."""
+        """Starts the store by which the ranks of a new group find each other; returns its port."""
         dist: Any = importlib.import_module("torch.distributed")
         self._store = dist.TCPStore(
             address, 0, None, True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
@@ -76,15 +77,15 @@ class Rank:
     def join(
         self, rank: int, world_size: int, address: str, port: int, timeout_s: float, local: bool
     ) -> None:
-        """Takes a place in a new group; returns when all ranks have.
+        """Joins a new group; returns when all ranks have joined.
 
         Args:
-            rank: Its number from now on.
-            world_size: How many there are.
-            address: Where rank 0 hosts the store.
-            port: The same.
-            timeout_s: For every collective operation of the group, in seconds.
-            local: All ranks are on this node: only the loopback interface is used.
+            rank: Number of this rank.
+            world_size: Number of ranks.
+            address: Address of the store of rank 0.
+            port: Port of that store.
+            timeout_s: Timeout of every collective operation of the group, in seconds.
+            local: Whether all ranks are on this node, so that only the loopback interface is used.
         """
         dist: Any = importlib.import_module("torch.distributed")
         timeout = timedelta(seconds=timeout_s)
@@ -98,7 +99,7 @@ class Rank:
         self.rank, self.world_size = rank, world_size
 
     def part(self) -> None:
-        """Gives up its place: closes the sessions and destroys the process group."""
+        """Leaves the group: closes the sessions and destroys the process group."""
         import torch.distributed as dist
 
         sessions.close_all()
@@ -109,7 +110,7 @@ class Rank:
     def run(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]
     ) -> Any:
-        """Returns what a function returns on this rank."""
+        """Returns the result of a function on this rank."""
         return function(*arguments, **named)
 
 
@@ -122,7 +123,7 @@ def _keep(function: Callable[..., Any], arguments: tuple[Any, ...], named: Any) 
 
 
 def _save(path: AnyPlace, make_state: Callable[[], Any] | None, named: Any) -> Any:
-    """Saves the state that is made, or kept; rank 0 returns the checkpoint's metadata."""
+    """Saves the state that `make_state` returns, or the kept one; rank 0 returns the metadata."""
     rank, package = _this[0], importlib.import_module("ray_dcp")
     state = rank.state if make_state is None else make_state()
     metadata = package.save(state, checkpoint_id=path, **named)
@@ -130,7 +131,7 @@ def _save(path: AnyPlace, make_state: Callable[[], Any] | None, named: Any) -> A
 
 
 def _load(path: AnyPlace, make_state: Callable[[], Any] | None, named: Any) -> Any:
-    """Loads into the state that is made, or kept, keeps it, and returns the report."""
+    """Loads into the state that `make_state` returns, or the kept one; keeps it."""
     rank, package = _this[0], importlib.import_module("ray_dcp")
     state = rank.state if make_state is None else make_state()
     report = package.load(state, checkpoint_id=path, **named)
@@ -140,18 +141,18 @@ def _load(path: AnyPlace, make_state: Callable[[], Any] | None, named: Any) -> A
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """What each rank of a `WorkerGroup` gets.
+    """Options of the ranks of a `WorkerGroup`.
 
     Raises:
-        InvalidRequestError: A field has a value that it can't have.
+        InvalidRequestError: A field has an invalid value.
     """
 
     num_cpus: float = 0.0
-    """CPUs that Ray sets aside for a rank. 0: any number of ranks fits on any node."""
+    """CPUs that Ray reserves for a rank. 0: any number of ranks fits on any node."""
     num_gpus: float = 0.0
-    """GPUs that Ray sets aside for a rank."""
+    """GPUs that Ray reserves for a rank."""
     resources: Mapping[str, float] = field(default_factory=dict)
-    """Other resources that Ray sets aside for a rank."""
+    """Other resources that Ray reserves for a rank."""
     env_vars: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the ranks."""
     start_timeout_s: float = 180.0
@@ -159,10 +160,10 @@ class WorkerOptions:
     collective_timeout_s: float = 300.0
     """How long a collective operation of the ranks may take, in seconds."""
     run_timeout_s: float | None = None
-    """How long one `run`, `save` or `load` may take, in seconds; None: as long as it wants."""
+    """How long one `run`, `save` or `load` may take, in seconds; None for no limit."""
     release_s: float = 5.0
-    """How long the other ranks may take to notice by themselves that one died, in seconds;
-    those that still wait are ended."""
+    """How long the other ranks may take to notice that one died, in seconds; those that still wait
+    are killed."""
 
     def __post_init__(self) -> None:
         for name in ("num_cpus", "num_gpus"):
@@ -182,71 +183,8 @@ class WorkerOptions:
 _LOOK_S = 1.0
 
 
-def gather(
-    answers: Sequence[Any],
-    actors: Sequence[Any],
-    *,
-    doing: str,
-    timeout_s: float | None,
-    release_s: float,
-) -> list[Any]:
-    """Returns the values of one call on every rank, in their order.
-
-    Args:
-        answers: A reference for each rank that was called.
-        actors: The ranks' actors, from rank 0.
-        doing: What was called, for errors.
-        timeout_s: For everything, in seconds; None: no limit.
-        release_s: How long the others may take after one died, in seconds. Those that still wait
-            then are killed: a process that is stuck in a collective can't be freed otherwise.
-
-    Raises:
-        ParticipantError: A rank died.
-        DeadlineError: Time is up; the message names the ranks that have not answered.
-        Exception: What was raised on the lowest rank that raised, when none died.
-    """
-    values: dict[int, Any] = {}
-    failed: dict[int, Exception] = {}
-    dead: dict[int, Exception] = {}
-    waiting = {answer: rank for rank, answer in enumerate(answers)}
-    end_s = None if timeout_s is None else time.monotonic() + timeout_s
-    release_end_s = None
-    while waiting:
-        now_s = time.monotonic()
-        limits = [limit - now_s for limit in (end_s, release_end_s) if limit is not None]
-        if limits and min(limits) <= 0:
-            break
-        done, _ = ray_calls.wait(list(waiting), num_returns=1, timeout=min([_LOOK_S, *limits]))
-        for answer in done:
-            rank = waiting.pop(answer)
-            try:
-                values[rank] = ray_calls.get(answer)
-            except RayActorError as error:
-                dead[rank] = error
-            except RayTaskError as error:
-                failed[rank] = _cause(error, rank)
-            except RayError as error:
-                failed[rank] = error
-        if dead and release_end_s is None:
-            release_end_s = time.monotonic() + release_s
-    stuck = sorted(waiting.values())
-    if dead:
-        for rank in stuck:
-            ray_calls.kill(actors[rank])
-        raise _died(dead, failed, stuck, doing)
-    if stuck:
-        raise DeadlineError(
-            f"Expected {doing} to end on all {len(answers)} ranks within {timeout_s:g} s, but "
-            f"{name_ranks(stuck)} did not. Look what they do, or raise the timeout",
-            rank=stuck[0],
-        )
-    if failed:
-        raise _raised(failed, len(answers))
-    return [values[rank] for rank in range(len(answers))]
-
-
 def _cause(error: RayTaskError, rank: int) -> Exception:
-    """Returns what the function raised, as it was, with a note of where."""
+    """Returns the exception that the function raised, with a note of the rank."""
     cause = getattr(error, "cause", None)
     if not isinstance(cause, Exception):
         return error
@@ -308,16 +246,15 @@ class WorkerGroup:
     """Ranks as Ray actors, from 0 to `world_size - 1`.
 
     Uses the Ray that the process is connected to, or that `RAY_ADDRESS` names, or starts a local
-    one for as long as the group lives. Functions that are run on ranks may be closures. One thread
-    at a time.
+    one for the life of the group. Functions that run on ranks may be closures. Not thread-safe.
 
     Args:
         world_size: Number of ranks, at least 1.
-        name: For the names of the actors, as dashboards show them.
+        name: Prefix of the actors' names, as dashboards show them.
         options: Fields of `WorkerOptions`.
 
     Raises:
-        InvalidRequestError: An argument is wrong.
+        InvalidRequestError: An argument is invalid.
         ParticipantError: A rank could not start or died.
 
     Examples:
@@ -361,24 +298,24 @@ class WorkerGroup:
         return list(self._pids)
 
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Returns what a function returns on each rank.
+        """Returns the results of a function on all ranks.
 
         Args:
             function: Called on every rank at the same time.
-            *args: Its arguments, the same for all ranks.
-            **kwargs: The same.
+            *args: Its arguments, the same on all ranks.
+            **kwargs: Its keyword arguments, the same on all ranks.
 
         Raises:
-            Exception: What the function raised on the lowest rank on which it did, with a note
-                that names the rank.
-            ParticipantError: A rank died; the group needs `resize` before it is used again.
+            Exception: The exception of the lowest rank on which the function raised one, with a
+                note that names the rank.
+            ParticipantError: A rank died; the group needs `resize` before it can be used again.
             DeadlineError: It took longer than `run_timeout_s`.
         """
         _check_callable("function", function)
         return self._everywhere("run", function, *args, **kwargs)
 
     def keep(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-        """Keeps what a function returns on each rank as that rank's `state`.
+        """Keeps the result of a function on each rank as that rank's `state`.
 
         Args:
             function: As for `run`.
@@ -400,8 +337,8 @@ class WorkerGroup:
         """Saves the ranks' states as one checkpoint and returns its metadata.
 
         Args:
-            path: Where to: the `checkpoint_id`.
-            make_state: Returns the state dict of the rank that it is called on; without it, the
+            path: The `checkpoint_id`.
+            make_state: Returns the state dict of the rank on which it is called; without it, the
                 rank's `state` is saved.
             **kwargs: As for `ray_dcp.save`.
 
@@ -420,9 +357,10 @@ class WorkerGroup:
         """Loads a checkpoint into the ranks' states and returns each rank's report.
 
         Args:
-            path: Where from: the `checkpoint_id`.
-            make_state: Returns the state dict to load into, on the rank that it is called on; it
-                becomes the rank's `state`. Without it, the rank's `state` is loaded into.
+            path: The `checkpoint_id`.
+            make_state: Returns the state dict to load into, on the rank on which it is called; it
+                becomes the rank's `state`. Without it, the checkpoint is loaded into the rank's
+                `state`.
             **kwargs: As for `ray_dcp.load`.
 
         Raises:
@@ -432,18 +370,18 @@ class WorkerGroup:
         return self._everywhere("load", _load, _sendable(path), make_state, kwargs)
 
     def resize(self, world_size: int) -> None:
-        """Makes it so many ranks, with a new process group among them.
+        """Changes the number of ranks, with a new process group among them.
 
-        Ranks that live and have a number below that keep their process and their `state`; the
-        others end, and new ones start without state. Ranks that died are replaced, so
-        `resize(world_size)` repairs a group. No process ever gets another number: torch keeps
-        meshes in caches, with the place that the process had in them.
+        Living ranks with a number below the new one keep their process and their `state`; the
+        others end, and new ones start without state. Ranks that died are replaced, so that
+        `resize(world_size)` repairs a group. No process ever gets another number, as torch caches
+        meshes with the position of the process.
 
         Args:
-            world_size: At least 1.
+            world_size: Number of ranks, at least 1.
 
         Raises:
-            InvalidRequestError: The number is not one, or the group was shut down.
+            InvalidRequestError: The number is invalid, or the group was shut down.
             ParticipantError: A rank could not start.
         """
         _check_world_size(world_size)
@@ -451,9 +389,9 @@ class WorkerGroup:
         self._regroup(world_size)
 
     def kill(self) -> None:
-        """Ends all ranks at once, in the middle of what they do, as the loss of a node would.
+        """Kills all ranks at once, in the middle of their work, as the loss of a node would.
 
-        `resize` brings the group back, without state.
+        `resize` restores the group, without state.
 
         Raises:
             InvalidRequestError: The group was shut down.
@@ -463,7 +401,7 @@ class WorkerGroup:
         _kill_all(self._ranks)
 
     def shutdown(self) -> None:
-        """Ends all ranks, and the Ray that was started for them. Does nothing the second time."""
+        """Ends all ranks, and the Ray that was started for them. Does nothing if called again."""
         if not self._closed:
             self._closed = True
             if not self._broken and ray.is_initialized():
@@ -497,8 +435,52 @@ class WorkerGroup:
             raise
 
     def _gather(self, answers: Sequence[Any], doing: str, timeout_s: float | None) -> list[Any]:
-        release_s = self.options.release_s
-        return gather(answers, self._ranks, doing=doing, timeout_s=timeout_s, release_s=release_s)
+        """Returns the values of one call on every rank, in order.
+
+        Args:
+            answers: A reference for each rank.
+            doing: Description of the call, for errors.
+            timeout_s: For everything, in seconds; None for no limit.
+
+        Raises:
+            ParticipantError: A rank died. Ranks that still wait after `release_s` are killed, as a
+                process that is stuck in a collective can't be freed otherwise.
+            DeadlineError: The time has passed; the message names the ranks that have not answered.
+            Exception: The exception of the lowest rank that raised one, if no rank died.
+        """
+        values: dict[int, Any] = {}
+        failed: dict[int, Exception] = {}
+        dead: dict[int, Exception] = {}
+        waiting = {answer: rank for rank, answer in enumerate(answers)}
+        end_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        while waiting and (left_s := end_s - time.monotonic()) > 0:
+            done, _ = ray_calls.wait(list(waiting), num_returns=1, timeout=min(_LOOK_S, left_s))
+            for answer in done:
+                rank = waiting.pop(answer)
+                try:
+                    values[rank] = ray_calls.get(answer)
+                except RayActorError as error:
+                    if not dead:
+                        end_s = min(end_s, time.monotonic() + self.options.release_s)
+                    dead[rank] = error
+                except RayTaskError as error:
+                    failed[rank] = _cause(error, rank)
+                except RayError as error:
+                    failed[rank] = error
+        stuck = sorted(waiting.values())
+        if dead:
+            for rank in stuck:
+                ray_calls.kill(self._ranks[rank])
+            raise _died(dead, failed, stuck, doing)
+        if stuck:
+            raise DeadlineError(
+                f"Expected {doing} to end on all {len(answers)} ranks within {timeout_s:g} s, but "
+                f"{name_ranks(stuck)} did not. Look what they do, or raise the timeout",
+                rank=stuck[0],
+            )
+        if failed:
+            raise _raised(failed, len(answers))
+        return [values[rank] for rank in range(len(answers))]
 
     def _all_live(self) -> bool:
         answers = [rank.where.remote() for rank in self._ranks]
@@ -541,7 +523,7 @@ class WorkerGroup:
         return actor.remote()
 
     def _meet(self) -> None:
-        """Makes a new process group of the ranks."""
+        """Creates a new process group of the ranks."""
         start_s = self.options.start_timeout_s
         places = self._starting([rank.where.remote() for rank in self._ranks])
         self._pids = [place["pid"] for place in places]
@@ -569,7 +551,7 @@ class WorkerGroup:
             ) from None
 
     def _part(self, ranks: Sequence[Any]) -> list[Any]:
-        """Takes ranks out of their process group; returns those that live and did."""
+        """Removes ranks from their process group; returns the living ones that left it."""
         answers = {rank.part.remote(): rank for rank in ranks}
         done, _ = ray_calls.wait(list(answers), num_returns=len(answers), timeout=_PART_S)
         living = []
@@ -590,7 +572,7 @@ class WorkerGroup:
 
 
 def _ensure_ray() -> bool:
-    """Connects to the Ray that `RAY_ADDRESS` names, or starts one; returns whether it did."""
+    """Connects to the Ray that `RAY_ADDRESS` names, or starts one; returns False if connected."""
     if ray.is_initialized():
         return False
     if attach_named(None) is None:
@@ -606,7 +588,7 @@ def _ensure_ray() -> bool:
 
 
 def _end(ranks: list[Any], started_ray: bool, owner: OwnProcess) -> None:
-    """Ends actors, waits until they are gone, and ends the Ray that was started for them."""
+    """Kills actors, waits until they are gone, and shuts down the Ray that was started for them."""
     if not owner.is_this or not ray.is_initialized():
         return
     _kill_all(ranks)
@@ -617,7 +599,7 @@ def _end(ranks: list[Any], started_ray: bool, owner: OwnProcess) -> None:
 
 
 def _kill_all(ranks: list[Any]) -> None:
-    """Ends actors and waits until they are gone."""
+    """Kills actors and waits until they are gone."""
     ended = []
     for rank in ranks:
         ray_calls.kill(rank)

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from ray_dcp.commit_protocol.garbage import attempts_of
+from ray_dcp.commit_protocol.attempts import attempts_of
 from ray_dcp.core.processes import collector_paused
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
 from ray_dcp.format.manifest import MAX_RECORD_BYTES, Manifest, slot_of

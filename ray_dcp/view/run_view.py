@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from ray_dcp.commit_protocol.garbage import owner_of
+from ray_dcp.commit_protocol.attempts import owner_of
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import (
     CheckpointError,

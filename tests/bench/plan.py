@@ -24,17 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ray_dcp.commit_protocol.aggregation import (
-    Batch,
-    BatchedReplies,
-    BatchWindow,
-    MessageBatch,
-    group_of,
-)
 from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.commit_protocol.messages import (
+    BatchedReplies,
     DeferredPlace,
     FileReceipt,
+    MessageBatch,
     OpKey,
     SaveOutcome,
     SaveReceipt,
@@ -43,11 +38,12 @@ from ray_dcp.commit_protocol.messages import (
 from ray_dcp.core.checksums import digest, length_with_checks, num_blocks_many
 from ray_dcp.core.values import Columns, FilePlan, Kind, RankPlan
 from ray_dcp.options import SaveOptions
+from ray_dcp.runtime.gatherer import BatchWindow, group_of
 from ray_dcp.runtime.rank_save import PlanMemory
 from ray_dcp.runtime.tasks import new_attempt, perform
 from ray_dcp.store.memory import MemoryStorage
-from tests.inline_ranks import Shell
 from tests.rank_saves import join_save
+from tests.support.world import Batch, Shell
 
 WORLDS = (64, 256, 1024, 4096, 10240)
 TENSORS = 1000
@@ -211,7 +207,7 @@ class Counted:
     def told(self, sort: str) -> list[tuple[Batch, BatchedReplies]]:
         """Returns what gatherers are told, as they read it."""
         with self._counting(sort):
-            ready = list(self.shell.batches.ready())
+            ready = self.shell.ready()
             sent = [pickle.dumps(BatchedReplies(tuple(batch.replies)), 5) for batch in ready]
         self.bytes[sort] += sum(map(len, sent))
         return list(zip(ready, map(pickle.loads, sent), strict=True))
@@ -280,11 +276,11 @@ class Ranks:
         again = []
         for batch, one in self._counted.told(sort) if self._gatherings else ():
             message = self._sent.pop(id(batch))
-            told.update({rank: reply for ranks, reply in one.replies for rank in ranks})
+            told.update(one.replies)
             for group, gathering in self._gatherings:
                 if message.ranks[0] in group:
                     gathering.replied(message, one)
-            left = set(message.ranks) - {rank for ranks, _ in one.replies for rank in ranks}
+            left = set(message.ranks) - {rank for rank, _ in one.replies}
             if left:
                 # Those that still wait: a gatherer says the same again for them.
                 rest = message.only(left)

@@ -11,7 +11,6 @@ import pytest
 import ray
 
 import ray_dcp
-from ray_dcp.commit_protocol import aggregation
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import gatherer
@@ -65,7 +64,7 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    monkeypatch.setattr(aggregation, "MOST_GATHERERS", 2)
+    monkeypatch.setattr(gatherer, "MOST_GATHERERS", 2)
     found = Job(tmp_path)
     yield found
     found.close()

@@ -129,24 +129,6 @@ def test_a_rank_that_is_slow_but_beats_is_waited_for(threads, tmp_path):
     load_and_check(state_of(1), 2, str(tmp_path))
 
 
-def test_a_deadline_tells_what_the_rank_that_was_missed_was_at(threads, tmp_path):
-    gate = Gate()
-    with ranks(2) as sessions:
-        slow = threads.submit(try_save, sessions[1], str(tmp_path), gate.opener, write_timeout_s=8)
-        fast = threads.submit(try_save, sessions[0], str(tmp_path), write_timeout_s=8)
-        try:
-            error, seconds = fast.result(180)
-            stuck, stuck_s = slow.result(180)
-        finally:
-            gate.open()
-    assert type(error) is DeadlineError
-    assert f"rank 1 (pid {os.getpid()} on " in error.message
-    assert "last wrote 0.0 of" in error.message
-    # The rank itself hangs in its storage, and yet it is told what the others are.
-    assert type(stuck) is DeadlineError
-    assert max(seconds, stuck_s) < 8 + SECONDS
-
-
 @pytest.mark.parametrize(
     ("when", "thaws"), [("joining", True), ("writing", True), ("writing", False)]
 )
@@ -200,19 +182,6 @@ def test_who_begins_a_save_anew_does_not_wait_for_a_rank_that_gave_the_coordinat
     assert type(told) is ParticipantError
     assert told.rank == 0
     assert "it left the call: DeadlineError" in told.message
-
-
-def test_a_save_that_a_rank_missed_breaks_no_later_one(threads, tmp_path):
-    with ranks(2) as sessions:
-        error, _ = try_save(sessions[0], str(tmp_path / "step-1"), plan_timeout_s=2.0)
-        assert type(error) is DeadlineError
-        assert error.rank == 1
-        for step in (2, 3):
-            path = str(tmp_path / f"step-{step}")
-            saves = [threads.submit(try_save, each, path) for each in sessions]
-            ends = [save.result(180)[0] for save in saves]
-            assert [type(end) for end in ends] == [SaveOutcome, SaveOutcome], ends
-            load_and_check(state_of(1), 1, path)
 
 
 def attempts_at(path) -> list[str]:

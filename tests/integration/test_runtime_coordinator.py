@@ -71,19 +71,6 @@ def test_a_killed_coordinator_comes_back_with_a_higher_epoch_and_answers_who_wai
         each.close()
 
 
-def test_a_rank_that_closes_its_session_is_not_waited_for(threads):
-    sessions = fresh_sessions(3)
-    for reply in [threads.submit(exchange, each, each.next_key()) for each in sessions]:
-        reply.result(180)
-    keys = [each.next_key() for each in sessions]
-    for at in (0, 1):
-        threads.submit(exchange, sessions[at], keys[at])
-    assert eventually(lambda: sessions[2].coordinator_info()["active"] == (keys[0],))
-    for each in (sessions[1], sessions[2], sessions[0]):
-        each.close()
-    assert eventually(lambda: not coordinator_lives(sessions[0]))
-
-
 def test_an_idle_coordinator_leaves_and_the_next_call_makes_another():
     (session,) = fresh_sessions(1, lease_s=1.0)
     before = session.coordinator_info()
@@ -142,20 +129,6 @@ def test_a_coordinator_does_not_leave_while_a_rank_waits(threads):
     assert lives(before["pid"]) or second.coordinator_info()["epoch"] > before["epoch"]
     first.close()
     second.close()
-
-
-def test_two_sessions_do_not_meet(threads):
-    ours, theirs = fresh_sessions(2), fresh_sessions(2)
-    alone = threads.submit(exchange, theirs[0], theirs[0].next_key(), 1.0)
-    replies = [threads.submit(exchange, each, each.next_key()) for each in ours]
-    for reply in replies:
-        assert isinstance(reply.result(180), Exchanged)
-    refused = alone.result(180)
-    assert isinstance(refused, Refused)
-    assert isinstance(refused.error, DeadlineError)
-    assert "rank 1" in str(refused.error)
-    for each in [*ours, *theirs]:
-        each.close()
 
 
 def test_ranks_connect_by_name_and_a_restarted_job_of_that_name_gets_a_new_session(threads):

@@ -143,15 +143,6 @@ def test_a_killed_rank_is_named_in_seconds_and_those_who_wait_for_ever_are_relea
     assert ranks.run(sum_of_ranks) == [(0, 3, 3.0), (1, 3, 3.0), (2, 3, 3.0)]
 
 
-def test_a_rank_that_is_killed_between_runs_is_named_too(ranks):
-    ranks.resize(2)
-    os.kill(ranks.pids[0], signal.SIGKILL)
-    with pytest.raises(ParticipantError, match="rank 0 died"):
-        ranks.run(lambda: 1)
-    ranks.resize(2)
-    assert ranks.run(lambda: 1) == [1, 1]
-
-
 @pytest.mark.parametrize(("world_size", "kept"), [(3, [0, 2]), (2, [0])])
 def test_no_process_gets_another_number(ranks, world_size, kept):
     """torch's cached meshes hold the place that the process had: shards would be another's."""

@@ -25,8 +25,8 @@ from ray_dcp.errors import (
 from ray_dcp.integrations.train import save_requests
 from ray_dcp.manager import BestN, LatestN
 from ray_dcp.runtime.actor_names import NAMESPACE, coordinator_name
-from ray_dcp.runtime.attach import attached_address
 from ray_dcp.runtime.discovery import current_session
+from ray_dcp.runtime.ray_session import attached_address
 from ray_dcp.train import SaveBeforeResize
 from tests import programs, train_programs, tune_trials
 from tests.held_writes import hold_writes

@@ -19,25 +19,18 @@ from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
-from ray_dcp.commit_protocol.aggregation import (
-    Batch,
-    BatchedReplies,
-    Batches,
-    BatchWindow,
-    MessageBatch,
-    is_gathered,
-)
 from ray_dcp.commit_protocol.commands import Answer, Arm, Command, MakePlan, step_of
 from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.commit_protocol.liveness import Doing, Heartbeat
 from ray_dcp.commit_protocol.messages import (
+    BatchedReplies,
     LoadJoin,
+    MessageBatch,
     OpKey,
     PartsHeld,
     PartsWritten,
     Reply,
     Request,
-    SaveAgain,
     SaveGo,
     SaveJoin,
     SaveOutcome,
@@ -54,6 +47,7 @@ from ray_dcp.errors import (
 from ray_dcp.io.checkpoint import Checkpoint
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime import inline
+from ray_dcp.runtime.gatherer import BatchWindow, is_gathered
 from ray_dcp.runtime.inline import Performer
 from ray_dcp.runtime.rank_load import LoadResult, RankLoad
 from ray_dcp.runtime.rank_save import Captured, PlanMemory, RankSave
@@ -197,6 +191,22 @@ class Time:
         return self.now_s
 
 
+@dataclass(eq=False)
+class Batch:
+    """A message of a gatherer that waits for replies."""
+
+    key: OpKey
+    step: str
+    waiting: set[int]
+    replies: list[tuple[int, Reply]] = field(default_factory=list)
+
+    def put(self, rank: int, reply: Reply) -> None:
+        """Takes the reply to a rank that waits in it."""
+        if rank in self.waiting:
+            self.waiting.remove(rank)
+            self.replies.append((rank, reply))
+
+
 class Shell(inline.Shell):
     """Carries out the commands of a coordination in virtual time, with messages of gatherers.
 
@@ -208,19 +218,36 @@ class Shell(inline.Shell):
         self, coordination: Coordination, performer: Performer, time: Time | None = None
     ) -> None:
         super().__init__(coordination)
-        self.batches = Batches()
+        self.batches: list[Batch] = []
         self._performer = performer
         self._time = time or Time()
         self._listens = time is not None
 
     def receive_batch(self, message: MessageBatch, silence_s: float | None = None) -> Batch:
         """Hands over what several ranks say; returns what they are told, as it comes."""
-        batch = self.batches.add(message)
-        commands, refused = self.coordination.receive_batch(message, silence_s=silence_s)
-        for rank, reply in refused.items():
-            batch.put((rank,), reply)
-        self._carry_out(commands)
+        batch = Batch(message.key, message.step, set(message.ranks))
+        self.batches.append(batch)
+        for request in message.requests:
+            refused = self.receive(request, silence_s)
+            if refused is not None:
+                batch.put(request.rank, refused)
         return batch
+
+    def ready(self) -> list[Batch]:
+        """Removes and returns the messages that have replies."""
+        found = [batch for batch in self.batches if batch.replies]
+        self.batches = [batch for batch in self.batches if not batch.replies]
+        return found
+
+    def _answer_batches(self, answer: Answer) -> Answer:
+        """Returns what is left of an answer: that to ranks that wait in no message."""
+        left = set(answer.ranks)
+        for batch in self.batches:
+            if (batch.key, batch.step) == (answer.key, answer.step):
+                for rank in left & batch.waiting:
+                    left.discard(rank)
+                    batch.put(rank, answer.reply)
+        return replace(answer, ranks=tuple(sorted(left)))
 
     def lose(self, request: Request) -> None:
         """Reports that the rank of a request died."""
@@ -258,7 +285,7 @@ class Shell(inline.Shell):
             if isinstance(command, Arm):
                 command = replace(command, after_s=self._time.now_s + command.after_s)
             elif isinstance(command, Answer):
-                command = replace(command, ranks=tuple(sorted(self.batches.answer(command))))
+                command = self._answer_batches(command)
             super()._carry_out([command])
 
 
@@ -496,7 +523,7 @@ class World:
         for _, batch in group.asking:
             if not batch.replies:
                 self.shell.batches.remove(batch)
-        list(self.shell.batches.ready())
+        self.shell.ready()
         group.asking.clear()
         asked, group.asked = group.asked, {}
         for request in asked.values():
@@ -509,16 +536,15 @@ class World:
         for answer in answers:
             for rank in answer.ranks:
                 self._told(answer.key, rank, answer.step, answer.reply)
-        list(self.shell.batches.ready())
+        self.shell.ready()
         for group in self.groups:
             for message, batch in [one for one in group.asking if one[1].replies]:
                 group.asking.remove((message, batch))
                 told = pickle.loads(pickle.dumps(BatchedReplies(tuple(batch.replies))))
                 group.gathering.replied(message, told)
-                for ranks, reply in told.replies:
-                    for rank in ranks:
-                        group.asked.pop(rank, None)
-                        self._told(message.key, rank, message.step, reply)
+                for rank, reply in told.replies:
+                    group.asked.pop(rank, None)
+                    self._told(message.key, rank, message.step, reply)
                 if batch.waiting:  # others wait still: the same is said again, for them
                     group.outbox.append(message.only(batch.waiting))
 
@@ -710,7 +736,7 @@ class Warm:
                 except CheckpointError as error:
                     request = steps.throw(error)
                     continue
-                if isinstance(reply, SaveAgain | SendItems):
+                if isinstance(reply, SaveGo | SendItems):
                     self.replies.append(reply)
                 request = steps.send(reply)
             except StopIteration as end:
@@ -729,5 +755,5 @@ class Warm:
     def was_warm(self) -> bool:
         """No rows, no values, no plan moved, and none was made."""
         quiet = not self.senders and not any(join.contents for join in self.joins)
-        again = all(type(reply) is SaveAgain for reply in self.replies)
+        again = all(isinstance(r, SaveGo) and r.part is None for r in self.replies)
         return quiet and again and not self.plans_made

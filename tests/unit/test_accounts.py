@@ -98,29 +98,20 @@ def counted(monkeypatch):
 # What a save tells
 
 
-def test_an_asynchronous_save_tells_each_phase_and_one_end(told, counted, tmp_path):
+def test_the_end_of_an_asynchronous_save_tells_what_its_metrics_and_report_do(
+    told, counted, tmp_path
+):
     handle = ray_dcp.async_save(state(), checkpoint_id=tmp_path / "c")
     handle.committed(180)
-    phases = ["capture", "plan", "stage", "write", "commit"]
-    assert told.names == [*(f"save.{phase}" for phase in phases), "save.committed"]
-    report = handle.report()
-    assert list(report.seconds) == phases
-    assert report.stall_s == pytest.approx(sum(report.seconds[p] for p in phases[:3]))
-    assert report.bytes_staged == STATE_BYTES
+    end, report = told.end, handle.report()
     written = sum(file.stat().st_size for file in (tmp_path / "c").glob("*.distcp"))
-    assert report.bytes_written == written
-    end = told.end
-    assert end["attempt"] == report.attempt
-    assert end["stall_s"] == pytest.approx(report.stall_s)
-    assert end["seconds"] >= sum(report.seconds.values())
     assert (end["num_bytes"], end["staged_bytes"]) == (written, STATE_BYTES)
+    assert (report.bytes_written, report.bytes_staged) == (written, STATE_BYTES)
     assert (end["mode"], end["path"]) == ("async_save", "native")
-    assert end["checkpoint_id"] == str(tmp_path / "c")
+    assert (end["checkpoint_id"], end["attempt"]) == (str(tmp_path / "c"), report.attempt)
     assert counted("dcp_saves") == {("async_save", "committed"): 1}
     assert counted("dcp_staged_bytes") == {(): STATE_BYTES}
     assert counted("dcp_written_bytes") == {(): written}
-    assert counted("dcp_save_stall_seconds") == {("async_save",): end["stall_s"]}
-    assert counted("dcp_save_durable_seconds") == {("async_save",): end["seconds"]}
 
 
 def test_a_load_tells_what_it_read_and_its_report_the_seconds(told, counted, tmp_path):
@@ -249,11 +240,6 @@ def test_one_line_for_a_save_at_level_info_and_the_rest_below(told, tmp_path):
     assert told.levels == [logging.DEBUG]
 
 
-def test_a_handler_that_raises_does_not_fail_a_save(told, monkeypatch, tmp_path):
-    monkeypatch.setattr(Told, "emit", lambda self, record: 1 / 0)
-    ray_dcp.async_save(state(), checkpoint_id=tmp_path / "c").committed(180)
-
-
 def test_a_metric_or_listener_that_raises_does_not_fail_a_save(
     heard, monkeypatch, tmp_path, caplog
 ):
@@ -299,15 +285,11 @@ def logged() -> Iterator[list[dict[str, Any]]]:
     logger.setLevel(before)
 
 
-def test_an_event_comes_to_whoever_subscribed_until_he_ends_it(tmp_path: Path, heard: list[Event]):
-    ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
-    names = [event.name for event in heard]
-    assert names == ["save.capture", "save.plan", "save.write", "save.commit", "save.committed"]
-    assert {event.checkpoint_id for event in heard} == {str(tmp_path / "c")}
+def test_a_listener_that_is_unsubscribed_hears_nothing_more(tmp_path: Path, heard: list[Event]):
     late: list[Event] = []
     events.subscribe(late.append)()
-    ray_dcp.load(state(), checkpoint_id=tmp_path / "c")
-    assert heard[-1].name == "load.loaded"
+    ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
+    assert {event.checkpoint_id for event in heard} == {str(tmp_path / "c")}
     assert late == []
 
 
@@ -565,11 +547,11 @@ def test_whoever_tells_of_a_load_tells_the_same(reader, readers, tmp_path):
 
 def test_what_a_load_reads_to_compare_targets_is_of_its_plan(readers, tmp_path):
     whole = torch.arange(1000.0)
-    ray_dcp.save({"a": whole[:600], "b": whole[400:]}, checkpoint_id=tmp_path / "c")
+    ray_dcp.save({"a": whole, "b": whole.clone()}, checkpoint_id=tmp_path / "c")
     for told in (readers.heard, readers.logged):
         told.clear()
     target = torch.zeros(1000)
-    report = ray_dcp.load({"a": target[:600], "b": target[400:]}, checkpoint_id=tmp_path / "c")
+    report = ray_dcp.load({"a": target, "b": target}, checkpoint_id=tmp_path / "c")
     assert torch.equal(target, whole)
     readers.agree("load", report.seconds)
     assert [event.outcome for event in readers.heard] == ["plan", "read", "finish", "loaded"]

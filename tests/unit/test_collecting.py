@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ray_dcp import errors
+from ray_dcp.commit_protocol.attempts import Fenced, Lost
 from ray_dcp.commit_protocol.commands import (
     BuildCommit,
     CollectReplaced,
@@ -22,7 +23,6 @@ from ray_dcp.commit_protocol.commands import (
     RecordCreated,
 )
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.commit_protocol.vote import Fenced, Lost
 from ray_dcp.format.manifest import DeleteRecord, decode_record, record_key, slot_of
 from ray_dcp.io.checkpoint import find_checkpoint, newest_record
 from ray_dcp.io.records import read_slots

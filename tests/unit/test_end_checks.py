@@ -133,7 +133,7 @@ def test_a_file_that_another_writer_published_has_to_end_alike():
 
 def test_what_says_another_number_of_checksums_does_not_fit_the_plan():
     plan, _, _, receipts = written()
-    whole = join_receipts([pack_receipts(receipts.values())])
+    whole = join_receipts(receipts.values())
     assert len(checked_receipts(plan, "a1", whole)) == len(receipts[1].deferred)
     for change in (
         {"num_bytes": receipts[1].num_bytes - 8},

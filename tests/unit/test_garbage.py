@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_dcp.commit_protocol.garbage import (
-    MOST_DECIDED,
-    owner_of,
-    sweep,
-    verdicts,
-    was_committed,
-)
+from ray_dcp.commit_protocol.attempts import MOST_DECIDED, owner_of, sweep, verdicts, was_committed
 from ray_dcp.format.manifest import AbortRecord, FileEntry, Manifest, Verdict, record_key, slot_of
 
 A, B, C = "aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb", "0123456789abcdef"

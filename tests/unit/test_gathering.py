@@ -1,5 +1,6 @@
 """Large jobs: gatherers send what ranks say in few messages, which mean what the requests mean."""
 
+import pickle
 import random
 from dataclasses import replace
 from functools import partial
@@ -8,21 +9,12 @@ import numpy as np
 import pytest
 
 from ray_dcp import errors
-from ray_dcp.commit_protocol.aggregation import (
-    BatchedJoins,
-    BatchedReceipts,
-    BatchedReplies,
-    Batches,
-    BatchWindow,
-    batch_of,
-    group_of,
-    is_gathered,
-)
-from ray_dcp.commit_protocol.commands import Answer
 from ray_dcp.commit_protocol.messages import (
+    BatchedReplies,
     Exchange,
     FileReceipt,
     LoadJoin,
+    MessageBatch,
     OpKey,
     PartsHeld,
     SaveJoin,
@@ -35,6 +27,7 @@ from ray_dcp.commit_protocol.messages import (
 )
 from ray_dcp.core.checksums import digest
 from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.runtime.gatherer import BatchWindow, group_of, is_gathered
 from ray_dcp.runtime.rank_save import PlanMemory
 from ray_dcp.store.memory import MemoryStorage
 from tests.crash.array_states import ArrayCapture, same_state, sample_state
@@ -42,6 +35,7 @@ from tests.crash.ranks import load_state
 from tests.gathered_ranks import Gathered
 from tests.rank_saves import save_rank
 
+KEY = OpKey("run", 0)
 WORLD = 6
 GROUPS = (range(2), range(2, 4), range(4, 6))
 
@@ -85,8 +79,6 @@ def test_a_warm_save_is_one_message_of_each_group_in_each_phase():
     assert {result.get().slot for result in results} == {2}
     assert world.messages == {"SaveJoin": 3, "SaveReceipt": 3}
     assert not world.direct
-    kinds = [type(message.content) for message in world.batches]
-    assert kinds == [BatchedJoins] * 3 + [BatchedReceipts] * 3
     assert job.holds(sample_state(1))
 
 
@@ -142,7 +134,7 @@ def test_a_rank_that_fails_fails_all_at_once():
 
 def join(rank, **changes):
     plain = SaveJoin(
-        OpKey("run", 0), rank, 10, Target("memory://x"), SaveOptions(), b"",
+        KEY, rank, 10, Target("memory://x"), SaveOptions(), b"",
         fingerprint=bytes([rank]) * 32, known=b"d" * 32, values=bytes([rank]),
     )  # fmt: skip
     return replace(plain, **changes)
@@ -153,38 +145,8 @@ def receipt_of(file, key=None, places=()):
     return FileReceipt(file, key or f"__{file}_0.a1.distcp", 10, digest(checks), places)
 
 
-OTHER_CALLS = [
-    {"known": b"e" * 32}, {"fingerprint": b""}, {"staged": True}, {"world_size": 11},
-    {"target": Target("memory://y")}, {"options": SaveOptions(num_threads=3)},
-]  # fmt: skip
-MORE_TO_SAY = [
-    {"known": b""}, {"asked": 1}, {"columns": b"rows"}, {"contents": b"8"},
-    {"target": Target("memory://x", filesystem="fs")}, {"error": errors.CheckpointError("no")},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [*(({}, other) for other in [*OTHER_CALLS, *MORE_TO_SAY]), *((m, m) for m in MORE_TO_SAY)],
-)
-def test_a_join_that_is_not_like_the_others_or_has_more_to_say_travels_as_it_is(first, second):
-    joins = [join(0, **first), join(1, **second)]
-    assert batch_of(joins).content == tuple(joins)
-    assert list(batch_of(joins).requests()) == joins
-
-
-@pytest.mark.parametrize("change", [{"error": errors.CheckpointError("no")}, {"attempt": "a2"}])
-def test_a_receipt_that_failed_or_is_not_like_the_others_travels_as_it_is(change):
-    first = SaveReceipt(OpKey("run", 0), 0, "a1", 1, (receipt_of(0),))
-    other = replace(first, rank=1, files=(), **change)
-    assert batch_of([first, other]).content == (first, other)
-    if other.error is not None:
-        failed = replace(other, rank=0)
-        assert batch_of([failed, other]).content == (failed, other)
-
-
 def test_receipts_are_joined_by_file():
-    whole = join_receipts([receipt_of(5), pack_receipts([receipt_of(1), receipt_of(7)])])
+    whole = join_receipts([receipt_of(5), receipt_of(1), receipt_of(7)])
     assert whole.file.tolist() == [1, 5, 7]
     assert [one.key for one in whole] == [f"__{file}_0.a1.distcp" for file in (1, 5, 7)]
     assert [one.digest for one in whole] == [receipt_of(file).digest for file in (1, 5, 7)]
@@ -200,9 +162,26 @@ def test_who_is_asked_for_more_is_waited_for_and_no_others(asked):
     gathering = BatchWindow(range(4), lambda: 0.0)
     (first,) = [message for rank in range(4) for message in gathering.take(join(rank))]
     for ranks in asked:
-        gathering.replied(first, BatchedReplies(((ranks, SendItems(rows=True)),)))
+        gathering.replied(
+            first, BatchedReplies(tuple((rank, SendItems(rows=True)) for rank in ranks))
+        )
     assert gathering.take(join(3, asked=1)) == []
     assert [message.ranks for message in gathering.take(join(1, asked=1))] == [(1, 3)]
+
+
+def test_joins_of_one_call_share_its_values_and_others_keep_their_own():
+    """What all ranks of a message say alike is sent once."""
+    window = BatchWindow(range(3), lambda: 0.0)
+    other = Target("memory://x", {"token": "mine"})
+    joins = [join(0), join(1, node="b"), join(2, target=other)]
+    copies = [pickle.loads(pickle.dumps(one)) for one in joins]
+    (message,) = [message for one in reversed(copies) for message in window.take(one)]
+    assert list(message.requests) == joins
+    first, second, third = message.requests
+    assert first.target is second.target
+    assert first.options is second.options
+    assert third.target.storage_options == {"token": "mine"}
+    assert message.only({1}).requests == (second,)
 
 
 def test_groups_are_few_and_of_neighbours():
@@ -216,44 +195,13 @@ def test_groups_are_few_and_of_neighbours():
         group_of(100, 100)
 
 
-def test_joins_together_mean_the_same():
-    joins = [join(rank, node=f"node {rank // 2}") for rank in (2, 0, 1)]
-    message = batch_of(joins)
-    assert isinstance(message.content, BatchedJoins)
-    assert message.requests() == sorted(joins, key=lambda one: one.rank)
-    assert message.only({1}).requests() == [join(1, node="node 0")]
-
-
-def test_a_batch_takes_replies_for_those_who_wait_in_it_and_no_others():
-    batches = Batches()
-    here = batches.add(batch_of([join(0), join(1)]))
-    other = batches.add(batch_of([join(2, key=OpKey("run", 1))]))
-    here.put((1, 7), SendItems(rows=True))
-    assert [ranks for ranks, _ in here.replies] == [(1,)]
-    batches.refuse(here.key, SendItems(rows=False))
-    assert [ranks for ranks, _ in here.replies] == [(1,), (0,)]
-    assert other.replies == []
-    # A message that nobody waits in any more gets nothing; the same rank in another one does.
-    gone = batches.add(batch_of([join(3), join(4)]))
-    again = batches.add(batch_of([join(3)]))
-    batches.remove(gone)
-    batches.answer(Answer(gone.key, (3,), gone.step, SendItems(rows=True)))
-    assert (gone.replies, [ranks for ranks, _ in again.replies]) == ([], [(3,)])
-    late = batches.add(batch_of([join(2)]))
-    assert batches.answer(Answer(late.key, (2,), late.step, SendItems(rows=True))) == set()
-    assert [ranks for ranks, _ in late.replies] == [(2,)]
-    everybody = Answer(late.key, (0, 3, 9), late.step, SendItems(rows=True))
-    assert batches.answer(everybody) == {0, 3, 9}
-
-
 def test_receipts_of_another_attempt_are_refused_one_by_one():
     job = Job("fence")
     job.save(sample_state(0))
     world = Gathered(GROUPS, job.world.coordination)
     stray = [SaveReceipt(OpKey("s", 1), rank, "other", 1, (receipt_of(rank),)) for rank in range(2)]
-    batch = world.shell.receive_batch(batch_of(stray))
-    told = dict(batch.replies)
-    assert set(told) == {(0,), (1,)}
+    told = dict(world.shell.receive_batch(MessageBatch(KEY, "SaveReceipt", tuple(stray))).replies)
+    assert set(told) == {0, 1}
     assert all(isinstance(reply.error, errors.CommitUnknownError) for reply in told.values())
 
 
@@ -264,9 +212,9 @@ def test_steps_that_were_sent_are_forgotten_and_no_others():
         gathering.take(join(0, key=key))
         if seq:
             (message,) = gathering.take(join(1, key=key))
-            gathering.replied(message, BatchedReplies((((0,), SendItems(rows=True)),)))
+            gathering.replied(message, BatchedReplies(((0, SendItems(rows=True)),)))
     # What waits is sent however long ago it came.
-    assert [m.ranks for m in gathering.take(join(1, key=OpKey("run", 0)))] == [(0, 1)]
+    assert [m.ranks for m in gathering.take(join(1, key=KEY))] == [(0, 1)]
     assert len(gathering._steps) <= 300
     assert len(gathering._asked) <= 300
 
@@ -274,11 +222,9 @@ def test_steps_that_were_sent_are_forgotten_and_no_others():
 def test_what_fails_goes_directly():
     assert is_gathered(join(0))
     assert not is_gathered(join(0, error=errors.CheckpointError("no")))
-    assert is_gathered(SaveReceipt(OpKey("run", 0), 0, "a1", 1))
-    assert is_gathered(SaveStaged(OpKey("run", 0), 0, "a1", 1))
-    assert not is_gathered(
-        SaveStaged(OpKey("run", 0), 0, "a1", 1, error=errors.CheckpointError("no"))
-    )
-    assert not is_gathered(PartsHeld(OpKey("run", 0), 0, "a1", 1, "s"))
-    assert is_gathered(LoadJoin(OpKey("run", 0), 0, 2, Target("memory://x"), LoadOptions()))
-    assert not is_gathered(Exchange(OpKey("run", 0), 0, 2, "t", {}, 1.0))
+    assert is_gathered(SaveReceipt(KEY, 0, "a1", 1))
+    assert is_gathered(SaveStaged(KEY, 0, "a1", 1))
+    assert not is_gathered(SaveStaged(KEY, 0, "a1", 1, error=errors.CheckpointError("no")))
+    assert not is_gathered(PartsHeld(KEY, 0, "a1", 1, "s"))
+    assert is_gathered(LoadJoin(KEY, 0, 2, Target("memory://x"), LoadOptions()))
+    assert not is_gathered(Exchange(KEY, 0, 2, "t", {}, 1.0))

@@ -15,9 +15,9 @@ from ray_dcp.commit_protocol.liveness import Heartbeat, HeartbeatAck
 from ray_dcp.commit_protocol.messages import Left, OpKey, Refused
 from ray_dcp.core.phases import WRITE
 from ray_dcp.errors import DeadlineError, InternalError, LimitError, StorageError
-from ray_dcp.runtime import heartbeat, ray_calls, ray_heartbeat, ray_private
+from ray_dcp.runtime import heartbeat, ray_calls, ray_private, ray_session
 from ray_dcp.runtime.rank_progress import RankProgress
-from ray_dcp.runtime.ray_heartbeat import RayHeartbeatSender
+from ray_dcp.runtime.ray_session import RayHeartbeatSender
 from tests.polling import eventually
 
 TIMEOUT_S = 0.6
@@ -57,10 +57,24 @@ class Incarnations:
 
 
 @pytest.fixture
+def sender(coordinator):
+    return RayHeartbeatSender(lambda fresh: coordinator, "s", 0, "the coordinator")
+
+
+@pytest.fixture
+def progress(sender):
+    """A call of the user, for which the sender sends heartbeats until the end of the test."""
+    progress = RankProgress()
+    sender.add(progress, TIMEOUT_S)
+    yield progress
+    sender.remove(progress)
+
+
+@pytest.fixture
 def coordinator(monkeypatch):
     fake = Incarnations()
-    monkeypatch.setattr(ray_heartbeat.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(ray_heartbeat, "KILL_S", 1000.0)
+    monkeypatch.setattr(ray_session.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray_session, "KILL_S", 1000.0)
     monkeypatch.setattr(ray_calls, "wait", fake.wait)
     monkeypatch.setattr(ray_calls, "get", fake.get)
     monkeypatch.setattr(ray_private, "recall", fake.recall)
@@ -70,8 +84,7 @@ def coordinator(monkeypatch):
     return fake
 
 
-def test_each_incarnation_that_freezes_is_found_frozen_and_is_ended_once(coordinator):
-    sender = RayHeartbeatSender(lambda fresh: coordinator, "s", 0, "the coordinator")
+def test_each_incarnation_that_freezes_is_found_frozen_and_is_ended_once(coordinator, sender):
     for life in range(3):
         coordinator.life = life
         coordinator.frozen.add(life)
@@ -88,17 +101,12 @@ def test_each_incarnation_that_freezes_is_found_frozen_and_is_ended_once(coordin
         assert coordinator.killed == [*range(life + 1)]
 
 
-def test_one_that_answers_is_not_found_frozen(coordinator):
-    sender = RayHeartbeatSender(lambda fresh: coordinator, "s", 0, "the coordinator")
-    progress = RankProgress()
-    sender.add(progress, TIMEOUT_S)
+def test_one_that_answers_is_not_found_frozen(coordinator, sender, progress):
     assert not eventually(lambda: sender.failure(False, True) is not None, 3 * TIMEOUT_S)
-    sender.remove(progress)
     assert coordinator.killed == []
 
 
-def test_a_heartbeat_that_got_lost_does_not_count_once_a_later_one_is_answered(coordinator):
-    sender = RayHeartbeatSender(lambda fresh: coordinator, "s", 0, "the coordinator")
+def test_a_heartbeat_that_got_lost_does_not_count_once_a_later_one_is_answered(coordinator, sender):
     coordinator.num_lost = 1
     progress = RankProgress()
     sender.add(progress, TIMEOUT_S)
@@ -108,8 +116,7 @@ def test_a_heartbeat_that_got_lost_does_not_count_once_a_later_one_is_answered(c
     sender.remove(progress)
 
 
-def test_one_that_lives_and_only_this_rank_can_not_reach_is_not_ended(coordinator):
-    sender = RayHeartbeatSender(lambda fresh: coordinator, "s", 0, "the coordinator")
+def test_one_that_lives_and_only_this_rank_can_not_reach_is_not_ended(coordinator, sender):
     coordinator.frozen.add(0)
     coordinator.pulses = count()  # it goes on to write that it lives
     progress = RankProgress()
@@ -122,8 +129,7 @@ def test_one_that_lives_and_only_this_rank_can_not_reach_is_not_ended(coordinato
     assert coordinator.killed == []
 
 
-def test_one_that_wrote_that_it_lives_and_then_froze_is_ended(coordinator):
-    sender = RayHeartbeatSender(lambda fresh: coordinator, "s", 0, "the coordinator")
+def test_one_that_wrote_that_it_lives_and_then_froze_is_ended(coordinator, sender):
     coordinator.frozen.add(0)
     coordinator.pulses = iter(lambda: 7, None)
     progress = RankProgress()
@@ -132,8 +138,7 @@ def test_one_that_wrote_that_it_lives_and_then_froze_is_ended(coordinator):
     sender.remove(progress)
 
 
-def test_what_a_rank_has_left_is_said_until_a_coordinator_knows(coordinator):
-    sender = RayHeartbeatSender(lambda fresh: coordinator, "s", 0, "the coordinator")
+def test_what_a_rank_has_left_is_said_until_a_coordinator_knows(coordinator, sender):
     coordinator.answers = {"is_up_to_date": False}  # it takes saves up
     left = Left(OpKey("s", 4), "Ctrl-C", is_interrupt=True)
     with ThreadPoolExecutor(1) as pool:
@@ -147,9 +152,8 @@ def test_what_a_rank_has_left_is_said_until_a_coordinator_knows(coordinator):
     assert not eventually(lambda: len(coordinator.beats) > num_said, 0.3)
 
 
-def test_what_a_rank_has_left_is_not_said_for_ever(coordinator, monkeypatch):
+def test_what_a_rank_has_left_is_not_said_for_ever(coordinator, monkeypatch, sender):
     monkeypatch.setattr(heartbeat, "OUT_OF_REACH_S", 0.3)
-    sender = RayHeartbeatSender(lambda fresh: coordinator, "s", 0, "the coordinator")
     coordinator.answers = {"is_up_to_date": False}
     sender.leave(Left(OpKey("s", 4), "Ctrl-C", is_interrupt=True), 20.0)
     progress = RankProgress()
@@ -158,8 +162,7 @@ def test_what_a_rank_has_left_is_not_said_for_ever(coordinator, monkeypatch):
     sender.remove(progress)
 
 
-def test_a_call_that_got_no_thread_is_forgotten(coordinator, monkeypatch):
-    sender = RayHeartbeatSender(lambda fresh: coordinator, "s", 0, "the coordinator")
+def test_a_call_that_got_no_thread_is_forgotten(coordinator, monkeypatch, sender):
 
     def refuse(*_):
         raise LimitError("no threads")
@@ -175,8 +178,7 @@ def test_a_call_that_got_no_thread_is_forgotten(coordinator, monkeypatch):
     sender.remove(progress)
 
 
-def test_the_time_in_the_queue_is_counted_from_answer_to_answer(coordinator):
-    sender = RayHeartbeatSender(lambda fresh: coordinator, "s", 0, "the coordinator")
+def test_the_time_in_the_queue_is_counted_from_answer_to_answer(coordinator, sender):
     progress, key = RankProgress(), OpKey("s", 4)
     progress.begin(key)
     sender.add(progress, TIMEOUT_S)
@@ -191,8 +193,7 @@ def test_the_time_in_the_queue_is_counted_from_answer_to_answer(coordinator):
     sender.remove(progress)
 
 
-def test_a_rank_that_moves_bytes_stops_when_the_save_has_failed_elsewhere(coordinator):
-    sender = RayHeartbeatSender(lambda fresh: coordinator, "s", 0, "the coordinator")
+def test_a_rank_that_moves_bytes_stops_when_the_save_has_failed_elsewhere(coordinator, sender):
     progress, key = RankProgress(), OpKey("s", 4)
     progress.begin(key)
     sender.add(progress, TIMEOUT_S)
@@ -207,12 +208,13 @@ def test_a_rank_that_moves_bytes_stops_when_the_save_has_failed_elsewhere(coordi
     sender.remove(progress)
 
 
-def test_a_coordinator_that_fails_at_a_heartbeat_is_in_the_log(coordinator, monkeypatch, caplog):
+def test_a_coordinator_that_fails_at_a_heartbeat_is_in_the_log(
+    coordinator, monkeypatch, caplog, sender
+):
     def fail(_):
         raise RayTaskError("beat", "no traceback", InternalError("Please report this"))
 
     monkeypatch.setattr(ray_calls, "get", fail)
-    sender = RayHeartbeatSender(lambda fresh: coordinator, "s", 0, "the coordinator")
     progress = RankProgress()
     sender.add(progress, TIMEOUT_S)
     assert eventually(lambda: "Please report this" in caplog.text, 20)

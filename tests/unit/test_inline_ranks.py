@@ -36,7 +36,7 @@ from ray_dcp.format.manifest import AbortRecord, decode_record, encode_record, r
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_load import drive
-from ray_dcp.runtime.records import standing_records
+from ray_dcp.runtime.standing import standing_records
 from ray_dcp.runtime.tasks import outcome, perform
 from ray_dcp.store.memory import MemoryStorage
 from tests.checkpoints import check_stock, save_stock, stock_load
@@ -145,13 +145,6 @@ def test_a_load_that_one_rank_can_not_plan_touches_nothing_on_any(url):
     errors = [result.error for result in run_ranks(ranks)]
     assert {(type(e), e.rank, e.key) for e in errors} == {(MissingKeyError, 2, "w")}
     assert works[0].dones == []
-
-
-def test_overwrite_false_leaves_what_stands(url):
-    save(state_of(1), 2, url)
-    results = run_ranks(save_ranks(state_of(2), 2, url, options=SaveOptions(overwrite=False)))
-    assert {type(result.error) for result in results} == {CheckpointExistsError}
-    assert loads_whole(url, [state_of(1), state_of(2)]) == 0
 
 
 # Ranks that freeze or die
@@ -347,13 +340,19 @@ def test_a_stock_checkpoint_is_replaced_with_its_files(tmp_path):
     load_and_check(state_of(2), 3, str(tmp_path))
 
 
-def test_overwrite_false_does_not_replace_a_stock_checkpoint(tmp_path):
-    save_stock(tmp_path, {"w": torch.full((6, 4), 3.0)})
-    results = run_ranks(
-        save_ranks(state_of(), 2, str(tmp_path), options=SaveOptions(overwrite=False))
-    )
+@pytest.mark.parametrize("is_stock", [False, True])
+def test_overwrite_false_leaves_what_stands(tmp_path, is_stock):
+    if is_stock:
+        save_stock(tmp_path, {"w": torch.full((6, 4), 3.0)})
+    else:
+        save(state_of(1), 2, str(tmp_path))
+    options = SaveOptions(overwrite=False)
+    results = run_ranks(save_ranks(state_of(2), 2, str(tmp_path), options=options))
     assert {type(result.error) for result in results} == {CheckpointExistsError}
-    assert stock_load(tmp_path, {"w": np.zeros((6, 4), np.float32)})["w"][0, 0] == 3
+    if is_stock:
+        assert stock_load(tmp_path, {"w": np.zeros((6, 4), np.float32)})["w"][0, 0] == 3
+    else:
+        assert loads_whole(str(tmp_path), [state_of(1), state_of(2)]) == 0
 
 
 def test_at_every_fault_over_a_stock_checkpoint_one_of_the_two_loads_whole(tmp_path):

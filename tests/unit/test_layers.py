@@ -44,7 +44,6 @@ HOMES = {
             "runtime.inline",
             "runtime.rank_load",
             "runtime.rank_save",
-            "runtime.socket_coordinator",
             "runtime.socket_session",
             "runtime.staging_backend",
             "runtime.tasks",

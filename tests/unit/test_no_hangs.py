@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from ray_dcp.commit_protocol.messages import LoadDone, OpKey, SaveJoin, SaveReceipt, Target
+from ray_dcp.commit_protocol.messages import OpKey, SaveJoin, SaveReceipt, Target
 from ray_dcp.errors import CommitUnknownError, DeadlineError, ParticipantError, SaveCancelledError
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.inline import InlineSession
@@ -17,12 +17,10 @@ from ray_dcp.runtime.rank_progress import RankProgress, WatchedStorage
 from ray_dcp.runtime.tasks import outcome, perform
 from ray_dcp.store.memory import MemoryStorage
 from tests.gated_storage import Gate
-from tests.inline_ranks import run_ranks
 from tests.numpy_ranks import (
     NumpyCapture,
     NumpyWork,
     load_and_check,
-    load_ranks,
     loads_whole,
     save,
     save_ranks,
@@ -85,19 +83,6 @@ def one_load(url, session, *, opener, **options):
             ),
             activity.call,
         )  # fmt: skip
-
-
-# Ranks, in virtual time
-
-
-def test_a_frozen_rank_ends_a_load_long_before_its_deadline(url):
-    save(state_of(1), 2, url)
-    ranks, _ = load_ranks(state_of(1), 3, url, options=LoadOptions(heartbeat_timeout_s=7.0))
-    results = run_ranks(
-        ranks, fate=lambda r: "freeze" if r.rank == 2 and isinstance(r, LoadDone) else "live"
-    )
-    assert "every 7 s" in results[0].error.message
-    assert results[0].error.rank == 2
 
 
 # Storages that hang

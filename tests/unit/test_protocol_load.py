@@ -24,7 +24,6 @@ from ray_dcp.errors import (
     DeadlineError,
     InternalError,
     InvalidRequestError,
-    MissingKeyError,
     ParticipantError,
     RankDisagreementError,
     StorageError,
@@ -85,16 +84,6 @@ def test_what_one_rank_leaves_another_may_take_and_all_learn_what_nobody_takes()
     assert told(leaves[2], leaves[2]) is None
 
 
-def test_a_rank_that_can_not_plan_refuses_the_load_on_all():
-    play = Play()
-    to_planning(play)
-    play.send(LoadReady(KEY, 0))
-    error = play.send(LoadReady(KEY, 1, MissingKeyError("no 'w'", key="w"))).error
-    assert (type(error), error.rank, error.key) == (MissingKeyError, 1, "w")
-    assert play.errors("LoadReady")[0] is error
-    assert play.coordination.active == ()
-
-
 def test_the_outcome_sums_the_bytes_of_all_ranks_each_once():
     play = Play()
     to_reading(play)
@@ -106,20 +95,65 @@ def test_the_outcome_sums_the_bytes_of_all_ranks_each_once():
     assert play.coordination.active == ()
 
 
-def test_a_rank_that_fails_to_read_fails_the_load_on_all():
-    play = Play()
+def fails_to_join(play):
+    play.join_load(0, error=StorageError("mine"))
+    play.join_load(1)
+
+
+def fails_to_plan(play):
+    to_planning(play)
+    play.send(LoadReady(KEY, 1))
+    play.send(LoadReady(KEY, 0, StorageError("mine")))
+
+
+def fails_to_read(play):
     to_reading(play)
-    play.send(LoadDone(KEY, 0, error=StorageError("gone")))
+    play.send(LoadDone(KEY, 0, error=StorageError("mine")))
     assert play.timer.after_s == GRACE_S
-    assert play.send(LoadDone(KEY, 1, ReadCounts(5, 5))).error.rank == 0
+    play.send(LoadDone(KEY, 1, ReadCounts(5, 5)))
 
 
-def test_a_place_without_checkpoint_is_told_to_all():
+def dies_while_planning(play):
+    to_planning(play)
+    play.send(LoadReady(KEY, 1))
+    play.lose(0)
+
+
+def dies_while_reading(play):
+    to_reading(play)
+    play.send(LoadDone(KEY, 1))
+    play.lose(0)
+
+
+@pytest.mark.parametrize(
+    ("fail", "step", "kind"),
+    [
+        (fails_to_join, "LoadJoin", StorageError),
+        (fails_to_plan, "LoadReady", StorageError),
+        (fails_to_read, "LoadDone", StorageError),
+        (dies_while_planning, "LoadReady", ParticipantError),
+        (dies_while_reading, "LoadDone", ParticipantError),
+    ],
+)
+def test_what_happens_to_one_rank_ends_the_load_on_all(fail, step, kind):
+    play = Play()
+    fail(play)
+    error = play.errors(step)[1]
+    assert (type(error), error.rank) == (kind, 0)
+    assert play.coordination.active == ()
+
+
+def test_what_the_storage_says_is_told_to_all_and_a_rank_that_has_read_may_go():
     play = Play()
     play.join_load(0)
     play.join_load(1)
     play.fail(CheckpointNotFoundError("nothing here"))
     assert {type(e) for e in play.errors("LoadJoin").values()} == {CheckpointNotFoundError}
+    play = Play()
+    to_reading(play)
+    play.send(LoadDone(KEY, 1))
+    play.lose(1)
+    assert play.send(LoadDone(KEY, 0)) == LoadOutcome(ReadCounts())
 
 
 @pytest.mark.parametrize(
@@ -154,26 +188,6 @@ def test_a_storage_that_does_not_show_the_checkpoint_in_time_ends_the_load():
     assert type(play.errors("LoadJoin")[1]) is DeadlineError
     play.done(FOUND)
     assert play.coordination.active == ()
-
-
-@pytest.mark.parametrize("phase", [to_planning, to_reading])
-def test_a_lost_rank_ends_the_load(phase):
-    play = Play(world_size=3)
-    phase(play)
-    play.send((LoadReady if phase is to_planning else LoadDone)(KEY, 0))
-    play.lose(1)
-    play.expire()
-    step = "LoadReady" if phase is to_planning else "LoadDone"
-    error = play.errors(step)[0]
-    assert (type(error), error.rank) == (ParticipantError, 1)
-
-
-def test_a_rank_that_has_read_may_go():
-    play = Play()
-    to_reading(play)
-    play.send(LoadDone(KEY, 1))
-    play.lose(1)
-    assert play.send(LoadDone(KEY, 0)) == LoadOutcome(ReadCounts())
 
 
 def test_steps_out_of_order_are_refused_and_change_nothing():

@@ -473,6 +473,30 @@ def test_a_rank_says_who_holds_its_bytes_to_a_coordinator_that_never_heard_it(re
     assert resumed.coordination.held_by("s0") == {KEY: [0]}
 
 
+@pytest.mark.parametrize("late", ["before its rank waits", "after its rank waits"])
+def test_a_stager_that_reports_late_takes_nothing_from_the_one_that_holds_the_bytes_now(
+    resumed, late
+):
+    """Rank 0 turned from s9, which froze, to s0: both hold its bytes, and s9 is killed."""
+    if late == "before its rank waits":
+        resumed.held(0)
+    else:
+        resumed.send(SaveStaged(KEY, 0, "a1", 1, held=PartsHeld(KEY, 0, "a1", 1, "s0")))
+    assert resumed.send(PartsHeld(KEY, 0, "a1", 1, "s9")) == Ack()
+    assert resumed.coordination.held_by("s0") == {KEY: [0]}
+    resumed.lose_stager("s9")
+    resumed.say_again()
+    commit(resumed)
+
+
+def test_a_rank_may_turn_to_another_stager_before_the_first_is_known_to_be_lost(resumed):
+    resumed.send(PartsHeld(KEY, 0, "a1", 1, "s9"))
+    resumed.held(0)
+    resumed.lose_stager("s9")
+    resumed.say_again()
+    commit(resumed)
+
+
 def test_what_nobody_says_again_does_not_count(resumed):
     resumed.held(0)
     resumed.written(0, 0)

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RaySystemError
 
 from ray_dcp.errors import CommitUnknownError, DeadlineError, ParticipantError
-from ray_dcp.runtime import attach, coordinator_call, ray_calls, ray_private
+from ray_dcp.runtime import coordinator_call, ray_calls, ray_private, ray_session
 from ray_dcp.runtime.coordinator import coordinator_of
 from ray_dcp.runtime.coordinator_call import call_actor
 from ray_dcp.runtime.discovery import connect
@@ -217,7 +217,7 @@ def nobody_accepts():
 
 
 def test_a_cluster_that_can_not_be_reached_ends_the_connect(nobody_accepts, monkeypatch):
-    monkeypatch.setattr(attach, "PROBE_S", 0.5)
+    monkeypatch.setattr(ray_session, "PROBE_S", 0.5)
     with pytest.raises(ParticipantError, match=r"TimeoutError.*correct the address"):
         connect(nobody_accepts)
     with socket.socket() as unused:

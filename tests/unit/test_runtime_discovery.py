@@ -9,9 +9,9 @@ import torch
 from torch.distributed import HashStore, TCPStore
 
 from ray_dcp.errors import RankDisagreementError
-from ray_dcp.runtime import discovery, process_group
-from ray_dcp.runtime.process_group import announce_connect, await_group, connect_announced
-from ray_dcp.runtime.session import GroupSessions
+from ray_dcp.runtime import discovery, session
+from ray_dcp.runtime.discovery import await_group, connect_announced
+from ray_dcp.runtime.session import GroupSessions, announce_connect
 from tests.polling import eventually
 
 QUICK_S = 0.05
@@ -29,7 +29,7 @@ def announce(store, monkeypatch):
     """Announces that a rank uses `connect`, or takes it back."""
 
     def run(rank, connected=True):
-        monkeypatch.setattr(process_group, "job_place", lambda: (store, rank))
+        monkeypatch.setattr(session, "job_place", lambda: (store, rank))
         announce_connect(connected)
 
     return run
@@ -73,7 +73,7 @@ def test_a_rank_that_calls_connect_later_is_seen_too(store, announce):
 
 
 def test_a_connect_that_fails_is_taken_back(store, monkeypatch):
-    monkeypatch.setattr(process_group, "job_place", lambda: (store, 0))
+    monkeypatch.setattr(session, "job_place", lambda: (store, 0))
 
     def connect():
         with connect_announced():
@@ -93,7 +93,7 @@ def test_without_a_store_nobody_is_asked():
 
 
 def test_a_rank_that_waits_for_long_names_who_is_missing(store, caplog, monkeypatch):
-    monkeypatch.setattr(process_group, "LONG_WAIT_S", 4 * QUICK_S)
+    monkeypatch.setattr(discovery, "LONG_WAIT_S", 4 * QUICK_S)
     with ThreadPoolExecutor(3) as pool, caplog.at_level("WARNING"):
         waits = waiting(pool, store, [0, 1, 2], [1])
         assert eventually(lambda: caplog.messages)

@@ -52,7 +52,7 @@ def join(rank: int, *, staged: bool = False, url: str = "memory://x"):
 
 
 def go(rank: int, attempt: str = ATTEMPT) -> Answer:
-    return Answer(KEY, (rank,), "SaveJoin", SaveGo(attempt, 1, plan=RankPlan(rank, ())))
+    return Answer(KEY, (rank,), "SaveJoin", SaveGo(attempt, 1, part=RankPlan(rank, ())))
 
 
 def receipt(file: int, num_bytes: int) -> FileReceipt:

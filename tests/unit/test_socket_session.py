@@ -21,7 +21,7 @@ from ray_dcp import saving
 from ray_dcp.commit_protocol.messages import Exchange, Exchanged, Refused
 from ray_dcp.core.phases import WRITE
 from ray_dcp.errors import DeadlineError, InternalError, InvalidRequestError, ParticipantError
-from ray_dcp.runtime import process_group, rank_save, socket_coordinator, socket_session
+from ray_dcp.runtime import rank_save, socket_session
 from ray_dcp.runtime.discovery import current_session
 from ray_dcp.runtime.rank_progress import RankProgress
 from ray_dcp.runtime.socket_session import (
@@ -104,7 +104,7 @@ def test_who_does_not_know_the_key_is_refused_and_nothing_of_it_is_unpickled(
 def test_who_connects_and_says_nothing_keeps_nobody_waiting_and_is_dropped(
     pool, sessions, monkeypatch
 ):
-    monkeypatch.setattr(socket_coordinator, "HANDSHAKE_S", 1.0)
+    monkeypatch.setattr(socket_session, "HANDSHAKE_S", 1.0)
     with socket.create_connection(address_of(sessions)) as silent:
         assert all(isinstance(reply, Exchanged) for reply in all_exchange(pool, sessions))
         silent.settimeout(60)
@@ -119,7 +119,7 @@ def break_connection(session: SocketSession) -> None:
 def test_a_connection_that_breaks_is_made_again_and_what_is_unanswered_is_sent_again(
     pool, sessions, monkeypatch
 ):
-    monkeypatch.setattr(socket_coordinator, "RETURN_S", 60.0)
+    monkeypatch.setattr(socket_session, "RETURN_S", 60.0)
     before = sessions[1]._link._channel
     early = [pool.submit(exchange, session) for session in sessions[1:]]
     assert eventually(lambda: sessions[1]._link._unanswered)
@@ -244,13 +244,13 @@ def test_nobody_at_the_address_of_rank_0_is_told_with_the_way_out():
 
 def test_rank_0_listens_on_the_interface_of_the_store():
     store = TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=20))
-    assert process_group.host_of(PrefixStore("a", PrefixStore("b", store))) == "127.0.0.1"
-    assert process_group.host_of(HashStore()) is None
-    assert process_group.address_towards("127.0.0.1") == "127.0.0.1"
-    assert process_group.address_towards("no such host.invalid") == "127.0.0.1"
+    assert socket_session.host_of(PrefixStore("a", PrefixStore("b", store))) == "127.0.0.1"
+    assert socket_session.host_of(HashStore()) is None
+    assert socket_session.address_towards("127.0.0.1") == "127.0.0.1"
+    assert socket_session.address_towards("no such host.invalid") == "127.0.0.1"
     # A name of its own machine is that of the loopback interface; the others are elsewhere.
     there = [("a", "127.0.1.1"), ("b", "10.9.8.7")]
-    assert process_group.interface_of(there) == process_group.address_towards("10.9.8.7")
+    assert socket_session.interface_of(there) == socket_session.address_towards("10.9.8.7")
 
 
 def test_a_closed_coordinator_leaves_no_thread_and_no_descriptor(pool, sessions):
@@ -261,7 +261,7 @@ def test_a_closed_coordinator_leaves_no_thread_and_no_descriptor(pool, sessions)
     work = ("sends", "answers", "serves", "accepts", "coordinator")
     names = {f"ray_dcp {what}" for what in work}
     assert eventually(lambda: names.isdisjoint(one.name for one in threading.enumerate()))
-    assert socket_coordinator._open == set()
+    assert socket_session._open == set()
 
 
 def test_without_torch_distributed_a_process_group_is_refused():

@@ -22,7 +22,6 @@ from ray_dcp.errors import (
 )
 from ray_dcp.io.writer import file_layout
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime.rank_load import MemorySource
 from ray_dcp.stage import transfer as stage_transfer
 from ray_dcp.stage import write_queue
 from ray_dcp.stage.copying import HostFiller, window_parts
@@ -31,7 +30,6 @@ from ray_dcp.stage.transfer import transfer
 from ray_dcp.stage.values import StagedWindow, StageKey
 from ray_dcp.stage.windows import lay_out_windows
 from ray_dcp.stage.write_queue import WriteQueue
-from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import PublishedFile, StorageWrapper
 from tests.gated_storage import Gate
@@ -738,14 +736,3 @@ def test_the_last_committed_ones_stay_and_what_came_after_them(keep, gone):
     committed = {"a": True, "b": False, "c": True, "d": True, "e": False}
     seen = [("run", name, keep, is_committed) for name, is_committed in committed.items()]
     assert too_many(seen) == gone
-
-
-def test_what_a_load_does_not_find_in_memory_at_once_it_asks_for_again():
-    """What has just been committed is kept a moment later; an error is raised by who asks again."""
-    storage, answers = MemoryStorage("asked-again"), [None, "kept"]
-    source = MemorySource(lambda storage, attempt: answers.pop(0))
-    source.ask(storage, "a1")
-    assert source.found() == "kept"
-    assert answers == []
-    with pytest.raises(IndexError):
-        source.found()

@@ -20,17 +20,16 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 import ray_dcp
 from ray_dcp import InternalError
-from ray_dcp.commit_protocol.aggregation import Batches, MessageBatch
 from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.commit_protocol.liveness import AwakeClock, Heartbeat, HeartbeatAck
-from ray_dcp.commit_protocol.messages import Ack, Left, PartsHeld, SaveStaged, Target
+from ray_dcp.commit_protocol.messages import Ack, Left, MessageBatch, PartsHeld, SaveStaged, Target
 from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.coordinator import Coordinator
 from ray_dcp.runtime.recovery import StagedPlans, StagerWatch
 from ray_dcp.runtime.tasks import perform, settle
 from ray_dcp.stage.values import StageKey, StageProgress
-from tests.inline_ranks import Shell
 from tests.protocol_play import KEY, join_of
+from tests.support.world import Shell
 from tests.unit.test_protocol_staged import SECOND, StagedPlay
 
 
@@ -108,11 +107,8 @@ class Actor(Coordinator):
         self._beats, self._ack = {}, HeartbeatAck("id", 0, "pid 1")
         self._performing = 0
         nothing = lambda *_: None  # noqa: E731
-        self._tracing = SimpleNamespace(
-            record_request=nothing, record_batch=nothing, record_answer=nothing
-        )
+        self._tracing = SimpleNamespace(record_request=nothing, record_answer=nothing)
         self._shared_reads = SimpleNamespace(tidy=lambda: None)
-        self._batches = Batches()
         self._coordination = play.coordination
         self._plans = StagedPlans("actor", play.coordination, self._carry_out, "namespace")
 
@@ -251,7 +247,7 @@ def test_a_holder_of_which_the_earlier_coordinator_did_not_know_is_asked_too(clu
         await actor._plans.resume()
         # Its rank waits already, and says once more who holds its bytes.
         staged = SaveStaged(KEY, 1, "a1", 1, held=held(1))
-        batch = MessageBatch(KEY, "SaveStaged", (1,), (staged,))
+        batch = MessageBatch(KEY, "SaveStaged", (staged,))
         call = asyncio.ensure_future(
             actor.call_batch(batch, ()) if together else actor.call(staged)
         )
@@ -262,12 +258,6 @@ def test_a_holder_of_which_the_earlier_coordinator_did_not_know_is_asked_too(clu
 
     asyncio.run(go_on())
     assert cluster.stagers["s1"].asked == ["a1"]
-
-
-def test_a_save_whose_plan_was_not_kept_before_its_coordinator_died_is_forgotten(cluster):
-    cluster.store["staged:actor:0:run"] = '["s0#0"]'
-    assert another_coordinator().active == ()
-    assert cluster.store == {}
 
 
 @pytest.mark.parametrize("ended", ["committed", "aborted"])

@@ -8,11 +8,12 @@ import pytest
 
 from ray_dcp.commit_protocol import planning
 from ray_dcp.commit_protocol.commands import Failed, MakePlan
-from ray_dcp.commit_protocol.messages import Refused, SaveAgain, SaveJoin, SendItems, Target
+from ray_dcp.commit_protocol.messages import Refused, SaveJoin, SendItems, Target
 from ray_dcp.core.columns import ColumnsBuilder, encode
 from ray_dcp.errors import InvalidRequestError, PlanConflictError, RankDisagreementError
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import rank_save
+from ray_dcp.runtime.rank_save import PlanMemory
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.opening import open_storage
 from tests import rank_saves
@@ -79,7 +80,7 @@ def test_a_rank_whose_plan_is_as_before_hears_whether_a_record_has_one_winner(tm
     for number in range(2):
         committed(alone.save(sample_state(number)))
     (again,) = alone.replies
-    assert type(again) is SaveAgain
+    assert again.part is None
     steps = rank_saves.join_save(
         KEY, rank=0, world_size=1, target=Target(alone.url), options=SaveOptions(num_threads=1),
         capture=partial(ArrayCapture, sample_state(2), 0, 1), memory=alone.memories[0],
@@ -111,44 +112,36 @@ def test_a_rank_that_changed_makes_a_new_plan(warm):
     assert warm.was_warm
 
 
-def test_a_coordinator_that_forgot_everything_asks(warm):
+def forgets_one(warm):
+    warm.memories[1] = PlanMemory()
+
+
+@pytest.mark.parametrize(
+    ("forget", "senders", "known"),
+    [
+        # What the ranks know is what comes out again, so it is not sent a second time.
+        (Warm.restart_coordinator, {0, 1, 2}, {0, 1, 2}),
+        (lambda warm: warm.restart(3), {0, 1, 2}, set()),
+        (forgets_one, {1}, {0, 2}),
+    ],
+    ids=["the coordinator", "all ranks", "one rank"],
+)
+def test_who_forgot_the_plan_is_told_it_and_nobody_else(warm, forget, senders, known):
     committed(warm.save(sample_state(0)))
-    warm.restart_coordinator()
+    forget(warm)
     committed(warm.save(sample_state(1)))
-    assert warm.senders == {0, 1, 2}
-    assert warm.plans_made == 1
-    # What they know is what comes out again, so it is not sent a second time.
-    assert {type(reply).__name__ for reply in warm.replies} == {"SendItems", "SaveAgain"}
+    assert warm.senders == senders
+    assert warm.plans_made == (forget is Warm.restart_coordinator)
+    told = [reply for reply in warm.replies if not isinstance(reply, SendItems)]
+    assert sum(reply.part is None for reply in told) == len(known)
     assert loads(warm, sample_state(1))
     committed(warm.save(sample_state(2)))
     assert warm.was_warm
-
-
-def test_ranks_that_forgot_everything_are_told_again(warm):
-    committed(warm.save(sample_state(0)))
-    warm.restart(3)
-    committed(warm.save(sample_state(1)))
-    assert warm.plans_made == 0
-    assert loads(warm, sample_state(1))
-    committed(warm.save(sample_state(2)))
-    assert warm.was_warm
-
-
-def test_one_rank_that_forgot_makes_the_others_tell_no_rows(warm):
-    committed(warm.save(sample_state(0)))
-    warm.memories[1] = type(warm.memories[1])()
-    committed(warm.save(sample_state(1)))
-    assert warm.senders == {1}
-    assert warm.plans_made == 0
-    assert sorted(type(reply).__name__ for reply in warm.replies) == [
-        "SaveAgain", "SaveAgain", "SaveGo",
-    ]  # fmt: skip
-    assert loads(warm, sample_state(1))
 
 
 def test_a_rank_that_forgot_and_differs_makes_all_tell(warm):
     committed(warm.save(sample_state(0)))
-    warm.memories[1] = type(warm.memories[1])()
+    forgets_one(warm)
     states = [sample_state(1), {**sample_state(1), "note": "mine"}, sample_state(1)]
     outcome = committed(warm.save(states))[0]
     assert warm.plans_made == 1
@@ -179,23 +172,18 @@ def test_another_world_size_is_cold(warm):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "is_warm"),
     [
-        SaveOptions(num_threads=1, part_bytes=4096),
-        SaveOptions(num_threads=1, dedup_save_to_lowest_rank=True),
+        ({"part_bytes": 4096}, False),
+        ({"dedup_save_to_lowest_rank": True}, False),
+        ({"num_threads": 2, "sync_files": False}, True),
     ],
 )
-def test_other_options_are_cold(warm, options):
+def test_only_options_on_which_a_plan_depends_make_another(warm, options, is_warm):
     committed(warm.save(sample_state(0)))
-    committed(warm.save(sample_state(1), options=options))
-    assert warm.plans_made == 1
+    committed(warm.save(sample_state(1), options=SaveOptions(**{"num_threads": 1, **options})))
+    assert (warm.was_warm, warm.plans_made) == (is_warm, not is_warm)
     assert loads(warm, sample_state(1))
-
-
-def test_options_that_no_plan_depends_on_stay_warm(warm):
-    committed(warm.save(sample_state(0)))
-    committed(warm.save(sample_state(1), options=SaveOptions(num_threads=2, sync_files=False)))
-    assert warm.was_warm
 
 
 def test_content_that_begins_to_differ_is_planned_again_and_told(warm):
@@ -339,13 +327,15 @@ def test_a_rank_that_can_not_say_what_it_holds_fails_the_save_for_all(tmp_path, 
     monkeypatch.setattr(rank_save, "ROWS_AT_ONCE", 0)
     warm = Warm(3, str(tmp_path / "ckpt"))
 
-    def capture(state, rank, world_size):
-        found = ArrayCapture(state, rank, world_size)
-        if rank == 1:
-            found.columns = replace(found.columns, kind=found.columns.kind + np.int8(50))
-        return found
+    again = rank_save._again
 
-    results = warm.save(sample_state(0), capture=capture)
+    def fails(join, *more):
+        if join.rank == 1:
+            raise InvalidRequestError("no such rows")
+        return again(join, *more)
+
+    monkeypatch.setattr(rank_save, "_again", fails)
+    results = warm.save(sample_state(0))
     assert {type(result.error) for result in results} == {InvalidRequestError}
     assert all("rank 1" in str(result.error) for result in results)
 

@@ -1,10 +1,10 @@
-"""What is at a place: the records in its slots, its `.metadata`, and what attempts left there.
+"""The contents of a place: the records in its slots, its `.metadata`, and files of attempts.
 
-`standing_records` and the functions beside it only read, except `confirm_record`. `publish` and its
-like bring `.metadata`, which stock DCP reads, up to the checkpoint that the records decide;
-`write_metadata` creates the one that a save left out, without torch or ray. `Listing` and `remove`
-list a place and remove files for `delete` and `collect`; `ray_dcp.commit_protocol.garbage` decides
-which.
+`standing_records` and the functions beside it only read, except `confirm_record`. `publish`,
+`republish` and `withdraw` update `.metadata`, which stock DCP reads, to the checkpoint that the
+records decide; `write_metadata` creates the one that a save omitted, without torch or ray.
+`Listing` and `remove` list a place and remove files for `delete` and `collect`;
+`ray_dcp.commit_protocol.attempts` decides which.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
-from ray_dcp.commit_protocol.commands import Overtaken, Published, RecordsRead
-from ray_dcp.commit_protocol.garbage import (
+from ray_dcp.commit_protocol.attempts import (
+    Fenced,
     GarbagePlan,
     KeptFile,
+    Lost,
+    Won,
     attempts_of,
     left_by_others,
     owner_of,
     verdicts,
     was_committed,
 )
+from ray_dcp.commit_protocol.commands import Overtaken, Published, RecordsRead
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.commit_protocol.vote import Fenced, Lost, Won
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.core.processes import collector_paused
 from ray_dcp.errors import (
@@ -62,42 +64,42 @@ STOCK_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 @runtime_checkable
 class _ShowsUnpublished(Protocol):
-    """A storage whose writers leave files behind when they crash."""
+    """A storage whose writers leave files behind if they crash."""
 
     def unpublished(self) -> tuple[Entry, ...]: ...
 
 
 @dataclass(frozen=True)
 class Standing:
-    """The records of a target, as far down as is needed to know what stands."""
+    """The records of a target, as far down as needed to know the current checkpoint."""
 
     slots: Slots
     slot: int = 0
-    """Slot of the commit or delete that decides; 0 when there is none."""
+    """Slot of the commit or delete that decides; 0 if there is none."""
     record: Manifest | DeleteRecord | None = None
-    """What is in it."""
+    """The record in that slot."""
     unreadable: dict[int, DamagedCheckpointError] = field(default_factory=dict)
-    """Records above it that can't be read."""
+    """Higher records that can't be read."""
 
     @property
     def last_slot(self) -> int:
-        """Highest slot in use; 0 when there is none."""
+        """Highest slot in use; 0 if there is none."""
         return self.slots.last_slot
 
     @property
     def manifest(self) -> Manifest | None:
-        """Of the checkpoint; None when nothing stands."""
+        """Manifest of the current checkpoint; None if there is none."""
         return self.record if isinstance(self.record, Manifest) else None
 
 
 def standing_records(
     storage: Storage, *, whole: bool = False, used: tuple[int, ...] | None = None
 ) -> Standing:
-    """Returns the newest commit or delete of a target; passes by what can't be read.
+    """Returns the newest commit or delete of a target; skips records that can't be read.
 
     Args:
-        storage: Of the target.
-        whole: Read the older records as well.
+        storage: The storage of the target.
+        whole: Whether to read the older records as well.
         used: As for `read_slots`.
 
     Raises:
@@ -115,10 +117,10 @@ def standing_records(
 
 
 def read_standing(storage: Storage) -> RecordsRead:
-    """Returns what a save has to know of the place that it saves to.
+    """Returns the state of a place that a save needs before it is planned.
 
     Args:
-        storage: Of the target.
+        storage: The storage of the target.
 
     Raises:
         CheckpointError: A newer ray_dcp wrote here, or the storage fails.
@@ -156,10 +158,10 @@ def read_standing(storage: Storage) -> RecordsRead:
 
 
 def everything(storage: Storage) -> list[Entry]:
-    """Returns all files at a place, with those that writers have not published.
+    """Returns all files at a place, including those that writers have not published.
 
     Args:
-        storage: Of the place.
+        storage: The storage of the place.
 
     Raises:
         StorageError: It can't be listed.
@@ -171,16 +173,16 @@ def everything(storage: Storage) -> list[Entry]:
 def overtaken(
     storage: Storage, slot: int, record: bytes, before: tuple[int, ...] | None = None
 ) -> Overtaken | None:
-    """Returns the commit or delete in a higher slot than a record that was just created or met.
+    """Returns the deciding record above a record that was just created or found.
 
     Args:
-        storage: Of the target.
-        slot: Of that record.
-        record: As on storage.
+        storage: The storage of the target.
+        slot: Slot of the record.
+        record: The record, as on storage.
         before: The slots in use, by a listing that was made while the record was created.
 
     Returns:
-        None when none decides above it: who commits or deletes later meets that record.
+        None if no higher record decides: a later commit or delete then finds this record.
 
     Raises:
         CheckpointError: The storage fails.
@@ -201,14 +203,14 @@ def overtaken(
 
 
 def confirm_record(storage: Storage, slot: int, data: bytes) -> None:
-    """Makes sure that a record which somebody else created is durable.
+    """Makes a record durable that another process created.
 
-    Whoever created it may have died, or failed, after its name was there and before that was
-    durable; what is decided by it must not be reported before.
+    Its creator may have died, or failed, when its name was visible but not durable yet; the
+    decision must not be reported before it is.
 
     Args:
-        storage: Of the target.
-        slot: Of the record.
+        storage: The storage of the target.
+        slot: Slot of the record.
         data: The record as read.
 
     Raises:
@@ -225,8 +227,8 @@ def decision_of(slots: Slots, attempt: str) -> Won | Fenced | Lost | None:
     """Returns what the records of a target decide about an attempt; None while it is open.
 
     Args:
-        slots: Of the target, read whole.
-        attempt: Its id.
+        slots: All slots of the target.
+        attempt: Id of the attempt.
     """
     decides = slots.decides
     if decides is not None:
@@ -247,16 +249,17 @@ def decision_of(slots: Slots, attempt: str) -> Won | Fenced | Lost | None:
 
 
 def without_stock_files(storage: Storage, keys: Iterable[str]) -> list[str]:
-    """Returns those keys that a `.metadata` of stock DCP, if one stands now, does not name.
+    """Returns the keys that the current `.metadata` of stock DCP, if there is one, does not name.
 
-    Stock DCP uses the same names again: what was to be collected may be its next checkpoint.
+    *Why*: stock DCP uses the same names again, so that a file to be collected may belong to its
+    next checkpoint.
 
     Args:
-        storage: Of the target.
-        keys: To be collected.
+        storage: The storage of the target.
+        keys: Keys to be collected.
 
     Raises:
-        StorageError: It can't be read.
+        StorageError: `.metadata` can't be read.
     """
     keys = list(keys)
     named: set[str] = set()
@@ -305,11 +308,11 @@ def _files(manifest: Manifest | None) -> Iterable[str]:
 def foreign_metadata(
     storage: Storage, manifest: Manifest | None
 ) -> tuple[str | None, tuple[str, ...]]:
-    """Returns the hex digest of a `.metadata` that is not ours, and the files that it names.
+    """Returns the hex digest of a `.metadata` that ray_dcp did not write, and its files.
 
     Args:
-        storage: Of the target.
-        manifest: That stands there.
+        storage: The storage of the target.
+        manifest: Manifest of the current checkpoint.
 
     Raises:
         StorageError: It can't be read.
@@ -337,10 +340,10 @@ def publish(storage: Storage, slot: int, metadata: bytes | None, url: str) -> Pu
     """Replaces `.metadata` by that of the commit in a slot, unless a later record decides.
 
     Args:
-        storage: Of the target.
-        slot: Where the manifest is.
-        metadata: Its `.metadata`; None removes the one that is there.
-        url: Of the target, as at the commit.
+        storage: The storage of the target.
+        slot: Slot of the manifest.
+        metadata: The new `.metadata`; None removes the existing one.
+        url: URL of the target, as at the commit.
 
     Raises:
         CheckpointError: The storage fails.
@@ -364,21 +367,21 @@ def _decides_above(storage: Storage, slot: int) -> bool:
 
 
 def republish(storage: Storage, url: str) -> bool:
-    """Publishes the `.metadata` of the checkpoint that stands, if that is missing or older.
+    """Publishes the `.metadata` of the current checkpoint, if that is missing or outdated.
 
-    For who finds that the one who committed it did not come to that. Where a delete decides, what
-    is left of ours is removed.
+    Called by a process that finds that the committing process did not do it. If a delete decides,
+    ours is removed.
 
     Args:
-        storage: Of the target.
-        url: Of the target: it is in the `.metadata`.
+        storage: The storage of the target.
+        url: URL of the target, which `.metadata` contains.
 
     Returns:
-        Whether `.metadata` is that of the checkpoint now.
+        Whether `.metadata` is now that of the checkpoint.
 
     Raises:
-        CheckpointError: The storage fails, nothing was ever committed, or two checkpoints claim
-            the place.
+        CheckpointError: The storage fails, nothing was ever committed, or two checkpoints claim the
+            place.
     """
     while True:
         standing = standing_records(storage)
@@ -396,17 +399,17 @@ def republish(storage: Storage, url: str) -> bool:
 
 
 def withdraw(storage: Storage, record: DeleteRecord) -> bool:
-    """Removes the `.metadata` of what was deleted; one that somebody else wrote since stays.
+    """Removes the `.metadata` of a deleted checkpoint; keeps one that another program wrote since.
 
     Args:
-        storage: Of the target.
-        record: The delete, which decides.
+        storage: The storage of the target.
+        record: The deciding delete record.
 
     Returns:
         Whether there was one.
 
     Raises:
-        StorageError: It fails.
+        StorageError: The storage fails.
     """
     try:
         data = storage.read(METADATA_KEY)
@@ -457,34 +460,34 @@ class CollectReport:
     deleted: tuple[str, ...]
     """Keys of the files that were deleted, in that order."""
     num_bytes: int
-    """Bytes of these files."""
+    """Total size of these files, in bytes."""
     kept: tuple[KeptFile, ...]
-    """Files that remain beside the checkpoint that stands and its records, each with the reason."""
+    """Files that remain besides the current checkpoint and its records, each with the reason."""
     fenced: tuple[str, ...] = ()
-    """Attempts that might still have been committed before, and can't any more."""
+    """Attempts that could still have been committed before, and can't any more."""
     checkpoint: str | None = None
     """Attempt of the checkpoint that was deleted."""
     warnings: tuple[str, ...] = ()
     dry_run: bool = False
-    """Nothing was changed."""
+    """Whether nothing was changed."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """All that is at a path, as it was listed."""
+    """All files at a place."""
 
     storage: Storage
     standing: Standing
     sizes: dict[str, int]
-    """Bytes by key, of all files; also of unpublished ones."""
+    """Size of each file by key, in bytes, including unpublished files."""
     foreign: str | None
-    """Digest of a `.metadata` that is not ours."""
+    """Digest of a `.metadata` that ray_dcp did not write."""
     foreign_files: tuple[str, ...]
-    """What it names, as far as stock DCP wrote it."""
+    """Files that it names and that have names of stock DCP."""
 
     @property
     def known(self) -> frozenset[str]:
-        """Attempts that records name, also those that are named as decided."""
+        """Attempts that records name, including verdicts."""
         slots = self.standing.slots
         named = {record.attempt for record in (*slots.records.values(), *slots.older.values())}
         if self.standing.record is not None:
@@ -499,14 +502,14 @@ class Listing:
 
 
 def target_of(path: AnyPlace, storage_options: Mapping[str, object] | None) -> Target:
-    """Returns where a path is, absolute.
+    """Returns the absolute location of a path.
 
     Args:
         path: Path, URL or target.
         storage_options: More options for the storage.
 
     Raises:
-        InvalidRequestError: It is no path or URL that is served.
+        InvalidRequestError: It is not a path or a URL that a storage serves.
     """
     options = storage_options or {}
     place = as_target(path)
@@ -515,10 +518,10 @@ def target_of(path: AnyPlace, storage_options: Mapping[str, object] | None) -> T
 
 
 def look_at(storage: Storage) -> Listing:
-    """Returns all that is at a place.
+    """Lists all files at a place, and reads its records.
 
     Args:
-        storage: Of the place.
+        storage: The storage of the place.
 
     Raises:
         CheckpointError: A newer ray_dcp wrote here, or the storage fails.
@@ -530,14 +533,14 @@ def look_at(storage: Storage) -> Listing:
 
 
 def check_ours(place: Listing) -> None:
-    """Checks that there is something of ours.
+    """Checks that the place has files of ray_dcp.
 
     Args:
-        place: As looked at.
+        place: The listing.
 
     Raises:
-        CheckpointNotFoundError: There is nothing, or no checkpoint.
-        InvalidRequestError: Another program wrote what is there.
+        CheckpointNotFoundError: There is no file, or no checkpoint.
+        InvalidRequestError: Another program wrote the files.
     """
     metadata_is_ours = METADATA_KEY in place.sizes and place.foreign is None
     keys = place.sizes.keys() - {METADATA_KEY}
@@ -555,17 +558,17 @@ def check_ours(place: Listing) -> None:
 
 
 def named_by_metadata(place: Listing, record: Manifest | DeleteRecord | None) -> dict[str, str]:
-    """Returns the attempts whose files a `.metadata` names that is not that of what stands.
+    """Returns the attempts whose files an outdated or foreign `.metadata` names.
 
     Args:
-        place: As looked at.
-        record: That decides.
+        place: The listing.
+        record: The deciding record.
 
     Returns:
         By attempt, the reason to keep its files.
 
     Raises:
-        StorageError: It can't be read.
+        StorageError: `.metadata` can't be read.
     """
     try:
         data = place.storage.read(METADATA_KEY)
@@ -588,15 +591,15 @@ def named_by_metadata(place: Listing, record: Manifest | DeleteRecord | None) ->
 
 
 def remove(place: Listing, found: GarbagePlan, dry_run: bool) -> CollectReport:
-    """Deletes in order, and no record while a file that it may name is still there.
+    """Deletes files in order, and no record while a file that it may name remains.
 
     Args:
-        place: As looked at.
-        found: What to delete.
-        dry_run: Only report.
+        place: The listing.
+        found: The files to delete.
+        dry_run: Whether only to report.
 
     Returns:
-        What was deleted; a failure is in its warnings.
+        The report; a failure is one of its warnings.
     """
     files = tuple(key for key in found.delete if slot_of(key) is None)
     kept, deleted = list(found.kept), list[str]()
@@ -619,7 +622,7 @@ def remove(place: Listing, found: GarbagePlan, dry_run: bool) -> CollectReport:
 
 
 def _tried(storage: Storage, keys: Collection[str]) -> tuple[set[str], CheckpointError | None]:
-    """Deletes keys; returns which are still there, and why."""
+    """Deletes keys; returns those that remain, and the error."""
     try:
         storage.delete(keys)
     except CheckpointError as error:
@@ -637,21 +640,21 @@ def write_metadata(
 ) -> bool:
     """Writes DCP's `.metadata` for a checkpoint that was saved with `stock_metadata=False`.
 
-    Where it is there already, or only missing or older than it should be, that is put right; so is
-    a copy that was made without it. A save
-    that commits meanwhile decides what is there in the end.
+    If one exists, or is missing or outdated although the save wrote it, it is repaired; so is a
+    copy that was made without it. A save that commits meanwhile decides the final content.
 
     Args:
         path: Path or URL of one checkpoint.
-        storage_options: For the storage.
+        storage_options: Options for the storage.
 
     Returns:
-        Whether stock DCP can read the checkpoint now. False: a later save replaced it meanwhile and
-        leaves `.metadata` out.
+        Whether stock DCP can read the checkpoint now. False: a later save, which omits `.metadata`,
+        replaced it meanwhile.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
-        InvalidRequestError: It is not ours, or in a container that stock DCP reads without.
+        InvalidRequestError: ray_dcp did not write it, or stock DCP reads its container without
+            `.metadata`.
         DamagedCheckpointError: Its chunk table is damaged.
         StorageError: The storage fails.
 
