@@ -150,7 +150,7 @@ def test_many_containers_that_take_more_memory_than_their_pickle_come_back(value
         (torch.Generator().manual_seed(3), lambda rng: torch.rand(3, generator=rng).tolist()),
         (random.Random(3), lambda rng: rng.random()),
     ],
-    ids=str,
+    ids=lambda value: type(getattr(value, "bit_generator", value)).__name__,
 )  # fmt: skip
 def test_random_generators_go_on_where_they_were(generator: Any, draw: Any) -> None:
     draw(generator)
