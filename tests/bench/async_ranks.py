@@ -174,7 +174,7 @@ class StoreRank:
         """
         import ray_dcp
         from tests.bench.processes import cpu_s
-        from tests.polling import eventually
+        from tests.support.processes import eventually
 
         assert eventually(lambda: not self._session.staging().info()["used_bytes"])
         copy_s = self._copy.seconds()
@@ -203,7 +203,7 @@ class StoreRank:
         import ray
 
         from ray_dcp.stage.values import StagerOptions
-        from tests.polling import eventually
+        from tests.support.processes import eventually
 
         length = StagerOptions().window_bytes
         windows = [np.ones(length, np.uint8)] * max(1, self._num_bytes // length)

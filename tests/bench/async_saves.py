@@ -23,8 +23,7 @@ import numpy as np
 from tests.bench.async_rows import KEYS, Table
 from tests.bench.measure import drop_cache, state_of
 from tests.bench.processes import cpu_s, descendants, memory_bytes, watched_memory
-from tests.leftovers import leaked_shared_memory, shared_memory
-from tests.polling import eventually
+from tests.support.processes import eventually, leaked_shared_memory, shared_memory
 
 RAY_SETTINGS = {
     "RAY_AUTH_MODE": "disabled",

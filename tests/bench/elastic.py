@@ -100,7 +100,7 @@ def train_fn(config: dict[str, str]) -> None:
     import torch.distributed as dist
 
     import ray_dcp.train
-    from tests.train_programs import made, note, train_one_step
+    from tests.support.programs.train import made, note, train_one_step
 
     folder, rank, world_size = config["folder"], dist.get_rank(), dist.get_world_size()
     state = made("fsdp2")
@@ -144,7 +144,7 @@ def _fit(root: Path, results: list[Any]) -> None:
 
 
 def _steps(root: Path) -> list[dict[str, Any]]:
-    from tests.train_programs import notes
+    from tests.support.programs.train import notes
 
     return [one for one in notes(root, "step") if one["rank"] == 0]
 
@@ -170,7 +170,7 @@ def _until(root: Path, world_size: int, results: list[Any]) -> None:
 
 
 def _event(root: Path, what: str) -> None:
-    from tests.train_programs import note
+    from tests.support.programs.train import note
 
     note(str(root), -1, event=what)
     print(f"         {what}", flush=True)
@@ -192,7 +192,7 @@ def _drain(cluster: Any, nodes: list[Any]) -> None:
 
 
 def _kill(root: Path) -> None:
-    from tests.train_programs import notes
+    from tests.support.programs.train import notes
 
     victim = [one for one in notes(root, "step") if one["rank"] == 1][-1]["pid"]
     os.kill(victim, signal.SIGKILL)
@@ -211,7 +211,7 @@ def _end(folder: str) -> int:
 
 
 def _judge(root: Path, results: list[Any]) -> int:
-    from tests.train_programs import mean_losses, notes, uninterrupted
+    from tests.support.programs.train import mean_losses, notes, uninterrupted
 
     wrong = int(not results or getattr(results[0], "error", results[0]) is not None)
     saved = _committed(root / "runs" / "elastic" / "checkpoints")

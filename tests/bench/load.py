@@ -14,10 +14,10 @@ import torch.distributed.checkpoint as stock
 
 import ray_dcp
 from ray_dcp.runtime.worker_group import WorkerGroup
-from tests import layouts
 from tests.bench import single, table_parts
 from tests.bench.measure import drop_cache, state_of
-from tests.s3_server import fresh_place, server_on_memory_disk
+from tests.support import layouts
+from tests.support.servers.s3 import fresh_place, server_on_memory_disk
 
 WORLDS = (1, 2, 3, 4, 8)
 SHAPES = ((2048, 1024), (1024, 3000), (257, 129), (16, 65536))

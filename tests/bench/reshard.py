@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from ray_dcp.runtime.worker_group import WorkerGroup
-from tests import programs
+from tests.support.programs import models as programs
 
 
 def reshard(largest: int, directory: str | None) -> int:

@@ -23,7 +23,7 @@ from ray_dcp.fsspec_filesystem import FsspecReader, FsspecWriter
 from ray_dcp.store.object_storage import budget_of
 from ray_dcp.store.object_stores import ObjectOptions, make_store
 from tests.bench.measure import interleaved, show
-from tests.s3_server import DevStore
+from tests.support.servers.s3 import DevStore
 
 State = dict[str, torch.Tensor]
 

@@ -34,8 +34,8 @@ from ray_dcp.runtime.coordinator import Coordinator
 from ray_dcp.runtime.worker_group import WorkerGroup
 from tests.bench.processes import born, descendants
 from tests.chaos.traps import loopback_addresses
-from tests.integration import forked_workers
-from tests.polling import eventually, lives
+from tests.support.processes import eventually, lives
+from tests.support.programs import forked_workers
 
 REPOSITORY = Path(__file__).parents[2]
 NUM_RANKS = 3

@@ -19,13 +19,13 @@ from typing import Any
 
 import ray_dcp
 from ray_dcp.errors import CheckpointError
-from tests.attempts import save_sound, step_that_loads
 from tests.chaos import victims
 from tests.chaos.arena import NUM_RANKS, Arena
 from tests.chaos.cells import Cell, Result
 from tests.chaos.judging import Expected, Seen, Told, judge
 from tests.chaos.traps import Blow, Mark, count_calls, counted, read_mark
-from tests.polling import eventually, lives
+from tests.support.attempts import save_sound, step_that_loads
+from tests.support.processes import eventually, lives
 
 FROZEN_S = 4.0
 """The heartbeat timeout of these cells, in seconds: every other deadline is as by default."""

@@ -13,13 +13,13 @@ import pytest
 import torch.distributed as dist
 
 from ray_dcp.errors import ParticipantError
-from tests.attempts import save_sound, step_that_loads
 from tests.chaos import victims
 from tests.chaos.arena import Arena
 from tests.chaos.cells import PARTICIPANTS, PHASES, SIGNALS, Cell, chosen, is_in_phase
 from tests.chaos.matrix import CELLS, CI, NOT_PLAYED
 from tests.chaos.scenes import REPEAT
 from tests.chaos.traps import function_at
+from tests.support.attempts import save_sound, step_that_loads
 
 IN_CI = [cell for cell in chosen(CELLS) if cell.name in CI]
 

@@ -23,11 +23,11 @@ import ray_dcp
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.actor_names import NAMESPACE, coordinator_name, stager_name
 from ray_dcp.runtime.discovery import current_session
-from tests.attempts import sound_state
 from tests.chaos.cells import Trap
 from tests.chaos.judging import Told
 from tests.chaos.traps import Blow, loopback_addresses, read_mark, set_trap, set_trap_in
-from tests.polling import eventually
+from tests.support.attempts import sound_state
+from tests.support.processes import eventually
 
 OUTCOME_S = 90.0
 """How long a rank waits for the outcome of an asynchronous save, in seconds."""

@@ -32,8 +32,6 @@ from ray_dcp.runtime.garbage_collection import collect, delete
 from ray_dcp.runtime.unchanged import RunHistory, published_files
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.storage import Storage
-from tests import checkpoints
-from tests.crash.array_states import GOLDEN_ARRAYS, ArrayCapture, State
 from tests.crash.interruptions import (
     ALL_VARIANTS,
     CRASHES,
@@ -44,9 +42,11 @@ from tests.crash.interruptions import (
     one_call_at_a_time,
 )
 from tests.crash.invariants import INVARIANTS, Aftermath, Invariant, Told, all_keys, expect, is_same
-from tests.crash.ranks import load_state
 from tests.crash.registry import NEW, NEXT, OLD, Operation, Place, directory_of
-from tests.fault_injection import CrashError, Fault, Script
+from tests.support import checkpoints
+from tests.support.arrays import GOLDEN_ARRAYS, ArrayCapture, State
+from tests.support.storages import CrashError, Fault, Script
+from tests.support.world import load_state
 
 # --- The operations -------------------------------------------------------------------------------
 

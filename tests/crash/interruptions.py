@@ -20,7 +20,7 @@ from ray_dcp.io import checkpoint
 from ray_dcp.runtime import tasks
 from ray_dcp.store.storage import Storage
 from tests.crash.registry import directory_of
-from tests.fault_injection import Call, CrashError, Effect, Fault, Script
+from tests.support.storages import Call, CrashError, Effect, Fault, Script
 
 
 @contextmanager

@@ -31,10 +31,10 @@ from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.storage import Entry, Storage
 from ray_dcp.view.run_listing import list_checkpoints
 from ray_dcp.view.verify import verify_checkpoint
-from tests.crash.array_states import State, same_state
-from tests.crash.ranks import load_state, save_state
 from tests.crash.registry import NEXT
-from tests.fault_injection import Fault, Operation, Script
+from tests.support.arrays import State, same_state
+from tests.support.storages import Fault, Operation, Script
+from tests.support.world import load_state, save_state
 
 _STOCK_FILE = re.compile(r"__\d+_\d+\.distcp")
 

@@ -13,8 +13,8 @@ from typing import Any
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import Storage
-from tests.crash.array_states import State, sample_state
-from tests.crash.ranks import save_state
+from tests.support.arrays import State, sample_state
+from tests.support.world import save_state
 
 OLD, NEW, NEXT = sample_state(1), sample_state(2), sample_state(3)
 """What is saved before an operation, by it, and after everything."""

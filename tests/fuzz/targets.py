@@ -31,9 +31,9 @@ from ray_dcp.io.checkpoint import read_checkpoint
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.torch_adapter.objects import load_object
 from ray_dcp.view.verify import verify_checkpoint
-from tests import damage
-from tests.format_cases import Stored, forged, grouped_table, manifest, mixed_table, saved
 from tests.fuzz.mutation import NUMBERS, spoiled, spoiled_json, spoiled_pickle
+from tests.support import damage
+from tests.support.format_cases import Stored, forged, grouped_table, manifest, mixed_table, saved
 
 Spoil = Callable[[bytes, random.Random], bytes]
 

@@ -27,7 +27,7 @@ from ray_dcp.torch_adapter.capture import capture, nonfinite_of
 from ray_dcp.torch_adapter.devices import content_digests, content_digests_on_device
 from ray_dcp.torch_adapter.tensors import dtype_name, host_bytes
 from tests.gpu.machine import Gpu, Machine, mig_mode
-from tests.polling import eventually
+from tests.support.processes import eventually
 
 Case = Callable[[Machine, Path], str]
 State = dict[str, torch.Tensor]

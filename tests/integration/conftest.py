@@ -15,17 +15,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ray_dcp.errors import CheckpointError
-from tests import xla_env
-from tests.forked_programs import Programs
-from tests.integration import forked_workers
-from tests.leftovers import end_all, marked
-from tests.polling import lives
-from tests.s3_server import fresh_place, server_on_memory_disk
+from tests.support import xla_env
+from tests.support.processes import end_all, lives, marked
+from tests.support.programs import forked_workers
+from tests.support.programs.forks import Programs
+from tests.support.servers.s3 import fresh_place, server_on_memory_disk
 
 if TYPE_CHECKING:
     from ray_dcp.runtime.worker_group import WorkerGroup
     from ray_dcp.store.location import Location
-    from tests.s3_server import DevStore
+    from tests.support.servers.s3 import DevStore
 
 THIRD_PARTY_WARNINGS = (
     # Stock DCP says so when it is used in one process, which tests of our files do on purpose.
@@ -49,7 +48,7 @@ def pytest_report_header() -> str | None:
         return None
     return (
         f"left out: {OF_TORCH_XLA}, as there is no environment of torch_xla at "
-        f"{xla_env.chosen()} (make it with `python -m tests.xla_env`, or set "
+        f"{xla_env.chosen()} (make it with `python -m tests.support.xla_env`, or set "
         f"{xla_env.PYTHON_VARIABLE})"
     )
 

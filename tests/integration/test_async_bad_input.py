@@ -27,9 +27,8 @@ from ray_dcp.errors import (
     ParticipantError,
 )
 from ray_dcp.options import SaveOptions
-from tests.held_writes import hang_writes, hold_writes
-from tests.leftovers import marked
-from tests.polling import eventually, lives
+from tests.support.processes import eventually, lives, marked
+from tests.support.programs.held_writes import hang_writes, hold_writes
 
 STORE_BYTES = 80 << 20
 LARGE = 30_000_000

@@ -13,10 +13,10 @@ import torch.distributed.checkpoint as stock
 
 import ray_dcp
 from ray_dcp.errors import NonFiniteError, ParticipantError, SaveCancelledError
-from tests import async_programs as programs
-from tests.attempts import one_error
-from tests.polling import eventually, lives
-from tests.s3_server import shared_memory
+from tests.support.attempts import one_error
+from tests.support.processes import eventually, lives
+from tests.support.programs import async_saves as programs
+from tests.support.servers.s3 import shared_memory
 
 NUM_RANKS = 2
 

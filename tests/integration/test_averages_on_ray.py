@@ -10,7 +10,7 @@ import torch
 import ray_dcp
 from ray_dcp import averaging
 from ray_dcp.errors import DamagedCheckpointError
-from tests import checkpoints
+from tests.support import checkpoints
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

@@ -16,9 +16,9 @@ from ray_dcp.errors import StorageError
 from ray_dcp.store.location import Location
 from ray_dcp.store.opening import open_storage
 from ray_dcp.testing import StorageConformance
-from tests.azurite import PORT, azurite
 from tests.crash.crashes import check_crashes
-from tests.races import race_often
+from tests.support.servers.azurite import PORT, azurite
+from tests.support.storages import race_often
 
 # The account and key that every emulator of Azure has.
 ACCOUNT = "devstoreaccount1"

@@ -28,7 +28,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.options import LoadOptions
 from ray_dcp.runtime.discovery import current_session
-from tests.attempts import (
+from tests.support.attempts import (
     attempt,
     files_at,
     names_at,
@@ -39,9 +39,9 @@ from tests.attempts import (
     try_load,
     try_save,
 )
-from tests.checkpoints import flip
-from tests.conflicts import ALL
-from tests.polling import eventually
+from tests.support.checkpoints import flip
+from tests.support.conflicts import ALL
+from tests.support.processes import eventually
 
 NUM_RANKS = 3
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import cli_story
+from tests.support import cli_story
 
 
 def test_every_verb_prints_what_it_did(server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

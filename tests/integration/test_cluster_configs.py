@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 
 import ray_dcp
 from ray_dcp.runtime.worker_group import WorkerGroup
-from tests import programs
-from tests.s3_server import fresh_place
+from tests.support.programs import models as programs
+from tests.support.servers.s3 import fresh_place
 
 # Ray Train makes Ray Data's settings, which sets options that Ray Data itself has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

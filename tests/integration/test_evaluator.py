@@ -12,9 +12,9 @@ import torch
 
 import ray_dcp
 from ray_dcp.manager import BestN, LatestN
-from tests.forked_programs import plain_environment
 from tests.integration.test_frameworks import EXAMPLES
-from tests.polling import eventually
+from tests.support.processes import eventually
+from tests.support.programs.forks import plain_environment
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.forked_programs import plain_environment
 from tests.integration.test_frameworks import EXAMPLES
+from tests.support.programs.forks import plain_environment
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1")
 

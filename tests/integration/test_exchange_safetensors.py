@@ -15,16 +15,8 @@ import torch.distributed.checkpoint as stock
 import ray_dcp
 from ray_dcp.errors import MissingKeyError, ShapeMismatchError
 from ray_dcp.format.safetensors import ALL_CODES
-from tests import numpy_ranks
-from tests.exchange_cases import (
-    DTYPES,
-    bits,
-    blank,
-    blanks,
-    differences,
-    layouts,
-    raw,
-)
+from tests.support import arrays, world
+from tests.support.exchange_cases import DTYPES, bits, blank, blanks, differences, layouts, raw
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled:UserWarning",  # stock DCP's word for no_dist
@@ -108,8 +100,8 @@ def test_ours_in_many_parts_is_read(tmp_path, num_threads):
 
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_shards_of_several_ranks_become_whole_tensors(tmp_path, world_size):
-    state = numpy_ranks.state_of(7)
-    numpy_ranks.save(state, world_size, str(tmp_path / "a"))
+    state = arrays.state_of(7)
+    world.save(state, world_size, str(tmp_path / "a"))
     names = [name for name, value in state.items() if isinstance(value, np.ndarray)]
     tensors = {name: torch.from_numpy(state[name]) for name in names}
     ray_dcp.dcp_to_safetensors(tmp_path / "a", tmp_path / "hf", include=names)

@@ -31,7 +31,7 @@ from ray_dcp.errors import (
     UnsupportedValueError,
 )
 from ray_dcp.fsspec_filesystem import FsspecWriter
-from tests.exchange_cases import (
+from tests.support.exchange_cases import (
     DTYPES,
     bits,
     blank,

@@ -1,7 +1,7 @@
 """Exchange with torch 2.9, the oldest that is supported and the only one of torch_xla.
 
-Needs the environment of torch_xla that `python -m tests.xla_env` makes (2.4 GB): without it this
-file is left out of a run, whose header says so.
+Needs the environment of torch_xla that `python -m tests.support.xla_env` makes (2.4 GB): without it
+this file is left out of a run, whose header says so.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import exchange_program, xla_check, xla_env
+from tests.support import xla_check, xla_env
+from tests.support.programs import exchange as exchange_program
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -28,12 +29,12 @@ Told = dict[str, str]
 
 @pytest.fixture(scope="module")
 def run29() -> Callable[..., list[Told]]:
-    """Does jobs of `tests.exchange_program` under torch 2.9."""
+    """Does jobs of `tests.support.programs.exchange` under torch 2.9."""
 
     def run(*jobs: tuple[str, str, Path]) -> list[Told]:
         words = [str(word) for job in jobs for word in job]
         process = subprocess.run(
-            [str(xla_env.chosen()), "-m", "tests.exchange_program", *words],
+            [str(xla_env.chosen()), "-m", "tests.support.programs.exchange", *words],
             cwd=REPOSITORY,
             env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
             capture_output=True,

@@ -13,7 +13,7 @@ import torch
 
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.manager import CheckpointManager
-from tests import titan
+from tests.support import titan
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
@@ -44,7 +44,7 @@ def test_lightning_trains_saves_removes_and_goes_on_as_if_it_had_not_stopped(
 
 def test_a_lightning_checkpoint_comes_back_exactly_and_damage_is_seen(tmp_path):
     from ray_dcp.integrations.lightning import RayDcpCheckpointIO
-    from tests.checkpoints import flip
+    from tests.support.checkpoints import flip
 
     io = RayDcpCheckpointIO()
     given = {

@@ -17,13 +17,12 @@ from ray_dcp.manager import BestN, Item, LatestN
 from ray_dcp.manager.catalogue import FOLDER
 from ray_dcp.runtime.worker_group import WorkerGroup
 from ray_dcp.store.local import LocalStorage
-from tests.attempts import names_at, one_error, save_sound, step_that_loads, try_save
-from tests.crash.array_states import sample_state
 from tests.crash.invariants import INVARIANTS, Aftermath, a_later_save_works, nothing_is_left
-from tests.crash.ranks import save_ranks
 from tests.crash.registry import OLD, Place
-from tests.disks import PAGE, here, small_disk
-from tests.inline_ranks import run_ranks
+from tests.support.arrays import sample_state
+from tests.support.attempts import names_at, one_error, save_sound, step_that_loads, try_save
+from tests.support.disks import PAGE, here, small_disk
+from tests.support.world import run_ranks, save_ranks
 
 NEW = sample_state(2)
 LOOKING = [check for check in INVARIANTS if check not in (a_later_save_works, nothing_is_left)]

@@ -18,10 +18,9 @@ from ray_dcp.runtime.actor_names import NAMESPACE, gatherer_name
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.ray_session import RaySession
 from ray_dcp.store.opening import open_storage
-from tests.crash.array_states import ArrayCapture, same_state, sample_state
-from tests.crash.ranks import load_state
-from tests.polling import eventually
-from tests.rank_saves import save_rank
+from tests.support.arrays import ArrayCapture, same_state, sample_state
+from tests.support.processes import eventually
+from tests.support.world import load_state, save_rank
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

@@ -26,10 +26,10 @@ from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.ray_session import RaySession
 from ray_dcp.runtime.tasks import outcome
 from ray_dcp.store.opening import open_storage
-from tests.gated_storage import Gate
-from tests.numpy_ranks import NumpyCapture, load_and_check, state_of
-from tests.polling import eventually
-from tests.rank_saves import save_rank
+from tests.support.arrays import ArrayCapture, state_of
+from tests.support.processes import eventually
+from tests.support.storages import Gate
+from tests.support.world import load_and_check, save_rank
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -51,7 +51,7 @@ def try_save(session, path, opener=open_storage, heartbeat_s=60.0, **options):
                 save_rank(
                     activity.next_key(), rank=rank, world_size=world_size, target=Target(path),
                     options=options, opener=opener, progress=activity.progress,
-                    capture=lambda: NumpyCapture(state_of(1), rank, world_size),
+                    capture=lambda: ArrayCapture(state_of(1), rank, world_size),
                 ),
                 activity.call,
             )  # fmt: skip
@@ -239,7 +239,7 @@ def test_ctrl_c_on_one_rank_cancels_the_save_on_the_others(
     gate = Gate()
     with ranks(2, world_size=3) as sessions:
         arguments = (ray_session, sessions[0].name, "2", "3", str(tmp_path))
-        rank = programs.start("-m", "tests.integration.interrupted_rank", *arguments)
+        rank = programs.start("-m", "tests.support.programs.interrupted_rank", *arguments)
         try:
             assert rank.stdout.readline() == "ready\n"
             saves = [

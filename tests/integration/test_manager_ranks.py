@@ -18,14 +18,8 @@ from ray_dcp.errors import (
     RankDisagreementError,
 )
 from ray_dcp.manager import BestN, CheckpointManager, EveryMinutes, EveryOptimal, Item, LatestN
-from tests.attempts import (
-    Attempt,
-    attempt,
-    check_sound,
-    one_error,
-    sound_state,
-)
-from tests.checkpoints import flip
+from tests.support.attempts import Attempt, attempt, check_sound, one_error, sound_state
+from tests.support.checkpoints import flip
 
 NUM_RANKS = 2
 

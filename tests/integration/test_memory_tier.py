@@ -11,8 +11,8 @@ import torch
 import ray_dcp
 from ray_dcp.errors import DamagedCheckpointError, ParticipantError
 from ray_dcp.options import SaveOptions
-from tests import async_programs as programs
-from tests.polling import eventually
+from tests.support.processes import eventually
+from tests.support.programs import async_saves as programs
 
 NUM_RANKS = 2
 

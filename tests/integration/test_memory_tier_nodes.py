@@ -15,10 +15,10 @@ from ray_dcp.runtime import ray_private
 from ray_dcp.runtime.actor_names import NAMESPACE, stager_name
 from ray_dcp.runtime.worker_group import WorkerGroup
 from ray_dcp.stage.memory_tier import registered_name
-from tests import async_programs as programs
 from tests.integration.conftest import NODE
 from tests.integration.test_memory_tier import spoil
-from tests.polling import eventually
+from tests.support.processes import eventually
+from tests.support.programs import async_saves as programs
 
 OLD, NEW, BOTH = "old", "new", "both"
 

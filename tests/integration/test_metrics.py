@@ -15,7 +15,7 @@ from ray_dcp import events
 from ray_dcp.errors import CheckpointExistsError
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import metrics
-from tests.polling import eventually
+from tests.support.processes import eventually
 
 pytestmark = pytest.mark.usefixtures("own_ray_session")
 

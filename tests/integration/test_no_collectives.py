@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import (
 
 import ray_dcp
 from ray_dcp.errors import MissingKeyError
-from tests.attempts import sound_state
+from tests.support.attempts import sound_state
 
 NUM_RANKS = 2
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as stock
 
-from tests import programs
+from tests.support.programs import models as programs
 
 NUM_RANKS = 4
 

@@ -16,7 +16,7 @@ from ray_dcp.runtime import ray_private
 from ray_dcp.runtime.actor_names import NAMESPACE, coordinator_name
 from ray_dcp.runtime.discovery import connect, current_session
 from ray_dcp.runtime.ray_session import RaySession
-from tests.polling import eventually, lives
+from tests.support.processes import eventually, lives
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

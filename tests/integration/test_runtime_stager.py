@@ -21,10 +21,10 @@ from ray_dcp.runtime import staging as staging_link
 from ray_dcp.runtime.ray_private import store_bytes
 from ray_dcp.runtime.staging import RankStaging
 from ray_dcp.stage.values import StageKey, StagerOptions
-from tests.held_writes import hang_writes
-from tests.polling import eventually, lives
-from tests.s3_server import shared_memory
-from tests.staged import MIB, Share, same_files, share
+from tests.support.processes import eventually, lives
+from tests.support.programs.held_writes import hang_writes
+from tests.support.servers.s3 import shared_memory
+from tests.support.staging import MIB, Share, same_files, share
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

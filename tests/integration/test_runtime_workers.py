@@ -16,8 +16,8 @@ from ray_dcp.commit_protocol.messages import Exchange
 from ray_dcp.errors import InvalidRequestError, ParticipantError
 from ray_dcp.runtime.discovery import current_session
 from ray_dcp.runtime.worker_group import WorkerGroup, this_rank
-from tests.forked_programs import plain_environment
-from tests.polling import eventually, lives
+from tests.support.processes import eventually, lives
+from tests.support.programs.forks import plain_environment
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

@@ -6,8 +6,8 @@ import pytest
 
 from ray_dcp.errors import StorageError
 from ray_dcp.store.opening import open_storage
-from tests.s3_server import proxy_before, through
-from tests.wire_proxy import FAULTS, RETRY_S, Play, WireProxy
+from tests.support.servers.s3 import proxy_before, through
+from tests.support.servers.wire_proxy import FAULTS, RETRY_S, Play, WireProxy
 
 QUICK = tuple(fault for fault in FAULTS if fault not in ("swallow", "stall"))
 
@@ -16,7 +16,7 @@ QUICK = tuple(fault for fault in FAULTS if fault not in ("swallow", "stall"))
     ("share", "faults", "rounds"), [(0.1, FAULTS, 5), (0.4, QUICK, 8)], ids=["bad", "worse"]
 )
 def test_no_save_is_lost_or_invented_and_no_load_is_wrong(server, share, faults, rounds):
-    """For longer: `python -m tests.wire_proxy`."""
+    """For longer: `python -m tests.support.servers.wire_proxy`."""
     played = Play(server, 7, share, faults).rounds(rounds)
     assert played.violations == []
     assert played.outcomes["save: ok"] > 0

@@ -19,10 +19,10 @@ from ray_dcp.store.object_storage import ObjectStorage
 from ray_dcp.store.object_stores import make_store
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.retry import Retrying
-from tests.inline_ranks import run_ranks
-from tests.numpy_ranks import save_ranks, state_of
-from tests.refusing_proxy import CUT, Refusal, RefusingProxy
-from tests.s3_server import proxy_before, through, unfinished_uploads
+from tests.support.arrays import state_of
+from tests.support.servers.refusing_proxy import CUT, Refusal, RefusingProxy
+from tests.support.servers.s3 import proxy_before, through, unfinished_uploads
+from tests.support.world import run_ranks, save_ranks
 
 PART = 5 << 20
 

@@ -8,8 +8,8 @@ import torch
 import ray_dcp
 from ray_dcp.manager import CheckpointManager
 from ray_dcp.store.location import Location
-from tests.refusing_proxy import RefusingProxy
-from tests.s3_server import fresh_place, proxy_before, through
+from tests.support.servers.refusing_proxy import RefusingProxy
+from tests.support.servers.s3 import fresh_place, proxy_before, through
 
 AWAY_S = 0.05
 

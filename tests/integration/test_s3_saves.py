@@ -20,8 +20,8 @@ from ray_dcp.manager import CheckpointManager
 from ray_dcp.store.location import Location
 from ray_dcp.store.opening import as_target, open_storage
 from tests.crash.crashes import check_crashes
-from tests.races import race_for_a_slot
-from tests.s3_server import server_without_conditions
+from tests.support.servers.s3 import server_without_conditions
+from tests.support.storages import race_for_a_slot
 
 SECRET = "hush-hush-this-is-secret"
 

@@ -16,7 +16,7 @@ from ray_dcp.store.location import Location
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError
 from ray_dcp.testing import StorageConformance
-from tests.s3_server import CuttingProxy, proxy_before, through, unfinished_uploads
+from tests.support.servers.s3 import CuttingProxy, proxy_before, through, unfinished_uploads
 
 PART = 5 << 20
 
@@ -207,7 +207,7 @@ def test_uploads_stay_within_their_budget_whatever_runs_at_a_time(
         "request_bytes": PART, "upload_bytes": 16 << 20, "num_requests": num_requests,
     }  # fmt: skip
     found = subprocess.run(
-        [sys.executable, "-m", "tests.integration.memory_of_uploads",
+        [sys.executable, "-m", "tests.support.programs.memory_of_uploads",
          json.dumps([place.url, options, num_files, length << 20])],
         capture_output=True, text=True, check=True,
     )  # fmt: skip

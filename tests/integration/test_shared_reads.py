@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import layouts
-from tests.polling import eventually
-from tests.s3_server import fresh_place
+from tests.support import layouts
+from tests.support.processes import eventually
+from tests.support.servers.s3 import fresh_place
 
 # Why four first: it only ever gets smaller, and starts each process once.
 NUM_RANKS = 4

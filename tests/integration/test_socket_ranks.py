@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import ray_dcp
-from tests.forked_programs import Programs, plain_environment
-from tests.integration.socket_rank import HEARTBEAT_S
-from tests.polling import lives
+from tests.support.processes import lives
+from tests.support.programs.forks import Programs, plain_environment
+from tests.support.programs.socket_rank import HEARTBEAT_S
 
-SCRIPT = ("-m", "tests.integration.socket_rank")
+SCRIPT = ("-m", "tests.support.programs.socket_rank")
 
 SOON_S = 30.0
 """Far less than any timeout of a save; on a quiet machine it takes 0.1 to 0.7 s."""

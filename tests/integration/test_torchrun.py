@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file
 
 import ray_dcp
-from tests.forked_programs import REPOSITORY, plain_environment
-from tests.integration import dcp_examples_runner
-from tests.polling import eventually, session_members
+from tests.support.processes import eventually, session_members
+from tests.support.programs import dcp_examples_runner
+from tests.support.programs.forks import REPOSITORY, plain_environment
 
-SCRIPT = ("-m", "tests.integration.torchrun_script")
+SCRIPT = ("-m", "tests.support.programs.torchrun_script")
 
 
 def told(printed: str) -> list[dict[str, Any]]:

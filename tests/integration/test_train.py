@@ -28,12 +28,21 @@ from ray_dcp.runtime.actor_names import NAMESPACE, coordinator_name
 from ray_dcp.runtime.discovery import current_session
 from ray_dcp.runtime.ray_session import attached_address
 from ray_dcp.train import SaveBeforeResize
-from tests import programs, train_programs, tune_trials
-from tests.held_writes import hold_writes
 from tests.integration.test_frameworks import example
-from tests.polling import eventually
-from tests.s3_server import fresh_place
-from tests.train_programs import made, mean_losses, note, notes, train_one_step, uninterrupted
+from tests.support.processes import eventually
+from tests.support.programs import models as programs
+from tests.support.programs import train as train_programs
+from tests.support.programs import tune_trials
+from tests.support.programs.held_writes import hold_writes
+from tests.support.programs.train import (
+    made,
+    mean_losses,
+    note,
+    notes,
+    train_one_step,
+    uninterrupted,
+)
+from tests.support.servers.s3 import fresh_place
 
 # Ray Train makes Ray Data's settings, which sets options that Ray Data itself has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import ray_dcp
-from tests import unchanged_programs as programs
-from tests.unchanged_programs import holds, inodes, path_of
+from tests.support.programs import unchanged as programs
+from tests.support.programs.unchanged import holds, inodes, path_of
 
 NUM_RANKS = 2
 

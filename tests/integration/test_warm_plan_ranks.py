@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import ray_dcp
 from ray_dcp.commit_protocol.messages import Reply, Request, SaveGo, SaveJoin, SendItems
 from ray_dcp.runtime.discovery import current_session
-from tests.polling import eventually
+from tests.support.processes import eventually
 
 NUM_RANKS = 2
 

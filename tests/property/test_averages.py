@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 import ray_dcp
 from ray_dcp import averaging
-from tests import checkpoints
+from tests.support import checkpoints
 
 FLOATS = (
     "float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64",

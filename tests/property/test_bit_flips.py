@@ -19,9 +19,9 @@ import torch
 
 import ray_dcp
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
-from tests import damage
-from tests.damage import Damage
-from tests.unchanged_programs import holds, inodes, path_of, save_steps
+from tests.support import damage
+from tests.support.damage import Damage
+from tests.support.programs.unchanged import holds, inodes, path_of, save_steps
 
 FLIPS = {"ours": 20, "safetensors": 25, "stock": 80, "zstd": 60, "hub": 25}
 """Flipped bits a file."""

@@ -27,10 +27,9 @@ from ray_dcp.runtime.copying import copy_checkpoint, plan_copy
 from ray_dcp.runtime.garbage_collection import collect, delete
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.local import LocalStorage
-from tests.inline_ranks import run_ranks
-from tests.interleaving import World
-from tests.numpy_ranks import loads_whole, save, save_ranks
-from tests.numpy_ranks import state_of as whole_state_of
+from tests.support.arrays import state_of as whole_state_of
+from tests.support.turns import World
+from tests.support.world import loads_whole, run_ranks, save, save_ranks
 
 ATTEMPT = re.compile(r"[0-9a-f]{16}")
 

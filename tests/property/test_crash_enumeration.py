@@ -20,10 +20,9 @@ from tests.crash import crashes
 from tests.crash.crashes import OPERATIONS, check_crashes
 from tests.crash.interruptions import interrupted_system
 from tests.crash.invariants import is_same
-from tests.crash.ranks import load_state, save_state
-from tests.fault_injection import Script
-from tests.inline_ranks import run_ranks
-from tests.numpy_ranks import loads_whole, save, save_ranks, state_of
+from tests.support.arrays import state_of
+from tests.support.storages import Script
+from tests.support.world import load_state, loads_whole, run_ranks, save, save_ranks, save_state
 
 SPARSE = 1 if os.environ.get("RAY_DCP_THOROUGH") else 2
 """How much further apart the calls are than in a thorough run."""

@@ -24,8 +24,8 @@ from torch.serialization import safe_globals
 import ray_dcp
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.torch_adapter.capture import capture
-from tests.own_planners import OwnLookup, OwnSave
-from tests.random_states import (
+from tests.support.own_planners import OwnLookup, OwnSave
+from tests.support.random_states import (
     MESHES,
     SAFE_GLOBALS,
     Maker,

@@ -18,7 +18,7 @@ from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.manager import BestN, LatestN
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.following import _follow
-from tests.fault_injection import Call, CrashError, Fault, Script
+from tests.support.storages import Call, CrashError, Fault, Script
 
 _NUMBERS = itertools.count()
 
@@ -57,7 +57,7 @@ class Job:
 
     def evaluate(self, script: DiesAt, until: int) -> None:
         """Evaluates as a process whose storage follows a script."""
-        root = Root(Target(self.url), script.open)
+        root = Root(Target(self.url), script.opener)
         steps = _follow(root, "acc", -1, 0, 1.0)
         try:
             self._evaluate(steps, until)

@@ -33,8 +33,8 @@ from ray_dcp.planning.merge import (
 )
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.torch_adapter.capture import capture
-from tests.crash.array_states import ArrayCapture, sample_state
-from tests.rank_saves import join_save
+from tests.support.arrays import ArrayCapture, sample_state
+from tests.support.world import join_save
 
 WORLD = 3
 OPTIONS = {"part_bytes": 1 << 20}

@@ -11,7 +11,7 @@ from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.core.values import Kind
 from ray_dcp.format.metadata import decode_metadata, encode_metadata
 from ray_dcp.format.table import decode_table, encode_table
-from tests.format_cases import difference, table_of
+from tests.support.format_cases import difference, table_of
 
 HERE = sorted(dtype for dtype in ITEMSIZE if hasattr(torch, dtype))
 TEXT = st.text(st.characters(codec="utf-8"), max_size=12)

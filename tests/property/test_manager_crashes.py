@@ -22,10 +22,10 @@ from tests.crash.invariants import (
     standing_state,
 )
 from tests.crash.registry import NEW, NEXT, OLD, Operation
-from tests.fault_injection import CrashError, Fault, Script
-from tests.manager_places import folders_of, newest_state, root_of, save_step, writer_of
-from tests.manager_places import settings as manager_settings
-from tests.manager_play import play
+from tests.support.manager_places import folders_of, newest_state, root_of, save_step, writer_of
+from tests.support.manager_places import settings as manager_settings
+from tests.support.manager_play import play
+from tests.support.storages import CrashError, Fault, Script
 
 # --- Crashes --------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ def _no_step_is_deleted_that_must_stand(seed):
 
 
 def test_no_step_is_deleted_that_must_stand_whatever_happens_at_once():
-    """More rounds by hand: `python -m tests.manager_play 200`."""
+    """More rounds by hand: `python -m tests.support.manager_play 200`."""
     _no_step_is_deleted_that_must_stand()
     assert _reached["deleted, by retention"] >= 1
     assert _reached["saved"] >= 10

@@ -2,7 +2,8 @@
 
 What a case has to bring back are keys, values, dtypes, types and the options of groups; and the
 next step of what was loaded must lead to the same bits as the next step of what was saved. See
-`tests/optimizers.py` for the optimizers, `tests/optimizer_ranks.py` for what several ranks do.
+`tests/support/optimizers.py` for the optimizers, `tests/support/optimizer_ranks.py` for what
+several ranks do.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.serialization import safe_globals
 
 import ray_dcp
-from tests import optimizers
-from tests.forked_programs import Programs
-from tests.optimizer_ranks import CASES as CASES_OF_RANKS
-from tests.optimizers import CASES, SAFE_GLOBALS, Net, differences
-from tests.own_planners import OwnLookup, OwnSave
+from tests.support import optimizers
+from tests.support.optimizer_ranks import CASES as CASES_OF_RANKS
+from tests.support.optimizers import CASES, SAFE_GLOBALS, Net, differences
+from tests.support.own_planners import OwnLookup, OwnSave
+from tests.support.programs.forks import Programs
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled:UserWarning",  # stock DCP's word for no_dist
@@ -559,9 +560,9 @@ def programs() -> Iterator[Programs]:
 
 @pytest.fixture(scope="module")
 def on_ranks(programs: Programs, tmp_path_factory: Any) -> dict[str, list[str]]:
-    """What is not as it was, by case of `tests.optimizer_ranks`."""
+    """What is not as it was, by case of `tests.support.optimizer_ranks`."""
     folder = tmp_path_factory.mktemp("ranks")
-    ended = programs.run("-m", "tests.optimizer_ranks", str(folder), ranks=4)
+    ended = programs.run("-m", "tests.support.optimizer_ranks", str(folder), ranks=4)
     assert [one.returncode for one in ended] == [0] * 4, "\n".join(one.stderr for one in ended)
     return json.loads(ended[0].stdout.splitlines()[-1])
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from ray_dcp import CoverageError, PlanConflictError
 from ray_dcp.core.values import Kind
 from ray_dcp.planning.global_plan import make_plan
-from tests.plan_cases import Case, Piece, Tensor, cases
+from tests.support.plan_cases import Case, Piece, Tensor, cases
 
 
 def torch_plans(case: Case) -> list[SavePlan]:

@@ -19,8 +19,8 @@ from ray_dcp.options import LoadOptions
 from ray_dcp.planning.global_plan import make_plan
 from ray_dcp.planning.reads import Ranges, ShareCost, Wanted, merged, plan_reads, share_reads
 from ray_dcp.store.memory import MemoryStorage
-from tests.plan_cases import Case, Piece, Tensor, box_bytes, finish_table, truth, write
-from tests.thread_peers import Board, ThreadExchange
+from tests.support.plan_cases import Case, Piece, Tensor, box_bytes, finish_table, truth, write
+from tests.support.threads import Board, ThreadExchange
 from tests.unit.io_cases import Sink
 
 # --- Tensors in parallel layouts ------------------------------------------------------------------

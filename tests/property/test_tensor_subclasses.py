@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ray_dcp
-from tests.own_planners import OwnLoad, OwnSave
+from tests.support.own_planners import OwnLoad, OwnSave
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -179,8 +179,6 @@ class Script:
         """Returns the storage of a target, following this script."""
         return self.wrap(open_storage(target))
 
-    open = opener
-
     def check(self) -> None:
         """Checks that every fault happened.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ray_dcp.commit_protocol.messages import Exchange, OpKey
 from ray_dcp.torch_adapter.collective import Group
-from tests.inline_ranks import Fate, RankResult, run_ranks
+from tests.support.world import Fate, RankResult, run_ranks
 
 
 def keys(session: str = "test") -> Callable[[], OpKey]:

@@ -20,8 +20,7 @@ from ray_dcp.store.opening import open_storage
 from ray_dcp.torch_adapter.capture import Capture, capture
 from ray_dcp.torch_adapter.load_plan import plan_targets
 from ray_dcp.torch_adapter.targets import Targets
-from tests.inline_ranks import run_ranks
-from tests.rank_saves import load_rank, save_rank
+from tests.support.world import load_rank, run_ranks, save_rank
 
 _numbers = itertools.count()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import checkpoints, disks
+from tests.support import checkpoints, disks
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import ray_dcp
 from ray_dcp import LoadOptions, errors
 from ray_dcp.torch_adapter.sink import TensorSink, rows_that_share
-from tests.own_planners import OwnLoad
+from tests.support.own_planners import OwnLoad
 from tests.unit.adapter_support import as_rank, load_on_ranks, save_on_ranks
 
 

@@ -25,8 +25,8 @@ from ray_dcp.errors import (
     StateDictError,
 )
 from ray_dcp.format.manifest import decode_record, encode_record
-from tests import checkpoints
-from tests.polling import eventually
+from tests.support import checkpoints
+from tests.support.processes import eventually
 
 
 class Odd:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import ray_dcp
 from ray_dcp import errors
-from tests.own_planners import OwnLoad, OwnSave
+from tests.support.own_planners import OwnLoad, OwnSave
 
 from .adapter_support import load_on_ranks, save_on_ranks
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from ray_dcp.cli import listing
 from ray_dcp.cli.main import main
 from ray_dcp.format.save_trace import RankTimes, Span, encode_trace, make_trace, trace_key
-from tests import big_views, cli_story
+from tests.support import big_views, cli_story
 
 MAKERS = {
     "ours": cli_story.make_ours,

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 import ray_dcp
 from ray_dcp.cli.main import COMMANDS, main
-from tests import checkpoints, cli_story
+from tests.support import checkpoints, cli_story
 
 SCHEMA = json.loads(files("ray_dcp.cli").joinpath("schema.json").read_text())
 

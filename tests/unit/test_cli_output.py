@@ -20,7 +20,7 @@ from ray_dcp.errors import InvalidRequestError
 from ray_dcp.manager import Item
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.view.verify import VerifyInterrupted
-from tests import checkpoints
+from tests.support import checkpoints
 
 
 def shell(line: str, **environment: str) -> subprocess.CompletedProcess[bytes]:

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 import ray_dcp
 from ray_dcp.cli.main import main
 from ray_dcp.cli.output import table
-from tests import checkpoints
+from tests.support import checkpoints
 
 
 def invoke(*arguments: object) -> Result:

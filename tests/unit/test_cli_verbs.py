@@ -24,7 +24,7 @@ from ray_dcp.cli.main import COMMANDS, main
 from ray_dcp.errors import StorageError
 from ray_dcp.manager import Item
 from ray_dcp.store.local import LocalStorage
-from tests import checkpoints
+from tests.support import checkpoints
 
 
 def invoke(*arguments: object, **more: object) -> Result:

@@ -34,17 +34,11 @@ from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import StorageTraits
 from ray_dcp.view.checkpoint_view import open_checkpoint
 from ray_dcp.view.run_listing import list_checkpoints
-from tests import checkpoints
-from tests.checkpoints import check_stock, save_stock, stock_load
-from tests.fault_injection import Fault, FaultyStorage
-from tests.inline_ranks import run_ranks
-from tests.numpy_ranks import (
-    load_and_check,
-    loads_whole,
-    save,
-    save_ranks,
-    state_of,
-)
+from tests.support import checkpoints
+from tests.support.arrays import state_of
+from tests.support.checkpoints import check_stock, save_stock, stock_load
+from tests.support.storages import Fault, FaultyStorage
+from tests.support.world import load_and_check, loads_whole, run_ranks, save, save_ranks
 
 ONE, TWO, THREE = state_of(1), state_of(2), state_of(3)
 STATES = [ONE, TWO, THREE]

@@ -16,8 +16,8 @@ from ray_dcp.io.writer import write_part
 from ray_dcp.planning.global_plan import checked_receipts, make_plan, rank_plan
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
-from tests.crash.array_states import ArrayCapture, sample_state
-from tests.crash.ranks import save_state
+from tests.support.arrays import ArrayCapture, sample_state
+from tests.support.world import save_state
 
 WITHOUT = SaveOptions(num_threads=1, stock_metadata=False)
 STATE = {"w": torch.arange(99.0), "o": "x", "big": torch.arange(3000).reshape(60, 50)}

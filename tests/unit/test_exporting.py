@@ -30,8 +30,8 @@ from ray_dcp.runtime.copying import copy_checkpoint, plan_copy
 from ray_dcp.store import opening
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import Entry, PartWriter
-from tests import checkpoints
-from tests.gated_storage import Gate, GatedStorage
+from tests.support import checkpoints
+from tests.support.storages import Gate, GatedStorage
 
 
 @pytest.fixture(params=["torch_save", "safetensors", "stock"])

@@ -21,7 +21,7 @@ from ray_dcp.format.step_metrics import RecordedMetric, latest_values, recorded_
 from ray_dcp.io.records import Announced, announced
 from ray_dcp.manager import BestN, LatestN
 from ray_dcp.store.local import LocalStorage
-from tests import checkpoints
+from tests.support import checkpoints
 
 
 def manager_of(run: Path, **given: Any) -> ray_dcp.CheckpointManager:

@@ -18,7 +18,7 @@ import ray_dcp
 from ray_dcp.core.processes import ProcessLock
 from ray_dcp.runtime.inline import session_alone
 from ray_dcp.stage.memory import PrivateMemory
-from tests.forked_programs import Programs
+from tests.support.programs.forks import Programs
 
 HANDLED = {
     "core.processes._collector_lock": "a new one; a collector that was paused goes on",

@@ -25,7 +25,7 @@ from ray_dcp.format.torch_items import (
     parse_torch_save,
     torch_save_frame,
 )
-from tests.format_cases import saved
+from tests.support.format_cases import saved
 
 SIZES = [(), (0,), (3,), (2, 3), (0, 4), (4, 0), (2, 0, 3), (1, 2, 3, 4, 5), (300, 233)]
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Shard
 from ray_dcp import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 from ray_dcp.core.values import Kind
 from ray_dcp.format.metadata import decode_metadata
-from tests.format_cases import difference
+from tests.support.format_cases import difference
 
 
 def stock(**changes):

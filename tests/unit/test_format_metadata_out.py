@@ -11,7 +11,7 @@ from ray_dcp import InternalError
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.core.values import Kind
 from ray_dcp.format.metadata import encode_metadata
-from tests.format_cases import many_table, mixed_table, table_of
+from tests.support.format_cases import many_table, mixed_table, table_of
 
 
 def encoded(table):

@@ -9,8 +9,8 @@ from ray_dcp.core import packing
 from ray_dcp.core.values import IntKey, Kind
 from ray_dcp.format import table as tb
 from ray_dcp.format.table import check_table
-from tests import big_views
-from tests.format_cases import difference, forged, many_table, mixed_table, table_of
+from tests.support import big_views
+from tests.support.format_cases import difference, forged, many_table, mixed_table, table_of
 
 
 def planned():

@@ -30,10 +30,8 @@ from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.gatherer import BatchWindow, group_of, is_gathered
 from ray_dcp.runtime.rank_save import PlanMemory
 from ray_dcp.store.memory import MemoryStorage
-from tests.crash.array_states import ArrayCapture, same_state, sample_state
-from tests.crash.ranks import load_state
-from tests.gathered_ranks import Gathered
-from tests.rank_saves import save_rank
+from tests.support.arrays import ArrayCapture, same_state, sample_state
+from tests.support.world import World, load_state, save_rank
 
 KEY = OpKey("run", 0)
 WORLD = 6
@@ -46,12 +44,12 @@ class Job:
     def __init__(self, name):
         self.url = f"memory://{name}-{random.getrandbits(60):x}"
         self.memories = [PlanMemory() for _ in range(WORLD)]
-        self.world = Gathered(GROUPS)
+        self.world = World(GROUPS)
         self.seq = 0
 
     def save(self, state, *, choose=None, options=None, urls=None, capture=ArrayCapture, **how):
         self.seq += 1
-        world = Gathered(GROUPS, self.world.coordination, **how)
+        world = World(GROUPS, self.world.coordination, **how)
         ranks = [
             save_rank(
                 OpKey("s", self.seq), rank=rank, world_size=WORLD,
@@ -198,7 +196,7 @@ def test_groups_are_few_and_of_neighbours():
 def test_receipts_of_another_attempt_are_refused_one_by_one():
     job = Job("fence")
     job.save(sample_state(0))
-    world = Gathered(GROUPS, job.world.coordination)
+    world = World(GROUPS, job.world.coordination)
     stray = [SaveReceipt(OpKey("s", 1), rank, "other", 1, (receipt_of(rank),)) for rank in range(2)]
     told = dict(world.shell.receive_batch(MessageBatch(KEY, "SaveReceipt", tuple(stray))).replies)
     assert set(told) == {0, 1}

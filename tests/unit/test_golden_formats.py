@@ -21,12 +21,11 @@ from ray_dcp.format.manifest import FORMAT_VERSION, decode_record
 from ray_dcp.format.table import decode_table, end_of
 from ray_dcp.io.checkpoint import newest_record
 from ray_dcp.store.opening import open_storage
-from tests import warm_ranks
-from tests.checkpoints import GOLDEN
-from tests.crash.array_states import GOLDEN_ARRAYS, State, same_state
-from tests.crash.ranks import load_state
-from tests.format_cases import difference
-from tests.warm_ranks import Warm
+from tests.support import world
+from tests.support.arrays import GOLDEN_ARRAYS, State, same_state
+from tests.support.checkpoints import GOLDEN
+from tests.support.format_cases import difference
+from tests.support.world import Warm, load_state
 
 ATTEMPT = "0123456789abcdef"
 
@@ -68,7 +67,7 @@ def saved(name: str, path: Path) -> None:
     """Saves a case as it was saved when it was kept."""
     case = CASES[name]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(warm_ranks, "new_attempt", lambda: ATTEMPT)
+        patch.setattr(world, "new_attempt", lambda: ATTEMPT)
         patch.setattr(table_format, "GROUP_ROWS", 3 if case.has_groups else 1 << 16)
         options = SaveOptions(num_threads=1, stock_metadata=case.stock_metadata)
         warm = Warm(len(case.states), str(path))

@@ -1,6 +1,6 @@
 """What stock DCP of every torch that was tried has written is read under every torch.
 
-The checkpoints lie in `tests/golden`; `python -m tests.stock_golden` writes one.
+The checkpoints lie in `tests/golden`; `python -m tests.support.programs.stock_golden` writes one.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import ray_dcp
-from tests.exchange_cases import blanks, differences
-from tests.stock_golden import state
+from tests.support.exchange_cases import blanks, differences
+from tests.support.programs.stock_golden import state
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("stock-*"))
 

@@ -18,7 +18,7 @@ from ray_dcp.errors import DeadlineError, InternalError, LimitError, StorageErro
 from ray_dcp.runtime import heartbeat, ray_calls, ray_private, ray_session
 from ray_dcp.runtime.rank_progress import RankProgress
 from ray_dcp.runtime.ray_session import RayHeartbeatSender
-from tests.polling import eventually
+from tests.support.processes import eventually
 
 TIMEOUT_S = 0.6
 

@@ -39,19 +39,19 @@ from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.standing import standing_records
 from ray_dcp.runtime.tasks import outcome, perform
 from ray_dcp.store.memory import MemoryStorage
-from tests.checkpoints import check_stock, save_stock, stock_load
-from tests.fault_injection import FaultyStorage
-from tests.inline_ranks import run_ranks
-from tests.numpy_ranks import (
+from tests.support.arrays import state_of
+from tests.support.checkpoints import check_stock, save_stock, stock_load
+from tests.support.storages import ChangeScript, FaultyStorage
+from tests.support.world import (
     load_and_check,
+    load_rank,
     load_ranks,
     loads_whole,
+    run_ranks,
     save,
+    save_rank,
     save_ranks,
-    state_of,
 )
-from tests.rank_saves import load_rank, save_rank
-from tests.scripted_storage import ChangeScript
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -120,8 +120,8 @@ def test_a_rank_whose_file_can_not_be_written_fails_the_save_on_all_and_leaves_n
     save(state_of(1), 2, url)
     script = ChangeScript(1)
     results = run_ranks(
-        save_ranks(state_of(2), 3, url, opener=script.open),
-        performer=partial(perform, opener=script.open),
+        save_ranks(state_of(2), 3, url, opener=script.opener),
+        performer=partial(perform, opener=script.opener),
     )
     assert script.hit
     errors = [result.error for result in results]
@@ -230,7 +230,7 @@ def test_a_receipt_after_a_restart_of_the_coordinator_fails_for_good(url):
 
 def test_without_coordinator_and_storage_the_outcome_is_unknown(url):
     script = ChangeScript(1, lasting=True)
-    (rank,) = save_ranks(state_of(), 1, url, opener=script.open)
+    (rank,) = save_ranks(state_of(), 1, url, opener=script.opener)
 
     def call(request):
         if isinstance(request, SaveReceipt):
@@ -361,8 +361,8 @@ def test_at_every_fault_over_a_stock_checkpoint_one_of_the_two_loads_whole(tmp_p
         save_stock(path, {"w": torch.full((6, 4), 7.0)})
         script = ChangeScript(change)
         results = run_ranks(
-            save_ranks(state_of(2), 2, str(path), opener=script.open),
-            performer=partial(perform, opener=script.open),
+            save_ranks(state_of(2), 2, str(path), opener=script.opener),
+            performer=partial(perform, opener=script.opener),
         )
         if results[0].error is None:
             load_and_check(state_of(2), 2, str(path))

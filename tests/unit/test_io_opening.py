@@ -17,8 +17,8 @@ from ray_dcp.format.safetensors import header, sharding_metadata
 from ray_dcp.io.checkpoint import checkpoint_from, find_checkpoint, newest_record, read_checkpoint
 from ray_dcp.options import SaveOptions
 from ray_dcp.store.local import LocalStorage
-from tests import checkpoints
-from tests.fault_injection import FaultyStorage
+from tests.support import checkpoints
+from tests.support.storages import FaultyStorage
 
 W = np.arange(600, dtype=np.float32).reshape(20, 30)
 

@@ -19,8 +19,8 @@ from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.storage import LOCAL_DISK, OBJECT_STORE
-from tests.descriptors import open_below
-from tests.fault_injection import FaultyStorage
+from tests.support.processes import open_below
+from tests.support.storages import FaultyStorage
 from tests.unit.io_cases import Chunk, Piece, Sink, file_plan, pad, raw, table_of, write_file
 
 FILE = "__0_0.a1.distcp"

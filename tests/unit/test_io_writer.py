@@ -16,8 +16,8 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.storage import StorageWrapper
-from tests.descriptors import open_below
-from tests.fault_injection import Fault, FaultyStorage
+from tests.support.processes import open_below
+from tests.support.storages import Fault, FaultyStorage
 from tests.unit.io_cases import Piece, file_plan, rank_plan, raw, write_file
 
 KEY = "__0_0.a1.distcp"

@@ -15,7 +15,7 @@ from ray_dcp.cli.main import main
 from ray_dcp.errors import CheckpointNotFoundError
 from ray_dcp.manager import CheckpointManager, Item
 from ray_dcp.store.local import LocalStorage
-from tests import checkpoints
+from tests.support import checkpoints
 
 
 def save(path: Path, value: float = 1.0) -> None:

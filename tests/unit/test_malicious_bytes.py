@@ -15,7 +15,7 @@ import torch
 from ray_dcp import DamagedCheckpointError, UnsafeCheckpointError
 from ray_dcp.format.metadata import allowed_global, read_pickle
 from ray_dcp.torch_adapter.objects import dump_object, load_object, load_problem
-from tests import hostile
+from tests.support import hostile
 
 ROOT = Path(__file__).parents[2]
 OTHER_ERRORS = {
@@ -33,7 +33,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
     log = tmp_path_factory.mktemp("hostile") / "log"
     with log.open("w") as out:
         ended = subprocess.run(
-            [sys.executable, "-m", "tests.hostile"], cwd=ROOT, stdout=out, timeout=900, check=False
+            [sys.executable, "-m", "tests.support.hostile"],
+            cwd=ROOT,
+            stdout=out,
+            timeout=900,
+            check=False,
         )
     found: dict[str, list] = {}
     for line in log.read_text().splitlines():

@@ -27,7 +27,7 @@ from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.core.values import ChunkTable
 from ray_dcp.format import manifest as records
 from ray_dcp.format.table import decode_table, encode_table
-from tests import checkpoints, hostile
+from tests.support import checkpoints, hostile
 
 ESCAPES = (
     "../outside/secret", "/etc/passwd", "a/../../outside/secret", "..", "\\\\host\\x", "C:\\x",

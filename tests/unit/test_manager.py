@@ -29,7 +29,7 @@ from ray_dcp.manager import (
 )
 from ray_dcp.manager.preemption import Preemption
 from ray_dcp.options import LoadOptions, SaveOptions
-from tests.checkpoints import data_file, flip
+from tests.support.checkpoints import data_file, flip
 
 STATE_BYTES = 4000
 

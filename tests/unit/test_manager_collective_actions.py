@@ -17,7 +17,7 @@ from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.tasks import settle
 from ray_dcp.store.local import LocalStorage, LocalWriter
 from ray_dcp.store.storage import os_failure
-from tests.thread_ranks import DeadRankError, run_as_ranks
+from tests.support.threads import DeadRankError, run_as_ranks
 
 
 def state(step=0):

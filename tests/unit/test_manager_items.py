@@ -14,7 +14,7 @@ from ray_dcp import CheckpointManager, errors
 from ray_dcp.io.records import Announced, fence
 from ray_dcp.manager import Item
 from ray_dcp.store.local import LocalStorage
-from tests.checkpoints import flip
+from tests.support.checkpoints import flip
 
 
 def manager(root: Path, **given: Any) -> CheckpointManager:

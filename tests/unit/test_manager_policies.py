@@ -37,7 +37,7 @@ from ray_dcp.manager.root_writer import Writer
 from ray_dcp.manager.save_policy import check_save_policy
 from ray_dcp.manager.settings import Settings
 from ray_dcp.store.opening import open_storage
-from tests.manager_places import root_of
+from tests.support.manager_places import root_of
 
 
 def due(policy, steps=range(30), **facts):

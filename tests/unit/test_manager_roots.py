@@ -40,16 +40,8 @@ from ray_dcp.store.location import Location
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.storage import KeyMissingError
 from tests.crash.registry import NEW, NEXT, OLD, Place
-from tests.crash.unconditional_storage import UnconditionalStorage
-from tests.fault_injection import Fault, Script
-from tests.manager_places import (
-    HERE,
-    folders_of,
-    root_of,
-    save_step,
-    settings,
-    writer_of,
-)
+from tests.support.manager_places import HERE, folders_of, root_of, save_step, settings, writer_of
+from tests.support.storages import Fault, Script, UnconditionalStorage
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only if there is none:UserWarning")
 

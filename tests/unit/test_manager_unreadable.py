@@ -34,7 +34,7 @@ from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from tests.crash.registry import OLD
-from tests.manager_places import HERE, root_of, save_step, writer_of
+from tests.support.manager_places import HERE, root_of, save_step, writer_of
 
 KEEPS_BEST = LatestN(1) | BestN(1, "loss")
 LOSSES = {1: 0.1, 2: 0.9, 3: 0.5}

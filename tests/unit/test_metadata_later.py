@@ -11,7 +11,7 @@ from click.testing import CliRunner
 import ray_dcp
 from ray_dcp.cli.main import main
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
-from tests import checkpoints
+from tests.support import checkpoints
 
 stock_load = partial(dcp.load, no_dist=True)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

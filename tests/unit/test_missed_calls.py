@@ -9,9 +9,9 @@ from ray_dcp.errors import CheckpointError, DeadlineError, RankDisagreementError
 from ray_dcp.manager.collective_actions import agree
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.rank_load import drive
-from tests.numpy_ranks import NumpyCapture, load_and_check, state_of
-from tests.rank_saves import save_rank
-from tests.thread_ranks import RankThread, Shared
+from tests.support.arrays import ArrayCapture, state_of
+from tests.support.threads import RankThread, Shared
+from tests.support.world import load_and_check, save_rank
 
 LIMIT_S = 120.0
 """Far more than any call here takes, in seconds."""
@@ -26,7 +26,7 @@ class Rank(RankThread):
                     save_rank(
                         activity.next_key(), rank=self.rank, world_size=self.world_size,
                         target=Target(path), options=SaveOptions(), progress=activity.progress,
-                        capture=lambda: NumpyCapture(state_of(1), self.rank, self.world_size),
+                        capture=lambda: ArrayCapture(state_of(1), self.rank, self.world_size),
                         memory=self.plans,
                     ),
                     activity.call,

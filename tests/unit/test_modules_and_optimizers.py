@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ray_dcp
 from ray_dcp.errors import StateDictError
-from tests.own_planners import OwnLookup, OwnSave
+from tests.support.own_planners import OwnLookup, OwnSave
 
 Wrap = Any
 

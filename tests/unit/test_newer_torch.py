@@ -15,7 +15,7 @@ import ray_dcp
 from ray_dcp import CheckpointError, DamagedCheckpointError, InvalidRequestError, saving
 from ray_dcp.cli.main import main
 from ray_dcp.core import NEWEST_TORCH, OLDEST_TORCH
-from tests import checkpoints
+from tests.support import checkpoints
 
 REPOSITORY = Path(__file__).parents[2]
 

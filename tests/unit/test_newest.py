@@ -39,11 +39,10 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.view.run_listing import ListedStep, list_run
-from tests import checkpoints
-from tests.fault_injection import Fault, FaultyStorage
-from tests.inline_ranks import run_ranks
-from tests.numpy_ranks import NumpyWork, save, state_of
-from tests.rank_saves import load_rank
+from tests.support import checkpoints
+from tests.support.arrays import ArrayWork, state_of
+from tests.support.storages import Fault, FaultyStorage
+from tests.support.world import load_rank, run_ranks, save
 
 STEPS = (8, 9, 10)
 
@@ -71,7 +70,7 @@ def ranks_of(url, world_size, *, shapes=None, steps=None, openers=None, options=
 
         def load(checkpoint_id, is_late):
             def plan(checkpoint):
-                works[rank].append(NumpyWork(checkpoint, shapes, rank, world_size))
+                works[rank].append(ArrayWork(checkpoint, shapes, rank, world_size))
                 return works[rank][-1]
 
             return load_rank(

@@ -16,18 +16,10 @@ from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_progress import RankProgress, WatchedStorage
 from ray_dcp.runtime.tasks import outcome, perform
 from ray_dcp.store.memory import MemoryStorage
-from tests.gated_storage import Gate
-from tests.numpy_ranks import (
-    NumpyCapture,
-    NumpyWork,
-    load_and_check,
-    loads_whole,
-    save,
-    save_ranks,
-    state_of,
-)
-from tests.polling import eventually
-from tests.rank_saves import load_rank, save_rank
+from tests.support.arrays import ArrayCapture, ArrayWork, state_of
+from tests.support.processes import eventually
+from tests.support.storages import Gate
+from tests.support.world import load_and_check, load_rank, loads_whole, save, save_rank, save_ranks
 
 PATIENCE_S = 120.0
 """Far more than any wait here takes, in seconds."""
@@ -67,7 +59,7 @@ def one_save(url, session, *, opener=None, state=None, **options):
             save_rank(
                 activity.next_key(), rank=0, world_size=1, target=Target(url),
                 options=SaveOptions(**options), progress=activity.progress,
-                capture=lambda: NumpyCapture(state or state_of(1), 0, 1), **more,
+                capture=lambda: ArrayCapture(state or state_of(1), 0, 1), **more,
             ),
             activity.call,
         )  # fmt: skip
@@ -79,7 +71,7 @@ def one_load(url, session, *, opener, **options):
             load_rank(
                 activity.next_key(), rank=0, world_size=1, target=Target(url),
                 options=LoadOptions(**options), opener=opener, progress=activity.progress,
-                plan=lambda c: NumpyWork(c, state_of(1), 0, 1),
+                plan=lambda c: ArrayWork(c, state_of(1), 0, 1),
             ),
             activity.call,
         )  # fmt: skip

@@ -22,9 +22,8 @@ from ray_dcp.torch_adapter.capture import (
     checking_finite,
     nonfinite_of,
 )
-from tests.inline_ranks import run_ranks
-from tests.own_planners import OwnSave
-from tests.rank_saves import save_rank
+from tests.support.own_planners import OwnSave
+from tests.support.world import run_ranks, save_rank
 
 REFUSE = SaveOptions(nonfinite="refuse")
 

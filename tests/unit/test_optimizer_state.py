@@ -20,7 +20,7 @@ from ray_dcp import saving
 from ray_dcp.errors import MissingKeyError, StateDictError
 from ray_dcp.torch_adapter.optimizer_state import Stored, StoredValue
 from ray_dcp.torch_adapter.state import stateful_to_load_targets
-from tests.thread_ranks import run_as_ranks
+from tests.support.threads import run_as_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

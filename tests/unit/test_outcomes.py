@@ -40,11 +40,10 @@ from ray_dcp.store import local
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError
-from tests.checkpoints import check_stock, save_stock
-from tests.inline_ranks import run_ranks
-from tests.numpy_ranks import load_and_check, save, save_ranks, state_of
-from tests.protocol_play import Play
-from tests.rank_saves import load_rank, save_rank
+from tests.support.arrays import state_of
+from tests.support.checkpoints import check_stock, save_stock
+from tests.support.protocol import Play
+from tests.support.world import load_and_check, load_rank, run_ranks, save, save_rank, save_ranks
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled:UserWarning",

@@ -27,11 +27,10 @@ from ray_dcp.planning.coverage import check_coverage
 from ray_dcp.planning.global_plan import make_plan, rank_plan
 from ray_dcp.planning.reads import Wanted, block_ranges, plan_reads, slabs
 from ray_dcp.torch_adapter.capture import capture
-from tests.conflicts import ALL, CONFLICTS, Boxes
-from tests.crash.ranks import save_ranks
-from tests.format_cases import table_of
-from tests.inline_ranks import run_ranks
-from tests.plan_cases import Case, Piece, Tensor, finish_table, write
+from tests.support.conflicts import ALL, CONFLICTS, Boxes
+from tests.support.format_cases import table_of
+from tests.support.plan_cases import Case, Piece, Tensor, finish_table, write
+from tests.support.world import run_ranks, save_ranks
 
 # --- What a rank holds, as columns ----------------------------------------------------------------
 

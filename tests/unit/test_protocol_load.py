@@ -29,7 +29,7 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.options import LoadOptions
-from tests.protocol_play import KEY, TARGET, Play
+from tests.support.protocol import KEY, TARGET, Play
 
 FOUND = LoadGo("native", 3, b"manifest")
 

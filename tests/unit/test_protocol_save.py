@@ -48,8 +48,8 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.manifest import Verdict
 from ray_dcp.options import SaveOptions
-from tests.inline_ranks import next_silence_s
-from tests.protocol_play import BUILT, KEY, TARGET, Play, receipt_file
+from tests.support.protocol import BUILT, KEY, TARGET, Play, receipt_file
+from tests.support.world import next_silence_s
 
 # --- Saves ----------------------------------------------------------------------------------------
 

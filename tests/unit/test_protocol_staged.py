@@ -45,7 +45,7 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.options import SaveOptions
-from tests.protocol_play import BUILT, KEY, NOTHING, TARGET, Play, join_of, planned, receipt_file
+from tests.support.protocol import BUILT, KEY, NOTHING, TARGET, Play, join_of, planned, receipt_file
 
 FILES_OF_A_RANK = 2
 

@@ -14,10 +14,9 @@ from ray_dcp.planning.fingerprint import fingerprint, probes
 from ray_dcp.runtime import rank_save
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.opening import open_storage
-from tests.crash.array_states import ArrayCapture, same_state
-from tests.crash.ranks import load_state
 from tests.property.test_stages import NAMED, Stage, Tensor, held, task_of
-from tests.warm_ranks import Warm, committed
+from tests.support.arrays import ArrayCapture, same_state
+from tests.support.world import Warm, committed, load_state
 
 
 def slabs(world_size, *tensors):

@@ -18,7 +18,7 @@ from ray_dcp.torch_adapter.devices import (
     content_digests,
     content_digests_on_device,
 )
-from tests.warm_ranks import Warm
+from tests.support.world import Warm
 
 from .adapter_support import as_rank
 

@@ -12,7 +12,7 @@ from ray_dcp.errors import RankDisagreementError
 from ray_dcp.runtime import discovery, session
 from ray_dcp.runtime.discovery import await_group, connect_announced
 from ray_dcp.runtime.session import GroupSessions, announce_connect
-from tests.polling import eventually
+from tests.support.processes import eventually
 
 QUICK_S = 0.05
 

@@ -27,8 +27,8 @@ from ray_dcp.runtime.coordinator import SharedReadDispatch
 from ray_dcp.runtime.shared_reads import RayTransport
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.memory import MemoryStorage
-from tests.protocol_play import KEY, Play
-from tests.thread_peers import Board, ThreadExchange
+from tests.support.protocol import KEY, Play
+from tests.support.threads import Board, ThreadExchange
 from tests.unit.test_protocol_load import to_planning
 
 MIB = 1 << 20

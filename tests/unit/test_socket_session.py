@@ -30,7 +30,7 @@ from ray_dcp.runtime.socket_session import (
     SocketSession,
     join_by_store,
 )
-from tests.polling import eventually
+from tests.support.processes import eventually
 
 NUM_RANKS = 3
 

@@ -8,9 +8,8 @@ from ray_dcp.format.table import encode_table
 from ray_dcp.io.checkpoint import newest_record, read_checkpoint
 from ray_dcp.planning import global_plan
 from ray_dcp.store.opening import open_storage
-from tests.crash.array_states import same_state, sample_state
-from tests.crash.ranks import load_state
-from tests.warm_ranks import Warm, committed
+from tests.support.arrays import same_state, sample_state
+from tests.support.world import Warm, committed, load_state
 
 WITHOUT = SaveOptions(num_threads=1, stock_metadata=False)
 

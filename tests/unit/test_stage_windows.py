@@ -34,8 +34,8 @@ from ray_dcp.stage.windows import lay_out_windows
 from ray_dcp.stage.write_queue import WriteQueue
 from ray_dcp.store.opening import open_storage
 from ray_dcp.torch_adapter.capture import capture
-from tests.polling import eventually
-from tests.staged import MIB, Rank, Share, same_files, share
+from tests.support.processes import eventually
+from tests.support.staging import MIB, Rank, Share, same_files, share
 
 # --- Options -------------------------------------------------------------------------------------
 

@@ -32,9 +32,9 @@ from ray_dcp.stage.windows import lay_out_windows
 from ray_dcp.stage.write_queue import WriteQueue
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import PublishedFile, StorageWrapper
-from tests.gated_storage import Gate
-from tests.polling import eventually
-from tests.staged import MIB, Rank, Share, same_files, scribbled, share
+from tests.support.processes import eventually
+from tests.support.staging import MIB, Rank, Share, same_files, scribbled, share
+from tests.support.storages import Gate
 
 # --- The write queue ------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray_dcp.commit_protocol.liveness import OUT_OF_REACH_S
 from ray_dcp.runtime.stager import REPORT_TRIES, deliver
 from ray_dcp.stage.values import StageKey, StageReport
-from tests.protocol_play import KEY
+from tests.support.protocol import KEY
 
 REPORT = StageReport(StageKey((KEY, 1), 0, "a1"), 0, None)
 UNAVAILABLE = ActorUnavailableError("its node is out of reach", b"\0" * 16)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import ray_dcp
 from ray_dcp.errors import DamagedCheckpointError
-from tests import damage
+from tests.support import damage
 
 
 @pytest.fixture(scope="module")

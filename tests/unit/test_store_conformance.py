@@ -19,8 +19,7 @@ from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.object_storage import ObjectStorage
 from ray_dcp.store.object_stores import ObjectOptions
 from ray_dcp.testing import StorageConformance
-from tests.fault_injection import FaultyStorage
-from tests.races import race_often
+from tests.support.storages import FaultyStorage, race_often
 
 # --- Conformance ----------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from ray_dcp.store import local
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import Entry, KeyMissingError
 from ray_dcp.testing import StorageConformance
-from tests.descriptors import open_below
+from tests.support.processes import open_below
 
 # --- Writing, reading and deleting ----------------------------------------------------------------
 

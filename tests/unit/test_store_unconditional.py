@@ -29,10 +29,10 @@ from ray_dcp.store.opening import open_storage
 from ray_dcp.testing import StorageConformance
 from tests.crash.crashes import OPERATIONS, check_crashes
 from tests.crash.invariants import INVARIANTS, nothing_is_left
-from tests.crash.unconditional_storage import UnconditionalStorage
-from tests.inline_ranks import run_ranks
-from tests.numpy_ranks import load_and_check, loads_whole, save, save_ranks, state_of
-from tests.protocol_play import Play
+from tests.support.arrays import state_of
+from tests.support.protocol import Play
+from tests.support.storages import UnconditionalStorage
+from tests.support.world import load_and_check, loads_whole, run_ranks, save, save_ranks
 
 OLD, NEW, NEXT = state_of(1), state_of(2), state_of(3)
 STATES = [OLD, NEW, NEXT]

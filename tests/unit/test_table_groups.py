@@ -20,10 +20,9 @@ from ray_dcp.format.table import decode_table, encode_table, end_of
 from ray_dcp.io.checkpoint import checkpoint_from, newest_record, read_checkpoint
 from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.store.memory import MemoryStorage
-from tests.crash.array_states import same_state, sample_state
-from tests.crash.ranks import load_ranks, load_state, save_state
-from tests.format_cases import difference, forged, slabs
-from tests.inline_ranks import run_ranks
+from tests.support.arrays import same_state, sample_state
+from tests.support.format_cases import difference, forged, slabs
+from tests.support.world import load_ranks, load_state, run_ranks, save_state
 
 WITHOUT = SaveOptions(num_threads=1, stock_metadata=False)
 

@@ -23,7 +23,7 @@ import ray_dcp
 from ray_dcp import errors
 from ray_dcp.torch_adapter.capture import capture
 from ray_dcp.torch_adapter.tensors import host_bytes
-from tests.own_planners import OwnLoad, OwnResolve, OwnSave
+from tests.support.own_planners import OwnLoad, OwnResolve, OwnSave
 from tests.unit.adapter_support import as_rank
 
 

@@ -23,7 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ray_dcp
 from ray_dcp import conversion, errors
-from tests.own_planners import OwnLoad, OwnResolve, OwnSave
+from tests.support.own_planners import OwnLoad, OwnResolve, OwnSave
 
 from .adapter_support import as_rank, load_on_ranks, save_on_ranks
 

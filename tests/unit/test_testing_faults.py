@@ -14,9 +14,9 @@ from ray_dcp.errors import DamagedCheckpointError, InternalError, InvalidRequest
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from tests.crash.interruptions import CALLS
-from tests.crash.ranks import load_state
 from tests.crash.registry import NEW, Place
-from tests.fault_injection import CrashError, Fault, FaultyStorage, Script
+from tests.support.storages import CrashError, Fault, FaultyStorage, Script
+from tests.support.world import load_state
 
 # --- Fault scripts -------------------------------------------------------------------------------
 

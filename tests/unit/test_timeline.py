@@ -23,7 +23,7 @@ from ray_dcp.format.save_trace import (
     trace_key,
 )
 from ray_dcp.view.trace import chrome_trace
-from tests import big_views, cli_story
+from tests.support import big_views, cli_story
 
 ATTEMPT = "0123456789abcdef"
 

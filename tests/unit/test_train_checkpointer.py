@@ -31,7 +31,7 @@ from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.tasks import settle
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.train import Checkpointer
-from tests.polling import eventually
+from tests.support.processes import eventually
 from tests.unit.test_train_decisions import Notice
 
 Make = Callable[..., Checkpointer]

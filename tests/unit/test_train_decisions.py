@@ -18,7 +18,7 @@ from ray_dcp.integrations.train import callback, reports, save_requests
 from ray_dcp.integrations.train.joining import RunFacts, target_of_run
 from ray_dcp.integrations.train.save_requests import RequestedSave, SaveRequests, ask_all
 from ray_dcp.train import SaveBeforeResize
-from tests.polling import eventually
+from tests.support.processes import eventually
 
 # --- what is refused, and where it goes -----------------------------------------------------------
 

@@ -19,7 +19,7 @@ from ray_dcp.stage.windows import lay_out_windows
 from ray_dcp.torch_adapter.capture import TensorBytes
 from ray_dcp.torch_adapter.devices import DeviceFiller, Moment
 from tests.gpu.played import Played
-from tests.staged import MIB, Share, share
+from tests.support.staging import MIB, Share, share
 
 SLOT = 2 * MIB
 KEY = StageKey("s", 0, "a1")

@@ -27,8 +27,8 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.inline import session_alone
 from ray_dcp.runtime.unchanged import RunHistory
 from ray_dcp.store.memory import MemoryStorage
-from tests.checkpoints import flip
-from tests.unchanged_programs import LINK, WIDTH, Tuned, holds, inodes, path_of, save_steps
+from tests.support.checkpoints import flip
+from tests.support.programs.unchanged import LINK, WIDTH, Tuned, holds, inodes, path_of, save_steps
 from tests.unit.test_cli_json import printed
 
 

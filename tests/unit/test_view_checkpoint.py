@@ -19,8 +19,8 @@ from ray_dcp.errors import (
     UnsafeCheckpointError,
 )
 from ray_dcp.view.checkpoint_view import CheckpointView
-from tests import checkpoints, numpy_ranks
-from tests.counting_storage import counted_view
+from tests.support import arrays, checkpoints, world
+from tests.support.storages import counted_view
 
 TENSORS = checkpoints.tensors()
 
@@ -123,8 +123,8 @@ def test_objects_come_back_and_a_name_that_is_not_there_is_refused(view: Checkpo
 @pytest.mark.parametrize("world_size", [1, 3, 6])
 def test_any_part_of_a_tensor_of_many_chunks_comes_back(world_size: int):
     url = f"memory://view-{world_size}"
-    state = numpy_ranks.state_of()
-    numpy_ranks.save(state, world_size, url)
+    state = arrays.state_of()
+    world.save(state, world_size, url)
     view = ray_dcp.open(url)
     assert view.world_size == world_size
     assert view.tensors["big"].num_chunks == world_size
@@ -146,7 +146,7 @@ CHUNK_COLUMNS = (
 
 def test_elements_that_are_in_no_chunk_are_refused_and_the_others_come_back():
     expected = np.arange(30.0).reshape(15, 2)
-    numpy_ranks.save({"w": expected}, 3, "memory://view-gap")
+    world.save({"w": expected}, 3, "memory://view-gap")
     view = ray_dcp.open("memory://view-gap")
     without_last = {name: getattr(view.table, name)[:-1] for name in CHUNK_COLUMNS}
     table = dataclasses.replace(view.table, **without_last)

@@ -16,8 +16,8 @@ from ray_dcp.errors import InvalidRequestError, MissingKeyError
 from ray_dcp.io.checkpoint import Checkpoint
 from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.difference import Change, diff_tables
-from tests import big_views, checkpoints, numpy_ranks
-from tests.counting_storage import Counting, counted_view
+from tests.support import big_views, checkpoints, world
+from tests.support.storages import Counting, counted_view
 
 
 def save(path: Path, state: dict, **options) -> Path:
@@ -127,9 +127,9 @@ def test_tensors_that_were_cut_otherwise_are_read_and_the_diff_says_so(tmp_path:
     other = whole.copy()
     other[59, 99] = -1.0
     rest = {"rep.e": np.ones(3)}
-    numpy_ranks.save({"w": whole, **rest}, 2, str(tmp_path / "a"))
-    numpy_ranks.save({"w": whole, **rest}, 3, str(tmp_path / "b"))
-    numpy_ranks.save({"w": other, **rest}, 3, str(tmp_path / "c"))
+    world.save({"w": whole, **rest}, 2, str(tmp_path / "a"))
+    world.save({"w": whole, **rest}, 3, str(tmp_path / "b"))
+    world.save({"w": other, **rest}, 3, str(tmp_path / "c"))
     (a, _), (b, reads), (c, _) = (counted_view(tmp_path / name) for name in "abc")
     same = a.diff(b)
     assert changes(same) == {"w": "unchanged", "rep.e": "unchanged"}

@@ -12,7 +12,7 @@ import torch
 import ray_dcp
 from ray_dcp.format.manifest import AbortRecord, encode_record, record_key
 from ray_dcp.view.run_listing import ListedCheckpoint, list_checkpoints
-from tests import checkpoints
+from tests.support import checkpoints
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from ray_dcp.io.reader import read_chunks
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.view.resharding import ShardGrid, parse_layout, preview_reshard
-from tests import checkpoints
-from tests.counting_storage import counted_view
+from tests.support import checkpoints
+from tests.support.storages import counted_view
 
 
 def state() -> dict:

@@ -20,7 +20,7 @@ from ray_dcp.store.storage import Entry, Storage
 from ray_dcp.view import run_listing as listing
 from ray_dcp.view.run_listing import ListedCheckpoint
 from ray_dcp.view.run_view import RunView, best_of_run, choose, split_address
-from tests import checkpoints
+from tests.support import checkpoints
 
 
 @pytest.fixture(scope="module")

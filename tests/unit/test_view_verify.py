@@ -17,8 +17,8 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Entry
 from ray_dcp.view.verify import verify_checkpoint
-from tests import checkpoints, numpy_ranks
-from tests.fault_injection import Fault, FaultyStorage
+from tests.support import arrays, checkpoints, world
+from tests.support.storages import Fault, FaultyStorage
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def payload_of(path: Path, name: str) -> tuple[Path, int, int]:
 @pytest.mark.parametrize("world_size", [1, 5])
 def test_an_undamaged_checkpoint_is_ok_and_every_byte_of_its_files_was_compared(world_size: int):
     url = f"memory://verify-{world_size}"
-    numpy_ranks.save(numpy_ranks.state_of(), world_size, url)
+    world.save(arrays.state_of(), world_size, url)
     report = ray_dcp.verify(url)
     assert (report.ok, report.problems, report.notes) == (True, (), ())
     assert report.checked_bytes == ray_dcp.open(url).num_bytes

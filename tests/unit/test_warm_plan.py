@@ -16,12 +16,11 @@ from ray_dcp.runtime import rank_save
 from ray_dcp.runtime.rank_save import PlanMemory
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.opening import open_storage
-from tests import rank_saves
-from tests.crash.array_states import ArrayCapture, same_state, sample_state
-from tests.crash.ranks import load_state
-from tests.crash.unconditional_storage import UnconditionalStorage
-from tests.protocol_play import KEY, Play
-from tests.warm_ranks import Warm, committed
+from tests.support import world
+from tests.support.arrays import ArrayCapture, same_state, sample_state
+from tests.support.protocol import KEY, Play
+from tests.support.storages import UnconditionalStorage
+from tests.support.world import Warm, committed, load_state
 
 
 @pytest.fixture
@@ -81,7 +80,7 @@ def test_a_rank_whose_plan_is_as_before_hears_whether_a_record_has_one_winner(tm
         committed(alone.save(sample_state(number)))
     (again,) = alone.replies
     assert again.part is None
-    steps = rank_saves.join_save(
+    steps = world.join_save(
         KEY, rank=0, world_size=1, target=Target(alone.url), options=SaveOptions(num_threads=1),
         capture=partial(ArrayCapture, sample_state(2), 0, 1), memory=alone.memories[0],
     )  # fmt: skip
@@ -284,7 +283,7 @@ def test_a_restart_while_ranks_are_asked_asks_again():
         builder = ColumnsBuilder()
         builder.tensor("w", "float32", (4,), offset=(2 * rank,), size=(2,))
         columns = builder.build()
-        steps = rank_saves.join_save(
+        steps = world.join_save(
             KEY, rank=rank, world_size=2, target=Target("memory://x"),
             options=SaveOptions(), capture=partial(Holding, columns),
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """`ray_dcp.xla` where there is no torch_xla: its names, the planners on plain tensors, priming.
 
-On XLA devices it is checked by `python -m tests.xla_check`.
+On XLA devices it is checked by `python -m tests.support.xla_check`.
 """
 
 from __future__ import annotations

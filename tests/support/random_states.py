@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ray_dcp import PerRank
-from tests.exchange_cases import blank, objects, raw
+from tests.support.exchange_cases import blank, objects, raw
 
 DTYPES = tuple(
     getattr(torch, name)

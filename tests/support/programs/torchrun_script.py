@@ -1,6 +1,6 @@
 """A plain training script, as torchrun starts it: it knows ray_dcp, and nothing of Ray.
 
-Usage: torchrun … -m tests.integration.torchrun_script (save|load) <folder>
+Usage: torchrun … -m tests.support.programs.torchrun_script (save|load) <folder>
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch.distributed as dist
 import ray_dcp
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.runtime.discovery import current_session
-from tests import programs
-from tests.integration.dcp_examples_runner import exchanged
+from tests.support.programs import models as programs
+from tests.support.programs.dcp_examples_runner import exchanged
 
 
 def main(action: str, folder: str) -> None:

@@ -16,11 +16,11 @@ from click.testing import CliRunner
 import ray_dcp
 from ray_dcp.cli.main import main
 from ray_dcp.store.opening import open_storage
-from tests import checkpoints
+from tests.support import checkpoints
 
 __all__ = ["commands", "make_ours", "make_safetensors", "make_stock", "tell"]
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 _RULES = [
     (re.compile(r"\b[0-9a-f]{16}\b"), "ATTEMPT"),

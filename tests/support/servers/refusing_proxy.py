@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tests.http_proxy import HttpProxy, ProxyHandler
+from tests.support.servers.http_proxy import HttpProxy, ProxyHandler
 
 CUT = 0
 """In place of a status: the connection is closed without an answer."""

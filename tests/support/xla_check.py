@@ -1,7 +1,9 @@
-"""`python -m tests.xla_check [DIR]`: `ray_dcp.xla` on four XLA CPU devices, with torch_xla itself.
+"""`python -m tests.support.xla_check [DIR]`: `ray_dcp.xla` on four XLA CPU devices, with torch_xla
+itself.
 
-Too heavy for `.ci/run`: it makes (or takes) the environment of `tests.xla_env`, starts itself in
-there, and runs every check of this file. Prints a line for each; ends with 1 when one fails.
+Too heavy for `.ci/run`: it makes (or takes) the environment of `tests.support.xla_env`, starts
+itself in there, and runs every check of this file. Prints a line for each; ends with 1 when one
+fails.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ import torch.distributed.checkpoint as dcp
 import ray_dcp
 from ray_dcp.errors import MissingKeyError, ShapeMismatchError
 from ray_dcp.xla import CheckpointManager, SPMDLoadPlanner, SPMDSavePlanner, prime_optimizer
-from tests.xla_env import DEFAULT_PLACE, build
+from tests.support.xla_env import DEFAULT_PLACE, build
 
 INSIDE = "RAY_DCP_XLA_CHECK"
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 
 
 def state(step: int = 0, *, fill: bool = True):
@@ -336,7 +338,7 @@ def start(python: Path, *names: str, **how: Any) -> subprocess.CompletedProcess[
     told = {INSIDE: "1", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
     told["PYTHONPATH"] = str(REPOSITORY)
     return subprocess.run(
-        [str(python), "-m", "tests.xla_check", *names],
+        [str(python), "-m", "tests.support.xla_check", *names],
         cwd=REPOSITORY,
         env=os.environ | told,
         check=False,

@@ -1,7 +1,7 @@
 """A proxy between a client and an S3 server on this machine that does what bad networks do.
 
 As a program it saves and loads through such a network for as long as one likes, and tells what
-became of that: `python -m tests.wire_proxy --rounds 100 --share 0.2`.
+became of that: `python -m tests.support.servers.wire_proxy --rounds 100 --share 0.2`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ray_dcp.errors import (
 )
 from ray_dcp.store.location import Location
 from ray_dcp.store.object_storage import ObjectStorage
-from tests.http_proxy import HttpProxy, ProxyHandler
-from tests.s3_server import DevStore, fresh_place, port_of, server_on_memory_disk, through
+from tests.support.servers.http_proxy import HttpProxy, ProxyHandler
+from tests.support.servers.s3 import DevStore, fresh_place, port_of, server_on_memory_disk, through
 
 FAULTS = (
     "drop", "lost", "swallow", "stall", "truncate", "shorten", "flip", "flip-request", "stale",

@@ -25,9 +25,9 @@ from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime import memory_tier
 from ray_dcp.runtime.discovery import current_session
 from ray_dcp.runtime.ray_session import RaySession
-from tests.attempts import Attempt, attempt
-from tests.held_writes import hold_writes
-from tests.polling import eventually
+from tests.support.attempts import Attempt, attempt
+from tests.support.processes import eventually
+from tests.support.programs.held_writes import hold_writes
 
 LARGE_BYTES = 40 << 20
 """What one rank writes, in several parts, where something happens before it is written."""

@@ -1,4 +1,5 @@
-"""`python -m tests.newest_torch [VERSION...]`: demo and tests under other versions of torch.
+"""`python -m tests.support.newest_torch [VERSION...]`: demo and tests under other versions of
+torch.
 
 Too heavy for `.ci/run`: each version gets an environment of its own, of some gigabytes, in which
 `pip install .` has put this package. One that is there already is used again. Prints what passed,
@@ -15,7 +16,7 @@ import time
 import venv
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 VERSIONS = ("2.14.1", "2.15.0")
 DEFAULT_PLACE = Path("~/.cache/ray-dcp")
 
@@ -101,7 +102,9 @@ def run(python: Path, step: str, processes: str, log: Path) -> str:
 
 def main() -> int:
     """Runs all steps for all versions that the command line names."""
-    parser = argparse.ArgumentParser(prog="python -m tests.newest_torch", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.support.newest_torch", description=__doc__
+    )
     parser.add_argument("versions", nargs="*", default=VERSIONS, help="of torch")
     parser.add_argument("--dir", type=Path, default=DEFAULT_PLACE, help="where environments are")
     parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS), help="steps")

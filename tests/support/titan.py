@@ -1,7 +1,7 @@
 """torchtitan, installed once below the environment, without what it asks for.
 
-`python -m tests.titan` installs it. Why without: it pins an old fsspec, and half a gigabyte of what
-it needs is for training only.
+`python -m tests.support.titan` installs it. Why without: it pins an old fsspec, and half a gigabyte
+of what it needs is for training only.
 """
 
 from __future__ import annotations

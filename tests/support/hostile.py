@@ -1,7 +1,7 @@
 """Files that somebody made to harm the reader: each is small, and what it asks for is not.
 
-`python -m tests.hostile` decodes them one after the other and prints what came out, and the most
-memory that it took; the tests run it as a process of its own.
+`python -m tests.support.hostile` decodes them one after the other and prints what came out, and the
+most memory that it took; the tests run it as a process of its own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ray_dcp.format.stream_transforms import ZSTD, unpacked_item
 from ray_dcp.format.table import decode_table, encode_table
 from ray_dcp.format.torch_items import parse_torch_save
 from ray_dcp.torch_adapter.objects import load_object
-from tests.format_cases import Stored, forged, manifest, mixed_table
+from tests.support.format_cases import Stored, forged, manifest, mixed_table
 
 LIMIT_S = 60
 FREE_BYTES = 256 << 20

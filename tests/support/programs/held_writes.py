@@ -11,7 +11,7 @@ import ray
 
 from ray_dcp.runtime.ray_session import RaySession
 from ray_dcp.store import local
-from tests.polling import eventually
+from tests.support.processes import eventually
 
 
 def hold_writes(session: RaySession, gate: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 
 from ray_dcp.store.location import Location
 from ray_dcp.store.opening import open_storage
-from tests.polling import eventually
+from tests.support.processes import eventually
 
 _SERVER = "ray_dcp-s3-"
 

@@ -13,8 +13,8 @@ import sys
 import ray
 
 from ray_dcp.runtime.ray_session import RaySession
-from tests.gated_storage import Gate
 from tests.integration.test_heartbeats import try_save
+from tests.support.storages import Gate
 
 
 def main(address: str, name: str, rank: str, world_size: str, path: str) -> None:

@@ -1,4 +1,4 @@
-"""Builds a small environment of torch 2.9 with torch_xla: `python -m tests.xla_env DIR`.
+"""Builds a small environment of torch 2.9 with torch_xla: `python -m tests.support.xla_env DIR`.
 
 torch_xla's last release, 2.9.0, pairs with torch 2.9.0, of which there is no CPU wheel. Most of
 what the CUDA wheel pulls in is never called here, so empty shared libraries stand in for it: 2 GB
@@ -109,7 +109,7 @@ def _run(command: list[str]) -> str:
 def main() -> None:
     """Builds the environment in the folder that the command line names."""
     if len(sys.argv) > 2 or any(argument.startswith("-") for argument in sys.argv[1:]):
-        raise SystemExit(f"usage: python -m tests.xla_env [DIR]; default {DEFAULT_PLACE}")
+        raise SystemExit(f"usage: python -m tests.support.xla_env [DIR]; default {DEFAULT_PLACE}")
     print(build(Path(sys.argv[1]) if sys.argv[1:] else DEFAULT_PLACE))
 
 

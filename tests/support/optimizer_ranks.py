@@ -1,7 +1,7 @@
 """What ranks do for `tests/property/test_optimizer_roundtrip.py`, all cases in one go.
 
-`python -m tests.optimizer_ranks FOLDER` is one of four ranks with gloo, of which two, three or all
-share a module out. Rank 0 prints one line of JSON: what is not as it was, by case.
+`python -m tests.support.optimizer_ranks FOLDER` is one of four ranks with gloo, of which two, three
+or all share a module out. Rank 0 prints one line of JSON: what is not as it was, by case.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.serialization import add_safe_globals
 
 import ray_dcp
-from tests import optimizers
-from tests.optimizers import Net, contents, differences
+from tests.support import optimizers
+from tests.support.optimizers import Net, contents, differences
 
 
 @dataclass(frozen=True)

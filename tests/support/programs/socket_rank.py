@@ -1,6 +1,6 @@
 """A plain training script of several ranks, some of which die; it knows nothing of Ray.
 
-Usage: RANK=… WORLD_SIZE=… python -m tests.integration.socket_rank <what> <folder>
+Usage: RANK=… WORLD_SIZE=… python -m tests.support.programs.socket_rank <what> <folder>
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import ray_dcp
 from ray_dcp.commit_protocol.commands import CreateRecord
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import coordinator_loop, rank_save
-from tests.polling import eventually
+from tests.support.processes import eventually
 
 HEARTBEAT_S = 3.0
 """`heartbeat_timeout_s` of the saves."""

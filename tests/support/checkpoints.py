@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as stock
 
 import ray_dcp
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def state(large: tuple[int, int] = (600, 500)) -> dict[str, Any]:

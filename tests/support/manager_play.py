@@ -1,13 +1,13 @@
 """A manager's writers, who crash, freeze and are succeeded, beside people who tag, remove and read.
 
-One storage call at a time, in the order of a seed, as in `tests.interleaving`. A model notes what
+One storage call at a time, in the order of a seed, as in `tests.support.turns`. A model notes what
 every actor was told, and looks at each record in the moment in which it is created: a deletion has
 to be right then.
 
 In some rounds small files are damaged: a read gives another byte, or half of the file, once; or
 what lies there is damaged for good, where nothing that was promised is lost by it.
 
-`python -m tests.manager_play 200` plays 200 rounds and tells what was reached.
+`python -m tests.support.manager_play 200` plays 200 rounds and tells what was reached.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from ray_dcp.manager.leases import ReaderLease, this_process
 from ray_dcp.manager.root_writer import Writer
 from ray_dcp.store.local import LocalStorage
 from tests.crash.interruptions import one_call_at_a_time
-from tests.interleaving import SteppedStorage, World
-from tests.manager_places import settings
-from tests.numpy_ranks import loads_whole, save
-from tests.numpy_ranks import state_of as whole_state_of
+from tests.support.arrays import state_of as whole_state_of
+from tests.support.manager_places import settings
+from tests.support.turns import SteppedStorage, World
+from tests.support.world import loads_whole, save
 
 NUM_STEPS = 8
 STATES = [

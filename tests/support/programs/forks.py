@@ -21,7 +21,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[3]
 PRELOADED = (
     "ray", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel", "ray_dcp.saving", "ray_dcp.runtime.worker_group",
@@ -87,7 +87,7 @@ class Programs:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.forked_programs", str(theirs.fileno())],
+                [sys.executable, "-m", "tests.support.programs.forks", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd=REPOSITORY,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **env},
             )  # fmt: skip

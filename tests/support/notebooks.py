@@ -1,4 +1,4 @@
-"""Executes the notebooks, each from a clean kernel: `python -m tests.notebooks [NAME...]`.
+"""Executes the notebooks, each from a clean kernel: `python -m tests.support.notebooks [NAME...]`.
 
 Their outputs must be those that are stored, but for numbers that a machine measures and rounds its
 own way, and for cells with the tag `varies`. `--write` stores those that differ.
@@ -23,7 +23,7 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 FOLDER = REPOSITORY / "notebooks"
 TIMEOUT_S = 600
 """Longest cell, in seconds."""
@@ -153,7 +153,7 @@ def _run(path: Path, *, write: bool) -> int:
     elif differences := _differences(stored, found):
         print(
             *differences,
-            f"{path.name}: store this by `python -m tests.notebooks --write`",
+            f"{path.name}: store this by `python -m tests.support.notebooks --write`",
             sep="\n",
         )
         return 1
@@ -161,7 +161,7 @@ def _run(path: Path, *, write: bool) -> int:
 
 
 def _run_apart(path: Path, write: Sequence[str]) -> bool:
-    command = [sys.executable, "-m", "tests.notebooks", path.stem, *write]
+    command = [sys.executable, "-m", "tests.support.notebooks", path.stem, *write]
     done = subprocess.run(
         command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         check=False,

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 import ray_dcp
 from ray_dcp.errors import CheckpointError
 from ray_dcp.format.manifest import AbortRecord, encode_record, record_key
-from tests import checkpoints
+from tests.support import checkpoints
 
 PAGE_BYTES = 4096
 

@@ -1,4 +1,4 @@
-"""One side of an exchange under another torch: `python -m tests.exchange_program JOB...`.
+"""One side of an exchange under another torch: `python -m tests.support.programs.exchange JOB...`.
 
 A job is three words, LIBRARY ACTION DIR. LIBRARY is `stock` or `ours`. `save` writes checkpoints of
 all cases into DIR, one a dtype and some more; `load` reads those that lie there and compares every
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as stock
 
-from tests.exchange_cases import DTYPES, blanks, differences, layouts, nested, objects
+from tests.support.exchange_cases import DTYPES, blanks, differences, layouts, nested, objects
 
 
 def cases() -> dict[str, dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""`python -m tests.stock_golden DIR`: two ranks save with stock DCP, of the torch that runs it.
+"""`python -m tests.support.programs.stock_golden DIR`: two ranks save with stock DCP, of the torch
+that runs it.
 
 What the versions that were tried have written lies in `tests/golden/stock-VERSION`, and is read by
 `tests/unit/test_golden_stock.py`. Nothing but torch is needed here.
@@ -73,7 +74,13 @@ def main() -> None:
     """Saves on two ranks, each a process of its own."""
     if len(sys.argv) == 2:
         with tempfile.TemporaryDirectory() as meeting:
-            command = [sys.executable, "-m", "tests.stock_golden", sys.argv[1], f"{meeting}/group"]
+            command = [
+                sys.executable,
+                "-m",
+                "tests.support.programs.stock_golden",
+                sys.argv[1],
+                f"{meeting}/group",
+            ]
             ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(WORLD_SIZE)]
             sys.exit(max(abs(rank.wait()) for rank in ranks))
     _, path, group, rank = sys.argv

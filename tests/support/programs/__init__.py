@@ -1,0 +1,1 @@
+"""What tests start as programs, or run on ranks."""

@@ -1,0 +1,1 @@
+"""Servers and proxies for tests."""
