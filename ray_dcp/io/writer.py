@@ -24,7 +24,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -237,20 +237,7 @@ _COPIED_BYTES = 4 << 20
 """Length of a copied part: whole checksum blocks, and short enough for the processor's cache."""
 
 
-@runtime_checkable
-class ManySource(Protocol):
-    """A source that returns many small items in one call, at a lower cost per item."""
-
-    def __call__(self, row: int, /) -> memoryview:
-        """Returns the bytes of one item."""
-        ...
-
-    def many(self, rows: Sequence[int], /) -> Sequence[memoryview]:
-        """Returns the bytes of each item."""
-        ...
-
-
-Source = Callable[[int], memoryview] | ManySource
+Source = Callable[[int], memoryview]
 """Row of the rank's `Columns` -> all bytes of the item in C order (uint8, one dimension)."""
 Deferred = Callable[[int], BytesLike]
 """Row of the rank's `Columns` -> output of `torch.save` for the item."""
@@ -328,7 +315,7 @@ class ItemPieces:
     def small(self, first: int, stop: int) -> Iterator[memoryview]:
         """See `PieceSource.small`."""
         rows = self._row[first:stop]
-        for index, item in enumerate(self._items(rows), first):
+        for index, item in enumerate(map(self._item_of, rows), first):
             num_bytes, start = self._num_bytes[index], self._start[index]
             whole = len(item) == num_bytes and not start
             part = item if whole else self._part_of(item, self._row[index], start, num_bytes)
@@ -372,11 +359,6 @@ class ItemPieces:
             # Why not a memoryview assignment: it holds Python's global lock during the copy.
             np.copyto(target, part)
             yield target.data
-
-    def _items(self, rows: Sequence[int]) -> Iterator[memoryview]:
-        if isinstance(self._source, ManySource) and len(rows) > 1:
-            return map(self._checked, self._source.many(rows), rows)
-        return map(self._item_of, rows)
 
     def _item_of(self, row: int) -> memoryview:
         """Returns an item's bytes; caches the last item, as its pieces are mostly consecutive."""

@@ -20,7 +20,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from ray_dcp.errors import InternalError
-from ray_dcp.io.writer import ManySource, Source
+from ray_dcp.io.writer import Source
 from ray_dcp.stage.windows import StagingLayout
 
 _SLICE_BYTES = 4 << 20
@@ -200,11 +200,7 @@ class HostFiller:
         self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int], target: np.ndarray
     ) -> None:
         """See `Filler.fill_many`."""
-        source = self._source
-        if isinstance(source, ManySource):
-            items = source.many(rows)
-        else:
-            items = [source(row) for row in rows]
+        items = [self._source(row) for row in rows]
         joined = b"".join(items)
         # Whole items, if the lengths agree: none is shorter than the part that is wanted of it.
         if len(joined) != len(target) or any(starts):
