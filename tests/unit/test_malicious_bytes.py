@@ -178,7 +178,7 @@ NESTED = [
 def test_values_nested_deep_are_made_and_freed():
     """Python frees what is nested by recursion; where that has no bound the process ends."""
     program = (
-        "import sys\nfrom tests import hostile\n"
+        "import sys\nfrom tests.support import hostile\n"
         "from ray_dcp.torch_adapter.objects import load_object\n"
         f"for begin, end in {NESTED!r}:\n"
         "    data = hostile.item(hostile.nested(100_000, b'N', begin, end))\n"
