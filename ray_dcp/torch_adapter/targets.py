@@ -4,11 +4,11 @@ A box is *raw* if the read path fills it with bytes, and *opaque* if its chunks 
 items that only torch can read (tensor subclasses). Items of foreign checkpoints may lack raw bytes
 too (stream transforms, subclasses); these are copied into the raw boxes that they meet.
 
-Names that share one memory, such as tied weights, are valid targets if their stored values agree.
-If these differed, one name would be verified where the bytes of the other were just written, and an
-intact checkpoint would be reported as damaged. So they are compared before the first target
-changes: by the checksums of the chunk table if these are conclusive, else by a load into separate
-memory (`Targets.trials`).
+Names that share memory, such as tied weights or views of one tensor, are valid targets if their
+stored values agree. If these differed, one name would be verified where the bytes of the other were
+just written, and an intact checkpoint would be reported as damaged. So they are compared before the
+first target changes: by the checksums of the chunk table if these are conclusive, else by a load
+into separate memory (`Targets.trials`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ray_dcp.torch_adapter.objects import load_object
 from ray_dcp.torch_adapter.optimizer_state import Cast, check_all_taken
 from ray_dcp.torch_adapter.sink import Boxes, TensorSink, geometry, rows_that_share
 from ray_dcp.torch_adapter.subclasses import copy_into
-from ray_dcp.torch_adapter.tensors import dtype_of, host_bytes, is_plain, parts_with_memory
+from ray_dcp.torch_adapter.tensors import dtype_of, extent, host_bytes, is_plain, parts_with_memory
 
 ObjectTaker = Callable[[bytes], None]
 """Processes the verified bytes of one item (`torch.save` output)."""
@@ -269,7 +269,7 @@ class Targets:
         opaque boxes are numbered after those of raw boxes here.
 
         Raises:
-            StateDictError: Such names get different values, or share only a part of their memory.
+            StateDictError: Such names get different values for one place.
         """
         differ: dict[tuple[str, str], None] = {}
         names = [*self.sink.names, *self._opaque_sink.names]
@@ -278,41 +278,49 @@ class Targets:
             [volume(each.size) * each.itemsize for each in (self.wanted, self._opaque)]
         )
         for rows in rows_that_share(sinks, num_bytes):
-            for other in (yield from self._differing(rows)):
-                one, two = sorted((names[rows[0]], names[other]))
+            for pair in (yield from self._differing(rows)):
+                one, two = sorted(names[row] for row in pair)
                 differ[one, two] = None
         if differ:
             shown = listed([f"{one!r} and {two!r}" for one, two in differ], "; ")
             raise StateDictError(
-                f"{len(differ)} pair(s) of the state dict share memory, but only a part of it, or "
-                f"the checkpoint has different values for them: {shown}. Nothing was "
-                f"changed. Give each a tensor of its own, as by .clone(), or load one of them "
-                f"alone",
+                f"{len(differ)} pair(s) of the state dict share memory, but the checkpoint has "
+                f"different values for them: {shown}. Nothing was changed. Give each a tensor of "
+                f"its own, as by .clone(), or load one of them alone",
                 key=next(iter(differ))[1],
             )
 
-    def _differing(self, rows: Sequence[int]) -> Generator[Targets, None, list[int]]:
-        """Returns the rows whose values differ from those of the first row.
+    def _differing(self, rows: Sequence[int]) -> Generator[Targets, None, list[tuple[int, int]]]:
+        """Returns pairs of rows whose values differ where they share memory.
 
-        Rows that share only a part of their memory count as differing. Yields trial loads.
+        Yields trial loads.
         """
         targets = [sink.target(row) for _, sink, row in map(self._find, rows)]
-        if len(set(map(geometry, targets))) > 1:
-            return [*rows[1:]]
+        is_same = len(set(map(geometry, targets))) == 1
         wanted, _, first = self._find(rows[0])
         # Why not with verify="never": the checksums were not read then.
-        if self._options.verify != "never" and all(self._find(r)[0] is wanted for r in rows):
+        can_tell = is_same and self._options.verify != "never"
+        if can_tell and all(self._find(row)[0] is wanted for row in rows):
             alike = [
                 stored_alike(self._table, wanted, first, self._find(row)[2]) for row in rows[1:]
             ]
             # Why not always: one opaque value may have several pickles.
             if all(alike) or (wanted is self.wanted and None not in alike):
-                return [row for row, same in zip(rows[1:], alike, strict=True) if not same]
-        contents = []
-        for row, target in zip(rows, targets, strict=True):
+                return [
+                    (rows[0], row) for row, same in zip(rows[1:], alike, strict=True) if not same
+                ]
+        overlay = None if is_same else _Overlay([parts_with_memory(target) for target in targets])
+        contents, found = [], list[tuple[int, int]]()
+        for number, (row, target) in enumerate(zip(rows, targets, strict=True)):
             values = yield from self._values(row)
-            contents.append([_content(value, target) for value in values])
-        return [row for row, own in zip(rows, contents, strict=True) if own != contents[0]]
+            if overlay is None:
+                contents.append([_content(value, target) for value in values])
+                other = 0 if contents[-1] != contents[0] else None
+            else:
+                other = overlay.put(number, values, target)
+            if other is not None:
+                found.append((rows[other], row))
+        return found
 
     def _find(self, row: int) -> tuple[Wanted, TensorSink, int]:
         """Returns the boxes, raw or opaque, of a combined row number, and the row in them."""
@@ -353,6 +361,81 @@ class Targets:
         trial.place_item = keep_or_place  # type: ignore[method-assign]
         yield trial
         return found or [value]
+
+
+class _Overlay:
+    """Memory into which the values of targets are laid, to find places that get different ones.
+
+    Args:
+        parts: For each target the strided tensors that hold it. Those whose extents meet lie in
+            one piece of memory.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[torch.Tensor]]) -> None:
+        self._parts = parts
+        every = [
+            (str(one.device), one.data_ptr(), one.data_ptr() + extent(one))
+            for some in parts
+            for one in some
+        ]
+        runs: list[tuple[str, int, int]] = []
+        for device, low, high in sorted(every):
+            if runs and runs[-1][0] == device and low < runs[-1][2]:
+                _, low, before = runs.pop()
+                high = max(high, before)
+            runs.append((device, low, high))
+        owner = np.min_scalar_type(len(parts))
+        self._runs = [
+            (device, low, np.zeros(high - low, np.uint8), np.zeros(high - low, owner))
+            for device, low, high in runs
+        ]
+
+    def put(self, number: int, values: Sequence[torch.Tensor], target: torch.Tensor) -> int | None:
+        """Lays the value of a target over those before it.
+
+        Args:
+            number: Index of the target.
+            values: Its stored value, in chunks.
+            target: The target.
+
+        Returns:
+            A target before it with another value at a common place, or whose values can't be
+            compared with this one as it is stored in parts; None if there is none.
+        """
+        parts = self._parts[number]
+        inner = parts_with_memory(values[0]) if len(values) == 1 else []
+        if is_plain(target) and len(inner) == 1:
+            inner = [inner[0].to(target.dtype)]
+        if [(one.dtype, one.shape) for one in inner] != [(one.dtype, one.shape) for one in parts]:
+            return 0 if number else len(self._parts) - 1
+        found = None
+        for part, value in zip(parts, inner, strict=True):
+            value = value.conj() if part.is_conj() else value
+            data = host_bytes(-value if part.is_neg() else value)
+            mine, owner = self._views(part)
+            new = np.frombuffer(data, np.uint8).reshape(mine.shape)
+            bad = owner[(owner != 0) & (mine != new)]
+            mine[...], owner[...] = new, number + 1
+            found = int(bad[0]) - 1 if len(bad) else found
+        return found
+
+    def _views(self, part: torch.Tensor) -> Iterator[np.ndarray]:
+        """Yields the bytes of a part, and who they are of."""
+        place = part.data_ptr()
+        low, *memories = next(
+            run[1:]
+            for run in self._runs
+            if run[0] == str(part.device) and 0 <= place - run[1] <= len(run[2])
+        )
+        for memory in memories:
+            width = memory.itemsize
+            yield np.ndarray(
+                (*part.shape, part.itemsize),
+                memory.dtype,
+                buffer=memory,
+                offset=(place - low) * width,
+                strides=(*(step * part.itemsize * width for step in part.stride()), width),
+            )
 
 
 def _content(value: torch.Tensor, target: torch.Tensor) -> list[Any]:

@@ -126,15 +126,28 @@ def views(base: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
+NAMES = sorted(views(torch.zeros(4, 4)))
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_views_that_share_a_part_of_their_memory_are_refused(way: str, tmp_path: Any) -> None:
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "whole"])
+def test_views_of_one_memory_are_compared_where_they_overlap(
+    name: str, way: str, tmp_path: Any
+) -> None:
     value = torch.arange(16.0).reshape(4, 4)
-    saved(tmp_path / "c", {key: view.clone() for key, view in views(value).items()})
+    state = {key: view.clone() for key, view in views(value).items()}
+    saved(tmp_path / "good", state)
+    bad = {**state, name: state[name] + 1}
+    saved(tmp_path / "bad", bad)
     base = torch.zeros(4, 4)
-    for name in sorted(views(base).keys() - {"whole"}):
-        pair = {key: views(base)[key] for key in (name, "whole")}
+    for pair in ([name, "whole"], ["whole", name]):
+        target = {key: views(base)[key] for key in pair}
+        base.zero_()
+        load(target, tmp_path / "good", **WAYS[way]())
+        assert torch.equal(base, value)
+        base.zero_()
         with pytest.raises(errors.StateDictError, match=" and ".join(map(repr, sorted(pair)))):
-            load(pair, tmp_path / "c", **WAYS[way]())
+            load(target, tmp_path / "bad", **WAYS[way]())
         assert not base.any()
 
 
@@ -203,33 +216,79 @@ def test_subclasses_that_are_one_object_are_compared_by_their_items(
         assert not one.a.any()
 
 
-def test_subclasses_that_share_a_part_of_their_memory_are_refused(tmp_path: Any) -> None:
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("shared", ["another's", "a plain tensor's", "one object's"])
+@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("by", ["ray_dcp", "stock"])
+def test_parts_of_subclasses_that_share_memory_are_compared(
+    by: str, equal: bool, shared: str, tmp_path: Any
+) -> None:
     one, two, three = (torch.full((4,), float(number)) for number in range(1, 4))
+    other = two + (not equal)
     memory = [torch.zeros(4) for _ in range(3)]
+    both = TwoTensor(*memory[:2])
+    stored, target = {
+        "another's": (
+            {"a": TwoTensor(one, two), "b": TwoTensor(other, three)},
+            {"a": both, "b": TwoTensor(*memory[1:])},
+        ),
+        "a plain tensor's": (
+            {"a": TwoTensor(one, two), "b": other},
+            {"a": both, "b": memory[1]},
+        ),
+        "one object's": (
+            {"a": TwoTensor(one, two), "b": TwoTensor(one, other)},
+            {"a": both, "b": both},
+        ),
+    }[shared]
     with torch.serialization.safe_globals([TwoTensor]):
-        saved(tmp_path / "c", {"a": TwoTensor(one, two), "b": TwoTensor(two, three), "c": two})
-        both = TwoTensor(*memory[:2])
-        for other in ({"b": TwoTensor(*memory[1:])}, {"c": memory[1]}):
-            with pytest.raises(errors.StateDictError, match=rf"'a' and '{next(iter(other))}'"):
-                load({"a": both, **other}, tmp_path / "c")
+        how = {"checkpoint_id": tmp_path / "c", "no_dist": True}
+        (ray_dcp.save if by == "ray_dcp" else dcp.save)(stored, **how)
+        if not equal:
+            with pytest.raises(errors.StateDictError, match="'a' and 'b'"):
+                load(target, tmp_path / "c")
             assert not any(memory.any() for memory in memory)
+            return
+        load(target, tmp_path / "c")
+    for name, value in stored.items():
+        found = target[name]
+        if isinstance(value, TwoTensor):
+            assert torch.equal(found.a, value.a)
+            assert torch.equal(found.b, value.b)
+        else:
+            assert torch.equal(found, value)
 
 
-def test_shards_of_one_memory_that_lie_apart_are_loaded(tmp_path: Any) -> None:
-    def shards(memory: torch.Tensor) -> dict[str, Any]:
-        return {
-            "x": DTensor.from_local(memory[:4], mesh, [Shard(0)]),
-            "y": DTensor.from_local(memory[4:].view(2, 4), mesh, [Replicate()]),
-        }
+def test_subclasses_that_share_a_part_of_them_are_no_one_object(tmp_path: Any) -> None:
+    first, second, third = (torch.full((4,), float(number)) for number in range(1, 4))
+    with torch.serialization.safe_globals([TwoTensor]):
+        saved(tmp_path / "c", {"a": TwoTensor(first, second), "b": TwoTensor(second, third)})
+    memory = [torch.zeros(4) for _ in range(3)]
+    target = {"a": TwoTensor(*memory[:2]), "b": TwoTensor(*memory[1:])}
+    with torch.serialization.safe_globals([TwoTensor]):
+        load(target, tmp_path / "c")
+    assert [one.tolist() for one in memory] == [first.tolist(), second.tolist(), third.tolist()]
 
+
+def test_sharded_and_plain_names_of_one_memory_are_compared(tmp_path: Any) -> None:
     with as_rank(0, 1):
         mesh = init_device_mesh("cpu", (1,))
-        flat, other = torch.arange(12.0), torch.zeros(12)
-        saved(tmp_path / "c", {**shards(flat), "x too": shards(flat)["x"], "off": flat[:4] + 1})
-        load({**shards(other), "x too": shards(other)["x"]}, tmp_path / "c")
+        flat = torch.arange(12.0)
+        parts = {
+            "x": DTensor.from_local(flat[:4], mesh, [Shard(0)]),
+            "y": DTensor.from_local(flat[4:].view(2, 4), mesh, [Replicate()]),
+        }
+        saved(tmp_path / "c", {**parts, "flat": flat, "off": flat + 1})
+        other = torch.zeros(12)
+        target = {
+            "x": DTensor.from_local(other[:4], mesh, [Shard(0)]),
+            "y": DTensor.from_local(other[4:].view(2, 4), mesh, [Replicate()]),
+        }
+        load(target, tmp_path / "c")
         assert torch.equal(other, flat)
-        with pytest.raises(errors.StateDictError, match="'off' and 'x'"):
-            load({**shards(other), "off": other[:4]}, tmp_path / "c")
+        load({**target, "flat": other}, tmp_path / "c")
+        with pytest.raises(errors.StateDictError, match="'off'"):
+            load({**target, "off": other}, tmp_path / "c")
 
 
 def test_values_that_ranks_cut_differently_are_read_and_compared(tmp_path: Any) -> None:
@@ -258,6 +317,24 @@ def test_parts_are_compared_by_what_they_hold_and_not_by_whole_chunks(tmp_path: 
     with pytest.raises(errors.StateDictError, match="'a' and 'b'"):
         load({"a": part(one, 4), "b": part(one, 4)}, tmp_path / "c")
     assert torch.equal(one, value[:4])
+
+
+@pytest.mark.parametrize(
+    "view", [torch.conj, lambda one: one.conj().imag, torch._neg_view], ids=["conj", "imag", "neg"]
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_conjugate_and_negative_views_are_compared_by_what_they_show(
+    view: Callable[[torch.Tensor], torch.Tensor], way: str, tmp_path: Any
+) -> None:
+    value = torch.complex(torch.arange(4.0), torch.arange(4.0) + 9)
+    shown = view(value).resolve_conj().resolve_neg().clone()
+    saved(tmp_path / "c", {"a": value, "b": shown, "off": shown + 1})
+    one = torch.zeros(4, dtype=torch.complex64)
+    load({"a": one, "b": view(one)}, tmp_path / "c", **WAYS[way]())
+    assert torch.equal(one, value)
+    with pytest.raises(errors.StateDictError, match="'a' and 'off'"):
+        load({"a": one, "off": view(one)}, tmp_path / "c", **WAYS[way]())
+    assert torch.equal(one, value)
 
 
 def test_one_rank_whose_targets_disagree_fails_the_load_on_all(tmp_path: Any) -> None:
