@@ -278,6 +278,7 @@ class WorkerGroup:
         self._ranks: list[Any] = []
         self._pids: list[int] = []
         self._broken = False
+        self._killed = False
         self._closed = False
         started_ray = _ensure_ray()
         self._finalizer = weakref.finalize(self, _end, self._ranks, started_ray, OwnProcess())
@@ -397,7 +398,7 @@ class WorkerGroup:
             InvalidRequestError: The group was shut down.
         """
         self._check_open()
-        self._broken = True
+        self._broken = self._killed = True
         _kill_all(self._ranks)
 
     def shutdown(self) -> None:
@@ -491,7 +492,9 @@ class WorkerGroup:
         return True
 
     def _regroup(self, world_size: int) -> None:
-        living = self._part(self._ranks) if self._ranks else []
+        # Why not asked after `kill`: a rank may answer once more before it ends.
+        living = self._part(self._ranks) if self._ranks and not self._killed else []
+        self._killed = False
         kept = {i: rank for i, rank in enumerate(self._ranks[:world_size]) if rank in living}
         for rank in self._ranks:
             if rank not in kept.values():

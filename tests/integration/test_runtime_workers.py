@@ -157,6 +157,17 @@ def test_no_process_gets_another_number(ranks, world_size, kept):
     assert [rank for rank, _, _ in ranks.run(sum_of_ranks)] == list(range(world_size))
 
 
+def test_ranks_that_were_killed_are_replaced_although_they_still_answer(ranks, monkeypatch):
+    ranks.resize(2)
+    with monkeypatch.context() as patch:
+        # A kill that has not arrived yet when the group is made anew.
+        patch.setattr("ray_dcp.runtime.worker_group._kill_all", lambda _: None)
+        ranks.kill()
+    before = ranks.pids
+    ranks.resize(2)
+    assert not {*before} & {*ranks.pids}
+
+
 def test_the_coordinator_names_a_dead_rank_to_those_who_wait_there(ranks):
     ranks.resize(3)
     ranks.run(session_name)
