@@ -278,7 +278,6 @@ class WorkerGroup:
         self._ranks: list[Any] = []
         self._pids: list[int] = []
         self._broken = False
-        self._killed = False
         self._closed = False
         started_ray = _ensure_ray()
         self._finalizer = weakref.finalize(self, _end, self._ranks, started_ray, OwnProcess())
@@ -398,7 +397,7 @@ class WorkerGroup:
             InvalidRequestError: The group was shut down.
         """
         self._check_open()
-        self._broken = self._killed = True
+        self._broken = True
         _kill_all(self._ranks)
 
     def shutdown(self) -> None:
@@ -492,9 +491,7 @@ class WorkerGroup:
         return True
 
     def _regroup(self, world_size: int) -> None:
-        # Why not asked after `kill`: a rank may answer once more before it ends.
-        living = self._part(self._ranks) if self._ranks and not self._killed else []
-        self._killed = False
+        living = self._part(self._ranks) if self._ranks else []
         kept = {i: rank for i, rank in enumerate(self._ranks[:world_size]) if rank in living}
         for rank in self._ranks:
             if rank not in kept.values():
@@ -603,14 +600,14 @@ def _end(ranks: list[Any], started_ray: bool, owner: OwnProcess) -> None:
 
 def _kill_all(ranks: list[Any]) -> None:
     """Kills actors and waits until they are gone."""
-    ended = []
     for rank in ranks:
         ray_calls.kill(rank)
-        ended.append(rank.where.remote())
     end_s = time.monotonic() + _PART_S
-    for answer in ended:
+    for rank in ranks:
         try:
-            ray_calls.get(answer, timeout=max(0.0, end_s - time.monotonic()))
+            # Why again and again: a rank may answer until the kill reaches it.
+            while True:
+                ray_calls.get(rank.where.remote(), timeout=max(0.0, end_s - time.monotonic()))
         except GetTimeoutError:
             logger.warning("A rank of a WorkerGroup did not end within %g s", _PART_S)
         except RayError:

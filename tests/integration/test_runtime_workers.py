@@ -13,7 +13,9 @@ import pytest
 import ray
 
 from ray_dcp.commit_protocol.messages import Exchange
+from ray_dcp.core.processes import start_thread
 from ray_dcp.errors import InvalidRequestError, ParticipantError
+from ray_dcp.runtime import ray_calls
 from ray_dcp.runtime.discovery import current_session
 from ray_dcp.runtime.worker_group import WorkerGroup, this_rank
 from tests.support.processes import eventually, lives
@@ -159,11 +161,22 @@ def test_no_process_gets_another_number(ranks, world_size, kept):
 
 def test_ranks_that_were_killed_are_replaced_although_they_still_answer(ranks, monkeypatch):
     ranks.resize(2)
-    with monkeypatch.context() as patch:
-        # A kill that has not arrived yet when the group is made anew.
-        patch.setattr("ray_dcp.runtime.worker_group._kill_all", lambda _: None)
-        ranks.kill()
     before = ranks.pids
+    real = ray_calls.kill
+
+    def late(rank: object) -> None:
+        """Kills a rank that answers for a while yet."""
+
+        def kill() -> None:
+            for _ in range(200):
+                ray_calls.get(rank.where.remote())
+            real(rank)
+
+        start_thread(kill, "late kill")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ray_calls, "kill", late)
+        ranks.kill()
     ranks.resize(2)
     assert not {*before} & {*ranks.pids}
 
