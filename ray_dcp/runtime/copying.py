@@ -54,7 +54,7 @@ STOPPED = "the copy was interrupted, or failed"
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """What belongs to a checkpoint."""
+    """The files of a checkpoint, in the order in which they are copied."""
 
     checkpoint: Checkpoint
     files: tuple[tuple[str, int], ...]
@@ -66,12 +66,12 @@ class CopyPlan:
 
     @property
     def num_files(self) -> int:
-        """Of all that belong to it."""
+        """Number of all files."""
         return len(self.files) + len(self.beside) + len(self.last)
 
     @property
     def num_bytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return sum(n for _, n in (*self.files, *self.beside, *self.last))
 
 
@@ -267,7 +267,7 @@ def _of_attempt(manifest: Manifest, attempt: str) -> Manifest:
 
 
 def is_copied(source: Storage, checkpoint: Checkpoint, target: Storage) -> bool:
-    """Tells whether a copy of a checkpoint is at a place, whole by the lengths of its files.
+    """Returns whether a copy of a checkpoint is at a place, whole by the lengths of its files.
 
     Args:
         source: Where the checkpoint lies.

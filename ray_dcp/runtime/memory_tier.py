@@ -95,12 +95,12 @@ class MemoryTierStorage(StorageWrapper):
             self.bytes_from_memory += len(target)
 
     def close(self) -> None:
-        """Gives back what was mapped: its memory counts until then."""
+        """Releases the mapped windows, which count in the budget until then."""
         for loan in self._lent:
             loan.end()
 
     def _find(self, key: str) -> _InMemory | None:
-        """Returns where a file is in memory."""
+        """Returns the place of a file in memory."""
         if key not in self._files and self._unasked:
             from ray.exceptions import RayError
 
@@ -144,7 +144,7 @@ class MemoryTierStorage(StorageWrapper):
 
 
 class NodeMemory:
-    """What the stagers of a cluster keep, for one load.
+    """The memory tier of a cluster, for one load.
 
     Args:
         namespace: Ray namespace of the stagers.
@@ -270,7 +270,7 @@ class _Loan:
         return self._windows.get(window)
 
     def end(self) -> None:
-        """Gives everything back."""
+        """Returns all windows to the stager."""
         from ray_dcp.runtime import ray_calls
 
         with self._lock:
@@ -323,7 +323,7 @@ class _InMemory:
         return True
 
     def _fetch(self, parts: Sequence[Part], target: memoryview) -> bool:
-        """Copies what the stager sends."""
+        """Copies bytes that the stager of another node sends."""
         import ray
 
         from ray_dcp.runtime import ray_calls

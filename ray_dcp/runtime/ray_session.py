@@ -208,7 +208,7 @@ class RayHeartbeatSender(HeartbeatSender):
         return None
 
     def _replace(self, num_restarts: int) -> None:
-        """Has Ray kill the frozen incarnation, and start the next one.
+        """Makes Ray kill the frozen incarnation and start the next one.
 
         *Why*: all saves of this session would fail until somebody killed it by hand. If it thaws
         meanwhile, that does no harm: the next incarnation has a higher epoch.

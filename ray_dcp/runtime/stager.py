@@ -132,12 +132,12 @@ class Stager:
         }
 
     async def place(self) -> StagingAddress:
-        """Returns how it is reached."""
+        """Returns the address of this stager."""
         self._touch()
         return self._place
 
     async def enter(self, name: str, process: str, caller: Caller, pid: int | None) -> None:
-        """Takes that a rank is there: while it lives the stager stays, and it sees it die.
+        """Registers a rank. The stager stays while a registered rank lives, and notices its death.
 
         Args:
             name: Of the rank on this node; a process that comes under it replaces another one.
@@ -159,7 +159,7 @@ class Stager:
                 self._loop.add_reader(rank.pidfd, self._ended, name, process)
 
     async def leave(self, name: str, process: str) -> None:
-        """Takes that a rank will not call again."""
+        """Deregisters a rank, which sends no more calls."""
         self._touch()
         self._ended(name, process)
 
@@ -181,7 +181,7 @@ class Stager:
         return self._place.stager
 
     async def begin(self, stager: str, order: StageOrder, reporter: Any) -> Grant | Unknown:
-        """Returns how much of what a rank will hand over has room. See `WriteQueue.begin`.
+        """Registers an order and grants its first windows. See `WriteQueue.begin`.
 
         Args:
             stager: Who is meant.
@@ -195,7 +195,7 @@ class Stager:
         return self._queue.begin(order, reporter)
 
     async def more(self, key: StageKey, have: int) -> Grant | Unknown:
-        """Returns how much has room, when that is more. See `WriteQueue.more`."""
+        """Returns when more windows than `have` are granted. See `WriteQueue.more`."""
         self._touch()
         return await asyncio.wrap_future(self._queue.more(key, have))
 
@@ -224,12 +224,12 @@ class Stager:
         return await asyncio.wrap_future(self._queue.seal(key))
 
     async def progress(self, key: StageKey) -> StageProgress | None:
-        """Returns how far it is; None when it does not know the key."""
+        """Returns the progress of a share; None if the key is unknown."""
         self._touch()
         return self._queue.progress(key)
 
     async def shares(self, attempt: str) -> tuple[str, list[StageProgress]]:
-        """Returns its name, and how far it is with each rank's share of an attempt."""
+        """Returns the name of this stager, and the progress of each share of an attempt."""
         self._touch()
         return self._place.stager, self._queue.shares(attempt)
 
@@ -239,7 +239,7 @@ class Stager:
         return self._queue.in_flight(url)
 
     async def kept(self, attempt: str) -> TierEntry | None:
-        """Returns what is in memory of an attempt, for loads; None when nothing is."""
+        """Returns the index of the bytes of an attempt in memory; None if there are none."""
         self._touch()
         return self._queue.kept(attempt)
 
@@ -255,7 +255,7 @@ class Stager:
         return self._queue.lend((caller, load), windows)
 
     async def take_back(self, caller: Caller, load: str) -> None:
-        """Accepts that a load uses nothing any more of what was lent to it."""
+        """Ends a load's use of the windows that were lent to it."""
         self._touch()
         self._queue.take_back((caller, load))
 
@@ -265,7 +265,7 @@ class Stager:
         return self._queue.fetch(parts)
 
     async def cancel(self, key: StageKey, by_rank: bool = False) -> None:
-        """Gives up. See `WriteQueue.cancel`."""
+        """Cancels a share. See `WriteQueue.cancel`."""
         self._touch()
         self._queue.cancel(key, by_rank=by_rank)
 
@@ -275,7 +275,7 @@ class Stager:
         self._queue.release(key, committed=committed)
 
     def _report(self, reporter: Any, report: StageReport) -> None:
-        """Returns when a report was answered, or can't be. Not in the loop's thread."""
+        """Delivers a report and waits for its answer. Must not run in the thread of the loop."""
         if reporter is not None:
             asyncio.run_coroutine_threadsafe(self._deliver(reporter, report), self._loop).result()
 

@@ -194,7 +194,7 @@ class RankStaging:
         self.link()
 
     def warm(self, num_bytes: int) -> Future[None]:
-        """Begins to touch the store for a state of this size, so that its first save is not slow.
+        """Begins to touch memory of the store for a state, which makes its first save faster.
 
         In the background, behind everything else. Returns at once; the future ends with it, also
         where it could not be done.
@@ -233,7 +233,7 @@ class RankStaging:
         reporter: Any = None,
         stop: Stop | None = None,
     ) -> Staged:
-        """Returns when the stager holds every byte: from then on the state may change.
+        """Hands all bytes to the stager; when it returns, the state may change.
 
         Writing begins meanwhile. A state larger than the node's budget goes through in windows: the
         call returns later then. A stager that dies meanwhile is replaced.
@@ -306,7 +306,7 @@ class RankStaging:
         return found
 
     def close(self) -> None:
-        """Says that this rank stages no more; what it has staged is written."""
+        """Deregisters this rank at the stager, which still writes what the rank has staged."""
         with self._lock:
             link, self._link = self._link, None
         if link is not None:
@@ -314,14 +314,14 @@ class RankStaging:
             link.close()
 
     def link(self) -> ActorLink:
-        """Returns the way to the stager."""
+        """Returns the link to the stager."""
         with self._lock:
             if self._link is None:
                 self._link = self._connect(self._stager)
             return self._link
 
     def replace(self, dead: ActorLink) -> ActorLink:
-        """Returns the way to another stager than one that is dead, or is to be.
+        """Returns a link to a new stager, and kills the old one if it still runs.
 
         Raises:
             ParticipantError: No other one starts.
@@ -339,7 +339,7 @@ class RankStaging:
         not_this: str | None = None,
         timeout_s: float = START_S,
     ) -> ActorLink:
-        """Returns the way to a stager, which knows from then on that this rank is there.
+        """Registers this rank at a stager and returns the link to it.
 
         Args:
             stager: Returns its handle, after making it if there is none.
@@ -416,7 +416,7 @@ class Staged:
         self._link = link
 
     def progress(self) -> StageProgress | None:
-        """Returns how far the stager is; None when it is gone or knows of nothing."""
+        """Returns the progress of the stager; None if it is dead or does not know the key."""
         try:
             found: StageProgress | None = self._link.call("progress", self.key, timeout_s=ENTER_S)
         except (StagerGone, CheckpointError):

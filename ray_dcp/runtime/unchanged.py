@@ -66,7 +66,7 @@ class _Run:
     found: tuple[tuple[str, Manifest], ...] = ()
     """Steps that earlier processes committed, and their URLs, newest first."""
     guesses: dict[str, Settled] = field(default_factory=dict)
-    """By name; of all other names only what the state dict tells is known."""
+    """By name; of all other names only the guess of the capture is known."""
     plan: bytes = b""
     """Digest of the plan of the last save whose checksums were read."""
     checks: Mapping[int, _Checks] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class RunHistory:
 
         Args:
             target: Where they are saved to.
-            columns: The items, with what the state dict tells.
+            columns: The items, with the guesses of the capture.
             opener: What opens the storage.
         """
         name = "/*".join(_run_of(target.url))
@@ -237,7 +237,7 @@ def published_files(url: str, plan: RankPlan, entries: tuple[FileEntry, ...]) ->
 
 
 def _learn(save: _Planned, outcome: SaveOutcome, opener: Callable[[Target], Storage]) -> None:
-    """Takes over what was committed, and compares it with what the save before committed."""
+    """Records what a save committed, and compares it with the save before."""
     run, storage = save.run, opener(save.target)
     record = decode_record(outcome.manifest or storage.read(record_key(outcome.slot)))
     if not isinstance(record, Manifest) or record.attempt != outcome.attempt:

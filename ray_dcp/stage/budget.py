@@ -121,19 +121,19 @@ class WindowBudget(Generic[J]):
         return given
 
     def delivered(self, job: J, window: int) -> None:
-        """Notes that a window is full: its rank does nothing more with it."""
+        """Records that a window is full: its rank does not write to it any more."""
         found = self._jobs[job]
         found.windows[window].is_here = True
         self._let_go(job, found, window)
 
     def read(self, job: J, window: int, file: int) -> None:
-        """Notes that a file's bytes of a window are written."""
+        """Records that the bytes of a file in a window are written."""
         found = self._jobs[job]
         found.windows[window].unread.discard(file)
         self._let_go(job, found, window)
 
     def finished(self, job: J, file: int) -> None:
-        """Notes that nothing more of a file is read, also where it was not written.
+        """Records that a file is not read any more, also where it was not written.
 
         A window that its rank still fills keeps its room until it is delivered.
         """
@@ -151,7 +151,7 @@ class WindowBudget(Generic[J]):
         return found
 
     def freed(self, room: Room[J]) -> None:
-        """Notes that the memory of a window is free whose room had ended."""
+        """Records that the memory of a window is free, after its room had ended."""
         self.used_bytes -= room.num_bytes
         self._leaving_bytes -= room.num_bytes
 

@@ -176,6 +176,11 @@ def _pieces(index: int, file: FilePlan, deferred_bytes: Sequence[int]) -> tuple[
 def _line(num_bytes: Int64Array, place: Int64Array) -> Int64Array:
     """Returns where each piece starts when all lie in one line, large ones as in their page.
 
+        file    |page.....|page.....|page.....|        `*` is a large piece: it starts at the same
+                    ****************                   place in a page in both
+        line    |page.....|page.....|page.....|
+                ab..****************c                  `..` is the gap before it
+
     What a large piece needs before it depends only on the large one before it: the gaps add up.
     """
     end = np.cumsum(num_bytes)

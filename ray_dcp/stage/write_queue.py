@@ -66,7 +66,7 @@ _T = TypeVar("_T")
 
 
 def _remember(known: OrderedDict[Hashable, _T], name: Hashable, value: _T) -> None:
-    """Takes what was used last, and forgets what was used long ago."""
+    """Stores a value as the last used one, and drops the least recently used."""
     known[name] = value
     known.move_to_end(name)
     while len(known) > _PLANS_KEPT:
@@ -200,7 +200,7 @@ class WriteQueue:
     def deliver(
         self, key: StageKey, window: int, runs: Sequence[np.ndarray], ref: Any = None
     ) -> None:
-        """Accepts a full window. Twice is fine, and so is a job that is not known.
+        """Accepts a full window. A second delivery, or an unknown job, has no effect.
 
         Args:
             key: Whose.
@@ -280,7 +280,7 @@ class WriteQueue:
             return any(job.state.is_needed for job in self._jobs.values())
 
     def cancel(self, key: StageKey, reason: str = "", *, by_rank: bool = False) -> None:
-        """Gives a job up. Nobody is told of its files any more; what was written stays.
+        """Cancels a job. Its files are not reported any more; written files stay.
 
         Args:
             key: Which; one that is not known is fine.
@@ -327,7 +327,7 @@ class WriteQueue:
     # To be looked at
 
     def progress(self, key: StageKey) -> StageProgress | None:
-        """Returns how far a job is; None when it is not known."""
+        """Returns the progress of a job; None if it is unknown."""
         with self._lock:
             job = self._jobs.get(key)
             return None if job is None else job.progress()
@@ -339,7 +339,7 @@ class WriteQueue:
             return job is not None and job.state.is_reported
 
     def shares(self, attempt: str) -> list[StageProgress]:
-        """Returns how far each share of an attempt is."""
+        """Returns the progress of each share of an attempt."""
         with self._lock:
             return [
                 job.progress()
@@ -407,13 +407,13 @@ class WriteQueue:
         return refs
 
     def take_back(self, borrower: Hashable) -> None:
-        """Notes that somebody uses nothing any more of what was lent."""
+        """Ends somebody's use of the windows that were lent to them."""
         with self._lock:
             for window in self._lent.pop(borrower, ()):
                 window.borrowers.discard(borrower)
 
     def borrowers(self) -> list[Hashable]:
-        """Returns to whom something is lent."""
+        """Returns the borrowers of windows."""
         with self._lock:
             return list(self._lent)
 
@@ -746,7 +746,7 @@ class Job:
     wants_seal: list[Future[bool | Unknown]] = field(default_factory=list)
 
     def to(self, event: Event) -> None:
-        """Goes on to the state after an event."""
+        """Changes to the state after an event."""
         self.state = self.state.after(event)
 
     @property
@@ -783,7 +783,7 @@ class Job:
         return None if self.error is None else copy.copy(self.error)
 
     def progress(self) -> StageProgress:
-        """Returns how far it is."""
+        """Returns the progress of the job."""
         return StageProgress(
             self.order.key,
             self.layout.total_bytes,
@@ -862,7 +862,7 @@ class StagedPieces:
             self._passed(None, num_bytes)
 
     def let_go(self) -> None:
-        """Lets go of what was given last: it is written, or nobody will."""
+        """Releases the bytes that were returned last."""
         # Suppressed: an error came between, whose traceback has it.
         with suppress(BufferError):
             self._last_view.release()
