@@ -345,6 +345,24 @@ def test_a_step_that_is_deleted_during_the_save_takes_nothing_with_it(tmp_path, 
     check_holds(path, values_of({"model": model}))
 
 
+def test_a_linked_file_is_made_durable_although_its_first_save_did_not(tmp_path, monkeypatch):
+    model, durable, real = Tuned(), set(), os.fsync
+
+    def fsync(fd: int) -> None:
+        durable.add(os.fstat(fd).st_ino)
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    unsafe = SaveOptions(unchanged="link", sync_files=False)
+    first = save(tmp_path, 0, {"model": model}, unsafe)
+    linked = linked_file(first).stat().st_ino
+    assert linked not in durable
+    assert shared(first, save(tmp_path, 1, {"model": model}, unsafe)) == 1
+    assert linked not in durable
+    assert shared(first, save(tmp_path, 2, {"model": model})) == 1
+    assert linked in durable
+
+
 COPIES = {
     "cp -r": ["cp", "-r"],
     "cp -a": ["cp", "-a"],
