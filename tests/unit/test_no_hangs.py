@@ -90,12 +90,22 @@ def test_a_write_that_hangs_is_given_up_at_the_deadline_and_names_the_file(url, 
     assert loads_whole(url, [state_of(1)]) is None
 
 
+@pytest.fixture
 def writers():
-    """Returns the threads of this test that still write or read."""
-    return [each for each in threading.enumerate() if each.name == "ray_dcp in time"]
+    """Returns a function that tells which threads of this test still write or read.
+
+    Threads that another test of this process abandoned are none of them.
+    """
+    others = set(threading.enumerate())
+
+    def ours():
+        new = set(threading.enumerate()) - others
+        return [each for each in new if each.name == "ray_dcp in time"]
+
+    return ours
 
 
-def test_a_write_that_comes_back_after_it_was_given_up_publishes_nothing(url, gate):
+def test_a_write_that_comes_back_after_it_was_given_up_publishes_nothing(url, gate, writers):
     held = gate()
     with pytest.raises(DeadlineError):
         one_save(url, InlineSession(), opener=held.opener, write_timeout_s=2)
@@ -209,7 +219,7 @@ def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_ctrl_c_while_the_only_rank_writes_leaves_no_data_and_no_open_attempt(url, gate):
+def test_ctrl_c_while_the_only_rank_writes_leaves_no_data_and_no_open_attempt(url, gate, writers):
     save(state_of(1), 1, url)
     before = {key for key in keys(url) if key.endswith(".distcp")}
     held = gate(on_arrival=interrupt)
