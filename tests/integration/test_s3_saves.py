@@ -71,6 +71,17 @@ def test_an_interrupted_operation_leaves_the_previous_or_the_new_checkpoint(plac
     assert reached.points[variant] >= 2
 
 
+@pytest.mark.parametrize("variant", ["before", "lost"])
+def test_an_interrupted_copy_leaves_the_previous_or_the_new_checkpoint(place, variant):
+    numbers = itertools.count()
+    reached = check_crashes(
+        "save.linked",
+        storage=lambda: open_storage(place / str(next(numbers))),
+        variants=[variant],
+    )
+    assert reached.calls["reuse"] == 2
+
+
 def test_a_race_of_committers_has_one_winner(place):
     # Why so few: this server has most of them wait for seconds.
     for number in range(2):
