@@ -28,6 +28,7 @@ def main() -> int:
             choice.add_argument("--megabytes", type=int, default=512, help="length of the state")
     choices.choices["plan"].add_argument("--tensors", type=int, default=1000, help="of each rank")
     choices.choices["plan"].add_argument("--largest", type=int, default=10240, help="most ranks")
+    choices.choices["unchanged"].add_argument("--ray", action="store_true", help="stage by Ray")
     for what in ("async", "day"):
         async_saves.add_arguments(choices.choices[what])
     choices.choices["day"].set_defaults(rows=("day",))
@@ -53,7 +54,7 @@ def _run(given: argparse.Namespace) -> int | None:
         case "storage":
             return storage.storage(given.rounds, given.dir, given.megabytes)
         case "unchanged":
-            return unchanged.unchanged(given.rounds, given.dir)
+            return unchanged.unchanged(given.rounds, given.dir, on_ray=given.ray)
     return train.train(given.rounds, given.dir, given.megabytes)
 
 

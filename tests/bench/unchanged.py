@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from torch import nn
 import ray_dcp
 from ray_dcp.core.checksums import block_checks
 from ray_dcp.options import SaveOptions
+from ray_dcp.stage.write_queue import LINGER_S
+from tests.bench.async_saves import one_node, session_of
 from tests.bench.measure import interleaved, show, state_of
 from tests.bench.single import raw_write
 
@@ -76,18 +80,22 @@ class Run:
         return sum(status.st_size for status in files if status.st_nlink == 1)
 
 
-def unchanged(rounds: int, directory: str | None) -> None:
-    """Runs both states."""
+def unchanged(rounds: int, directory: str | None, *, on_ray: bool = False) -> None:
+    """Runs both states; asynchronous saves are written by Ray's stager if `on_ray`."""
     warnings.simplefilter("ignore")
     root = Path(tempfile.mkdtemp(prefix="bench-", dir=directory))
     try:
-        _tuned(root, rounds)
-        _dense(root, rounds)
+        with ExitStack() as ended:
+            if on_ray:
+                ended.enter_context(one_node(4 << 30))
+                ended.enter_context(session_of("unchanged"))
+            _tuned(root, rounds, on_ray=on_ray)
+            _dense(root, rounds)
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def _tuned(root: Path, rounds: int) -> None:
+def _tuned(root: Path, rounds: int, *, on_ray: bool) -> None:
     model = Tuned()
     optimizer = torch.optim.AdamW(model.adapters.parameters())
     sum(adapter.sum() for adapter in model.adapters).backward()
@@ -122,12 +130,16 @@ def _tuned(root: Path, rounds: int) -> None:
         run = training[name]
         if run is not None:
             run.train()
+        if on_ray and name.startswith("async"):
+            # Jobs save less often than it takes until the memory of a save is free.
+            time.sleep(2 * LINGER_S)
 
     rows = interleaved(contestants, rounds, before=train)
     share = num_trained / num_bytes
     show(f"99 % frozen, {share:.1%} trained", rows, num_bytes, "unchanged=write")
     later = runs["link"].written[1:]
     print(f"  written from the second save on: {max(later) / num_trained:.4f} of what is trained")
+    print(f"  staged in: {runs['link beside'].reports[-1].staging}")
     for how in ("write beside", "link beside"):
         stalls = sorted(report.stall_s for report in runs[how].reports[1:])
         print(f"  stall, async, {how.split()[0]}: {stalls[len(stalls) // 2]:.3f} s (median)")
