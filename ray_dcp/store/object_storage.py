@@ -32,6 +32,7 @@ from ray_dcp.store.object_stores import (
     ObjectOptions,
     base_url,
     client_of,
+    credentials_text,
     forget_store,
     make_store,
     name_of_store,
@@ -332,6 +333,13 @@ _MOST_CHARS = 400
 _WHOLE = "non-partial response"
 """obstore's message about a server that answers a range request with 200, as rclone does."""
 
+_NO_CREDENTIALS = re.compile(r"External \w+ credential provider: (.*)")
+"""obstore's message about a `credential_provider` that raised an exception."""
+_INSTANCE = re.compile(
+    r"://(?:169\.254\.(?:169\.254|170\.23?)|\[fd00:ec2::\d+\]|metadata\.google\.internal)[/:]"
+)
+"""Servers that give a container or machine its credentials."""
+
 _WAY_OUT = {
     "NoSuchBucket": "create the bucket, or correct its name",
     "ContainerNotFound": "create the container, or correct its name",
@@ -394,7 +402,14 @@ def is_past_the_end(error: BaseException) -> bool:
 def is_about_credentials(error: BaseException) -> bool:
     """Returns whether the store refused the credentials, which may have been renewed since."""
     text = str(error)
-    return _first(_STATUS, text) in ("401", "403") or _first(_CODE, text) in _OF_CREDENTIALS
+    is_refused = _first(_STATUS, text) in ("401", "403") or _first(_CODE, text) in _OF_CREDENTIALS
+    return is_refused or bool(_lacking(text))
+
+
+def _lacking(text: str) -> str:
+    """Returns why there were no credentials to send; empty if there were."""
+    is_instance = _INSTANCE.search(text) is not None
+    return _first(_NO_CREDENTIALS, text) or "the container or instance gave none" * is_instance
 
 
 def worth_s(error: BaseException) -> float:
@@ -411,7 +426,7 @@ def worth_s(error: BaseException) -> float:
     if _STATUS.search(text):
         passes = _first(_STATUS, text) in _PASSING or _first(_CODE, text) in _PASSING_CODES
         return math.inf if passes else 0.0
-    if "kind: Connect" in text:
+    if "kind: Connect" in text or _INSTANCE.search(text):
         return _CONNECT_S
     return math.inf if _is_cut(text) else 0.0
 
@@ -420,7 +435,9 @@ def _is_cut(text: str) -> bool:
     return not _STATUS.search(text) and any(sign in text for sign in _CUT)
 
 
-def object_failure(error: BaseException, doing: str, key: str, where: str) -> StorageError:
+def object_failure(
+    error: BaseException, doing: str, key: str, where: str, credentials: str = ""
+) -> StorageError:
     """Returns the `StorageError` that describes an error of obstore.
 
     Args:
@@ -428,6 +445,7 @@ def object_failure(error: BaseException, doing: str, key: str, where: str) -> St
         doing: Verb for the message: "write", "read".
         key: The key concerned.
         where: URL of the key.
+        credentials: Which credentials were used, for errors about them.
 
     Returns:
         `KeyMissingError`, `KeyExistsError`, or a `StorageError` with the answer of the store, the
@@ -456,9 +474,15 @@ def object_failure(error: BaseException, doing: str, key: str, where: str) -> St
         )
     if way_out is None and (_is_cut(text) or isinstance(error, AlteredError) or _INVALID in text):
         way_out = "the connection failed: check the endpoint and the network, then retry"
+    lacking = _lacking(text)
+    if lacking:
+        said = f"there are no valid credentials: {lacking}"
+        way_out = "give them in storage_options or the environment, or renew them"
+    if credentials and is_about_credentials(error):
+        way_out = f"{way_out or 'check the credentials'}. Tried: {credentials}"
     message = f"could not {doing} {where}: {said} ({name}, {told})"
     # Why only with a status: a broken connection is not a refusal.
-    is_refused = bool(status) and worth_s(error) == 0
+    is_refused = (bool(status) or bool(lacking)) and worth_s(error) == 0
     cls = StorageRefusedError if is_refused else StorageError
     return cls(message + (f"; {way_out}" if way_out else ""), key=key or None)
 
@@ -768,7 +792,8 @@ class ObjectStorage:
             if is_about_credentials(exc):
                 # Why: a client reads credentials of the environment once; they may be renewed.
                 forget_store(self._store)
-            raise object_failure(exc, doing, key, self._where(key)) from exc
+            used = credentials_text(self._store)
+            raise object_failure(exc, doing, key, self._where(key), used) from exc
         except BaseException as exc:
             if type(exc).__name__ != "PanicException":
                 raise

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from ray_dcp.core.processes import OwnProcess, ProcessLock
 from ray_dcp.errors import InvalidRequestError
+from ray_dcp.store.credentials import default_credentials, tried
 from ray_dcp.store.retry import Retrying
 from ray_dcp.store.storage_adapter import redacted
 
@@ -272,6 +273,11 @@ def provider_of(store: Any) -> str | None:
     return next((name for name, found in _CLASSES.items() if found == kind), None)
 
 
+def credentials_text(store: Any) -> str:
+    """Returns which credentials a store used, for messages; empty if it takes none."""
+    return tried(provider_of(store), store)
+
+
 def _make(provider: str, bucket: str, options: Mapping[str, object]) -> tuple[Any, ObjectOptions]:
     try:
         from obstore import store as stores
@@ -281,7 +287,8 @@ def _make(provider: str, bucket: str, options: Mapping[str, object]) -> tuple[An
             f"{provider}:// needs obstore, which is not installed: pip install 'ray-dcp[s3]'"
         ) from exc
     ours, config, more = split_options(provider, options)
-    endpoint = _endpoint(config)
+    credentials = more.get("credential_provider") or default_credentials(provider, config)
+    endpoint = _endpoint({**getattr(credentials, "config", {}), **config})
     _check_endpoint(endpoint)
     if provider == "s3":
         # Why: TLS detects altered bytes, and hashing bodies by SHA-256 costs five times as much as
@@ -307,8 +314,8 @@ def _make(provider: str, bucket: str, options: Mapping[str, object]) -> tuple[An
         "retry_timeout": timedelta(seconds=ours.retry_timeout_s),
     }
     arguments: dict[str, Any] = {"retry_config": retries}
-    if more.get("credential_provider") is not None:
-        arguments["credential_provider"] = more["credential_provider"]
+    if credentials is not None:
+        arguments["credential_provider"] = credentials
     cls = getattr(stores, _CLASSES[provider])
     try:
         store = cls(bucket, config=config, client_options=client, **arguments)

@@ -156,6 +156,22 @@ def test_credentials_are_in_no_checkpoint_log_or_error(server, place, caplog, ca
     assert secret.encode() not in pickle.dumps(metadata)
 
 
+def test_a_profile_is_all_that_a_save_and_a_load_need(place, tmp_path, monkeypatch):
+    options = place.storage_options
+    names = ("access_key_id", "secret_access_key")
+    lines = [f"aws_{name} = {options[name]}" for name in names]
+    more = [f"endpoint_url = {options['endpoint']}", f"region = {options['region']}"]
+    config = tmp_path / "config"
+    config.write_text("\n".join(["[profile train]", *lines, *more]))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_PROFILE", "train")
+    place = Location(place.url, {"retry_timeout_s": 9})
+    ray_dcp.save({"w": torch.arange(9.0)}, checkpoint_id=place, no_dist=True)
+    found = {"w": torch.zeros(9)}
+    ray_dcp.load(found, checkpoint_id=place, no_dist=True)
+    assert found["w"].tolist() == list(range(9))
+
+
 # stock DCP
 
 

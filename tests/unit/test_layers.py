@@ -60,6 +60,10 @@ HOMES = {
     "xxhash": ({"core"}, set()),
     "fsspec": ({"store"}, set()),
     "obstore": ({"store"}, set()),
+    "boto3": (set(), set()),
+    "botocore": ({"store.credentials"}, set()),
+    "google": ({"store.credentials"}, set()),
+    "azure": ({"store.credentials"}, set()),
     "pyarrow": ({"core", "format", "store"}, set()),
 }
 
@@ -68,6 +72,7 @@ TORCH_INSIDE_CALLS = {"view.tensor_handle", "cli.demo", "averaging"}
 
 # Modules below the entry points that read the environment, each with its reason.
 ENVIRONMENT_READERS = {
+    "store.credentials": "keys that obstore takes from there, and where the clouds' files lie",
     "store.object_stores": "whether the endpoint that obstore takes from there has TLS",
     "runtime.actor_names": "RAY_ADDRESS",
     "runtime.worker_group": "the interface that gloo uses, which it sets",
