@@ -98,7 +98,7 @@ def count(event: Event) -> None:
     if not event.is_end or not _ray_is_up():
         return
     try:
-        _count(event)
+        count_end(event, _metric)
     except Exception as error:  # noqa: BLE001 - no save fails because it could not be counted
         logger.debug("An event was not counted: %s", error)
 
@@ -117,32 +117,38 @@ def staging_memory(used_bytes: int, limit_bytes: int) -> None:
         logger.debug("Staging memory was not counted: %s", error)
 
 
-def _count(event: Event) -> None:
+def count_end(event: Event, metric: Callable[[str], Any]) -> None:
+    """Counts the end of a save or load.
+
+    Args:
+        event: Its last event.
+        metric: Returns the metric of a name of `METRICS`, with the methods of Ray's metrics.
+    """
+
+    def add(name: str, value: int, tags: dict[str, str] | None = None) -> None:
+        # Why: a counter of Ray's takes no zero.
+        if value > 0:
+            metric(name).inc(value, tags)
+
     first = event.rank == 0
     if event.name.startswith("load."):
         if first:
-            _metric("dcp_loads").inc(1, {"outcome": event.outcome})
-            _metric("dcp_load_seconds").observe(event.seconds)
+            metric("dcp_loads").inc(1, {"outcome": event.outcome})
+            metric("dcp_load_seconds").observe(event.seconds)
         memory = event.memory_bytes
-        _add("dcp_read_bytes", event.num_bytes - memory, {"source": "storage"})
-        _add("dcp_read_bytes", memory, {"source": "memory"})
+        add("dcp_read_bytes", event.num_bytes - memory, {"source": "storage"})
+        add("dcp_read_bytes", memory, {"source": "memory"})
         return
     mode = {"mode": event.mode}
     committed = event.outcome == "committed"
     if first:
-        _metric("dcp_saves").inc(1, {"outcome": event.outcome, **mode})
+        metric("dcp_saves").inc(1, {"outcome": event.outcome, **mode})
         if committed:
-            _metric("dcp_save_durable_seconds").observe(event.seconds, mode)
+            metric("dcp_save_durable_seconds").observe(event.seconds, mode)
     if event.stall_s is not None:
-        _metric("dcp_save_stall_seconds").observe(event.stall_s, mode)
-    _add("dcp_staged_bytes", event.staged_bytes)
-    _add("dcp_written_bytes", event.num_bytes if committed else 0)
-
-
-def _add(name: str, value: int, tags: dict[str, str] | None = None) -> None:
-    # Why: a counter of Ray's takes no zero.
-    if value > 0:
-        _metric(name).inc(value, tags)
+        metric("dcp_save_stall_seconds").observe(event.stall_s, mode)
+    add("dcp_staged_bytes", event.staged_bytes)
+    add("dcp_written_bytes", event.num_bytes if committed else 0)
 
 
 @cache
