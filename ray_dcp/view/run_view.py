@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ray_dcp.commit_protocol.attempts import owner_of
 from ray_dcp.commit_protocol.messages import Target
@@ -222,6 +222,55 @@ class RunView:
     def refresh(self) -> RunView:
         """Returns a view of the current state of the run."""
         return open_run(self.place)
+
+    def to_arrow(self, *, details: bool = True) -> Any:
+        """Returns the steps as a `pyarrow.Table`, a row for each, oldest first.
+
+        The columns are `name`, `step`, `state`, `created` (UTC), `num_bytes`, `num_ranks`, `tags`,
+        `note`, `url`; the details `new_bytes`, `linked_bytes`, `copied_bytes`, `stall_s` and
+        `durable_s`, with the meaning that they have in `StepView`; and `metrics.<name>` for each
+        metric of the run. What is unknown is null. Deleted steps are left out.
+
+        Args:
+            details: Include the details, which takes some small reads for each step.
+
+        Raises:
+            StorageError: The storage failed.
+        """
+        from ray_dcp.view.frames import arrow_of
+
+        return arrow_of(self, details=details)
+
+    def to_pandas(self, *, details: bool = True) -> Any:
+        """Returns the steps as a `pandas.DataFrame` with the columns of `to_arrow`.
+
+        Args:
+            details: As for `to_arrow`.
+
+        Raises:
+            InvalidRequestError: pandas is not installed.
+            StorageError: The storage failed.
+
+        Examples:
+            >>> import ray_dcp, torch
+            >>> with ray_dcp.CheckpointManager("memory://doc-frame", 1) as manager:
+            ...     for step, loss in ((1, 0.5), (2, 0.25)):
+            ...         _ = manager.save(step, {"w": torch.ones(2)}, metrics={"loss": loss})
+            >>> frame = ray_dcp.open("memory://doc-frame").to_pandas()
+            >>> frame[["step", "metrics.loss", "new_bytes"]].to_dict("list")
+            {'step': [1, 2], 'metrics.loss': [0.5, 0.25], 'new_bytes': [8, 0]}
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise InvalidRequestError(
+                "to_pandas needs pandas, which is not installed: pip install pandas, or use "
+                "to_arrow"
+            ) from error
+        table = self.to_arrow(details=details)
+        # Why: numbers with gaps would become floating-point.
+        integers = {"int64": pandas.Int64Dtype()}
+        return table.to_pandas(types_mapper=lambda kind: integers.get(str(kind)))
 
     def tag(self, key: int | str, *tags: str, remove: bool = False) -> RunView:
         """Adds tags to a step, or removes them. Retention keeps steps that have tags.

@@ -64,7 +64,8 @@ HOMES = {
     "botocore": ({"store.credentials"}, set()),
     "google": ({"store.credentials"}, set()),
     "azure": ({"store.credentials"}, set()),
-    "pyarrow": ({"core", "format", "store"}, set()),
+    "pyarrow": ({"core", "format", "store", "view.frames"}, set()),
+    "pandas": ({"view.run_view"}, set()),
 }
 
 # Modules outside torch's homes that import it inside a call which returns or compares tensors.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 
@@ -16,10 +18,12 @@ from ray_dcp.errors import (
     UncommittedCheckpointError,
 )
 from ray_dcp.format.manifest import AbortRecord, encode_record, record_key
+from ray_dcp.options import SaveOptions
 from ray_dcp.store.storage import Entry, Storage
 from ray_dcp.view import run_listing as listing
+from ray_dcp.view import run_view
 from ray_dcp.view.run_listing import ListedCheckpoint
-from ray_dcp.view.run_view import RunView, best_of_run, choose, split_address
+from ray_dcp.view.run_view import RunView, best_of_run, choose, open_run, split_address
 from tests.support import checkpoints
 
 
@@ -271,3 +275,61 @@ def test_a_single_safetensors_file_is_a_checkpoint(tmp_path: Path):
     assert view.names == ("w",)
     assert view["w"][2:4].tolist() == [2.0, 3.0]
     assert view.verify().ok
+
+
+def test_a_run_is_a_table_of_steps_metrics_bytes_and_times(run: Path, tmp_path: Path):
+    other = SaveOptions(unchanged="link")
+    opened = ray_dcp.open(run).tag(20, "good", "best-yet").annotate(10, "the first")
+    state = {"w": torch.ones(8, 2), "frozen": torch.ones(16)}
+    for _ in range(2):
+        ray_dcp.save(state, checkpoint_id=run / "final", options=other)
+    damaged = run / "step-00000030"
+    next(damaged.glob("*.distcp")).unlink()
+    ray_dcp.delete(run / "step-00000010")
+    ray_dcp.save(state, checkpoint_id=run / "step-00000010")
+    opened = opened.refresh()
+    frame = opened.to_pandas()
+    assert frame["name"].tolist() == [one.name for one in opened]
+    by_name = frame.set_index("name")
+    assert list(frame.columns) == [
+        "name", "step", "state", "created", "num_bytes", "num_ranks", "tags", "note", "url",
+        "new_bytes", "linked_bytes", "copied_bytes", "stall_s", "durable_s", "metrics.loss",
+    ]  # fmt: skip
+    twenty, thirty, final = (
+        by_name.loc[name] for name in ("step-00000020", "step-00000030", "final")
+    )
+    assert (twenty["step"], twenty["state"], twenty["num_ranks"]) == (20, "committed", 1)
+    assert twenty["metrics.loss"] == 0.1
+    assert twenty["tags"].tolist() == ["best-yet", "good"]
+    assert twenty["url"] == str(run / "step-00000020")
+    step = opened.step(20)
+    assert twenty["num_bytes"] == step.num_bytes
+    assert twenty["new_bytes"] == step.new_bytes
+    assert (twenty["stall_s"], twenty["durable_s"]) == (step.stall_s, step.durable_s)
+    assert twenty["created"].timestamp() == pytest.approx(step.created_s, abs=1e-5)
+    assert str(frame["created"].dtype) == "datetime64[us, UTC]"
+    assert (thirty["state"], thirty["new_bytes"]) == ("damaged", pandas.NA)
+    assert final["step"] is pandas.NA
+    assert pandas.isna(final["metrics.loss"])
+    assert str(frame["step"].dtype) == "Int64"
+    assert by_name.loc["step-00000010", "note"] == "the first"
+
+
+def test_a_table_without_details_reads_no_step(run: Path, monkeypatch: pytest.MonkeyPatch):
+    opened = ray_dcp.open(run)
+    monkeypatch.setattr(run_view, "open_checkpoint", lambda _: pytest.fail("a step was read"))
+    monkeypatch.setattr(run_view, "read_trace", lambda *_: pytest.fail("a trace was read"))
+    table = opened.to_arrow(details=False)
+    assert table.column("step").to_pylist() == [10, 20, 30]
+    assert table.column("metrics.loss").to_pylist() == [0.5, 0.1, 0.3]
+    assert "durable_s" not in table.column_names
+
+
+def test_an_empty_run_is_an_empty_table(tmp_path: Path):
+    assert open_run(tmp_path / "none").to_pandas().shape == (0, 14)
+
+
+def test_without_pandas_the_package_is_named(run: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(InvalidRequestError, match="pip install pandas"):
+        ray_dcp.open(run).to_pandas()
