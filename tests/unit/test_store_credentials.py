@@ -130,6 +130,8 @@ def test_profiles_of_aws_give_keys_region_and_endpoint(cloud, home, monkeypatch)
     for name in ("default", "train"):
         profile(home, name, f"KEY-{name}", region=f"eu-{name}", endpoint_url=cloud.url)
     assert signer(cloud, "s3://by-files/run") == "KEY-default eu-default"
+    # Without TLS the server has to compare bodies with a hash.
+    assert make_store("s3", "by-files", {})[0].config["unsigned_payload"] == "false"
     assert signer(cloud, Location("s3://by-option/run", {"profile": "train"})) == (
         "KEY-train eu-train"
     )

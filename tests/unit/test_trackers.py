@@ -355,15 +355,19 @@ def test_after_it_is_closed_a_tracker_records_nothing(tmp_path):
 
 
 PROGRAM = """
-import os, sys, torch, ray_dcp
+import atexit, os, sys, threading, torch, ray_dcp
 from ray_dcp.integrations import trackers
 
 class Printed(trackers.Tracker):
     def record(self, event, at_s):
+        exiting.wait()
         print(os.getpid() == parent, event.name, flush=True)
 
-parent = os.getpid()
+parent, exiting = os.getpid(), threading.Event()
+# What was registered last runs first.
+atexit.register(os._exit, 0)
 tracker = Printed()
+atexit.register(exiting.set)
 child = os.fork()
 ray_dcp.save({"w": torch.ones(2)}, checkpoint_id=f"{sys.argv[1]}/{child == 0}", no_dist=True)
 if child:
