@@ -42,7 +42,8 @@ _PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 _GOOGLE_SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 _AZURE_SCOPE = "https://storage.azure.com/.default"
 _OWN_TIME = timedelta(minutes=10)
-"""How long credentials of AWS are used. botocore renews those that would expire sooner."""
+"""How long keys of AWS are used at most: tools that log in write files anew. obstore asks again 5
+minutes before the end."""
 
 
 class _Default:
@@ -127,11 +128,14 @@ class AwsCredentials(_Default):
 
     def _current(self, found: Any) -> dict[str, Any]:
         keys = found.get_frozen_credentials()
+        ends = datetime.now(timezone.utc) + _OWN_TIME
+        # None for keys of a file. Some processes give keys for a few minutes only.
+        known = getattr(found, "_expiry_time", None)
         return {
             "access_key_id": keys.access_key,
             "secret_access_key": keys.secret_key,
             "token": keys.token,
-            "expires_at": datetime.now(timezone.utc) + _OWN_TIME,
+            "expires_at": ends if known is None else min(ends, known.astimezone(timezone.utc)),
         }
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from ray_dcp.commit_protocol.attempts import owner_of
 from ray_dcp.commit_protocol.messages import Target
@@ -42,6 +42,10 @@ from ray_dcp.view.run_listing import (
 )
 from ray_dcp.view.trace import read_trace
 from ray_dcp.view.wording import few, nearest, size_text
+
+if TYPE_CHECKING:
+    import pandas
+    import pyarrow
 
 Listed = TypeVar("Listed", bound=ListedCheckpoint)
 
@@ -223,7 +227,7 @@ class RunView:
         """Returns a view of the current state of the run."""
         return open_run(self.place)
 
-    def to_arrow(self, *, details: bool = True) -> Any:
+    def to_arrow(self, *, details: bool = True) -> pyarrow.Table:
         """Returns the steps as a `pyarrow.Table`, a row for each, oldest first.
 
         The columns are `name`, `step`, `state`, `created` (UTC), `num_bytes`, `num_ranks`, `tags`,
@@ -241,7 +245,7 @@ class RunView:
 
         return arrow_of(self, details=details)
 
-    def to_pandas(self, *, details: bool = True) -> Any:
+    def to_pandas(self, *, details: bool = True) -> pandas.DataFrame:
         """Returns the steps as a `pandas.DataFrame` with the columns of `to_arrow`.
 
         Args:

@@ -21,6 +21,7 @@ from ray_dcp.store import credentials
 from ray_dcp.store.location import Location
 from ray_dcp.store.object_stores import make_store
 from ray_dcp.store.opening import open_storage
+from tests.support.processes import eventually
 
 SECRET = "hush-hush-secret"
 
@@ -36,6 +37,7 @@ class Cloud(ThreadingHTTPServer):
         self.asked: list[tuple[str, str]] = []
         self.status = 404
         self.num_roles = 0
+        self.role_lives = timedelta(hours=1)
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -45,14 +47,16 @@ class Answers(BaseHTTPRequestHandler):
         """Writes nothing."""
 
     def do_GET(self) -> None:
-        ends = datetime.now(timezone.utc) + timedelta(hours=1)
+        ends = datetime.now(timezone.utc) + self.server.role_lives
         length = int(self.headers.get("content-length") or 0)
         body = self.rfile.read(length)
         if self.path.startswith("/federation/credentials"):
             self.server.num_roles += 1
             self.server.asked.append(("sso", self.headers["x-amz-sso_bearer_token"]))
-            role = {"accessKeyId": "SSOKEY", "secretAccessKey": SECRET, "sessionToken": "tok",
-                    "expiration": int(ends.timestamp() * 1000)}  # fmt: skip
+            role = {
+                "accessKeyId": f"SSOKEY{self.server.num_roles}", "secretAccessKey": SECRET,
+                "sessionToken": "tok", "expiration": int(ends.timestamp() * 1000),
+            }  # fmt: skip
             self._answer(200, {"roleCredentials": role})
         elif self.path == "/token":
             self.server.asked.append(("oidc", body.decode()))
@@ -189,14 +193,27 @@ def test_sso_gives_keys_of_a_role_once_for_many_requests(cloud, home):
     asked = [what for what, _ in cloud.asked]
     assert asked == ["sso", *["/by-sso/run/a"] * 5]
     assert cloud.asked[0][1] == "logged-in"
-    assert "Credential=SSOKEY/" in cloud.asked[-1][1]
+    assert "Credential=SSOKEY1/" in cloud.asked[-1][1]
 
 
 def test_an_sso_login_that_ended_is_renewed_by_its_refresh_token(cloud, home):
     sso(home, cloud, ends=timedelta(seconds=-5))
-    assert signer(cloud, "s3://by-renewed-sso/run") == "SSOKEY eu-1"
+    assert signer(cloud, "s3://by-renewed-sso/run") == "SSOKEY1 eu-1"
     assert [what for what, _ in cloud.asked[:2]] == ["oidc", "sso"]
     assert cloud.asked[1][1] == "renewed"
+
+
+def test_keys_that_are_about_to_expire_are_renewed(cloud, home):
+    sso(home, cloud, ends=timedelta(hours=8))
+    cloud.role_lives = timedelta(seconds=20)
+    used: set[str] = set()
+
+    def are_renewed() -> bool:
+        # obstore asks once in 0.1 s.
+        used.add(signer(cloud, "s3://short-lived/run"))
+        return len(used) == 3
+
+    assert eventually(are_renewed)
 
 
 def test_without_an_sso_login_the_command_to_log_in_is_named(cloud, home):
@@ -210,7 +227,7 @@ def test_without_an_sso_login_the_command_to_log_in_is_named(cloud, home):
     assert "Tried: those of the AWS profile 'default'" in str(raised.value)
     # After `aws sso login` the same process goes on.
     login.write_text(data)
-    assert signer(cloud, "s3://logged-out/run") == "SSOKEY eu-1"
+    assert signer(cloud, "s3://logged-out/run") == "SSOKEY1 eu-1"
 
 
 @pytest.mark.parametrize(
