@@ -1,12 +1,12 @@
 """Experiment trackers and monitoring: saves and loads in W&B, MLflow, TensorBoard and others.
 
-A tracker records the events of its process (`ray_dcp.events`) from when it is made until it is
-closed. It does so in a thread of its own: a service that fails, is slow or hangs delays no save and
-fails none. An error is logged as a WARNING, once until a record succeeds again.
+A tracker records the events of its process (`ray_dcp.events`) from its creation until `close`. It
+works in a thread of its own, so that a service that fails, is slow or hangs neither delays nor
+fails a save. An error is logged as a WARNING, once until a record succeeds again.
 
-An event tells of the rank of its process. Usually rank 0 makes the tracker; `PrometheusTracker` and
-`OpenTelemetryTracker` are for every rank. The number at the end of the checkpoint's name is its
-step.
+Events describe the rank of their process. Usually rank 0 creates the tracker; every rank may create
+an `OpenTelemetryTracker` or a `PrometheusTracker`. The number at the end of a checkpoint's name is
+its step; items of a manager's step have names of their own, such as `ray_dcp/model/load_seconds`.
 
 Examples:
     >>> import ray_dcp, torch
@@ -65,8 +65,8 @@ _EXIT_S = 5.0
 class Tracker:
     """Records events in a thread of its own; a context manager that closes itself.
 
-    A subclass implements `record`, and may implement `finish`. Its `__init__` calls this one last,
-    as events are recorded from then on. In a forked child, the tracker records nothing.
+    A subclass implements `record`, and may implement `finish`. Its `__init__` calls
+    `super().__init__()` last, as events are recorded from then on. A forked child records nothing.
     """
 
     def __init__(self) -> None:
@@ -306,7 +306,7 @@ class MlflowTracker(_ValuesTracker):
         if event.rank or event.checkpoint_id is None:
             return
         name = event.checkpoint_id.rstrip("/").rpartition("/")[2]
-        about = {"url": event.checkpoint_id, "step": step, **event.as_dict()}
+        about = {**event.as_dict(), "step": step}
         self._client.log_dict(self._run_id, about, f"checkpoints/{name}.json")
         self._client.set_tag(self._run_id, "ray_dcp.latest", event.checkpoint_id)
 

@@ -188,7 +188,7 @@ def test_mlflow_has_times_of_each_step_and_where_the_checkpoints_lie(tmp_path, m
     written = json.loads(
         Path(client.download_artifacts(run_id, "checkpoints/step-2.json")).read_text()
     )
-    assert (written["url"], written["step"]) == (path, 2)
+    assert (written["checkpoint_id"], written["step"]) == (path, 2)
     assert written["attempt"] == ray_dcp.open(path).attempt
     history = client.get_metric_history(run_id, "ray_dcp/save_durable_seconds")
     assert [one.step for one in history] == [1, 2]
