@@ -33,7 +33,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ray_dcp import events
 from ray_dcp.core.processes import OwnProcess, start_thread
@@ -55,6 +55,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound="Tracker")
 
 _MOST_WAITING = 1000
 """Events that wait for a slow service; more are dropped. A save has six."""
@@ -114,7 +116,7 @@ class Tracker:
             text = "%s did not record about %d events: its service was too slow"
             logger.warning(text, type(self).__name__, max(1, num_lost))
 
-    def __enter__(self) -> Any:
+    def __enter__(self: T) -> T:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -128,6 +130,9 @@ class Tracker:
             self._waiting.put_nowait((contextvars.copy_context(), time.time(), event))
         except queue.Full:
             self._num_dropped += 1
+            if self._num_dropped == 1:
+                with contained("The log of a tracker"):
+                    logger.warning("%s drops events: its service is too slow", type(self).__name__)
 
     def _run(self) -> None:
         while (taken := self._waiting.get()) is not None:
