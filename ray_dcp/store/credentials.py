@@ -17,9 +17,10 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -42,8 +43,8 @@ _PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 _GOOGLE_SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 _AZURE_SCOPE = "https://storage.azure.com/.default"
 _OWN_TIME = timedelta(minutes=10)
-"""How long keys of AWS are used at most: tools that log in write files anew. obstore asks again 5
-minutes before the end."""
+"""How long keys of AWS are used at most: tools that log in write new ones into the files. obstore
+asks again 5 minutes before the end."""
 
 
 class _Default:
@@ -99,38 +100,42 @@ class AwsCredentials(_Default):
         from botocore.exceptions import BotoCoreError
         from botocore.session import Session
 
-        self._session = Session(profile=name)
+        self._method = ""
+        self._open: Callable[[], Any] = partial(Session, profile=name)
+        session = self._open()
         try:
-            scoped = self._session.get_scoped_config()
+            scoped = session.get_scoped_config()
             # Why so: `services` sections and AWS_ENDPOINT_URL count too, and no client is made.
             endpoint = ConfiguredEndpointProvider(
-                full_config=self._session.full_config, scoped_config=scoped, client_name="s3"
+                full_config=session.full_config, scoped_config=scoped, client_name="s3"
             ).provide()
         except BotoCoreError as error:
             raise InvalidRequestError(
                 f"expected a profile of the AWS configuration files, but {error}; it has "
-                f"{', '.join(self._session.available_profiles) or 'no profile'}",
+                f"{', '.join(session.available_profiles) or 'no profile'}",
                 key="profile",
             ) from None
-        found = {"region": self._session.get_config_variable("region"), "endpoint": endpoint}
+        found = {"region": session.get_config_variable("region"), "endpoint": endpoint}
         self.config = {name: value for name, value in found.items() if value}
 
     def __str__(self) -> str:
         name = self._name or os.environ.get("AWS_PROFILE") or "default"
-        method = getattr(self._found, "method", "")
-        return f"those of the AWS profile {name!r}" + (f" (by {method})" if method else "")
+        return f"those of the AWS profile {name!r}" + (f" (by {self._method})" * bool(self._method))
 
     def _find(self) -> Any:
-        found = self._session.get_credentials()
+        found = self._open().get_credentials()
         if found is None:
             raise LookupError("there are no credentials in it, nor of a container or instance")
+        self._method = found.method
         return found
 
     def _current(self, found: Any) -> dict[str, Any]:
         keys = found.get_frozen_credentials()
         ends = datetime.now(timezone.utc) + _OWN_TIME
-        # None for keys of a file. Some processes give keys for a few minutes only.
+        # Some processes give keys for a few minutes only.
         known = getattr(found, "_expiry_time", None)
+        if known is None:
+            self._found = None  # keys of a file, which is read again
         return {
             "access_key_id": keys.access_key,
             "secret_access_key": keys.secret_key,

@@ -162,6 +162,16 @@ def test_keys_of_options_and_environment_come_before_profiles(cloud, home, monke
     assert signer(cloud, place) == "KEY-file us-1"
 
 
+def test_keys_that_a_tool_wrote_into_the_file_meanwhile_are_used(home):
+    profile(home, "default", "KEY-old")
+    provider = make_store("s3", "written-anew", {})[0].credential_provider
+    assert provider()["access_key_id"] == "KEY-old"
+    (home / ".aws" / "config").unlink()
+    profile(home, "default", "KEY-new", aws_session_token="tok")
+    found = provider()
+    assert (found["access_key_id"], found["token"]) == ("KEY-new", "tok")
+
+
 def sso(home: Path, cloud: Cloud, *, ends: timedelta) -> None:
     """Writes a profile with SSO as `aws configure sso` does, and a login that ends at a time."""
     write(
