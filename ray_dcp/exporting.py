@@ -413,9 +413,7 @@ def _is_copy(
     view: CheckpointView, include: Sequence[str], dtype: str | None, strip_prefix: str
 ) -> bool:
     """Returns whether stock DCP can read the files unchanged, so that an export only copies."""
-    manifest = view.checkpoint.manifest
-    ours = manifest is not None and manifest.container == "torch_save"
-    return (ours or view.kind == "stock") and not (include or dtype or strip_prefix)
+    return view.kind in ("native", "stock") and not (include or dtype or strip_prefix)
 
 
 def _rewrite(

@@ -24,11 +24,6 @@ WhenFull = Literal["wait", "skip"]
 
 MIB = 1 << 20
 
-INSTEAD_OF_SAFETENSORS = (
-    "save as it is by default, and make safetensors files of the checkpoint with "
-    "ray_dcp.export(path, target, 'hf') or `ray-dcp export --format hf`"
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
@@ -51,8 +46,6 @@ class SaveOptions:
     overwrite: bool = True
     """Replace a committed checkpoint of the same id, atomically. If False, the save raises
     `CheckpointExistsError`, like DCP's `FileSystemWriter(overwrite=False)`."""
-    container: Literal["torch_save"] = "torch_save"
-    """Format of the data files: that of DCP. For safetensors files, `export` the checkpoint."""
     replicas: Literal["warn", "check"] = "warn"
     """What to do when ranks hold different values of an item that should be equal. `warn`: save
     the lowest rank's value and warn. `check`: fail the save with `PlanConflictError`."""
@@ -244,8 +237,7 @@ def _check_fields(options: SaveOptions | LoadOptions) -> None:
         expected = None
         if get_origin(hint) is Literal:
             choices = get_args(hint)
-            some = "one of " * (len(choices) > 1)
-            expected = None if value in choices else f"{some}{', '.join(map(repr, choices))}"
+            expected = None if value in choices else f"one of {', '.join(map(repr, choices))}"
         elif hint is bool and not isinstance(value, bool):
             expected = "True or False"
         elif hint == ShareReads and not isinstance(value, bool) and value != "auto":
@@ -255,9 +247,8 @@ def _check_fields(options: SaveOptions | LoadOptions) -> None:
         elif hint is float:
             check_above_0(value, f"{cls.__name__}.{name}")
         if expected is not None:
-            way_out = f": {INSTEAD_OF_SAFETENSORS}" if name == "container" else ""
             raise InvalidRequestError(
-                f"{cls.__name__}.{name} must be {expected}, but is {value!r}{way_out}", key=name
+                f"{cls.__name__}.{name} must be {expected}, but is {value!r}", key=name
             )
 
 

@@ -231,12 +231,11 @@ MOST_DECIDED = 64
 _METADATA = ".metadata"
 _ATTEMPT = r"(?P<attempt>[0-9a-f]{16})"
 """Pattern of attempt ids; see `runtime.tasks.new_attempt`."""
-_TEMP = re.compile(r"(?P<folder>(?:[^/]+/)?)\.tmp-[0-9a-f]{12}-(?P<name>[^/]+)")
+_TEMP = re.compile(r"\.tmp-[0-9a-f]{12}-(?P<name>[^/]+)")
 
 Kind = Literal["data", "table", "record", "metadata", "temp", "trace"]
 _NAMES: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("data", re.compile(rf"__[0-9]+_[0-9]+\.{_ATTEMPT}\.distcp")),
-    ("data", re.compile(rf"{_ATTEMPT}/rank-[0-9]{{5,}}-part-[0-9]{{5,}}\.safetensors")),
     ("table", re.compile(rf"chunks\.{_ATTEMPT}\.table")),
     ("trace", re.compile(rf"trace\.{_ATTEMPT}\.json")),
 )
@@ -289,7 +288,7 @@ def owner_of(key: str) -> Owned | None:
     """
     temp = _TEMP.fullmatch(key)
     if temp is not None:
-        owned = owner_of(temp["folder"] + temp["name"])
+        owned = owner_of(temp["name"])
         return None if owned is None or owned.kind == "temp" else Owned("temp", owned.attempt)
     if key == _METADATA:
         return Owned("metadata")

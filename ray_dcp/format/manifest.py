@@ -288,6 +288,7 @@ def _expanded(lines: str, num_files: int, name: str) -> list[str]:
 
 FORMAT_VERSION = 1
 """Version of records, and of all files that a manifest names, which is written and read."""
+CONTAINER = "torch_save"
 MAX_RECORD_BYTES = 256 << 20
 MAX_SLOT = 10**15
 
@@ -321,8 +322,8 @@ class Manifest:
     epoch: int
     """Epoch of the coordinator that wrote it."""
     world_size: int
-    container: str
-    """`SaveOptions.container`."""
+    container: str = CONTAINER
+    """Format of the data files; `"torch_save"`, that of DCP."""
     created_s: float
     """Seconds since 1970 by the writer's clock; informative, nothing is decided by it."""
     files: Sequence[FileEntry]
@@ -330,7 +331,7 @@ class Manifest:
     table: FileEntry
     """The chunk table, which all saves of the plan share."""
     metadata: FileEntry | None
-    """The `.metadata` that is published for stock DCP; None for containers without one."""
+    """The `.metadata` that is published for stock DCP; None if it was not asked for."""
     replaced_metadata: str | None
     """Hex digest of the foreign `.metadata` that existed at planning and may be replaced."""
     plan_digest: str
@@ -580,6 +581,15 @@ def _place_run(value: Any, name: str) -> PlaceRun:
     return PlaceRun(*numbers)
 
 
+def _container(value: Any, name: str) -> str:
+    if text(value, name) != CONTAINER:
+        raise CheckpointError(
+            f"Expected data files in the format {CONTAINER!r}, found {short(value)}: another "
+            f"ray_dcp wrote this checkpoint; upgrade ray_dcp to load it"
+        )
+    return CONTAINER
+
+
 def _mapping(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise damaged(f"a mapping as {name}", short(value))
@@ -590,7 +600,7 @@ _READERS: dict[str, Reader[Any]] = {
     "attempt": attempt,
     "epoch": integer,
     "world_size": integer,
-    "container": text,
+    "container": _container,
     "created_s": seconds,
     "files": files_from,
     "table": entry,

@@ -35,8 +35,8 @@ def check_file_key(key: str) -> str:
             or `..` component, a backslash or a control character.
 
     Examples:
-        >>> check_file_key("a1/rank-00000-part-00000.safetensors")
-        'a1/rank-00000-part-00000.safetensors'
+        >>> check_file_key("__0_0.a1.distcp")
+        '__0_0.a1.distcp'
     """
     problem = _problem(key)
     if problem is None and any(part in ("", ".", "..") for part in key.split("/")):

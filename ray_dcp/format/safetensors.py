@@ -111,7 +111,7 @@ def header(
 
     Args:
         entries: `(name, dtype, size, begin, end)` in the order of their bytes, without gaps.
-        metadata: The `__metadata__` of the file, such as `sharding_metadata(...)`.
+        metadata: The `__metadata__` of the file.
 
     Raises:
         UnsupportedValueError: A dtype is not in `ALL_CODES`, a name is reserved, or the header
@@ -190,18 +190,11 @@ def parse_header(data: bytes, file_bytes: int | None = None) -> SafetensorsHeade
     return SafetensorsHeader(tuple(entries), metadata, 8 + length)
 
 
-def sharding_metadata(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Returns the `__metadata__` by which DCP's reader finds each tensor's place.
+def saved_offsets(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]] | None:
+    """Returns where each chunk starts in its tensor; None for a file whose tensors are whole.
 
     Args:
-        offsets: By FQN, where the file's chunk starts in its global tensor.
-    """
-    info = {name: {"saved_offsets": list(offset)} for name, offset in offsets.items()}
-    return {"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0", "format": "pt"}
-
-
-def saved_offsets(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]] | None:
-    """Returns the offsets passed to `sharding_metadata`; None for a file whose tensors are whole.
+        metadata: The `__metadata__` of a file, as DCP's `HuggingFaceStorageWriter` writes it.
 
     Raises:
         DamagedCheckpointError: The metadata is no valid sharding info.

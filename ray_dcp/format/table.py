@@ -492,14 +492,6 @@ class DeferredRows(NamedTuple):
     """Number of deferred chunks in the whole table."""
 
 
-def checks_follow(manifest: Manifest) -> bool:
-    """Returns whether the data files end with their block checksums, or the chunk table has them.
-
-    Why not always: early versions wrote `safetensors` files that end with a tensor.
-    """
-    return manifest.container == "torch_save"
-
-
 def place_runs(places: Int64Array) -> tuple[PlaceRun, ...]:
     """Returns the places of deferred items in the form of a manifest.
 
@@ -553,14 +545,11 @@ def with_places(
     counts = num_blocks_many(whole.payload_bytes, whole.block_bytes)
     if int(counts.max(initial=0)) > MOST_CHECKS or int(counts.sum()) > MOST_CHECKS:
         raise damaged(f"at most {MOST_CHECKS} checksums", "more")
-    check_start, checks = offsets_of(counts), table.checks
-    if checks_follow(manifest):
-        if len(checks):
-            raise damaged("no checksums beside those that its files end with", f"{len(checks)}")
-        # Why zeros: the system allocates memory only once it is written to.
-        checks = np.zeros(int(check_start[-1]), np.uint64)
-    elif not np.array_equal(table.check_start, check_start):
-        raise damaged(f"{check_start[-1]} checksums, block by block", f"{len(checks)}")
+    if len(table.checks):
+        raise damaged("no checksums beside those that its files end with", f"{len(table.checks)}")
+    check_start = offsets_of(counts)
+    # Why zeros: the system allocates memory only once it is written to.
+    checks = np.zeros(int(check_start[-1]), np.uint64)
     whole = replace(whole, check_start=check_start, checks=checks)
     check_table(whole)
     return whole

@@ -60,7 +60,6 @@ from ray_dcp.format.table import (
     MAX_TABLE_BYTES,
     DeferredRows,
     GroupedTable,
-    checks_follow,
     decode_table,
     starts_of_files,
     with_places,
@@ -760,7 +759,6 @@ class CheckFile:
     Attributes:
         table: The chunk table. Checksums at the end of a data file are 0 until `read` is called
             for that file.
-        at_end: The data files end with their checksums; otherwise the table contains them.
         bytes_read: Number of bytes read so far.
 
     Raises:
@@ -775,14 +773,13 @@ class CheckFile:
         deferred: DeferredRows | None = None,
     ) -> None:
         self.bytes_read = 0
-        self.at_end = checks_follow(manifest)
         self._storage = storage
         self._entries = {entry.key: entry for entry in manifest.files}
         with collector_paused():
             self.table = with_places(table, manifest, deferred)
         # Start of each file's checksums in `table.checks`.
         self._place = self.table.check_start[starts_of_files(self.table)]
-        self._there = {*np.unique(self.table.file).tolist()} if self.at_end else set()
+        self._there = {*np.unique(self.table.file).tolist()}
         self._known: set[int] = set()
 
     def read(self, files: Iterable[int]) -> None:
@@ -814,8 +811,7 @@ class CheckFile:
         def look(number: int) -> None:
             found[number] = self.end_of(number, sizes.get(self.table.files[number]))
 
-        if self.at_end:
-            run_tasks(range(len(found)), look, _THREADS)
+        run_tasks(range(len(found)), look, _THREADS)
         return found
 
     def end_of(self, number: int, file_bytes: int | None) -> bytes | str:
@@ -828,8 +824,6 @@ class CheckFile:
         Raises:
             StorageError: The checksums can't be read.
         """
-        if not self.at_end:
-            return b""
         try:
             self._read_end(number, file_bytes)
         except DamagedCheckpointError as error:

@@ -31,7 +31,7 @@ from ray_dcp.manager.retention import StepFacts
 from ray_dcp.store.location import url_below
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage, read_if_there
-from ray_dcp.view.run_listing import PART_NAME, folders_in, look_into
+from ray_dcp.view.run_listing import folders_in, look_into
 
 FOLDER = SHARED_FOLDER
 Opener = Callable[[Target], Storage]
@@ -262,8 +262,6 @@ def _look_into(
             infos.append(info_slot(key))
         elif key.endswith(".distcp"):
             is_ours = is_ours or _OURS.fullmatch(key.rpartition("/")[2]) is not None
-        elif key.endswith(".safetensors"):
-            is_ours = is_ours or PART_NAME.fullmatch(key.rpartition("/")[2]) is not None
         elif key.startswith("chunks."):
             tables.append(key)
         elif key == ".metadata":

@@ -653,8 +653,7 @@ def write_metadata(
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
-        InvalidRequestError: ray_dcp did not write it, or stock DCP reads its container without
-            `.metadata`.
+        InvalidRequestError: ray_dcp did not write it.
         DamagedCheckpointError: Its chunk table is damaged.
         StorageError: The storage fails.
 
@@ -677,11 +676,10 @@ def write_metadata(
     try:
         found = find_checkpoint(storage, checkpoint_id=target.url)
         manifest = found.manifest
-        if manifest is None or manifest.container != "torch_save":
-            what = "stock DCP" if manifest is None else f"the container {manifest.container!r}"
+        if manifest is None:
             raise InvalidRequestError(
-                f"expected a checkpoint of ray_dcp in the container 'torch_save', found one of "
-                f"{what}, which has no use for another .metadata",
+                "expected a checkpoint of ray_dcp, found one of another program, which has no use "
+                "for another .metadata",
                 key="path",
             )
         if manifest.metadata is not None:

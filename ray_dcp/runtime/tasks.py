@@ -247,7 +247,6 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
             attempt=task.attempt,
             epoch=task.epoch,
             world_size=plan.world_size,
-            container="torch_save",
             created_s=time.time(),
             files=FilesColumns(
                 tuple(receipts.keys.split("\n")) if len(receipts) else (),

@@ -32,7 +32,7 @@ except ModuleNotFoundError:  # torch before 2.15; later ones deprecate it
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.events import contained
-from ray_dcp.options import INSTEAD_OF_SAFETENSORS, LoadOptions, SaveOptions
+from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.store.location import AnyPlace, Location, is_place, split_url
 from ray_dcp.store.opening import absolute_target, as_target, place_by_fsspec
 from ray_dcp.torch_adapter.foreign import TorchSaveReader
@@ -202,6 +202,10 @@ def decide_load(
     return _with_planner(place, planner, DefaultLoadPlanner)
 
 
+_INSTEAD_OF_SAFETENSORS = (
+    "save as it is by default, and make safetensors files of the checkpoint with "
+    "ray_dcp.export(path, target, 'hf') or `ray-dcp export --format hf`"
+)
 _FSSPEC = (FsspecWriter, FsspecReader)
 _LOCAL = (filesystem.FileSystemWriter, filesystem.FileSystemReader)
 _NATIVE = (*_LOCAL, *_FSSPEC, hf_storage.HuggingFaceStorageReader)
@@ -222,7 +226,7 @@ def _place(storage: Any, checkpoint_id: Any, argument: str) -> Route:
         if stand_in is not None:
             return Route(path=FOREIGN, reason=f"{kind} works on the ranks", storage=stand_in)
         if type(storage) is hf_storage.HuggingFaceStorageWriter:
-            _local_path(storage, checkpoint_id or storage.path, INSTEAD_OF_SAFETENSORS)
+            _local_path(storage, checkpoint_id or storage.path, _INSTEAD_OF_SAFETENSORS)
         if checkpoint_id is not None and not isinstance(checkpoint_id, (str, os.PathLike)):
             raise InvalidRequestError(
                 f"{kind} does its own work and takes a path or URL, not a "
@@ -347,7 +351,7 @@ def _writer_options(writer: Any) -> dict[str, object]:
     if writer.serialization_format is filesystem.SerializationFormat.SAFETENSORS:
         raise InvalidRequestError(
             f"{type(writer).__name__} must have serialization_format=TORCH_SAVE, but has "
-            f"SAFETENSORS, of which DCP reads nothing back: {INSTEAD_OF_SAFETENSORS}",
+            f"SAFETENSORS, of which DCP reads nothing back: {_INSTEAD_OF_SAFETENSORS}",
             key="serialization_format",
         )
     if not writer.sync_files:

@@ -37,8 +37,6 @@ from ray_dcp.store.storage import NETWORK_DISK, Entry, Storage, read_if_there, r
 T = TypeVar("T")
 
 _STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})", re.DOTALL)
-PART_NAME = re.compile(r"rank-\d+-part-\d+\.safetensors")
-"""Name of a part file of the container `safetensors`, in the sub-folder of its attempt."""
 _MOST_SHOWN = 8
 
 
@@ -145,22 +143,16 @@ def _is_checkpoint(keys: Iterable[str]) -> bool:
         key == METADATA_KEY
         or slot_of(key) is not None
         or ("/" not in key and key.endswith((".distcp", ".safetensors")))
-        or _is_part(key)
         for key in keys
     )
 
 
-def _is_part(key: str) -> bool:
-    """Returns whether a key is that of a part file in the sub-folder of its attempt."""
-    return key.count("/") == 1 and PART_NAME.fullmatch(key.rpartition("/")[2]) is not None
-
-
-OUR_FILE = re.compile(rf"__\d+_\d+\..+\.distcp|[^/]+/{PART_NAME.pattern}")
+OUR_FILE = re.compile(r"__\d+_\d+\..+\.distcp")
 """Data files that ray_dcp writes."""
 STOCK_FILE = re.compile(r"__\d+_\d+\.distcp")
 """Data files that stock DCP writes."""
 
-_RANK = re.compile(r"(?:.*/)?__(\d+)_\d+\.(?:.+\.)?distcp|.*/rank-(\d+)-part-\d+\.safetensors")
+_RANK = re.compile(r"(?:.*/)?__(\d+)_\d+\.(?:.+\.)?distcp")
 
 
 def rank_of_file(key: str) -> int | None:
@@ -174,7 +166,7 @@ def rank_of_file(key: str) -> int | None:
         (12, None)
     """
     match = _RANK.fullmatch(key)
-    return int(match[1] or match[2]) if match else None
+    return int(match[1]) if match else None
 
 
 def num_ranks(files: Iterable[str]) -> int | None:
@@ -354,7 +346,6 @@ def list_checkpoints(root: AnyPlace, *, told: Told | None = None) -> tuple[Liste
             directory, _, name = entry.key.rpartition("/")
             directories.setdefault(directory, {})[name] = entry.num_bytes
         shared = _read_shared(storage, directories)
-        _fold_attempts(directories)
         todo = [item for item in directories.items() if _is_checkpoint(item[1])]
         checkpoints = {directory for directory, _ in todo if directory}
 
@@ -433,17 +424,6 @@ def _read_shared(storage: Storage, directories: dict[str, dict[str, int]]) -> _S
                 rows = {row.name: row for row in decode_catalogue(data)}
     tags = {step: tuple(sorted(some)) for step, some in tags_in(keys).items()}
     return _SharedFiles(tags, notes, rows, latest_values(recorded_in(keys)))
-
-
-def _fold_attempts(directories: dict[str, dict[str, int]]) -> None:
-    """Moves the files of sub-folders of attempts into the directories of their checkpoints."""
-    for directory, names in list(directories.items()):
-        if directory and any(PART_NAME.match(name) for name in names):
-            parent, _, attempt = directory.rpartition("/")
-            files = directories.pop(directory)
-            directories.setdefault(parent, {}).update(
-                {f"{attempt}/{name}": num_bytes for name, num_bytes in files.items()}
-            )
 
 
 def folders_above(path: str) -> Iterator[str]:
@@ -550,4 +530,4 @@ def _found_now(storage: Storage) -> tuple[int, StateFound, Mapping[str, int]]:
 def _files_in(storage: Storage) -> dict[str, int]:
     """Returns the lengths of the files of a checkpoint, without those of folders in it."""
     entries = storage.list()
-    return {e.key: e.num_bytes for e in entries if "/" not in e.key or _is_part(e.key)}
+    return {e.key: e.num_bytes for e in entries if "/" not in e.key}

@@ -37,13 +37,6 @@ from ray_dcp.errors import (
 from ray_dcp.format.manifest import MAX_RECORD_BYTES, Manifest, decode_record, slot_of
 from ray_dcp.format.metadata import decode_metadata
 from ray_dcp.format.safe_pickle import MAX_PICKLE_BYTES
-from ray_dcp.format.safetensors import (
-    TensorEntry,
-    header,
-    parse_header,
-    saved_offsets,
-    sharding_metadata,
-)
 from ray_dcp.format.save_trace import trace_key
 from ray_dcp.format.step_info import info_slot
 from ray_dcp.format.stream_transforms import MAX_OBJECT_BYTES, ZSTD, unpacked_item
@@ -460,7 +453,7 @@ class _FileCheck:
             self.unread.append(Problem(self.key, None, 0, num_bytes, what))
 
     def _check_items(self, *, checksummed: bool) -> None:
-        end = self._check_header() if checksummed else 0
+        end = 0
         for row in self._rows:
             start = int(self._table.item_offset[row])
             stop = start + int(self._table.item_bytes[row])
@@ -491,20 +484,6 @@ class _FileCheck:
         stop = max(start, self._num_bytes - len(self._end))
         self._check_gap(start, stop)
         self.checked_bytes += self._num_bytes - stop
-
-    def _check_header(self) -> int:
-        """Checks the header of a safetensors file; returns the first byte after it."""
-        if not self.key.endswith(".safetensors") or not self._rows:
-            return 0
-        table = self._table
-        stop = min(int(table.payload_offset[row]) for row in self._rows)
-        if stop <= self._num_bytes:
-            found = bytes(self._bytes(0, stop))
-            self.checked_bytes += stop
-            if not _is_header_of(found, table, self._rows):
-                what = "expected the header of the tensors in this file, found other bytes"
-                self._report(None, 0, stop, what)
-        return stop
 
     def _check_gap(self, start: int, stop: int) -> None:
         for low in range(start, stop, _WINDOW_BYTES):
@@ -591,34 +570,6 @@ class _FileCheck:
     def _report(self, row: int | None, start: int, stop: int, what: str) -> None:
         fqn = None if row is None else self._name(row)
         self.problems.append(Problem(self.key, fqn, start, stop, what))
-
-
-def _is_header_of(data: bytes, table: ChunkTable, rows: Sequence[int]) -> bool:
-    """Returns whether these bytes are the header that the container `safetensors` gives a file.
-
-    Args:
-        data: Bytes of the file before its first raw byte.
-        table: Chunk table of the checkpoint.
-        rows: All chunks in the file.
-    """
-    expected: dict[str, tuple[TensorEntry, tuple[int, ...]]] = {}
-    for row in rows:
-        tensor = int(table.tensor[row])
-        name, ndim = table.names[tensor], int(table.ndim[tensor])
-        size = tuple(table.size[row, :ndim].tolist())
-        begin = int(table.payload_offset[row]) - len(data)
-        end = begin + int(table.payload_bytes[row])
-        entry = TensorEntry(name, table.dtypes[table.dtype[tensor]], size, begin, end)
-        expected[name] = entry, tuple(table.offset[row, :ndim].tolist())
-    try:
-        found = parse_header(data)
-        offsets = saved_offsets(found.metadata) or {}
-        if {entry.name: (entry, offsets.get(entry.name)) for entry in found.entries} != expected:
-            return False
-        # Why encoded again: only the header has the order of empty tensors, which share an offset.
-        return header(found.entries, sharding_metadata(offsets)) == data
-    except CheckpointError:
-        return False
 
 
 _RECORDS = {"data.pkl", "version", "byteorder"}

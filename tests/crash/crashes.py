@@ -43,15 +43,11 @@ from tests.crash.interruptions import (
 )
 from tests.crash.invariants import INVARIANTS, Aftermath, Invariant, Told, all_keys, expect, is_same
 from tests.crash.registry import NEW, NEXT, OLD, Operation, Place, directory_of
-from tests.support import checkpoints
-from tests.support.arrays import GOLDEN_ARRAYS, ArrayCapture, State
+from tests.support.arrays import ArrayCapture, State
 from tests.support.storages import CrashError, Fault, Script
 from tests.support.world import load_state
 
 # --- The operations -------------------------------------------------------------------------------
-
-
-MORE_ARRAYS: State = {name: np.asarray(value + 1) for name, value in GOLDEN_ARRAYS.items()}
 
 
 def torch_state(state: State) -> dict[str, Any]:
@@ -146,23 +142,12 @@ def _load_new(place: Place) -> None:
     load_state(place.storage, NEW)
 
 
-def _put_safetensors(place: Place) -> None:
-    """Puts what an early version saved in the container `safetensors`."""
-    folder = checkpoints.GOLDEN / "format-1-safetensors"
-    for file in folder.rglob("*.*"):
-        place.storage.write(str(file.relative_to(folder)), file.read_bytes())
-
-
 def _save_old(place: Place) -> None:
     place.save(OLD)
 
 
 def _save_new(place: Place) -> str:
     return place.save(NEW, 2)
-
-
-def _save_more(place: Place) -> str:
-    return place.save(MORE_ARRAYS, 2)
 
 
 def _staged_new(place: Place) -> str:
@@ -241,10 +226,6 @@ OPERATIONS = (
         name="save.staged", prepare=_old_and_leftovers, run=_staged_new, previous=OLD, new=NEW
     ),
     Operation(
-        name="save.overwrite_safetensors", prepare=_put_safetensors, run=_save_more,
-        previous=GOLDEN_ARRAYS, new=MORE_ARRAYS,
-    ),
-    Operation(
         name="save.aborted", prepare=_save_old, run=save_with_a_failing_rank, previous=OLD,
         new=OLD, fails=True,
     ),
@@ -252,8 +233,6 @@ OPERATIONS = (
         name="load.repairs_metadata", prepare=_not_published, run=_load_new, previous=NEW, new=NEW
     ),
     Operation(name="delete", prepare=_old_and_leftovers, run=delete_at, previous=OLD),
-    Operation(name="delete.safetensors", prepare=_put_safetensors, run=delete_at,
-              previous=GOLDEN_ARRAYS),
     Operation(name="delete.again", prepare=_half_deleted, run=delete_at),
     Operation(
         name="collect", prepare=_replaced_and_leftovers, run=_collect, previous=OLD, new=OLD

@@ -23,7 +23,7 @@ import ray_dcp
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.format import manifest as records
 from ray_dcp.format.metadata import decode_metadata, encode_metadata
-from ray_dcp.format.safetensors import header, parse_header, saved_offsets, sharding_metadata
+from ray_dcp.format.safetensors import header, parse_header, saved_offsets
 from ray_dcp.format.stream_transforms import ZSTD, unpacked_item
 from ray_dcp.format.table import GroupedTable, decode_table, encode_table, end_of
 from ray_dcp.format.torch_items import parse_torch_save
@@ -33,6 +33,7 @@ from ray_dcp.torch_adapter.objects import load_object
 from ray_dcp.view.verify import verify_checkpoint
 from tests.fuzz.mutation import NUMBERS, spoiled, spoiled_json, spoiled_pickle
 from tests.support import damage
+from tests.support.checkpoints import sharding_metadata
 from tests.support.format_cases import Stored, forged, grouped_table, manifest, mixed_table, saved
 
 Spoil = Callable[[bytes, random.Random], bytes]

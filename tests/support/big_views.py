@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -64,21 +65,28 @@ def table(
 
 
 def checkpoint(path: Path, found: ChunkTable, attempt: str, *, created_s: float = 1e9) -> Path:
-    """Writes table and manifest of a checkpoint; its data files are not there."""
+    """Writes table and manifest of a checkpoint, and data files of zeros with checksums."""
     path.mkdir(parents=True, exist_ok=True)
-    data = encode_table(found)
+    files = tuple(_file(path / key, found, at) for at, key in enumerate(found.files))
+    none = np.zeros(found.num_chunks + 1, np.int64)
+    data = encode_table(replace(found, check_start=none, checks=np.zeros(0, np.uint64)))
     entry = FileEntry(f"chunks.{attempt}.table", len(data), digest_bytes(data).hex())
     (path / entry.key).write_bytes(data)
     manifest = Manifest(
-        attempt=attempt, epoch=1, world_size=len(found.files), container="safetensors",
-        created_s=created_s,
-        files=tuple(
-            FileEntry(key, int(found.payload_bytes[found.file == at].sum()), "0" * 32)
-            for at, key in enumerate(found.files)
-        ),
+        attempt=attempt, epoch=1, world_size=len(found.files), created_s=created_s, files=files,
         table=entry, metadata=None, replaced_metadata=None, plan_digest="0" * 64,
         num_tensors=found.num_tensors, num_chunks=found.num_chunks,
         payload_bytes=int(found.payload_bytes.sum()), previous_slot=0,
     )  # fmt: skip
     (path / record_key(1)).write_bytes(encode_record(manifest))
     return path
+
+
+def _file(path: Path, found: ChunkTable, at: int) -> FileEntry:
+    """Writes a sparse data file, and the checksums of its chunks behind it."""
+    own = found.file == at
+    end = found.checks[own].astype("<u8").tobytes()
+    with path.open("wb") as file:
+        file.seek(int(found.payload_bytes[own].sum()))
+        file.write(end)
+    return FileEntry(path.name, path.stat().st_size, digest_bytes(end).hex())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,10 @@ def save(path: Path, **options: Any) -> Path:
     return path
 
 
-def put_safetensors(path: Path) -> Path:
-    """Puts what an early version saved of `state(large=(60, 50))`: the container `safetensors`."""
-    return shutil.copytree(GOLDEN / "format-1-companion", path)
+def sharding_metadata(offsets: dict[str, tuple[int, ...]]) -> dict[str, str]:
+    """Returns the `__metadata__` of a safetensors file of DCP, by the start of each chunk."""
+    info = {name: {"saved_offsets": list(offset)} for name, offset in offsets.items()}
+    return {"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0", "format": "pt"}
 
 
 def save_stock(path: Path, values: dict[str, Any] | None = None) -> Path:

@@ -98,7 +98,6 @@ def save_hub(path: Path) -> Path:
 
 SAVES: dict[str, Callable[[Path], Path]] = {
     "ours": save_ours,
-    "safetensors": checkpoints.put_safetensors,
     "stock": save_stock,
     "zstd": save_stock_zstd,
     "hub": save_hub,

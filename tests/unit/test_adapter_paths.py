@@ -70,9 +70,6 @@ def test_arguments_of_the_writer_become_options(tmp_path):
     "save",
     [
         lambda path: ray_dcp.save(
-            {}, checkpoint_id=path, options=SaveOptions(container="safetensors")
-        ),
-        lambda path: ray_dcp.save(
             {},
             storage_writer=dcp.FileSystemWriter(
                 path, serialization_format=filesystem.SerializationFormat.SAFETENSORS

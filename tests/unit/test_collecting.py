@@ -34,7 +34,6 @@ from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import StorageTraits
 from ray_dcp.view.checkpoint_view import open_checkpoint
 from ray_dcp.view.run_listing import list_checkpoints
-from tests.support import checkpoints
 from tests.support.arrays import state_of
 from tests.support.checkpoints import check_stock, save_stock, stock_load
 from tests.support.storages import Fault, FaultyStorage
@@ -149,8 +148,6 @@ def test_a_save_removes_what_dead_attempts_left_and_their_unpublished_files(tmp_
     for key in (f"__0_0.{DEAD}.distcp", f"chunks.{DEAD}.table", record_key(9), ".metadata"):
         (tmp_path / "step-1" / f"{TEMP}{key}").write_bytes(b"half")
     (tmp_path / "step-1" / f"{TEMP}notes").write_bytes(b"not ours")
-    (tmp_path / "step-1" / DEAD).mkdir()
-    (tmp_path / "step-1" / DEAD / f"{TEMP}rank-00000-part-00000.safetensors").write_bytes(b"half")
     saved(path, THREE)
     assert names(storage) - needed(storage) == {f"{TEMP}notes"}
     assert [entry for entry in Path(path).iterdir() if entry.is_dir()] == []
@@ -240,14 +237,8 @@ def test_where_records_can_not_be_created_only_if_absent_unknown_attempts_keep_t
 # Delete
 
 
-@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
-def test_a_deleted_checkpoint_is_gone_and_says_so(place, container):
-    if container == "torch_save":
-        attempt = saved(place.url, world_size=2).attempt
-    else:  # as an early version saved it
-        for file in (folder := checkpoints.GOLDEN / "format-1-safetensors").rglob("*.*"):
-            place.write(str(file.relative_to(folder)), file.read_bytes())
-        attempt = newest_record(place).manifest.attempt
+def test_a_deleted_checkpoint_is_gone_and_says_so(place):
+    attempt = saved(place.url, world_size=2).attempt
     place.write("notes.txt", b"mine")
     sizes = {entry.key: entry.num_bytes for entry in place.list()}
     report = delete(place.url)
@@ -615,14 +606,14 @@ def test_files_that_an_old_metadata_names_stay_while_it_can_not_be_replaced(tmp_
 def test_a_link_out_of_the_checkpoint_is_not_followed(tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
-    (outside / "rank-00000-part-00000.safetensors").write_bytes(b"mine")
+    (outside / "__0_0.abc.distcp").write_bytes(b"mine")
     path = tmp_path / "place"
     saved(str(path))
     (path / DEAD).symlink_to(outside)
     assert collect(str(path), abort_unfinished=True).warnings == ()
     saved(str(path), TWO)
     delete(str(path))
-    assert (outside / "rank-00000-part-00000.safetensors").read_bytes() == b"mine"
+    assert (outside / "__0_0.abc.distcp").read_bytes() == b"mine"
     assert (path / DEAD).is_symlink()
 
 

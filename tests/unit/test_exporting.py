@@ -34,12 +34,10 @@ from tests.support import checkpoints
 from tests.support.storages import Gate, GatedStorage
 
 
-@pytest.fixture(params=["torch_save", "safetensors", "stock"])
+@pytest.fixture(params=["torch_save", "stock"])
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     if request.param == "stock":
         return checkpoints.save_stock(tmp_path / "source")
-    if request.param == "safetensors":
-        return checkpoints.put_safetensors(tmp_path / "source")
     return checkpoints.save(tmp_path / "source")
 
 
@@ -273,26 +271,21 @@ def test_wrong_imports_are_refused(tmp_path: Path):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
-def test_a_copy_is_the_same_checkpoint_elsewhere(tmp_path: Path, container: str):
-    if container == "safetensors":
-        source = checkpoints.put_safetensors(tmp_path / "source")
-    else:
-        for _ in range(2):
-            source = checkpoints.save(tmp_path / "source")
+def test_a_copy_is_the_same_checkpoint_elsewhere(tmp_path: Path):
+    for _ in range(2):
+        source = checkpoints.save(tmp_path / "source")
     told: list[tuple[int, int]] = []
     view = ray_dcp.copy(source, tmp_path / "copy", told=lambda *one: told.append(one))
     before, own = ray_dcp.open(source).attempt, view.attempt
     assert own != before
     assert view.verify() == ray_dcp.open(source).verify()
-    if container == "torch_save":
-        assert view.trace == replace(ray_dcp.open(source).trace, attempt=own)
+    assert view.trace == replace(ray_dcp.open(source).trace, attempt=own)
     files = [ray_dcp.open(path).checkpoint.manifest.files for path in (source, tmp_path / "copy")]
     assert files[0].digests == files[1].digests
     assert told[-1][0] == told[-1][1] == max(done for done, _ in told)
     names = [sorted(p.name for p in path.rglob("*")) for path in (source, tmp_path / "copy")]
     slots = [name for name in names[0] if name.startswith("manifest-")]
-    assert slots == [f"manifest-0000000{1 + (container == 'torch_save')}.json"]
+    assert slots == ["manifest-00000002.json"]
     there = sorted(
         name.replace(before, own).replace(slots[0], "manifest-00000001.json") for name in names[0]
     )

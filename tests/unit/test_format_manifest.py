@@ -62,6 +62,13 @@ def test_a_record_is_read_back_equal_and_written_again_the_same(record):
     assert json.loads(data)["record"]["attempt"] == record.attempt
 
 
+def test_another_format_of_the_data_files_says_to_upgrade_and_is_not_called_damaged():
+    data = signed({**fields_of(MANIFEST), "container": "zarr"})
+    with pytest.raises(errors.CheckpointError, match="found 'zarr'.*upgrade ray_dcp") as caught:
+        mf.decode_record(data)
+    assert not isinstance(caught.value, errors.DamagedCheckpointError)
+
+
 @pytest.mark.parametrize("version", [2, mf.FORMAT_VERSION + 1, 1 << 40])
 def test_another_version_says_to_upgrade_and_is_not_called_damaged(version):
     data = signed({**fields_of(ABORT), "format_version": version, "more": 1})

@@ -8,6 +8,7 @@ from ray_dcp import DamagedCheckpointError, InternalError, UnsupportedValueError
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.format import safetensors as sf
 from ray_dcp.format.torch_items import NeedMoreBytes
+from tests.support.checkpoints import sharding_metadata
 
 
 def raw(fields):
@@ -38,7 +39,7 @@ TENSORS = {
 
 def test_a_header_is_read_back_and_its_data_is_aligned():
     entries, data = packed(TENSORS)
-    metadata = sf.sharding_metadata(dict.fromkeys(TENSORS, (7,)))
+    metadata = sharding_metadata(dict.fromkeys(TENSORS, (7,)))
     header = sf.header(entries, metadata)
     assert len(header) % sf.DATA_ALIGNMENT == 0
     found = sf.parse_header(header + data, len(header) + len(data))

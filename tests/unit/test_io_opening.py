@@ -13,11 +13,12 @@ from safetensors.numpy import save_file
 import ray_dcp
 from ray_dcp import errors
 from ray_dcp.format.manifest import AbortRecord, encode_record, record_key
-from ray_dcp.format.safetensors import header, sharding_metadata
+from ray_dcp.format.safetensors import header
 from ray_dcp.io.checkpoint import checkpoint_from, find_checkpoint, newest_record, read_checkpoint
 from ray_dcp.options import SaveOptions
 from ray_dcp.store.local import LocalStorage
 from tests.support import checkpoints
+from tests.support.checkpoints import sharding_metadata
 from tests.support.storages import FaultyStorage
 
 W = np.arange(600, dtype=np.float32).reshape(20, 30)

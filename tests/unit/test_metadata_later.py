@@ -11,7 +11,6 @@ from click.testing import CliRunner
 import ray_dcp
 from ray_dcp.cli.main import main
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
-from tests.support import checkpoints
 
 stock_load = partial(dcp.load, no_dist=True)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -62,12 +61,9 @@ def test_what_has_no_use_for_it_is_refused(tmp_path):
         ray_dcp.write_metadata(tmp_path / "nothing")
     dcp.save(state_of(1), checkpoint_id=tmp_path / "stock", no_dist=True)
     before = (tmp_path / "stock" / ".metadata").read_bytes()
-    with pytest.raises(InvalidRequestError, match="stock DCP"):
+    with pytest.raises(InvalidRequestError, match="another program"):
         ray_dcp.write_metadata(tmp_path / "stock")
     assert (tmp_path / "stock" / ".metadata").read_bytes() == before
-    checkpoints.put_safetensors(tmp_path / "flat")
-    with pytest.raises(InvalidRequestError, match="safetensors"):
-        ray_dcp.write_metadata(tmp_path / "flat")
 
 
 def test_a_copy_that_lacks_the_dot_file_gets_one_of_its_own(tmp_path):

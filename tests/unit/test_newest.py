@@ -175,9 +175,8 @@ def test_a_run_is_its_step_folders_and_nothing_deeper(tmp_path):
 
 @pytest.mark.parametrize(
     "files",
-    [["manifest-00000001.json"], ["__0_0.distcp"], ["model.safetensors"],
-     ["abc123/rank-0-part-0.safetensors"]],
-)  # fmt: skip
+    [["manifest-00000001.json"], ["__0_0.distcp"], ["model.safetensors"]],
+)
 def test_what_a_save_left_makes_a_folder_a_step(tmp_path, files):
     for file in files:
         path = tmp_path / "run" / "checkpoint-500" / file

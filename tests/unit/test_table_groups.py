@@ -88,33 +88,14 @@ class Counting(MemoryStorage):
         return sum(length for key, length in self.reads if key.endswith(".table"))
 
 
-@pytest.fixture(params=["torch_save", "safetensors"])
-def saved(request):
-    """A checkpoint of 8 ranks with a table in groups, in each way that checksums are kept."""
+@pytest.fixture
+def saved():
+    """A checkpoint of 8 ranks with a table in groups."""
     storage = Counting("table-groups")
     storage.delete([entry.key for entry in storage.list()])
     save_state(storage, sample_state(3), 8, options=WITHOUT)
-    if request.param == "safetensors":
-        _put_checks_into_the_table(storage)
     storage.reads.clear()
     return storage
-
-
-def _put_checks_into_the_table(storage):
-    """Makes of a checkpoint what early versions wrote in the container `safetensors`."""
-    committed = newest_record(storage)
-    manifest, table = committed.manifest, read_checkpoint(storage).table
-    data = encode_table(table)
-    start = end_of(data)
-    entries = [
-        replace(entry, num_bytes=len(part), digest=digest_bytes(part).hex())
-        for entry, part in ((manifest.table, data), (manifest.table_end, data[start:]))
-    ]
-    storage.write(manifest.table.key, data)
-    manifest = replace(
-        manifest, container="safetensors", deferred=(), table=entries[0], table_end=entries[1]
-    )
-    storage.write(record_key(committed.slot), encode_record(manifest))
 
 
 def opened(storage):

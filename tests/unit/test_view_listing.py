@@ -76,17 +76,6 @@ def test_a_checkpoint_is_listed_once_also_as_the_root_itself(tmp_path: Path):
         assert (item.name, item.step, item.state) == (name, 10, "committed")
 
 
-def test_the_folder_of_a_safetensors_attempt_belongs_to_its_checkpoint(tmp_path: Path):
-    path = checkpoints.put_safetensors(tmp_path / "step-1")
-    assert list(path.rglob("*/*.safetensors"))
-    (item,) = list_checkpoints(tmp_path)
-    assert (item.name, item.state) == ("step-1", "committed")
-    for manifest in path.glob("manifest-*"):
-        manifest.unlink()
-    (item,) = list_checkpoints(tmp_path)
-    assert (item.name, item.state) == ("step-1", "in flight")
-
-
 def test_nothing_is_listed_where_nothing_is_and_what_is_in_memory_is(tmp_path: Path):
     assert list_checkpoints(tmp_path) == list_checkpoints(tmp_path / "nothing") == ()
     for step in (2, 1):
