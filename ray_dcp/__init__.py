@@ -93,7 +93,7 @@ if TYPE_CHECKING:
     from ray_dcp.saving import save as save
     from ray_dcp.saving import save_state_dict as save_state_dict
     from ray_dcp.saving import warm_up as warm_up
-    from ray_dcp.stage.values import StagerOptions as StagerOptions
+    from ray_dcp.stage.orders import StagerOptions as StagerOptions
     from ray_dcp.store.location import Location as Location
     from ray_dcp.torch_adapter.results import LoadReport as LoadReport
     from ray_dcp.torch_adapter.state import PerRank as PerRank
@@ -129,7 +129,7 @@ _HOMES = {
         "ray_dcp.runtime.tasks": ("outcome",),
         "ray_dcp.runtime.worker_group": ("WorkerGroup",),
         "ray_dcp.saving": ("save", "save_state_dict", "warm_up"),
-        "ray_dcp.stage.values": ("StagerOptions",),
+        "ray_dcp.stage.orders": ("StagerOptions",),
         "ray_dcp.store.location": ("Location",),
         "ray_dcp.torch_adapter.results": ("LoadReport",),
         "ray_dcp.torch_adapter.state": ("PerRank",),

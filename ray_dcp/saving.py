@@ -39,7 +39,7 @@ from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_save import RankSave
 from ray_dcp.runtime.session import Session
 from ray_dcp.runtime.staging_backend import warm_process
-from ray_dcp.stage.values import StagerOptions
+from ray_dcp.stage.orders import StagerOptions
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import as_target
 from ray_dcp.torch_adapter.capture import Capture, capture, check_nonfinite, checking_finite

@@ -48,7 +48,7 @@ from ray_dcp.runtime.actor_names import MOST_CALLS, NAMESPACE, coordinator_name,
 from ray_dcp.runtime.coordinator_loop import CoordinatorLoop, Member
 from ray_dcp.runtime.ray_private import Caller
 from ray_dcp.runtime.recovery import StagedPlans, StagerWatch, parts_written
-from ray_dcp.stage.values import StageReport
+from ray_dcp.stage.orders import StageReport
 
 
 class Membership:

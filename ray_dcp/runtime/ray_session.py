@@ -38,7 +38,7 @@ from ray_dcp.runtime.gatherer import GatheredCalls
 from ray_dcp.runtime.heartbeat import HeartbeatSender
 from ray_dcp.runtime.session import MARGIN_S, Connection, Session, announce_connect, sessions
 from ray_dcp.runtime.staging import RankStaging
-from ray_dcp.stage.values import StagerOptions
+from ray_dcp.stage.orders import StagerOptions
 
 PROBE_S = 10.0
 """How long a cluster's control store may take to accept a connection, in seconds."""

@@ -28,7 +28,7 @@ from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.commit_protocol.messages import OpKey, PartsHeld, PartsWritten, Request
 from ray_dcp.errors import CheckpointError
 from ray_dcp.runtime import ray_calls, ray_private
-from ray_dcp.stage.values import StageReport
+from ray_dcp.stage.orders import StageReport
 
 logger = logging.getLogger(__name__)
 

@@ -36,9 +36,7 @@ from ray_dcp.errors import CheckpointError
 from ray_dcp.runtime import metrics, ray_calls, ray_private
 from ray_dcp.runtime.actor_names import NAMESPACE, stager_name
 from ray_dcp.runtime.ray_private import Caller, store_bytes
-from ray_dcp.stage.memory import runs_of
-from ray_dcp.stage.memory_tier import Part, TierEntry, registered_name
-from ray_dcp.stage.values import (
+from ray_dcp.stage.orders import (
     SHARE_OF_STORE,
     Grant,
     InFlight,
@@ -50,6 +48,8 @@ from ray_dcp.stage.values import (
     StagerOptions,
     Unknown,
 )
+from ray_dcp.stage.staged_memory import runs_of
+from ray_dcp.stage.tier_index import Part, TierEntry, registered_name
 from ray_dcp.stage.write_queue import WriteQueue
 
 

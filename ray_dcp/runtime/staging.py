@@ -36,9 +36,9 @@ from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE
 from ray_dcp.runtime.coordinator_call import call_actor, check_ray
 from ray_dcp.runtime.rank_save import Captured
 from ray_dcp.runtime.stager import StagingAddress, stager_of
-from ray_dcp.stage.copying import filler_of
+from ray_dcp.stage.orders import StageKey, StageOrder, StageProgress, StagerOptions
 from ray_dcp.stage.transfer import StagerGone, transfer
-from ray_dcp.stage.values import StageKey, StageOrder, StageProgress, StagerOptions
+from ray_dcp.stage.window_filling import filler_of
 from ray_dcp.stage.windows import plan_digest
 from ray_dcp.stage.write_queue import LINGER_S, step_behind
 

@@ -39,9 +39,9 @@ from ray_dcp.runtime.rank_save import (
     RankSave,
     result_or_error,
 )
-from ray_dcp.stage.copying import Filler, fill_rows, filler_of
-from ray_dcp.stage.memory import PIECE_BYTES, Lease, PrivateMemory
-from ray_dcp.stage.values import StageKey
+from ray_dcp.stage.orders import StageKey
+from ray_dcp.stage.staged_memory import PIECE_BYTES, Lease, PrivateMemory
+from ray_dcp.stage.window_filling import Filler, fill_rows, filler_of
 from ray_dcp.store.opening import open_storage
 
 if TYPE_CHECKING:

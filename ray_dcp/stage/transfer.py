@@ -20,15 +20,15 @@ import numpy as np
 
 from ray_dcp.core.values import RankPlan
 from ray_dcp.io.threads import Stop, begin
-from ray_dcp.stage.copying import (
+from ray_dcp.stage.orders import SHARE_OF_STORE, Grant, StageOrder, Unknown
+from ray_dcp.stage.staged_memory import PIECE_BYTES, Lease, PrivateMemory
+from ray_dcp.stage.window_filling import (
     Filler,
     Pin,
     copying_threads,
     drain,
     window_parts,
 )
-from ray_dcp.stage.memory import PIECE_BYTES, Lease, PrivateMemory
-from ray_dcp.stage.values import SHARE_OF_STORE, Grant, StageOrder, Unknown
 from ray_dcp.stage.windows import StagingLayout, lay_out_windows
 
 REPORT_S = 0.2

@@ -36,9 +36,7 @@ from ray_dcp.io.threads import run_tasks
 from ray_dcp.io.writer import NotHeldError, part_key, write_pieces
 from ray_dcp.stage.budget import Room, WindowBudget
 from ray_dcp.stage.job_state import Event, JobState
-from ray_dcp.stage.memory import WindowBytes
-from ray_dcp.stage.memory_tier import Part, TierEntry, TierFile, kept_file, too_many
-from ray_dcp.stage.values import (
+from ray_dcp.stage.orders import (
     Grant,
     InFlight,
     StagedWindow,
@@ -48,6 +46,8 @@ from ray_dcp.stage.values import (
     StageReport,
     Unknown,
 )
+from ray_dcp.stage.staged_memory import WindowBytes
+from ray_dcp.stage.tier_index import Part, TierEntry, TierFile, kept_file, too_many
 from ray_dcp.stage.windows import StagingLayout, lay_out_windows
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage

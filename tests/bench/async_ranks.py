@@ -202,7 +202,7 @@ class StoreRank:
         import numpy as np
         import ray
 
-        from ray_dcp.stage.values import StagerOptions
+        from ray_dcp.stage.orders import StagerOptions
         from tests.support.processes import eventually
 
         length = StagerOptions().window_bytes

@@ -20,7 +20,7 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import staging as staging_link
 from ray_dcp.runtime.ray_private import store_bytes
 from ray_dcp.runtime.staging import RankStaging
-from ray_dcp.stage.values import StageKey, StagerOptions
+from ray_dcp.stage.orders import StageKey, StagerOptions
 from tests.support.processes import eventually, lives
 from tests.support.programs.held_writes import hang_writes
 from tests.support.servers.s3 import shared_memory

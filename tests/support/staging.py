@@ -14,8 +14,8 @@ from ray_dcp.core.values import Columns, RankPlan
 from ray_dcp.io.writer import write_part
 from ray_dcp.options import SaveOptions
 from ray_dcp.planning.global_plan import make_plan, rank_plan
-from ray_dcp.stage.copying import HostFiller, fill_window
-from ray_dcp.stage.values import StageKey, StageOrder
+from ray_dcp.stage.orders import StageKey, StageOrder
+from ray_dcp.stage.window_filling import HostFiller, fill_window
 from ray_dcp.stage.windows import StagingLayout, lay_out_windows, plan_digest
 from ray_dcp.stage.write_queue import WriteQueue
 from ray_dcp.store.opening import open_storage

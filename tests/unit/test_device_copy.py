@@ -16,9 +16,9 @@ import ray_dcp
 from ray_dcp.errors import CheckpointError, InternalError
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import staging_backend
-from ray_dcp.stage import copying, memory
-from ray_dcp.stage.copying import HostFiller, drain, fill_rows
-from ray_dcp.stage.memory import PrivateMemory
+from ray_dcp.stage import staged_memory, window_filling
+from ray_dcp.stage.staged_memory import PrivateMemory
+from ray_dcp.stage.window_filling import HostFiller, drain, fill_rows
 from ray_dcp.torch_adapter import devices, sink
 from ray_dcp.torch_adapter.capture import TensorBytes
 from ray_dcp.torch_adapter.devices import (
@@ -303,7 +303,7 @@ def pin(driver: Played):
 
 
 def test_private_memory_is_pinned_piece_by_piece_and_once(monkeypatch):
-    monkeypatch.setattr(memory, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(staged_memory, "PIECE_BYTES", 1 << 20)
     driver, private = Played(torch.zeros(1)), PrivateMemory()
     for _ in range(2):
         lease = private.lease(3 << 20)
@@ -317,7 +317,7 @@ def test_private_memory_is_pinned_piece_by_piece_and_once(monkeypatch):
 
 
 def test_no_copy_goes_beyond_a_piece_and_each_is_announced_once(monkeypatch):
-    monkeypatch.setattr(copying, "_SMALL_BYTES", 300)
+    monkeypatch.setattr(window_filling, "_SMALL_BYTES", 300)
     tensors = [torch.randn(n % 50 + 1) for n in range(200)] + [torch.randn(3000), torch.zeros(0)]
     driver, used = Played(*tensors), []
     lengths = [tensor.nbytes for tensor in tensors]

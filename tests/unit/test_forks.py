@@ -17,7 +17,7 @@ import pytest
 import ray_dcp
 from ray_dcp.core.processes import ProcessLock
 from ray_dcp.runtime.inline import session_alone
-from ray_dcp.stage.memory import PrivateMemory
+from ray_dcp.stage.staged_memory import PrivateMemory
 from tests.support.programs.forks import Programs
 
 HANDLED = {
@@ -30,7 +30,7 @@ HANDLED = {
     "runtime.ray_private._asked": "of each thread",
     "runtime.session.sessions": "refuse calls in a child",
     "runtime.staging_backend._memory": "begins anew; the memory is private",
-    "stage.copying._helpers": "new threads",
+    "stage.window_filling._helpers": "new threads",
     "stage.transfer._scratch": "begins anew; the memory is private",
     "store.storage_adapter._LOCK": "a new one",
     "store.local._LOCK": "a new one",

@@ -64,7 +64,7 @@ def test_a_record_is_read_back_equal_and_written_again_the_same(record):
 
 def test_another_format_of_the_data_files_says_to_upgrade_and_is_not_called_damaged():
     data = signed({**fields_of(MANIFEST), "container": "zarr"})
-    with pytest.raises(errors.CheckpointError, match="found 'zarr'.*upgrade ray_dcp") as caught:
+    with pytest.raises(errors.CheckpointError, match=r"found 'zarr'.*upgrade ray_dcp") as caught:
         mf.decode_record(data)
     assert not isinstance(caught.value, errors.DamagedCheckpointError)
 

@@ -25,11 +25,11 @@ from ray_dcp.errors import InvalidRequestError
 from ray_dcp.io.writer import write_part
 from ray_dcp.options import SaveOptions
 from ray_dcp.planning.global_plan import make_plan, rank_plan
-from ray_dcp.stage import copying
+from ray_dcp.stage import window_filling
 from ray_dcp.stage.budget import Room, WindowBudget
-from ray_dcp.stage.copying import copy_all, fill_window
 from ray_dcp.stage.job_state import Event, JobState
-from ray_dcp.stage.values import StageKey, StagerOptions
+from ray_dcp.stage.orders import StageKey, StagerOptions
+from ray_dcp.stage.window_filling import copy_all, fill_window
 from ray_dcp.stage.windows import lay_out_windows
 from ray_dcp.stage.write_queue import WriteQueue
 from ray_dcp.store.opening import open_storage
@@ -485,8 +485,8 @@ def test_who_is_interrupted_leaves_nobody_who_goes_on_copying(monkeypatch):
         copied.append(pair)
 
     caller = threading.get_ident()
-    monkeypatch.setattr(copying.np, "copyto", copyto)
-    monkeypatch.setattr(copying, "deque", SlowToEmpty)
+    monkeypatch.setattr(window_filling.np, "copyto", copyto)
+    monkeypatch.setattr(window_filling, "deque", SlowToEmpty)
     with pytest.raises(KeyboardInterrupt):
         copy_all(pairs(40 * MIB), 2)
     assert len(copied) == 1

@@ -24,10 +24,10 @@ from ray_dcp.io.writer import file_layout
 from ray_dcp.options import SaveOptions
 from ray_dcp.stage import transfer as stage_transfer
 from ray_dcp.stage import write_queue
-from ray_dcp.stage.copying import HostFiller, window_parts
-from ray_dcp.stage.memory_tier import too_many
+from ray_dcp.stage.orders import StagedWindow, StageKey
+from ray_dcp.stage.tier_index import too_many
 from ray_dcp.stage.transfer import transfer
-from ray_dcp.stage.values import StagedWindow, StageKey
+from ray_dcp.stage.window_filling import HostFiller, window_parts
 from ray_dcp.stage.windows import lay_out_windows
 from ray_dcp.stage.write_queue import WriteQueue
 from ray_dcp.store.opening import open_storage

@@ -27,7 +27,7 @@ from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.coordinator import Coordinator
 from ray_dcp.runtime.recovery import StagedPlans, StagerWatch
 from ray_dcp.runtime.tasks import perform, settle
-from ray_dcp.stage.values import StageKey, StageProgress
+from ray_dcp.stage.orders import StageKey, StageProgress
 from tests.support.protocol import KEY, join_of
 from tests.support.world import Shell
 from tests.unit.test_protocol_staged import SECOND, StagedPlay

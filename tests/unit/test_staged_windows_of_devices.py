@@ -8,7 +8,7 @@ from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core.values import RankPlan
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import staging
-from ray_dcp.stage.values import StageKey
+from ray_dcp.stage.orders import StageKey
 from tests.support.protocol import KEY
 
 

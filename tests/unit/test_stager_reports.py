@@ -10,7 +10,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from ray_dcp.commit_protocol.liveness import OUT_OF_REACH_S
 from ray_dcp.runtime.stager import REPORT_TRIES, deliver
-from ray_dcp.stage.values import StageKey, StageReport
+from ray_dcp.stage.orders import StageKey, StageReport
 from tests.support.protocol import KEY
 
 REPORT = StageReport(StageKey((KEY, 1), 0, "a1"), 0, None)

@@ -11,10 +11,10 @@ import torch
 
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.stage import transfer as stage_transfer
-from ray_dcp.stage.copying import HostFiller, copying_threads, fill_window, window_parts
-from ray_dcp.stage.memory import PrivateMemory
+from ray_dcp.stage.orders import Grant, StageKey
+from ray_dcp.stage.staged_memory import PrivateMemory
 from ray_dcp.stage.transfer import transfer
-from ray_dcp.stage.values import Grant, StageKey
+from ray_dcp.stage.window_filling import HostFiller, copying_threads, fill_window, window_parts
 from ray_dcp.stage.windows import lay_out_windows
 from ray_dcp.torch_adapter.capture import TensorBytes
 from ray_dcp.torch_adapter.devices import DeviceFiller, Moment

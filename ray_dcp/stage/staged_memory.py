@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ray_dcp.core.processes import OwnProcess
-from ray_dcp.stage.copying import Pin
+from ray_dcp.stage.window_filling import Pin
 
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE: touches pages without changing them (Linux 5.14)."""

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from ray_dcp.core.values import Int32Array, Int64Array
-from ray_dcp.stage.values import StagedWindow, StageKey
+from ray_dcp.stage.orders import StagedWindow, StageKey
 from ray_dcp.stage.windows import StagingLayout
 
 
