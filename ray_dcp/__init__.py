@@ -98,6 +98,7 @@ if TYPE_CHECKING:
     from ray_dcp.torch_adapter.results import LoadReport as LoadReport
     from ray_dcp.torch_adapter.state import PerRank as PerRank
     from ray_dcp.view.checkpoint_view import CheckpointView as CheckpointView
+    from ray_dcp.view.progress import Progress as Progress
     from ray_dcp.view.run_view import RunView as RunView
     from ray_dcp.view.run_view import open as open  # noqa: A004 - the contract's name
     from ray_dcp.view.verify import verify as verify
@@ -134,6 +135,7 @@ _HOMES = {
         "ray_dcp.torch_adapter.results": ("LoadReport",),
         "ray_dcp.torch_adapter.state": ("PerRank",),
         "ray_dcp.view.checkpoint_view": ("CheckpointView",),
+        "ray_dcp.view.progress": ("Progress",),
         "ray_dcp.view.run_view": ("RunView", "open"),
         "ray_dcp.view.verify": ("verify",),
         # Torch's own classes, not copies: plug-ins subclass them, and `isinstance` must agree.

@@ -17,12 +17,13 @@ import math
 import os
 import re
 import sys
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,10 +52,12 @@ from ray_dcp.runtime.inline import session_alone
 from ray_dcp.runtime.metrics import Account
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_save import RankSave
+from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
-from ray_dcp.store.opening import Told, absolute_target, open_storage, watched
+from ray_dcp.store.opening import absolute_target, open_storage
 from ray_dcp.store.storage import read_traits_of
 from ray_dcp.view.checkpoint_view import CheckpointView
+from ray_dcp.view.progress import Meter, ShowProgress, following, reporting
 from ray_dcp.view.run_view import open as open_place
 from ray_dcp.view.verify import items_of
 
@@ -103,7 +106,7 @@ def average(
     weights: Sequence[float] | None = None,
     dtype: Any = None,
     keys: Sequence[str] | None = None,
-    told: Told | None = None,
+    progress: ShowProgress = False,
 ) -> AverageReport:
     """Writes the weighted mean of checkpoints as a new checkpoint.
 
@@ -123,7 +126,7 @@ def average(
         dtype: The dtype to cast the means to, for example `bfloat16`; unchanged if None. Complex
             tensors are not cast.
         keys: Shell patterns of the FQNs to write; if None, everything but the state of optimizers.
-        told: Called from time to time with the bytes written so far and in all, from any thread.
+        progress: As for `export`.
 
     Returns:
         What was averaged, taken from the last source, and left out.
@@ -151,15 +154,18 @@ def average(
     check_free(open_storage(out))
     check_space(out, plan.report.num_bytes)
     with ExitStack() as stack:
+        meter = stack.enter_context(reporting(progress, "averaging", absolute_target(out).url))
+        if meter is not None:
+            meter.expect(plan.report.num_bytes)
         for view in plan.views:
             stack.enter_context(still_there(view))
         try:
             num_ranks = _num_ranks(plan, out)
             if num_ranks > 1:
-                with watched(out, told, 0, plan.report.num_bytes):
+                with following(meter, partial(_look_at, out, plan.report.num_bytes)):
                     _on_ranks(plan, out, num_ranks, choice)
             else:
-                _save(plan, out, session_alone(), told)
+                _save(plan, out, session_alone(), meter)
         except BaseException as error:
             if not isinstance(error, CommitUnknownError):
                 # Why suppressed: the caller needs the first error.
@@ -417,15 +423,14 @@ class _Items:
     Args:
         plan: The average.
         boxes: Boxes of this rank.
-        told: Called with bytes done and in all.
+        meter: Counts the bytes that are done.
     """
 
     warnings = ()
 
-    def __init__(self, plan: AveragePlan, boxes: Sequence[MeanBox], told: Told | None) -> None:
-        self._plan, self._boxes, self._told = plan, boxes, told
+    def __init__(self, plan: AveragePlan, boxes: Sequence[MeanBox], meter: Meter | None) -> None:
+        self._plan, self._boxes, self._meter = plan, boxes, meter
         self._total = np.sum(plan.weights)
-        self._done, self._lock = 0, threading.Lock()
 
     @property
     def columns(self) -> Columns:
@@ -511,20 +516,18 @@ class _Items:
         return np.ascontiguousarray(raw).reshape(-1)
 
     def _count(self, box: MeanBox) -> None:
-        with self._lock:
-            self._done += self._plan.bytes_of(box)
-            if self._told is not None:
-                self._told(self._done, self._plan.report.num_bytes)
+        if self._meter is not None:
+            self._meter.add(self._plan.bytes_of(box), box.name)
 
 
-def _save(plan: AveragePlan, out: AnyPlace, session: Any, told: Told | None = None) -> None:
+def _save(plan: AveragePlan, out: AnyPlace, session: Any, meter: Meter | None = None) -> None:
     """Writes the part of a rank.
 
     Args:
         plan: The same on all ranks.
         out: As for `average`.
         session: Session of the rank.
-        told: As for `average`.
+        meter: Counts the bytes that are done.
     """
     ends = np.cumsum([plan.bytes_of(box) for box in plan.boxes])
     # Why neighbours: the table keeps the order of the names, and reads go forward.
@@ -543,9 +546,19 @@ def _save(plan: AveragePlan, out: AnyPlace, session: Any, told: Told | None = No
     with Account("save", target.url, activity), activity:
         save = RankSave.of(activity, target, options)
         save = replace(save, about={"average": {"sources": list(plan.report.sources)}})
-        outcome = drive(save.run(lambda: _Items(plan, boxes, told)), activity.call)
+        outcome = drive(save.run(lambda: _Items(plan, boxes, meter)), activity.call)
     for warning in outcome.warnings if session.rank == 0 else ():
         events.warn(warning, stacklevel=3)
+
+
+def _look_at(out: AnyPlace, total: int) -> tuple[str, str, int, int]:
+    """Returns how much of a local checkpoint is written that other processes write."""
+    storage, done = open_storage(out), 0
+    if isinstance(storage, LocalStorage):
+        with suppress(OSError):
+            files = Path(storage.url).rglob("*")
+            done = sum(file.stat().st_size for file in files if file.is_file())
+    return "writing", "", min(done, total), total
 
 
 def _num_ranks(plan: AveragePlan, out: AnyPlace) -> int:

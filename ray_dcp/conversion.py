@@ -4,9 +4,8 @@ Conversions stream: tensors are read into the mapped pages of the new file, or w
 of the old one, so that memory never holds all of either.
 
 `stored_in` describes the contents of a checkpoint by name, for loads without targets. A conversion
-that reports progress makes several loads instead of one; afterwards `check_stands` checks that all
-of them read the same checkpoint. `CastingSavePlanner` casts floating-point tensors one at a time
-while they are saved.
+makes several loads; afterwards `check_stands` checks that all of them read the same checkpoint.
+`CastingSavePlanner` casts floating-point tensors one at a time while they are saved.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import mmap
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -46,8 +45,8 @@ from ray_dcp.io.reader import locate_item, read_item
 from ray_dcp.io.threads import run_tasks, threads_for
 from ray_dcp.loading import load
 from ray_dcp.options import KeyMap, LoadOptions, SaveOptions
-from ray_dcp.saving import CheckpointId, save
-from ray_dcp.store.opening import Told, open_storage
+from ray_dcp.saving import CheckpointId, save, text_of
+from ray_dcp.store.opening import open_storage
 from ray_dcp.torch_adapter.dispatch import FOREIGN, decide_load
 from ray_dcp.torch_adapter.flatten import flatten, renamer, set_by_path
 from ray_dcp.torch_adapter.objects import (
@@ -58,6 +57,7 @@ from ray_dcp.torch_adapter.optimizer_state import Stored
 from ray_dcp.torch_adapter.sink import AsStored
 from ray_dcp.torch_adapter.targets import first_chunks
 from ray_dcp.torch_adapter.tensors import dtype_name, is_plain
+from ray_dcp.view.progress import Meter, ShowProgress, reporting
 
 
 @dataclass(frozen=True)
@@ -188,10 +188,6 @@ def get_by_path(root: Any, path: NamePath) -> Any:
     return root
 
 
-_PART_BYTES = 1 << 30
-"""Bytes per load where progress is reported, which is done after each load."""
-
-
 def stored_in(
     checkpoint_id: CheckpointId | None, reader: StorageReader | None
 ) -> tuple[list[Selected], bytes]:
@@ -240,44 +236,23 @@ def check_stands(checkpoint_id: CheckpointId, record: bytes) -> None:
         )
 
 
-def added_up(
-    told: Told | None, tensors: Iterable[Selected | torch.Tensor]
-) -> Callable[[int], None] | None:
-    """Returns a callback that sums up the bytes read and reports the sum; None if `told` is None.
-
-    Args:
-        told: Called with the bytes read so far and in all.
-        tensors: All tensors that will be read.
-    """
-    if told is None:
-        return None
-    done, total = 0, sum(map(bytes_of, tensors))
-
-    def add(num_bytes: int) -> None:
-        nonlocal done
-        done += num_bytes
-        told(done, total)
-
-    return add
-
-
 def read_into(
     flat: dict[str, Any],
     checkpoint_id: CheckpointId | None,
     reader: StorageReader | None,
     options: LoadOptions | None,
-    progress: Callable[[int], None] | None = None,
+    progress: ShowProgress = False,
     *,
     casts: bool,
 ) -> None:
     """Loads into a flat dict: fills its tensors in place and replaces its objects.
 
     Args:
-        flat: The targets by FQN; only tensors if `progress` is given.
+        flat: The targets by FQN.
         checkpoint_id: As for `load`.
         reader: `storage_reader`, as for `load`.
         options: As for `load`.
-        progress: Called after each partial load with its bytes; if None, there is a single load.
+        progress: As for `load`.
         casts: Whether the caller asked for another dtype than the saved one.
 
     Raises:
@@ -286,30 +261,30 @@ def read_into(
     options = options or LoadOptions()
     if casts and options.dtype != "keep":
         options = replace(options, dtype="cast")
-    for part in [flat] if progress is None else _parts(flat):
-        load(
-            part, checkpoint_id=checkpoint_id, storage_reader=reader, no_dist=True, options=options
-        )
-        if progress is not None:
-            progress(sum(map(bytes_of, part.values())))
+    load(
+        flat,
+        checkpoint_id=checkpoint_id,
+        storage_reader=reader,
+        no_dist=True,
+        options=options,
+        progress=progress,
+    )
 
 
-def _parts(flat: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    part: dict[str, Any] = {}
-    num_bytes = 0
-    for name, tensor in flat.items():
-        part[name] = tensor
-        num_bytes += bytes_of(tensor)
-        if num_bytes >= _PART_BYTES:
-            yield part
-            part, num_bytes = {}, 0
-    if part:
-        yield part
-
-
-def bytes_of(stored: Selected | torch.Tensor) -> int:
+def bytes_of(stored: Selected) -> int:
     """Returns the size of a tensor, in bytes."""
     return prod(stored.shape) * (stored.dtype or torch.uint8).itemsize
+
+
+def _expect(
+    meter: Meter | None, found: Iterable[Selected], stored: Iterable[Selected]
+) -> ShowProgress:
+    """Returns the progress of the loads of some values, once their stored bytes are expected."""
+    if meter is None:
+        return False
+    names = {each.name for each in stored}
+    meter.expect(sum(bytes_of(each) for each in found if each.name in names))
+    return meter
 
 
 class CastingSavePlanner(DefaultSavePlanner):
@@ -399,7 +374,7 @@ def dcp_to_torch_save(
     key_map: KeyMap | None = None,
     dtype: torch.dtype | None = None,
     options: LoadOptions | None = None,
-    told: Told | None = None,
+    progress: ShowProgress = False,
 ) -> None:
     """Converts a checkpoint to a `torch.save` file.
 
@@ -414,7 +389,8 @@ def dcp_to_torch_save(
         key_map: As for `read_state_dict`.
         dtype: As for `read_state_dict`.
         options: As for `load`.
-        told: Called from time to time with the bytes of tensors read so far and in all.
+        progress: Whether to draw a bar; or a function that receives a `Progress` about ten times a
+            second.
 
     Raises:
         DamagedCheckpointError: The checkpoint is damaged, or was replaced in the meantime.
@@ -434,7 +410,8 @@ def dcp_to_torch_save(
         objects[each.name] = AsStored.of(each.shape, each.dtype or torch.uint8)
     if objects:
         read_into(objects, dcp_checkpoint_dir, None, options, casts=casts)
-    with _published(torch_save_path) as temporary:
+    shown = reporting(progress, "exporting", os.fspath(torch_save_path))
+    with shown as meter, _published(torch_save_path) as temporary:
         with FakeTensorMode():
             values = {
                 each.path: objects[each.name]
@@ -455,8 +432,9 @@ def dcp_to_torch_save(
             each.name: get_by_path(mapped, each.path) for each in stored if each.name not in objects
         }
         if targets:
-            progress = added_up(told, targets.values())
-            read_into(targets, dcp_checkpoint_dir, None, options, progress, casts=casts)
+            tensors = [each for each in stored if each.name in targets]
+            counted = _expect(meter, found, tensors)
+            read_into(targets, dcp_checkpoint_dir, None, options, counted, casts=casts)
         check_stands(dcp_checkpoint_dir, stands)
 
 
@@ -517,7 +495,7 @@ def dcp_to_safetensors(
     dtype: torch.dtype | None = None,
     file_bytes: int = 5 << 30,
     options: LoadOptions | None = None,
-    told: Told | None = None,
+    progress: ShowProgress = False,
 ) -> None:
     """Converts the tensors of a checkpoint to safetensors files and an index, as on the hub.
 
@@ -529,7 +507,7 @@ def dcp_to_safetensors(
         dtype: As for `read_state_dict`.
         file_bytes: Target size of a file; a file with a larger tensor is larger.
         options: As for `load`.
-        told: As for `dcp_to_torch_save`.
+        progress: As for `dcp_to_torch_save`.
 
     Raises:
         UnsupportedValueError: A value is not a tensor, has a dtype that safetensors lacks, or is a
@@ -554,18 +532,19 @@ def dcp_to_safetensors(
     files = _dealt(stored, file_bytes)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     file_of: dict[str, str] = {}
-    progress = added_up(told, stored)
-    for number, entries in enumerate(files, start=1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        file_of.update((each.fqn, name) for each in entries)
-        _write_safetensors(
-            Path(output_dir, name),
-            entries,
-            dcp_checkpoint_dir,
-            options,
-            progress,
-            casts=dtype is not None,
-        )
+    with reporting(progress, "exporting", os.fspath(output_dir)) as meter:
+        counted = _expect(meter, found, stored)
+        for number, entries in enumerate(files, start=1):
+            name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            file_of.update((each.fqn, name) for each in entries)
+            _write_safetensors(
+                Path(output_dir, name),
+                entries,
+                dcp_checkpoint_dir,
+                options,
+                counted,
+                casts=dtype is not None,
+            )
     check_stands(dcp_checkpoint_dir, stands)
     index = {"metadata": {"total_size": sum(map(bytes_of, stored))}, "weight_map": file_of}
     storage = open_storage(output_dir)
@@ -584,6 +563,7 @@ def torch_save_to_dcp(
     dtype: torch.dtype | None = None,
     weights_only: bool = True,
     options: SaveOptions | None = None,
+    progress: ShowProgress = False,
 ) -> None:
     """Converts a `torch.save` file to a checkpoint; maps its tensors instead of reading them whole.
 
@@ -597,6 +577,7 @@ def torch_save_to_dcp(
         weights_only: Refuse objects that are not on the allow-list, and files from before torch
             1.6. False, which is DCP's behaviour, runs code from the file.
         options: As for `save`.
+        progress: As for `save`.
 
     Raises:
         UnsafeCheckpointError: The file would run code.
@@ -615,13 +596,15 @@ def torch_save_to_dcp(
     if include or key_map is not None:
         state = _subset(state, include, key_map)
     planner = None if dtype is None else CastingSavePlanner(dtype)
-    save(
-        dict(state),
-        checkpoint_id=dcp_checkpoint_dir,
-        planner=planner,
-        no_dist=True,
-        options=options,
-    )
+    with reporting(progress, "importing", text_of(dcp_checkpoint_dir) or "") as meter:
+        save(
+            dict(state),
+            checkpoint_id=dcp_checkpoint_dir,
+            planner=planner,
+            no_dist=True,
+            options=options,
+            progress=meter or False,
+        )
 
 
 def _subset(state: Mapping[Any, Any], include: Sequence[str], key_map: KeyMap | None) -> Any:
@@ -675,7 +658,7 @@ def _write_safetensors(
     stored: Sequence[Selected],
     checkpoint_id: CheckpointId,
     options: LoadOptions | None,
-    progress: Callable[[int], None] | None,
+    progress: ShowProgress,
     *,
     casts: bool,
 ) -> None:

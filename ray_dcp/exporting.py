@@ -34,9 +34,10 @@ from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.runtime.standing import target_of, write_metadata
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace, checked_url
-from ray_dcp.store.opening import Told, open_storage, place_below, watched
+from ray_dcp.store.opening import as_target, open_storage, place_below
 from ray_dcp.store.storage import KeyMissingError
 from ray_dcp.view.checkpoint_view import SUFFIX, CheckpointView, is_safetensors, open_checkpoint
+from ray_dcp.view.progress import Meter, ShowProgress, reporting
 from ray_dcp.view.verify import items_of
 from ray_dcp.view.wording import size_text
 
@@ -125,7 +126,7 @@ def export(
     include: Sequence[str] = (),
     dtype: str | None = None,
     strip_prefix: str = "",
-    told: Told | None = None,
+    progress: ShowProgress = False,
 ) -> ExportPlan:
     """Writes a checkpoint in another format.
 
@@ -140,7 +141,8 @@ def export(
         dtype: The dtype to cast floating-point tensors to, for example `bfloat16` or `bf16`;
             unchanged if None.
         strip_prefix: Prefix that is removed from names, for example `model.`.
-        told: Called from time to time with the bytes done so far and in all, from any thread.
+        progress: Whether to draw a bar; or a function that receives a `Progress` about ten times a
+            second.
 
     Returns:
         The plan that was carried out, with the names that were left out.
@@ -171,20 +173,23 @@ def export(
     )
     place: Any = plan.source if isinstance(source, CheckpointView) else source
     path, names = Path(target), _key_map(strip_prefix, plan.left_out)
-    choice = {"include": list(include), "dtype": _torch_dtype(dtype), "key_map": names}
-    with still_there(view):
+    choice: dict[str, Any] = {"include": list(include), "dtype": _torch_dtype(dtype)}
+    choice["key_map"] = names
+    with reporting(progress, "exporting", plan.target) as meter, still_there(view):
+        counted = meter or False
         if format == "torch":
-            dcp_to_torch_save(place, path, **choice, told=told)
+            dcp_to_torch_save(place, path, **choice, progress=counted)
         elif format == "dcp" and _is_copy(view, include, dtype, strip_prefix):
-            copy(view, path, told=told)
+            copy(view, path, progress=counted)
             if not (path / ".metadata").exists():
                 write_metadata(path)
         elif format == "dcp":
-            _rewrite(place, path, choice, told=told)
+            _rewrite(place, path, choice, meter=meter)
         else:
             with _beside(path) as temporary:
                 file_bytes = _ONE_FILE_BYTES if format == "safetensors" else _HUB_FILE_BYTES
-                dcp_to_safetensors(place, temporary, file_bytes=file_bytes, **choice, told=told)
+                choice |= {"file_bytes": file_bytes, "progress": counted}
+                dcp_to_safetensors(place, temporary, **choice)
                 made = temporary
                 if format == "safetensors":
                     (made,) = temporary.glob("*.safetensors")
@@ -201,7 +206,7 @@ def import_checkpoint(
     dtype: str | None = None,
     weights_only: bool = True,
     options: SaveOptions | None = None,
-    told: Told | None = None,
+    progress: ShowProgress = False,
 ) -> None:
     """Converts a file or folder of another program to a checkpoint of ray_dcp.
 
@@ -212,8 +217,7 @@ def import_checkpoint(
         dtype: The dtype to cast floating-point tensors to; unchanged if None.
         weights_only: Refuse objects of a `torch.save` file that are not on the allow-list.
         options: As for `save`.
-        told: Called from time to time, from any thread, with the bytes read and written so far,
-            and in all. Bytes written to a remote storage are reported only at the end.
+        progress: As for `export`.
 
     Raises:
         CheckpointNotFoundError: The source does not exist.
@@ -225,24 +229,24 @@ def import_checkpoint(
     check_source(source)
     check_free(open_storage(target))
     path = Path(source)
-    choice = {"include": list(include), "dtype": _torch_dtype(dtype)}
-    if path.is_file() and not is_safetensors(path):
-        from ray_dcp.conversion import torch_save_to_dcp
+    choice: dict[str, Any] = {"include": list(include), "dtype": _torch_dtype(dtype)}
+    with reporting(progress, "importing", as_target(target).url) as meter:
+        if path.is_file() and not is_safetensors(path):
+            from ray_dcp.conversion import torch_save_to_dcp
 
-        num_bytes = path.stat().st_size
-        check_space(target, num_bytes)
-        with watched(target, told, 0, num_bytes):
-            torch_save_to_dcp(path, target, **choice, weights_only=weights_only, options=options)
-    elif path.is_file():
-        with tempfile.TemporaryDirectory() as folder:
-            Path(folder, f"{path.stem}{SUFFIX}").symlink_to(path.absolute())
-            _rewrite(folder, target, choice, options, told)
-    else:
-        _rewrite(source, target, choice, options, told)
+            check_space(target, path.stat().st_size)
+            choice |= {"weights_only": weights_only, "options": options}
+            torch_save_to_dcp(path, target, **choice, progress=meter or False)
+        elif path.is_file():
+            with tempfile.TemporaryDirectory() as folder:
+                Path(folder, f"{path.stem}{SUFFIX}").symlink_to(path.absolute())
+                _rewrite(folder, target, choice, options, meter)
+        else:
+            _rewrite(source, target, choice, options, meter)
 
 
 def copy(
-    source: AnyPlace | CheckpointView, target: AnyPlace, *, told: Told | None = None
+    source: AnyPlace | CheckpointView, target: AnyPlace, *, progress: ShowProgress = False
 ) -> CheckpointView:
     """Copies a checkpoint, or a step with its items, to another place; returns a view of the copy.
 
@@ -254,7 +258,7 @@ def copy(
         source: Path, URL or view of any checkpoint.
         target: Path or URL, where no files of a checkpoint may exist. A place from which `delete`
             removed a checkpoint is fine.
-        told: Called with the bytes copied so far and in all, from any thread.
+        progress: As for `export`.
 
     Raises:
         CheckpointExistsError: The target has files of a checkpoint, or another process wrote one
@@ -275,8 +279,11 @@ def copy(
         plan = plan_copy(view.storage, view.checkpoint)
         check_space(target, plan.num_bytes)
         place = target_of(target, None)
-        with _items_copied(view, place, told):
-            copy_checkpoint(view.storage, plan, place, told=told)
+        with reporting(progress, "copying", place.url) as meter:
+            if meter is not None:
+                meter.expect(sum(num_bytes for _, num_bytes in plan.files))
+            with _items_copied(view, place, meter):
+                copy_checkpoint(view.storage, plan, place, meter=meter)
     return open_checkpoint(target)
 
 
@@ -319,7 +326,7 @@ def copied_bytes(view: CheckpointView, target: AnyPlace) -> int | None:
 
 
 @contextmanager
-def _items_copied(view: CheckpointView, target: Target, told: Told | None) -> Iterator[None]:
+def _items_copied(view: CheckpointView, target: Target, meter: Meter | None) -> Iterator[None]:
     """Copies the items of a step before its own record; deletes the copies if that fails."""
     items = items_of(view.storage, view.checkpoint)
     if items and view.place is None:
@@ -336,7 +343,7 @@ def _items_copied(view: CheckpointView, target: Target, told: Told | None) -> It
             item = open_checkpoint(place_below(view.place or "", folder))
             # Why: an earlier copy, killed before it committed the step, may have left this item.
             if not is_copied(item.storage, item.checkpoint, open_storage(below)):
-                copied.append(copy(item, below, told=told))
+                copied.append(copy(item, below, progress=meter or False))
         yield
     except CommitUnknownError:
         raise  # the step may be there by now, or appear
@@ -421,7 +428,7 @@ def _rewrite(
     target: AnyPlace,
     choice: Mapping[str, Any],
     options: SaveOptions | None = None,
-    told: Told | None = None,
+    meter: Meter | None = None,
 ) -> None:
     """Saves the source anew, by way of a mapped temporary file: only its pages are in memory."""
     from ray_dcp.conversion import dcp_to_torch_save, torch_save_to_dcp
@@ -436,17 +443,11 @@ def _rewrite(
     with tempfile.TemporaryDirectory(prefix=".ray-dcp-", dir=parent) as folder:
         _check_free_bytes(Path(folder), total)
         made = Path(folder, "state.pt")
-        num_bytes = 0
-
-        def read(done: int, all_bytes: int) -> None:
-            nonlocal num_bytes
-            num_bytes = all_bytes
-            if told is not None:
-                told(done, 2 * all_bytes)
-
-        dcp_to_torch_save(source, made, **choice, told=None if told is None else read)
-        with watched(target, told, num_bytes, 2 * num_bytes):
-            torch_save_to_dcp(made, target, weights_only=True, options=options)
+        counted = meter or False
+        if meter is not None:
+            meter.expect(total)  # what is written; the load expects what is read
+        dcp_to_torch_save(source, made, **choice, progress=counted)
+        torch_save_to_dcp(made, target, weights_only=True, options=options, progress=counted)
 
 
 @contextmanager

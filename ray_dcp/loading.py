@@ -53,6 +53,7 @@ from ray_dcp.torch_adapter.load_plan import plan_targets
 from ray_dcp.torch_adapter.planner_hooks import targets_with_planner
 from ray_dcp.torch_adapter.results import LoadReport, OperationLog, metadata_of
 from ray_dcp.torch_adapter.state import refuse_per_rank
+from ray_dcp.view.progress import ShowProgress, following, reporting
 
 LoadSteps = Generator[Request, Reply, LoadReport]
 
@@ -66,6 +67,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     options: LoadOptions | None = None,
+    progress: ShowProgress = False,
 ) -> LoadReport:
     """Loads a checkpoint into a state dict, in place, resharding as needed.
 
@@ -86,6 +88,7 @@ def load(
         process_group: The ranks that load together; the default group if None.
         no_dist: Load as a single process, regardless of the process group.
         options: See `LoadOptions`.
+        progress: As for `save`.
 
     Returns:
         Which keys were loaded, missing, unexpected and cast.
@@ -117,7 +120,9 @@ def load(
     ) as log:
         route = decide_load(planner, reader, checkpoint_id)
         session = session_for(process_group, no_dist)
-        return run_load(route, session, state_dict, options, checkpoint_id, log=log)
+        return run_load(
+            route, session, state_dict, options, checkpoint_id, log=log, progress=progress
+        )
 
 
 def load_newest(
@@ -130,6 +135,7 @@ def load_newest(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     options: LoadOptions | None = None,
+    progress: ShowProgress = False,
 ) -> LoadReport:
     """Loads the newest undamaged checkpoint of a run, in place, as `load` does.
 
@@ -158,6 +164,7 @@ def load_newest(
         process_group: As for `load`.
         no_dist: As for `load`.
         options: As for `load`. With `verify="never"`, damage inside files is not detected.
+        progress: As for `save`; it names the checkpoint that is tried.
 
     Returns:
         As `load`, with `checkpoint_id`, `step` and `skipped`.
@@ -198,6 +205,7 @@ def load_newest(
             planner,
             StepRange(at_most=at_most, newer_than=newer_than),
             log,
+            progress,
         )
     if session.rank == 0:
         for path, error in report.damaged:
@@ -253,6 +261,7 @@ def run_load(
     stateful: bool = True,
     overwritten: set[str] | None = None,
     log: OperationLog | None = None,
+    progress: ShowProgress = False,
 ) -> LoadReport:
     """Runs this rank's part of a load and returns its report.
 
@@ -267,6 +276,7 @@ def run_load(
         overwritten: FQNs that loads which failed before may have changed; this one must load
             them all. Its own are added when it fails.
         log: Receives the phases.
+        progress: As given to `load`.
 
     Raises:
         CheckpointError: As `load` does.
@@ -275,7 +285,12 @@ def run_load(
     url = route.target.url if route.target is not None else checkpoint_id
     memory = memory_of(session)
     activity = session.activity(options.heartbeat_timeout_s)
-    with Account("load", url, activity, route.path, log), activity:
+    with (
+        Account("load", url, activity, route.path, log),
+        activity,
+        reporting(progress, "loading", text_of(url) or "", rank=session.rank) as meter,
+        following(meter, activity.progress.look),
+    ):
         if route.target is not None:
             _await_staged(memory, route.target.url, activity, options)
         steps = _load_steps(
@@ -302,6 +317,7 @@ def run_load_newest(
     planner: LoadPlanner | None,
     steps: StepRange,
     log: OperationLog | None = None,
+    progress: ShowProgress = False,
 ) -> LoadReport:
     """Runs this rank's part of `load_newest` and returns its report.
 
@@ -313,6 +329,7 @@ def run_load_newest(
         planner: As given to `load_newest`.
         steps: The steps that may be loaded.
         log: Receives the phases.
+        progress: As given to `load_newest`.
 
     Raises:
         CheckpointError: As `load_newest` does.
@@ -323,6 +340,8 @@ def run_load_newest(
     def load(checkpoint_id: str, is_late: bool) -> LoadSteps:
         route = decide_load(planner, None, replace(run, url=checkpoint_id))
         chosen = route.apply(options)
+        if meter is not None:
+            meter.begin(checkpoint_id)
         return _load_steps(
             route,
             activity,
@@ -335,7 +354,12 @@ def run_load_newest(
         )
 
     activity = session.activity(options.heartbeat_timeout_s)
-    with Account("load", run.url, activity, NATIVE, log), activity:
+    with (
+        Account("load", run.url, activity, NATIVE, log),
+        activity,
+        reporting(progress, "loading", run.url, rank=session.rank) as meter,
+        following(meter, activity.progress.look),
+    ):
         _await_staged(memory, run.url, activity, options)
         found = drive(
             load_newest_rank(

@@ -50,6 +50,7 @@ from ray_dcp.torch_adapter.planner_hooks import capture_with_planner
 from ray_dcp.torch_adapter.results import CommittedMetadata, OperationLog
 from ray_dcp.torch_adapter.shards import Layouts, is_sharded, sharded
 from ray_dcp.torch_adapter.state import check_mapping, stateful_to_state_dict
+from ray_dcp.view.progress import ShowProgress, following, reporting
 
 __all__ = ["save", "save_state_dict", "warm_up"]
 
@@ -70,6 +71,7 @@ def save(
     no_dist: bool = False,
     use_collectives: bool = True,
     options: SaveOptions | None = None,
+    progress: ShowProgress = False,
 ) -> Metadata:
     """Saves a state dict from all ranks and returns when the checkpoint is committed.
 
@@ -94,6 +96,8 @@ def save(
         use_collectives: Accepted for compatibility with DCP. Once its session exists, ray_dcp
             uses no collectives of the group.
         options: See `SaveOptions`.
+        progress: Whether rank 0 draws a bar; or a function that receives a `Progress` of this rank
+            about ten times a second.
 
     Returns:
         DCP's `Metadata` of the committed checkpoint, read from the chunk table on first access.
@@ -130,6 +134,7 @@ def save(
             checkpoint_id,
             use_collectives=use_collectives,
             log=log,
+            progress=progress,
         )
 
 
@@ -178,6 +183,7 @@ def run_save(
     use_collectives: bool = True,
     log: OperationLog | None = None,
     account: Account | None = None,
+    progress: ShowProgress = False,
 ) -> Metadata:
     """Runs this rank's part of a save and returns the metadata of the committed checkpoint.
 
@@ -193,6 +199,7 @@ def run_save(
         log: Receives the phases.
         account: Account of the save if the caller emits the end event; by default, this function
             emits it.
+        progress: As given to `save`.
 
     Raises:
         CheckpointError: As `save` does.
@@ -205,6 +212,10 @@ def run_save(
             account = stack.enter_context(Account("save", url, activity, route.path, log))
         account.activity.progress.enter(CAPTURE)
         activity = stack.enter_context(account.activity)
+        # Why inside: a rank that gives a wrong `progress` has to tell the others that it leaves.
+        shown = reporting(progress, "saving", text_of(url) or "", rank=session.rank)
+        meter = stack.enter_context(shown)
+        stack.enter_context(following(meter, activity.progress.look))
         if route.path == FOREIGN:
             check_nonfinite(options, FOREIGN)
             steps = foreign_save(
@@ -377,6 +388,7 @@ def warm_up(
     no_dist: bool = False,
     options: SaveOptions | None = None,
     stager: StagerOptions | None = None,
+    progress: ShowProgress = False,
 ) -> Future[None]:
     """Prepares, in the background, for asynchronous saves of a state of this size.
 
@@ -391,6 +403,7 @@ def warm_up(
         options: As for `async_save`; `keep_in_memory` counts.
         stager: How the nodes stage: their budget of memory. Those of the rank that is first on a
             node count.
+        progress: As for `save`; it ends when the future is done.
 
     Returns:
         A future that is done when everything is prepared. Waiting for it is optional.
@@ -410,10 +423,20 @@ def warm_up(
     # as it lacks the thread that imports.
     for module in ("ray_dcp.asynchronous", "ray_dcp.loading"):
         importlib.import_module(module)
-    if session.stages_itself:
-        return warm_process(share_bytes(state, session.world_size))
-    options = options or SaveOptions()
-    return warm_staging(session, state, options, stager)
+    num_bytes = share_bytes(state, session.world_size)
+    with ExitStack() as stack:
+        shown = reporting(progress, "warming up", "memory", rank=session.rank)
+        meter = stack.enter_context(shown)
+        if meter is not None:
+            meter.expect(num_bytes)
+        if session.stages_itself:
+            warmed = warm_process(num_bytes)
+        else:
+            touched = (lambda _: None) if meter is None else meter.add
+            warmed = warm_staging(session, state, options or SaveOptions(), stager, touched)
+        shown_until_then = stack.pop_all()
+    warmed.add_done_callback(lambda _: shown_until_then.close())
+    return warmed
 
 
 def warm_staging(
@@ -421,6 +444,7 @@ def warm_staging(
     state: Mapping[str, Any],
     options: SaveOptions,
     stager: StagerOptions | None = None,
+    touched: Callable[[int], object] = lambda _: None,
 ) -> Future[None]:
     """Prepares, in the background, a rank's memory at its node's stager for a state.
 
@@ -429,13 +453,14 @@ def warm_staging(
         state: The nested values.
         options: Only `keep_in_memory` is used.
         stager: As for `warm_up`.
+        touched: Called with the bytes of each window that was touched.
 
     Raises:
         ParticipantError: The stager does not start or does not answer.
     """
     # One more than are kept: the checkpoint that is being written.
     num_bytes = (1 + options.keep_in_memory) * share_bytes(state, session.world_size)
-    warmed: Future[None] = session.staging(stager).warm(num_bytes)
+    warmed: Future[None] = session.staging(stager).warm(num_bytes, touched)
     return warmed
 
 

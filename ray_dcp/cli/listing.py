@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -95,8 +96,8 @@ def run_of(root: str) -> RunView:
         )
     check_answers(root)
     place = Target(root)
-    with progress("looking") as bar:
-        run = RunView(place, list_checkpoints(place, told=bar))
+    with progress("listing", root) as meter:
+        run = RunView(place, list_checkpoints(place, told=partial(meter.begin, root)))
     if not len(run) and "://" not in root and not Path(root).exists():
         raise CheckpointNotFoundError(
             f"expected a directory, but there is no {root}{nearest_paths(root)}"

@@ -88,8 +88,8 @@ def average(
         if dry_run:
             report = plan_average(views, out, **choice).report
         else:
-            with progress("averaging") as bar:
-                report = average_checkpoints(views, out, **choice, told=bar)
+            with progress("averaging", out) as meter:
+                report = average_checkpoints(views, out, **choice, progress=meter)
     lines = [
         f"{'would write' if dry_run else 'wrote'} the mean of {len(views)} checkpoints, "
         f"{count_text(len(report.averaged), 'tensor')}, about {size_text(report.num_bytes)}, to "

@@ -11,7 +11,7 @@ from typing import Any, cast
 import click
 
 from ray_dcp.cli.main import JSON
-from ray_dcp.cli.output import dry_run, interrupted, progress, says, told
+from ray_dcp.cli.output import dry_run, interrupted, printed, progress, says, told
 from ray_dcp.cli.places import (
     Address,
     address_of,
@@ -43,6 +43,7 @@ from ray_dcp.io.checkpoint import CheckpointReplacedError
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
 from ray_dcp.view.checkpoint_view import CheckpointView, open_checkpoint
+from ray_dcp.view.progress import Meter
 from ray_dcp.view.run_view import StepView, open_run
 from ray_dcp.view.verify import Problem, items_of
 from ray_dcp.view.verify import verify as verify_path
@@ -109,10 +110,10 @@ def export(
     form = cast(ExportFormat, kind)
     plan = plan_export(view, target, form, include=include, dtype=dtype, strip_prefix=strip_prefix)
     if not dry_run:
-        with progress("exporting") as bar, kept(address.place):
+        with progress("exporting", target) as meter, kept(address.place):
             export_checkpoint(
                 address.place, target, form,
-                include=include, dtype=dtype, strip_prefix=strip_prefix, told=bar,
+                include=include, dtype=dtype, strip_prefix=strip_prefix, progress=meter,
             )  # fmt: skip
     verb = "would write" if dry_run else "wrote"
     objects = f" and {count_text(plan.num_objects, 'object')}" if plan.num_objects else ""
@@ -155,11 +156,12 @@ def import_(
     if dry_run:
         told(value, f"would save {source} to {target}")
         return
-    with progress("importing") as bar:
+    with progress("importing", target) as meter:
         try:
             import_checkpoint(
-                source, target, include=include, dtype=dtype, weights_only=not unsafe, told=bar
-            )
+                source, target,
+                include=include, dtype=dtype, weights_only=not unsafe, progress=meter,
+            )  # fmt: skip
         except UnsafeCheckpointError as error:
             error.message = error.message.replace("pass weights_only=False", "give --unsafe")
             raise
@@ -207,9 +209,13 @@ def cp(source: str, target: str, verify: bool, dry_run: bool) -> None:
         files = count_text(sum(copy.num_files for copy in planned), "file")
         told(value, *_told(source, target, copies, f"would copy {files} of"))
         return
+    sizes = [copy.num_bytes * (1 + verify) for copy in copies] if is_run else ()
     try:
-        for copy in copies:
-            copy.run(target, verify=verify)
+        with progress("copying", source, sizes) as meter:
+            for number, copy in enumerate(copies, start=1):
+                copy.run(target, meter, number, verify=verify)
+                if is_run and copy.state != "there":
+                    printed(meter, *copy.lines())
     except KeyboardInterrupt:
         interrupted(_done(value, copies), *_told(source, target, copies, "copied"))
     except CheckpointError:
@@ -219,7 +225,7 @@ def cp(source: str, target: str, verify: bool, dry_run: bool) -> None:
     problems = [f"damaged: {problem}" for copy in copies for problem in copy.problems]
     failures = [copy.failure for copy in copies if copy.failure is not None]
     problems += [f"not copied: {error}" for error in failures]
-    lines = [*_told(source, target, copies, "copied"), *problems]
+    lines = [*_told(source, target, copies, "copied"), *([] if is_run else problems)]
     lines += ["ok"] if verify and not problems else []
     told({**_done(value, copies), "problems": problems}, *lines)
     if problems:
@@ -270,17 +276,20 @@ class _Copy:
 
         self._tried(look)
 
-    def run(self, target: str, *, verify: bool) -> None:
+    def run(self, target: str, meter: Meter, number: int, *, verify: bool) -> None:
         """Copies the checkpoint, with its tags and its note.
 
         Args:
             target: Target of the run.
+            meter: Shows the progress.
+            number: Number of this copy, from 1.
             verify: Read and verify the copy.
         """
 
         def act() -> None:
-            with kept(self.source.place), progress(f"copying {self.source.name}") as bar:
-                copy_checkpoint(self.source.open(), self._target, told=bar)
+            meter.begin(self.source.name, number, doing="copying")
+            with kept(self.source.place):
+                copy_checkpoint(self.source.open(), self._target, progress=meter)
             self.state = "copied"
 
         if self.state == "planned":
@@ -290,9 +299,16 @@ class _Copy:
         if self.in_run and self.source.step is not None:
             _copy_marks(self.source.step, target)
         if verify:
-            with progress(f"verifying {self.source.name}") as bar:
-                report = verify_path(self._target, told=bar)
+            meter.begin(self.source.name, number, doing="verifying")
+            report = verify_path(self._target, progress=meter)
             self.problems = (*report.problems, *report.unread)
+
+    def lines(self) -> list[str]:
+        """Returns lines with the result of a step of a run, and below it what was found."""
+        what = {"copied": f"copied, {size_text(self.num_bytes)}", "gone": "deleted meanwhile"}
+        result = what.get(self.state, f"not copied: {self.failure}")
+        damages = [f"  damaged: {problem}" for problem in self.problems]
+        return [f"{self.source.name}: {result}", *damages]
 
     def _tried(self, act: Callable[[], None]) -> None:
         """Calls `act`; handles that a step of a run is replaced, deleted or damaged meanwhile."""

@@ -1,10 +1,9 @@
-"""Output of the commands: tables fitted to the terminal, JSON, questions, and progress bars."""
+"""Output of the commands: tables fitted to the terminal, JSON, questions, and progress."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,8 +15,9 @@ import click
 from ray_dcp.cli.main import INTERRUPTED, JSON
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.view.drawing import shortened
+from ray_dcp.view.progress import Meter, reporting
+from ray_dcp.view.wording import printable
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _LEAST_NAME = 12
 """Minimum number of characters to which a name is shortened if a table is too wide."""
 
@@ -76,10 +76,7 @@ def table(
     """
     cells = [{column: str(cell) for column, cell in row.items()} for row in rows]
     if sys.stdout.isatty():
-        # Why: a name in a checkpoint must not control the terminal.
-        cells = [
-            {c: _CONTROL.sub("\N{REPLACEMENT CHARACTER}", t) for c, t in r.items()} for r in cells
-        ]
+        cells = [{column: printable(text) for column, text in row.items()} for row in cells]
     columns = [column for column in cells[0] if any(row[column] for row in cells)] if cells else []
     width = {column: max(len(column), *(len(row[column]) for row in cells)) for column in columns}
     room = screen_width()
@@ -117,31 +114,27 @@ def styled(text: str, style: str) -> str:
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Draws a progress bar on standard error, if that is a terminal.
+def progress(doing: str, name: str, sizes: Sequence[int] = ()) -> Iterator[Meter]:
+    """Shows progress on standard error: a bar on a terminal, else a line from time to time.
 
     Args:
-        what: Description of the work.
+        doing: As `Progress.doing`.
+        name: As `Progress.name`.
+        sizes: As for `Meter`.
 
     Yields:
-        A thread-safe callback for bytes done and bytes in total; None if nothing is drawn.
+        What the work counts into.
     """
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich import progress as rich
-    from rich.console import Console
+    with reporting(True, doing, name, sizes=sizes, ends=False) as meter:
+        yield meter or Meter(doing, name, sizes)
 
-    columns = (
-        rich.TextColumn("{task.description}"),
-        rich.BarColumn(),
-        rich.DownloadColumn(binary_units=True),
-        rich.TransferSpeedColumn(),
-        rich.TimeElapsedColumn(),
-    )
-    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+def printed(meter: Meter, *lines: str) -> None:
+    """Prints a partial result as soon as there is one; nothing with `--json`."""
+    if not says(JSON):
+        with meter.hidden():
+            click.echo("\n".join(lines))
+            sys.stdout.flush()
 
 
 def _is_asked() -> bool:

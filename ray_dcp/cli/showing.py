@@ -15,8 +15,17 @@ from typing import Any
 import click
 
 from ray_dcp.cli.main import JSON, VERBOSE
-from ray_dcp.cli.output import interrupted, progress, says, screen_width, styled, table, told
-from ray_dcp.cli.places import address_of, addresses_of, checkpoint_at, hint_at, written
+from ray_dcp.cli.output import (
+    interrupted,
+    printed,
+    progress,
+    says,
+    screen_width,
+    styled,
+    table,
+    told,
+)
+from ray_dcp.cli.places import Address, address_of, addresses_of, checkpoint_at, hint_at, written
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
 from ray_dcp.format.save_trace import SaveTrace, Span
 from ray_dcp.io.checkpoint import what_became_of
@@ -170,52 +179,72 @@ def _shown(view: CheckpointView, names: Sequence[str]) -> dict[str, Any]:
 def verify(path: str) -> None:
     """Compare every stored byte of the checkpoint at PATH, or RUN@STEP, with its checksums.
 
-    If PATH is a run, all of its steps are verified. RUN@latest is the newest committed step, even
-    if it is damaged. Exit status: 0 no damage, 1 damaged, 2 there is no checkpoint, a file can't be
-    read, or the call is invalid.
+    If PATH is a run, all of its steps are verified, oldest first, and the last line names the
+    newest one without damage. What was found is below the line of its step. RUN@latest is the
+    newest committed step, even if it is damaged. Exit status: 0 no damage, 1 damaged, 2 there is no
+    checkpoint, a file can't be read, or the call is invalid.
     """
     is_run, addresses = addresses_of(path, damaged=True)
-    results, lines, found = list[dict[str, Any]](), list[str](), VerifyReport(0, ())
+    results, found, newest = list[dict[str, Any]](), VerifyReport(0, ()), None
+    sizes = [0 if one.step is None else one.step.num_bytes for one in addresses] if is_run else ()
 
     def add(name: str, report: VerifyReport, ok: bool) -> None:
         nonlocal found
         results.append({"path": name, "ok": ok, **asdict(report)})
-        lines.extend(_problems(name, report))
+        printed(meter, *_result(name, report))
         found = replace(
             found,
             problems=(*found.problems, *report.problems),
             unread=(*found.unread, *report.unread),
         )
 
-    for name, place, _ in addresses:
+    def verify_one(address: Address) -> bool:
+        nonlocal found
+        name = address.name
+        meter.begin(name)
         try:
-            with progress(f"verifying {name}") as bar:
-                report = verify_path(place, told=bar)
+            report = verify_path(address.place, progress=meter)
             add(name, report, report.ok)
+            return report.ok
         except CheckpointNotFoundError as error:
             if not is_run:
                 error.message += hint_at(path)
                 raise
-            lines.append(f"{name}: deleted meanwhile")
+            printed(meter, f"{name}: deleted meanwhile")
             results.append({"path": name, "ok": True, "error": error.message})
         except CheckpointError as error:
             if not is_run:
                 raise
             found = replace(found, unread=(*found.unread, Problem("", None, 0, 0, error.message)))
-            lines.append(f"{name}: could not be verified: {error.message}")
+            printed(meter, f"{name}: could not be verified: {error.message}")
             results.append({"path": name, "ok": False, "error": error.message})
-        except KeyboardInterrupt as error:
-            if isinstance(error, VerifyInterrupted):
-                add(f"{name} (in part)", error.report, False)
-            value = {"path": path, "steps": results} if is_run else (results or [{"path": path}])[0]
-            interrupted(value, *lines)
-    # Why not a list for one checkpoint: programs rely on this form.
-    told({"path": path, "steps": results} if is_run else results[0], *lines)
+        return False
+
+    try:
+        with progress("verifying", path, sizes) as meter:
+            for address in addresses:
+                if verify_one(address):
+                    newest = address
+    except KeyboardInterrupt as error:
+        if isinstance(error, VerifyInterrupted):
+            add(f"{address.name} (in part)", error.report, False)
+        interrupted(
+            {"path": path, "steps": results} if is_run else (results or [{"path": path}])[0]
+        )
+    if is_run:
+        step = None if newest is None or newest.step is None else newest.step
+        good = None if step is None else step.name if step.step is None else step.step
+        text = "none" if good is None else f"step {good}" if isinstance(good, int) else good
+        told({"path": path, "steps": results, "newest_good": good}, f"newest good: {text}")
+    else:
+        # Why not a list for one checkpoint: programs rely on this form.
+        told(results[0])
     if not found.ok:
         sys.exit(1 if found.problems else 2)
 
 
-def _problems(name: str, report: VerifyReport) -> list[str]:
+def _result(name: str, report: VerifyReport) -> list[str]:
+    """Returns lines with the result of a checkpoint, and below it what was found."""
     lines = [f"damaged: {problem}" for problem in report.problems[:_MOST_PROBLEMS]]
     if len(report.problems) > _MOST_PROBLEMS:
         lines.append(f"... and {len(report.problems) - _MOST_PROBLEMS} more, see --json")
@@ -223,7 +252,8 @@ def _problems(name: str, report: VerifyReport) -> list[str]:
     lines += [f"note: {note}" for note in report.notes]
     num_problems = len(report.problems) + len(report.unread)
     result = count_text(num_problems, "problem") if num_problems else "ok"
-    return [*lines, f"{name}: {result}, {size_text(report.checked_bytes)} checked"]
+    head = f"{name}: {result}, {size_text(report.checked_bytes)} checked"
+    return [head, *(f"  {line}" for line in lines)]
 
 
 _STYLES = {"changed": "yellow", "added": "green", "removed": "red", "undecided": "magenta",
@@ -254,8 +284,8 @@ def diff(
     """
     address_one, address_other = address_of(first), address_of(second)
     one, other = address_one.open(first), address_other.open(second)
-    with progress("comparing") as bar:
-        found = one.diff(other, read=not hashes_only, told=bar)
+    with progress("comparing", address_other.name) as meter:
+        found = one.diff(other, read=not hashes_only, progress=meter)
     shown = [
         row
         for row in found.tensors
@@ -266,8 +296,8 @@ def diff(
     if values:
         chosen = {row.name for row in shown}
         names = [name for name in found.comparable if name in chosen]
-        with progress("reading") as bar:
-            by_name = {row.name: row for row in found.values(names, told=bar)}
+        with progress("reading", address_other.name) as meter:
+            by_name = {row.name: row for row in found.values(names, progress=meter)}
     lines = table(
         [_diff_row(row, by_name.get(row.name)) for row in shown],
         left=("change", "name", "type"),

@@ -87,6 +87,7 @@ class PhaseClock:
         self._released_s: float | None = None
         self._ended_s: float | None = None
         self._counted_bytes = self._done_bytes = self._total_bytes = 0
+        self._last_moved = (0, 0)
 
     def enter(self, step: Step, total_bytes: int = 0) -> float:
         """Ends the current step and begins the next; returns the time. No effect after the end.
@@ -145,6 +146,8 @@ class PhaseClock:
                 self._ended_s = now_s
             else:
                 self.step = step
+            if self._total_bytes:
+                self._last_moved = self._done_bytes, self._total_bytes
             self._step_s = self._moved_s = now_s
             self._done_bytes, self._total_bytes = 0, total_bytes
         if ended is not None:

@@ -58,6 +58,7 @@ from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.store.storage import is_full
 from ray_dcp.torch_adapter.dispatch import decide_save
 from ray_dcp.torch_adapter.results import OperationLog
+from ray_dcp.view.progress import ShowProgress
 
 T = TypeVar("T")
 
@@ -332,14 +333,21 @@ class CollectiveActions:
             self._preemption.tell()
         return bool(told)
 
-    def save(self, step: int, state_dict: Any, force: bool, details: Mapping[str, Any]) -> bool:
+    def save(
+        self,
+        step: int,
+        state_dict: Any,
+        force: bool,
+        details: Mapping[str, Any],
+        progress: ShowProgress = False,
+    ) -> bool:
         """Saves a step if it is due; returns whether it was.
 
         Raises:
             CheckpointError: As `CheckpointManager.save`.
         """
         try:
-            return self._save(step, state_dict, force, details)
+            return self._save(step, state_dict, force, details, progress)
         except StorageError as error:
             # Why not CommitUnknownError: that step may still be committed.
             if not is_full(error):
@@ -354,15 +362,23 @@ class CollectiveActions:
                 raise
             told = "Step %d is saved once more, after older steps were deleted: %s"
             logger.warning(told, step, error)
-        return self._save(step, state_dict, True, details)
+        return self._save(step, state_dict, True, details, progress)
 
-    def _save(self, step: int, state_dict: Any, force: bool, details: Mapping[str, Any]) -> bool:
+    def _save(
+        self,
+        step: int,
+        state_dict: Any,
+        force: bool,
+        details: Mapping[str, Any],
+        progress: ShowProgress,
+    ) -> bool:
         place, states = self._begin(step, state_dict, force, details)
         if place is None:
             return False
         with self._recorded(place):
             for name, state in states.items():
-                self._run_item(run_save, "save", place, name, state, {})
+                run = partial(run_save, progress=progress)
+                self._run_item(run, "save", place, name, state, {})
             self._commit(place, None)
         return True
 

@@ -57,6 +57,7 @@ from ray_dcp.manager.steps import Order
 from ray_dcp.options import LoadOptions
 from ray_dcp.runtime.standing import target_of
 from ray_dcp.saving import session_for
+from ray_dcp.view.progress import ShowProgress
 
 logger = logging.getLogger(__name__)
 
@@ -358,6 +359,7 @@ class CheckpointManager:
         metadata: Mapping[str, Any] | None = None,
         tags: Collection[str] = (),
         replace: bool = False,
+        progress: ShowProgress = False,
     ) -> bool:
         """Saves a step if it is due, and returns once it is committed.
 
@@ -369,6 +371,7 @@ class CheckpointManager:
             metadata: Values that JSON can represent; returned by `step_info`.
             tags: Tags to add. A tagged step is kept.
             replace: Whether the step may replace a committed one, atomically.
+            progress: As for `ray_dcp.save`; it names the item, or the step, that is saved.
 
         Returns:
             Whether the step was due.
@@ -382,7 +385,7 @@ class CheckpointManager:
         """
         self._check_writable()
         told = {"metrics": metrics, "metadata": metadata, "tags": tags, "replace": replace}
-        return self._actions.save(step, state_dict, force, told)
+        return self._actions.save(step, state_dict, force, told, progress)
 
     def save_async(
         self,
@@ -475,7 +478,12 @@ class CheckpointManager:
     # Restoring and changing: by all ranks
 
     def restore(
-        self, step: Wanted, state_dict: Any, *, options: LoadOptions | None = None
+        self,
+        step: Wanted,
+        state_dict: Any,
+        *,
+        options: LoadOptions | None = None,
+        progress: ShowProgress = False,
     ) -> RestoreReport:
         """Loads a step into a state dict, in place.
 
@@ -486,6 +494,7 @@ class CheckpointManager:
                 be saved again.
             state_dict: As for `ray_dcp.load`; with `items`, a state dict for each requested item.
             options: Options of the load; those of the item if None.
+            progress: As for `ray_dcp.load`; it names the item, or the step, that is loaded.
 
         Returns:
             The restored step, and the report of each load.
@@ -497,7 +506,7 @@ class CheckpointManager:
             CheckpointError: As `ray_dcp.load`.
         """
         self._check_open()
-        return restore(self._actions, step, state_dict, options)
+        return restore(self._actions, step, state_dict, options, progress)
 
     def delete(self, step: int) -> None:
         """Deletes a step.

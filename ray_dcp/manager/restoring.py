@@ -34,6 +34,7 @@ from ray_dcp.saving import check_options
 from ray_dcp.store.opening import place_below
 from ray_dcp.torch_adapter.dispatch import decide_load
 from ray_dcp.torch_adapter.results import LoadReport, OperationLog
+from ray_dcp.view.progress import ShowProgress
 
 Wanted = int | Literal["latest", "best", "auto"]
 MOST_TRIED = 100
@@ -215,6 +216,7 @@ def restore(
     wanted: Wanted,
     state_dict: Mapping[str, Any],
     options: LoadOptions | None,
+    progress: ShowProgress = False,
 ) -> RestoreReport:
     """Loads a step into a state dict, in place; see `CheckpointManager.restore`.
 
@@ -223,6 +225,7 @@ def restore(
         wanted: The requested step.
         state_dict: Values to fill.
         options: Options of the load; those of the item if None.
+        progress: As for `load`.
     """
     is_number = isinstance(wanted, int) and not isinstance(wanted, bool)
     if not is_number and wanted not in ("latest", "best", "auto"):
@@ -239,7 +242,7 @@ def restore(
 
         told = actions.agree(f"which step is {wanted!r}", decide)
         tries = {step: (name, saved) for step, name, saved in told}
-        return _restored(actions, wanted, tries, state_dict, options)
+        return _restored(actions, wanted, tries, state_dict, options, progress)
 
 
 def _chosen(actions: CollectiveActions, wanted: Wanted, leases: ExitStack) -> list[StepFound]:
@@ -278,6 +281,7 @@ def _restored(
     tries: Mapping[int, Sequence[Any]],
     state_dict: Mapping[str, Any],
     options: LoadOptions | None,
+    progress: ShowProgress,
 ) -> RestoreReport:
     """Loads the first step that can be loaded.
 
@@ -287,6 +291,7 @@ def _restored(
         tries: Steps to try, in order, each with its folder and the folders of its items.
         state_dict: As for `restore`.
         options: As for `restore`.
+        progress: As for `restore`.
     """
     root = actions.root
     overwritten: defaultdict[str, set[str]] = defaultdict(set)
@@ -308,6 +313,7 @@ def _restored(
                         path,
                         overwritten=overwritten[part],
                         log=log,
+                        progress=progress,
                     )
         except CheckpointError as error:
             for part, report in reports.items():

@@ -42,8 +42,9 @@ from ray_dcp.runtime.tasks import (
     new_attempt,
     settle,
 )
-from ray_dcp.store.opening import Told, open_storage
+from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError, PartWriter, Storage
+from ray_dcp.view.progress import Meter
 
 _PIECE_BYTES = 8 << 20
 _NUM_THREADS = 4
@@ -109,7 +110,7 @@ def copy_checkpoint(
     plan: CopyPlan,
     target: Target,
     *,
-    told: Told | None = None,
+    meter: Meter | None = None,
     opener: Callable[[Target], Storage] = open_storage,
 ) -> None:
     """Writes a checkpoint to another place; it appears there when all of it is durable.
@@ -120,7 +121,7 @@ def copy_checkpoint(
         source: Where it lies.
         plan: Of `plan_copy`.
         target: Where it goes; no checkpoint may be there, nor files that a save left of one.
-        told: Called with bytes copied so far and in all, from any thread.
+        meter: Counts the bytes that are copied; the caller has told it how many to expect.
         opener: What opens the storage of the target.
 
     Raises:
@@ -134,7 +135,7 @@ def copy_checkpoint(
     # Why before looking: what is committed after this meets the record of the copy, or its create.
     standing = read_standing(storage)
     check_free(storage)
-    copying = _Copying(source, storage, plan, told)
+    copying = _Copying(source, storage, plan, meter)
     try:
         if plan.checkpoint.manifest is None:
             _copy_others(copying, plan, standing)
@@ -367,15 +368,15 @@ class _Copying:
         may_stand: The copy may be committed: nothing is undone.
     """
 
-    def __init__(self, source: Storage, target: Storage, plan: CopyPlan, told: Told | None) -> None:
+    def __init__(
+        self, source: Storage, target: Storage, plan: CopyPlan, meter: Meter | None
+    ) -> None:
         self.source, self.target = source, target
         self.renamed: tuple[str, str] = ("", "")
         self.may_stand = False
         self._stop = Stop()
         self._own: list[str] = []
-        self._plan, self._told = plan, told
-        self._total = sum(num_bytes for _, num_bytes in plan.files)
-        self._done = 0
+        self._plan, self._meter = plan, meter
         self._active = 0
         self._quiet = threading.Condition()
 
@@ -430,7 +431,8 @@ class _Copying:
                         f"expected {num_bytes} bytes, but the file became shorter", key=key
                     )
                 writer.write(piece)
-                self._count(length)
+                if self._meter is not None:
+                    self._meter.add(length, key)
             writer.commit()
             self._own.append(name)
         except KeyExistsError as error:
@@ -438,12 +440,6 @@ class _Copying:
         finally:
             if writer is not None:
                 writer.abort()
-
-    def _count(self, num_bytes: int) -> None:
-        with self._quiet:
-            self._done += num_bytes
-            if self._told is not None:
-                self._told(self._done, self._total)
 
     def undo(self, error: BaseException) -> None:
         """Stops the other threads, and deletes what this copy created, unless it may stand."""

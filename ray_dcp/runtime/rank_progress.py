@@ -84,6 +84,7 @@ class RankProgress(PhaseClock):
         """Records that a save or load begins, which the rank must not leave silently."""
         self.key, self.stop, self.abandoned = key, Stop(), None
         self.over = self.is_good = False
+        self._last_moved = (0, 0)
         self.names(key)
 
     def renumber(self, seq: int) -> None:
@@ -155,6 +156,13 @@ class RankProgress(PhaseClock):
                 quiet_s=now_s - self._moved_s,
                 key=next(iter([*self._at.values()]), None),
             )
+
+    def look(self) -> tuple[str, str, int, int]:
+        """Returns what this rank does, the file, and the bytes of the last step that moved some."""
+        doing = self.doing
+        file = doing.key if self.is_working else None
+        moved = (doing.done_bytes, doing.total_bytes) if doing.total_bytes else self._last_moved
+        return doing.phase, file or "", *moved
 
     def overdue(self, what: str, option: str, after_s: float, rank: int) -> CheckpointError:
         """Returns the error of this rank's own work that exceeds its deadline.

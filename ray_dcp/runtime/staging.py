@@ -193,7 +193,9 @@ class RankStaging:
         self._link: ActorLink | None = None
         self.link()
 
-    def warm(self, num_bytes: int) -> Future[None]:
+    def warm(
+        self, num_bytes: int, touched: Callable[[int], object] = lambda _: None
+    ) -> Future[None]:
         """Begins to touch memory of the store for a state, which makes its first save faster.
 
         In the background, behind everything else. Returns at once; the future ends with it, also
@@ -201,6 +203,7 @@ class RankStaging:
 
         Args:
             num_bytes: Size of the state.
+            touched: Called with the bytes of each window that was touched.
         """
 
         def touch() -> None:
@@ -212,8 +215,10 @@ class RankStaging:
                 # Why all at once: each is to get a place of its own in the store, as the windows
                 # of a save do. To touch one costs ten times the copy.
                 window = np.zeros(link.window_bytes, dtype=np.uint8)
-                starts = range(0, own_bytes, link.window_bytes)
-                held = [link.put([window[: own_bytes - start]]) for start in starts]
+                held = []
+                for start in range(0, own_bytes, link.window_bytes):
+                    held.append(link.put([window[: own_bytes - start]]))
+                    touched(min(own_bytes - start, link.window_bytes))
                 if held:
                     held.clear()
                     # Why: until Ray has it back, a save would get memory that was never touched.

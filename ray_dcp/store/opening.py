@@ -1,20 +1,12 @@
-"""`open_storage` returns the storage of a path, URL, `Location` or filesystem.
-
-`watched` reports the progress of a save that the process itself does not write.
-"""
+"""`open_storage` returns the storage of a path, URL, `Location` or filesystem."""
 
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ray_dcp.commit_protocol.messages import Target
-from ray_dcp.core.processes import start_thread
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import (
@@ -181,40 +173,3 @@ def _in_filesystem(url: str, filesystem: Any) -> Storage:
     from ray_dcp.store.filesystems import FsspecStorage
 
     return FsspecStorage.within(filesystem, url)
-
-
-LOOKS_S = 0.25
-
-Told = Callable[[int, int], None]
-"""Progress callback: receives bytes done and bytes in total."""
-
-
-@contextmanager
-def watched(target: AnyPlace, told: Told | None, done: int, total: int) -> Iterator[None]:
-    """Reports the progress of a save while the block runs, by the sizes of the files on disk.
-
-    Args:
-        target: Destination of the save; only a local directory is polled (every `LOOKS_S`).
-        told: Called with bytes done and bytes in total, from another thread.
-        done: Bytes that were done before the block.
-        total: Bytes in total, reported as done at the end.
-    """
-    if told is None:
-        yield
-        return
-    storage, over = open_storage(target), threading.Event()
-    folder = Path(storage.url) if isinstance(storage, LocalStorage) else None
-
-    def look() -> None:
-        while folder is not None and not over.wait(LOOKS_S):
-            with suppress(OSError):
-                found = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-                told(min(done + found, total), total)
-
-    looking = start_thread(look, "ray_dcp looks at a target")
-    try:
-        yield
-        told(total, total)
-    finally:
-        over.set()
-        looking.join()

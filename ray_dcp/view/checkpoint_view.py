@@ -37,11 +37,12 @@ from ray_dcp.io.reader import read_item
 from ray_dcp.io.threads import run_tasks
 from ray_dcp.options import LoadOptions
 from ray_dcp.store.location import AnyPlace
-from ray_dcp.store.opening import Told, open_storage
+from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import OneFile, Storage
 from ray_dcp.view.charts import timeline
 from ray_dcp.view.difference import CheckpointDiff, diff_checkpoints
 from ray_dcp.view.drawing import aside, div, heading, safe, shortened
+from ray_dcp.view.progress import ShowProgress
 from ray_dcp.view.resharding import ReshardPreview, ShardGrid, preview_reshard
 from ray_dcp.view.run_listing import num_ranks
 from ray_dcp.view.tables import leaves_of, tensor_tree
@@ -404,16 +405,19 @@ class CheckpointView:
             )
         return row
 
-    def verify(self) -> VerifyReport:
+    def verify(self, *, progress: ShowProgress = False) -> VerifyReport:
         """Compares every data file, including those of a step's items, with its checksums.
+
+        Args:
+            progress: As for `ray_dcp.verify`.
 
         Returns:
             A report of all damage. Damage is not raised.
         """
-        return verify_opened(self.storage, self.checkpoint, self.place)
+        return verify_opened(self.storage, self.checkpoint, self.place, progress=progress)
 
     def diff(
-        self, other: CheckpointView, *, read: bool = True, told: Told | None = None
+        self, other: CheckpointView, *, read: bool = True, progress: ShowProgress = False
     ) -> CheckpointDiff:
         """Returns the differences to another checkpoint, by stored hashes.
 
@@ -423,13 +427,13 @@ class CheckpointView:
         Args:
             other: The later checkpoint.
             read: Read tensors if hashes can't decide; otherwise, such tensors are `undecided`.
-            told: Called with the number of bytes read so far and in total.
+            progress: As for `ray_dcp.verify`.
 
         Raises:
             DamagedCheckpointError: Bytes that were read do not match their checksums.
             StorageError: The storage failed.
         """
-        return diff_checkpoints(self, other, read=read, told=told)
+        return diff_checkpoints(self, other, read=read, progress=progress)
 
     def reshard(
         self,

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ray_dcp.core.dtypes import READABLE, as_numbers
 from ray_dcp.core.values import BoolArray, ChunkTable, Int64Array, Kind, offsets_of, widen, within
 from ray_dcp.errors import InvalidRequestError, MissingKeyError
-from ray_dcp.store.opening import Told
+from ray_dcp.view.progress import ShowProgress, reporting
 from ray_dcp.view.tensor_handle import parts_of
 from ray_dcp.view.wording import nearest
 
@@ -306,13 +306,13 @@ class CheckpointDiff:
         return not self.changed
 
     def values(
-        self, names: Sequence[str] | None = None, *, told: Told | None = None
+        self, names: Sequence[str] | None = None, *, progress: ShowProgress = False
     ) -> Iterator[ValueDiff]:
         """Reads tensors that changed, and yields by how much.
 
         Args:
             names: Tensors to read; by default all that changed and have equal shapes.
-            told: Called with the number of bytes read so far and in total.
+            progress: As for `ray_dcp.verify`.
 
         Raises:
             MissingKeyError: Neither checkpoint has the name.
@@ -324,13 +324,14 @@ class CheckpointDiff:
             Reads both tensors once, with 64 MiB of memory, or one row of each.
         """
         chosen = self.comparable if names is None else [self._checked(name) for name in names]
-        total = sum(2 * self.second.tensors[name].num_bytes for name in chosen)
-        done = 0
-        for name in chosen:
-            yield _value_diff(self.first[name], self.second[name])
-            done += 2 * self.second.tensors[name].num_bytes
-            if told is not None:
-                told(done, total)
+        sizes = {name: 2 * self.second.tensors[name].num_bytes for name in chosen}
+        with reporting(progress, "reading", self.second.url) as meter:
+            if meter is not None:
+                meter.expect(sum(sizes.values()))
+            for name, num_bytes in sizes.items():
+                yield _value_diff(self.first[name], self.second[name])
+                if meter is not None:
+                    meter.add(num_bytes)
 
     @property
     def comparable(self) -> tuple[str, ...]:
@@ -374,7 +375,11 @@ class CheckpointDiff:
 
 
 def diff_checkpoints(
-    first: CheckpointView, second: CheckpointView, *, read: bool = True, told: Told | None = None
+    first: CheckpointView,
+    second: CheckpointView,
+    *,
+    read: bool = True,
+    progress: ShowProgress = False,
 ) -> CheckpointDiff:
     """Returns the differences of two checkpoints; see `CheckpointView.diff`."""
     found = diff_tables(first.table, second.table)
@@ -393,26 +398,28 @@ def diff_checkpoints(
         )
     ]
     undecided = [at for at, one in enumerate(tensors) if one.change == "undecided"]
-    total, done = sum(2 * tensors[at].num_bytes for at in undecided), 0
-    for at in undecided if read else ():
-        one = tensors[at]
-        same = _same_bytes(first, second, one.name)
-        tensors[at] = replace(
-            one,
-            change="unchanged" if same else "changed",
-            changed_bytes=0 if same else one.num_bytes,
-            was_read=True,
-        )
-        done += 2 * one.num_bytes
-        if told is not None:
-            told(done, total)
+    bytes_read = sum(2 * tensors[at].num_bytes for at in undecided) if read else 0
+    with reporting(progress, "comparing", second.url) as meter:
+        if meter is not None:
+            meter.expect(bytes_read)
+        for at in undecided if read else ():
+            one = tensors[at]
+            same = _same_bytes(first, second, one.name)
+            tensors[at] = replace(
+                one,
+                change="unchanged" if same else "changed",
+                changed_bytes=0 if same else one.num_bytes,
+                was_read=True,
+            )
+            if meter is not None:
+                meter.add(2 * one.num_bytes)
     notes: tuple[str, ...] = ()
     count = f"{len(undecided)} tensors or objects"
     if undecided and read:
         notes = (f"{count} were read and compared: {_why(first, second)}",)
     elif undecided:
         notes = (f"hashes can't decide {count}: {_why(first, second)}; nothing was read",)
-    return CheckpointDiff(first, second, tuple(tensors), done, notes)
+    return CheckpointDiff(first, second, tuple(tensors), bytes_read, notes)
 
 
 def _why(first: CheckpointView, second: CheckpointView) -> str:

@@ -31,7 +31,7 @@ from ray_dcp.io.records import Slots, highest_record, info_below, read_slots
 from ray_dcp.io.threads import run_tasks
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
-from ray_dcp.store.opening import Told, open_storage, place_below
+from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.store.storage import NETWORK_DISK, Entry, Storage, read_if_there, read_traits_of
 
 T = TypeVar("T")
@@ -321,7 +321,9 @@ class _SharedFiles:
     """Metrics that were recorded after the save, by step and attempt."""
 
 
-def list_checkpoints(root: AnyPlace, *, told: Told | None = None) -> tuple[ListedCheckpoint, ...]:
+def list_checkpoints(
+    root: AnyPlace, *, told: Callable[[int, int], object] | None = None
+) -> tuple[ListedCheckpoint, ...]:
     """Returns every checkpoint at or below a directory, sorted by step and name.
 
     Args:

@@ -18,7 +18,6 @@ import io
 import json
 import zipfile
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -46,8 +45,9 @@ from ray_dcp.io.reader import item_bytes_at_most, locate_item
 from ray_dcp.io.records import info_below
 from ray_dcp.io.threads import Stop, run_tasks
 from ray_dcp.store.location import AnyPlace
-from ray_dcp.store.opening import Told, open_storage, place_below
+from ray_dcp.store.opening import as_target, open_storage, place_below
 from ray_dcp.store.storage import Storage, read_if_there
+from ray_dcp.view.progress import Meter, ShowProgress, reporting
 from ray_dcp.view.trace import read_trace
 from ray_dcp.view.wording import few
 
@@ -108,7 +108,7 @@ _MOST_LOOKS = 20
 """How often a verification is repeated because the checkpoint was replaced meanwhile."""
 
 
-def verify(path: AnyPlace, *, told: Told | None = None) -> VerifyReport:
+def verify(path: AnyPlace, *, progress: ShowProgress = False) -> VerifyReport:
     """Returns the damaged bytes of the checkpoint at a path, including all items of a step.
 
     Damage is reported and not raised, even if the checkpoint can't be opened. A file that seems
@@ -117,8 +117,8 @@ def verify(path: AnyPlace, *, told: Told | None = None) -> VerifyReport:
 
     Args:
         path: Path or URL of the checkpoint.
-        told: Called with the number of bytes of the files that are done, and of all files, from
-            any thread.
+        progress: Whether to draw a bar; or a function that receives a `Progress` about ten times a
+            second.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
@@ -131,22 +131,31 @@ def verify(path: AnyPlace, *, told: Told | None = None) -> VerifyReport:
     Complexity:
         Reads every data file once, a few at a time, with 8 MiB of memory for each.
     """
-    return _reported(lambda found: _verify(path, found, told))
+    with reporting(progress, "verifying", as_target(path).url) as meter:
+        return _reported(lambda found: _verify(path, found, meter))
 
 
-def verify_opened(storage: Storage, checkpoint: Checkpoint, path: AnyPlace | None) -> VerifyReport:
+def verify_opened(
+    storage: Storage,
+    checkpoint: Checkpoint,
+    path: AnyPlace | None,
+    *,
+    progress: ShowProgress = False,
+) -> VerifyReport:
     """Returns the damaged bytes of an opened checkpoint, and of the items of a step.
 
     Args:
         storage: Storage of the checkpoint.
         checkpoint: The opened checkpoint.
         path: Location of the checkpoint; None if unknown: items are then left out.
+        progress: As for `verify`.
 
     Raises:
         StorageError: The storage can't be listed or read.
         VerifyInterrupted: As for `verify`.
     """
-    return _reported(lambda found: _verify_opened(storage, checkpoint, path, found, None))
+    with reporting(progress, "verifying", storage.url) as meter:
+        return _reported(lambda found: _verify_opened(storage, checkpoint, path, found, meter))
 
 
 def verify_checkpoint(storage: Storage, checkpoint: Checkpoint) -> VerifyReport:
@@ -180,7 +189,7 @@ def _joined(reports: Iterable[VerifyReport | _FileCheck]) -> VerifyReport:
     )
 
 
-def _verify(path: AnyPlace, found: Reports, told: Told | None) -> None:
+def _verify(path: AnyPlace, found: Reports, meter: Meter | None) -> None:
     storage = open_storage(path)
     became: CheckpointError | None = None
     for _ in range(_MOST_LOOKS):
@@ -190,7 +199,7 @@ def _verify(path: AnyPlace, found: Reports, told: Told | None) -> None:
         except DamagedCheckpointError as error:
             found.append(VerifyReport(0, (_unopenable(storage, error),)))
             return
-        _verify_opened(storage, checkpoint, path, found, told)
+        _verify_opened(storage, checkpoint, path, found, meter)
         if _joined(found).ok:
             return
         became = what_became_of(storage, checkpoint)
@@ -206,9 +215,9 @@ def _verify_opened(
     checkpoint: Checkpoint,
     path: AnyPlace | None,
     found: Reports,
-    told: Told | None,
+    meter: Meter | None,
 ) -> None:
-    _check_files(storage, checkpoint, found, told)
+    _check_files(storage, checkpoint, found, meter)
     try:
         folders = () if path is None else items_of(storage, checkpoint)
     except DamagedCheckpointError as error:
@@ -217,7 +226,7 @@ def _verify_opened(
     for folder in folders:
         own: Reports = []
         try:
-            _verify(place_below(path or "", folder), own, told)
+            _verify(place_below(path or "", folder), own, meter)
         except CheckpointNotFoundError as error:
             found.append(VerifyReport(0, (Problem(folder, None, 0, 0, error.message),)))
         except StorageError as error:
@@ -266,7 +275,7 @@ def _unopenable(storage: Storage, error: DamagedCheckpointError) -> Problem:
 
 
 def _check_files(
-    storage: Storage, checkpoint: Checkpoint, found: Reports, told: Told | None
+    storage: Storage, checkpoint: Checkpoint, found: Reports, meter: Meter | None
 ) -> None:
     """Checks all files of a checkpoint, and appends a report of each data file and of the others.
 
@@ -279,26 +288,27 @@ def _check_files(
     ends = ends_of.ends(sizes) if ends_of else [b""] * len(table.files)
     checks: dict[str, _FileCheck] = {}
     stop = Stop()
-    total, done = sum(sizes.get(key, 0) for key in table.files), Counter[str]()
+    if meter is not None:
+        meter.expect(sum(sizes.get(key, 0) for key in table.files))
 
-    def checked(number: int, end: bytes | str) -> _FileCheck:
+    def checked(number: int, end: bytes | str, meter: Meter | None) -> _FileCheck:
         key = table.files[number]
-        check = _FileCheck(storage, table, key, rows[number], checkpoint.transforms, end, stop)
+        transforms = checkpoint.transforms
+        check = _FileCheck(storage, table, key, rows[number], transforms, end, stop, meter)
         check.run(sizes.get(key), expected.get(key))
         return check
 
     def run(number: int) -> None:
         key = table.files[number]
-        check = checked(number, ends[number])
+        check = read = checked(number, ends[number], meter)
         if first := (*check.problems, *check.unread):
             # Why again: bytes may have been altered or cut off in transit.
-            check = checked(number, ends_of.end_of(number, sizes.get(key)) if ends_of else b"")
+            end = ends_of.end_of(number, sizes.get(key)) if ends_of else b""
+            check = checked(number, end, None)
             if not check.problems and not check.unread:
                 check.notes.append(f"{key} is intact, but was not at the first read: {first[0]}")
         checks[key] = check
-        if told is not None:
-            done[key] = sizes.get(key, 0)
-            told(done.total(), total)
+        read.count(sizes.get(key, 0))
 
     try:
         run_tasks(range(len(table.files)), run, _NUM_THREADS, stop)
@@ -422,11 +432,14 @@ class _FileCheck:
     """The checksums at the end of the file, or a description of their damage."""
     _stop: Stop
     """Ends the check of a long file early."""
+    _meter: Meter | None
+    """Counts the bytes of the file."""
     checked_bytes: int = 0
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unread: list[Problem] = field(default_factory=list)
     _num_bytes: int = 0
+    _counted_bytes: int = 0
     _window_start: int = 0
     _window: memoryview = field(default_factory=lambda: memoryview(b""))
 
@@ -451,6 +464,12 @@ class _FileCheck:
         except StorageError as error:
             what = f"unreadable: {error.message}"
             self.unread.append(Problem(self.key, None, 0, num_bytes, what))
+
+    def count(self, position: int) -> None:
+        """Counts the bytes before a position."""
+        if self._meter is not None and position > self._counted_bytes:
+            self._meter.add(position - self._counted_bytes, self.key)
+            self._counted_bytes = position
 
     def _check_items(self, *, checksummed: bool) -> None:
         end = 0
@@ -546,6 +565,7 @@ class _FileCheck:
             self._report(row, start, stop, error.message)
             return
         self.checked_bytes += checked
+        self.count(stop)
         if note is not None:
             self.notes.append(f"{self.key}: {note}")
 
@@ -562,6 +582,7 @@ class _FileCheck:
                     f"expected bytes [{start}, {stop}) of {self.key}, but it became shorter",
                     key=self.key,
                 )
+            self.count(start)
         return self._window[start - self._window_start : stop - self._window_start]
 
     def _name(self, row: int) -> str:

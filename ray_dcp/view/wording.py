@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 
 _SHOWN = 8
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def size_text(num_bytes: int) -> str:
@@ -69,6 +71,11 @@ def seconds_text(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.{2 if seconds < 10 else 1}f} s"
     return f"{seconds / 60:.1f} min"
+
+
+def printable(text: str) -> str:
+    """Returns a text without characters that control a terminal, as a name in a checkpoint may."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -25,12 +25,12 @@ def test_ranks_of_the_named_ray_share_the_tensors(tmp_path: Path, monkeypatch: p
     sources = [f"{tmp_path}/run@{step}" for step in (1, 2, 3)]
     alone = ray_dcp.average(sources, tmp_path / "alone", weights=[1, 2, 4], dtype="float32")
     monkeypatch.setattr(averaging, "RANK_BYTES", 1024)
-    told = []
+    seen = []
     shared = ray_dcp.average(
         sources, tmp_path / "shared", weights=[1, 2, 4], dtype="float32",
-        told=lambda done, total: told.append((done, total)),
+        progress=seen.append,
     )  # fmt: skip
-    assert told[-1] == (shared.num_bytes, shared.num_bytes)
+    assert seen[-1].done_bytes == seen[-1].total_bytes == shared.num_bytes
     made, other = ray_dcp.open(tmp_path / "shared"), ray_dcp.open(tmp_path / "alone")
     assert (made.world_size, other.world_size) == (2, 1)
     assert made.names == other.names

@@ -25,6 +25,7 @@ from ray_dcp.errors import (
     StateDictError,
 )
 from ray_dcp.format.manifest import decode_record, encode_record
+from ray_dcp.view.progress import Meter
 from tests.support import checkpoints
 from tests.support.processes import eventually
 
@@ -217,16 +218,11 @@ def test_large_tensors_are_cut_and_progress_grows_to_the_end(
     monkeypatch.setattr(averaging, "BOX_BYTES", 4096)
     big = torch.arange(40_000.0).reshape(2, 100, 200)
     own = save(tmp_path / "a", 1, big=big, none=torch.zeros(0, 3))
-    told, lock = [], threading.Lock()
-
-    def note(done: int, total: int) -> None:
-        with lock:
-            told.append((done, total))
-
-    report = ray_dcp.average([own, own], tmp_path / "mean", told=note)
-    done, total = zip(*told, strict=True)
-    assert list(done) == sorted(done)
-    assert done[-1] == total[0] == report.num_bytes
+    seen: list[ray_dcp.Progress] = []
+    report = ray_dcp.average([own, own], tmp_path / "mean", progress=seen.append)
+    done = [one.done_bytes for one in seen]
+    assert done == sorted(done)
+    assert {one.total_bytes for one in seen} == {done[-1]} == {report.num_bytes}
     made = ray_dcp.open(tmp_path / "mean")
     assert made.tensors["big"].num_chunks == 68
     assert torch.equal(ray_dcp.read_state_dict(tmp_path / "mean")["big"], big)
@@ -242,13 +238,17 @@ def test_an_average_that_is_interrupted_leaves_no_data(
     halves = {name: torch.zeros(18 << 18) for name in "ab"}  # of 18 MiB: a file each
     ray_dcp.save(halves, checkpoint_id=tmp_path / "source", no_dist=True)
 
-    def interrupt(done: int, total: int) -> None:
-        if done == total:
-            eventually(lambda: list((tmp_path / "mean").glob("*.distcp")))
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    class Interrupt(Meter):
+        def add(self, num_bytes: int, file: str = "") -> None:
+            super().add(num_bytes, file)
+            if self.now().fraction == 1:
+                eventually(lambda: list((tmp_path / "mean").glob("*.distcp")))
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        ray_dcp.average([tmp_path / "source"], tmp_path / "mean", told=interrupt)
+        ray_dcp.average(
+            [tmp_path / "source"], tmp_path / "mean", progress=Interrupt("averaging", "")
+        )
     assert not list((tmp_path / "mean").glob("*.distcp"))
     ray_dcp.average([tmp_path / "source"], tmp_path / "mean")
     assert ray_dcp.verify(tmp_path / "mean").ok

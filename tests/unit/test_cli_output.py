@@ -19,6 +19,7 @@ from ray_dcp.cli.main import main
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.manager import Item
 from ray_dcp.store.local import LocalStorage
+from ray_dcp.view.progress import Meter
 from ray_dcp.view.verify import VerifyInterrupted
 from tests.support import checkpoints
 
@@ -116,14 +117,15 @@ def test_a_verify_that_is_interrupted_in_an_item_has_what_it_found_in_all(
             raise KeyboardInterrupt
         return read(self, key, *more)
 
-    def told(done: int, total: int) -> None:
-        seen.append(done)
-        if len(seen) == 3:  # of the step's own file and of each item's
-            raise KeyboardInterrupt
+    class Interrupt(Meter):
+        def add(self, num_bytes: int, file: str = "") -> None:
+            seen.append(num_bytes)
+            if len(seen) == 3:  # of the step's own file and of each item's
+                raise KeyboardInterrupt
 
     monkeypatch.setattr(LocalStorage, "read", interrupted)
     with pytest.raises(VerifyInterrupted) as raised:
-        ray_dcp.verify(step, told=told)
+        ray_dcp.verify(step, progress=Interrupt("verifying", ""))
     found = [step / one.file for one in raised.value.report.problems]
     assert found == damaged[: {"opened": 1, "checked": 2}[when]]
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +28,9 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.manifest import AbortRecord, decode_record
 from ray_dcp.runtime.copying import copy_checkpoint, plan_copy
-from ray_dcp.store import opening
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import Entry, PartWriter
+from ray_dcp.view.progress import Meter
 from tests.support import checkpoints
 from tests.support.storages import Gate, GatedStorage
 
@@ -164,74 +165,23 @@ def test_an_interrupted_export_leaves_nothing(
     assert [p.name for p in tmp_path.iterdir()] == before
 
 
-class Told(list):
-    """What a bar is told."""
-
-    def __call__(self, done: int, total: int) -> None:
-        self.append((done, total))
-
-    def check(self, least_bytes: int) -> None:
-        """Checks that it only grew, up to a total that was the same all along."""
-        ((total),) = {total for _, total in self}
-        assert total >= least_bytes
-        assert [done for done, _ in self] == sorted(done for done, _ in self)
-        assert self[-1] == (total, total)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_bar_is_told_how_far_an_export_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-):
-    monkeypatch.setattr(conversion, "_PART_BYTES", 1)
-    source = checkpoints.save(tmp_path / "source")
-    told = Told()
-    ray_dcp.export(source, tmp_path / "out", kind, include=["model.[wl]*"], told=told)
-    told.check(sum(checkpoints.tensors()[f"model.{n}"].nbytes for n in ("weight", "large")))
-    assert len(told) >= 2
-
-
-def test_a_bar_is_told_how_far_an_import_is(tmp_path: Path):
-    torch.save({"w": torch.ones(1000)}, tmp_path / "w.pt")
-    for source, target in (("w.pt", "a"), ("a", "b")):
-        told = Told()
-        ray_dcp.import_checkpoint(tmp_path / source, tmp_path / target, told=told)
-        told.check(4000)
-    assert torch.equal(ray_dcp.read_state_dict(tmp_path / "b")["w"], torch.ones(1000))
-
-
-def test_what_is_watched_is_told_while_it_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(opening, "LOOKS_S", 0.001)
-    seen = threading.Event()
-    found = []
-
-    def told(done: int, total: int) -> None:
-        found.append((done, total))
-        seen.set() if done == 110 else None
-
-    with opening.watched(tmp_path, told, 10, 150):
-        (tmp_path / "folder").mkdir()
-        (tmp_path / "folder" / "file").write_bytes(bytes(100))
-        assert seen.wait(180)
-    assert found[-1] == (150, 150)
-    assert (110, 150) in found
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_that_is_replaced_meanwhile_is_never_mixed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ):
-    """Each part is a load, which opens the checkpoint anew."""
-    monkeypatch.setattr(conversion, "_PART_BYTES", 1)
+    """Its contents are listed, and then loaded: both open it."""
     source = checkpoints.save(tmp_path / "source")
+    read_into, seen = conversion.read_into, list[bool]()
 
-    def replace(done: int, total: int) -> None:
-        if done < total and not told:
+    def replaced(*args: Any, **named: Any) -> None:
+        if not seen:
             checkpoints.save(source)
-        told.append(done)
+        seen.append(True)
+        read_into(*args, **named)
 
-    told: list[int] = []
+    monkeypatch.setattr(conversion, "read_into", replaced)
     with pytest.raises(StorageError, match="replaced meanwhile, and nothing was written"):
-        ray_dcp.export(source, tmp_path / "out", kind, include=["model.[wl]*"], told=replace)
+        ray_dcp.export(source, tmp_path / "out", kind, include=["model.[wl]*"])
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
@@ -274,15 +224,15 @@ def test_wrong_imports_are_refused(tmp_path: Path):
 def test_a_copy_is_the_same_checkpoint_elsewhere(tmp_path: Path):
     for _ in range(2):
         source = checkpoints.save(tmp_path / "source")
-    told: list[tuple[int, int]] = []
-    view = ray_dcp.copy(source, tmp_path / "copy", told=lambda *one: told.append(one))
+    seen: list[ray_dcp.Progress] = []
+    view = ray_dcp.copy(source, tmp_path / "copy", progress=seen.append)
     before, own = ray_dcp.open(source).attempt, view.attempt
     assert own != before
     assert view.verify() == ray_dcp.open(source).verify()
     assert view.trace == replace(ray_dcp.open(source).trace, attempt=own)
     files = [ray_dcp.open(path).checkpoint.manifest.files for path in (source, tmp_path / "copy")]
     assert files[0].digests == files[1].digests
-    assert told[-1][0] == told[-1][1] == max(done for done, _ in told)
+    assert seen[-1].done_bytes == seen[-1].total_bytes > 0
     names = [sorted(p.name for p in path.rglob("*")) for path in (source, tmp_path / "copy")]
     slots = [name for name in names[0] if name.startswith("manifest-")]
     assert slots == ["manifest-00000002.json"]
@@ -401,15 +351,17 @@ def test_of_two_copies_of_what_others_wrote_one_wins(tmp_path: Path, kind: str):
     view = ray_dcp.open(source)
     plan = plan_copy(view.storage, view.checkpoint)
     target = Target(str(tmp_path / "copy"))
-    began = []
+    began, lock = [], threading.Lock()
 
-    def told(done: int, total: int) -> None:
-        if not began:
-            began.append(done)
-            copy_checkpoint(view.storage, plan, target)
+    class Rival(Meter):
+        def add(self, num_bytes: int, file: str = "") -> None:
+            with lock:
+                if not began:
+                    began.append(file)
+                    copy_checkpoint(view.storage, plan, target)
 
     with pytest.raises(CheckpointExistsError, match="somebody else created"):
-        copy_checkpoint(view.storage, plan, target, told=told)
+        copy_checkpoint(view.storage, plan, target, meter=Rival("copying", ""))
     assert ray_dcp.verify(tmp_path / "copy").ok
     assert len(ray_dcp.open(tmp_path / "copy")) == len(view)
 

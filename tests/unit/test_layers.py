@@ -56,7 +56,6 @@ HOMES = {
     ),
     "matplotlib": (set(), set()),
     "click": ({"cli"}, set()),
-    "rich": ({"cli"}, set()),
     "xxhash": ({"core"}, set()),
     "fsspec": ({"store"}, set()),
     "obstore": ({"store"}, set()),

@@ -434,9 +434,8 @@ def test_an_upload_without_a_thread_fails_the_save_and_leaves_the_last_one(no_th
     assert ray_dcp.read_state_dict(place)["w"].unique().tolist() == [1]
 
 
-def test_a_conversion_without_a_thread_that_follows_it_writes_nothing(no_threads, tmp_path):
-    torch.save(state_of(1), tmp_path / "a.pt")
-    no_threads("ray_dcp looks at a target")
-    with pytest.raises(errors.LimitError, match="start a thread"):
-        ray_dcp.import_checkpoint(tmp_path / "a.pt", tmp_path / "b", told=lambda done, total: None)
-    assert not (tmp_path / "b").exists()
+def test_a_save_without_a_thread_that_shows_its_progress_is_a_save(no_threads, tmp_path):
+    no_threads("ray_dcp progress")
+    with pytest.warns(UserWarning, match="was not shown to its end.*start a thread"):
+        ray_dcp.save(state_of(1), checkpoint_id=tmp_path / "a", progress=lambda now: None)
+    assert ray_dcp.verify(tmp_path / "a").ok
