@@ -285,10 +285,11 @@ def run_load(
     url = route.target.url if route.target is not None else checkpoint_id
     memory = memory_of(session)
     activity = session.activity(options.heartbeat_timeout_s)
+    ranks = session.rank, session.world_size
     with (
         Account("load", url, activity, route.path, log),
         activity,
-        reporting(progress, "loading", text_of(url) or "", rank=session.rank) as meter,
+        reporting(progress, "loading", text_of(url) or "", ranks) as meter,
         following(meter, activity.progress.look),
     ):
         if route.target is not None:
@@ -354,10 +355,11 @@ def run_load_newest(
         )
 
     activity = session.activity(options.heartbeat_timeout_s)
+    ranks = session.rank, session.world_size
     with (
         Account("load", run.url, activity, NATIVE, log),
         activity,
-        reporting(progress, "loading", run.url, rank=session.rank) as meter,
+        reporting(progress, "loading", run.url, ranks) as meter,
         following(meter, activity.progress.look),
     ):
         _await_staged(memory, run.url, activity, options)

@@ -213,7 +213,8 @@ def run_save(
         account.activity.progress.enter(CAPTURE)
         activity = stack.enter_context(account.activity)
         # Why inside: a rank that gives a wrong `progress` has to tell the others that it leaves.
-        shown = reporting(progress, "saving", text_of(url) or "", rank=session.rank)
+        ranks = session.rank, session.world_size
+        shown = reporting(progress, "saving", text_of(url) or "", ranks)
         meter = stack.enter_context(shown)
         stack.enter_context(following(meter, activity.progress.look))
         if route.path == FOREIGN:
@@ -425,7 +426,7 @@ def warm_up(
         importlib.import_module(module)
     num_bytes = share_bytes(state, session.world_size)
     with ExitStack() as stack:
-        shown = reporting(progress, "warming up", "memory", rank=session.rank)
+        shown = reporting(progress, "warming up", "memory", (session.rank, session.world_size))
         meter = stack.enter_context(shown)
         if meter is not None:
             meter.expect(num_bytes)

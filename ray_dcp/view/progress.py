@@ -8,6 +8,7 @@ can delay the work or fail it. Without `progress=` there is no meter and no thre
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import threading
 import time
@@ -16,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, replace
 from html import escape
 from shutil import get_terminal_size
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal, TextIO
 
 from ray_dcp import events
 from ray_dcp.core.processes import start_thread
@@ -67,6 +68,10 @@ class Progress:
     """Number of the checkpoint among `num_steps`, from 1; 0 if there is just one."""
     num_steps: int = 0
     """Number of checkpoints; 0 if there is just one."""
+    rank: int = 0
+    """This rank, of a save or load."""
+    world_size: int = 1
+    """Number of ranks that save or load together."""
     seconds: float = 0.0
     """Time since the operation began, in seconds."""
     outcome: Literal["", "done", "failed"] = ""
@@ -142,8 +147,9 @@ def _title(now: Progress, most: int | None = None) -> str:
     name = now.name
     if most is not None and len(name) > most:
         name = f"…{name[1 - most :]}"
+    rank = f" on rank {now.rank} of {now.world_size}" if now.world_size > 1 else ""
     step = f", step {now.step} of {now.num_steps}" if now.num_steps else ""
-    return printable(f"{doing} {name}{step}")
+    return printable(f"{doing} {name}{rank}{step}")
 
 
 def _numbers(now: Progress, *, rate: bool = True) -> list[str]:
@@ -164,23 +170,25 @@ def _whole(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-class _Display(Protocol):
+class _Display:
     """Shows progress; its methods are called by one thread at a time."""
 
-    def show(self, now: Progress) -> object: ...
-
-    def hide(self) -> object: ...
-
-
-class _Call:
-    def __init__(self, function: Callable[[Progress], object]) -> None:
-        self.show = function
+    def show(self, now: Progress) -> object:
+        raise NotImplementedError
 
     def hide(self) -> None:
-        pass
+        """Removes what would be in the way of other output."""
 
 
-class _Lines:
+class _Call(_Display):
+    def __init__(self, function: Callable[[Progress], object]) -> None:
+        self._function = function
+
+    def show(self, now: Progress) -> object:
+        return self._function(now)
+
+
+class _Lines(_Display):
     """Prints a line from time to time, and one at the end."""
 
     def __init__(self, stream: TextIO, *, ends: bool) -> None:
@@ -192,11 +200,8 @@ class _Lines:
             self._stream.write(f"{now}\n")
             self._stream.flush()
 
-    def hide(self) -> None:
-        pass
 
-
-class _Terminal:
+class _Terminal(_Display):
     """Draws a bar in the last line of a terminal, and prints a line at the end."""
 
     def __init__(self, stream: TextIO, *, ends: bool) -> None:
@@ -214,9 +219,11 @@ class _Terminal:
             if self._ends:
                 self._stream.write(f"{now}\n")
         else:
+            width = get_terminal_size().columns
+            with suppress(OSError, ValueError):  # Why first: standard output may be a file
+                width = os.get_terminal_size(self._stream.fileno()).columns
             # Why one less: a terminal wraps when its last column is written.
-            width = get_terminal_size().columns - 1
-            self._stream.write(f"\r{bar_text(now, width, self._marks)}\x1b[K")
+            self._stream.write(f"\r{bar_text(now, width - 1, self._marks)}\x1b[K")
             self._drawn = True
         self._stream.flush()
 
@@ -227,7 +234,7 @@ class _Terminal:
             self._drawn = False
 
 
-class _Notebook:
+class _Notebook(_Display):
     """Draws a bar below a cell."""
 
     def __init__(self) -> None:
@@ -245,9 +252,6 @@ class _Notebook:
         else:
             self._handle.update(data, raw=True)
 
-    def hide(self) -> None:
-        pass
-
 
 Look = Callable[[], tuple[str, str, int, int]]
 """Returns phase, file, bytes done, and bytes in all; 0 if that is unknown."""
@@ -261,6 +265,7 @@ class Meter:
         name: As `Progress.name`.
         sizes: About how many bytes each of several checkpoints has; `begin` begins the next one.
         clock: Returns monotonic seconds.
+        ranks: As `Progress.rank` and `Progress.world_size`.
     """
 
     def __init__(
@@ -269,12 +274,15 @@ class Meter:
         name: str,
         sizes: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
+        ranks: tuple[int, int] = (0, 1),
     ) -> None:
         self._lock, self._drawing = threading.Lock(), threading.Lock()
         self._clock, self._began_s = clock, clock()
         self._sizes = tuple(sizes)
-        self._now = Progress(doing=doing, name=name, num_steps=len(sizes))
-        self._done = self._expected = 0
+        self._now = Progress(
+            doing=doing, name=name, num_steps=len(sizes), rank=ranks[0], world_size=ranks[1]
+        )
+        self._done = self._expected = self._earlier = 0
         self._look: Look | None = None
         self._looked = (0, 0)
         self._over = threading.Event()
@@ -303,12 +311,16 @@ class Meter:
             # Why: what is smaller than it was expected to be is done all the same.
             self._done = self._expected = max(self._done + self._looked[0], self._expected)
             self._looked = (0, 0)
+            if step is None:
+                step = now.step + 1
+            if step != now.step:
+                self._earlier = self._done
             self._now = replace(
                 now,
                 name=name,
                 doing=doing or now.doing,
                 file="",
-                step=(now.step + 1 if step is None else step) if num_steps or now.num_steps else 0,
+                step=step if num_steps or now.num_steps else 0,
                 num_steps=now.num_steps if num_steps is None else num_steps,
             )
 
@@ -335,7 +347,8 @@ class Meter:
             self._look, self._looked = look, (0, 0)
         try:
             yield
-            self._see()
+            with events.contained("The progress"):
+                self._see()
             self._looked = (max(self._looked),) * 2
         finally:
             with self._lock:
@@ -345,9 +358,12 @@ class Meter:
                 self._now = replace(self._now, phase="", file="")
 
     def _see(self) -> None:
+        look = self._look
+        if look is None:
+            return
+        phase, file, done, total = look()  # Why without the lock: it may look at a slow storage
         with self._lock:
-            if self._look is not None:
-                phase, file, done, total = self._look()
+            if self._look is look:
                 self._looked = max(self._looked[0], done), max(self._looked[1], total)
                 self._now = replace(self._now, phase=phase, file=file)
 
@@ -355,11 +371,10 @@ class Meter:
         """Returns the progress."""
         self._see()
         with self._lock:
-            done, total = (
-                count + self._looked[at] for at, count in enumerate((self._done, self._done))
-            )
-            later = sum(self._sizes[self._now.step :])
-            total = max(self._expected, total) + later
+            done = self._done + self._looked[0]
+            at, sizes = self._now.step, self._sizes
+            now_bytes = self._earlier + sum(sizes[max(at - 1, 0) : at])
+            total = max(self._expected, self._done + self._looked[1], now_bytes) + sum(sizes[at:])
             if outcome == "done":
                 done = total = max(done, total)
             return replace(
@@ -428,8 +443,8 @@ def reporting(
     progress: ShowProgress,
     doing: str,
     name: str,
+    ranks: tuple[int, int] = (0, 1),
     *,
-    rank: int = 0,
     sizes: Sequence[int] = (),
     ends: bool = True,
 ) -> Iterator[Meter | None]:
@@ -439,7 +454,7 @@ def reporting(
         progress: As the user gave it.
         doing: As `Progress.doing`.
         name: As `Progress.name`.
-        rank: This rank; only rank 0 draws.
+        ranks: This rank, and the number of ranks; only rank 0 draws.
         sizes: As for `Meter`.
         ends: Whether a line remains that says how it ended.
 
@@ -454,7 +469,7 @@ def reporting(
         return
     display: _Display | None = None
     if progress is True:
-        display = _display_here(ends=ends) if rank == 0 else None
+        display = _display_here(ends=ends) if ranks[0] == 0 else None
     elif callable(progress):
         display = _Call(progress)
     elif progress is not False:
@@ -465,7 +480,7 @@ def reporting(
     if display is None:
         yield None
         return
-    meter = Meter(doing, name, sizes)
+    meter = Meter(doing, name, sizes, ranks=ranks)
     meter.start(display)
     outcome: Literal["done", "failed"] = "failed"
     try:
@@ -483,9 +498,8 @@ def following(meter: Meter | None, look: Look) -> AbstractContextManager[None]:
 def _display_here(*, ends: bool) -> _Display | None:
     """Returns what draws in this process: a notebook, a terminal, or another standard error."""
     stream = sys.stderr
-    python = sys.modules.get("IPython")
-    shell = None if python is None else python.get_ipython()
-    if getattr(shell, "kernel", None) is not None:
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    if get_shell is not None and getattr(get_shell(), "kernel", None) is not None:
         return _Notebook()
     if stream is None:
         return None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -285,10 +287,36 @@ def test_elsewhere_there_is_a_line_every_ten_seconds_and_at_the_end(
 
 
 def test_only_rank_0_draws_but_every_rank_is_called():
-    with reporting(True, "saving", "a", rank=1) as meter:
+    with reporting(True, "saving", "a", (1, 2)) as meter:
         assert meter is None
-    with reporting(lambda now: None, "saving", "a", rank=1) as meter:
-        assert meter is not None
+    seen: list[Progress] = []
+    with reporting(seen.append, "saving", "a", (1, 8)):
+        pass
+    assert str(seen[-1]).startswith("saved a on rank 1 of 8: ")
+
+
+def test_a_notebook_has_a_bar_below_the_cell_and_then_a_line(monkeypatch: pytest.MonkeyPatch):
+    shown: list[dict[str, str]] = []
+    drawn = threading.Event()
+
+    def update(data: dict[str, str], raw: bool) -> None:
+        shown.append(data)
+        drawn.set()
+
+    def display(data: dict[str, str], raw: bool, display_id: bool) -> SimpleNamespace:
+        update(data, raw)
+        return SimpleNamespace(update=update)
+
+    kernel = SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: kernel))
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    with reporting(True, "loading", "<run>") as meter:
+        meter.expect(4)
+        meter.add(1)
+        assert drawn.wait(180)
+    assert shown[0]["text/html"].startswith('<div><progress value="0.250"></progress> loading &lt;')
+    assert shown[-1]["text/plain"].startswith("loaded <run>: 4 B in ")
+    assert "<progress" not in shown[-1]["text/html"]
 
 
 NOW = Progress(
@@ -341,6 +369,22 @@ def test_a_meter_never_shows_more_than_all(acts: list[tuple[str, int]]):
         before = now.done_bytes
     end = meter.now("done")
     assert end.done_bytes == end.total_bytes
+
+
+def test_the_bytes_of_a_step_that_is_copied_and_then_verified_are_known_from_the_beginning():
+    meter = Meter("copying", "run", sizes=[20, 40], clock=lambda: 0.0)
+    seen = []
+    for step, num_bytes in ((1, 10), (2, 20)):
+        for doing in ("copying", "verifying"):
+            meter.begin(f"step-{step}", step, doing=doing)
+            meter.expect(num_bytes)
+            meter.add(num_bytes)
+            seen.append(meter.now())
+    assert [one.done_bytes for one in seen] == [10, 20, 40, 60]
+    assert {one.total_bytes for one in seen} == {60}
+    assert [str(one).partition(":")[0] for one in seen][1:3] == [
+        "verifying step-1, step 1 of 2", "copying step-2, step 2 of 2",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("verb", ["verify", "cp"])
