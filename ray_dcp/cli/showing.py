@@ -188,10 +188,11 @@ def verify(path: str) -> None:
     results, found, newest = list[dict[str, Any]](), VerifyReport(0, ()), None
     sizes = [0 if one.step is None else one.step.num_bytes for one in addresses] if is_run else ()
 
-    def add(name: str, report: VerifyReport, ok: bool) -> None:
+    def add(name: str, report: VerifyReport, *, in_part: bool = False) -> None:
         nonlocal found
-        results.append({"path": name, "ok": ok, **asdict(report)})
-        printed(meter, *_result(name, report))
+        name = f"{name} (in part)" if in_part else name
+        results.append({"path": name, "ok": report.ok and not in_part, **asdict(report)})
+        printed(meter, *_result(name, report, "no problem so far" if in_part else "ok"))
         found = replace(
             found,
             problems=(*found.problems, *report.problems),
@@ -204,7 +205,7 @@ def verify(path: str) -> None:
         meter.begin(name)
         try:
             report = verify_path(address.place, progress=meter)
-            add(name, report, report.ok)
+            add(name, report)
             return report.ok
         except CheckpointNotFoundError as error:
             if not is_run:
@@ -227,14 +228,16 @@ def verify(path: str) -> None:
                     newest = address
     except KeyboardInterrupt as error:
         if isinstance(error, VerifyInterrupted):
-            add(f"{address.name} (in part)", error.report, False)
-        interrupted(
-            {"path": path, "steps": results} if is_run else (results or [{"path": path}])[0]
-        )
+            add(address.name, error.report, in_part=True)
+        if not is_run:
+            interrupted((results or [{"path": path}])[0])
+        left = len(addresses) - len(results)
+        lines = [f"not verified: {count_text(left, 'step')}"] if left else []
+        interrupted({"path": path, "steps": results}, *lines)
     if is_run:
-        step = None if newest is None or newest.step is None else newest.step
+        step = newest.step if newest is not None else None
         good = None if step is None else step.name if step.step is None else step.step
-        text = "none" if good is None else f"step {good}" if isinstance(good, int) else good
+        text = f"step {good}" if isinstance(good, int) else good or "none"
         told({"path": path, "steps": results, "newest_good": good}, f"newest good: {text}")
     else:
         # Why not a list for one checkpoint: programs rely on this form.
@@ -243,15 +246,15 @@ def verify(path: str) -> None:
         sys.exit(1 if found.problems else 2)
 
 
-def _result(name: str, report: VerifyReport) -> list[str]:
-    """Returns lines with the result of a checkpoint, and below it what was found."""
+def _result(name: str, report: VerifyReport, good: str) -> list[str]:
+    """Returns lines with the result of a checkpoint (`good` if it is), and what was found."""
     lines = [f"damaged: {problem}" for problem in report.problems[:_MOST_PROBLEMS]]
     if len(report.problems) > _MOST_PROBLEMS:
         lines.append(f"... and {len(report.problems) - _MOST_PROBLEMS} more, see --json")
     lines += [f"unread: {problem}" for problem in report.unread[:_MOST_PROBLEMS]]
     lines += [f"note: {note}" for note in report.notes]
     num_problems = len(report.problems) + len(report.unread)
-    result = count_text(num_problems, "problem") if num_problems else "ok"
+    result = count_text(num_problems, "problem") if num_problems else good
     head = f"{name}: {result}, {size_text(report.checked_bytes)} checked"
     return [head, *(f"  {line}" for line in lines)]
 
