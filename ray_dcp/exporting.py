@@ -445,7 +445,15 @@ def _rewrite(
         made = Path(folder, "state.pt")
         counted = meter or False
         if meter is not None:
-            meter.expect(total)  # what is written; the load expects what is read
+            # What is written: the load expects what is read.
+            patterns = choice["include"]
+            meter.expect(
+                sum(
+                    info.num_bytes
+                    for name, info in view.tensors.items()
+                    if not patterns or any(fnmatchcase(name, one) for one in patterns)
+                )
+            )
         dcp_to_torch_save(source, made, **choice, progress=counted)
         torch_save_to_dcp(made, target, weights_only=True, options=options, progress=counted)
 

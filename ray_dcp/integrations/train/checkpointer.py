@@ -53,6 +53,7 @@ from ray_dcp.runtime.memory_tier import memory_of
 from ray_dcp.saving import warm_staging
 from ray_dcp.torch_adapter.results import LoadReport
 from ray_dcp.torch_adapter.state import check_mapping, stateful_to_state_dict
+from ray_dcp.view.progress import ShowProgress
 
 DELETIONS_S = 60.0
 """Maximum time that `Checkpointer.close` waits for deletions, in seconds."""
@@ -221,7 +222,9 @@ class Checkpointer:
         """Path or URL of the folder with the steps, as accepted by `ray_dcp.load_newest`."""
         return self._root.url
 
-    def restore(self, state: MutableMapping[str, Any]) -> int | None:
+    def restore(
+        self, state: MutableMapping[str, Any], *, progress: ShowProgress = False
+    ) -> int | None:
         """Loads the newest committed step of the run into a state, in place; returns its number.
 
         The step is chosen from the run's storage, whatever Ray Train has registered. Bytes that
@@ -235,6 +238,7 @@ class Checkpointer:
         Args:
             state: As for `save`. Modules and optimizers are loaded in place; other values that are
                 not `Stateful` are replaced.
+            progress: As for `ray_dcp.load`.
 
         Returns:
             The step; None if nothing was ever committed in this run.
@@ -251,7 +255,7 @@ class Checkpointer:
         timeout_s = self._settings.options.plan_timeout_s
         memory_of(self._group.session).await_staged(self.url, timeout_s, Stop())
         try:
-            report = restore(self._actions, "auto", state, None)
+            report = restore(self._actions, "auto", state, None, progress)
         except CheckpointNotFoundError as error:
             _refuse_fresh_start(registered, self.url, error)
             logger.info("Nothing is committed in %s: the run begins", self.url)
