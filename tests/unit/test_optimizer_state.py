@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,12 @@ def check_both(state: State, other: State, path: Path) -> None:
 
 def test_warming_up_counts_the_state_that_an_optimizer_will_have(monkeypatch: pytest.MonkeyPatch):
     warmed: list[int] = []
-    monkeypatch.setattr(saving, "warm_process", warmed.append)
+
+    def warm(num_bytes: int) -> Future[None]:
+        warmed.append(num_bytes)
+        return Future()
+
+    monkeypatch.setattr(saving, "warm_process", warm)
     state = made(adamw)
     ray_dcp.warm_up(state, no_dist=True)
     assert not state["o"].state
