@@ -362,6 +362,8 @@ class Meter:
         if look is None:
             return
         phase, file, done, total = look()  # Why without the lock: it may look at a slow storage
+        # Why: a load also reads the ends of files, which it does not count as needed.
+        done = min(done, total) if total else done
         with self._lock:
             if self._look is look:
                 self._looked = max(self._looked[0], done), max(self._looked[1], total)

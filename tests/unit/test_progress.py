@@ -371,6 +371,23 @@ def test_a_meter_never_shows_more_than_all(acts: list[tuple[str, int]]):
     assert end.done_bytes == end.total_bytes
 
 
+def test_what_is_followed_stays_when_its_next_phase_begins_and_is_never_more_than_all():
+    looks = iter(
+        [("waiting", "", 0, 0), ("reading", "f", 5, 10), ("reading", "f", 12, 10),
+         ("waiting", "", 0, 0), ("waiting", "", 0, 0)]
+    )  # fmt: skip
+    meter, seen = Meter("loading", "run", clock=lambda: 0.0), list[Progress]()
+    with meter.following(lambda: next(looks)):
+        seen += [meter.now() for _ in range(4)]
+    meter.add(3)
+    seen.append(meter.now())
+    assert [(one.phase, one.file) for one in seen[:4]] == [
+        ("waiting", ""), ("reading", "f"), ("reading", "f"), ("waiting", ""),
+    ]  # fmt: skip
+    assert [one.done_bytes for one in seen] == [0, 5, 10, 10, 13]
+    assert [one.total_bytes for one in seen] == [0, 10, 10, 10, 13]
+
+
 def test_the_bytes_of_a_step_that_is_copied_and_then_verified_are_known_from_the_beginning():
     meter = Meter("copying", "run", sizes=[20, 40], clock=lambda: 0.0)
     seen = []
