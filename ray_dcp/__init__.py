@@ -101,6 +101,8 @@ if TYPE_CHECKING:
     from ray_dcp.view.progress import Progress as Progress
     from ray_dcp.view.run_view import RunView as RunView
     from ray_dcp.view.run_view import open as open  # noqa: A004 - the contract's name
+    from ray_dcp.view.run_view import open_checkpoint as open_checkpoint
+    from ray_dcp.view.run_view import open_run as open_run
     from ray_dcp.view.verify import verify as verify
 
 _TORCH = "torch.distributed.checkpoint"
@@ -136,7 +138,7 @@ _HOMES = {
         "ray_dcp.torch_adapter.state": ("PerRank",),
         "ray_dcp.view.checkpoint_view": ("CheckpointView",),
         "ray_dcp.view.progress": ("Progress",),
-        "ray_dcp.view.run_view": ("RunView", "open"),
+        "ray_dcp.view.run_view": ("RunView", "open", "open_checkpoint", "open_run"),
         "ray_dcp.view.verify": ("verify",),
         # Torch's own classes, not copies: plug-ins subclass them, and `isinstance` must agree.
         _TORCH: (
@@ -159,7 +161,7 @@ __all__ = sorted(_HOMES)
 
 
 # DCP's submodules, importable as `ray_dcp.X` too, so that only the first line of a script changes.
-# Type checkers and editors, which don't run the finder below, read `X.pyi`.
+# Type checkers and editors, which don't run the finder below, read `X.py`.
 _MODULES = frozenset(
     (
         "_consolidate_hf_safetensors", "_extension", "_fsspec_filesystem", "api",
@@ -197,8 +199,9 @@ class _Alias(MetaPathFinder, Loader):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         package, _, name = fullname.rpartition(".")
-        is_ours = package in (__name__, f"{__name__}.dcp") and name in _MODULES
-        return ModuleSpec(fullname, self, origin=fullname) if is_ours else None
+        names = {__name__: _MODULES, f"{__name__}.dcp": _MODULES - _OWN_SUBMODULES}
+        is_alias = name in names.get(package, ())
+        return ModuleSpec(fullname, self, origin=fullname) if is_alias else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(_home(spec.name.rpartition(".")[2]))
@@ -218,7 +221,8 @@ class _Alias(MetaPathFinder, Loader):
 
 
 if not any(type(finder).__qualname__ == "_Alias" for finder in sys.meta_path):
-    sys.meta_path.append(_Alias())
+    # Why first: the files `X.py` are for type checkers.
+    sys.meta_path.insert(0, _Alias())
 
 
 # Public submodules of ray_dcp, imported on first use.

@@ -36,7 +36,7 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace, checked_url
 from ray_dcp.store.opening import as_target, open_storage, place_below
 from ray_dcp.store.storage import KeyMissingError
-from ray_dcp.view.checkpoint_view import SUFFIX, CheckpointView, is_safetensors, open_checkpoint
+from ray_dcp.view.checkpoint_view import SUFFIX, CheckpointView, is_safetensors, read_view
 from ray_dcp.view.progress import Meter, ShowProgress, reporting
 from ray_dcp.view.verify import items_of
 from ray_dcp.view.wording import size_text
@@ -86,7 +86,7 @@ def plan_export(
             key="format",
         )
     cast = float_dtype(dtype)
-    view = source if isinstance(source, CheckpointView) else open_checkpoint(source)
+    view = source if isinstance(source, CheckpointView) else read_view(source)
     names = [n for n in view.names if not include or any(fnmatchcase(n, p) for p in include)]
     objects = tuple(name for name in names if name not in view.tensors)
     left_out = objects if format in ("safetensors", "hf") else ()
@@ -167,7 +167,7 @@ def export(
     """
     from ray_dcp.conversion import dcp_to_safetensors, dcp_to_torch_save
 
-    view = source if isinstance(source, CheckpointView) else open_checkpoint(source)
+    view = source if isinstance(source, CheckpointView) else read_view(source)
     plan = plan_export(
         view, target, format, include=include, dtype=dtype, strip_prefix=strip_prefix
     )
@@ -274,7 +274,7 @@ def copy(
         >>> view["w"][...].tolist(), view.verify().ok
         ([1.0, 1.0], True)
     """
-    view = source if isinstance(source, CheckpointView) else open_checkpoint(source)
+    view = source if isinstance(source, CheckpointView) else read_view(source)
     with still_there(view):
         plan = plan_copy(view.storage, view.checkpoint)
         check_space(target, plan.num_bytes)
@@ -284,7 +284,7 @@ def copy(
                 meter.expect(sum(num_bytes for _, num_bytes in plan.files))
             with _items_copied(view, place, meter):
                 copy_checkpoint(view.storage, plan, place, meter=meter)
-    return open_checkpoint(target)
+    return read_view(target)
 
 
 @contextmanager
@@ -317,7 +317,7 @@ def copied_bytes(view: CheckpointView, target: AnyPlace) -> int | None:
             return None
         num_bytes = plan_copy(view.storage, view.checkpoint).num_bytes
         for folder in items_of(view.storage, view.checkpoint):
-            item = open_checkpoint(place_below(view.place or view.url, folder))
+            item = read_view(place_below(view.place or view.url, folder))
             found = copied_bytes(item, place_below(target, folder))
             if found is None:
                 return None
@@ -340,7 +340,7 @@ def _items_copied(view: CheckpointView, target: Target, meter: Meter | None) -> 
     try:
         for folder in items:
             below = place_below(target, folder)
-            item = open_checkpoint(place_below(view.place or "", folder))
+            item = read_view(place_below(view.place or "", folder))
             # Why: an earlier copy, killed before it committed the step, may have left this item.
             if not is_copied(item.storage, item.checkpoint, open_storage(below)):
                 copied.append(copy(item, below, progress=meter or False))
@@ -433,7 +433,7 @@ def _rewrite(
     """Saves the source anew, by way of a mapped temporary file: only its pages are in memory."""
     from ray_dcp.conversion import dcp_to_torch_save, torch_save_to_dcp
 
-    view = open_checkpoint(source)
+    view = read_view(source)
     storage = open_storage(target)
     local = isinstance(storage, LocalStorage)
     total = sum(info.num_bytes for info in view.tensors.values())

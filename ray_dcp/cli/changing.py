@@ -338,12 +338,12 @@ def metadata(path: str, dry_run: bool) -> None:
     its dot file.
     """
     from ray_dcp.runtime.standing import write_metadata
-    from ray_dcp.view.checkpoint_view import open_checkpoint
+    from ray_dcp.view.checkpoint_view import read_view
 
     path, place, _ = address_of(path)
     value = {"path": path, "dry_run": dry_run}
     if dry_run:
-        view = open_checkpoint(place)
+        view = read_view(place)
         told(value, f"would write {view.url}/.metadata of {len(view)} tensors and objects")
     elif write_metadata(absolute_target(place)):
         told(value, f"stock DCP can read {path}")

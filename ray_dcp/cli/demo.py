@@ -105,12 +105,12 @@ def _run(steps: int, root: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 def _save(ranks: WorkerGroup, path: Path) -> dict[str, Any]:
     from ray_dcp.integrations import demo_program as program
-    from ray_dcp.view.checkpoint_view import open_checkpoint
+    from ray_dcp.view.checkpoint_view import read_view
 
     started = time.perf_counter()
     ranks.run(program.save, str(path))
     seconds = time.perf_counter() - started
-    view = open_checkpoint(str(path))
+    view = read_view(str(path))
     return _row(f"save {path.name}", ranks, seconds, view.num_bytes, files=len(view.files))
 
 

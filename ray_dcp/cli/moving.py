@@ -42,9 +42,9 @@ from ray_dcp.exporting import export as export_checkpoint
 from ray_dcp.io.checkpoint import CheckpointReplacedError
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
-from ray_dcp.view.checkpoint_view import CheckpointView, open_checkpoint
+from ray_dcp.view.checkpoint_view import CheckpointView, read_view
 from ray_dcp.view.progress import Meter
-from ray_dcp.view.run_view import StepView, open_run
+from ray_dcp.view.run_view import StepView, read_run
 from ray_dcp.view.verify import Problem, items_of
 from ray_dcp.view.verify import verify as verify_path
 from ray_dcp.view.wording import count_text, few, size_text
@@ -363,7 +363,7 @@ def _planned(view: CheckpointView) -> tuple[int, int]:
     from ray_dcp.runtime.copying import plan_copy
 
     folders = items_of(view.storage, view.checkpoint)
-    items = [open_checkpoint(place_below(view.place or view.url, one)) for one in folders]
+    items = [read_view(place_below(view.place or view.url, one)) for one in folders]
     plans = [plan_copy(one.storage, one.checkpoint) for one in (view, *items)]
     return sum(plan.num_files for plan in plans), sum(plan.num_bytes for plan in plans)
 
@@ -379,7 +379,7 @@ def _copy_marks(step: StepView, target: str) -> None:
             record_metrics(Target(target), step.step, recorded)
     if not step.tags and not step.note:
         return
-    run = open_run(Target(target))
+    run = read_run(Target(target))
     copied = run.step(step.name)
     tags = {*step.tags} - {*copied.tags}
     run = run.tag(step.name, *sorted(tags)) if tags else run

@@ -25,16 +25,16 @@ from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.object_stores import PROVIDERS
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
 from ray_dcp.store.storage import read_if_there
-from ray_dcp.view.checkpoint_view import CheckpointView, open_checkpoint
+from ray_dcp.view.checkpoint_view import CheckpointView, read_view
 from ray_dcp.view.run_listing import step_of
 from ray_dcp.view.run_view import (
     RunView,
     StepView,
     choose,
     nearest_paths,
-    open_run,
     passed_over,
     passed_over_text,
+    read_run,
     split_address,
 )
 
@@ -61,7 +61,7 @@ class Address(NamedTuple):
             CheckpointError: As for `ray_dcp.open`.
         """
         try:
-            return open_checkpoint(self.place)
+            return read_view(self.place)
         except CheckpointNotFoundError as error:
             error.message += hint_at(text) if text else ""
             raise
@@ -123,7 +123,7 @@ def addresses_of(text: str, *, damaged: bool = False) -> tuple[bool, list[Addres
     if address.step is not None:
         return False, [address]
     try:
-        open_checkpoint(address.place)
+        read_view(address.place)
     # Why StorageError: an unreadable folder of a run must not hide the others.
     except (CheckpointNotFoundError, StorageError) as error:
         found = [step for step in steps_of_run(text) if step.name != "."]
@@ -164,7 +164,7 @@ def kept(place: AnyPlace) -> Iterator[None]:
 def steps_of_run(text: str) -> list[StepView]:
     """Returns the committed and the unreadable steps of a run, without the items of steps."""
     try:
-        run = open_run(Target(text))
+        run = read_run(Target(text))
     except CheckpointError:
         return []
     shown = [one for one in run if one.is_readable or one.state in ("damaged", "unreadable")]
@@ -226,7 +226,7 @@ def run_at(text: str) -> RunView:
         CheckpointNotFoundError: The path contains no checkpoints.
     """
     check_answers(text)
-    run = open_run(Target(text))
+    run = read_run(Target(text))
     if not len(run):
         raise CheckpointNotFoundError(
             f"expected checkpoints at or below {run.url}, found none{nearest_paths(text)}"

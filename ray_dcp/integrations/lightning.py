@@ -26,7 +26,7 @@ from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.standing import target_of
 from ray_dcp.saving import save
 from ray_dcp.torch_adapter.tensors import dtype_of
-from ray_dcp.view.checkpoint_view import open_checkpoint
+from ray_dcp.view.checkpoint_view import read_view
 
 STRUCTURE = "structure"
 _TENSOR = "__ray_dcp_tensor__"
@@ -108,7 +108,7 @@ class RayDcpCheckpointIO(CheckpointIO):
             CheckpointError: As for `ray_dcp.load`.
         """
         self._raise_failures(wait=True)
-        view = open_checkpoint(path)
+        view = read_view(path)
         prefix = "tensors."
         tensors = {
             name[len(prefix) :]: torch.empty(info.shape, dtype=dtype_of(info.dtype))

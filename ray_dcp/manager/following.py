@@ -27,7 +27,7 @@ from ray_dcp.manager.leases import LEASE_S, ReaderLease
 from ray_dcp.manager.retention import check_metrics
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target
-from ray_dcp.view.checkpoint_view import CheckpointView, open_checkpoint
+from ray_dcp.view.checkpoint_view import CheckpointView, read_view
 from ray_dcp.view.run_listing import step_of
 
 
@@ -56,7 +56,7 @@ class FollowedStep:
         Raises:
             CheckpointError: As for `ray_dcp.open`.
         """
-        return open_checkpoint(self.place)
+        return read_view(self.place)
 
     def record(self, metrics: Mapping[str, Any]) -> None:
         """Adds metrics to the step, durably; those of the same names are replaced.

@@ -482,7 +482,7 @@ class CheckpointView:
         return div(heading(self.url, told), tensor_tree(leaves_of(self)).html, course)
 
 
-def open_checkpoint(path: AnyPlace) -> CheckpointView:
+def read_view(path: AnyPlace) -> CheckpointView:
     """Returns a view of the checkpoint at a path.
 
     Args:

@@ -31,7 +31,7 @@ from ray_dcp.format.step_info import info_slot
 from ray_dcp.io.records import fence
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, as_target, open_storage, place_below
-from ray_dcp.view.checkpoint_view import CheckpointView, layout_text, open_checkpoint
+from ray_dcp.view.checkpoint_view import CheckpointView, layout_text, read_view
 from ray_dcp.view.difference import diff_tables
 from ray_dcp.view.run_listing import (
     FOREIGN,
@@ -76,7 +76,7 @@ class StepView(ListedCheckpoint):
         Raises:
             CheckpointError: As for `ray_dcp.open`.
         """
-        return open_checkpoint(self.path)
+        return read_view(self.path)
 
     @cached_property
     def layout(self) -> str | None:
@@ -225,7 +225,7 @@ class RunView:
 
     def refresh(self) -> RunView:
         """Returns a view of the current state of the run."""
-        return open_run(self.place)
+        return read_run(self.place)
 
     def to_arrow(self, *, details: bool = True) -> pyarrow.Table:
         """Returns the steps as a `pyarrow.Table`, a row for each, oldest first.
@@ -383,7 +383,7 @@ class RunView:
         return f"RunView({self.url!r}, {len(self)} checkpoints)"
 
 
-def open_run(place: AnyPlace) -> RunView:
+def read_run(place: AnyPlace) -> RunView:
     """Returns the checkpoints at and below a directory; an empty run if there are none.
 
     Args:
@@ -411,23 +411,81 @@ def open(path: AnyPlace) -> CheckpointView | RunView:  # noqa: A001 - the public
         StorageError: The storage failed.
     """
     try:
-        return open_checkpoint(path)
+        return read_view(path)
     except CheckpointNotFoundError as error:
         if isinstance(path, (str, os.PathLike)) and os.path.isfile(path):
             raise
-        run = open_run(path)
+        run = read_run(path)
         if any(one.name != "." for one in run):
             return run
         root, step = split_address(path) if isinstance(path, str) else ("", None)
         if step is None:
             error.message += nearest_paths(path)
             raise
-    run = open_run(root)
+    run = read_run(root)
     if not len(run):
         raise CheckpointNotFoundError(
             f"expected a run with steps in {run.url}, found no checkpoint" + nearest_paths(root)
         )
     return run[step]
+
+
+def open_checkpoint(path: AnyPlace) -> CheckpointView:
+    """Returns a view of one checkpoint.
+
+    As `open`, except that a run is an error, so that type checkers know the result.
+
+    Args:
+        path: Path or URL of a checkpoint, or `RUN@STEP`.
+
+    Raises:
+        CheckpointNotFoundError: There is none, or a run; the message names the steps of a run.
+        CheckpointError: As for `open`.
+
+    Examples:
+        >>> import ray_dcp, torch
+        >>> _ = ray_dcp.save({"w": torch.ones(2)}, checkpoint_id="memory://doc-open/step-1")
+        >>> ray_dcp.open_checkpoint("memory://doc-open@latest").tensors["w"].shape
+        (2,)
+    """
+    found = open(path)
+    if isinstance(found, CheckpointView):
+        return found
+    raise CheckpointNotFoundError(
+        f"expected one checkpoint in {found.url}, found {_found(found.steps)}; open one of them, "
+        f"as open_checkpoint('{found.url}@latest'), or the run with open_run"
+    )
+
+
+def open_run(path: AnyPlace) -> RunView:
+    """Returns a view of a directory of checkpoints.
+
+    As `open`, except that a single checkpoint is an error, so that type checkers know the result.
+
+    Args:
+        path: Path or URL of the directory.
+
+    Raises:
+        CheckpointNotFoundError: There are no checkpoints below the directory.
+        StorageError: The storage can't be listed.
+
+    Examples:
+        >>> import ray_dcp, torch
+        >>> _ = ray_dcp.save({"w": torch.ones(2)}, checkpoint_id="memory://doc-runs/step-1")
+        >>> [step.name for step in ray_dcp.open_run("memory://doc-runs")]
+        ['step-1']
+    """
+    if isinstance(path, (str, os.PathLike)) and os.path.isfile(path):
+        raise CheckpointNotFoundError(f"expected a directory of checkpoints, but {path} is a file")
+    run = read_run(path)
+    if any(one.name != "." for one in run):
+        return run
+    hint = nearest_paths(path)
+    if len(run):
+        hint = ", but a single one in itself; use open_checkpoint"
+    elif isinstance(path, str) and split_address(path)[1] is not None:
+        hint = "; open_checkpoint takes RUN@STEP"
+    raise CheckpointNotFoundError(f"expected checkpoints below {run.url}, found none{hint}")
 
 
 def nearest_paths(place: AnyPlace) -> str:

@@ -32,7 +32,7 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import StorageTraits
-from ray_dcp.view.checkpoint_view import open_checkpoint
+from ray_dcp.view.checkpoint_view import read_view
 from ray_dcp.view.run_listing import list_checkpoints
 from tests.support.arrays import state_of
 from tests.support.checkpoints import check_stock, save_stock, stock_load
@@ -631,7 +631,7 @@ def test_a_load_publishes_the_metadata_that_a_dead_save_did_not(tmp_path):
 def test_a_deleted_checkpoint_is_listed_as_deleted(tmp_path):
     saved(str(tmp_path / "step-1"))
     saved(str(tmp_path / "step-2"))
-    gone = open_checkpoint(tmp_path / "step-1").attempt
+    gone = read_view(tmp_path / "step-1").attempt
     delete(str(tmp_path / "step-1"))
     assert [(item.name, item.state) for item in list_checkpoints(tmp_path)] == [
         ("step-1", "deleted"), ("step-2", "committed")

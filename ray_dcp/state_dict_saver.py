@@ -1,3 +1,5 @@
+"""For type checkers: importing it gives another module; see `ray_dcp/__init__.py`."""
+
 from torch.distributed.checkpoint.state_dict_saver import (
     AsyncCheckpointerType as AsyncCheckpointerType,
 )

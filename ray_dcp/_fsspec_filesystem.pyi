@@ -1,1 +1,0 @@
-from ray_dcp.fsspec_filesystem import *

@@ -1,1 +1,0 @@
-from torch.distributed.checkpoint.default_planner import *

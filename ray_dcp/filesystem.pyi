@@ -1,1 +1,0 @@
-from torch.distributed.checkpoint.filesystem import *

@@ -1,2 +1,0 @@
-from torch.distributed.checkpoint._fsspec_filesystem import *
-from torch.distributed.checkpoint.fsspec_filesystem import *

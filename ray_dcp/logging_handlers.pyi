@@ -1,1 +1,0 @@
-from torch.distributed.checkpoint.logging_handlers import *

@@ -1,1 +1,0 @@
-from ray_dcp.dcp._protocol import CheckpointableTensor as CheckpointableTensor

@@ -1,1 +1,0 @@
-from torch.distributed.checkpoint.quantized_hf_storage import *

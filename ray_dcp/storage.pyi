@@ -1,1 +1,0 @@
-from torch.distributed.checkpoint.storage import *
