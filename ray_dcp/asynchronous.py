@@ -63,6 +63,7 @@ from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route, decide_save
 from ray_dcp.torch_adapter.results import CommittedMetadata, OperationLog
 from ray_dcp.torch_adapter.shards import fields_of, give_fields
 from ray_dcp.torch_adapter.state import stateful_to_state_dict
+from ray_dcp.view.wording import seconds_text, size_text
 
 T = TypeVar("T")
 
@@ -154,7 +155,7 @@ def async_save(
         return handle
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SaveProgress:
     """Progress of this rank's part of a save."""
 
@@ -165,8 +166,12 @@ class SaveProgress:
     bytes_total: int
     """Bytes that this rank writes in all; 0 until the save is planned."""
 
+    def __repr__(self) -> str:
+        written = f"{size_text(self.bytes_written)} of {size_text(self.bytes_total)}"
+        return f"SaveProgress({self.phase}{f', {written}' if self.bytes_total else ''})"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class SaveReport:
     """What one save did on this rank."""
 
@@ -203,6 +208,19 @@ class SaveReport:
     stall_s: float = 0.0
     """How long training waited, in seconds: for those of `capture`, `plan` and `stage` that ran in
     the call, plus `waited_s`."""
+
+    def __repr__(self) -> str:
+        how = ("staged", "written", "linked", "copied")
+        moved = [(one, getattr(self, f"bytes_{one}")) for one in how]
+        told = [
+            f"rank {self.rank}",
+            *(one for one in (self.path, self.staging) if one),
+            *([f"{self.plan} plan"] if self.plan else []),
+            *(f"{size_text(count)} {one}" for one, count in moved if count),
+            f"stall {seconds_text(self.stall_s)}",
+        ]
+        phases = [f"{name} {seconds_text(took)}" for name, took in self.seconds.items()]
+        return f"SaveReport({', '.join(told)}; {', '.join(phases) or 'no phase has ended'})"
 
 
 class _StepHook:
@@ -448,7 +466,14 @@ class SaveHandle(SaveFuture[Metadata], AsyncSaveResponse):
     # Why: AsyncSaveResponse is a dataclass that compares fields; a future equals only itself.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
-    __repr__ = Future.__repr__
+
+    def __repr__(self) -> str:
+        progress = self.progress
+        error = Future.exception(self) if self.done() else None
+        told = f"{progress.phase}{'' if error is None else f': {type(error).__name__}'}"
+        if progress.bytes_total and not self.done():
+            told += f", {size_text(progress.bytes_written)} of {size_text(progress.bytes_total)}"
+        return f"<SaveHandle {self.checkpoint_id!r}: {told}>"
 
     # Called by the rest of this module, which runs the save.
 

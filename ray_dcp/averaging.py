@@ -60,6 +60,7 @@ from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.progress import Meter, ShowProgress, following, reporting
 from ray_dcp.view.run_view import open as open_place
 from ray_dcp.view.verify import items_of
+from ray_dcp.view.wording import size_text
 
 BOX_BYTES = 8 << 20
 """Most bytes of the sum of a box. A thread holds about twice as much."""
@@ -80,7 +81,7 @@ _OPTIMIZER = re.compile(r"(.*\.)?optim(izers?|izer_states?)?(\..*)?")
 Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AverageReport:
     """What `average` wrote."""
 
@@ -97,6 +98,13 @@ class AverageReport:
     """Names of the values of the last source that were not written."""
     num_bytes: int
     """Approximate size of the new checkpoint, in bytes."""
+
+    def __repr__(self) -> str:
+        return (
+            f"AverageReport({self.target!r}, {len(self.sources)} sources, {len(self.averaged)} "
+            f"averaged, {len(self.taken)} taken, {len(self.left_out)} left out, "
+            f"{size_text(self.num_bytes)})"
+        )
 
 
 def average(

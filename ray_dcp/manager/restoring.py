@@ -35,6 +35,7 @@ from ray_dcp.store.opening import place_below
 from ray_dcp.torch_adapter.dispatch import decide_load
 from ray_dcp.torch_adapter.results import LoadReport, OperationLog
 from ray_dcp.view.progress import ShowProgress
+from ray_dcp.view.wording import seconds_text, size_text
 
 Wanted = int | Literal["latest", "best", "auto"]
 MOST_TRIED = 100
@@ -60,7 +61,7 @@ class SavedStep:
     """Names of its items; empty for a step of one state."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class RestoreReport:
     """The result of `CheckpointManager.restore` on this rank."""
 
@@ -73,6 +74,17 @@ class RestoreReport:
     skipped: tuple[tuple[int, CheckpointError], ...] = ()
     """`(step, error)` of newer steps that `auto` could not load, newest first; equal on all
     ranks."""
+
+    def __repr__(self) -> str:
+        items = ", ".join(name for name in self.reports if name)
+        read = size_text(sum(one.bytes_read for one in self.reports.values()))
+        took = seconds_text(sum(sum(one.seconds.values()) for one in self.reports.values()))
+        skipped = ", ".join(f"{step} ({type(error).__name__})" for step, error in self.skipped)
+        return (
+            f"RestoreReport(step {self.step}, {self.checkpoint_id!r}, "
+            f"{f'items {items}, ' if items else ''}{read} read in {took}"
+            f"{f', skipped {skipped}' if skipped else ''})"
+        )
 
     @property
     def report(self) -> LoadReport:

@@ -58,6 +58,7 @@ from ray_dcp.store.storage import (
     read_if_there,
     read_traits_of,
 )
+from ray_dcp.view.wording import count_text, size_text
 
 STOCK_FILE = re.compile(r"__\d+_\d+\.distcp")
 
@@ -451,7 +452,7 @@ def _put(storage: Storage, metadata: bytes | None) -> None:
         storage.write(METADATA_KEY, metadata)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CollectReport:
     """What `delete` or `collect` did, or would do."""
 
@@ -470,6 +471,13 @@ class CollectReport:
     warnings: tuple[str, ...] = ()
     dry_run: bool = False
     """Whether nothing was changed."""
+
+    def __repr__(self) -> str:
+        told = f"{count_text(len(self.deleted), 'file')}, {size_text(self.num_bytes)}"
+        others = {"kept": self.kept, "fenced": self.fenced, "warnings": self.warnings}
+        more = [f"{len(some)} {name}" for name, some in others.items() if some]
+        verb = "would delete" if self.dry_run else "deleted"
+        return f"CollectReport({', '.join([repr(self.path), f'{verb} {told}', *more])})"
 
 
 @dataclass(frozen=True)

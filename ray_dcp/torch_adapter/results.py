@@ -32,6 +32,7 @@ from ray_dcp.format.metadata import ATTEMPT_ATTRIBUTE, encode_metadata
 from ray_dcp.io.checkpoint import checkpoint_from
 from ray_dcp.store.opening import open_storage
 from ray_dcp.torch_adapter.tensors import dtype_of
+from ray_dcp.view.wording import seconds_text, size_text
 
 _NAMES_SHOWN = 3
 
@@ -45,7 +46,7 @@ class LoadReport:
         >>> report.unexpected_keys
         ['b']
         >>> report
-        LoadReport(None, native, 1 loaded, 1 unexpected (b), 0 bytes read in 0.00 s)
+        LoadReport(None, native, 1 loaded, 1 unexpected (b), 0 B read in 0.00 ms)
     """
 
     loaded: tuple[str, ...]
@@ -98,8 +99,10 @@ class LoadReport:
             if found:
                 more = ", …" if len(found) > _NAMES_SHOWN else ""
                 told.append(f"{len(found)} {what} ({', '.join(names)}{more})")
-        memory = f" ({self.bytes_from_memory} from memory)" if self.bytes_from_memory else ""
-        told.append(f"{self.bytes_read} bytes read{memory} in {sum(self.seconds.values()):.2f} s")
+        memory = self.bytes_from_memory
+        some = f" ({size_text(memory)} from memory)" if memory else ""
+        took = seconds_text(sum(self.seconds.values()))
+        told.append(f"{size_text(self.bytes_read)} read{some} in {took}")
         return f"LoadReport({self.checkpoint_id!r}, {self.path}, {', '.join(told)})"
 
     @property

@@ -93,7 +93,7 @@ class RankRead:
         return self.bytes_needed + self.scratch_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ReshardPreview:
     """What a load of a checkpoint on other ranks would read. No tensor has been read.
 
@@ -111,6 +111,13 @@ class ReshardPreview:
     """Number of payload bytes of the selected tensors, each stored once."""
     uncovered: tuple[str, ...] = ()
     """Tensors with parts that the checkpoint does not contain: a load would fail."""
+
+    def __repr__(self) -> str:
+        return (
+            f"ReshardPreview({self.layout}, {len(self.ranks)} ranks, "
+            f"{size_text(self.bytes_read)} read for {size_text(self.bytes_needed)}"
+            f"{f', {len(self.uncovered)} uncovered' if self.uncovered else ''})"
+        )
 
     @property
     def bytes_needed(self) -> int:

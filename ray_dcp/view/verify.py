@@ -49,10 +49,11 @@ from ray_dcp.store.opening import as_target, open_storage, place_below
 from ray_dcp.store.storage import Storage, read_if_there
 from ray_dcp.view.progress import Meter, ShowProgress, reporting
 from ray_dcp.view.trace import read_trace
-from ray_dcp.view.wording import few
+from ray_dcp.view.wording import few, size_text
 
 _NUM_THREADS = 4
 _WINDOW_BYTES = 8 << 20
+_MOST_TOLD = 3
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Problem:
         return f"{self.file} bytes [{self.start}, {self.stop}){whose}: {self.what}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class VerifyReport:
     """Result of `verify`."""
 
@@ -92,6 +93,15 @@ class VerifyReport:
     def ok(self) -> bool:
         """Whether everything could be read, and no damage was found."""
         return not self.problems and not self.unread
+
+    def __repr__(self) -> str:
+        told = [f"damaged: {one}" for one in self.problems]
+        told += [f"unread: {one}" for one in self.unread]
+        return (
+            f"VerifyReport({'; '.join(told[:_MOST_TOLD]) or 'ok'}"
+            f"{f'; … ({len(told)} in all)' if len(told) > _MOST_TOLD else ''}, "
+            f"{size_text(self.checked_bytes)} checked)"
+        )
 
 
 class VerifyInterrupted(KeyboardInterrupt):
