@@ -22,9 +22,9 @@ from typing import Any, Literal
 import click
 
 import ray_dcp
-from ray_dcp.cli.main import JSON
+from ray_dcp.cli.main import INTERRUPTED, JSON
 from ray_dcp.cli.output import progress, says, styled, table, told
-from ray_dcp.cli.places import check_answers, run_at, written
+from ray_dcp.cli.places import PLACE, check_answers, run_at, written
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
 from ray_dcp.store.opening import open_storage
@@ -40,7 +40,14 @@ from ray_dcp.view.pictures import (
 )
 from ray_dcp.view.run_listing import list_checkpoints
 from ray_dcp.view.run_view import KINDS, RunView, StepView, Usage, nearest_paths, usage_of
-from ray_dcp.view.tables import LEFT, MOST_DETAILED, run_text, step_cells
+from ray_dcp.view.tables import (
+    LEFT,
+    MOST_DETAILED,
+    folder_of,
+    metric_names,
+    run_text,
+    step_cells,
+)
 from ray_dcp.view.wording import count_text, seconds_text, size_text
 
 _STYLES = {"committed": "green", "damaged": "red", "unreadable": "red", "in flight": "yellow",
@@ -49,7 +56,7 @@ _LEAST = ("layout", "ranks", "durable", "new", "tags", "age", "stall")
 
 
 @click.command()
-@click.argument("root")
+@click.argument("root", type=PLACE)
 @click.option(
     "--full/--brief",
     default=None,
@@ -59,14 +66,14 @@ _LEAST = ("layout", "ranks", "durable", "new", "tags", "age", "stall")
 @click.option("--all", "everything", is_flag=True, help="Also steps that were deleted.")
 @click.option("--check", is_flag=True, help="Exit with 1 if a step is damaged.")
 def ls(root: str, full: bool | None, everything: bool, check: bool) -> None:
-    """List the checkpoints at and below ROOT.
+    """List the checkpoints at and below ROOT; of several runs, one table each.
 
     STATE is committed, in flight (files of a save that may still be committed, or that crashed),
     aborted (the save failed), damaged (files are missing or have the wrong length), stock (not
-    written by ray_dcp), deleted, or unreadable. NEW is the number of bytes that the previous step
-    does not have, by stored hashes. REUSED is the number of bytes that the save did not write, as
-    it linked or copied files of an earlier step. STALL is how long training waited; DURABLE is the
-    time until the commit.
+    written by ray_dcp), deleted, or unreadable. NEW is the number of bytes that the step before in
+    its run does not have, by stored hashes. REUSED is the number of bytes that the save did not
+    write, as it linked or copied files of an earlier step. STALL is how long training waited;
+    DURABLE is the time until the commit.
     """
     run = run_of(root)
     steps = run.steps if everything else run.present
@@ -75,10 +82,17 @@ def ls(root: str, full: bool | None, everything: bool, check: bool) -> None:
     if says(JSON):
         told([listed(step, now_s, full=looks_in) for step in steps])
     else:
-        lines = _lines(run, steps, now_s, full=looks_in) or [f"no checkpoints at or below {root}"]
+        parts = [(one, one.steps if everything else one.present) for one in run.runs]
+        several, lines = len(parts) > 1, list[str]()
+        for part, some in parts:
+            if several and some:
+                lines += ["", styled(f"{folder_of(part, run)}: {run_text(part)}", "bold")]
+            lines += _lines(part, some, now_s, full=looks_in)
+        if not lines:
+            lines = [f"no checkpoints at or below {root}"]
         if len(steps) < len(run):
             lines.append(f"{count_text(len(run) - len(steps), 'deleted step')}: --all")
-        told(None, *lines)
+        told(None, *(lines[1:] if several else lines))
     if check and any(step.state == "damaged" for step in run):
         sys.exit(1)
 
@@ -143,17 +157,19 @@ def _lines(run: RunView, steps: Sequence[StepView], now_s: float, *, full: bool)
             )
         if step.note:
             notes.append(f"{step.name}: {step.note}")
+    metrics = reversed(metric_names(run))
     lines = table(
         rows,
         left=LEFT,
-        least=_LEAST,
+        least=(*_LEAST, *metrics),
+        last=("size",),
         style=lambda column, cell: _STYLES.get(cell, "") if column == "state" else "",
     )
     return [*lines, *notes]
 
 
 @click.command()
-@click.argument("root")
+@click.argument("root", type=PLACE)
 def du(root: str) -> None:
     """Show the disk usage of each step at and below ROOT.
 
@@ -184,7 +200,7 @@ def du(root: str) -> None:
 
 
 @click.command()
-@click.argument("root")
+@click.argument("root", type=PLACE)
 @click.option(
     "--interval",
     type=click.FloatRange(0.0),
@@ -211,7 +227,7 @@ def watch(root: str, interval: float, looks: int | None) -> None:
             before = {step.name: step.state for step in run}
             number += 1
     except KeyboardInterrupt:
-        return  # the normal end
+        sys.exit(INTERRUPTED)  # without a message: it is the normal end
 
 
 def changes(run: RunView, before: dict[str, str]) -> list[tuple[str, str, str]]:
@@ -259,7 +275,7 @@ class Finding:
 
 
 @click.command()
-@click.argument("root")
+@click.argument("root", type=PLACE)
 @click.option(
     "--write",
     is_flag=True,
@@ -312,21 +328,27 @@ def _steps(run: RunView) -> Iterator[Finding]:
     for step in run:
         for level, what in _odd(step):
             yield Finding(level, step.name, what)
-    readable = [step for step in run if step.is_readable]
-    if not readable:
-        yield Finding("note", "latest", "there is no checkpoint to load")
+    for part in run.runs:
+        folder = folder_of(part, run)
+        yield from _latest(part, "latest" if folder == "." else f"{folder}@latest")
+
+
+def _latest(run: RunView, name: str) -> Iterator[Finding]:
+    """Yields whether the newest step of a single run can be opened."""
+    if not any(step.is_readable for step in run):
+        yield Finding("note", name, "there is no checkpoint to load")
         return
     try:
         newest = run.step("latest")
     except CheckpointError as error:
-        yield Finding("wrong", "latest", str(error))
+        yield Finding("wrong", name, str(error))
         return
     try:
         if newest.view.checkpoint.metadata_is_stale:
             told = ".metadata is missing or older: stock DCP does not see it; see ray-dcp metadata"
             yield Finding("note", newest.name, told)
         size = size_text(newest.view.num_bytes)
-        yield Finding("ok", "latest", f"{newest.name} can be opened, {size}")
+        yield Finding("ok", name, f"{newest.name} can be opened, {size}")
     except CheckpointError as error:
         yield Finding("wrong", newest.name, str(error))
 
@@ -379,7 +401,7 @@ def _probe(storage: Storage) -> Iterator[Finding]:
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", type=PLACE)
 @click.argument("file", default="report.html", type=click.Path(dir_okay=False))
 def report(run: str, file: str) -> None:
     """Write pictures of the steps of RUN, and of its newest step, as one page to FILE.
@@ -398,12 +420,17 @@ def report(run: str, file: str) -> None:
 def _sections(run: RunView) -> Iterator[tuple[str, str]]:
     """Yields headings with pictures, or with the reason why a picture can't be drawn."""
     yield "", picture_steps(run).html
-    metrics = {name for step in run for name in step.metrics}
-    steps = [step for step in run if step.step is not None]
-    for name in sorted(metrics):
-        points = [(float(s.step or 0), s.metrics[name]) for s in steps if name in s.metrics]
-        yield heading(name), line_chart({name: points}).html
-    if not any(step.is_readable for step in run):
+    for name in sorted({name for step in run for name in step.metrics}):
+        lines = {
+            name if len(run.runs) == 1 else folder_of(part, run): [
+                (float(one.step), one.metrics[name])
+                for one in part
+                if one.step is not None and name in one.metrics
+            ]
+            for part in run.runs
+        }
+        yield heading(name), line_chart(lines).html
+    if len(run.runs) > 1 or not any(step.is_readable for step in run):
         return
     try:
         newest = run.step("latest")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -18,8 +20,12 @@ from ray_dcp.view.drawing import shortened
 from ray_dcp.view.progress import Meter, reporting
 from ray_dcp.view.wording import printable
 
-_LEAST_NAME = 12
-"""Minimum number of characters to which a name is shortened if a table is too wide."""
+_LEAST_TEXT = 12
+"""Minimum number of characters to which a text is shortened if a table is too wide."""
+_LEAST_NAME = 24
+"""Minimum number of characters of a line of a name that wraps."""
+_BREAKS = re.compile(r"[./_=\- ]")
+"""Characters after which a name wraps."""
 
 dry_run = click.option("--dry-run", is_flag=True, help="Only print what would be done.")
 yes = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
@@ -61,17 +67,21 @@ def table(
     *,
     left: Sequence[str] = (),
     least: Sequence[str] = (),
+    last: Sequence[str] = (),
     style: Callable[[str, str], str] = lambda column, cell: "",
 ) -> list[str]:
     """Returns a table as lines of text that fit the terminal.
 
-    Columns without values are left out. If the table is too wide, columns of `least` are dropped in
-    order; then the cells of the widest left-aligned column are shortened in the middle.
+    Columns without values are left out. If the table is too wide, long heads wrap; columns of
+    `least` are dropped, or shortened if they are left-aligned; then long cells of the other
+    left-aligned columns wrap; then columns of `last` are dropped. The last line lists what was
+    dropped.
 
     Args:
         rows: Cells by column; all rows have the same columns.
         left: Columns that are left-aligned.
-        least: Columns that may be dropped, the least important first.
+        least: Columns that are dropped before names wrap, the least important first.
+        last: Columns that are dropped if names wrap and the table is still too wide.
         style: Returns the style of a cell on a terminal, by column and text.
     """
     cells = [{column: str(cell) for column, cell in row.items()} for row in rows]
@@ -80,27 +90,90 @@ def table(
     columns = [column for column in cells[0] if any(row[column] for row in cells)] if cells else []
     width = {column: max(len(column), *(len(row[column]) for row in cells)) for column in columns}
     room = screen_width()
-    for column in least:
-        if room is None or sum(width[c] + 2 for c in columns) - 2 <= room:
-            break
-        columns = [one for one in columns if one != column]
-    over = 0 if room is None else sum(width[c] + 2 for c in columns) - 2 - room
-    names = [column for column in columns if column in left]
-    if over > 0 and names:
-        longest = max(names, key=lambda column: width[column])
-        width[longest] = max(width[longest] - over, _LEAST_NAME)
+    if room is not None and sum(width.values()) + 2 * (len(width) - 1) > room:
+        for column in width:  # long heads, such as names of metrics, wrap first
+            least_head = min(len(column), _LEAST_TEXT)
+            width[column] = max(least_head, *(len(row[column]) for row in cells))
+    shown = width if room is None else _fitted(width, room, left, least, last)
+    whole = set(least).intersection(left)
 
-    def line(row: Mapping[str, str], look: Callable[[str, str], str]) -> str:
-        told = []
-        for column in columns:
-            text, is_left = row[column], column in left
-            text = shortened(text if text or is_left else "-", width[column])
-            text = text.ljust(width[column]) if is_left else text.rjust(width[column])
-            told.append(styled(text, look(column, row[column])))
-        return "  ".join(told).rstrip()
+    def lines(row: Mapping[str, str], look: Callable[[str, str], str]) -> Iterator[str]:
+        parts: dict[str, list[str]] = {}
+        for column, most in shown.items():
+            text = row[column] if row[column] or column in left else "-"
+            parts[column] = [shortened(text, most)] if column in whole else _wrapped(text, most)
+        for number in range(max(map(len, parts.values()))):
+            found = []
+            for column, most in shown.items():
+                text = parts[column][number] if number < len(parts[column]) else ""
+                text = text.ljust(most) if column in left else text.rjust(most)
+                found.append(styled(text, look(column, row[column])))
+            yield "  ".join(found).rstrip()
 
-    head = line({column: column.upper() for column in columns}, lambda column, cell: "")
-    return [styled(head, "bold"), *(line(row, style) for row in cells)] if columns else []
+    if not columns:
+        return []
+    head = lines({column: column.upper() for column in columns}, lambda column, cell: "")
+    body = [line for row in cells for line in lines(row, style)]
+    missing = [column for column in columns if column not in shown]
+    note = f"left out: {', '.join(missing)} (a wider screen or --json has them)" if missing else ""
+    notes = [styled(line, "dim") for line in textwrap.wrap(note, room or max(len(note), 1))]
+    return [*(styled(line, "bold") for line in head), *body, *notes]
+
+
+def _fitted(
+    width: Mapping[str, int],
+    room: int,
+    left: Sequence[str],
+    least: Sequence[str],
+    last: Sequence[str],
+) -> dict[str, int]:
+    """Returns the columns that are shown, with their widths; see `table`. Pure."""
+    shown = dict(width)
+
+    def free() -> int:
+        return room - sum(shown.values()) - 2 * (len(shown) - 1)
+
+    def drop(some: Sequence[str]) -> None:
+        dropped = []
+        for column in some:
+            if free() < 0 and column in shown:
+                del shown[column]
+                dropped.append(column)
+        for column in reversed(dropped):  # what fits without those before it comes back
+            needs = min(width[column], _LEAST_TEXT) if column in left else width[column]
+            if free() - 2 >= needs:
+                shown[column] = min(width[column], free() - 2)
+
+    drop(least)
+    names = [column for column in width if column in left and column not in least]
+
+    def wrap(most: int) -> None:
+        for name in sorted(shown.keys() & names, key=lambda column: -width[column]):
+            if free() < 0:
+                shown[name] = max(shown[name] + free(), min(shown[name], most))
+
+    wrap(_LEAST_NAME)
+    drop(last)
+    wrap(_LEAST_TEXT)
+    return {column: shown[column] for column in width if column in shown}
+
+
+def _wrapped(text: str, most: int) -> list[str]:
+    """Returns the lines of a text, which break after a separator where that is possible.
+
+    Examples:
+        >>> _wrapped("model.layers.17.attention.weight", 16)
+        ['model.layers.17.', 'attention.weight']
+        >>> _wrapped("w", 16), _wrapped("a" * 20, 16)
+        (['w'], ['aaaaaaaaaaaaaaaa', 'aaaa'])
+    """
+    lines = []
+    while len(text) > most:
+        ends = [found.end() for found in _BREAKS.finditer(text, 0, most)]
+        end = ends[-1] if ends and 2 * ends[-1] > most else most
+        lines.append(text[:end])
+        text = text[end:]
+    return [*lines, text]
 
 
 def styled(text: str, style: str) -> str:

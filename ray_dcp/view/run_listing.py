@@ -302,6 +302,9 @@ class ListedCheckpoint:
     state."""
     manifest: Manifest | None = field(default=None, repr=False)
     """The valid manifest; None if ray_dcp has committed none."""
+    run: str = ""
+    """Folder of its run, relative to the root; empty for the root. An item of a step is in the run
+    of the step."""
 
     @property
     def is_readable(self) -> bool:
@@ -313,18 +316,18 @@ class ListedCheckpoint:
 class _SharedFiles:
     """Content of the folder `.manager` of a run."""
 
-    tags: Mapping[int, tuple[str, ...]]
-    notes: Mapping[int, str]
-    rows: Mapping[str, CatalogueRow]
+    tags: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    notes: Mapping[int, str] = field(default_factory=dict)
+    rows: Mapping[str, CatalogueRow] = field(default_factory=dict)
     """Rows of the catalogue file, by folder. They only save reads."""
-    recorded: Mapping[tuple[int, str], Mapping[str, float]]
+    recorded: Mapping[tuple[int, str], Mapping[str, float]] = field(default_factory=dict)
     """Metrics that were recorded after the save, by step and attempt."""
 
 
 def list_checkpoints(
     root: AnyPlace, *, told: Callable[[int, int], object] | None = None
 ) -> tuple[ListedCheckpoint, ...]:
-    """Returns every checkpoint at or below a directory, sorted by step and name.
+    """Returns every checkpoint at or below a directory, sorted by run, step and name.
 
     Args:
         root: Path, URL, `Location` or filesystem.
@@ -343,7 +346,7 @@ def list_checkpoints(
     with collector_paused():
         directories: dict[str, dict[str, int]] = {}
         entries, refused = readable_entries(storage)
-        found = [_unreadable(name, why) for name, why in refused.items()]
+        found = [_unreadable(name, "", why) for name, why in refused.items()]
         for entry in entries:
             directory, _, name = entry.key.rpartition("/")
             directories.setdefault(directory, {})[name] = entry.num_bytes
@@ -353,16 +356,18 @@ def list_checkpoints(
 
         def look(item: tuple[str, dict[str, int]]) -> None:
             # Why: a folder in a checkpoint is an item of a step, even if its name ends in a number.
-            is_item = any(above in checkpoints for above in folders_above(item[0]))
+            steps = [above for above in folders_above(item[0]) if above in checkpoints]
+            run = (steps[-1] if steps else item[0]).rpartition("/")[0]
+            files = shared.get(run, _SharedFiles())
             try:
-                found.append(_look(storage, root, *item, shared, is_item=is_item))
+                found.append(_look(storage, root, *item, files, run, is_item=bool(steps)))
             except StorageError as error:
-                found.append(_unreadable(item[0], error.message, sum(item[1].values())))
+                found.append(_unreadable(item[0], run, error.message, sum(item[1].values())))
             if told is not None:
                 told(len(found), len(todo))
 
         look_into(storage, todo, look)
-        found.sort(key=lambda item: (item.step is None, item.step or 0, item.name))
+        found.sort(key=lambda item: (item.run, item.step is None, item.step or 0, item.name))
     return tuple(found)
 
 
@@ -402,26 +407,36 @@ def readable_entries(storage: Storage) -> tuple[list[Entry], dict[str, str]]:
         return entries, refused
 
 
-def _unreadable(directory: str, why: str, num_bytes: int = 0) -> ListedCheckpoint:
-    step = step_of(directory)
-    return ListedCheckpoint(directory or ".", step, "unreadable", num_bytes, None, None, why)
+def _unreadable(directory: str, run: str, why: str, num_bytes: int = 0) -> ListedCheckpoint:
+    name, step = directory or ".", step_of(directory)
+    return ListedCheckpoint(name, step, "unreadable", num_bytes, None, None, why, run=run)
 
 
-def _read_shared(storage: Storage, directories: dict[str, dict[str, int]]) -> _SharedFiles:
-    """Removes the folder `.manager` from a listing, and reads what it has about steps."""
-    keys: list[str] = []
+def _read_shared(
+    storage: Storage, directories: dict[str, dict[str, int]]
+) -> dict[str, _SharedFiles]:
+    """Removes the folder `.manager` of each run from a listing; returns its content, by run."""
+    keys: dict[str, list[str]] = {}
+    for directory in list(directories):
+        run, shared, below = f"/{directory}/".partition(f"/{SHARED_FOLDER}/")
+        if shared:
+            names = directories.pop(directory)
+            keys.setdefault(run.lstrip("/"), []).extend(below + name for name in names)
+    return {run: _read_shared_of(storage, run, some) for run, some in keys.items()}
+
+
+def _read_shared_of(storage: Storage, run: str, keys: Sequence[str]) -> _SharedFiles:
+    """Returns what the folder `.manager` of a run has about steps."""
     notes: dict[int, str] = {}
     rows: dict[str, CatalogueRow] = {}
-    for folder in [name for name in directories if f"{name}/".startswith(f"{SHARED_FOLDER}/")]:
-        below = folder.removeprefix(SHARED_FOLDER).lstrip("/")
-        keys += [f"{below}/{name}" if below else name for name in directories.pop(folder)]
+    folder = f"{run}/{SHARED_FOLDER}" if run else SHARED_FOLDER
     for key in keys:
         noted = noted_step(key)
         if noted is not None:
-            data = read_if_there(storage, f"{SHARED_FOLDER}/{key}", MAX_NOTE_BYTES) or b""
+            data = read_if_there(storage, f"{folder}/{key}", MAX_NOTE_BYTES) or b""
             notes[noted] = data.decode("utf-8", "replace")
         elif key == CATALOGUE:
-            data = read_if_there(storage, f"{SHARED_FOLDER}/{key}", MAX_RECORD_BYTES) or b""
+            data = read_if_there(storage, f"{folder}/{key}", MAX_RECORD_BYTES) or b""
             with suppress(DamagedCheckpointError):
                 rows = {row.name: row for row in decode_catalogue(data)}
     tags = {step: tuple(sorted(some)) for step, some in tags_in(keys).items()}
@@ -441,13 +456,15 @@ def _look(
     directory: str,
     files: Mapping[str, int],
     shared: _SharedFiles,
+    run: str,
     *,
     is_item: bool,
 ) -> ListedCheckpoint:
     name = directory or storage.url.rstrip("/").rpartition("/")[2]
+    name_in_run = directory.removeprefix(f"{run}/")
     slot, found, files = _found(storage, root, directory, files)
     manifest, detail = found.manifest, found.detail
-    info, row = None, shared.rows.get(directory)
+    info, row = None, shared.rows.get(name_in_run)
     if manifest is not None and row is not None and row.attempt == manifest.attempt:
         info = row.info
     elif manifest is not None:
@@ -458,7 +475,7 @@ def _look(
             detail = f"{detail}; {unknown}" if detail else unknown
     step = None if is_item else step_of(name)
     # Why: tags and notes are for steps directly in the run.
-    number = step if directory and "/" not in directory else None
+    number = step if name_in_run and "/" not in name_in_run else None
     attempt = manifest.attempt if manifest else ""
     recorded = {} if number is None else shared.recorded.get((number, attempt), {})
     own: dict[str, Mapping[str, Any]] = {"metrics": recorded}
@@ -477,6 +494,7 @@ def _look(
         tags=() if number is None else shared.tags.get(number, ()),
         note="" if number is None else shared.notes.get(number, ""),
         manifest=manifest,
+        run=run,
         **own,
     )
 

@@ -12,7 +12,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -39,6 +39,7 @@ from ray_dcp.view.run_listing import (
     folders_above,
     list_checkpoints,
     readable_entries,
+    step_of,
 )
 from ray_dcp.view.trace import read_trace
 from ray_dcp.view.wording import few, nearest, size_text
@@ -156,11 +157,13 @@ class RunView:
     place: Target
     """Location of the run."""
     steps: tuple[StepView, ...] = field(init=False)
-    """All steps, sorted by step and name."""
+    """All steps, sorted by run, step and name."""
     _listed: InitVar[tuple[ListedCheckpoint, ...]] = ()
 
     def __post_init__(self, _listed: tuple[ListedCheckpoint, ...]) -> None:
-        steps = tuple(StepView(**vars(one), _run=self) for one in _listed)
+        names = [one.name for one in fields(ListedCheckpoint)]
+        values = ({name: getattr(one, name) for name in names} for one in _listed)
+        steps = tuple(StepView(**found, _run=self) for found in values)
         object.__setattr__(self, "steps", steps)
 
     @property
@@ -172,6 +175,23 @@ class RunView:
     def present(self) -> tuple[StepView, ...]:
         """The steps, without those of which only the delete record is left."""
         return tuple(one for one in self.steps if one.state != "deleted" or one.detail)
+
+    @cached_property
+    def runs(self) -> tuple[RunView, ...]:
+        """Each run at and below the directory, with names and steps of its own; this run first.
+
+        A run is the folder that contains the folders of steps directly.
+        """
+        folders = dict.fromkeys(one.run for one in self.steps)
+        if set(folders) <= {""}:
+            return (self,)
+        return tuple(
+            RunView(
+                place_below(self.place, folder) if folder else self.place,
+                tuple(_in_its_run(one) for one in self.steps if one.run == folder),
+            )
+            for folder in folders
+        )
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -219,9 +239,17 @@ class RunView:
         return best_of_run(self.steps, metric, mode, url=self.url)
 
     def before(self, step: StepView) -> StepView | None:
-        """Returns the last readable step before a step; None if there is none."""
-        at = self.steps.index(step)
-        return next((one for one in reversed(self.steps[:at]) if one.is_readable), None)
+        """Returns the last readable step before a step in its run; None if there is none.
+
+        Before an item of a step, that is the item of the same name in an earlier step.
+        """
+        item = _order(step)[0]
+        earlier = [
+            one
+            for one in self.steps
+            if one.is_readable and _order(one)[0] == item and _order(one) < _order(step)
+        ]
+        return max(earlier, key=_order, default=None)
 
     def refresh(self) -> RunView:
         """Returns a view of the current state of the run."""
@@ -555,6 +583,7 @@ def choose(
         metric, _, mode = rest.partition(":")
         return best_of_run(listed, metric or None, mode or None, url=url, damaged=damaged)
     tagged = [one for one in listed if text in one.tags]
+    tagged = [one for one in tagged if _is_own(one)] or tagged
     if len(tagged) == 1:
         return tagged[0]
     if tagged:
@@ -674,6 +703,19 @@ def _by_number(listed: Sequence[Listed], step: int, url: str) -> Listed:
     )
 
 
+def _in_its_run(one: ListedCheckpoint) -> ListedCheckpoint:
+    """Returns a listed checkpoint as a listing of its run has it."""
+    values = {found.name: getattr(one, found.name) for found in fields(ListedCheckpoint)}
+    return ListedCheckpoint(**{**values, "name": one.name.removeprefix(f"{one.run}/"), "run": ""})
+
+
+def _order(one: ListedCheckpoint) -> tuple[tuple[str, str], bool, int, str]:
+    """Returns run and item of a checkpoint, and its place among the steps with these."""
+    folder, _, item = one.name.removeprefix(f"{one.run}/").partition("/")
+    number = step_of(folder)
+    return (one.run, item), number is None, number or 0, folder
+
+
 def _is_own(one: ListedCheckpoint) -> bool:
     """Returns whether a checkpoint is directly in the run that was listed, or is the run itself."""
     return "/" not in one.name
@@ -698,6 +740,12 @@ def _latest(listed: Sequence[Listed], url: str, damaged: bool) -> Listed:
         return latest
     if found:
         return max(found, key=lambda one: (one.created_s or 0.0, one.name))
+    runs = sorted({one.run for one in listed} - {""})
+    if runs and not own:
+        raise CheckpointNotFoundError(
+            f"expected a committed step in {url}, found {len(runs)} runs below it: {few(runs)}; "
+            f"name one of them, as {url.rstrip('/')}/{runs[-1]}@latest"
+        )
     raise CheckpointNotFoundError(f"expected a committed step in {url}, found {_found(listed)}")
 
 
@@ -757,8 +805,10 @@ def usage_of(run: RunView) -> list[Usage]:
         above = (folder for folder in folders_above(entry.key) if folder in by_name)
         name = next(above, "." if "." in by_name else None)
         if name is None:
+            above_it, shared, _ = f"/{entry.key}".partition(f"/{SHARED_FOLDER}/")
             name = entry.key.partition("/")[0] + ("/" if "/" in entry.key else "")
-            kind: Kind = "records" if name == f"{SHARED_FOLDER}/" else "other"
+            name = f"{above_it}{shared}"[1:] if shared else name
+            kind: Kind = "records" if shared else "other"
         else:
             key = entry.key if name == "." else entry.key[len(name) + 1 :]
             kind = _kind(key, by_name[name])

@@ -52,7 +52,7 @@ def step_cells(
             reads per step.
         now_s: Current time, for ages.
     """
-    metrics = _metric_names(run)
+    metrics = metric_names(run)
     marks: dict[str, list[str]] = {}
     for key in ("latest", "best"):
         with suppress(CheckpointError):
@@ -86,7 +86,7 @@ def _details(step: StepView) -> dict[str, str]:
     }
 
 
-def _metric_names(run: RunView) -> list[str]:
+def metric_names(run: RunView) -> list[str]:
     """Returns the metrics that get a column: all but one that repeats the number of the step."""
     told = [(name, value, step.step) for step in run for name, value in step.metrics.items()]
     other = {name for name, value, step in told if name != "step" or value != step}
@@ -95,9 +95,9 @@ def _metric_names(run: RunView) -> list[str]:
 
 
 def picture_steps(run: RunView, *, details: bool | None = None) -> Picture:
-    """Returns the steps of a run as a table with bars for their sizes.
+    """Returns the steps of a run as a table with bars for their sizes; of several runs, one each.
 
-    Deleted steps are only counted. Of more than 100 other steps, the newest are shown.
+    Deleted steps are only counted. Of more than 100 other steps of a run, the newest are shown.
 
     Args:
         run: Result of `ray_dcp.open`.
@@ -114,11 +114,25 @@ def picture_steps(run: RunView, *, details: bool | None = None) -> Picture:
     if details is None:
         is_near = "://" not in run.url or run.url.startswith("memory://")
         details = is_near and len(run.present) <= MOST_DETAILED
+    tables = []
+    for part in run.runs:
+        if part is not run:
+            tables.append(draw.heading(folder_of(part, run), run_text(part)))
+        tables += _steps_table(part, details=details)
+    return draw.pictured(draw.heading(run.url, run_text(run)), *tables)
+
+
+def folder_of(part: RunView, run: RunView) -> str:
+    """Returns the folder of one of `run.runs`, relative to the run; `.` for the run itself."""
+    return part.url[len(run.url.rstrip("/")) + 1 :] or "."
+
+
+def _steps_table(run: RunView, *, details: bool) -> list[str]:
+    """Returns the newest steps of a single run as a table; the number of others before it."""
     steps = run.present[-MOST_STEPS:]
     rows = step_cells(run, steps, details=details, now_s=time.time())
-    head = draw.heading(run.url, run_text(run))
     if not rows:
-        return draw.pictured(head)
+        return []
     columns = [name for name in rows[0] if name != "name" and any(row[name] for row in rows)]
     top = max(step.num_bytes for step in steps) or 1
     lines = [_row("th", columns, {name: name for name in columns})]
@@ -135,7 +149,7 @@ def picture_steps(run: RunView, *, details: bool | None = None) -> Picture:
     hidden = len(run.present) - len(rows)
     told = draw.aside(f"… and {hidden} earlier steps" if hidden else "")
     table = f"<table style='border-collapse:collapse;font-size:13px'>{''.join(lines)}</table>"
-    return draw.pictured(head, told, table)
+    return [told, table]
 
 
 def run_text(run: RunView) -> str:

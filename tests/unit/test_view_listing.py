@@ -29,9 +29,9 @@ def by_name(root: Path) -> dict[str, ListedCheckpoint]:
     return {item.name: item for item in list_checkpoints(root)}
 
 
-def test_checkpoints_are_listed_by_step_and_those_without_step_last(run: Path):
+def test_checkpoints_are_listed_by_run_and_step_and_those_without_step_last(run: Path):
     found = [(item.name, item.step) for item in list_checkpoints(run)]
-    assert found == [("step-9", 9), ("step-10", 10), ("old/iter_0000020", 20), ("best", None)]
+    assert found == [("step-9", 9), ("step-10", 10), ("best", None), ("old/iter_0000020", 20)]
 
 
 def test_a_save_that_was_never_committed_is_told_as_such(run: Path):
