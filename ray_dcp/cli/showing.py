@@ -5,6 +5,8 @@ They import neither torch nor Ray.
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -14,6 +16,7 @@ from typing import Any
 
 import click
 
+from ray_dcp.cli.description import checkpoint_lines, newest_of, run_lines, writer_text
 from ray_dcp.cli.main import JSON, VERBOSE
 from ray_dcp.cli.output import (
     interrupted,
@@ -25,13 +28,22 @@ from ray_dcp.cli.output import (
     table,
     told,
 )
-from ray_dcp.cli.places import Address, address_of, addresses_of, checkpoint_at, hint_at, written
+from ray_dcp.cli.places import (
+    PLACE,
+    Address,
+    address_of,
+    addresses_of,
+    checkpoint_at,
+    hint_at,
+    written,
+)
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
 from ray_dcp.format.save_trace import SaveTrace, Span
 from ray_dcp.io.checkpoint import what_became_of
 from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.difference import TensorDiff, ValueDiff
 from ray_dcp.view.run_listing import wrong_lengths
+from ray_dcp.view.run_view import RunView, read_run
 from ray_dcp.view.tables import Node, grown, leaves_of, shape_text
 from ray_dcp.view.trace import chrome_trace
 from ray_dcp.view.verify import Problem, VerifyInterrupted, VerifyReport
@@ -43,7 +55,7 @@ _MOST_PROBLEMS = 50
 
 
 @click.command()
-@click.argument("path")
+@click.argument("path", type=PLACE)
 @click.option(
     "--tensor", "pattern", metavar="GLOB", help="Only names that match, such as '*.bias'."
 )
@@ -57,13 +69,17 @@ def show(
     as_tree: bool,
     depth: int | None,
 ) -> None:
-    """Show the tensors and objects of the checkpoint at PATH, or RUN@STEP.
+    """Show what is at PATH, or RUN@STEP: its writer, content and state, and how to load it.
 
-    If there are more than 40 names, their modules are shown instead. LAYOUT is how a tensor is
+    Of a checkpoint, all tensors and objects; of a run, its newest step and the states of all. If
+    there are more than 40 names, their modules are shown instead. LAYOUT is how a tensor is
     divided into chunks: whole, rows/8, columns/2, 4x2. Exit status: 1 if a file is missing or too
     short.
     """
-    view = checkpoint_at(path)
+    name, view = _at(path)
+    if isinstance(view, RunView):
+        told(_shown_run(view), *run_lines(view, name))
+        return
     wrong = wrong_lengths(view.storage, view.checkpoint)
     if wrong and (became := what_became_of(view.storage, view.checkpoint)) is not None:
         raise became
@@ -76,27 +92,57 @@ def show(
     root = grown(leaves_of(view, names), merged=False)
     if as_tree or depth is not None:
         lines = [*_branches(root, "", depth)]
-    elif len(names) > _MOST_NAMES and not show_all:
-        lines = [*table(_groups(root), left=("name", "holds")), "each name: --all, --tree"]
+    elif len(names) > num_names_shown() and not show_all:
+        lines = [
+            *table(_groups(root, num_names_shown()), left=("name", "holds")),
+            "each name: --all, --tree",
+        ]
     else:
         rows = [_row(view, name) for name in names]
-        least = ("chunks", "layout", "size")
-        lines = table(rows, left=("name", "shape", "dtype", "layout", "value"), least=least)
+        lines = table(
+            rows,
+            left=("name", "shape", "dtype", "layout", "value"),
+            least=("value",),
+            last=("chunks", "layout", "size"),
+        )
     if pattern is not None:
         hint = "" if names else nearest(pattern, view.names)
         lines.append(f"{len(names)} of {count_text(len(view), 'name')} match {pattern!r}{hint}")
-    told(None, *_summary(view), *(f"damaged: {one}" for one in wrong), *lines)
+    elif not as_tree and depth is None and not wrong:
+        lines += checkpoint_lines(view, name)
+    told(None, *_summary(view, wrong), *lines)
     if wrong:
         sys.exit(1)
 
 
-def _summary(view: CheckpointView) -> list[str]:
-    ranks = "" if view.world_size is None else f", saved by {count_text(view.world_size, 'rank')}"
+def _at(path: str) -> tuple[str, CheckpointView | RunView]:
+    """Returns what is at a path, or named by `RUN@STEP`, and its path."""
+    address = address_of(path)
+    try:
+        return address.name, address.open()
+    except CheckpointNotFoundError as error:
+        run = None if os.path.isfile(path) or address.step else read_run(address.place)
+        if run is not None and any(step.name != "." for step in run):
+            return address.name, run
+        error.message += hint_at(path)
+        raise
+
+
+def num_names_shown() -> int:
+    """Returns how many lines of names fit on the screen beside the rest."""
+    if not sys.stdout.isatty():
+        return _MOST_NAMES
+    return min(_MOST_NAMES, max(8, shutil.get_terminal_size().lines - 12))
+
+
+def _summary(view: CheckpointView, wrong: Sequence[str]) -> list[str]:
     commit = f", attempt {view.attempt} in slot {view.slot}" if says(VERBOSE) else ""
     return [
-        f"{view.url}: {view.kind}{ranks}{commit if view.attempt else ''}",
+        f"{view.url}: {writer_text(view)}{commit if view.attempt else ''}",
         f"{count_text(len(view.tensors), 'tensor')} and {count_text(len(view.objects), 'object')}, "
-        f"{size_text(view.num_bytes)} in {count_text(len(view.files), 'file')}",
+        f"{size_text(view.num_bytes)} in {count_text(len(view.files), 'file')}"
+        + ("" if wrong else ", none missing or too short"),
+        *(f"damaged: {one}" for one in wrong),
         *(
             f"mean of {one['weight']:.4g} x {one['checkpoint']}"
             + (f", attempt {one['attempt']}" if one["attempt"] else "")
@@ -116,7 +162,7 @@ def _row(view: CheckpointView, name: str) -> dict[str, object]:
     return {"name": name, **dict(zip(columns, cells, strict=True))}
 
 
-def _groups(root: Node) -> list[dict[str, str]]:
+def _groups(root: Node, most: int) -> list[dict[str, str]]:
     """Returns a row for each module, down to the deepest level that fits."""
     level = [*root.children.items()]
     while True:
@@ -125,7 +171,7 @@ def _groups(root: Node) -> list[dict[str, str]]:
             for name, node in level
             for below, child in (node.children or {"": node}).items()
         ]
-        if len(deeper) > _MOST_NAMES or (len(deeper) == len(level) and deeper == level):
+        if len(deeper) > most or (len(deeper) == len(level) and deeper == level):
             break
         level = deeper
     shown = [
@@ -134,7 +180,7 @@ def _groups(root: Node) -> list[dict[str, str]]:
             "holds": node.told,
             "size": size_text(node.num_bytes) if node.num_tensors else "",
         }
-        for name, node in level[:_MOST_NAMES]
+        for name, node in level[:most]
     ]
     hidden = len(level) - len(shown)
     more = {"name": f"… and {hidden} more", "holds": "", "size": ""}
@@ -151,6 +197,22 @@ def _branches(node: Node, indent: str, depth: int | None) -> Iterator[str]:
         yield f"{indent}{'└── ' if last else '├── '}{child.name}: {child.told}{size}"
         deeper = None if depth is None else depth - 1
         yield from _branches(child, f"{indent}{'    ' if last else '│   '}", deeper)
+
+
+def _shown_run(run: RunView) -> dict[str, Any]:
+    return {
+        "path": run.url,
+        "kind": "run",
+        "runs": [
+            {
+                "path": one.url,
+                "num_steps": len(one.present),
+                "num_bytes": sum(step.num_bytes for step in one),
+                "latest": None if (newest := newest_of(one)) is None else newest.name,
+            }
+            for one in run.runs
+        ],
+    }
 
 
 def _shown(view: CheckpointView, names: Sequence[str]) -> dict[str, Any]:
@@ -175,7 +237,7 @@ def _shown(view: CheckpointView, names: Sequence[str]) -> dict[str, Any]:
 
 
 @click.command()
-@click.argument("path")
+@click.argument("path", type=PLACE)
 def verify(path: str) -> None:
     """Compare every stored byte of the checkpoint at PATH, or RUN@STEP, with its checksums.
 
@@ -264,8 +326,8 @@ _STYLES = {"changed": "yellow", "added": "green", "removed": "red", "undecided":
 
 
 @click.command()
-@click.argument("first")
-@click.argument("second")
+@click.argument("first", type=PLACE)
+@click.argument("second", type=PLACE)
 @click.option("--tensor", "pattern", metavar="GLOB", help="Only names that match.")
 @click.option("--values", is_flag=True, help="Read what changed, and show by how much.")
 @click.option("--hashes-only", is_flag=True, help="Read nothing where hashes can't decide.")
@@ -304,7 +366,8 @@ def diff(
     lines = table(
         [_diff_row(row, by_name.get(row.name)) for row in shown],
         left=("change", "name", "type"),
-        least=("elements", "type", "max", "size", "norm", "differs"),
+        least=("elements", "max", "norm"),
+        last=("type", "size", "differs"),
         style=lambda column, cell: _STYLES.get(cell, "") if column == "change" else "",
     )
     counts = ", ".join(f"{count} {name}" for name, count in found.counts.items())
@@ -347,7 +410,7 @@ def _diff_row(row: TensorDiff, value: ValueDiff | None) -> dict[str, object]:
 
 
 @click.command()
-@click.argument("path")
+@click.argument("path", type=PLACE)
 @click.option(
     "--to",
     "layout",
@@ -410,7 +473,7 @@ _MOST_LANES = 64
 
 
 @click.command()
-@click.argument("path")
+@click.argument("path", type=PLACE)
 @click.option(
     "--chrome",
     "chrome_file",

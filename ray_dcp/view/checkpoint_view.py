@@ -28,11 +28,11 @@ from ray_dcp.errors import (
     MissingKeyError,
 )
 from ray_dcp.format import damaged
-from ray_dcp.format.manifest import sources_in
+from ray_dcp.format.manifest import slot_of, sources_in
 from ray_dcp.format.safe_pickle import PickleMachine
 from ray_dcp.format.safetensors import MAX_HEADER_BYTES
 from ray_dcp.format.torch_items import stored_records
-from ray_dcp.io.checkpoint import Checkpoint, read_checkpoint
+from ray_dcp.io.checkpoint import METADATA_KEY, Checkpoint, read_checkpoint
 from ray_dcp.io.reader import read_item
 from ray_dcp.io.threads import run_tasks
 from ray_dcp.options import LoadOptions
@@ -44,7 +44,7 @@ from ray_dcp.view.difference import CheckpointDiff, diff_checkpoints
 from ray_dcp.view.drawing import aside, div, heading, safe, shortened
 from ray_dcp.view.progress import ShowProgress
 from ray_dcp.view.resharding import ReshardPreview, ShardGrid, preview_reshard
-from ray_dcp.view.run_listing import num_ranks
+from ray_dcp.view.run_listing import num_ranks, rank_of_file
 from ray_dcp.view.tables import leaves_of, tensor_tree
 from ray_dcp.view.tensor_handle import TensorHandle, TensorInfo
 from ray_dcp.view.trace import Trace, read_trace
@@ -463,7 +463,7 @@ class CheckpointView:
     def __repr__(self) -> str:
         return (
             f"CheckpointView({self.url!r}, {self.kind}, {len(self.tensors)} tensors, "
-            f"{len(self.objects)} objects, {self.num_bytes} bytes in {len(self.files)} files)"
+            f"{len(self.objects)} objects, {size_text(self.num_bytes)} in {len(self.files)} files)"
         )
 
     def _repr_html_(self) -> str:
@@ -510,10 +510,16 @@ def _one_file(path: AnyPlace) -> OneFile | None:
         return None
     folder, name = os.path.split(os.path.abspath(path))
     if not is_safetensors(path):
+        is_part = (
+            rank_of_file(name) is not None or slot_of(name) is not None or name == METADATA_KEY
+        )
+        hint = (
+            f"is a file of the checkpoint in {folder}: give that directory"
+            if is_part
+            else "is a file. If torch.save wrote it, convert it with ray-dcp import"
+        )
         raise CheckpointNotFoundError(
-            f"expected a checkpoint, but {os.fspath(path)} is a file. If torch.save wrote it, "
-            f"convert it with ray-dcp import",
-            checkpoint_id=os.fspath(path),
+            f"expected a checkpoint, but {os.fspath(path)} {hint}", checkpoint_id=os.fspath(path)
         )
     return OneFile(open_storage(folder), name, "" if name.endswith(SUFFIX) else SUFFIX)
 

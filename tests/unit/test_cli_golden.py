@@ -11,7 +11,13 @@ from click.testing import CliRunner
 from ray_dcp.cli import listing
 from ray_dcp.cli.main import main
 from ray_dcp.format.save_trace import RankTimes, Span, encode_trace, make_trace, trace_key
+from ray_dcp.format.step_info import StepInfo, encode_info, info_key
 from tests.support import big_views, cli_story
+
+LONG = [
+    "loss", "validation/perplexity_on_held_out_set", "validation/accuracy_on_held_out_set",
+    "train/gradient_norm_before_clipping", "train/tokens_per_second_per_gpu",
+]  # fmt: skip
 
 MAKERS = {
     "ours": cli_story.make_ours,
@@ -39,7 +45,11 @@ def test_tables_fit_the_screen(columns: int, tmp_path: Path, monkeypatch: pytest
     for step, changed in ((7, 0), (8, 3)):
         attempt = f"{step:016x}"
         table = big_views.table(64, 4, attempt, changed=changed, files=4)
-        path = big_views.checkpoint(tmp_path / "run" / f"step-{step}", table, attempt)
+        for run in ("run", "wide"):
+            path = big_views.checkpoint(tmp_path / run / f"step-{step}", table, attempt)
+        info = StepInfo(step=step, created_s=1e9, metrics=dict.fromkeys(LONG, float(step)))
+        (path / info_key(0)).write_bytes(encode_info(info))
+        path = tmp_path / "run" / f"step-{step}"
         times = {
             "capture": RankTimes.of(range(4), [0.0] * 4, [0.1] * 4),
             "write": RankTimes.of(range(4), [0.2] * 4, [0.8, 0.8, 0.8, 1.9], [3 << 20] * 4),
@@ -50,12 +60,18 @@ def test_tables_fit_the_screen(columns: int, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(listing.time, "time", lambda: 1e9 + 7200)
     run, told = f"{tmp_path}/run", []
     for words in (
-        ["ls", run], ["show", f"{run}@8"], ["show", f"{run}@8", "--tensor", "*.0.*"],
+        ["ls", run], ["ls", tmp_path], ["show", run], ["show", tmp_path],
+        ["show", f"{run}@8"], ["show", f"{run}@8", "--tensor", "*.0.*"],
         ["diff", f"{run}@7", f"{run}@8"],
         ["reshard", f"{run}@8", "--to", "2"], ["timeline", f"{run}@8"], ["du", run],
+        ["watch", run, "--looks", "1"], ["tag", f"{run}@8"], ["rm", f"{run}@7", "--dry-run"],
+        ["gc", run, "--dry-run"], ["metadata", f"{run}@8", "--dry-run"],
+        ["average", run, "--last", "2", "-o", f"{tmp_path}/mean", "--dry-run"],
     ):  # fmt: skip
-        found = CliRunner().invoke(main, words, env={"COLUMNS": str(columns)})
+        found = CliRunner().invoke(main, [*map(str, words)], env={"COLUMNS": str(columns)})
         assert found.exit_code == 0, found.output
-        told.append(f"$ ray-dcp {' '.join(words)}\n{found.output}".replace(str(tmp_path), "TMP"))
+        told.append(
+            f"$ ray-dcp {' '.join(map(str, words))}\n{found.output}".replace(str(tmp_path), "TMP")
+        )
     assert max(len(line) for text in told for line in text.splitlines()) <= columns
     cli_story.compare(f"screens-{columns}", "\n".join(told), renew="RENEW_GOLDEN" in os.environ)

@@ -42,7 +42,7 @@ def test_each_command_prints_what_the_schema_says(tmp_path: Path):
     torch.save({"w": torch.ones(1)}, tmp_path / "w.pt")
     a, b = f"{run}@100", f"{run}@200"
     todo = [
-        ["ls", run], ["ls", run, "--brief"], ["show", b], ["show", run / "stock-7"],
+        ["ls", run], ["ls", run, "--brief"], ["show", b], ["show", run / "stock-7"], ["show", run],
         ["diff", a, b, "--values"], ["verify", b], ["verify", run], ["reshard", b, "--to", "4"],
         ["timeline", b], ["report", run, tmp_path / "r.html"], ["du", run], ["doctor", run],
         ["watch", run, "--looks", 1], ["tag", a], ["tag", a, "kept", "--note", "x"],

@@ -85,7 +85,7 @@ def test_the_number_of_an_item_s_folder_is_no_step(tmp_path: Path) -> None:
         manager.tag(1, "keep")
     assert (tmp_path / "step-00000001" / "model.3").is_dir()
     assert "expected step 3" in run("rm", f"{tmp_path}@3", "--yes").output
-    assert "step-00000001: native" in run("show", f"{tmp_path}@latest").output
+    assert "step-00000001: a checkpoint of ray_dcp" in run("show", f"{tmp_path}@latest").output
     state = {"model": {"w": torch.zeros(3)}}
     with CheckpointManager(tmp_path, 1, items={"model": Item()}) as manager:
         manager.restore(1, state)
