@@ -15,7 +15,7 @@ import click
 
 from ray_dcp.cli.main import JSON
 from ray_dcp.cli.output import agree, dry_run, says, told, yes
-from ray_dcp.cli.places import address_of, run_at, step_at, step_in_run
+from ray_dcp.cli.places import PLACE, address_of, run_at, step_at, step_in_run
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
 from ray_dcp.format.names import (
     READING,
@@ -43,7 +43,7 @@ _MOST_SHOWN = 20
 
 
 @click.command()
-@click.argument("steps", nargs=-1, required=True)
+@click.argument("steps", type=PLACE, nargs=-1, required=True)
 @click.option("--force", is_flag=True, help="Also steps that are tagged or being read.")
 @click.option("--quiet", is_flag=True, help="Name no files.")
 @yes
@@ -198,7 +198,7 @@ def _reader(shared: Storage, lease: str) -> str:
 
 
 @click.command()
-@click.argument("root")
+@click.argument("root", type=PLACE)
 @click.option(
     "--abort-unfinished",
     is_flag=True,
@@ -295,7 +295,7 @@ def _tell(
 
 
 @click.command()
-@click.argument("step")
+@click.argument("step", type=PLACE)
 @click.argument("tags", nargs=-1)
 @click.option("--remove", is_flag=True, help="Remove these tags.")
 @click.option("--note", metavar="TEXT", help="Put a note on the step; '' removes it.")
@@ -329,7 +329,7 @@ def tag(step: str, tags: tuple[str, ...], remove: bool, note: str | None, dry_ru
 
 
 @click.command()
-@click.argument("path")
+@click.argument("path", type=PLACE)
 @dry_run
 def metadata(path: str, dry_run: bool) -> None:
     """Write the .metadata of the checkpoint at PATH, so that stock DCP can read it.

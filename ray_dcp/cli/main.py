@@ -27,7 +27,7 @@ from ray_dcp.errors import CheckpointError, DamagedCheckpointError, InvalidReque
 # `--help` must not import the modules of all commands.
 COMMANDS = {
     "ls": ("listing:ls", "List the checkpoints below a directory."),
-    "show": ("showing:show", "Show what is in a checkpoint."),
+    "show": ("showing:show", "Show what is at a path, and how to load it."),
     "diff": ("showing:diff", "List the tensors that differ between two checkpoints."),
     "verify": ("showing:verify", "Compare every stored byte with its checksums."),
     "reshard": ("showing:reshard", "Show what a load on other ranks would read."),
@@ -46,6 +46,29 @@ COMMANDS = {
     "metadata": ("changing:metadata", "Write the .metadata that a save left out, for stock DCP."),
     "demo": ("demo:demo", "Train, save, kill, resume on fewer and more ranks."),
 }
+
+EXAMPLES = {
+    "ls": ("run", "s3://bucket/runs --json"),
+    "show": ("run", "run@latest --tensor '*.weight'"),
+    "diff": ("run@100 run@200", "run@100 run@best --values"),
+    "verify": ("run", "run@latest --json"),
+    "reshard": ("run@latest --to 4x2", "run@latest --to 16 --tensor 'model.*'"),
+    "timeline": ("run@latest", "run@latest --chrome trace.json"),
+    "report": ("run", "run pictures.html"),
+    "export": ("run@best out --format hf --dtype bf16 --model-only", "run@latest w.safetensors"),
+    "import": ("w.pt imported", "w.pt runs/step-0 --dry-run"),
+    "cp": ("run@best best --verify", "run s3://bucket/run"),
+    "average": ("run --last 2 -o mean", "run@100 run@200 --weights 1,3 -o weighted"),
+    "tag": ("run@200 released --note 'lr 3e-4'", "run@200 released --remove"),
+    "rm": ("run@100 --dry-run", "run@100 --yes"),
+    "gc": ("run --dry-run", "run --abort-unfinished --yes"),
+    "du": ("run", "s3://bucket/run --json"),
+    "doctor": ("run", "s3://bucket/run --write"),
+    "watch": ("run", "run --looks 1 --json"),
+    "metadata": ("run@latest --dry-run", "run@latest"),
+    "demo": ("", "--dir somewhere"),
+}
+"""Two command lines of each command, for its `--help`, without the name of the command."""
 
 JSON, DEBUG, VERBOSE = (f"ray_dcp.{name}" for name in ("json", "debug", "verbose"))
 """Keys in click's `meta` for the common options of all commands; True if given."""
@@ -114,7 +137,7 @@ class LazyGroup(click.Group):
             except OSError:
                 code = 2
                 click.echo(f"Error: {error.format_message()}", err=True)
-        except click.Abort:
+        except (click.Abort, KeyboardInterrupt):
             code = INTERRUPTED
         except SystemExit as error:
             code = error.code
@@ -125,6 +148,9 @@ class LazyGroup(click.Group):
             code = PIPE_CLOSED
             _drop_output()
         except (OSError, ValueError):  # the lost output was reported above
+            _drop_output()
+        except KeyboardInterrupt:  # nobody reads the output
+            code = INTERRUPTED
             _drop_output()
         sys.exit(code if isinstance(code, int) else 0)
 
@@ -141,6 +167,8 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(loaded, attribute)
         if not any(parameter.name == "debug" for parameter in command.params):
             command.params += _options()
+            lines = [f"  ray-dcp {cmd_name} {words}".rstrip() for words in EXAMPLES[cmd_name]]
+            command.epilog = "\n".join(["\b", "Examples:", *lines])
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -255,7 +283,12 @@ def _options() -> list[click.Parameter]:
     ]
 
 
-@click.group(cls=LazyGroup, lazy=COMMANDS)
+@click.group(
+    cls=LazyGroup,
+    lazy=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="\b\nExamples:\n  ray-dcp ls run\n  ray-dcp show run@latest",
+)
 @click.version_option(ray_dcp.__version__, prog_name="ray-dcp")
 def main() -> None:
     """Inspect, verify and copy checkpoints of PyTorch jobs: ray_dcp, torch's DCP, safetensors.

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ray_dcp.cli.output import dry_run, progress, told
-from ray_dcp.cli.places import Address, address_of, check_answers, kept, run_at
+from ray_dcp.cli.places import PLACE, Address, address_of, check_answers, kept, run_at
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.store.opening import open_storage
 from ray_dcp.view.wording import count_text, few, size_text
@@ -23,7 +23,7 @@ def _numbers(context: click.Context, option: click.Parameter, value: str | None)
 
 
 @click.command()
-@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
+@click.argument("sources", type=PLACE, nargs=-1, required=True, metavar="SOURCE...")
 @click.option("-o", "--out", required=True, metavar="PATH", help="Path or URL of the result.")
 @click.option(
     "--weights",

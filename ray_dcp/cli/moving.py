@@ -13,6 +13,7 @@ import click
 from ray_dcp.cli.main import JSON
 from ray_dcp.cli.output import dry_run, interrupted, printed, progress, says, told
 from ray_dcp.cli.places import (
+    PLACE,
     Address,
     address_of,
     addresses_of,
@@ -63,8 +64,8 @@ _dtype = click.option("--dtype", help="What floating tensors are cast to, as bf1
 
 
 @click.command()
-@click.argument("source")
-@click.argument("target", type=click.Path())
+@click.argument("source", type=PLACE)
+@click.argument("target", type=PLACE)
 @click.option(
     "--format",
     "kind",
@@ -129,8 +130,8 @@ def export(
 
 
 @click.command("import")
-@click.argument("source", type=click.Path())
-@click.argument("target")
+@click.argument("source", type=PLACE)
+@click.argument("target", type=PLACE)
 @_include
 @_dtype
 @click.option("--unsafe", is_flag=True, help="Run code that a torch.save file asks for.")
@@ -175,8 +176,8 @@ def import_(
 
 
 @click.command()
-@click.argument("source")
-@click.argument("target")
+@click.argument("source", type=PLACE)
+@click.argument("target", type=PLACE)
 @click.option("--verify", is_flag=True, help="Read the copy and compare it with its checksums.")
 @dry_run
 def cp(source: str, target: str, verify: bool, dry_run: bool) -> None:

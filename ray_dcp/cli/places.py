@@ -37,9 +37,13 @@ from ray_dcp.view.run_view import (
     read_run,
     split_address,
 )
+from ray_dcp.view.wording import few
 
 ANSWER_S = 10.0
 """Timeout of the first request to an object store, in seconds."""
+
+PLACE = click.Path(readable=False)
+"""Type of arguments that name a checkpoint or a run, so that shells complete them as paths."""
 
 
 class Address(NamedTuple):
@@ -241,7 +245,18 @@ def hint_at(text: str) -> str:
         text: `PATH` or `RUN@STEP`.
     """
     run, step = _split(text)
-    return nearest_paths(run) if step is not None else _steps_of(run) or nearest_paths(text)
+    if step is not None:
+        return nearest_paths(run)
+    return _steps_of(run) or _pickles_in(text) or nearest_paths(text)
+
+
+def _pickles_in(text: str) -> str:
+    """Returns a hint if a local directory has files that `torch.save` may have written."""
+    names = sorted(os.listdir(text)) if os.path.isdir(text) else []
+    found = [name for name in names if name.endswith((".pt", ".pth", ".bin", ".ckpt"))]
+    if not found:
+        return ""
+    return f"; if torch.save wrote {found[0]}: ray-dcp import {os.path.join(text, found[0])} TARGET"
 
 
 @cache
@@ -270,6 +285,12 @@ def _steps_of(text: str) -> str:
     found = [one for one in steps_of_run(text) if one.name != "." and one.is_readable]
     if not found:
         return ""
+    runs = dict.fromkeys(one.run for one in found)
+    if "" not in runs:
+        return (
+            f"; name a step of one of the runs {few(list(runs))}, as {text}/{list(runs)[-1]}@latest"
+        )
+    found = [one for one in found if not one.run]
     last = found[-1].name if found[-1].step is None else found[-1].step
     count = "its step" if len(found) == 1 else f"one of its {len(found)} steps"
     return f"; name {count}, as {text}@latest or {text}@{last}"

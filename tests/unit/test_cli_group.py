@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner
 
 import ray_dcp
-from ray_dcp.cli.main import COMMANDS, LazyGroup, main
+from ray_dcp.cli.main import COMMANDS, EXAMPLES, LazyGroup, main
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -18,6 +21,7 @@ from ray_dcp.errors import (
     InvalidRequestError,
     StorageError,
 )
+from tests.support import cli_story
 
 
 def test_help_lists_every_command_without_loading_any():
@@ -67,3 +71,60 @@ def test_an_error_of_ours_is_one_message_and_an_exit_code(
     group.get_command = lambda ctx, name: group.commands[name]
     found = CliRunner().invoke(group, ["fail"])
     assert (found.exit_code, found.stderr) == (exit_code, f"Error: {error.message}{where}\n")
+
+
+def test_every_help_ends_with_two_examples_and_h_is_help():
+    assert set(EXAMPLES) == set(COMMANDS)
+    for name in COMMANDS:
+        told = CliRunner().invoke(main, [name, "-h"])
+        assert told.output == CliRunner().invoke(main, [name, "--help"]).output
+        lines = told.output.rstrip().splitlines()
+        assert lines[-3] == "  Examples:"
+        assert [line.split()[:2] for line in lines[-2:]] == [["ray-dcp", name]] * 2
+    assert CliRunner().invoke(main, ["-h"]).output.startswith("Usage: main [OPTIONS] COMMAND")
+
+
+def test_the_examples_of_the_help_run_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    cli_story.make_ours(tmp_path / "run")
+    ray_dcp.open_run(tmp_path / "run").tag(100, "before-lr-drop", remove=True)
+    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
+    monkeypatch.chdir(tmp_path)
+    for name in [*(name for name in COMMANDS if name not in ("rm", "gc")), "gc", "rm"]:
+        for words in EXAMPLES[name]:
+            if name == "watch" and "--looks" not in words:
+                words += " --looks 1"
+            if "s3:" in words or name == "demo":  # elsewhere: only whether it can be parsed
+                command = main.get_command(click.Context(main), name)
+                assert command is not None
+                command.make_context(name, shlex.split(words), parent=click.Context(main))
+                continue
+            found = CliRunner().invoke(main, [name, *shlex.split(words)])
+            assert found.exit_code == 0, (name, words, found.output)
+
+
+@pytest.mark.parametrize("words", [["verify", "run"], ["ls", "run"], ["export", "run@200", "out"]])
+@pytest.mark.parametrize("module", ["ray_dcp.view.run_view", "numpy", "ray_dcp.cli.places"])
+def test_ctrl_c_while_a_command_starts_is_130_without_a_traceback(
+    words: list[str], module: str, tmp_path: Path
+):
+    """It arrives while the modules of the command are imported, which takes most of its time."""
+    code = f"""
+import builtins, os, signal, sys
+from ray_dcp.cli.main import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+real = builtins.__import__
+def importing(name, *arguments, **more):
+    if name == {module!r} and sys.modules.get(name) is None:
+        builtins.__import__ = real
+        os.kill(os.getpid(), signal.SIGINT)
+    return real(name, *arguments, **more)
+builtins.__import__ = importing
+main({words!r}, prog_name="ray-dcp")
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=400
+    )
+    assert found.returncode == 130
+    assert found.stdout == ""
+    assert found.stderr == "Error: interrupted; what was begun was taken back\n"
+    assert list(tmp_path.iterdir()) == []

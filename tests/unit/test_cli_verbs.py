@@ -68,7 +68,7 @@ def test_a_run_that_is_not_there_or_no_step_is_told_with_the_nearest_names(run: 
     for command in ("ls", "du", "doctor", "gc", "watch"):
         assert "did you mean 'run'" in refused(command, run.parent / "runn")
     told = f"name one of its 2 steps, as {run}@latest or {run}@20"
-    for command in (["show", run], ["export", run, run / "out"], ["tag", run, "a"]):
+    for command in (["reshard", run, "--to", 2], ["export", run, run / "out"], ["tag", run, "a"]):
         assert told in refused(*command)
     assert "name one" in refused("rm", run, "--yes")
     # The run is there: its own name is no hint at what else was meant.
@@ -212,7 +212,7 @@ def test_a_traceback_comes_with_debug_alone(run: Path, monkeypatch: pytest.Monke
         assert found.exit_code == 2
         assert "Traceback" in found.stderr
         assert "CheckpointNotFoundError" in found.stderr
-    monkeypatch.setattr("ray_dcp.cli.showing.checkpoint_at", lambda text: 1 / 0)
+    monkeypatch.setattr("ray_dcp.cli.showing.address_of", lambda text: 1 / 0)
     said = refused("show", run / "step-10")
     assert "ZeroDivisionError" in said
     assert "--debug" in said
@@ -246,7 +246,7 @@ def test_ctrl_c_ends_a_watch_quietly_and_takes_back_what_was_begun(
     lines = [process.stdout.readline(), process.stdout.readline()]
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=400)
-    assert (process.returncode, out, err) == (0, "", "")
+    assert (process.returncode, out, err) == (130, "", "")
     assert lines[0].startswith("step-10: committed")
 
 
