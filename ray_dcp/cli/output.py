@@ -16,12 +16,11 @@ import click
 
 from ray_dcp.cli.main import INTERRUPTED, JSON
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.view.drawing import shortened
 from ray_dcp.view.progress import Meter, reporting
 from ray_dcp.view.wording import printable
 
 _LEAST_TEXT = 12
-"""Minimum number of characters to which a text is shortened if a table is too wide."""
+"""Minimum number of characters of a line of a head, and of a name where 24 are too many."""
 _LEAST_NAME = 24
 """Minimum number of characters of a line of a name that wraps."""
 _BREAKS = re.compile(r"[./_=\- ]")
@@ -73,9 +72,8 @@ def table(
     """Returns a table as lines of text that fit the terminal.
 
     Columns without values are left out. If the table is too wide, long heads wrap; columns of
-    `least` are dropped, or shortened if they are left-aligned; then long cells of the other
-    left-aligned columns wrap; then columns of `last` are dropped. The last line lists what was
-    dropped.
+    `least` are dropped; then long cells of the other left-aligned columns wrap; then columns of
+    `last` are dropped. The last line lists what was dropped. No cell is shortened.
 
     Args:
         rows: Cells by column; all rows have the same columns.
@@ -95,13 +93,12 @@ def table(
             least_head = min(len(column), _LEAST_TEXT)
             width[column] = max(least_head, *(len(row[column]) for row in cells))
     shown = width if room is None else _fitted(width, room, left, least, last)
-    whole = set(least).intersection(left)
 
     def lines(row: Mapping[str, str], look: Callable[[str, str], str]) -> Iterator[str]:
         parts: dict[str, list[str]] = {}
         for column, most in shown.items():
             text = row[column] if row[column] or column in left else "-"
-            parts[column] = [shortened(text, most)] if column in whole else _wrapped(text, most)
+            parts[column] = _wrapped(text, most)
         for number in range(max(map(len, parts.values()))):
             found = []
             for column, most in shown.items():
@@ -140,9 +137,8 @@ def _fitted(
                 del shown[column]
                 dropped.append(column)
         for column in reversed(dropped):  # what fits without those before it comes back
-            needs = min(width[column], _LEAST_TEXT) if column in left else width[column]
-            if free() - 2 >= needs:
-                shown[column] = min(width[column], free() - 2)
+            if free() - 2 >= width[column]:
+                shown[column] = width[column]
 
     drop(least)
     names = [column for column in width if column in left and column not in least]

@@ -128,3 +128,22 @@ main({words!r}, prog_name="ray-dcp")
     assert found.stdout == ""
     assert found.stderr == "Error: interrupted; what was begun was taken back\n"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "completes"),
+    [
+        ("ver", "plain,verify"),
+        ("show --te", "plain,--tensor"),
+        ("show ru", "file,ru"),
+        ("cp run@latest co", "file,co"),
+        ("rm run/st", "file,run/st"),
+    ],
+)
+def test_a_shell_completes_commands_options_and_paths(typed: str, completes: str):
+    words = f"ray-dcp {typed}"
+    env = {"COMP_WORDS": words, "COMP_CWORD": str(typed.count(" ") + 1)}
+    found = CliRunner().invoke(
+        main, [], prog_name="ray-dcp", env={**env, "_RAY_DCP_COMPLETE": "bash_complete"}
+    )
+    assert found.output.splitlines() == [completes]
