@@ -23,7 +23,7 @@ import click
 
 import ray_dcp
 from ray_dcp.cli.main import INTERRUPTED, JSON
-from ray_dcp.cli.output import progress, says, styled, table, told
+from ray_dcp.cli.output import fitted, progress, says, styled, table, told
 from ray_dcp.cli.places import PLACE, check_answers, run_at, written
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
@@ -304,9 +304,11 @@ def doctor(root: str, write: bool) -> None:
             found.append(Finding("wrong", "writing", str(error)))
     findings = [asdict(one) for one in found]
     width = max(len(one.what) for one in found)
-    lines = [
-        f"{styled(f'{f.level:<5}', _LEVELS[f.level])} {f.what:<{width}} {f.told}" for f in found
-    ]
+    lines = []
+    for one in found:
+        level = styled(f"{one.level:<5}", _LEVELS[one.level])
+        parts = fitted(one.told, indent=width + 7)
+        lines += [f"{level} {one.what:<{width}} {parts[0]}", *parts[1:]]
     told({"path": run.url, "findings": findings}, *lines)
     if refused:
         sys.exit(2)

@@ -61,6 +61,20 @@ def screen_width() -> int | None:
     return max(shutil.get_terminal_size().columns, 20)
 
 
+def fitted(text: str, *, indent: int = 0) -> list[str]:
+    """Returns the lines of a text for the terminal; all but the first are indented.
+
+    Args:
+        text: The text.
+        indent: Number of characters before the text in the first line.
+    """
+    room = screen_width()
+    if room is None:
+        return [text]
+    lines = textwrap.wrap(text, max(room - indent, _LEAST_NAME), break_long_words=False) or [""]
+    return [lines[0], *(f"{' ' * indent}{line}" for line in lines[1:])]
+
+
 def table(
     rows: Sequence[Mapping[str, object]],
     *,
@@ -113,7 +127,7 @@ def table(
     body = [line for row in cells for line in lines(row, style)]
     missing = [column for column in columns if column not in shown]
     note = f"left out: {', '.join(missing)} (a wider screen or --json has them)" if missing else ""
-    notes = [styled(line, "dim") for line in textwrap.wrap(note, room or max(len(note), 1))]
+    notes = [styled(line, "dim") for line in fitted(note)] if missing else []
     return [*(styled(line, "bold") for line in head), *body, *notes]
 
 

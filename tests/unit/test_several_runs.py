@@ -118,6 +118,8 @@ def test_doctor_and_du_and_the_report_know_the_runs(parent: Path, told: Told, tm
     assert names == ["versions", "reading", "latest", "deep/lr-2@latest", "lr-1@latest"]
     usage = json.loads(told("du", parent, "--json"))
     assert usage["total"]["other"] == 0
+    screen = told("doctor", parent, columns=80)
+    assert max(map(len, screen.splitlines())) <= 80
     told("report", parent, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert page.count("</table>") == 3
