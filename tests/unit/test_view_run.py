@@ -23,7 +23,7 @@ from ray_dcp.store.storage import Entry, Storage
 from ray_dcp.view import run_listing as listing
 from ray_dcp.view import run_view
 from ray_dcp.view.run_listing import ListedCheckpoint
-from ray_dcp.view.run_view import RunView, best_of_run, choose, open_run, split_address
+from ray_dcp.view.run_view import RunView, best_of_run, choose, read_run, split_address
 from tests.support import checkpoints
 
 
@@ -326,7 +326,7 @@ def test_a_table_without_details_reads_no_step(run: Path, monkeypatch: pytest.Mo
 
 
 def test_an_empty_run_is_an_empty_table(tmp_path: Path):
-    assert open_run(tmp_path / "none").to_pandas().shape == (0, 14)
+    assert read_run(tmp_path / "none").to_pandas().shape == (0, 14)
 
 
 def test_without_pandas_the_package_is_named(run: Path, monkeypatch: pytest.MonkeyPatch):
