@@ -6,8 +6,13 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
+from contextlib import closing
 
+import hypothesis
 import pytest
+
+from tests.support.programs.forks import Programs
 
 # Why: a shell makes those that it starts in the background ignore SIGINT, and so Ctrl-C would do
 # nothing in tests of Ctrl-C.
@@ -26,6 +31,10 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.pop("RAY_ADDRESS", None)
 DIRECTORY = tempfile.mkdtemp(prefix="rt", dir="/tmp")
 os.environ["RAY_TMPDIR"] = DIRECTORY
+
+# Why: how long an example takes says what else the machine does, and a hang is ended by `timeout`.
+hypothesis.settings.register_profile("any machine", hypothesis.settings.default, deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -57,6 +66,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return -1 if folder in FIRST else place.get(item.path.stem, len(LONGEST))
 
     items.sort(key=turn)
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Programs]:
+    """Programs of their own, which start at once."""
+    with closing(Programs()) as programs:
+        yield programs
 
 
 _FAILED = pytest.StashKey[bool]()

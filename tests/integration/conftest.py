@@ -18,7 +18,6 @@ from ray_dcp.errors import CheckpointError
 from tests.support import xla_env
 from tests.support.processes import end_all, lives, marked
 from tests.support.programs import forked_workers
-from tests.support.programs.forks import Programs
 from tests.support.servers.s3 import fresh_place, server_on_memory_disk
 
 if TYPE_CHECKING:
@@ -75,12 +74,6 @@ def mend(group: WorkerGroup) -> None:
         group.resize(group.world_size)
     finally:
         group.options = options
-
-
-@pytest.fixture(scope="session")
-def programs() -> Iterator[Programs]:
-    with closing(Programs()) as programs:
-        yield programs
 
 
 @pytest.fixture(scope="session")

@@ -47,7 +47,7 @@ def written_by(plan):
     a_node=st.integers(1, 9),
     rows=st.integers(1, 3000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_all_hold_is_written_by_equals_of_16_mib_or_more(world_size, a_node, rows):
     nodes = [rank // a_node for rank in range(world_size)]
     plan = shared(world_size, rows, nodes)
@@ -82,7 +82,7 @@ def jobs(draw, most_nodes, most_ranks, most_bytes):
 )
 # A node of which a rank that can't share writes a little.
 @example(([0, 0, 2, 3, 4, 0, 0, 1, 0], [0] * 8 + [7], {0, 1, 2, 3, 4, 7}), 100)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_ranks_write_of_their_own_counts(job, rows):
     nodes, own, holders = job
     holders = {0, *holders}

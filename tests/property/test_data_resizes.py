@@ -51,7 +51,7 @@ class list_when_iterated:  # noqa: N801 - reads as a function
         return iter(list(self.sampler))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     num_samples=st.integers(1, 60),
     seed=st.integers(0, 2**64 - 1),
@@ -82,7 +82,7 @@ def test_after_any_resizes_the_samples_consumed_are_whole_epochs_and_the_begin_o
         assert state["place"] == len(stream)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(num_samples=st.integers(5, 60), segments=SEGMENTS, each=st.integers(1, 2))
 def test_dropping_the_last_loses_less_than_a_batch_an_epoch_and_repeats_none(
     num_samples, segments, each
@@ -113,7 +113,7 @@ def read_numbers(source, start):
     return [f"{name}-{number}" for number in range(start, int(count))]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     counts=st.lists(st.integers(0, 6), min_size=1, max_size=9),
     segments=st.lists(st.tuples(st.integers(1, 4), st.data()), min_size=1, max_size=5),
@@ -140,7 +140,7 @@ def test_after_any_resizes_every_source_is_read_to_its_end_once(counts, segments
     assert Counter(seen) == Counter(everything)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.permutations(range(24)), st.lists(st.integers(1, 4), min_size=1, max_size=5), st.data())
 def test_rows_dealt_in_any_order_come_once_whoever_gets_them(order, sizes, data):
     """Plays Ray Data: what is left is dealt to the ranks in an order that nobody promises."""

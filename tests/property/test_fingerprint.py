@@ -73,7 +73,7 @@ states = st.dictionaries(st.sampled_from("abcde"), items(), min_size=1)
 
 
 @given(states, states)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_digests_tell_what_rows_would(state, other):
     """Whether a plan may be used again, and what differs, is what planning again would say."""
     new = {

@@ -41,13 +41,13 @@ def tables(draw, kinds=tuple(Kind), chunkless=True):
     return table_of(tensors, files=files, checks=draw(st.booleans()))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(table=tables())
 def test_a_chunk_table_is_read_back_equal(table):
     assert difference(decode_table(encode_table(table)), table) == []
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(table=tables(kinds=(Kind.TENSOR, Kind.OBJECT)))
 def test_our_metadata_stock_torch_s_and_what_we_read_agree(table):
     data = encode_metadata(table, checkpoint_id="/x", attempt="a1")

@@ -122,7 +122,7 @@ def slice_bytes(arrays, box):
     return np.ascontiguousarray(arrays[tensor][index]).tobytes()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), block_bytes=st.sampled_from([1, 3, 8, 16, 64, 4096]))
 def test_what_is_read_are_the_slices_of_what_was_written(data, block_bytes):
     names, dtypes, arrays, chunks = data.draw(saves())
@@ -138,7 +138,7 @@ def test_what_is_read_are_the_slices_of_what_was_written(data, block_bytes):
     assert (stats.blocks_checked == 0) == (options.verify == "never" or len(plan) == 0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), block_bytes=st.sampled_from([1, 3, 8, 16, 64, 4096]))
 def test_a_flipped_bit_is_found_where_it_is_read_and_nowhere_else(data, block_bytes):
     names, dtypes, arrays, chunks = data.draw(saves())
@@ -187,7 +187,7 @@ def test_a_flipped_bit_is_found_where_it_is_read_and_nowhere_else(data, block_by
         assert f"'{names[hit]}' is damaged" in str(damage)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_stock_items_of_any_stride_are_read_as_what_they_hold(data):
     names, dtypes, arrays, chunks = data.draw(saves())

@@ -123,7 +123,7 @@ def test_the_only_good_step_survives_a_death_at_a_system_call(tmp_path):
 _reached: Counter[str] = Counter()
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 2**32))
 def _no_step_is_deleted_that_must_stand(seed):
     model = play(seed)

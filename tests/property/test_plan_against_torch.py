@@ -64,7 +64,7 @@ def known_by_offset(case: Case) -> Case:
     return replace(case, tensors=tuple(tensors))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(case=cases())
 def test_a_valid_state_has_the_same_chunks_in_the_same_tensors(case: Case) -> None:
     case = known_by_offset(case)
@@ -87,7 +87,7 @@ def test_a_valid_state_has_the_same_chunks_in_the_same_tensors(case: Case) -> No
         assert sorted(ours) == sorted((list(c.offsets), list(c.sizes)) for c in theirs.chunks)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(case=cases(), data=st.data())
 def test_a_state_is_refused_when_torch_refuses_it(case: Case, data: st.DataObject) -> None:
     places = [

@@ -17,7 +17,7 @@ from tests.support.plan_cases import Case, box_bytes, cases, finish_table, truth
 # --- Plans ----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     case=cases(),
     part_bytes=st.sampled_from([1, 3000, 1 << 30]),
@@ -69,7 +69,7 @@ def test_every_element_is_written_once_and_where_the_table_says(
         assert files[key].endswith(np.concatenate(own).astype("<u8").tobytes())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(case=cases())
 def test_what_differs_between_ranks_is_whole_and_from_the_lowest(case: Case) -> None:
     plan = make_plan(case.columns(), min_piece_bytes=1)
@@ -99,7 +99,7 @@ def a_box(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[list[int], list[int]
     return offset, [draw(st.integers(0, n - low)) for n, low in zip(shape, offset, strict=True)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), shape=st.lists(st.integers(0, 5), min_size=1, max_size=3))
 def test_coverage_of_any_boxes_is_what_counting_elements_says(
     data: st.DataObject, shape: list[int]

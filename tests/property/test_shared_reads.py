@@ -114,7 +114,7 @@ some_ranges = st.lists(
 ).map(ranges_of)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     needs=st.dictionaries(st.integers(0, 5), some_ranges, max_size=6),
     unit_bytes=st.integers(1, 40),
@@ -185,7 +185,7 @@ def layouts(draw):
     return source, target, writers, readers, shapes
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     case=layouts(),
     unit_bytes=st.sampled_from([64, 500, 4096]),

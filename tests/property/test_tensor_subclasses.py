@@ -48,7 +48,7 @@ STATES = st.dictionaries(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(STATES, st.sampled_from(["stock", "native", "hooks"]), st.sampled_from([None, OwnLoad]))
 def test_subclasses_come_back_bit_for_bit(
     tmp_path_factory: Any, state: dict[str, Any], saver: str, planner: Any

@@ -35,7 +35,7 @@ nested = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(state_dict=st.dictionaries(keys, nested, max_size=4), before_2_4=st.booleans())
 def test_names_paths_and_values_are_those_of_dcp(state_dict: dict, before_2_4: bool) -> None:
     try:
@@ -57,7 +57,7 @@ def test_names_paths_and_values_are_those_of_dcp(state_dict: dict, before_2_4: b
         assert parent[key] is value
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(state_dict=st.dictionaries(st.sampled_from("ab"), nested, max_size=3))
 def test_unflattening_gives_what_dcp_gives(state_dict: dict) -> None:
     assume("'0'" not in repr(state_dict))  # Beside the number 0, DCP mixes the two up.

@@ -10,7 +10,6 @@ import pkgutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor
-from contextlib import closing
 
 import pytest
 
@@ -69,12 +68,6 @@ def resources() -> Iterator[str]:
 
 def test_every_resource_that_a_child_inherits_is_known():
     assert set(resources()) <= set(HANDLED), "say how a child that is forked begins anew with it"
-
-
-@pytest.fixture(scope="module")
-def programs() -> Iterator[Programs]:
-    with closing(Programs()) as programs:
-        yield programs
 
 
 def run(programs: Programs, code: str, *more: object) -> str:

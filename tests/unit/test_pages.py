@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,29 +16,21 @@ PAGES = {
     for page in (REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md")))
 }
 
+BEGIN = """
+import os, sys, warnings
+warnings.filterwarnings("error", category=UserWarning, module="ray_dcp")
+os.chdir(sys.argv.pop())
+"""
+
 
 def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGES[page], re.M | re.S)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
-def test_the_python_blocks_of_a_page_run_one_after_the_other(page: str, tmp_path: Path):
-    finished = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "error::UserWarning:ray_dcp",
-            "-c",
-            "\n".join(blocks(page, "python")),
-        ],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+def test_the_python_blocks_of_a_page_run_one_after_the_other(page, tmp_path, programs):
+    code = "\n".join([BEGIN, *blocks(page, "python")])
+    (finished,) = programs.run("-c", code, str(tmp_path))
     assert finished.returncode == 0, finished.stderr
 
 

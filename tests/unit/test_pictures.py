@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ray_dcp
@@ -166,7 +166,6 @@ def test_uneven_parts_scalars_of_an_unknown_rank_and_half_a_million_parts_are_dr
     parsed(many)
 
 
-@settings(deadline=None)
 @given(rows=st.integers(1, 40), columns=st.integers(1, 40), data=st.data())
 def test_a_raster_gives_each_cell_the_rank_of_the_part_at_its_centre(
     rows: int, columns: int, data: st.DataObject

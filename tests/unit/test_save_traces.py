@@ -118,7 +118,7 @@ def test_who_is_late(phase: str, stops: list[float], late: list[int]):
 
 
 @given(at=st.integers(0, 10_000), bit=st.integers(0, 7))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_flipped_bit_of_a_trace_is_noticed(at: int, bit: int):
     data = bytearray(encode_trace(many(3)))
     data[at % len(data)] ^= 1 << bit

@@ -160,7 +160,7 @@ class Budget(RuleBasedStateMachine):
 
 
 TestBudget = Budget.TestCase
-TestBudget.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestBudget.settings = settings(max_examples=30, stateful_step_count=40)
 
 
 def test_a_window_that_a_rank_still_fills_keeps_its_room_when_its_file_has_failed():
@@ -328,7 +328,7 @@ def lengths_of(what):
     return [[len(what.items.deferred(row)) for row in f.deferred.tolist()] for f in what.plan.files]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     sizes=SIZES,
     deferred=st.lists(st.integers(0, 3 * MIB).map(bytes), max_size=3),

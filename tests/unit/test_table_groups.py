@@ -40,7 +40,7 @@ tables = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(tables, st.integers(1, 12))
 def test_a_table_in_groups_is_read_back_whole(table, least):
     with pytest.MonkeyPatch.context() as patch:

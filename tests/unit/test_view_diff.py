@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ray_dcp
@@ -170,7 +170,6 @@ def test_half_a_million_chunks_are_compared_without_one_read(tmp_path: Path):
     assert (diff.bytes_read, reads_a.ranges, reads_b.ranges) == (0, 0, 0)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 12), st.integers(1, 6), st.integers(0, 12), st.booleans())
 def test_tables_differ_exactly_where_checksums_do(tensors, parts, changed, other_parts):
     first = big_views.table(tensors, parts, "a" * 16, files=parts)

@@ -18,14 +18,14 @@ import socket
 import sys
 from typing import Any
 
-# Careful: nothing that draws one of Ray's ids, as `import ray.train` does: each worker would draw
-# the same ones.
 PRELOADED = (
     "ray", "ray._private.workers.default_worker", "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "pytest", "ray_dcp.saving",
     "ray_dcp.runtime.worker_group", "ray_dcp.runtime.coordinator", "ray_dcp.runtime.stager",
     "ray_dcp.runtime.gatherer",
 )  # fmt: skip
+OF_RAY_TRAIN = ("ray.train.torch", "ray.tune", "ray.util.state", "ray_dcp.train")
+"""What the actors of a Ray Train run import besides: another second of CPU in each of ten."""
 RAYS_OWN_SETTING = re.compile("RAY_[a-z]")
 LOOK_S = 0.5
 """How soon the process that forks ends after its raylet, in seconds."""
@@ -89,8 +89,7 @@ def fork_for_ever(listener: socket.socket, order: dict[str, Any]) -> None:
     """
     raylet = os.getppid()
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    for name in PRELOADED:
-        __import__(name)
+    preload()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     if not os.fork():
         # Else the name would outlive the process that forks, and whoever connects would wait.
@@ -120,6 +119,27 @@ def fork_for_ever(listener: socket.socket, order: dict[str, Any]) -> None:
                 return
             for stream in streams:
                 os.close(stream)
+
+
+def preload() -> None:
+    """Imports what workers need; that of Ray Train where somebody has set it to look often."""
+    import ray.actor
+
+    class Drawn(ray.ActorClassID):
+        """Why: ids that Ray draws for actor classes would be the first of its own generator.
+
+        It would be seeded before the fork, and every worker would draw the same ids from then on.
+        """
+
+        @staticmethod
+        def from_random() -> ray.ActorClassID:
+            return ray.ActorClassID(os.urandom(ray.ActorClassID.size()))
+
+    with_train = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S" in os.environ
+    original, ray.actor.ActorClassID = ray.actor.ActorClassID, Drawn
+    for name in (*PRELOADED, *(OF_RAY_TRAIN if with_train else ())):
+        __import__(name)
+    ray.actor.ActorClassID = original
 
 
 def become(order: dict[str, Any]) -> None:
