@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader
 
 import ray_dcp
 from ray_dcp.runtime.worker_group import WorkerGroup
-from tests.integration.conftest import NODE
 from tests.support.programs import models as programs
 from tests.support.servers.s3 import fresh_place
 
@@ -39,7 +38,9 @@ def cluster():
     """Two nodes on this machine: the second one has what workers need."""
     directory = Path(tempfile.mkdtemp(prefix="rc", dir="/tmp"))
     (directory / "ray").mkdir()
-    node = {**NODE, "object_store_memory": 128 << 20, "resources": {"seat": 1}}
+    node = {
+        "object_store_memory": 128 << 20, "include_dashboard": False, "resources": {"seat": 1},
+    }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.3")
         # Why: Ray writes the address of the newest cluster there, and everybody reads it.
@@ -47,7 +48,7 @@ def cluster():
         head = {**node, "num_cpus": 1, "temp_dir": str(directory / "ray")}
         made = Cluster(initialize_head=True, head_node_args=head)
         ray.init(made.address, log_to_driver=False, configure_logging=False)
-        made.add_node(**{**node, "num_cpus": 2})
+        made.add_node(**node, num_cpus=2)
         yield made
         ray.shutdown()
         made.shutdown()
