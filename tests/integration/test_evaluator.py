@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,22 +11,15 @@ import torch
 import ray_dcp
 from ray_dcp.manager import BestN, LatestN
 from tests.integration.test_frameworks import EXAMPLES
-from tests.support.processes import eventually
-from tests.support.programs.forks import plain_environment
+from tests.support.processes import eventually, lives
+from tests.support.programs.forks import Programs, plain_environment
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 
-def evaluator(run: Path) -> subprocess.Popen[str]:
-    address = ray.get_runtime_context().gcs_address
-    return subprocess.Popen(
-        [sys.executable, str(EXAMPLES / "evaluator.py"), str(run), "0.1"],
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=plain_environment(OMP_NUM_THREADS="1", RAY_ADDRESS=address, RAY_AUTH_MODE="disabled"),
-    )  # fmt: skip
-
-
-def test_an_evaluator_that_is_killed_evaluates_the_same_step_again(tmp_path: Path):
+def test_an_evaluator_that_is_killed_evaluates_the_same_step_again(
+    tmp_path: Path, programs: Programs
+):
     run = tmp_path / "run"
     keep = LatestN(1) | BestN(1, "eval_loss", later=True)
     torch.manual_seed(0)
@@ -38,20 +29,22 @@ def test_an_evaluator_that_is_killed_evaluates_the_same_step_again(tmp_path: Pat
                 torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
             )
             manager.save(step, {"model": model})
-        first = evaluator(run)
+        address = ray.get_runtime_context().gcs_address
+        env = plain_environment(RAY_ADDRESS=address, RAY_AUTH_MODE="disabled")
+        line = (str(EXAMPLES / "evaluator.py"), str(run), "0.1")
+        first = programs.start(*line, env=env)
         # By handle, while it holds the first step, or at latest when it has recorded it.
-        assert eventually(lambda: [*(run / ".manager/reading").glob("*")] or first.poll())
+        assert eventually(lambda: [*(run / ".manager/reading").glob("*")] or not lives(first.pid))
         first.kill()
-        first.communicate()
         manager.join()
         assert manager.all_steps() == [1, 2, 3]
-        output, errors = evaluator(run).communicate(timeout=300)
-        told = [line.partition(":")[0] for line in output.splitlines()]
-        assert told[-2:] == ["step 2", "step 3"], errors
+        (ended,) = programs.run(*line, env=env)
+        told = [line.partition(":")[0] for line in ended.stdout.splitlines()]
+        assert told[-2:] == ["step 2", "step 3"], ended.stderr
         assert all("eval_loss" in manager.step_info(step).metrics for step in (1, 2, 3))
         best = manager.best_step()
         manager.save(4, {"model": model}, metrics={"eval_loss": 1e9})
         manager.join()
         assert manager.all_steps() == sorted({best, 4})
-        again, errors = evaluator(run).communicate(timeout=300)
-        assert again == "", errors
+        (ended,) = programs.run(*line, env=env)
+        assert ended.stdout == "", ended.stderr

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 from tests.integration.test_frameworks import EXAMPLES
 from tests.support.programs.forks import plain_environment
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1")
 
-
-def output_of(name: str, *arguments: object, launcher: tuple[str, ...] = ()) -> str:
-    """Returns what a program of docs/examples prints."""
-    finished = subprocess.run(
-        [sys.executable, *launcher, str(EXAMPLES / name), *map(str, arguments)],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=400, check=False,
-        env=plain_environment(OMP_NUM_THREADS="1"),
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout
-
-
-def test_fsdp2_goes_on_with_fewer_ranks(tmp_path: Path):
-    two = (*TORCHRUN, "--nproc-per-node=2")
-    assert output_of("fsdp2_torchrun.py", tmp_path, 10, launcher=two).startswith("steps 1 to 10")
-    one = output_of("fsdp2_torchrun.py", tmp_path, 15, launcher=TORCHRUN)
-    assert one.startswith("steps 11 to 15")
+def test_fsdp2_goes_on_with_fewer_ranks(programs, tmp_path):
+    for ranks, last_step, told in ((2, "10", "steps 1 to 10"), (1, "15", "steps 11 to 15")):
+        first, *_ = programs.run(
+            str(EXAMPLES / "fsdp2_torchrun.py"), str(tmp_path), last_step,
+            ranks=ranks, env=plain_environment(),
+        )  # fmt: skip
+        assert first.returncode == 0, first.stderr
+        assert first.stdout.startswith(told)

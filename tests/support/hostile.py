@@ -276,7 +276,7 @@ PICKLES: dict[str, bytes] = {
     "a set a byte": b"\x8f" * 1_000_000,
     "deques made often": often(200_000, name("collections.deque")),
     "a list filled often": often(
-        100_000, name("builtins.set"), ops(b"](", b"NK\x01K\x02" * 10_000, b"e")
+        20_000, name("builtins.set"), ops(b"](", b"NK\x01K\x02" * 10_000, b"e")
     ),
     "a wide key used often": ops(b"(", b"K\x01" * 4000, b"tq\x00](", b"}h\x00Ns" * 100_000, b"e"),
     "a key that is wide at every depth": ops(
@@ -305,7 +305,7 @@ PICKLES: dict[str, bytes] = {
         b"a\x85Ratb",
     ),
     "default dicts in each other": nested(
-        100_000, b"N", ops(call("collections.defaultdict"), b"N"), b"s"
+        30_000, b"N", ops(call("collections.defaultdict"), b"N"), b"s"
     ),
     "default dicts in each other, the outer ones first": ops(
         b"](",

@@ -332,8 +332,12 @@ threading.Thread(target=release_late, daemon=True).start()
 @pytest.mark.parametrize(
     ("ending", "said"), [(FORKS, "the child ended with 7"), (IMPORTS_LATE, "saved before")]
 )
-def test_a_save_that_is_pending_at_exit_is_awaited_by_its_own_process(ending, said, tmp_path):
-    assert run(PENDING + ending, tmp_path / "c").stdout.strip() == said
+def test_a_save_that_is_pending_at_exit_is_awaited_by_its_own_process(
+    ending, said, tmp_path, programs
+):
+    (ended,) = programs.run("-c", PENDING + ending, str(tmp_path / "c"))
+    assert ended.stdout.strip() == said, ended.stderr
+    assert ended.returncode == 0, ended.stderr
     assert ray_dcp.verify(tmp_path / "c").ok
 
 

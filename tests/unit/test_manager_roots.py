@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import subprocess
-import sys
 import threading
 import warnings
 from dataclasses import replace
@@ -84,11 +82,10 @@ sys.stdin.readline()
 """
 
 
-def test_a_second_process_is_refused_while_the_first_lives_and_succeeds_it_when_it_died(tmp_path):
-    first = subprocess.Popen(
-        [sys.executable, "-c", WRITES, str(tmp_path)],
-        cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+def test_a_second_process_is_refused_while_the_first_lives_and_succeeds_it_when_it_died(
+    tmp_path, programs
+):
+    first = programs.start("-c", WRITES, str(tmp_path))
     try:
         assert first.stdout.readline() == "saved\n"
         manager = manager_of(tmp_path)
@@ -105,7 +102,6 @@ def test_a_second_process_is_refused_while_the_first_lives_and_succeeds_it_when_
             manager.tag(1, "mine")
     finally:
         first.kill()
-        first.communicate()
     assert manager.save(2, state(2))
     assert manager.all_steps() == [1, 2]
     manager.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -61,12 +60,8 @@ def make_run(root):
     (root / "step-2" / ".metadata").unlink()
 
 
-def read_it(run, uid=0, writable=""):
-    done = subprocess.run(
-        [sys.executable, "-c", READ, str(run), str(uid), str(writable)],
-        capture_output=True, text=True, timeout=400, check=False,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": os.getcwd()},
-    )  # fmt: skip
+def read_it(programs, run, uid=0, writable=""):
+    (done,) = programs.run("-c", READ, str(run), str(uid), str(writable))
     assert done.returncode == 0, done.stderr
 
 
@@ -77,16 +72,16 @@ def snapshot(root):
     }
 
 
-def test_a_mount_that_is_read_only_can_be_read(small_disk):
+def test_a_mount_that_is_read_only_can_be_read(programs, small_disk):
     make_run(small_disk)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     before = snapshot(small_disk)
-    read_it(small_disk)
+    read_it(programs, small_disk)
     assert snapshot(small_disk) == before
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
-def test_another_user_without_write_permission_can_read(tmp_path, tmp_path_factory):
+def test_another_user_without_write_permission_can_read(programs, tmp_path, tmp_path_factory):
     writable = tmp_path_factory.mktemp("writable")
     make_run(writable)
     make_run(tmp_path)
@@ -96,7 +91,7 @@ def test_another_user_without_write_permission_can_read(tmp_path, tmp_path_facto
     for path in tmp_path.rglob("*"):
         path.chmod(0o555 if path.is_dir() else 0o444)
     before = snapshot(tmp_path)
-    read_it(tmp_path, uid=65534, writable=writable)
+    read_it(programs, tmp_path, uid=65534, writable=writable)
     assert snapshot(tmp_path) == before
 
 

@@ -55,6 +55,7 @@ class Program:
         self.stdin, self.stdout = stdin, stdout
         self._socket, self._status = status, status.makefile()
         self.pid = int(self._status.readline())
+        self._ended: int | None = None
 
     def wait(self) -> int:
         """Returns its exit status, negative for a signal.
@@ -62,13 +63,16 @@ class Program:
         Raises:
             TimeoutError: It runs on.
         """
-        self._socket.settimeout(LIMIT_S)
-        return int(self._status.readline())
+        if self._ended is None:
+            self._socket.settimeout(LIMIT_S)
+            self._ended = int(self._status.readline())
+        return self._ended
 
     def kill(self) -> None:
-        """Ends it, if it still runs, and closes its files."""
+        """Ends it, if it still runs, and closes its files when it has ended."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
+            self.wait()
         for file in (self.stdin, self.stdout, self._status, self._socket):
             file.close()
 
