@@ -95,6 +95,11 @@ WRONG = {
     "negative box": lambda t: changed(t, size=at(t.size, (0, 0), -3)),
     "overflowing box": lambda t: changed(t, offset=at(t.offset, (4, 0), 2**63 - 1)),
     "padding used": lambda t: changed(t, size=at(t.size, (1, 0), 2)),
+    "a place in padding": lambda _: changed(wide(), offset=np.array([[0, 1, 0]])),
+    # Why opaque: else the length of its raw bytes would give it away.
+    "a size in padding": lambda _: changed(
+        wide(), kind=np.array([Kind.OPAQUE], np.int8), size=np.array([[3, 0, 1]])
+    ),
     "negative shape": lambda t: changed(t, shape=at(t.shape, (0, 0), -6)),
     "huge shape": lambda t: changed(t, shape=at(t.shape, (5, slice(None)), 1 << 40)),
     "payload of another length": lambda t: changed(
@@ -250,20 +255,3 @@ def test_memory_stays_within_a_multiple_of_the_length():
     finally:
         tracemalloc.stop()
     assert peak < 10 * packing.MOST_RATIO * len(data)
-
-
-def test_what_pads_a_box_is_not_taken_for_a_place():
-    """Of a planned table, too: a stored one has no padding."""
-    table = big_views.table(2, 2, "0" * 16, files=1)
-    wide = dataclasses.replace(
-        table,
-        shape=np.pad(table.shape, ((0, 0), (0, 1)), constant_values=1),
-        offset=np.pad(table.offset, ((0, 0), (0, 1))),
-        size=np.pad(table.size, ((0, 0), (0, 1)), constant_values=1),
-    )
-    check_table(wide)
-    for name, value in (("offset", 1), ("size", 0)):
-        column = getattr(wide, name).copy()
-        column[2, 2] = value
-        with pytest.raises(DamagedCheckpointError, match="a box inside its tensor for chunk 2"):
-            check_table(dataclasses.replace(wide, **{name: column}))

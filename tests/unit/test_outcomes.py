@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 
 import numpy as np
 import pytest
@@ -334,33 +333,3 @@ def test_an_error_on_the_way_to_the_coordinator_names_the_checkpoint():
         with pytest.raises(ParticipantError) as caught:
             drive(steps, out_of_reach)
         assert caught.value.checkpoint_id == "memory://ckpt"
-
-
-@pytest.fixture
-def small_files():
-    """No file of this process may grow beyond 1 MB: writing more gives EFBIG."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.mark.parametrize("num_bytes", [3_000_000, 9_000_000], ids=["on commit", "on write"])
-@pytest.mark.parametrize("sync", [True, False])
-def test_a_full_disk_is_not_hidden_by_the_cleaning_up_after_it(
-    tmp_path, small_files, num_bytes, sync
-):
-    def write():
-        writer = storage.open_writer("x", sync=sync)
-        try:
-            writer.write(b"x" * num_bytes)
-            writer.commit()
-        except StorageError:
-            writer.abort()
-            raise
-
-    storage = LocalStorage(tmp_path)
-    with pytest.raises(StorageError, match="EFBIG"):
-        write()
-    assert storage.list() == []
-    assert storage.unpublished() == ()

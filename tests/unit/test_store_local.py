@@ -134,17 +134,25 @@ def small_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_write_that_the_system_refuses_names_errno_key_and_path(tmp_path, small_files):
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_write_that_the_system_refuses_names_errno_key_and_path(tmp_path, small_files, sync):
     storage = LocalStorage(tmp_path)
     before = open_descriptors(tmp_path)
     with pytest.raises(StorageError, match=r"\[EFBIG\] File too large") as caught:
         storage.write("x/a", b"x" * 3_000_000)
     assert caught.value.key == "x/a"
     assert str(tmp_path / "x/a") in str(caught.value)
-    writer = storage.open_writer("x/b")
-    with pytest.raises(StorageError, match="EFBIG"):
-        writer.write(b"x" * 9_000_000)
-    writer.abort()
+
+    def write(num_bytes):
+        writer.write(b"x" * num_bytes)
+        writer.commit()
+
+    for num_bytes in (3_000_000, 9_000_000):
+        # The system refuses the first on commit, the second on write.
+        writer = storage.open_writer("x/b", sync=sync)
+        with pytest.raises(StorageError, match="EFBIG"):
+            write(num_bytes)
+        writer.abort()
     assert storage.list() == []
     assert storage.unpublished() == ()
     assert open_descriptors(tmp_path) == before
