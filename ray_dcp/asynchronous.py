@@ -126,9 +126,8 @@ def async_save(
         ...     metadata = handle.result()
         ...     ray_dcp.open(f"{root}/step-1")["w"][0].tolist()
         [1.0, 1.0, 1.0]
-
-    Source: `torch/distributed/checkpoint/state_dict_saver.py`, `async_save`.
     """
+    # Source: `torch/distributed/checkpoint/state_dict_saver.py`, `async_save`.
     check_options(options, SaveOptions)
     if async_stager is not None and not isinstance(async_stager, AsyncStager):
         raise InvalidRequestError(

@@ -399,9 +399,8 @@ def dcp_to_torch_save(
     Complexity:
         O(bytes) time. Anonymous memory for the objects and, where dtypes are cast, for one tensor
         per reading thread.
-
-    Source: `torch/distributed/checkpoint/format_utils.py`, `dcp_to_torch_save`.
     """
+    # Source: `torch/distributed/checkpoint/format_utils.py`, `dcp_to_torch_save`.
     found, stands = stored_in(dcp_checkpoint_dir, None)
     stored = chosen(found, include, key_map, dtype)
     casts = dtype is not None
@@ -443,9 +442,8 @@ def _storage_records(saved: Any) -> list[tuple[str, torch.UntypedStorage]]:
 
     Args:
         saved: The object that `torch.save` wrote.
-
-    Source: `torch/serialization.py`, `_save`, which numbers storages in the order it meets them.
     """
+    # Source: `torch/serialization.py`, `_save`, which numbers storages in the order it meets them.
     finder = _StorageFinder(io.BytesIO(), protocol=2)
     finder.dump(saved)
     found = enumerate(finder.found.values())
@@ -584,9 +582,8 @@ def torch_save_to_dcp(
         DamagedCheckpointError: The file was not written by `torch.save`.
         StateDictError: The file does not hold a state dict.
         CheckpointError: As `save` does.
-
-    Source: `torch/distributed/checkpoint/format_utils.py`, `torch_save_to_dcp`.
     """
+    # Source: `torch/distributed/checkpoint/format_utils.py`, `torch_save_to_dcp`.
     state = load_torch_file(torch_save_path, weights_only=weights_only)
     if not isinstance(state, Mapping):
         raise StateDictError(

@@ -110,9 +110,8 @@ def load(
         ...     state["w"]
         ('w',)
         tensor([1., 1.])
-
-    Source: `torch/distributed/checkpoint/state_dict_loader.py`, `load`.
     """
+    # Source: `torch/distributed/checkpoint/state_dict_loader.py`, `load`.
     reader = second_argument("storage_reader", positional, storage_reader)
     check_options(options, LoadOptions)
     with OperationLog(
@@ -237,9 +236,8 @@ def load_state_dict(
 
     Raises:
         CheckpointError: As `load` does.
-
-    Source: `torch/distributed/checkpoint/state_dict_loader.py`, `load_state_dict`.
     """
+    # Source: `torch/distributed/checkpoint/state_dict_loader.py`, `load_state_dict`.
     warnings.warn("load_state_dict is deprecated: use ray_dcp.load", FutureWarning, stacklevel=2)
     with OperationLog("load_state_dict", storage_reader=storage_reader, planner=planner) as log:
         route = decide_load(planner, storage_reader, None)

@@ -116,9 +116,8 @@ def save(
         ...     metadata = ray_dcp.save({"w": torch.ones(2, 3)}, checkpoint_id=f"{root}/step-1")
         ...     metadata.state_dict_metadata["w"].size
         torch.Size([2, 3])
-
-    Source: `torch/distributed/checkpoint/state_dict_saver.py`, `save`.
     """
+    # Source: `torch/distributed/checkpoint/state_dict_saver.py`, `save`.
     writer = second_argument("storage_writer", positional, storage_writer)
     check_options(options, SaveOptions)
     with OperationLog(
@@ -158,9 +157,8 @@ def save_state_dict(
 
     Raises:
         CheckpointError: As `save` does.
-
-    Source: `torch/distributed/checkpoint/state_dict_saver.py`, `save_state_dict`.
     """
+    # Source: `torch/distributed/checkpoint/state_dict_saver.py`, `save_state_dict`.
     warnings.warn("save_state_dict is deprecated: use ray_dcp.save", FutureWarning, stacklevel=2)
     with OperationLog("save_state_dict", storage_writer=storage_writer, planner=planner) as log:
         route = decide_save(planner, storage_writer, None)

@@ -45,9 +45,8 @@ class CheckpointManager(manager.CheckpointManager):
         ...     with CheckpointManager(root, 10) as manager:
         ...         manager.save(10, {"w": torch.ones(2)}), manager.all_steps()
         (True, [10])
-
-    Source: `torch_xla/experimental/distributed_checkpoint/manager.py`.
     """
+    # Source: `torch_xla/experimental/distributed_checkpoint/manager.py`.
 
     def __init__(
         self,

@@ -147,9 +147,8 @@ class CheckpointManager:
         ...     manager.restore("latest", state).step, state["w"].tolist()
         (300, [300.0, 300.0])
         >>> root.cleanup()
-
-    Source: `torch_xla/experimental/distributed_checkpoint/manager.py`.
     """
+    # Source: `torch_xla/experimental/distributed_checkpoint/manager.py`.
 
     def __init__(
         self,

@@ -50,10 +50,9 @@ def prime_optimizer(optimizer: O) -> O:
         >>> state = optimizer.state[weight]
         >>> weight.tolist(), state["step"].item(), state["exp_avg"].tolist()
         ([1.0, 1.0], 0.0, [0.0, 0.0])
-
-    Source: `torch_xla/experimental/distributed_checkpoint/util.py`, whose function makes a real
-    step.
     """
+    # Source: `torch_xla/experimental/distributed_checkpoint/util.py`, whose function makes a real
+    # step.
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidRequestError(
             f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}", key="optimizer"
