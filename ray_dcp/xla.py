@@ -46,6 +46,7 @@ class CheckpointManager(manager.CheckpointManager):
         ...         manager.save(10, {"w": torch.ones(2)}), manager.all_steps()
         (True, [10])
     """
+
     # Source: `torch_xla/experimental/distributed_checkpoint/manager.py`.
 
     def __init__(

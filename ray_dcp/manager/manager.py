@@ -148,6 +148,7 @@ class CheckpointManager:
         (300, [300.0, 300.0])
         >>> root.cleanup()
     """
+
     # Source: `torch_xla/experimental/distributed_checkpoint/manager.py`.
 
     def __init__(
