@@ -1,12 +1,12 @@
-"""Draws the images of the README and of the pages: `python docs/make_images.py`.
+"""Draws the screens of the README and of the pages: `python docs/make_images.py`.
 
-Run by hand where a picture or a screen of the command line changed; the images are committed.
+Run by hand where a screen of the command line changed; the images are committed. The picture
+`architecture.svg` is drawn by hand.
 """
 
 from __future__ import annotations
 
 import io
-import re
 import tempfile
 from pathlib import Path
 
@@ -18,23 +18,8 @@ from rich.text import Text
 import ray_dcp
 from ray_dcp.cli.main import main
 from ray_dcp.manager import EverySteps
-from ray_dcp.view.resharding import even_boxes, reshard
 
 IMAGES = Path(__file__).parent / "images"
-
-
-def draw_reshard() -> None:
-    """Draws a matrix that 4 ranks saved by rows and 6 ranks load as two by three blocks."""
-    before, after = even_boxes((24, 16), (4, 1)), even_boxes((24, 16), (2, 3))
-    page = reshard(before, after, "layers.0.weight", itemsize=4)._repr_html_()
-    found = re.search(r"<svg.*</svg>", page, re.S)
-    assert found is not None
-    image = found[0].replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
-    # As an image it has no page that it could be as wide as, or take a text colour from.
-    image = re.sub(
-        'style="[^"]*"', 'style="background:white;font-family:sans-serif"', image, count=1
-    )
-    (IMAGES / "reshard.svg").write_text(image.replace("currentColor", "#333"))
 
 
 def draw_screen(name: str, commands: list[list[str]], run: str) -> None:
@@ -62,7 +47,6 @@ def save_run(run: str) -> None:
 
 if __name__ == "__main__":
     IMAGES.mkdir(exist_ok=True)
-    draw_reshard()
     with tempfile.TemporaryDirectory() as root:
         run = f"{root}/run"
         save_run(run)
