@@ -515,41 +515,128 @@ def dcp_to_safetensors(
     """
     if file_bytes < 1:
         raise InvalidRequestError(f"file_bytes must be above 0, but is {file_bytes}")
-    found, stands = stored_in(dcp_checkpoint_dir, None)
-    stored = chosen(found, include, key_map, dtype)
-    wrong = [e.name for e in stored if e.dtype is None or dtype_name(e.dtype) not in ALL_CODES]
-    if not wrong and dtype is not None:
-        # Why: the load compares a subclass's plain values with those saved, and a cast prevents it.
-        wrong = [each.name for each in of_classes(dcp_checkpoint_dir, stored)]
-    if wrong:
-        raise UnsupportedValueError(
-            f"safetensors files hold plain tensors of {', '.join(ALL_CODES)} alone; leave out "
-            f"{', '.join(map(repr, wrong[:8]))} by include= or key_map=",
-            key=wrong[0],
-        )
-    files = _dealt(stored, file_bytes)
-    Path(output_dir).mkdir(parents=True, exist_ok=True)
-    file_of: dict[str, str] = {}
+    files = HubFiles.of(
+        dcp_checkpoint_dir, output_dir, include, key_map, dtype, file_bytes=file_bytes
+    )
     with reporting(progress, "exporting", os.fspath(output_dir)) as meter:
-        counted = _expect(meter, found, stored)
-        for number, entries in enumerate(files, start=1):
-            name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            file_of.update((each.fqn, name) for each in entries)
-            _write_safetensors(
-                Path(output_dir, name),
-                entries,
-                dcp_checkpoint_dir,
-                options,
-                counted,
-                casts=dtype is not None,
+        counted = _expect(meter, files.found, [one for some in files.entries for one in some])
+        for number in range(len(files.entries)):
+            files.write(number, options, counted)
+    files.finish()
+
+
+@dataclass(frozen=True)
+class HubFiles:
+    """The safetensors files and the index that a checkpoint becomes, as on the hub.
+
+    Several processes can share the work: each makes the same value with `of` and calls `write` for
+    some of the files; after that, one of them calls `finish`.
+    """
+
+    checkpoint_id: CheckpointId
+    record: bytes
+    """The record of the checkpoint when the files were planned."""
+    found: Sequence[Selected]
+    """All that the checkpoint has."""
+    folder: Path
+    entries: Sequence[Sequence[Selected]]
+    """The tensors of each file."""
+    casts: bool
+    """Whether floating-point tensors are cast."""
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint_id: CheckpointId,
+        folder: str | os.PathLike[str],
+        include: Sequence[str] = (),
+        key_map: KeyMap | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        file_bytes: int = 5 << 30,
+        numbers: Mapping[str, int] | None = None,
+    ) -> HubFiles:
+        """Returns the files of a checkpoint.
+
+        Args:
+            checkpoint_id: As for `dcp_to_safetensors`, like the next arguments.
+            folder: `output_dir`.
+            include: See there.
+            key_map: See there.
+            dtype: See there.
+            file_bytes: See there.
+            numbers: The number of each tensor's file, from 1; tensors that it lacks come into
+                the last file. If None, `file_bytes` decides.
+
+        Raises:
+            UnsupportedValueError: As for `dcp_to_safetensors`.
+            CheckpointError: The checkpoint can't be read.
+        """
+        found, record = stored_in(checkpoint_id, None)
+        stored = chosen(found, include, key_map, dtype)
+        wrong = [e.name for e in stored if e.dtype is None or dtype_name(e.dtype) not in ALL_CODES]
+        if not wrong and dtype is not None:
+            # Why: the load compares a subclass's plain values with those saved, and a cast
+            # prevents it.
+            wrong = [each.name for each in of_classes(checkpoint_id, stored)]
+        if wrong:
+            raise UnsupportedValueError(
+                f"safetensors files hold plain tensors of {', '.join(ALL_CODES)} alone; leave out "
+                f"{', '.join(map(repr, wrong[:8]))} by include= or key_map=",
+                key=wrong[0],
             )
-    check_stands(dcp_checkpoint_dir, stands)
-    index = {"metadata": {"total_size": sum(map(bytes_of, stored))}, "weight_map": file_of}
-    storage = open_storage(output_dir)
-    storage.write(INDEX_NAME, json.dumps(index, indent=2).encode())
-    # Why: a reader of the folder would also read files of an earlier conversion.
-    before = [entry.key for entry in plain_files(storage) if _FILE_NAME.fullmatch(entry.key)]
-    storage.delete(key for key in before if key not in file_of.values())
+        entries = _dealt(stored, file_bytes)
+        if numbers:
+            last = max(numbers.values())
+            by_number: dict[int, list[Selected]] = {}
+            for each in stored:
+                by_number.setdefault(numbers.get(each.fqn, last), []).append(each)
+            entries = [by_number[number] for number in sorted(by_number)]
+        return cls(checkpoint_id, record, found, Path(folder), entries, dtype is not None)
+
+    def name(self, number: int) -> str:
+        """Returns the name of a file, which is numbered from 0."""
+        return f"model-{number + 1:05d}-of-{len(self.entries):05d}.safetensors"
+
+    def write(
+        self,
+        number: int,
+        options: LoadOptions | None = None,
+        progress: ShowProgress = False,
+    ) -> None:
+        """Writes one file.
+
+        Args:
+            number: Number of the file, from 0.
+            options: As for `load`.
+            progress: As for `load`.
+
+        Raises:
+            CheckpointError: As `load` does. There is no such file then.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path, entries = self.folder / self.name(number), self.entries[number]
+        _write_safetensors(path, entries, self.checkpoint_id, options, progress, casts=self.casts)
+
+    def finish(self) -> None:
+        """Writes the index, after all files, and deletes files of an earlier conversion.
+
+        Raises:
+            StorageError: The checkpoint was replaced in the meantime.
+        """
+        check_stands(self.checkpoint_id, self.record)
+        stored = [each for entries in self.entries for each in entries]
+        file_of = {
+            each.fqn: self.name(number)
+            for number, entries in enumerate(self.entries)
+            for each in entries
+        }
+        index = {"metadata": {"total_size": sum(map(bytes_of, stored))}, "weight_map": file_of}
+        storage = open_storage(self.folder)
+        storage.write(INDEX_NAME, json.dumps(index, indent=2).encode())
+        # Why: a reader of the folder would also read files of an earlier conversion.
+        before = [entry.key for entry in plain_files(storage) if _FILE_NAME.fullmatch(entry.key)]
+        storage.delete(key for key in before if key not in file_of.values())
 
 
 def torch_save_to_dcp(

@@ -45,7 +45,7 @@ class TrainState:
 class Trainer:
     """A model, what trains it, and a manager; `train` resumes from the newest step."""
 
-    def __init__(self, run: Path, *, seed: int = 1, **config: Any) -> None:
+    def __init__(self, run: Path, *, seed: int = 1, sd_adapter: Any = None, **config: Any) -> None:
         torch.manual_seed(seed)
         self.model = torch.nn.Linear(4, 1)
         self.optimizers = Optimizers(self.model)
@@ -60,7 +60,7 @@ class Trainer:
             optimizers=self.optimizers,
             lr_schedulers=self.schedulers,
             states={"train_state": self.state},
-            sd_adapter=None,
+            sd_adapter=sd_adapter,
             base_folder=str(run.parent),
         )
 

@@ -2,10 +2,15 @@
 
 Requires `ray-dcp[torchtitan]` (0.3 or newer). Steps have the same keys as torchtitan's own DCP
 checkpoints, so that a run that torchtitan started can be resumed.
+
+With the trainer's state dict adapter, a run can begin with the weights of a Hugging Face model
+(`initial_load_in_hf`) and end with one (`last_save_in_hf`).
 """
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,11 +25,15 @@ from torchtitan.components.checkpointer.base import (
     ModelWrapper,
 )
 
+from ray_dcp.conversion import HubFiles
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.loading import load
+from ray_dcp.manager.collective_actions import agree
 from ray_dcp.manager.manager import CheckpointManager
 from ray_dcp.manager.settings import Item
 from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.runtime.rank_save import result_or_error
+from ray_dcp.saving import save, session_for
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -42,11 +51,12 @@ class RayDcpCheckpointManager(BaseCheckpointManager):
         optimizers: Optimizers of the trainer; a `Stateful`.
         lr_schedulers: Learning rate schedulers of the trainer; a `Stateful`.
         states: Further states, such as the trainer's own.
-        sd_adapter: Ignored. For Hugging Face formats, use torchtitan's own manager.
+        sd_adapter: torchtitan's `BaseStateDictAdapter` of the model, which renames and rearranges
+            tensors for Hugging Face formats.
         base_folder: Parent folder of `config.folder`.
 
     Raises:
-        InvalidRequestError: The config requests a Hugging Face format.
+        InvalidRequestError: The config requests a Hugging Face format, and there is no adapter.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -74,13 +84,16 @@ class RayDcpCheckpointManager(BaseCheckpointManager):
         self.save_future: Future[Any] | None = None
         if not self.enable:
             return
-        if config.initial_load_in_hf or config.last_save_in_hf:
-            raise InvalidRequestError(
-                "initial_load_in_hf and last_save_in_hf are not served; use torchtitan's own "
-                "CheckpointManager for them, or convert the checkpoint",
-                key="last_save_in_hf",
-            )
+        for name in ("initial_load_in_hf", "last_save_in_hf"):
+            if getattr(config, name) and sd_adapter is None:
+                raise InvalidRequestError(
+                    f"{name} needs an sd_adapter, which maps the model's state dict to that of "
+                    "Hugging Face, but sd_adapter is None: give the model spec of the trainer a "
+                    "state_dict_adapter",
+                    key=name,
+                )
         self._config = config
+        self._adapter = sd_adapter
         self._states = states
         self._states.update(
             {
@@ -91,6 +104,7 @@ class RayDcpCheckpointManager(BaseCheckpointManager):
             }
         )
         folder = f"{base_folder.rstrip('/')}/{config.folder}" if base_folder else config.folder
+        self._folder = folder
         self._manager = CheckpointManager(
             folder,
             config.interval,
@@ -103,8 +117,12 @@ class RayDcpCheckpointManager(BaseCheckpointManager):
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if self._config.load_only or not self._is_due(curr_step, last_step):
             return False
+        if last_step and self._config.last_save_in_hf:
+            self._manager.join()
+            self._save_in_hf(curr_step)
+            return True
         if last_step and self._config.last_save_model_only:
-            state = {name: self._exported(v) for name, v in self._model().state_dict().items()}
+            state = self._exported_model()
         else:
             state = self._whole_state()
         if self._config.async_mode == "async" and not last_step:
@@ -114,10 +132,49 @@ class RayDcpCheckpointManager(BaseCheckpointManager):
             self._manager.save(curr_step, state, force=True)
         return True
 
+    @torch.no_grad()
+    def _save_in_hf(self, step: int) -> None:
+        """Saves the model as a Hugging Face model, in the folder that torchtitan gives the step.
+
+        The ranks save their shards first, as a checkpoint in the folder `sharded`. Then they write
+        the files of the model, each rank some of them.
+        """
+        folder = f"{self._folder}/step-{step}"
+        sharded, numbers = f"{folder}/sharded", self._adapter.fqn_to_index_mapping
+        save(self._adapter.to_hf(self._exported_model()), checkpoint_id=sharded)
+        session = session_for(None, False)
+
+        def write() -> HubFiles:
+            files = HubFiles.of(sharded, folder, numbers=numbers)
+            for number in range(session.rank, len(files.entries), session.world_size):
+                files.write(number)
+            return files
+
+        def finish(_: Sequence[Any]) -> None:
+            if files is not None:
+                files.finish()
+            shutil.rmtree(sharded)
+
+        what = f"the Hugging Face model of step {step}"
+        files, error = result_or_error(write, f"writing {what}", session.rank)
+        options = SaveOptions()
+        agree(
+            session,
+            f"{what} in {folder}",
+            None,
+            finish,
+            timeout_s=options.write_timeout_s,
+            heartbeat_s=options.heartbeat_timeout_s,
+            error=error,
+        )
+
     def _load(self, step: int = -1) -> bool:
-        state = self._whole_state(loading=True)
-        if step == -1 and not self._manager.all_steps():
-            return self._load_initial(state)
+        steps = self._manager.all_steps()
+        if step == -1 and not steps:
+            return self._load_initial()
+        # Why: step 0 is a seed checkpoint, of which torchtitan loads the model alone.
+        is_seed = max(steps, default=0) == 0 if step == -1 else step == 0
+        state = dict(self._model().state_dict()) if is_seed else self._whole_state(loading=True)
         try:
             self._manager.restore("auto" if step == -1 else step, state)
         except CheckpointNotFoundError:
@@ -127,15 +184,34 @@ class RayDcpCheckpointManager(BaseCheckpointManager):
         self._model().load_state_dict(state)
         return True
 
-    def _load_initial(self, state: dict[str, Any]) -> bool:
-        path = self._config.initial_load_path
-        if path is None:
+    def _load_initial(self) -> bool:
+        config = self._config
+        if config.initial_load_in_hf:
+            self._load_from_hf(config.initial_load_path or self._adapter.hf_assets_path)
+            return True
+        if config.initial_load_path is None:
             return False
-        if self._config.initial_load_model_only:
-            state = dict(self._model().state_dict())
-        load(state, checkpoint_id=path, options=LoadOptions())
+        model_only = config.initial_load_model_only
+        state = dict(self._model().state_dict()) if model_only else self._whole_state(loading=True)
+        load(state, checkpoint_id=config.initial_load_path, options=LoadOptions())
         self._model().load_state_dict(state)
         return True
+
+    @torch.no_grad()
+    def _load_from_hf(self, path: str | None) -> None:
+        if path is None:
+            raise InvalidRequestError(
+                "initial_load_in_hf needs the folder of a Hugging Face model, but neither "
+                "checkpoint.initial_load_path nor the trainer's hf_assets_path is set",
+                key="initial_load_path",
+            )
+        state = self._adapter.to_hf(self._model().state_dict())
+        reader = self._adapter.get_hf_storage_reader(
+            path, self._config.initial_load_in_hf_quantized
+        )
+        # Why "cast": models of the hub are often stored in another dtype than they are trained in.
+        load(state, storage_reader=reader, options=LoadOptions(dtype="cast"))
+        self._model().load_state_dict(self._adapter.from_hf(state))
 
     def _wait_for_saving(self) -> None:
         self._manager.join()
@@ -163,6 +239,9 @@ class RayDcpCheckpointManager(BaseCheckpointManager):
             if name != MODEL and state is not None and name not in left_out
         }
         return {**self._model().state_dict(), **others}
+
+    def _exported_model(self) -> dict[str, Any]:
+        return {name: self._exported(value) for name, value in self._model().state_dict().items()}
 
     def _exported(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.manager import CheckpointManager
@@ -129,5 +130,72 @@ def test_torchtitan_s_contract_is_kept_with_its_own_base_class_and_its_checkpoin
     exported = {"weight": torch.zeros(1, 4, dtype=torch.bfloat16)}
     CheckpointManager(tmp_path / "last", read_only=True).restore("latest", exported)
     assert torch.equal(exported["weight"], last.weight.detach().bfloat16())
-    with pytest.raises(InvalidRequestError, match="torchtitan's own"):
-        run(1, "hf", last_save_in_hf=True)
+
+
+class Renaming:
+    """torchtitan's interface of adapters: the model of the example under other names."""
+
+    fqn_to_index_mapping = None
+
+    def __init__(self, hf_assets_path=None):
+        self.hf_assets_path = hf_assets_path
+
+    def to_hf(self, state):
+        return {f"model.{name}": value for name, value in state.items()}
+
+    def from_hf(self, state):
+        return {name.removeprefix("model."): value for name, value in state.items()}
+
+    def get_hf_storage_reader(self, path, from_quantized=False):
+        return torch.distributed.checkpoint.HuggingFaceStorageReader(path)
+
+
+def test_a_torchtitan_run_begins_and_ends_with_a_hugging_face_model(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(titan.installed())
+    Trainer = example("torchtitan_manager.py")["Trainer"]  # noqa: N806 - a class
+
+    def trainer(folder, adapter=None, **config):
+        adapter = adapter or Renaming()
+        return Trainer(tmp_path / folder, sd_adapter=adapter, **config)
+
+    first = trainer("run", last_save_in_hf=True, export_dtype="bfloat16")
+    for _ in range(2):  # The second time it replaces the model.
+        assert first.train(5, last=True) in (None, 4)
+        made = load_file(tmp_path / "run/step-5/model-00001-of-00001.safetensors")
+        assert made.keys() == {"model.weight", "model.bias"}
+        assert made["model.weight"].equal(first.model.weight.detach().bfloat16())
+        assert sorted(p.name for p in (tmp_path / "run/step-5").iterdir()) == [
+            "model-00001-of-00001.safetensors", "model.safetensors.index.json",
+        ]  # fmt: skip
+        # It is no step: the run goes on from the newest whole one.
+        first = trainer("run", seed=3, last_save_in_hf=True, export_dtype="bfloat16")
+
+    # In float32 from bfloat16, once from the path and once from the adapter's assets.
+    hub = str(tmp_path / "run/step-5")
+    for folder, adapter, path in (("a", None, hub), ("b", Renaming(hub), None)):
+        other = trainer(folder, adapter, seed=4, initial_load_in_hf=True, initial_load_path=path)
+        assert other.manager.load()
+        assert other.model.weight.equal(made["model.weight"].float())
+        assert other.train(1) == 0
+    # A run that has steps ignores the model.
+    resumed = trainer("run", initial_load_in_hf=True, initial_load_path="/nowhere")
+    assert resumed.train(4) == 4
+
+    with pytest.raises(InvalidRequestError, match="initial_load_path"):
+        trainer("c", initial_load_in_hf=True).manager.load()
+    with pytest.raises(CheckpointNotFoundError, match="nowhere"):
+        trainer("c", initial_load_in_hf=True, initial_load_path="/nowhere").manager.load()
+    for name in ("initial_load_in_hf", "last_save_in_hf"):
+        with pytest.raises(InvalidRequestError, match=f"{name} needs an sd_adapter"):
+            Trainer(tmp_path / "c", **{name: True})
+
+
+def test_a_seed_checkpoint_of_torchtitan_gives_the_model_alone(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(titan.installed())
+    Trainer = example("torchtitan_manager.py")["Trainer"]  # noqa: N806 - a class
+    seeded = Trainer(tmp_path / "run")
+    seeded.manager.save(0, last_step=True)
+    seeded.manager.close()
+    other = Trainer(tmp_path / "run", seed=2)
+    assert other.train(0) == 0
+    assert other.model.weight.equal(seeded.model.weight)
