@@ -42,7 +42,8 @@ class Event:
     when that phase ends or fails, and then exactly one end event: `save.committed`, `save.failed`,
     `save.cancelled`, `save.skipped` or `save.unknown`. A load emits `load.plan`, `load.read` and
     `load.finish`, and then `load.loaded` or `load.failed`. The seconds of the phases add up to
-    those of the end event.
+    those of the end event. An export in the background of a run emits `export.exported` or
+    `export.failed` alone.
 
     Examples:
         >>> event = Event(name="save.stage", checkpoint_id="/run/step-1", seconds=0.5, num_bytes=8)
@@ -98,7 +99,7 @@ class Event:
         return text + (f", {self.error}" if self.error else "")
 
 
-_ENDS = ("committed", "failed", "cancelled", "skipped", "unknown", "loaded")
+_ENDS = ("committed", "failed", "cancelled", "skipped", "unknown", "loaded", "exported")
 
 
 def outcome_of(error: BaseException | None, good: str) -> str:

@@ -28,6 +28,7 @@ from ray_dcp.manager.save_policy import (
     SavePolicy,
 )
 from ray_dcp.manager.settings import Item
+from ray_dcp.manager.step_export import StepExport
 
 __all__ = [
     "AllOf",
@@ -52,5 +53,6 @@ __all__ = [
     "SaveFacts",
     "SavePolicy",
     "SavedStep",
+    "StepExport",
     "StepFacts",
 ]

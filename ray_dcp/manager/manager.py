@@ -53,6 +53,7 @@ from ray_dcp.manager.settings import (
     retention_of,
     save_policy_of,
 )
+from ray_dcp.manager.step_export import StepExport, StepExporter
 from ray_dcp.manager.steps import Order
 from ray_dcp.options import LoadOptions
 from ray_dcp.runtime.standing import target_of
@@ -128,6 +129,8 @@ class CheckpointManager:
         lease_s: Time without a renewal after which a writer or reader on another machine counts as
             dead, in seconds.
         on_failure: Called in a thread, with step and error, when an asynchronous save fails.
+        export: Which steps are exported in the background, for example as Hugging Face models. A
+            failed export is logged and emits the event `export.failed`; the run goes on.
         no_dist: Whether this process is alone, regardless of the process group.
 
     Raises:
@@ -173,6 +176,7 @@ class CheckpointManager:
         sync_every: int = 1,
         lease_s: float = LEASE_S,
         on_failure: Callable[[int, CheckpointError], object] | None = None,
+        export: StepExport | None = None,
         no_dist: bool = False,
     ) -> None:
         self._settings = Settings(
@@ -188,7 +192,10 @@ class CheckpointManager:
             lease_s=lease_s,
         )
         self._root = Root(target_of(path, None))
-        self._writer = Writer(self._root, self._settings)
+        self._exporter = None
+        if export is not None:
+            self._exporter = StepExporter(self._root, self._settings, export)
+        self._writer = Writer(self._root, self._settings, after_commit=self._begin_export)
         self._preemption = Preemption()
         self._on_failure = on_failure
         self._actions = CollectiveActions(
@@ -430,6 +437,11 @@ class CheckpointManager:
     def _failures(self, leave: int = 0) -> list[Ended]:
         return [one for one in self._actions.finisher.ended(leave) if one.error is not None]
 
+    def _begin_export(self, step: int) -> None:
+        if self._exporter is not None:
+            _close_at_exit(self)
+            self._exporter.committed(step, self._writer.catalogue.steps)
+
     def _save_ended(self, ended: Ended) -> None:
         if ended.error is not None and self._on_failure is not None:
             self._on_failure(ended.step, ended.error)
@@ -556,7 +568,9 @@ class CheckpointManager:
     # The end
 
     def close(self) -> None:
-        """Waits for saves and deletions, and releases the writer lease. May be called repeatedly.
+        """Waits for saves, exports and deletions, and releases the writer lease.
+
+        May be called repeatedly.
 
         Raises:
             CheckpointError: As `join`.
@@ -569,6 +583,10 @@ class CheckpointManager:
         try:
             self.join()
         finally:
+            if self._exporter is not None and self._exporter.close():
+                # Why again: retention could not delete a step while it was exported.
+                self._writer.remover.wake()
+                self._writer.remover.drain(DRAIN_S)
             self._closed = True
             _open.discard(self)
             self._preemption.stop()

@@ -192,6 +192,7 @@ class Writer:
         holder: Identity of the writer; this process by default.
         before_removal: Called before each deletion pass, without the lock; returns folders that
             must be looked at again soon, as `NotDeleted` does.
+        after_commit: Called with each step that is committed, before others are deleted.
 
     Attributes:
         catalogue: Result of the last scan. It answers queries, and decides no deletion.
@@ -212,6 +213,7 @@ class Writer:
         threaded: bool = True,
         holder: LeaseHolder | None = None,
         before_removal: Callable[[], NotDeleted] = dict,
+        after_commit: Callable[[int], object] = lambda step: None,
     ) -> None:
         self.root = root
         self.lock = threading.RLock()
@@ -235,6 +237,7 @@ class Writer:
         self._begun: dict[int, tuple[StepInfo, frozenset[str]]] = {}
         """Infos of the steps that are being saved, and the tags that were added."""
         self._before_removal = before_removal
+        self._after_commit = after_commit
         self.remover = Remover(root.url, self.remove_superfluous, threaded=threaded)
         self._made_s = self._last_begun_s = clock()
         self._costs = SaveCosts()
@@ -426,6 +429,7 @@ class Writer:
                 self._saved_last = found.step
                 self._unpublished += 1
                 is_full = bool(self._superfluous(self.catalogue))
+            self._after_commit(found.step)
             if is_full or self._waits_for_metrics:
                 self.remover.wake()
             if place.last_slot and found.info is not None and self._settings.named:

@@ -1,0 +1,255 @@
+"""Exports of steps in the background of a run, as models for other programs.
+
+After the commit of a chosen step, rank 0 starts a process that calls `ray_dcp.export`, at a low
+priority. *Why a process*: it shares neither memory nor Python's global lock with the training, and
+its end, however it comes, does not touch the run. A reader lease protects the step meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+from ray_dcp.commit_protocol.messages import Target
+from ray_dcp.core.processes import start_thread
+from ray_dcp.errors import CheckpointError, InvalidRequestError
+from ray_dcp.events import Event, contained, emit
+from ray_dcp.exporting import ExportFormat, export, float_dtype
+from ray_dcp.manager.catalogue import Root, StepFound
+from ray_dcp.manager.leases import ReaderLease
+from ray_dcp.manager.save_policy import SaveFacts, SavePolicy, asks_only_the_step, check_save_policy
+from ray_dcp.manager.settings import Settings
+from ray_dcp.store.opening import place_below
+
+logger = logging.getLogger(__name__)
+
+_SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt"}
+"""Of the formats that are one file."""
+_WORK = ".ray-dcp-export"
+"""Folder of the export that is being made, beside the finished ones."""
+_NICE = 10
+_MOST_TOLD = 2000
+"""Characters of what a failed process printed that are logged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepExport:
+    """Which steps of a run are exported in the background, where to and how.
+
+    Raises:
+        InvalidRequestError: A field has an invalid value.
+
+    Examples:
+        >>> from ray_dcp.manager import EverySteps
+        >>> StepExport(path="models", policy=EverySteps(1000), dtype="bf16").format
+        'hf'
+    """
+
+    path: str | os.PathLike[str]
+    """Folder for the exports, on a filesystem of the node of rank 0. Each step gets a folder or
+    file in it, with the name of the step's folder."""
+    policy: SavePolicy
+    """Which of the saved steps are exported: `EverySteps(1000)`, `AtSteps(...)`, or both combined;
+    the step alone must decide."""
+    format: ExportFormat = "hf"
+    """As for `ray_dcp.export`, like the next three fields."""
+    include: Sequence[str] = ()
+    dtype: str | None = None
+    strip_prefix: str = ""
+    item: str = ""
+    """Name of the item that is exported, if the steps consist of named items."""
+
+    def __post_init__(self) -> None:
+        text = os.fspath(self.path) if isinstance(self.path, (str, os.PathLike)) else ""
+        if not text or "://" in text:
+            raise InvalidRequestError(
+                f"StepExport.path must be a folder of this machine, but is {self.path!r}",
+                key="path",
+            )
+        if not asks_only_the_step(check_save_policy(self.policy)):
+            raise InvalidRequestError(
+                f"StepExport.policy must decide by the step alone, as EverySteps and AtSteps do, "
+                f"but is {self.policy!r}",
+                key="policy",
+            )
+        if self.format not in get_args(ExportFormat):
+            raise InvalidRequestError(
+                f"StepExport.format must be one of {', '.join(get_args(ExportFormat))}, but is "
+                f"{self.format!r}",
+                key="format",
+            )
+        if isinstance(self.include, str) or not all(isinstance(it, str) for it in self.include):
+            raise InvalidRequestError(
+                f"StepExport.include must be a list of patterns, but is {self.include!r}",
+                key="include",
+            )
+        float_dtype(self.dtype)
+
+
+class StepExporter:
+    """Exports committed steps on rank 0, one after the other, in a thread while there are any.
+
+    Args:
+        root: The root of the run.
+        settings: Settings of the manager.
+        chosen: What is exported.
+
+    Raises:
+        InvalidRequestError: The item that is to be exported is none of the manager's.
+    """
+
+    def __init__(self, root: Root, settings: Settings, chosen: StepExport) -> None:
+        if chosen.item not in settings.items:
+            raise InvalidRequestError(
+                f"StepExport.item must be one of {', '.join(map(repr, settings.items))}, but is "
+                f"{chosen.item!r}",
+                key="item",
+            )
+        self._root = root
+        self._settings = settings
+        self._chosen = chosen
+        self._folder = Path(chosen.path).absolute()
+        self._waiting: deque[tuple[StepFound, ReaderLease]] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_first = True
+
+    def committed(self, step: int, steps: Mapping[int, StepFound]) -> None:
+        """Begins the export of a step that was committed, if it is due. Never raises.
+
+        With the first commit of a process, the newest due step before it is exported too, if the
+        end of an earlier process has prevented that.
+
+        Args:
+            step: The step.
+            steps: All committed steps.
+        """
+        with contained(f"Beginning the export of step {step}"):
+            due = [step] if self._is_due(step) else []
+            if self._is_first:
+                self._is_first = False
+                earlier = max(
+                    (one for one in steps if one < step and self._is_due(one)), default=-1
+                )
+                if earlier in steps and not self._target(earlier).exists():
+                    due = [earlier, *due]
+            for one in due:
+                self._begin(steps[one])
+
+    def close(self) -> bool:
+        """Waits for the exports in progress; returns whether there were any."""
+        with self._changed:
+            was_busy = self._thread is not None
+            self._changed.wait_for(lambda: self._thread is None)
+        return was_busy
+
+    def _is_due(self, step: int) -> bool:
+        return bool(self._chosen.policy.due(SaveFacts(step=step)))
+
+    def _target(self, step: int) -> Path:
+        name = self._settings.names.name_of(step)
+        return self._folder / f"{name}{_SUFFIXES.get(self._chosen.format, '')}"
+
+    def _begin(self, found: StepFound) -> None:
+        # Why now: the step could be deleted before its turn.
+        lease = ReaderLease(self._root, found.step, lease_s=self._settings.lease_s)
+        lease.__enter__()
+        with self._changed:
+            self._waiting.append((found, lease))
+            if self._thread is None:
+                try:
+                    self._thread = start_thread(self._run, "ray_dcp export")
+                except CheckpointError:
+                    self._waiting.pop()
+                    lease.__exit__()
+                    raise
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+                found, lease = self._waiting.popleft()
+            try:
+                with contained(f"The export of step {found.step}"):
+                    self._export(found)
+            finally:
+                lease.__exit__()
+
+    def _export(self, found: StepFound) -> None:
+        begin_s, target = time.monotonic(), self._target(found.step)
+        place = self._root.below(found.name)
+        try:
+            items = {} if found.info is None else found.info.items
+            if self._chosen.item:
+                place = place_below(place, items[self._chosen.item])
+            error = self._failure_of_process(place, target)
+        except Exception as failed:  # noqa: BLE001 - the run goes on, whatever it is
+            error = f"{type(failed).__name__}: {failed}"
+        name, seconds = "export.failed" if error else "export.exported", time.monotonic() - begin_s
+        emit(Event(name=name, checkpoint_id=place.url, seconds=seconds, error=error or None))
+        if error:
+            told = "The export of step %d to %s failed, and the run goes on. ray_dcp.export can "
+            logger.warning(f"{told}make it from %s: %s", found.step, target, place.url, error)
+
+    def _failure_of_process(self, place: Target, target: Path) -> str:
+        """Exports a checkpoint in a process; returns why that failed, "" if it did not."""
+        chosen = self._chosen
+        work = partial(
+            _export_step,
+            place,
+            target,
+            format=chosen.format,
+            include=tuple(chosen.include),
+            dtype=chosen.dtype,
+            strip_prefix=chosen.strip_prefix,
+        )
+        # Why two pickles: the second one needs modules that are found by the first one.
+        given = pickle.dumps(sys.path) + pickle.dumps(work)
+        code = "import pickle,sys; i=sys.stdin.buffer; sys.path[:]=pickle.load(i); pickle.load(i)()"
+        timeout_s = self._settings.options.write_timeout_s
+        with subprocess.Popen(  # noqa: S603 - this interpreter, and code of ours
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        ) as process:  # fmt: skip
+            try:
+                _, printed = process.communicate(given, timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return f"it did not end within {timeout_s:g} s (SaveOptions.write_timeout_s)"
+        if process.returncode == 0:
+            return ""
+        reason = printed.decode(errors="replace").strip()[-_MOST_TOLD:]
+        return reason or f"its process ended with status {process.returncode}"
+
+
+def _export_step(place: Target, target: Path, **how: Any) -> None:
+    """Exports a checkpoint, and puts the result where an earlier one may be. Runs in a process."""
+    os.nice(_NICE)
+    work = target.parent / _WORK
+    # Why: an export whose process was killed leaves it.
+    shutil.rmtree(work, ignore_errors=True)
+    try:
+        work.mkdir(parents=True)
+        export(place, work / target.name, **how)
+        if target.exists():
+            target.rename(work / "replaced")
+        (work / target.name).rename(target)
+    except (CheckpointError, OSError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
