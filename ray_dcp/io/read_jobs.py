@@ -279,25 +279,21 @@ def job_reads(
         jobs: Result of `make_jobs`.
         cost: As for `make_jobs`.
     """
-    file: list[int] = []
-    low: list[int] = []
-    high: list[int] = []
-    for job in jobs:
-        if isinstance(job, SpanRead):
-            found, number = [(job.low, job.high)], job.file
-        else:
-            place, number = int(geo.place[job.pair]), int(geo.file[job.pair])
-            ranges = (
-                [_whole_blocks(geo, job)]
-                if isinstance(job, DirectRead)
-                else (slab_reads(geo, job, cost).tolist())
-            )
-            found = [(place + a, place + b) for a, b in ranges]
-        for a, b in found:
-            file.append(number)
-            low.append(a)
-            high.append(b)
-    return np.array(file, np.int32), np.array(low, np.int64), np.array(high, np.int64)
+    found = [(file, low, high) for job in jobs for file, low, high in _ranges(geo, job, cost)]
+    file, low, high = np.array(found, np.int64).reshape(-1, 3).T
+    return file.astype(np.int32), low, high
+
+
+def _ranges(geo: Geometry, job: Job, cost: ReadCost) -> list[tuple[int, int, int]]:
+    if isinstance(job, SpanRead):
+        return [(job.file, job.low, job.high)]
+    place, file = int(geo.place[job.pair]), int(geo.file[job.pair])
+    found = (
+        [_whole_blocks(geo, job)]
+        if isinstance(job, DirectRead)
+        else slab_reads(geo, job, cost).tolist()
+    )
+    return [(file, place + low, place + high) for low, high in found]
 
 
 def read_ahead(
@@ -305,28 +301,27 @@ def read_ahead(
 ) -> Iterator[Job]:
     """Yields the jobs, and issues read-ahead requests for the jobs that follow.
 
-    Ranges of `StridedRead` jobs are not requested in advance.
-
     Args:
         geo: Locations of the bytes.
         jobs: Result of `make_jobs`.
         cost: As for `make_jobs`.
         begin: Requests a range: called with file, first byte and length.
     """
-    plain = [job for job in jobs if not isinstance(job, StridedRead)]
-    file, low, high = job_reads(geo, plain, cost)
+    found = [_ranges(geo, job, cost) for job in jobs]
+    ranges = [each for some in found for each in some]
+    file, low, high = np.array(ranges, np.int64).reshape(-1, 3).T
     bounds = coalesce(file, low, high, max_gap_bytes=FREE_GAP_BYTES, max_bytes=AHEAD_BYTES)
     first = bounds[:-1]
     before = np.cumsum(high - low) - (high - low)
     ends = np.maximum.reduceat(high, first) if len(first) else high
     starts = (before[first], file[first], low[first], ends)
     ahead = zip(*(column.tolist() for column in starts), strict=True)
-    places, upcoming = iter(before.tolist()), next(ahead, None)
-    for job in jobs:
-        place = 0 if isinstance(job, StridedRead) else next(places)
+    places, upcoming, number = before.tolist(), next(ahead, None), 0
+    for job, some in zip(jobs, found, strict=True):
+        place, number = places[number], number + len(some)
         while upcoming is not None and upcoming[0] < place + READ_AHEAD_BYTES:
-            _, number, start, end = upcoming
-            begin(number, start, end - start)
+            _, in_file, start, end = upcoming
+            begin(in_file, start, end - start)
             upcoming = next(ahead, None)
         yield job
 

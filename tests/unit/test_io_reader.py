@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import ray_dcp
 from ray_dcp import errors
 from ray_dcp.io import read_jobs, reader
 from ray_dcp.io.reader import read_chunks
@@ -269,6 +270,21 @@ def test_a_stock_item_that_asks_for_code_is_refused_or_left_to_safe_loading(stor
     table = replace(table, item_bytes=np.array([len(stream.getvalue())]))
     with pytest.raises(errors.UnsafeCheckpointError):
         read(storage, table, wanted_of((0, (0,), (4,))))
+
+
+@pytest.mark.parametrize("num_columns", [1024, 512])
+def test_a_disk_is_asked_early_for_rows_of_which_a_part_is_wanted(
+    tmp_path, monkeypatch, num_columns
+):
+    rows = torch.randn(4096, 1024)
+    ray_dcp.save({"w": rows}, checkpoint_id=tmp_path, no_dist=True)
+    asked = []
+    monkeypatch.setattr(LocalStorage, "read_ahead", lambda *given: asked.append(given[3]))
+    state = {"w": torch.zeros(4096, num_columns)}
+    options = LoadOptions(resize={"w": 1})
+    report = ray_dcp.load(state, checkpoint_id=tmp_path, no_dist=True, options=options)
+    assert state["w"].equal(rows[:, :num_columns])
+    assert sum(asked) >= report.bytes_needed == state["w"].nbytes
 
 
 def test_reading_leaks_no_descriptors_even_when_it_fails(tmp_path):
