@@ -46,6 +46,7 @@ from ray_dcp.torch_adapter.sink import (
     fresh_parts,
     fresh_plain,
     fresh_taker,
+    geometry,
     target_problem,
 )
 from ray_dcp.torch_adapter.state import OwnValues, must_be_taken, stateful_to_load_targets
@@ -518,7 +519,7 @@ def plan_targets(
             flat = flatten_top(values, flatten_sharded_tensors=flatten_sharded_tensors)
             # A stored mapping is loaded as one object.
             flat = replace(flat, empty=flat.empty - index.keys())
-        flat = _wanted(flat, prefixes)
+        flat, tied = _without_tied(_wanted(flat, prefixes), index)
         own = OwnValues(flat, index, rank, world_size)
         left = set() if loaded is None else loaded.left
         missing, unexpected = _compared(own, index, table.names, options, left)
@@ -552,7 +553,7 @@ def plan_targets(
             objects=placing.object_takers(own),
             without_chunk=placing.without_chunk(own),
             finish=finish,
-            loaded=(*placing.loaded, *own.loaded),
+            loaded=(*placing.loaded, *own.loaded, *tied),
             missing=missing,
             unexpected=unexpected,
             cast=tuple(placing.cast),
@@ -578,6 +579,39 @@ def _wanted(flat: Flat, prefixes: tuple[str, ...]) -> Flat:
     if flat.empty:
         flat = flat.only([row for row, name in enumerate(flat.names) if name not in flat.empty])
     return flat
+
+
+def _without_tied(flat: Flat, index: Mapping[str, int]) -> tuple[Flat, list[str]]:
+    """Leaves out targets that the checkpoint lacks, but whose memory other targets fill.
+
+    Models of the Hugging Face hub have one name for weights that are tied.
+
+    Args:
+        flat: The state dict.
+        index: Names that can be requested, with their numbers in the checkpoint.
+
+    Returns:
+        The other values, and the names that were left out.
+    """
+    rows = [
+        row
+        for row, (name, value) in enumerate(zip(flat.names, flat.values, strict=True))
+        if name not in index and isinstance(value, torch.Tensor)
+    ]
+    if not rows:
+        return flat, []
+    filled = {
+        (*value.shape, *geometry(value))
+        for name, value in zip(flat.names, flat.values, strict=True)
+        if name in index and isinstance(value, torch.Tensor)
+    }
+    tied = {
+        row
+        for row in rows
+        if (place := geometry(flat.values[row])) and (*flat.values[row].shape, *place) in filled
+    }
+    kept = [row for row in range(len(flat.names)) if row not in tied]
+    return flat.only(kept), [flat.names[row] for row in sorted(tied)]
 
 
 def _compared(

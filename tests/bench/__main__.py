@@ -5,7 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.bench import async_saves, elastic, load, plan, reshard, single, storage, train, unchanged
+from tests.bench import (
+    async_saves,
+    elastic,
+    hub,
+    load,
+    plan,
+    reshard,
+    single,
+    storage,
+    train,
+    unchanged,
+)
 
 
 def main() -> int:
@@ -13,7 +24,7 @@ def main() -> int:
     choices = parser.add_subparsers(dest="what", required=True)
     for what, module in (
         ("async", async_saves), ("day", async_saves), ("small", single), ("big", single),
-        ("elastic", elastic),
+        ("elastic", elastic), ("hub", hub),
         ("load", load), ("plan", plan), ("reshard", reshard),
         ("storage", storage), ("train", train), ("unchanged", unchanged),
     ):  # fmt: skip
@@ -45,6 +56,8 @@ def _run(given: argparse.Namespace) -> int | None:
             return single.big(given.rounds, given.dir)
         case "elastic":
             return elastic.elastic(given.dir)
+        case "hub":
+            return hub.hub(given.rounds, given.dir)
         case "load":
             return load.load(given.dir, given.ranks)
         case "plan":

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import example, given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.testing._internal.two_tensor import TwoTensor
@@ -39,6 +40,30 @@ WAYS: dict[str, Callable[..., Any]] = {
     "planner": lambda **_: {"planner": OwnLoad()},
     "unverified": lambda **_: {"options": LoadOptions(verify="never")},
 }
+
+
+def test_tied_weights_come_back_from_the_one_name_that_the_hub_has_for_them(tmp_path: Any) -> None:
+    words = torch.randn(64, 8)
+    save_file({"embed.weight": words}, tmp_path / "model.safetensors")
+    for make in (torch.zeros, cut):
+        one = make(64, 8)
+        state = {"embed.weight": one, "lm_head.weight": one.detach()}
+        report = load(state, tmp_path)
+        assert (report.loaded, report.missing) == (("embed.weight", "lm_head.weight"), ())
+        assert torch.equal(getattr(one, "_local_tensor", one), words)
+    # Only what is the same memory, as a whole and in the same order.
+    square = torch.zeros(64, 8)
+    for other in (torch.zeros(64, 8), square[:, :4], square.view(8, 64), square[:0]):
+        with pytest.raises(errors.MissingKeyError, match="lm_head"):
+            load({"embed.weight": square, "lm_head.weight": other}, tmp_path)
+    assert not square.any()
+
+
+def cut(*shape: int) -> DTensor:
+    """Returns zeros as a sharded tensor, on the one rank that there is."""
+    with as_rank(0, 1):
+        mesh = init_device_mesh("cpu", (1,))
+        return DTensor.from_local(torch.zeros(shape), mesh, [Shard(0)])
 
 
 @pytest.mark.parametrize("way", WAYS)
