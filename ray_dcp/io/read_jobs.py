@@ -279,8 +279,11 @@ def job_reads(
         jobs: Result of `make_jobs`.
         cost: As for `make_jobs`.
     """
-    found = [(file, low, high) for job in jobs for file, low, high in _ranges(geo, job, cost)]
-    file, low, high = np.array(found, np.int64).reshape(-1, 3).T
+    return _columns([each for job in jobs for each in _ranges(geo, job, cost)])
+
+
+def _columns(ranges: Sequence[tuple[int, int, int]]) -> tuple[Int32Array, Int64Array, Int64Array]:
+    file, low, high = np.array(ranges, np.int64).reshape(-1, 3).T
     return file.astype(np.int32), low, high
 
 
@@ -308,8 +311,7 @@ def read_ahead(
         begin: Requests a range: called with file, first byte and length.
     """
     found = [_ranges(geo, job, cost) for job in jobs]
-    ranges = [each for some in found for each in some]
-    file, low, high = np.array(ranges, np.int64).reshape(-1, 3).T
+    file, low, high = _columns([each for some in found for each in some])
     bounds = coalesce(file, low, high, max_gap_bytes=FREE_GAP_BYTES, max_bytes=AHEAD_BYTES)
     first = bounds[:-1]
     before = np.cumsum(high - low) - (high - low)
