@@ -440,7 +440,9 @@ class CheckpointManager:
     def _begin_export(self, step: int) -> None:
         if self._exporter is not None:
             _close_at_exit(self)
-            self._exporter.committed(step, self._writer.catalogue.steps)
+            with self._writer.lock:
+                steps = dict(self._writer.catalogue.steps)
+            self._exporter.committed(step, steps)
 
     def _save_ended(self, ended: Ended) -> None:
         if ended.error is not None and self._on_failure is not None:

@@ -107,10 +107,17 @@ class StepExporter:
         chosen: What is exported.
 
     Raises:
-        InvalidRequestError: The item that is to be exported is none of the manager's.
+        InvalidRequestError: `chosen` is no `StepExport`, the manager saves nothing, or the item
+            that is to be exported is none of the manager's.
     """
 
     def __init__(self, root: Root, settings: Settings, chosen: StepExport) -> None:
+        if not isinstance(chosen, StepExport) or settings.policy is None:
+            raise InvalidRequestError(
+                f"export must be a StepExport, of a manager that saves, but is {chosen!r}"
+                f"{' of a read_only one' if settings.policy is None else ''}",
+                key="export",
+            )
         if chosen.item not in settings.items:
             raise InvalidRequestError(
                 f"StepExport.item must be one of {', '.join(map(repr, settings.items))}, but is "

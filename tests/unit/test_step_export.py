@@ -109,12 +109,29 @@ def test_a_failed_export_leaves_the_run_alone_and_is_reported(tmp_path, heard, c
     assert "InvalidRequestError: expected names that match 'nothing.*'" in event.error
     assert event.checkpoint_id == str(tmp_path / "a" / "run" / "step-00000001")
     assert list((tmp_path / "hf").iterdir()) == []
-    (tmp_path / "file").touch()
-    assert "NotADirectoryError" in run("b", path=tmp_path / "file").error
     # A process that hangs is ended.
     in_no_time = Item(save_options=SaveOptions(write_timeout_s=0.01))
-    assert "did not end within 0.01 s" in run("c", item=in_no_time).error
-    assert len(heard) == 3
+    assert "did not end within 0.01 s" in run("b", item=in_no_time).error
+    assert len(heard) == 2
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [("/bin/false", "ended with status 1"), ("/bin/nothing", "FileNotFoundError"), ("", "Error")],
+)
+def test_a_process_that_ends_at_once_leaves_the_run_alone(
+    tmp_path, heard, monkeypatch, program, told
+):
+    monkeypatch.setattr("sys.executable", program)
+    with manage(tmp_path, export=StepExport(path=tmp_path, policy=EverySteps(1))) as manager:
+        assert manager.save(1, state(1))
+        assert manager.save_async(2, state(2))
+    assert [event.name for event in heard] == ["export.failed"] * 2
+    assert told in heard[0].error
+    # No reader lease is left.
+    with manage(tmp_path) as manager:
+        manager.delete(1)
+        assert manager.all_steps() == [2]
 
 
 def test_an_item_of_a_step_is_exported(tmp_path):
@@ -145,3 +162,18 @@ def test_an_item_of_a_step_is_exported(tmp_path):
 def test_a_wrong_field_is_refused_when_it_is_made(given, told):
     with pytest.raises(ray_dcp.errors.InvalidRequestError, match=told):
         StepExport(**{"path": "hf", "policy": EverySteps(1), **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"export": "hf"}, "export must be a StepExport"),
+        (
+            {"export": StepExport(path="x", policy=EverySteps(1)), "read_only": True},
+            "of a read_only one",
+        ),
+    ],
+)
+def test_a_manager_refuses_what_it_cannot_export(tmp_path, given, told):
+    with pytest.raises(ray_dcp.errors.InvalidRequestError, match=told):
+        manage(tmp_path, **given)
