@@ -478,7 +478,7 @@ def float_dtype(dtype: str | None) -> str | None:
     """
     if dtype is None:
         return None
-    name = _ALIASES.get(dtype, dtype)
+    name = _ALIASES.get(dtype, dtype) if isinstance(dtype, str) else ""
     if name not in _FLOATS:
         raise InvalidRequestError(
             f"dtype must be one of {', '.join((*_FLOATS, *_ALIASES))}, but is {dtype!r}",

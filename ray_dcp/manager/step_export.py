@@ -90,11 +90,16 @@ class StepExport:
                 f"{self.format!r}",
                 key="format",
             )
-        if isinstance(self.include, str) or not all(isinstance(it, str) for it in self.include):
+        include = self.include
+        if not isinstance(include, (list, tuple)) or not all(isinstance(it, str) for it in include):
             raise InvalidRequestError(
-                f"StepExport.include must be a list of patterns, but is {self.include!r}",
-                key="include",
+                f"StepExport.include must be a list of patterns, but is {include!r}", key="include"
             )
+        for name in ("strip_prefix", "item"):
+            if not isinstance(getattr(self, name), str):
+                raise InvalidRequestError(
+                    f"StepExport.{name} must be a text, but is {getattr(self, name)!r}", key=name
+                )
         float_dtype(self.dtype)
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as _stock
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError, StateDictError
 from ray_dcp.torch_adapter.collective import call_user_code
@@ -29,7 +30,7 @@ from ray_dcp.torch_adapter.flatten import Flat, below, check_names, concerns, fl
 from ray_dcp.torch_adapter.optimizer_state import Cast, Stored, gives_torchs, optimizer_part
 from ray_dcp.torch_adapter.priming import primed
 
-_NEVER = frozenset({torch.Tensor, torch.nn.Parameter, dict, list, int, float, str, bool})
+_NEVER = frozenset({torch.Tensor, torch.nn.Parameter, DTensor, dict, list, int, float, str, bool})
 
 
 @dataclass(frozen=True)

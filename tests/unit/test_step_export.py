@@ -156,7 +156,11 @@ def test_an_item_of_a_step_is_exported(tmp_path):
         ({"policy": 100}, "policy"),
         ({"format": "onnx"}, "format must be one of safetensors, hf"),
         ({"include": "model.*"}, "include must be a list"),
+        ({"include": 7}, "include must be a list"),
+        ({"strip_prefix": None}, "strip_prefix must be a text"),
+        ({"item": 1}, "item must be a text"),
         ({"dtype": "int7"}, "dtype must be one of"),
+        ({"dtype": ["bf16"]}, "dtype must be one of"),
     ],
 )
 def test_a_wrong_field_is_refused_when_it_is_made(given, told):
