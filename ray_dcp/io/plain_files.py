@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ray_dcp.core.processes import collector_paused
 from ray_dcp.core.values import ChunkTable, Kind, box_text, pad, padded, widen
 from ray_dcp.errors import DamagedCheckpointError, UnsupportedValueError
 from ray_dcp.format.safetensors import (
@@ -76,7 +77,9 @@ def plain_table(storage: Storage) -> ChunkTable:
     def read(index: int) -> None:
         file = files[index]
         try:
-            by_file[index] = _tensors_of(index, _read_header(storage, file))
+            header = _read_header(storage, file)
+            with collector_paused():
+                by_file[index] = _tensors_of(index, header)
         except UnsupportedValueError as exc:
             exc.message = f"{file.key}: {exc.message}"
             raise
@@ -147,7 +150,8 @@ def _read_header(storage: Storage, file: Entry) -> SafetensorsHeader:
     while True:
         data = storage.read(file.key, 0, num_bytes)
         try:
-            return parse_header(data, file.num_bytes)
+            with collector_paused():
+                return parse_header(data, file.num_bytes)
         except NeedMoreBytes as exc:
             if exc.num_bytes > file.num_bytes or len(data) < num_bytes:
                 raise DamagedCheckpointError(
