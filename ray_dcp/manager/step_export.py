@@ -117,10 +117,13 @@ class StepExporter:
     """
 
     def __init__(self, root: Root, settings: Settings, chosen: StepExport) -> None:
-        if not isinstance(chosen, StepExport) or settings.policy is None:
+        if not isinstance(chosen, StepExport):
             raise InvalidRequestError(
-                f"export must be a StepExport, of a manager that saves, but is {chosen!r}"
-                f"{' of a read_only one' if settings.policy is None else ''}",
+                f"export must be a StepExport, but is {chosen!r}", key="export"
+            )
+        if settings.policy is None:
+            raise InvalidRequestError(
+                "read_only managers save nothing that could be exported; leave export out",
                 key="export",
             )
         if chosen.item not in settings.items:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import runpy
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.manager import CheckpointManager
@@ -147,7 +148,10 @@ class Renaming:
         return {name.removeprefix("model."): value for name, value in state.items()}
 
     def get_hf_storage_reader(self, path, from_quantized=False):
-        return torch.distributed.checkpoint.HuggingFaceStorageReader(path)
+        dcp = torch.distributed.checkpoint
+        if from_quantized:
+            return dcp.QuantizedHuggingFaceStorageReader(path, block_size=128)
+        return dcp.HuggingFaceStorageReader(path)
 
 
 def test_a_torchtitan_run_begins_and_ends_with_a_hugging_face_model(tmp_path, monkeypatch):
@@ -177,6 +181,21 @@ def test_a_torchtitan_run_begins_and_ends_with_a_hugging_face_model(tmp_path, mo
         assert other.manager.load()
         assert other.model.weight.equal(made["model.weight"].float())
         assert other.train(1) == 0
+    # A quantised model goes through the reader that the adapter gives.
+    weight, file = torch.tensor([[1.0, -2.0, 4.0, 0.5]]), "model-00001-of-00001.safetensors"
+    tensors = {"weight": weight.to(torch.float8_e4m3fn), "bias": torch.ones(1)}
+    tensors["weight_scale_inv"] = torch.full((1, 1), 0.25)
+    tensors = {f"model.{name}": value for name, value in tensors.items()}
+    (tmp_path / "quantised").mkdir()
+    save_file(tensors, tmp_path / "quantised" / file)
+    index = json.dumps({"weight_map": dict.fromkeys(tensors, file)})
+    (tmp_path / "quantised" / "model.safetensors.index.json").write_text(index)
+    path = str(tmp_path / "quantised")
+    quantised = trainer(
+        "q", initial_load_in_hf=True, initial_load_in_hf_quantized=True, initial_load_path=path
+    )
+    assert quantised.manager.load()
+    assert quantised.model.weight.equal(weight / 4)
     # A run that has steps ignores the model.
     resumed = trainer("run", initial_load_in_hf=True, initial_load_path="/nowhere")
     assert resumed.train(4) == 4

@@ -174,7 +174,7 @@ def test_a_wrong_field_is_refused_when_it_is_made(given, told):
         ({"export": "hf"}, "export must be a StepExport"),
         (
             {"export": StepExport(path="x", policy=EverySteps(1)), "read_only": True},
-            "of a read_only one",
+            "read_only managers save nothing",
         ),
     ],
 )
