@@ -92,7 +92,7 @@ def test_a_run_that_goes_on_exports_what_the_end_of_the_last_one_prevented(tmp_p
     assert load_file(file)["model.a"][0, 0] == torch.tensor(40.1)
 
 
-def test_a_failed_export_leaves_the_run_alone_and_is_reported(tmp_path, heard, caplog):
+def test_a_failed_export_leaves_the_run_alone_and_is_reported(tmp_path, heard, caplog, monkeypatch):
     def run(name: str, item: Item | None = None, **given: Any) -> events.Event:
         chosen = StepExport(**{"path": tmp_path / "hf", "policy": EverySteps(1), **given})
         caplog.clear()
@@ -109,9 +109,13 @@ def test_a_failed_export_leaves_the_run_alone_and_is_reported(tmp_path, heard, c
     assert "InvalidRequestError: expected names that match 'nothing.*'" in event.error
     assert event.checkpoint_id == str(tmp_path / "a" / "run" / "step-00000001")
     assert list((tmp_path / "hf").iterdir()) == []
-    # A process that hangs is ended.
-    in_no_time = Item(save_options=SaveOptions(write_timeout_s=0.01))
-    assert "did not end within 0.01 s" in run("b", item=in_no_time).error
+    # A process that hangs is ended. The timeout is that of the save too, which needs some time.
+    hanging = tmp_path / "hanging"
+    hanging.write_text("#!/bin/sh\nexec sleep 600\n")
+    hanging.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(hanging))
+    soon = Item(save_options=SaveOptions(write_timeout_s=3.0))
+    assert "did not end within 3 s" in run("b", item=soon).error
     assert len(heard) == 2
 
 
