@@ -20,17 +20,15 @@ def names_of(attempt):
     published = [
         f"__0_0.{attempt}.distcp",
         f"__4095_12.{attempt}.distcp",
-        f"{attempt}/rank-00000-part-00000.safetensors",
         f"chunks.{attempt}.table",
     ]
-    folder = f"{attempt}/{TEMP}rank-00000-part-00001.safetensors"
-    return [*published, folder, f"{TEMP}__0_0.{attempt}.distcp", f"{TEMP}chunks.{attempt}.table"]
+    return [*published, f"{TEMP}__0_0.{attempt}.distcp", f"{TEMP}chunks.{attempt}.table"]
 
 
 def manifest_of(attempt, **changed):
     digest = "0" * 32
     record = Manifest(
-        attempt=attempt, epoch=1, world_size=1, container="torch_save", created_s=0.0,
+        attempt=attempt, epoch=1, world_size=1, created_s=0.0,
         files=(FileEntry(f"__0_0.{attempt}.distcp", 1, digest),),
         table=FileEntry(f"chunks.{attempt}.table", 1, digest),
         metadata=None, replaced_metadata=None, plan_digest="00", num_tensors=0, num_chunks=0,
@@ -56,8 +54,8 @@ def test_every_file_of_an_attempt_is_told_by_its_name(attempt):
         f"sub/__0_0.{A}.distcp", f"__0_0.{A}.distcp\n", f"__0_0.{A.upper()}.distcp",
         f"__0_0.{A}0.distcp", f"__0_0.{A[1:]}.distcp", f"__٠_0.{A}.distcp",
         f"chunks.{A}.table/x", f"chunks.{A}.table.tmp", "chunks.table", "chunks.0.table",
-        "backup/rank-00000-part-00000.safetensors", f"{A}/notes.txt", f"{A}/model.safetensors",
-        f"sub/{A}/rank-00000-part-00000.safetensors", "rank-00000-part-00000.safetensors",
+        f"{A}/notes.txt", f"{A}/model.safetensors",
+        f"{A}/rank-00000-part-00000.safetensors",
         "manifest-1.json", "sub/manifest-00000001.json", "sub/.metadata", ".tmp-", ".tmp-x",
         f".tmp-0123456789aX-__0_0.{A}.distcp", f"{TEMP}{TEMP}__0_0.{A}.distcp", f"{TEMP}notes",
         f"{TEMP}__0_0.distcp", f"a/b/{TEMP}__0_0.{A}.distcp", "", "/", "..", f"../__0_0.{A}.distcp",
@@ -80,7 +78,7 @@ keys = st.one_of(
     st.builds(
         lambda folder, prefix, middle, end: folder + prefix + middle + end,
         st.sampled_from(["", "", f"{A}/", "sub/", "../", f"{A}/{B}/"]),
-        st.sampled_from(["", TEMP, ".tmp-", "__0_0.", "chunks.", "manifest-", "rank-00000-part-"]),
+        st.sampled_from(["", TEMP, ".tmp-", "__0_0.", "chunks.", "manifest-"]),
         st.sampled_from(["", A, B, "00000001", "00000", "٣", "\n", ".."]),
         st.sampled_from(["", ".distcp", ".table", ".json", ".safetensors", ".metadata", "\n"]),
     ),
