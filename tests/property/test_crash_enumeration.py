@@ -65,7 +65,7 @@ def test_a_process_that_dies_at_a_system_call_leaves_the_previous_or_the_new(ope
     assert crashes(every=8 * SPARSE).points["before"] >= 1
 
 
-@pytest.mark.parametrize("name", ["save.overwrite", "save.overwrite_safetensors", "save.linked"])
+@pytest.mark.parametrize("name", ["save.overwrite", "save.linked"])
 def test_who_meets_an_error_at_a_system_call_is_told_what_stands(name, tmp_path):
     reached = check_crashes(
         name,
@@ -149,7 +149,7 @@ def test_the_last_step_may_be_deleted_before_any_call_of_a_save_that_links_to_it
     assert linked > 12
 
 
-@pytest.mark.parametrize("name", ["save.overwrite", "save.overwrite_safetensors"])
+@pytest.mark.parametrize("name", ["save.overwrite", "save.linked"])
 def test_a_process_that_dies_in_the_midst_of_a_write_leaves_the_previous(name, tmp_path):
     reached = check_crashes(
         name,
