@@ -116,11 +116,12 @@ def bar_text(now: Progress, width: int, marks: str = "█░") -> str:
         marks: Characters for what is done, and for what is left.
 
     Examples:
-        >>> now = Progress(doing="saving", name="run/step-1", done_bytes=1, total_bytes=4)
-        >>> bar_text(now, 60, "#.")
-        'saving run/step-1  ##........  25%  1 of 4 B  0 B/s  0 s'
-        >>> bar_text(now, 47, "#.")
-        'saving …/step-1  ##........  25%  1 of 4 B  0 s'
+        >>> sizes = {"done_bytes": 1 << 20, "total_bytes": 4 << 20}
+        >>> now = Progress(doing="saving", name="run/step-1", seconds=2, **sizes)
+        >>> bar_text(now, 72, "#.")
+        'saving run/step-1  #####.................  25%  1.0 of 4.0 MiB  6 s left'
+        >>> bar_text(now, 44, "#.")
+        'saving …/step  25%  1.0 of 4.0 MiB  6 s left'
     """
     part = now.fraction
     least = 0 if part is None else _BAR.start + 2
