@@ -86,7 +86,7 @@ class Event:
 
     @property
     def is_end(self) -> bool:
-        """Whether this is the last event of its save or load."""
+        """Whether this is the last event of its save, load or export."""
         return self.outcome in _ENDS
 
     def as_dict(self) -> dict[str, object]:

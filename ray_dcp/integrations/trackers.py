@@ -184,9 +184,12 @@ class _ValuesTracker(Tracker):
                 return {**found, **stall_s}
             case "loaded":
                 return {"load_seconds": event.seconds, "read_bytes": event.num_bytes}
+            case "exported":
+                return {"export_seconds": event.seconds}
             case outcome if event.is_end:
-                self._failed[f"{kind}s_{outcome}"] += 1
-                return dict(self._failed)
+                name = f"{kind}s_{outcome}"
+                self._failed[name] += 1
+                return {name: self._failed[name]}
             case phase:
                 return {f"{kind}_{phase}_seconds": event.seconds}
 

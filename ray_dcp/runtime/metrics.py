@@ -118,10 +118,10 @@ def staging_memory(used_bytes: int, limit_bytes: int) -> None:
 
 
 def count_end(event: Event, metric: Callable[[str], Any]) -> None:
-    """Counts the end of a save or load.
+    """Counts the end of a save or load; other operations have no metrics.
 
     Args:
-        event: Its last event.
+        event: The last event of an operation.
         metric: Returns the metric of a name of `METRICS`, with the methods of Ray's metrics.
     """
 
@@ -138,6 +138,7 @@ def count_end(event: Event, metric: Callable[[str], Any]) -> None:
         memory = event.memory_bytes
         add("dcp_read_bytes", event.num_bytes - memory, {"source": "storage"})
         add("dcp_read_bytes", memory, {"source": "memory"})
+    if not event.name.startswith("save."):
         return
     mode = {"mode": event.mode}
     committed = event.outcome == "committed"

@@ -18,6 +18,7 @@ import torch
 import ray_dcp
 from ray_dcp import events
 from ray_dcp.errors import CheckpointExistsError, InvalidRequestError
+from ray_dcp.events import Event
 from ray_dcp.integrations import trackers
 from ray_dcp.manager import CheckpointManager, Item
 from ray_dcp.options import SaveOptions
@@ -44,6 +45,12 @@ def play(run: Path) -> None:
 
 
 # Weights & Biases
+
+
+def export_twice() -> None:
+    """Emits what an export that succeeds emits, and one that fails."""
+    for name, step in (("export.exported", 3), ("export.failed", 4)):
+        events.emit(Event(name=name, checkpoint_id=f"/run/step-{step}", seconds=2.0))
 
 
 @pytest.fixture
@@ -206,6 +213,7 @@ def test_tensorboard_has_times_bytes_and_failures_by_step(tmp_path):
 
     with SummaryWriter(tmp_path / "logs") as writer, trackers.TensorBoardTracker(writer):
         play(tmp_path / "run")
+        export_twice()
         with CheckpointManager(tmp_path / "items", 1, items={"model": Item()}) as manager:
             manager.save(7, {"model": state()})
     found = accumulators.EventAccumulator(str(tmp_path / "logs")).Reload()
@@ -220,6 +228,9 @@ def test_tensorboard_has_times_bytes_and_failures_by_step(tmp_path):
     assert all(value >= STATE_BYTES for _, value in scalars["ray_dcp/written_bytes"][:2])
     assert scalars["ray_dcp/model/written_bytes"][0][1] >= STATE_BYTES
     assert scalars["ray_dcp/saves_failed"] == [(1, 1)]
+    assert scalars["ray_dcp/export_seconds"] == [(3, 2.0)]
+    assert scalars["ray_dcp/exports_failed"] == [(4, 1)]
+    assert not [tag for tag in scalars if tag.endswith("exported")]
     assert scalars["ray_dcp/read_bytes"][0][0] == 2
 
 
@@ -276,9 +287,12 @@ def test_prometheus_has_rays_metrics_without_ray(tmp_path):
     with trackers.PrometheusTracker(registry):
         with pytest.raises(ValueError, match="Duplicated"):
             trackers.PrometheusTracker(registry)
+        export_twice()
         play(tmp_path / "run")
         assert eventually(lambda: value("loads_total", outcome="loaded") == 1)
         text = client.generate_latest(registry).decode()
+        assert 'outcome="exported"' not in text
+        assert 'mode=""' not in text, "an export was counted as a save"
         assert value("saves_total", outcome="committed", mode="save") == 2
         assert value("saves_total", outcome="failed", mode="save") == 1
         assert 2 * STATE_BYTES <= value("written_bytes_total") < 3 * STATE_BYTES
