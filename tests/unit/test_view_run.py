@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import ray_dcp
+from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import (
     CheckpointNotFoundError,
     InvalidRequestError,
@@ -333,3 +334,15 @@ def test_without_pandas_the_package_is_named(run: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(InvalidRequestError, match="pip install pandas"):
         ray_dcp.open(run).to_pandas()
+
+
+def test_the_steps_before_are_found_in_one_pass(monkeypatch: pytest.MonkeyPatch):
+    """A table of 10,000 steps asks for the step before each."""
+    asked: list[str] = []
+    step_of = run_view.step_of
+    monkeypatch.setattr(run_view, "step_of", lambda name: asked.append(name) or step_of(name))
+    listed = (ListedCheckpoint(f"step-{n}", n, "committed", 1, 1, 1.0) for n in range(300))
+    run = RunView(Target("/nowhere"), tuple(listed))
+    before = [run.before(step) for step in run]
+    assert before == [None, *run.steps[:-1]]
+    assert len(asked) <= 3 * len(run)
