@@ -43,7 +43,7 @@ from ray_dcp.io.checkpoint import what_became_of
 from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.difference import TensorDiff, ValueDiff
 from ray_dcp.view.run_listing import wrong_lengths
-from ray_dcp.view.run_view import RunView, read_run
+from ray_dcp.view.run_view import RunView, StepView, read_run
 from ray_dcp.view.tables import Node, grown, leaves_of, shape_text
 from ray_dcp.view.trace import chrome_trace
 from ray_dcp.view.verify import Problem, VerifyInterrupted, VerifyReport
@@ -242,12 +242,15 @@ def verify(path: str) -> None:
     """Compare every stored byte of the checkpoint at PATH, or RUN@STEP, with its checksums.
 
     If PATH is a run, all of its steps are verified, oldest first, and the last line names the
-    newest one without damage. What was found is below the line of its step. RUN@latest is the
+    newest one without damage; of several runs, a line each. What was found is below the line of its
+    step. RUN@latest is the
     newest committed step, even if it is damaged. Exit status: 0 no damage, 1 damaged, 2 there is no
     checkpoint, a file can't be read, or the call is invalid.
     """
     is_run, addresses = addresses_of(path, damaged=True)
-    results, found, newest = list[dict[str, Any]](), VerifyReport(0, ()), None
+    results, found = list[dict[str, Any]](), VerifyReport(0, ())
+    runs = dict.fromkeys(one.step.run for one in addresses if one.step is not None)
+    newest: dict[str, StepView] = {}
     sizes = [0 if one.step is None else one.step.num_bytes for one in addresses] if is_run else ()
 
     def add(name: str, report: VerifyReport, *, in_part: bool = False) -> None:
@@ -286,8 +289,8 @@ def verify(path: str) -> None:
     try:
         with progress("verifying", path, sizes) as meter:
             for address in addresses:
-                if verify_one(address):
-                    newest = address
+                if verify_one(address) and address.step is not None:
+                    newest[address.step.run] = address.step
     except KeyboardInterrupt as error:
         if isinstance(error, VerifyInterrupted):
             add(address.name, error.report, in_part=True)
@@ -297,15 +300,25 @@ def verify(path: str) -> None:
         lines = [f"not verified: {count_text(left, 'step')}"] if left else []
         interrupted({"path": path, "steps": results}, *lines)
     if is_run:
-        step = newest.step if newest is not None else None
-        good = None if step is None else step.name if step.step is None else step.step
-        text = f"step {good}" if isinstance(good, int) else good or "none"
-        told({"path": path, "steps": results, "newest_good": good}, f"newest good: {text}")
+        good = {run or ".": _number_or_name(newest.get(run)) for run in runs}
+        of_run = {run: f" of {run}" if len(good) > 1 else "" for run in good}
+        lines = [
+            f"newest good{of_run[run]}: {f'step {one}' if isinstance(one, int) else one or 'none'}"
+            for run, one in good.items()
+        ]
+        first = next(iter(good.values()), None)
+        value = {"path": path, "steps": results, "newest_good": first if len(good) < 2 else good}
+        told(value, *lines)
     else:
         # Why not a list for one checkpoint: programs rely on this form.
         told(results[0])
     if not found.ok:
         sys.exit(1 if found.problems else 2)
+
+
+def _number_or_name(step: StepView | None) -> int | str | None:
+    """Returns the number of a step, or its name where it has none."""
+    return None if step is None else step.name if step.step is None else step.step
 
 
 def _result(name: str, report: VerifyReport, good: str) -> list[str]:

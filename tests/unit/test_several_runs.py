@@ -14,6 +14,7 @@ from click.testing import CliRunner
 import ray_dcp
 from ray_dcp.cli.main import main
 from ray_dcp.cli.output import table
+from tests.unit.test_cli_json import printed
 
 METRICS = [
     "loss", "validation/perplexity_on_held_out_set", "validation/accuracy_on_held_out_set",
@@ -171,3 +172,15 @@ def test_names_of_a_narrow_table_wrap_and_stay_whole(columns: int, monkeypatch: 
     assert ("VALUE" in lines[0]) == (columns == 200)
     assert ("SIZE" in lines[0]) == (columns > 40)
     assert "left out" in "".join(lines) or columns == 200
+
+
+def test_verify_names_the_newest_good_step_of_each_run(parent: Path, told: Told):
+    lines = told("verify", parent).splitlines()[-3:]
+    assert lines == [
+        "newest good of .: final",
+        "newest good of deep/lr-2: step 11",
+        "newest good of lr-1: step 11",
+    ]
+    newest = printed("verify", parent)["newest_good"]
+    assert newest == {".": "final", "deep/lr-2": 11, "lr-1": 11}
+    assert told("verify", parent / "lr-1").splitlines()[-1] == "newest good: step 11"
