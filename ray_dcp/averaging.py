@@ -57,7 +57,7 @@ from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, open_storage
 from ray_dcp.store.storage import read_traits_of
 from ray_dcp.view.checkpoint_view import CheckpointView
-from ray_dcp.view.progress import Meter, ShowProgress, following, reporting
+from ray_dcp.view.progress import UNCOUNTED, Meter, ShowProgress, reporting
 from ray_dcp.view.run_view import open as open_place
 from ray_dcp.view.verify import items_of
 from ray_dcp.view.wording import size_text
@@ -163,14 +163,13 @@ def average(
     check_space(out, plan.report.num_bytes)
     with ExitStack() as stack:
         meter = stack.enter_context(reporting(progress, "averaging", absolute_target(out).url))
-        if meter is not None:
-            meter.expect(plan.report.num_bytes)
+        meter.expect(plan.report.num_bytes)
         for view in plan.views:
             stack.enter_context(still_there(view))
         try:
             num_ranks = _num_ranks(plan, out)
             if num_ranks > 1:
-                with following(meter, partial(_look_at, out, plan.report.num_bytes)):
+                with meter.following(partial(_look_at, out, plan.report.num_bytes)):
                     _on_ranks(plan, out, num_ranks, choice)
             else:
                 _save(plan, out, session_alone(), meter)
@@ -436,7 +435,7 @@ class _Items:
 
     warnings = ()
 
-    def __init__(self, plan: AveragePlan, boxes: Sequence[MeanBox], meter: Meter | None) -> None:
+    def __init__(self, plan: AveragePlan, boxes: Sequence[MeanBox], meter: Meter) -> None:
         self._plan, self._boxes, self._meter = plan, boxes, meter
         self._total = np.sum(plan.weights)
 
@@ -524,11 +523,10 @@ class _Items:
         return np.ascontiguousarray(raw).reshape(-1)
 
     def _count(self, box: MeanBox) -> None:
-        if self._meter is not None:
-            self._meter.add(self._plan.bytes_of(box), box.name)
+        self._meter.add(self._plan.bytes_of(box), box.name)
 
 
-def _save(plan: AveragePlan, out: AnyPlace, session: Any, meter: Meter | None = None) -> None:
+def _save(plan: AveragePlan, out: AnyPlace, session: Any, meter: Meter) -> None:
     """Writes the part of a rank.
 
     Args:
@@ -615,7 +613,7 @@ def _average_part(
             f"they were opened, but one was replaced meanwhile; run it again"
         )
     session = current_session()
-    _save(plan, out, session if session is not None else session_alone())
+    _save(plan, out, session if session is not None else session_alone(), UNCOUNTED)
 
 
 def _records(plan: AveragePlan) -> list[bytes]:

@@ -276,15 +276,10 @@ def bytes_of(stored: Selected) -> int:
     return prod(stored.shape) * (stored.dtype or torch.uint8).itemsize
 
 
-def _expect(
-    meter: Meter | None, found: Iterable[Selected], stored: Iterable[Selected]
-) -> ShowProgress:
-    """Returns the progress of the loads of some values, once their stored bytes are expected."""
-    if meter is None:
-        return False
+def _expect(meter: Meter, found: Iterable[Selected], stored: Iterable[Selected]) -> None:
+    """Adds the stored bytes of some values to what a meter expects."""
     names = {each.name for each in stored}
     meter.expect(sum(bytes_of(each) for each in found if each.name in names))
-    return meter
 
 
 class CastingSavePlanner(DefaultSavePlanner):
@@ -432,8 +427,8 @@ def dcp_to_torch_save(
         }
         if targets:
             tensors = [each for each in stored if each.name in targets]
-            counted = _expect(meter, found, tensors)
-            read_into(targets, dcp_checkpoint_dir, None, options, counted, casts=casts)
+            _expect(meter, found, tensors)
+            read_into(targets, dcp_checkpoint_dir, None, options, meter, casts=casts)
         check_stands(dcp_checkpoint_dir, stands)
 
 
@@ -519,9 +514,9 @@ def dcp_to_safetensors(
         dcp_checkpoint_dir, output_dir, include, key_map, dtype, file_bytes=file_bytes
     )
     with reporting(progress, "exporting", os.fspath(output_dir)) as meter:
-        counted = _expect(meter, files.found, [one for some in files.entries for one in some])
+        _expect(meter, files.found, [one for some in files.entries for one in some])
         for number in range(len(files.entries)):
-            files.write(number, options, counted)
+            files.write(number, options, meter)
     files.finish()
 
 
@@ -687,7 +682,7 @@ def torch_save_to_dcp(
             planner=planner,
             no_dist=True,
             options=options,
-            progress=meter or False,
+            progress=meter,
         )
 
 

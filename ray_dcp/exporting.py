@@ -176,11 +176,10 @@ def export(
     choice: dict[str, Any] = {"include": list(include), "dtype": _torch_dtype(dtype)}
     choice["key_map"] = names
     with reporting(progress, "exporting", plan.target) as meter, still_there(view):
-        counted = meter or False
         if format == "torch":
-            dcp_to_torch_save(place, path, **choice, progress=counted)
+            dcp_to_torch_save(place, path, **choice, progress=meter)
         elif format == "dcp" and _is_copy(view, include, dtype, strip_prefix):
-            copy(view, path, progress=counted)
+            copy(view, path, progress=meter)
             if not (path / ".metadata").exists():
                 write_metadata(path)
         elif format == "dcp":
@@ -188,7 +187,7 @@ def export(
         else:
             with _beside(path) as temporary:
                 file_bytes = _ONE_FILE_BYTES if format == "safetensors" else _HUB_FILE_BYTES
-                choice |= {"file_bytes": file_bytes, "progress": counted}
+                choice |= {"file_bytes": file_bytes, "progress": meter}
                 dcp_to_safetensors(place, temporary, **choice)
                 made = temporary
                 if format == "safetensors":
@@ -236,13 +235,13 @@ def import_checkpoint(
 
             check_space(target, path.stat().st_size)
             choice |= {"weights_only": weights_only, "options": options}
-            torch_save_to_dcp(path, target, **choice, progress=meter or False)
+            torch_save_to_dcp(path, target, **choice, progress=meter)
         elif path.is_file():
             with tempfile.TemporaryDirectory() as folder:
                 Path(folder, f"{path.stem}{SUFFIX}").symlink_to(path.absolute())
-                _rewrite(folder, target, choice, options, meter)
+                _rewrite(folder, target, choice, options, meter=meter)
         else:
-            _rewrite(source, target, choice, options, meter)
+            _rewrite(source, target, choice, options, meter=meter)
 
 
 def copy(
@@ -280,8 +279,7 @@ def copy(
         check_space(target, plan.num_bytes)
         place = target_of(target, None)
         with reporting(progress, "copying", place.url) as meter:
-            if meter is not None:
-                meter.expect(sum(num_bytes for _, num_bytes in plan.files))
+            meter.expect(sum(num_bytes for _, num_bytes in plan.files))
             with _items_copied(view, place, meter):
                 copy_checkpoint(view.storage, plan, place, meter=meter)
     return read_view(target)
@@ -326,7 +324,7 @@ def copied_bytes(view: CheckpointView, target: AnyPlace) -> int | None:
 
 
 @contextmanager
-def _items_copied(view: CheckpointView, target: Target, meter: Meter | None) -> Iterator[None]:
+def _items_copied(view: CheckpointView, target: Target, meter: Meter) -> Iterator[None]:
     """Copies the items of a step before its own record; deletes the copies if that fails."""
     items = items_of(view.storage, view.checkpoint)
     if items and view.place is None:
@@ -343,7 +341,7 @@ def _items_copied(view: CheckpointView, target: Target, meter: Meter | None) -> 
             item = read_view(place_below(view.place or "", folder))
             # Why: an earlier copy, killed before it committed the step, may have left this item.
             if not is_copied(item.storage, item.checkpoint, open_storage(below)):
-                copied.append(copy(item, below, progress=meter or False))
+                copied.append(copy(item, below, progress=meter))
         yield
     except CommitUnknownError:
         raise  # the step may be there by now, or appear
@@ -428,7 +426,8 @@ def _rewrite(
     target: AnyPlace,
     choice: Mapping[str, Any],
     options: SaveOptions | None = None,
-    meter: Meter | None = None,
+    *,
+    meter: Meter,
 ) -> None:
     """Saves the source anew, by way of a mapped temporary file: only its pages are in memory."""
     from ray_dcp.conversion import dcp_to_torch_save, torch_save_to_dcp
@@ -443,19 +442,17 @@ def _rewrite(
     with tempfile.TemporaryDirectory(prefix=".ray-dcp-", dir=parent) as folder:
         _check_free_bytes(Path(folder), total)
         made = Path(folder, "state.pt")
-        counted = meter or False
-        if meter is not None:
-            # What is written: the load expects what is read.
-            patterns = choice["include"]
-            meter.expect(
-                sum(
-                    info.num_bytes
-                    for name, info in view.tensors.items()
-                    if not patterns or any(fnmatchcase(name, one) for one in patterns)
-                )
+        # What is written: the load expects what is read.
+        patterns = choice["include"]
+        meter.expect(
+            sum(
+                info.num_bytes
+                for name, info in view.tensors.items()
+                if not patterns or any(fnmatchcase(name, one) for one in patterns)
             )
-        dcp_to_torch_save(source, made, **choice, progress=counted)
-        torch_save_to_dcp(made, target, weights_only=True, options=options, progress=counted)
+        )
+        dcp_to_torch_save(source, made, **choice, progress=meter)
+        torch_save_to_dcp(made, target, weights_only=True, options=options, progress=meter)
 
 
 @contextmanager

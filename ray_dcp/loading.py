@@ -53,7 +53,7 @@ from ray_dcp.torch_adapter.load_plan import plan_targets
 from ray_dcp.torch_adapter.planner_hooks import targets_with_planner
 from ray_dcp.torch_adapter.results import LoadReport, OperationLog, metadata_of
 from ray_dcp.torch_adapter.state import refuse_per_rank
-from ray_dcp.view.progress import ShowProgress, following, reporting
+from ray_dcp.view.progress import ShowProgress, reporting
 
 LoadSteps = Generator[Request, Reply, LoadReport]
 
@@ -288,7 +288,7 @@ def run_load(
         Account("load", url, activity, route.path, log),
         activity,
         reporting(progress, "loading", text_of(url) or "", ranks) as meter,
-        following(meter, activity.progress.look),
+        meter.following(activity.progress.look),
     ):
         if route.target is not None:
             _await_staged(memory, route.target.url, activity, options)
@@ -339,8 +339,7 @@ def run_load_newest(
     def load(checkpoint_id: str, is_late: bool) -> LoadSteps:
         route = decide_load(planner, None, replace(run, url=checkpoint_id))
         chosen = route.apply(options)
-        if meter is not None:
-            meter.begin(checkpoint_id)
+        meter.begin(checkpoint_id)
         return _load_steps(
             route,
             activity,
@@ -358,7 +357,7 @@ def run_load_newest(
         Account("load", run.url, activity, NATIVE, log),
         activity,
         reporting(progress, "loading", run.url, ranks) as meter,
-        following(meter, activity.progress.look),
+        meter.following(activity.progress.look),
     ):
         _await_staged(memory, run.url, activity, options)
         found = drive(

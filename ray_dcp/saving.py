@@ -50,7 +50,7 @@ from ray_dcp.torch_adapter.planner_hooks import capture_with_planner
 from ray_dcp.torch_adapter.results import CommittedMetadata, OperationLog
 from ray_dcp.torch_adapter.shards import Layouts, is_sharded, sharded
 from ray_dcp.torch_adapter.state import check_mapping, stateful_to_state_dict
-from ray_dcp.view.progress import ShowProgress, following, reporting
+from ray_dcp.view.progress import ShowProgress, reporting
 
 __all__ = ["save", "save_state_dict", "warm_up"]
 
@@ -214,7 +214,7 @@ def run_save(
         ranks = session.rank, session.world_size
         shown = reporting(progress, "saving", text_of(url) or "", ranks)
         meter = stack.enter_context(shown)
-        stack.enter_context(following(meter, activity.progress.look))
+        stack.enter_context(meter.following(activity.progress.look))
         if route.path == FOREIGN:
             check_nonfinite(options, FOREIGN)
             steps = foreign_save(
@@ -426,13 +426,11 @@ def warm_up(
     with ExitStack() as stack:
         shown = reporting(progress, "warming up", "memory", (session.rank, session.world_size))
         meter = stack.enter_context(shown)
-        if meter is not None:
-            meter.expect(num_bytes)
+        meter.expect(num_bytes)
         if session.stages_itself:
             warmed = warm_process(num_bytes)
         else:
-            touched = (lambda _: None) if meter is None else meter.add
-            warmed = warm_staging(session, state, options or SaveOptions(), stager, touched)
+            warmed = warm_staging(session, state, options or SaveOptions(), stager, meter.add)
         shown_until_then = stack.pop_all()
     warmed.add_done_callback(lambda _: shown_until_then.close())
     return warmed

@@ -9,7 +9,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import click
@@ -196,8 +196,7 @@ def styled(text: str, style: str) -> str:
     return click.style(text, fg=style) if style else text
 
 
-@contextmanager
-def progress(doing: str, name: str, sizes: Sequence[int] = ()) -> Iterator[Meter]:
+def progress(doing: str, name: str, sizes: Sequence[int] = ()) -> AbstractContextManager[Meter]:
     """Shows progress on standard error: a bar on a terminal, else a line from time to time.
 
     Args:
@@ -205,11 +204,10 @@ def progress(doing: str, name: str, sizes: Sequence[int] = ()) -> Iterator[Meter
         name: As `Progress.name`.
         sizes: As for `Meter`.
 
-    Yields:
-        What the work counts into.
+    Returns:
+        A context whose value the work counts into.
     """
-    with reporting(True, doing, name, sizes=sizes, ends=False) as meter:
-        yield meter or Meter(doing, name, sizes)
+    return reporting(True, doing, name, sizes=sizes, ends=False)
 
 
 def printed(meter: Meter, *lines: str) -> None:

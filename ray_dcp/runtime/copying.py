@@ -44,7 +44,7 @@ from ray_dcp.runtime.tasks import (
 )
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError, PartWriter, Storage
-from ray_dcp.view.progress import Meter
+from ray_dcp.view.progress import UNCOUNTED, Meter
 
 _PIECE_BYTES = 8 << 20
 _NUM_THREADS = 4
@@ -110,7 +110,7 @@ def copy_checkpoint(
     plan: CopyPlan,
     target: Target,
     *,
-    meter: Meter | None = None,
+    meter: Meter = UNCOUNTED,
     opener: Callable[[Target], Storage] = open_storage,
 ) -> None:
     """Writes a checkpoint to another place; it appears there when all of it is durable.
@@ -368,9 +368,7 @@ class _Copying:
         may_stand: The copy may be committed: nothing is undone.
     """
 
-    def __init__(
-        self, source: Storage, target: Storage, plan: CopyPlan, meter: Meter | None
-    ) -> None:
+    def __init__(self, source: Storage, target: Storage, plan: CopyPlan, meter: Meter) -> None:
         self.source, self.target = source, target
         self.renamed: tuple[str, str] = ("", "")
         self.may_stand = False
@@ -431,8 +429,7 @@ class _Copying:
                         f"expected {num_bytes} bytes, but the file became shorter", key=key
                     )
                 writer.write(piece)
-                if self._meter is not None:
-                    self._meter.add(length, key)
+                self._meter.add(length, key)
             writer.commit()
             self._own.append(name)
         except KeyExistsError as error:

@@ -326,12 +326,10 @@ class CheckpointDiff:
         chosen = self.comparable if names is None else [self._checked(name) for name in names]
         sizes = {name: 2 * self.second.tensors[name].num_bytes for name in chosen}
         with reporting(progress, "reading", self.second.url) as meter:
-            if meter is not None:
-                meter.expect(sum(sizes.values()))
+            meter.expect(sum(sizes.values()))
             for name, num_bytes in sizes.items():
                 yield _value_diff(self.first[name], self.second[name])
-                if meter is not None:
-                    meter.add(num_bytes)
+                meter.add(num_bytes)
 
     @property
     def comparable(self) -> tuple[str, ...]:
@@ -400,8 +398,7 @@ def diff_checkpoints(
     undecided = [at for at, one in enumerate(tensors) if one.change == "undecided"]
     bytes_read = sum(2 * tensors[at].num_bytes for at in undecided) if read else 0
     with reporting(progress, "comparing", second.url) as meter:
-        if meter is not None:
-            meter.expect(bytes_read)
+        meter.expect(bytes_read)
         for at in undecided if read else ():
             one = tensors[at]
             same = _same_bytes(first, second, one.name)
@@ -411,8 +408,7 @@ def diff_checkpoints(
                 changed_bytes=0 if same else one.num_bytes,
                 was_read=True,
             )
-            if meter is not None:
-                meter.add(2 * one.num_bytes)
+            meter.add(2 * one.num_bytes)
     notes: tuple[str, ...] = ()
     count = f"{len(undecided)} tensors or objects"
     if undecided and read:

@@ -2,7 +2,7 @@
 
 The work counts into a `Meter`. A thread of the meter looks at it ten times a second, and calls the
 function of the user, or draws: a bar on a terminal and in a notebook, lines elsewhere. So neither
-can delay the work or fail it. Without `progress=` there is no meter and no thread.
+can delay the work or fail it. Without `progress=` the meter counts nothing and has no thread.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from html import escape
 from shutil import get_terminal_size
@@ -267,6 +267,7 @@ class Meter:
         sizes: About how many bytes each of several checkpoints has; `begin` begins the next one.
         clock: Returns monotonic seconds.
         ranks: As `Progress.rank` and `Progress.world_size`.
+        counts: Whether it counts; False for the progress of an operation that nobody follows.
     """
 
     def __init__(
@@ -276,7 +277,10 @@ class Meter:
         sizes: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
         ranks: tuple[int, int] = (0, 1),
+        *,
+        counts: bool = True,
     ) -> None:
+        self._counts = counts
         self._lock, self._drawing = threading.Lock(), threading.Lock()
         self._clock, self._began_s = clock, clock()
         self._sizes = tuple(sizes)
@@ -332,6 +336,8 @@ class Meter:
 
     def add(self, num_bytes: int, file: str = "") -> None:
         """Adds bytes that were moved, and the name of the file."""
+        if not self._counts:  # Why: this is called for each piece of a file
+            return
         with self._lock:
             self._done += num_bytes
             self._now = replace(self._now, file=file)
@@ -344,6 +350,9 @@ class Meter:
             look: Where the bytes that it returns fall, the work has begun its next phase, and they
                 stay as they were.
         """
+        if not self._counts:
+            yield
+            return
         with self._lock:
             self._look, self._looked = look, (0, 0)
         try:
@@ -436,6 +445,9 @@ class Meter:
             self._error = error
 
 
+UNCOUNTED = Meter("", "", counts=False)
+"""Counts nothing."""
+
 ShowProgress = bool | Callable[[Progress], object] | Meter
 """What `progress=` accepts: whether to draw, or a function that is called about ten times a second
 and once at the end, by a thread of its own. A `Meter` is that of an operation around this one."""
@@ -450,7 +462,7 @@ def reporting(
     *,
     sizes: Sequence[int] = (),
     ends: bool = True,
-) -> Iterator[Meter | None]:
+) -> Iterator[Meter]:
     """Shows the progress of the block.
 
     Args:
@@ -462,7 +474,7 @@ def reporting(
         ends: Whether a line remains that says how it ended.
 
     Yields:
-        What the block counts into; None if nobody wants to know.
+        What the block counts into; it does nothing if nobody wants to know.
 
     Raises:
         InvalidRequestError: `progress` is neither a bool nor a function.
@@ -480,10 +492,10 @@ def reporting(
             f"progress must be True, False or a function of one argument, but is {progress!r}",
             key="progress",
         )
+    meter = Meter(doing, name, sizes, ranks=ranks, counts=display is not None)
     if display is None:
-        yield None
+        yield meter
         return
-    meter = Meter(doing, name, sizes, ranks=ranks)
     meter.start(display)
     outcome: Literal["done", "failed"] = "failed"
     try:
@@ -491,11 +503,6 @@ def reporting(
         outcome = "done"
     finally:
         meter.end(outcome)
-
-
-def following(meter: Meter | None, look: Look) -> AbstractContextManager[None]:
-    """Returns `meter.following(look)`, or a context that does nothing without a meter."""
-    return nullcontext() if meter is None else meter.following(look)
 
 
 def _display_here(*, ends: bool) -> _Display | None:

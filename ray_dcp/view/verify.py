@@ -47,7 +47,7 @@ from ray_dcp.io.threads import Stop, run_tasks
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import as_target, open_storage, place_below
 from ray_dcp.store.storage import Storage, read_if_there
-from ray_dcp.view.progress import Meter, ShowProgress, reporting
+from ray_dcp.view.progress import UNCOUNTED, Meter, ShowProgress, reporting
 from ray_dcp.view.trace import read_trace
 from ray_dcp.view.wording import few, size_text
 
@@ -175,7 +175,7 @@ def verify_checkpoint(storage: Storage, checkpoint: Checkpoint) -> VerifyReport:
         StorageError: The storage can't be listed or read.
         VerifyInterrupted: As for `verify`.
     """
-    return _reported(lambda found: _check_files(storage, checkpoint, found, None))
+    return _reported(lambda found: _check_files(storage, checkpoint, found, UNCOUNTED))
 
 
 def _reported(work: Callable[[Reports], None]) -> VerifyReport:
@@ -199,7 +199,7 @@ def _joined(reports: Iterable[VerifyReport | _FileCheck]) -> VerifyReport:
     )
 
 
-def _verify(path: AnyPlace, found: Reports, meter: Meter | None) -> None:
+def _verify(path: AnyPlace, found: Reports, meter: Meter) -> None:
     storage = open_storage(path)
     became: CheckpointError | None = None
     for _ in range(_MOST_LOOKS):
@@ -225,7 +225,7 @@ def _verify_opened(
     checkpoint: Checkpoint,
     path: AnyPlace | None,
     found: Reports,
-    meter: Meter | None,
+    meter: Meter,
 ) -> None:
     _check_files(storage, checkpoint, found, meter)
     try:
@@ -284,9 +284,7 @@ def _unopenable(storage: Storage, error: DamagedCheckpointError) -> Problem:
     return Problem(key, None, 0, found.get(key, 0), error.message)
 
 
-def _check_files(
-    storage: Storage, checkpoint: Checkpoint, found: Reports, meter: Meter | None
-) -> None:
+def _check_files(storage: Storage, checkpoint: Checkpoint, found: Reports, meter: Meter) -> None:
     """Checks all files of a checkpoint, and appends a report of each data file and of the others.
 
     After an error, the reports of the files that are done have been appended.
@@ -298,10 +296,9 @@ def _check_files(
     ends = ends_of.ends(sizes) if ends_of else [b""] * len(table.files)
     checks: dict[str, _FileCheck] = {}
     stop = Stop()
-    if meter is not None:
-        meter.expect(sum(sizes.get(key, 0) for key in table.files))
+    meter.expect(sum(sizes.get(key, 0) for key in table.files))
 
-    def checked(number: int, end: bytes | str, meter: Meter | None) -> _FileCheck:
+    def checked(number: int, end: bytes | str, meter: Meter) -> _FileCheck:
         key = table.files[number]
         transforms = checkpoint.transforms
         check = _FileCheck(storage, table, key, rows[number], transforms, end, stop, meter)
@@ -314,7 +311,7 @@ def _check_files(
         if first := (*check.problems, *check.unread):
             # Why again: bytes may have been altered or cut off in transit.
             end = ends_of.end_of(number, sizes.get(key)) if ends_of else b""
-            check = checked(number, end, None)
+            check = checked(number, end, UNCOUNTED)
             if not check.problems and not check.unread:
                 check.notes.append(f"{key} is intact, but was not at the first read: {first[0]}")
         checks[key] = check
@@ -442,7 +439,7 @@ class _FileCheck:
     """The checksums at the end of the file, or a description of their damage."""
     _stop: Stop
     """Ends the check of a long file early."""
-    _meter: Meter | None
+    _meter: Meter
     """Counts the bytes of the file."""
     checked_bytes: int = 0
     problems: list[Problem] = field(default_factory=list)
@@ -477,7 +474,7 @@ class _FileCheck:
 
     def count(self, position: int) -> None:
         """Counts the bytes before a position."""
-        if self._meter is not None and position > self._counted_bytes:
+        if position > self._counted_bytes:
             self._meter.add(position - self._counted_bytes, self.key)
             self._counted_bytes = position
 

@@ -286,9 +286,15 @@ def test_elsewhere_there_is_a_line_every_ten_seconds_and_at_the_end(
     ]
 
 
-def test_only_rank_0_draws_but_every_rank_is_called():
+def test_only_rank_0_draws_but_every_rank_is_called(capsys: pytest.CaptureFixture[str]):
+    others = set(threading.enumerate())
     with reporting(True, "saving", "a", (1, 2)) as meter:
-        assert meter is None
+        meter.add(5, "f")
+        with meter.following(lambda: pytest.fail("nobody wants to know")):
+            new = set(threading.enumerate()) - others
+            assert "ray_dcp progress" not in {one.name for one in new}
+    assert meter.now().done_bytes == 0
+    assert capsys.readouterr() == ("", "")
     seen: list[Progress] = []
     with reporting(seen.append, "saving", "a", (1, 8)):
         pass
