@@ -57,7 +57,7 @@ from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, open_storage
 from ray_dcp.store.storage import read_traits_of
 from ray_dcp.view.checkpoint_view import CheckpointView
-from ray_dcp.view.progress import UNCOUNTED, Meter, ShowProgress, reporting
+from ray_dcp.view.progress import Meter, ShowProgress, reporting, uncounted
 from ray_dcp.view.run_view import open as open_place
 from ray_dcp.view.verify import items_of
 from ray_dcp.view.wording import size_text
@@ -613,7 +613,7 @@ def _average_part(
             f"they were opened, but one was replaced meanwhile; run it again"
         )
     session = current_session()
-    _save(plan, out, session if session is not None else session_alone(), UNCOUNTED)
+    _save(plan, out, session if session is not None else session_alone(), uncounted())
 
 
 def _records(plan: AveragePlan) -> list[bytes]:

@@ -44,7 +44,7 @@ from ray_dcp.runtime.tasks import (
 )
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError, PartWriter, Storage
-from ray_dcp.view.progress import UNCOUNTED, Meter
+from ray_dcp.view.progress import Meter, uncounted
 
 _PIECE_BYTES = 8 << 20
 _NUM_THREADS = 4
@@ -110,7 +110,7 @@ def copy_checkpoint(
     plan: CopyPlan,
     target: Target,
     *,
-    meter: Meter = UNCOUNTED,
+    meter: Meter | None = None,
     opener: Callable[[Target], Storage] = open_storage,
 ) -> None:
     """Writes a checkpoint to another place; it appears there when all of it is durable.
@@ -121,7 +121,8 @@ def copy_checkpoint(
         source: Where it lies.
         plan: Of `plan_copy`.
         target: Where it goes; no checkpoint may be there, nor files that a save left of one.
-        meter: Counts the bytes that are copied; the caller has told it how many to expect.
+        meter: Counts the bytes that are copied, if given; the caller has told it how many to
+            expect.
         opener: What opens the storage of the target.
 
     Raises:
@@ -135,7 +136,7 @@ def copy_checkpoint(
     # Why before looking: what is committed after this meets the record of the copy, or its create.
     standing = read_standing(storage)
     check_free(storage)
-    copying = _Copying(source, storage, plan, meter)
+    copying = _Copying(source, storage, plan, meter or uncounted())
     try:
         if plan.checkpoint.manifest is None:
             _copy_others(copying, plan, standing)

@@ -445,8 +445,13 @@ class Meter:
             self._error = error
 
 
-UNCOUNTED = Meter("", "", counts=False)
-"""Counts nothing."""
+def uncounted() -> Meter:
+    """Returns a meter that counts nothing.
+
+    Each operation has its own: a child that is forked would inherit the lock of a shared one.
+    """
+    return Meter("", "", counts=False)
+
 
 ShowProgress = bool | Callable[[Progress], object] | Meter
 """What `progress=` accepts: whether to draw, or a function that is called about ten times a second

@@ -47,7 +47,7 @@ from ray_dcp.io.threads import Stop, run_tasks
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import as_target, open_storage, place_below
 from ray_dcp.store.storage import Storage, read_if_there
-from ray_dcp.view.progress import UNCOUNTED, Meter, ShowProgress, reporting
+from ray_dcp.view.progress import Meter, ShowProgress, reporting, uncounted
 from ray_dcp.view.trace import read_trace
 from ray_dcp.view.wording import few, size_text
 
@@ -175,7 +175,7 @@ def verify_checkpoint(storage: Storage, checkpoint: Checkpoint) -> VerifyReport:
         StorageError: The storage can't be listed or read.
         VerifyInterrupted: As for `verify`.
     """
-    return _reported(lambda found: _check_files(storage, checkpoint, found, UNCOUNTED))
+    return _reported(lambda found: _check_files(storage, checkpoint, found, uncounted()))
 
 
 def _reported(work: Callable[[Reports], None]) -> VerifyReport:
@@ -311,7 +311,7 @@ def _check_files(storage: Storage, checkpoint: Checkpoint, found: Reports, meter
         if first := (*check.problems, *check.unread):
             # Why again: bytes may have been altered or cut off in transit.
             end = ends_of.end_of(number, sizes.get(key)) if ends_of else b""
-            check = checked(number, end, UNCOUNTED)
+            check = checked(number, end, uncounted())
             if not check.problems and not check.unread:
                 check.notes.append(f"{key} is intact, but was not at the first read: {first[0]}")
         checks[key] = check
