@@ -16,9 +16,9 @@ import ray_dcp
 from ray_dcp.errors import CheckpointError, InternalError
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import staging_backend
-from ray_dcp.stage import staged_memory, window_filling
+from ray_dcp.stage import staged_memory
 from ray_dcp.stage.staged_memory import PrivateMemory
-from ray_dcp.stage.window_filling import HostFiller, drain, fill_rows
+from ray_dcp.stage.windows import HostFiller, StagingLayout, drain, fill_window
 from ray_dcp.torch_adapter import devices, sink
 from ray_dcp.torch_adapter.capture import TensorBytes
 from ray_dcp.torch_adapter.devices import (
@@ -47,8 +47,14 @@ def filled(tensors: list[torch.Tensor], driver: Played) -> np.ndarray:
 
 
 def fill(filler: DeviceFiller, lengths: list[int], target: np.ndarray) -> None:
-    rows = range(len(lengths))
-    fill_rows(filler, rows, lengths, target, piece_bytes=1 << 40, use=lambda piece: None)
+    row = np.flatnonzero(lengths).astype(np.int32)
+    num_bytes = np.array(lengths, np.int64)[row]
+    end, zeros, ends = np.cumsum(num_bytes), np.zeros_like(row), np.array([0, len(row)])
+    layout = StagingLayout(
+        zeros, row, row, zeros.astype(bool), zeros, zeros, num_bytes, zeros, end - num_bytes, end,
+        ends, ends, end[-1:],
+    )  # fmt: skip
+    fill_window(layout, 0, target, filler, bytes)
 
 
 def expected(tensors: list[torch.Tensor]) -> bytes:
@@ -314,24 +320,6 @@ def test_private_memory_is_pinned_piece_by_piece_and_once(monkeypatch):
     private.clear()
     gc.collect()
     assert not driver.registered
-
-
-def test_no_copy_goes_beyond_a_piece_and_each_is_announced_once(monkeypatch):
-    monkeypatch.setattr(window_filling, "_SMALL_BYTES", 300)
-    tensors = [torch.randn(n % 50 + 1) for n in range(200)] + [torch.randn(3000), torch.zeros(0)]
-    driver, used = Played(*tensors), []
-    lengths = [tensor.nbytes for tensor in tensors]
-    target = np.zeros(sum(lengths), np.uint8)
-    begin = int(target.__array_interface__["data"][0])
-
-    def use(piece: int) -> None:
-        used.append(piece)
-        driver.registered[begin + piece * 1000] = 1000
-
-    filler = filler_of(tensors, driver)
-    fill_rows(filler, range(len(tensors)), lengths, target, piece_bytes=1000, use=use)
-    assert used == list(range(-(-len(target) // 1000)))
-    assert target.tobytes() == expected(tensors)
 
 
 def test_no_more_than_half_of_the_machine_is_registered(monkeypatch):
