@@ -26,7 +26,6 @@ from ray_dcp.runtime.memory_tier import memory_of
 from ray_dcp.runtime.metrics import Account
 from ray_dcp.runtime.rank_load import (
     LoadResult,
-    LoadWork,
     Peers,
     RankLoad,
     StepRange,
@@ -54,6 +53,7 @@ from ray_dcp.torch_adapter.load_plan import plan_targets
 from ray_dcp.torch_adapter.planner_hooks import targets_with_planner
 from ray_dcp.torch_adapter.results import LoadReport, OperationLog, metadata_of
 from ray_dcp.torch_adapter.state import refuse_per_rank
+from ray_dcp.torch_adapter.targets import Targets
 from ray_dcp.view.progress import Meter, ShowProgress, reporting
 
 LoadSteps = Generator[Request, Reply, LoadReport]
@@ -438,7 +438,7 @@ def _load_steps(
         # planner is called must use as many names as the others.
         group = Group(session, options.plan_timeout_s, "load", target.url, coordinator_rank)
 
-    def plan(checkpoint: Checkpoint) -> Generator[Request, Reply, LoadWork]:
+    def plan(checkpoint: Checkpoint) -> Generator[Request, Reply, Targets]:
         if group is not None:
             work = yield from targets_with_planner(
                 group,
