@@ -23,6 +23,7 @@ import mmap
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -666,8 +667,9 @@ def write_part(
     rank_plan: RankPlan,
     attempt: str,
     *,
-    source: Source,
-    deferred: Deferred,
+    source: Source | None = None,
+    deferred: Deferred | None = None,
+    pieces: Callable[[int], PieceSource] | None = None,
     options: SaveOptions,
     published: Published = NOTHING_PUBLISHED,
 ) -> tuple[FileReceipt, ...]:
@@ -679,6 +681,7 @@ def write_part(
         attempt: Id of the attempt, part of the keys.
         source: Returns an item's bytes; called from several threads, possibly repeatedly per row.
         deferred: Returns a deferred item's bytes; called once per row, from several threads.
+        pieces: Returns the bytes of a file by its position in the plan, instead of those two.
         options: Only `num_threads` and `sync_files` are used.
         published: See `write_pieces`.
 
@@ -687,45 +690,29 @@ def write_part(
             except those that were complete already, under keys of this attempt.
         Exception: An error of `source` or `deferred`.
     """
-
-    def pieces(index: int) -> ItemPieces:
-        plan = rank_plan.files[index]
-        return ItemPieces(plan, part_key(plan, attempt), source, deferred)
-
-    return write_files(storage, rank_plan, attempt, pieces, options=options, published=published)
-
-
-def write_files(
-    storage: Storage,
-    rank_plan: RankPlan,
-    attempt: str,
-    pieces: Callable[[int], PieceSource],
-    *,
-    options: SaveOptions,
-    published: Published = NOTHING_PUBLISHED,
-) -> tuple[FileReceipt, ...]:
-    """Writes all files of a rank's plan, as `write_part`.
-
-    Args:
-        storage: As for `write_part`.
-        rank_plan: As for `write_part`.
-        attempt: As for `write_part`.
-        pieces: Returns the bytes of a file, by its position in the plan.
-        options: As for `write_part`.
-        published: As for `write_part`.
-    """
+    if pieces is None:
+        if source is None or deferred is None:
+            raise InternalError("expected the bytes of items or files; please report this")
+        pieces = partial(_item_pieces, rank_plan, attempt, source, deferred)
     receipts: dict[int, FileReceipt] = {}
     stop = Stop()
 
     def write(index: int) -> None:
+        plan, bytes_of_file = rank_plan.files[index], pieces(index)
         receipts[index] = write_pieces(
-            storage, rank_plan.files[index], attempt, pieces(index), options=options, stop=stop,
-            published=published,
-        )  # fmt: skip
+            storage, plan, attempt, bytes_of_file, options=options, stop=stop, published=published
+        )
 
     num_files = len(rank_plan.files)
     run_tasks(range(num_files), write, min(options.num_threads, num_files), stop)
     return tuple(receipts[index] for index in range(num_files))
+
+
+def _item_pieces(
+    rank_plan: RankPlan, attempt: str, source: Source, deferred: Deferred, index: int
+) -> PieceSource:
+    plan = rank_plan.files[index]
+    return ItemPieces(plan, part_key(plan, attempt), source, deferred)
 
 
 def write_pieces(

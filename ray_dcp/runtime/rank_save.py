@@ -56,7 +56,7 @@ from ray_dcp.errors import (
 from ray_dcp.events import contained
 from ray_dcp.format.manifest import Manifest, decode_record
 from ray_dcp.io.threads import Stop, run_within
-from ray_dcp.io.writer import write_part
+from ray_dcp.io.writer import Deferred, PieceSource, Source, write_part
 from ray_dcp.options import SaveOptions
 from ray_dcp.planning.fingerprint import fingerprint
 from ray_dcp.planning.merge import contents_of, digests_of, without_contents
@@ -267,8 +267,7 @@ class RankSave:
                 committed.
         """
         go, captured = yield from self.join(capture)
-        storing = partial(write_part, source=captured.source, deferred=captured.deferred)
-        receipt = self.write(go, storing)
+        receipt = self.write(go, captured.source, captured.deferred)
         outcome = yield from self.outcome(go, receipt)
         warnings = dict.fromkeys([*captured.warnings, *go.warnings, *outcome.warnings])
         return replace(outcome, warnings=tuple(warnings))
@@ -332,20 +331,31 @@ class RankSave:
                 self.history.planned(self.target, reply, columns, counts)
         return reply, captured
 
-    def write(self, go: SaveGo, write_plan: Callable[..., tuple[FileReceipt, ...]]) -> SaveReceipt:
+    def write(
+        self,
+        go: SaveGo,
+        source: Source | None = None,
+        deferred: Deferred | None = None,
+        pieces: Callable[[int], PieceSource] | None = None,
+    ) -> SaveReceipt:
         """Writes this rank's part of the plan; returns the receipt, which may report a failure.
 
         Args:
             go: The assignment of this rank.
-            write_plan: `write_part` or `write_files`, with the bytes.
+            source: See `write_part`.
+            deferred: See `write_part`.
+            pieces: See `write_part`.
         """
         progress, rank, timeout_s = self.progress, self.rank, self.options.write_timeout_s
 
         def write() -> tuple[FileReceipt, ...]:
-            return write_plan(
+            return write_part(
                 WatchedStorage(self.opener(self.target), progress),
                 go.plan,
                 go.attempt,
+                source=source,
+                deferred=deferred,
+                pieces=pieces,
                 options=self.options,
                 published=self.history.published(go.attempt),
             )

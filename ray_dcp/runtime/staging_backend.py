@@ -31,7 +31,6 @@ from ray_dcp.commit_protocol.messages import (
 )
 from ray_dcp.errors import CheckpointError, LimitError
 from ray_dcp.io.threads import begin
-from ray_dcp.io.writer import write_files
 from ray_dcp.runtime.rank_progress import RankProgress
 from ray_dcp.runtime.rank_save import (
     Captured,
@@ -113,7 +112,7 @@ class InProcessBackend:
             if pieces is None:
                 receipt = SaveReceipt(save.key, save.rank, go.attempt, go.epoch, error=error)
             else:
-                receipt = save.write(go, partial(write_files, pieces=pieces))
+                receipt = save.write(go, pieces=pieces)
                 self._ended = receipt.error is None
                 # Why now: with the outcome the next save begins, and may have this memory. A thread
                 # that was given up may still read it, for a file that will not be committed.
@@ -144,7 +143,7 @@ class InProcessBackend:
         filler = filler_of(captured.source)
         deferred, lengths = deferred_items(go.plan, captured.deferred)
         layout = lay_out_windows(go.plan, lengths, PIECE_BYTES)
-        self.num_bytes = layout.total_bytes
+        self.num_bytes = int(layout.num_bytes[~layout.is_deferred].sum())
         used_bytes = layout.used_bytes.tolist()
         try:
             self._lease = _memory.lease(sum(used_bytes[-1:], PIECE_BYTES * len(used_bytes[1:])))
