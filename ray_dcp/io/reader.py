@@ -29,9 +29,15 @@ from ray_dcp.errors import (
     DamagedCheckpointError,
     StorageError,
 )
-from ray_dcp.format.stream_transforms import MAX_OBJECT_BYTES, unpacked_item
 from ray_dcp.format.table import volumes
-from ray_dcp.format.torch_items import NeedMoreBytes, NotPlainTensor, TensorItem, parse_torch_save
+from ray_dcp.format.torch_items import (
+    MAX_OBJECT_BYTES,
+    NeedMoreBytes,
+    NotPlainTensor,
+    TensorItem,
+    parse_torch_save,
+    unpacked_item,
+)
 from ray_dcp.io.read_jobs import (
     DirectRead,
     Geometry,

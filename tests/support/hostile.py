@@ -36,9 +36,8 @@ from ray_dcp import CheckpointError
 from ray_dcp.format.manifest import AbortRecord, decode_record, encode_record, sealed, unsealed
 from ray_dcp.format.metadata import decode_metadata
 from ray_dcp.format.safetensors import parse_header, saved_offsets
-from ray_dcp.format.stream_transforms import ZSTD, unpacked_item
 from ray_dcp.format.table import decode_table, encode_table
-from ray_dcp.format.torch_items import parse_torch_save
+from ray_dcp.format.torch_items import ZSTD, parse_torch_save, unpacked_item
 from ray_dcp.torch_adapter.objects import load_object
 from tests.support.format_cases import Stored, forged, manifest, mixed_table
 
