@@ -564,15 +564,6 @@ _COLUMNS_OF_PLACES = {
 """Columns of a chunk table, with the column of `places` that fills them for deferred chunks."""
 
 
-def starts_of_files(table: ChunkTable) -> Int64Array:
-    """Returns where the chunks of each file begin, and the number of chunks: int64[f + 1].
-
-    Args:
-        table: A chunk table whose chunks are in file order.
-    """
-    return np.searchsorted(table.file, np.arange(len(table.files) + 1)).astype(np.int64)
-
-
 _MAX_VOLUME = float(1 << 62)
 
 

@@ -238,17 +238,12 @@ class NeedMoreBytes(CheckpointError):
     """The head of an item is too short to find its tensor: more bytes must be read.
 
     Args:
-        message: See `CheckpointError`.
         num_bytes: Length of the head to read for the next try, from the start of the item.
-        fields: See `CheckpointError`.
     """
 
-    def __init__(self, message: str, *, num_bytes: int = 0, **fields: Any) -> None:
-        super().__init__(message, **fields)
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(f"the first {num_bytes} bytes are needed")
         self.num_bytes = num_bytes
-
-    def _fields(self) -> dict[str, Any]:
-        return {**super()._fields(), "num_bytes": self.num_bytes}
 
 
 def parse_torch_save(head: bytes | bytearray | memoryview, item_bytes: int) -> TensorItem:
@@ -288,10 +283,7 @@ def parse_torch_save(head: bytes | bytearray | memoryview, item_bytes: int) -> T
         elif name == "byteorder" and walk.head[record.start : end] != b"little":
             raise NotPlainTensor("The item holds big-endian data, which only torch.load swaps")
         walk.finish_record(record, end)
-    raise DamagedCheckpointError(
-        f"Expected the tensor's data in the first {_MAX_RECORDS} records of the item, found none; "
-        "load an earlier step"
-    )
+    raise damaged(f"the tensor's data in the first {_MAX_RECORDS} records of the item", "none")
 
 
 def _described(pickled: bytes) -> TensorItem:
@@ -329,10 +321,7 @@ class _Walk:
         if end > _MAX_HEAD_BYTES:
             raise NotPlainTensor("The item has more before its tensor than a plain one has")
         wanted = min(max(end, 2 * len(self.head), 1024), self.item_bytes, _MAX_HEAD_BYTES)
-        raise NeedMoreBytes(
-            f"The first {len(self.head)} bytes of the item do not reach its tensor; read {wanted}",
-            num_bytes=wanted,
-        )
+        raise NeedMoreBytes(wanted)
 
     def next_record(self) -> _Record:
         start = self.pos + _LOCAL.size
@@ -710,9 +699,7 @@ def unpacked_item(
             f"own plug-in undoes; {_WAY_OUT}, else load an earlier step"
         )
     if len(transforms) > _MAX_LAYERS:
-        raise DamagedCheckpointError(
-            f"expected an item in at most {_MAX_LAYERS} layers of zstd, found {len(transforms)}"
-        )
+        raise damaged(f"an item in at most {_MAX_LAYERS} layers of zstd", f"{len(transforms)}")
     for _ in transforms:
         data = _unpacked(data, max_bytes)
     return data
@@ -744,12 +731,7 @@ def _unpacked(data: bytes | memoryview, max_bytes: int) -> bytes:
                 if num_bytes > max_bytes:
                     break
     except OSError as error:
-        raise DamagedCheckpointError(
-            f"expected an item compressed with zstd, found {error}; load an earlier step"
-        ) from error
+        raise damaged("an item compressed with zstd", str(error)) from error
     if num_bytes > max_bytes:
-        raise DamagedCheckpointError(
-            f"expected an item of at most {max_bytes} bytes, found one that unpacks to more; load "
-            "an earlier step"
-        )
+        raise damaged(f"an item of at most {max_bytes} bytes", "one that unpacks to more")
     return b"".join(pieces)
