@@ -193,15 +193,17 @@ class TensorSink:
         left = []
         for index, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
             tensor = targets[row]
-            # Why again: the tensor may have lost its memory meanwhile.
+            # Why again: the tensor may have lost its memory meanwhile. *Careful*: a view of freed
+            # memory has an address, that of its offset.
             if (
                 direct[row]
                 and tensor.is_cpu
                 and tensor.nbytes == count
                 and 0 <= start <= length - count
-                and (place := tensor.data_ptr())
+                and tensor.untyped_storage().nbytes()
+                >= count + tensor.storage_offset() * tensor.itemsize
             ):
-                _copy_memory(place, first + start, count)
+                _copy_memory(tensor.data_ptr(), first + start, count)
             else:
                 left.append(index)
         return left

@@ -305,11 +305,12 @@ def test_what_reaches_out_of_the_source_or_the_row_is_left(start: int, count: in
 
 def test_a_tensor_whose_memory_was_taken_meanwhile_is_left() -> None:
     sink = TensorSink()
-    emptied, shrunk = torch.zeros(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
-    sink.add_direct([emptied, shrunk])
-    emptied.untyped_storage().resize_(0)
-    shrunk.resize_(2)
-    assert sink.put_many([0, 1], SOURCE, [0, 0], [4, 4]) == [0, 1]
+    freed, short, small = (torch.zeros(6, dtype=torch.uint8)[1:5] for _ in range(3))
+    sink.add_direct([freed, short, small])
+    freed.untyped_storage().resize_(0)
+    short.untyped_storage().resize_(4)
+    small.resize_(2)
+    assert sink.put_many(range(3), SOURCE, [0] * 3, [4] * 3) == [0, 1, 2]
 
 
 def test_whole_items_without_raw_bytes_go_into_the_buffers_of_all_rows_they_meet() -> None:
