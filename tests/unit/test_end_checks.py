@@ -13,13 +13,10 @@ import ray_dcp
 from ray_dcp import DamagedCheckpointError, InvalidRequestError, SaveOptions, errors
 from ray_dcp.commit_protocol.messages import join_receipts, pack_receipts
 from ray_dcp.core import checksums as cs
-from ray_dcp.io.checkpoint import checkpoint_from, newest_record, read_checkpoint
 from ray_dcp.io.writer import write_part
 from ray_dcp.planning.global_plan import checked_receipts, make_plan, rank_plan
-from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from tests.support.arrays import ArrayCapture, sample_state
-from tests.support.world import save_state
 
 
 @pytest.mark.parametrize(
@@ -62,44 +59,6 @@ def test_the_first_block_that_changed_is_found_and_their_number_has_to_fit():
 
 WITHOUT = SaveOptions(num_threads=1, stock_metadata=False)
 STATE = {"w": torch.arange(99.0), "o": "x", "big": torch.arange(3000).reshape(60, 50)}
-BLANK = {"w": torch.zeros(99), "o": "", "big": torch.zeros(60, 50, dtype=torch.int64)}
-
-
-def storage_of(world_size, step=0, **kwargs):
-    storage = MemoryStorage("end-checks")
-    storage.delete([entry.key for entry in storage.list()])
-    save_state(storage, sample_state(step), world_size, options=WITHOUT, **kwargs)
-    return storage
-
-
-def opened_in_part(storage):
-    slot, record, _ = newest_record(storage)
-    return checkpoint_from(storage, "native", slot, record, checks_later=True)
-
-
-def blank():
-    return {**BLANK, "w": BLANK["w"].clone(), "big": BLANK["big"].clone()}
-
-
-def test_a_rank_reads_the_ends_of_its_own_files_only():
-    storage = storage_of(4)
-    whole = read_checkpoint(storage).table
-    opened = opened_in_part(storage)
-    assert opened.check_file.bytes_read == 0
-    assert not opened.table.checks.any()
-    spoiled = opened.table.files[2]
-    storage.write(spoiled, storage.read(spoiled)[:-1] + b"!")
-    for files in ([1], [1, 3], [0, 1, 3]):
-        opened.check_file.read(files)
-        of = np.repeat(whole.file, np.diff(whole.check_start))
-        there = np.isin(of, sorted({*files, 1}))
-        np.testing.assert_array_equal(opened.table.checks, np.where(there, whole.checks, 0))
-        assert opened.check_file.bytes_read == 8 * int(there.sum())
-    with pytest.raises(
-        errors.DamagedCheckpointError, match=f"checksums of {spoiled} at its end"
-    ) as told:
-        opened.check_file.read([2])
-    assert told.value.key == spoiled
 
 
 def test_a_view_reads_the_ends_of_those_files_alone_whose_values_it_gives(tmp_path):
@@ -123,23 +82,6 @@ def test_a_view_reads_the_ends_of_those_files_alone_whose_values_it_gives(tmp_pa
     assert ray_dcp.open(tmp_path / "c").diff(view).changed == ()
 
 
-def test_a_small_load_reads_each_file_that_tells_of_it_once(tmp_path, monkeypatch):
-    ray_dcp.save(STATE, checkpoint_id=tmp_path, no_dist=True)
-    reads = []
-    read = LocalStorage.read
-
-    def counted(self, key, *args):
-        reads.append(key)
-        return read(self, key, *args)
-
-    monkeypatch.setattr(LocalStorage, "read", counted)
-    ray_dcp.load(blank(), checkpoint_id=tmp_path, no_dist=True)
-    (data,) = tmp_path.glob("*.distcp")
-    (table,) = tmp_path.glob("*.table")
-    # Of the data file its end; what it holds goes straight into the targets.
-    assert sorted(reads) == sorted([".metadata", "manifest-00000001.json", table.name, data.name])
-
-
 def written(world_size=2):
     columns = [ArrayCapture(sample_state(0), rank, world_size) for rank in range(world_size)]
     plan = make_plan([one.columns for one in columns])
@@ -154,22 +96,6 @@ def written(world_size=2):
         )
     }  # fmt: skip
     return plan, columns, storage, receipts
-
-
-def test_a_file_that_another_writer_published_has_to_end_alike():
-    plan, columns, storage, receipts = written()
-
-    def again():
-        return write_part(
-            storage, rank_plan(plan, 0), "a1", source=columns[0].source,
-            deferred=columns[0].deferred, options=WITHOUT,
-        )  # fmt: skip
-
-    key = receipts[0].key
-    assert again()[0].digest == receipts[0].digest
-    storage.write(key, storage.read(key)[:-1] + b"!")
-    with pytest.raises(errors.CheckpointExistsError, match="two writers"):
-        again()
 
 
 def test_what_says_another_number_of_checksums_does_not_fit_the_plan():
