@@ -36,6 +36,7 @@ class Incarnations:
 
     def __init__(self):
         self.life, self.frozen, self.killed, self.pulses = 0, set(), [], None
+        self.plan = ""
         self.beats, self.answers, self.num_lost = [], {}, 0
         self.beat = SimpleNamespace(remote=self._sent)
 
@@ -47,7 +48,9 @@ class Incarnations:
     def get(self, sent):
         return HeartbeatAck("id", sent.life, "pid 1", **self.answers)
 
-    def recall(self, _):
+    def recall(self, name):
+        if name.startswith("staged:"):
+            return self.plan if name.endswith(":4:s") else ""
         return "" if self.pulses is None else str(next(self.pulses))
 
     def wait(self, refs, *, num_returns, timeout):
@@ -99,6 +102,20 @@ def test_each_incarnation_that_freezes_is_found_frozen_and_is_ended_once(coordin
         assert not eventually(lambda: sender.failure(False, True) is not None, 3 * TIMEOUT_S)
         sender.remove(again)
         assert coordinator.killed == [*range(life + 1)]
+
+
+def test_only_a_staged_save_whose_plan_is_kept_waits_for_the_next_incarnation(coordinator, sender):
+    coordinator.frozen.add(0)
+    coordinator.plan = "a plan"
+    progress = RankProgress()
+    sender.add(progress, TIMEOUT_S)
+    assert eventually(lambda: coordinator.killed == [0], 20)
+    assert eventually(lambda: sender.failure(False, True) is not None, 20)
+    assert sender.failure(False, True, OpKey("s", 4)) is None
+    assert type(sender.failure(False, True, OpKey("s", 5))) is DeadlineError
+    coordinator.plan = ""
+    assert type(sender.failure(False, True, OpKey("s", 4))) is DeadlineError
+    sender.remove(progress)
 
 
 def test_one_that_answers_is_not_found_frozen(coordinator, sender, progress):
