@@ -572,15 +572,41 @@ def write_part(
             except those that were complete already, under keys of this attempt.
         Exception: An error of `source` or `deferred`.
     """
+
+    def pieces(index: int) -> ItemPieces:
+        plan = rank_plan.files[index]
+        return ItemPieces(plan, part_key(plan, attempt), source, deferred)
+
+    return write_files(storage, rank_plan, attempt, pieces, options=options, published=published)
+
+
+def write_files(
+    storage: Storage,
+    rank_plan: RankPlan,
+    attempt: str,
+    pieces: Callable[[int], PieceSource],
+    *,
+    options: SaveOptions,
+    published: Published = NOTHING_PUBLISHED,
+) -> tuple[FileReceipt, ...]:
+    """Writes all files of a rank's plan, as `write_part`.
+
+    Args:
+        storage: As for `write_part`.
+        rank_plan: As for `write_part`.
+        attempt: As for `write_part`.
+        pieces: Returns the bytes of a file, by its position in the plan.
+        options: As for `write_part`.
+        published: As for `write_part`.
+    """
     receipts: dict[int, FileReceipt] = {}
     stop = Stop()
 
     def write(index: int) -> None:
-        plan = rank_plan.files[index]
-        pieces = ItemPieces(plan, part_key(plan, attempt), source, deferred)
         receipts[index] = write_pieces(
-            storage, plan, attempt, pieces, options=options, stop=stop, published=published
-        )
+            storage, rank_plan.files[index], attempt, pieces(index), options=options, stop=stop,
+            published=published,
+        )  # fmt: skip
 
     num_files = len(rank_plan.files)
     run_tasks(range(num_files), write, min(options.num_threads, num_files), stop)

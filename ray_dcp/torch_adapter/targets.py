@@ -48,7 +48,7 @@ def _nothing() -> None:
 
 
 class Targets:
-    """The wanted boxes and objects of one rank in one load; a `runtime.rank_load.LoadWork`.
+    """The wanted boxes and objects of one rank in one load.
 
     The order of calls: `check_coverage(plan_reads(table, wanted))`; then every load of `trials`;
     then, when every rank is ready, `read_chunks` fills `sink`, and `place_item` receives the items

@@ -256,10 +256,8 @@ def with_own(stages):
 
 LAYOUTS = {
     "HSDP": [hsdp_stage(range(64), (8, 8), "a", [("step", 7)])],
-    "replicas": [hsdp_stage(range(64), (64, 1), "a", [("step", 7)])],
     "pipeline of HSDP": pipeline(),
     "objects of each rank": with_own(pipeline()),
-    "stages in turn": [hsdp_stage(range(n, 64, 2), (4, 8), "ab"[n]) for n in (0, 1)],
     "FSDP and TP, norms copied": [
         Stage(
             range(64), (16, 4),
@@ -267,9 +265,6 @@ LAYOUTS = {
              Tensor("norm", (64,), [0, None]), Tensor("short", (5,), [0, None]),
              Tensor("turned", (61, 3), [0, 0], inner_first=True)],
         )
-    ],
-    "ranks that save nothing": [
-        hsdp_stage(range(60), (60,), "a"), Stage(range(60, 64), (4,), [])
     ],
     "three dimensions and experts": [
         Stage(

@@ -16,7 +16,9 @@ import ray_dcp
 from ray_dcp.errors import CheckpointError, InternalError
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import staging_backend
-from ray_dcp.stage.window_filling import HostFiller, drain, fill_rows
+from ray_dcp.stage import staged_memory
+from ray_dcp.stage.staged_memory import PrivateMemory
+from ray_dcp.stage.windows import HostFiller, StagingLayout, drain, fill_window
 from ray_dcp.torch_adapter import devices, sink
 from ray_dcp.torch_adapter.capture import TensorBytes
 from ray_dcp.torch_adapter.devices import (
@@ -44,8 +46,14 @@ def filled(tensors: list[torch.Tensor], driver: Played) -> np.ndarray:
 
 
 def fill(filler: DeviceFiller, lengths: list[int], target: np.ndarray) -> None:
-    rows = range(len(lengths))
-    fill_rows(filler, rows, lengths, target, piece_bytes=1 << 40, use=lambda piece: None)
+    row = np.flatnonzero(lengths).astype(np.int32)
+    num_bytes = np.array(lengths, np.int64)[row]
+    end, zeros, ends = np.cumsum(num_bytes), np.zeros_like(row), np.array([0, len(row)])
+    layout = StagingLayout(
+        zeros, row, row, zeros.astype(bool), zeros, zeros, num_bytes, zeros, end - num_bytes, end,
+        ends, ends, end[-1:],
+    )  # fmt: skip
+    fill_window(layout, 0, target, filler, bytes)
 
 
 def expected(tensors: list[torch.Tensor]) -> bytes:
@@ -261,6 +269,24 @@ def test_all_devices_are_waited_for_where_one_fails():
 
 
 # --- pinned memory ------------------------------------------------------------------------------
+
+
+def pin(driver: Played):
+    return lambda memory: driver.pin(torch.device("cpu"), memory)
+
+
+def test_private_memory_is_pinned_piece_by_piece_and_once(monkeypatch):
+    monkeypatch.setattr(staged_memory, "PIECE_BYTES", 1 << 20)
+    driver, private = Played(torch.zeros(1)), PrivateMemory()
+    for _ in range(2):
+        lease = private.lease(3 << 20)
+        lease.pin(pin(driver), 1)
+        lease.pin(pin(driver), 0)
+        assert sorted(driver.registered.values()) == [1 << 20] * 2
+        lease.release()
+    private.clear()
+    gc.collect()
+    assert not driver.registered
 
 
 def test_no_more_than_half_of_the_machine_is_registered(monkeypatch):
