@@ -38,7 +38,7 @@ from ray_dcp.store.object_stores import (
     name_of_store,
     provider_of,
 )
-from ray_dcp.store.retry import Retrying
+from ray_dcp.store.remote import Retrying, creates_if_absent_in
 from ray_dcp.store.storage import (
     MEMORY,
     OBJECT_STORE,
@@ -58,7 +58,6 @@ from ray_dcp.store.storage import (
     is_temporary,
     too_short,
 )
-from ray_dcp.store.storage_adapter import creates_if_absent_in
 
 _PIECE_BYTES = 4 << 20
 """Length of the pieces of an upload. Short, so that memory is freed soon after its part is sent."""

@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 from ray_dcp.core.processes import OwnProcess, ProcessLock
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.store.credentials import default_credentials, tried
-from ray_dcp.store.retry import Retrying
-from ray_dcp.store.storage_adapter import redacted
+from ray_dcp.store.remote import Retrying, redacted
 
 MIB = 1 << 20
 K = TypeVar("K")

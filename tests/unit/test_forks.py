@@ -31,7 +31,7 @@ HANDLED = {
     "runtime.staging_backend._memory": "begins anew; the memory is private",
     "stage.windows._helpers": "new threads",
     "runtime.staging._scratch": "begins anew; the memory is private",
-    "store.storage_adapter._LOCK": "a new one",
+    "store.remote._LOCK": "a new one",
     "store.local._LOCK": "a new one",
     "store.memory._LOCK": "a new one; the content is copied",
     "store.object_storage._LOCK": "a new one; budgets begin anew",

@@ -12,7 +12,7 @@ from obstore.store import LocalStore, MemoryStore
 from pyarrow import fs as arrow
 
 from ray_dcp.store import local
-from ray_dcp.store.filesystems import ArrowStorage, FsspecStorage
+from ray_dcp.store.filesystems import FsspecStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import Location
 from ray_dcp.store.memory import MemoryStorage
@@ -89,7 +89,7 @@ class TestFsspecThatRenames(StorageConformance):
 class TestArrow(StorageConformance):
     @pytest.fixture
     def storage(self, tmp_path):
-        return ArrowStorage(arrow.LocalFileSystem(), str(tmp_path / "step-1"))
+        return FsspecStorage(arrow.LocalFileSystem(), str(tmp_path / "step-1"))
 
 
 # --- Races ----------------------------------------------------------------------------------------

@@ -19,9 +19,8 @@ from ray_dcp.store.filesystems import FsspecStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.object_storage import ObjectStorage, object_failure
 from ray_dcp.store.object_stores import ObjectOptions
-from ray_dcp.store.retry import Retrying
+from ray_dcp.store.remote import Retrying, creates_if_absent_in, redacted
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError
-from ray_dcp.store.storage_adapter import creates_if_absent_in, redacted
 from tests.crash.crashes import check_crashes
 from tests.crash.invariants import INVARIANTS, nothing_is_left
 
