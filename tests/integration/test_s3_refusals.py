@@ -20,7 +20,7 @@ from ray_dcp.store.object_stores import make_store
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.remote import Retrying
 from tests.support.arrays import state_of
-from tests.support.servers.refusing_proxy import CUT, Refusal, RefusingProxy
+from tests.support.servers.proxies import CUT, Refusal, RefusingProxy
 from tests.support.servers.s3 import proxy_before, through, unfinished_uploads
 from tests.support.world import run_ranks, save_ranks
 

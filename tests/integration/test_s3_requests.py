@@ -8,7 +8,7 @@ import torch
 import ray_dcp
 from ray_dcp.manager import CheckpointManager
 from ray_dcp.store.location import Location
-from tests.support.servers.refusing_proxy import RefusingProxy
+from tests.support.servers.proxies import RefusingProxy
 from tests.support.servers.s3 import fresh_place, proxy_before, through
 
 AWAY_S = 0.05

@@ -42,6 +42,7 @@ from ray_dcp.torch_adapter.objects import load_object
 from tests.support.format_cases import Stored, forged, manifest, mixed_table
 
 LIMIT_S = 60
+"""How much CPU a file may take, in seconds."""
 FREE_BYTES = 256 << 20
 BYTES_A_BYTE = 150
 
@@ -721,7 +722,7 @@ def attempt(data: bytes, read: Callable[[bytes], Any]) -> tuple[str, str, float,
     """Returns class and text of what was raised, seconds, and bytes of memory that it took."""
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before, start = _status_bytes("VmRSS"), time.perf_counter()
-    signal.alarm(LIMIT_S)
+    signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
     try:
         read(data)
         found, told = "nothing", ""
@@ -729,7 +730,7 @@ def attempt(data: bytes, read: Callable[[bytes], Any]) -> tuple[str, str, float,
         found, told = type(error).__name__, str(error)
     except Exception as error:
         found, told = f"foreign {type(error).__name__}", str(error)
-    signal.alarm(0)
+    signal.setitimer(signal.ITIMER_PROF, 0)
     return found, told, time.perf_counter() - start, max(0, _status_bytes("VmHWM") - before)
 
 
