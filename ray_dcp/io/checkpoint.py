@@ -684,7 +684,7 @@ def _exactly(storage: Storage, key: str, start: int, num_bytes: int) -> bytes:
     data = _read(storage, key, start, num_bytes) if num_bytes else b""
     if len(data) != num_bytes:
         expected = f"bytes [{start}, {start + num_bytes}) in {key}"
-        raise damaged(expected, f"only {len(data)}: it was cut off", key=key)
+        raise damaged(expected, f"{len(data)} of them: it was cut off", key=key)
     return data
 
 

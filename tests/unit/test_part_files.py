@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import io
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -364,21 +363,6 @@ def test_a_stock_item_of_another_shape_or_dtype_is_damage(memory, shape):
     table = stock_table(memory, [torch.zeros(*shape, dtype=torch.int32)])
     with pytest.raises(errors.DamagedCheckpointError, match="found int32"):
         read(memory, table, wanted_of((0, (0, 0), shape)))
-
-
-class Evil:
-    def __reduce__(self):
-        return (os.system, ("true",))
-
-
-def test_a_stock_item_that_asks_for_code_is_refused_or_left_to_safe_loading(memory):
-    table = stock_table(memory, [torch.zeros(4)])
-    stream = io.BytesIO()
-    torch.save(Evil(), stream)
-    memory.write("__0_0.distcp", stream.getvalue())
-    table = replace(table, item_bytes=np.array([len(stream.getvalue())]))
-    with pytest.raises(errors.UnsafeCheckpointError):
-        read(memory, table, wanted_of((0, (0,), (4,))))
 
 
 @pytest.mark.parametrize("whole_item_bytes", [1, 1 << 20])

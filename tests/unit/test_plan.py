@@ -134,15 +134,6 @@ def test_every_rank_is_told_all_conflicts_by_name_and_rank(tmp_path, conflict, h
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize("rank", range(3))
-def test_a_gap_alone_stays_a_coverage_error(tmp_path, rank):
-    states = [{"w": Boxes(*([(3 * r, min(3 * r + 3, 8))] * (r != rank)))} for r in range(3)]
-    results = run_ranks(save_ranks({}, 3, str(tmp_path), states=states, capture=captured))
-    others = np.delete(np.arange(3), rank)
-    assert {type(result.error) for result in results} == {CoverageError}
-    assert f"the rest is on ranks {others[0]}, {others[1]}" in str(results[0].error)
-
-
 # --- Receipts that fit the plan -------------------------------------------------------------------
 
 
@@ -229,27 +220,6 @@ def test_a_large_replicated_tensor_is_cut_over_its_holders_along_its_first_long_
 @pytest.mark.parametrize(("shape", "chunks"), [((100,), 1), ((1 << 14,), 1), ((1 << 15,), 2)])
 def test_pieces_are_not_cut_below_64_kib(shape: tuple[int, ...], chunks: int) -> None:
     assert make_plan(replicated(8, shape)).table.num_chunks == chunks
-
-
-def bytes_by_rank(plan: GlobalPlan) -> np.ndarray:
-    own = np.bincount(plan.source_rank, plan.table.payload_bytes, plan.world_size)
-    return own.astype(np.int64)
-
-
-@pytest.mark.parametrize("world_size", [256, 3000])
-def test_replicated_tensors_with_few_rows_each_are_balanced_together(world_size: int) -> None:
-    # Cut one by one, a rank would get one or two of the 4096 rows of each: 1.5 times the mean.
-    columns = on_ranks(1, lambda b, _: layers(b, 40))
-    plan = make_plan(columns * world_size)
-    written = bytes_by_rank(plan)
-    assert written.max() / written.mean() < 1.01
-    assert plan.table.num_chunks < 80 + world_size
-
-
-def layers(builder: ColumnsBuilder, count: int) -> None:
-    for index in range(count):
-        builder.tensor(f"w{index}", "float32", (4096, 4096), splittable=True)
-        builder.tensor(f"b{index}", "float32", (4096,))
 
 
 def test_small_payloads_come_first_and_large_ones_start_on_pages() -> None:
@@ -380,3 +350,12 @@ def test_a_text_that_unpacks_to_far_more_than_its_length_is_refused() -> None:
         tail = struct.pack("<QQQ", len(packed), len(long), len(packed) + 24)
         with pytest.raises(ValueError, match="can't hold") if is_refused else nullcontext():
             assert unpack_record(packed + tail) == ({"a": 1}, [])
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_gap_alone_stays_a_coverage_error(tmp_path, rank):
+    states = [{"w": Boxes(*([(3 * r, min(3 * r + 3, 8))] * (r != rank)))} for r in range(3)]
+    results = run_ranks(save_ranks({}, 3, str(tmp_path), states=states, capture=captured))
+    others = np.delete(np.arange(3), rank)
+    assert {type(result.error) for result in results} == {CoverageError}
+    assert f"the rest is on ranks {others[0]}, {others[1]}" in str(results[0].error)
