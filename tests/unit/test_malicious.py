@@ -179,7 +179,7 @@ def test_values_nested_deep_are_made_and_freed():
         "import sys\nfrom tests.support import hostile\n"
         "from ray_dcp.torch_adapter.objects import load_object\n"
         f"for begin, end in {NESTED!r}:\n"
-        "    data = hostile.item(hostile.nested(100_000, b'N', begin, end))\n"
+        "    data = hostile.item(hostile.nested(50_000, b'N', begin, end))\n"
         "    value = load_object(data, fqn='a')\n    assert value is not None\n    del value\n"
         "    print(begin, 'freed')"
     )

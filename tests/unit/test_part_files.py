@@ -275,22 +275,21 @@ def test_scratch_memory_stays_within_its_limit(memory, monkeypatch):
     assert len(peaks) >= array.nbytes // limit
 
 
+@pytest.mark.parametrize("at", [0, -1])
 @pytest.mark.parametrize("shape", [(300, 1000), (16, 16), (60, 100)])
-def test_damage_names_tensor_file_and_bytes(memory, shape):
+def test_damage_names_tensor_file_and_bytes(memory, shape, at):
     arrays = [random_array(*shape), random_array(*shape)]
     table = written(memory, arrays)
-    start, block = int(table.payload_offset[1]), int(table.block_bytes[1])
-    position = start + arrays[1].nbytes - 1
-    flip(memory, position)
+    start, block, length = int(table.payload_offset[1]), int(table.block_bytes[1]), arrays[1].nbytes
+    flip(memory, start + at % length)
     with pytest.raises(errors.DamagedCheckpointError) as caught:
         read(memory, table, whole(arrays))
-    low = (arrays[1].nbytes - 1) // block * block
+    low = at % length // block * block
     text = str(caught.value)
-    assert f"bytes [{start + low}, {start + arrays[1].nbytes}) of {KEY}" in text
+    assert f"bytes [{start + low}, {start + min(low + block, length)}) of {KEY}" in text
     assert "'layer.1' is damaged" in text
     assert "earlier step" in text
-    assert caught.value.key == KEY
-    assert caught.value.checkpoint_id == memory.url
+    assert (caught.value.key, caught.value.checkpoint_id) == (KEY, memory.url)
 
 
 def test_never_reads_no_more_than_needed_and_checks_nothing(memory):

@@ -25,7 +25,7 @@ from ray_dcp.core.packing import pack_record, unpack_record
 from ray_dcp.core.values import Columns, GlobalPlan, IntKey, Kind, group_rows
 from ray_dcp.planning.coverage import check_coverage
 from ray_dcp.planning.global_plan import make_plan, rank_plan
-from ray_dcp.planning.reads import Wanted, block_ranges, plan_reads, slabs
+from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.torch_adapter.capture import capture
 from tests.support.conflicts import ALL, CONFLICTS, Boxes
 from tests.support.format_cases import table_of
@@ -322,18 +322,6 @@ def test_what_boxes_of_a_tensor_of_3_by_3_lack_is_told(boxes, outside, overlaps,
         plan = plan_reads(table, Wanted(*one))
         assert (len(plan), plan.uncovered) == (pairs, ((0, 4 * missing),) * bool(missing))
         assert plan.bytes_needed == 4 * size[0] * size[1]
-
-
-def test_a_column_of_a_large_chunk_is_read_in_few_ranges_without_walking_its_rows() -> None:
-    rows, width = 1 << 20, 1 << 12
-    box = (np.zeros(2, np.int64), np.array([rows, width]))
-    column = (np.array([0, 8]), np.array([rows, 2]))
-    found = block_ranges(
-        *box, *column, 4, block_bytes=1 << 20, payload_bytes=rows * width * 4, max_gap_bytes=0
-    )
-    assert found.tolist() == [[0, rows * width * 4]]
-    parts = slabs(*box, *column, 4, 64 << 20)
-    assert len(parts) == rows * width * 4 // (64 << 20)
 
 
 def test_rows_with_equal_hashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
