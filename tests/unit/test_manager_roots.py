@@ -338,6 +338,26 @@ def test_a_deletion_takes_only_what_was_decided_about(storage):
     assert list(writer.look().steps) == []
 
 
+@pytest.mark.parametrize("what", ["reading", "tags"])
+def test_what_protects_a_step_is_there_before_deletions_are_aborted(storage, monkeypatch, what):
+    """Else a deletion that is announced in between would not see it."""
+    writer = writer_of(storage)
+    save_step(writer, storage, 1, OLD)
+    lists, seen = MemoryStorage.list, []
+
+    def list_(self, prefix=""):
+        if "deleting/1." in prefix:
+            seen.append(len(lists(self, f"{FOLDER}/{what}/1.")))
+        return lists(self, prefix)
+
+    monkeypatch.setattr(MemoryStorage, "list", list_)
+    if what == "tags":
+        writer.tag(1, "good")
+    else:
+        read_by_another(root_of(storage))
+    assert seen == [1]
+
+
 @pytest.mark.parametrize("event", ["another writer", "tag", "deletion", "reader"])
 def test_what_was_announced_before_is_deleted_no_more_after(storage, event):
     writer = writer_of(storage)
