@@ -10,7 +10,6 @@ import pytest
 
 from ray_dcp import errors
 from ray_dcp.commit_protocol.messages import (
-    BatchedReplies,
     Exchange,
     FileReceipt,
     LoadJoin,
@@ -20,7 +19,6 @@ from ray_dcp.commit_protocol.messages import (
     SaveJoin,
     SaveReceipt,
     SaveStaged,
-    SendItems,
     Target,
     join_receipts,
     pack_receipts,
@@ -155,16 +153,17 @@ def test_receipts_are_joined_by_file():
     assert len(join_receipts([])) == 0
 
 
-@pytest.mark.parametrize("asked", [[(1, 3)], [(1,), (3,)]])
-def test_who_is_asked_for_more_is_waited_for_and_no_others(asked):
-    gathering = BatchWindow(range(4), lambda: 0.0)
-    (first,) = [message for rank in range(4) for message in gathering.take(join(rank))]
-    for ranks in asked:
-        gathering.replied(
-            first, BatchedReplies(tuple((rank, SendItems(rows=True)) for rank in ranks))
-        )
-    assert gathering.take(join(3, asked=1)) == []
-    assert [message.ranks for message in gathering.take(join(1, asked=1))] == [(1, 3)]
+def test_a_message_is_sent_when_it_is_whole_or_has_waited():
+    now = [0.0]
+    window = BatchWindow(range(3), lambda: now[0])
+    assert window.take(join(2)) == []
+    assert window.take(join(0)) == []
+    assert window.due() == []
+    now[0] = window.next_s
+    assert [message.ranks for message in window.due()] == [(0, 2)]
+    assert window.next_s is None
+    later = [join(rank, asked=1) for rank in (2, 0, 1)]
+    assert [m.ranks for one in later for m in window.take(one)] == [(0, 1, 2)]
 
 
 def test_joins_of_one_call_share_its_values_and_others_keep_their_own():
@@ -201,20 +200,6 @@ def test_receipts_of_another_attempt_are_refused_one_by_one():
     told = dict(world.shell.receive_batch(MessageBatch(KEY, "SaveReceipt", tuple(stray))).replies)
     assert set(told) == {0, 1}
     assert all(isinstance(reply.error, errors.CommitUnknownError) for reply in told.values())
-
-
-def test_steps_that_were_sent_are_forgotten_and_no_others():
-    gathering = BatchWindow(range(2), lambda: 0.0)
-    for seq in range(1000):
-        key = OpKey("run", seq)
-        gathering.take(join(0, key=key))
-        if seq:
-            (message,) = gathering.take(join(1, key=key))
-            gathering.replied(message, BatchedReplies(((0, SendItems(rows=True)),)))
-    # What waits is sent however long ago it came.
-    assert [m.ranks for m in gathering.take(join(1, key=KEY))] == [(0, 1)]
-    assert len(gathering._steps) <= 300
-    assert len(gathering._asked) <= 300
 
 
 def test_what_fails_goes_directly():
