@@ -131,8 +131,7 @@ class SharedReadDispatch:
 
     def __init__(self, is_over: Callable[[OpKey], bool]) -> None:
         self._is_over = is_over
-        self._loads: dict[OpKey, SharedReads] = {}
-        self._changed: dict[OpKey, asyncio.Event] = {}
+        self._loads: dict[OpKey, tuple[SharedReads, asyncio.Event]] = {}
 
     async def share(self, message: ReadMessage) -> Sequence[UnitUpdate] | None:
         """Applies a rank's message; returns updates for `Listen`, and None if the load is over.
@@ -144,23 +143,22 @@ class SharedReadDispatch:
         if self._is_over(key):
             self._drop(key)
             return None
-        reads = self._loads.setdefault(key, SharedReads())
-        changed = self._changed.setdefault(key, asyncio.Event())
+        reads, event = self._loads.setdefault(key, (SharedReads(), asyncio.Event()))
         if not isinstance(message, Listen):
             reads.take(message)
-            self._changed[key] = asyncio.Event()
-            changed.set()
+            self._loads[key] = (reads, asyncio.Event())
+            event.set()
             return ()
         loop = asyncio.get_running_loop()
         end_s = loop.time() + message.wait_s
-        while not (updates := reads.updates(message.rank, message.seen)) and loop.time() < end_s:
-            if self._loads.get(key) is not reads:
-                return None
+        while not (updates := reads.updates(message.rank, message.seen)):
             try:
-                waiting = self._changed[key].wait()
-                await asyncio.wait_for(waiting, end_s - loop.time())
+                await asyncio.wait_for(event.wait(), end_s - loop.time())
             except asyncio.TimeoutError:
                 break
+            if key not in self._loads:
+                return None
+            event = self._loads[key][1]
         return updates
 
     def tidy(self) -> None:
@@ -169,10 +167,9 @@ class SharedReadDispatch:
             self._drop(key)
 
     def _drop(self, key: OpKey) -> None:
-        self._loads.pop(key, None)
-        changed = self._changed.pop(key, None)
-        if changed is not None:
-            changed.set()
+        _, event = self._loads.pop(key, (None, None))
+        if event is not None:
+            event.set()
 
 
 class _Round:

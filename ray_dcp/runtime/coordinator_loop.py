@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
 from typing import Any, Generic, TypeVar
 
 from ray_dcp.commit_protocol.commands import Answer, Arm, Command, Disarm, Failed, Perform, step_of
@@ -129,12 +128,12 @@ class CoordinatorLoop:
 
         Args:
             message: The batch; it may arrive again, with those of its ranks that have no reply.
-            callers: The processes of the ranks; empty if they are registered.
+            callers: The processes of the ranks, in order.
             silence_s: See `Coordination.receive`.
         """
         begun = [
             await self._begin(request, caller, silence_s)
-            for request, caller in zip_longest(message.requests, callers)
+            for request, caller in zip(message.requests, callers, strict=True)
         ]
         try:
             futures = [future for _, future in begun]
@@ -360,6 +359,7 @@ class LoopThread(Generic[T]):
 
     def __init__(self, make: Callable[[], T]) -> None:
         self.loop = asyncio.new_event_loop()
+        self._asked: set[Future[Any]] = set()
         ready: Future[T] = Future()
         try:
             start_thread(partial(self._run, make, ready), "ray_dcp coordinator")
@@ -372,12 +372,14 @@ class LoopThread(Generic[T]):
         """Returns the future result of an asynchronous method of the object."""
         work = getattr(self.inner, method)(*arguments)
         try:
-            return asyncio.run_coroutine_threadsafe(work, self.loop)
+            answer = asyncio.run_coroutine_threadsafe(work, self.loop)
         except RuntimeError:  # the loop is closed
             work.close()
-            failed: Future[Any] = Future()
-            failed.set_exception(ParticipantError("The coordinator was closed", rank=0))
-            return failed
+            answer = Future()
+            answer.set_exception(ParticipantError("The coordinator was closed", rank=0))
+        self._asked.add(answer)
+        answer.add_done_callback(self._asked.discard)
+        return answer
 
     def stop(self) -> None:
         """Cancels what the loop runs, and ends its thread."""
@@ -403,3 +405,5 @@ class LoopThread(Generic[T]):
                 self.loop.run_until_complete(asyncio.wait(tasks))
         finally:
             self.loop.close()
+            for answer in list(self._asked):  # what came while the loop ended
+                answer.cancel()

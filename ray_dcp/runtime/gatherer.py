@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -30,7 +29,6 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.commit_protocol.commands import step_of
-from ray_dcp.commit_protocol.error_aggregation import Opening
 from ray_dcp.commit_protocol.messages import (
     LoadDone,
     LoadJoin,
@@ -177,7 +175,8 @@ class Gatherer:
         self._coordinator: Any = None
         self._window = BatchWindow(ranks, self._loop.time)
         self._waiting: dict[Waiting, list[asyncio.Future[Reply | None]]] = {}
-        self._callers: dict[int, tuple[Caller, float | None]] = {}
+        self._callers: dict[int, Caller] = {}
+        self._silence_s: float | None = None
         self._present: set[int] = set()
         self._lease_s = lease_s
         self._last_call_s = self._loop.time()
@@ -199,18 +198,14 @@ class Gatherer:
         """
         self._last_call_s = self._loop.time()
         self._present.add(request.rank)
-        self._callers[request.rank] = (caller, silence_s)
+        self._callers[request.rank], self._silence_s = caller, silence_s
         future: asyncio.Future[Reply | None] = self._loop.create_future()
         at = (request.key, request.rank, step_of(request))
         self._waiting.setdefault(at, []).append(future)
         for message in self._window.take(request):
-            self._start(self._send(message, isinstance(request, Opening)))
+            self._start(self._send(message))
         self._set_timer()
         return await future
-
-    async def pid(self) -> int:
-        """Returns its process id at once, which shows that it lives."""
-        return os.getpid()
 
     async def leave(self, rank: int) -> None:
         """Removes a rank; the gatherer exits with the last one."""
@@ -226,21 +221,20 @@ class Gatherer:
 
     def _send_late(self) -> None:
         for message in self._window.due():
-            self._start(self._send(message, True))
+            self._start(self._send(message))
         self._set_timer()
 
-    async def _send(self, message: MessageBatch, opens: bool) -> None:
+    async def _send(self, message: MessageBatch) -> None:
         """Sends a batch until all its ranks have replies, or the coordinator is out of reach."""
         left = set(message.ranks)
         try:
             while left:
                 if self._coordinator is None:
                     self._coordinator = await asyncio.to_thread(self._reach)
-                callers_of = [self._callers[rank] for rank in message.ranks]
-                # Why only then: the coordinator registers a rank's process once.
-                callers = [caller for caller, _ in callers_of] if opens else []
-                silence_s = callers_of[0][1]
-                replies = await self._coordinator.call_batch.remote(message, callers, silence_s)
+                callers = [self._callers[rank] for rank in message.ranks]
+                replies = await self._coordinator.call_batch.remote(
+                    message, callers, self._silence_s
+                )
                 for rank, reply in replies.replies:
                     left.discard(rank)
                     self._answer((message.key, rank, message.step), reply)
@@ -299,9 +293,6 @@ ANSWER_S = 60.0
 """How long a rank that sends no heartbeats waits for a reply before it calls the coordinator
 itself, in seconds; one that sends them waits for its `heartbeat_timeout_s`."""
 
-ALIVE_S = 5.0
-"""How long a gatherer may take to answer that it lives, in seconds."""
-
 
 class GatheredCalls:
     """The calls of one rank of one session that are sent by a gatherer. Thread-safe.
@@ -325,7 +316,7 @@ class GatheredCalls:
                 gatherer_of, coordinator, ranks, namespace=namespace, lease_s=lease_s
             )
         self._handle: Any = None
-        self._is_frozen = False
+        self._is_silent = False
 
     def call(self, request: Request, caller: Caller, silence_s: float | None) -> Reply | None:
         """Returns the reply to a request; None if the rank has to call the coordinator itself.
@@ -335,7 +326,7 @@ class GatheredCalls:
             caller: This rank's process for Ray.
             silence_s: See `Session.call`.
         """
-        if self._reach is None or not is_gathered(request) or self._is_frozen:
+        if self._reach is None or not is_gathered(request) or self._is_silent:
             return None
         if not ray.is_initialized():
             return None
@@ -349,7 +340,11 @@ class GatheredCalls:
             if done:
                 reply: Reply | None = ray_calls.get(answer)
                 return reply
-            self._check_alive()
+            # Why not again: it may be frozen, or a rank is late; either way calls arrive apart.
+            self._is_silent = True
+            logger.warning(
+                "The gatherer of rank %d gave no reply in time; it is not used again", self._rank
+            )
         except (RayError, ConnectionError, ValueError) as error:
             logger.info("Rank %d calls its coordinator itself: %s", self._rank, error)
             self._handle = None
@@ -361,12 +356,3 @@ class GatheredCalls:
         if handle is not None and ray.is_initialized():
             with suppress(Exception):
                 handle.leave.remote(self._rank)
-
-    def _check_alive(self) -> None:
-        """Checks whether the gatherer lives: a frozen one is not used again."""
-        with ray_calls.inside():
-            asked = self._handle.pid.remote()
-        done, _ = ray_calls.wait([asked], timeout=ALIVE_S)
-        self._is_frozen = not done
-        if not done:
-            logger.warning("The gatherer of rank %d is frozen; it is not used again", self._rank)

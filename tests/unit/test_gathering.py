@@ -10,22 +10,18 @@ import pytest
 
 from ray_dcp import errors
 from ray_dcp.commit_protocol.messages import (
-    Exchange,
     FileReceipt,
-    LoadJoin,
     MessageBatch,
     OpKey,
-    PartsHeld,
     SaveJoin,
     SaveReceipt,
-    SaveStaged,
     Target,
     join_receipts,
     pack_receipts,
 )
 from ray_dcp.core.checksums import digest
-from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.runtime.gatherer import BatchWindow, group_of, is_gathered
+from ray_dcp.options import SaveOptions
+from ray_dcp.runtime.gatherer import BatchWindow, group_of
 from ray_dcp.runtime.rank_save import PlanMemory
 from ray_dcp.store.memory import MemoryStorage
 from tests.support.arrays import ArrayCapture, same_state, sample_state
@@ -78,7 +74,7 @@ def test_a_warm_save_is_one_message_of_each_group_in_each_phase():
     assert job.holds(sample_state(1))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_in_any_order_and_whoever_dies_all_ranks_commit(seed):
     dice = random.Random(seed)
     job = Job(f"dice-{seed}")
@@ -91,17 +87,6 @@ def test_in_any_order_and_whoever_dies_all_ranks_commit(seed):
         assert len({result.get().attempt for result in results}) == 1
         assert job.holds(state)
         assert bool(world.direct) == any(group.is_dead for group in world.groups)
-
-
-def test_a_rank_that_differs_is_told_as_by_itself():
-    job = Job("differs")
-    job.save(sample_state(0))
-    urls = [job.url] * WORLD
-    urls[3] += "-else"
-    _, results = job.save(sample_state(0), urls=urls)
-    for result in results:
-        with pytest.raises(errors.RankDisagreementError, match="rank 3"):
-            result.get()
 
 
 def test_a_rank_that_fails_fails_all_at_once():
@@ -200,14 +185,3 @@ def test_receipts_of_another_attempt_are_refused_one_by_one():
     told = dict(world.shell.receive_batch(MessageBatch(KEY, "SaveReceipt", tuple(stray))).replies)
     assert set(told) == {0, 1}
     assert all(isinstance(reply.error, errors.CommitUnknownError) for reply in told.values())
-
-
-def test_what_fails_goes_directly():
-    assert is_gathered(join(0))
-    assert not is_gathered(join(0, error=errors.CheckpointError("no")))
-    assert is_gathered(SaveReceipt(KEY, 0, "a1", 1))
-    assert is_gathered(SaveStaged(KEY, 0, "a1", 1))
-    assert not is_gathered(SaveStaged(KEY, 0, "a1", 1, error=errors.CheckpointError("no")))
-    assert not is_gathered(PartsHeld(KEY, 0, "a1", 1, "s"))
-    assert is_gathered(LoadJoin(KEY, 0, 2, Target("memory://x"), LoadOptions()))
-    assert not is_gathered(Exchange(KEY, 0, 2, "t", {}, 1.0))

@@ -374,15 +374,3 @@ def test_an_error_of_one_rank_is_that_of_all_and_the_next_save_works(
         assert error.rank == 1
     assert as_ranks(pool, sessions, monkeypatch, lambda rank: save(rank, None)) == [None] * 3
     assert ray_dcp.verify(tmp_path / "a").ok
-
-
-def test_a_manager_and_the_newest_step_work_over_sockets(pool, sessions, monkeypatch, tmp_path):
-    def run(rank: int) -> Any:
-        with ray_dcp.CheckpointManager(tmp_path, 1, max_to_keep=2) as manager:
-            for step in (1, 2, 3):
-                manager.save(step, {"step": step, f"own {rank}": torch.full((3,), step)})
-        found = {"step": 0, f"own {rank}": torch.zeros(3, dtype=torch.int64)}
-        report = ray_dcp.load_newest(found, tmp_path)
-        return report.step, found["step"], found[f"own {rank}"].tolist()
-
-    assert as_ranks(pool, sessions, monkeypatch, run) == [(3, 3, [3, 3, 3])] * NUM_RANKS

@@ -249,7 +249,7 @@ def test_a_holder_of_which_the_earlier_coordinator_did_not_know_is_asked_too(clu
         staged = SaveStaged(KEY, 1, "a1", 1, held=held(1))
         batch = MessageBatch(KEY, "SaveStaged", (staged,))
         call = asyncio.ensure_future(
-            actor.call_batch(batch, ()) if together else actor.call(staged)
+            actor.call_batch(batch, (None,)) if together else actor.call(staged)
         )
         await actor.settled()
         await asyncio.gather(*actor._tasks)
