@@ -33,7 +33,7 @@ from ray_dcp.core.phases import CAPTURE
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.discovery import current_session
-from ray_dcp.runtime.inline import InlineSession, session_alone
+from ray_dcp.runtime.inline import session_alone
 from ray_dcp.runtime.metrics import Account
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_save import RankSave
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 StateDict = MutableMapping[str, Any]
 CheckpointId = AnyPlace
-RankSession = Session | InlineSession
+RankSession = Session
 
 
 def save(
