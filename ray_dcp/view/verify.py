@@ -148,7 +148,7 @@ def verify(path: AnyPlace, *, progress: ShowProgress = False) -> VerifyReport:
 def verify_opened(
     storage: Storage,
     checkpoint: Checkpoint,
-    path: AnyPlace | None,
+    path: AnyPlace | None = None,
     *,
     progress: ShowProgress = False,
 ) -> VerifyReport:
@@ -166,16 +166,6 @@ def verify_opened(
     """
     with reporting(progress, "verifying", storage.url) as meter:
         return _reported(lambda found: _verify_opened(storage, checkpoint, path, found, meter))
-
-
-def verify_checkpoint(storage: Storage, checkpoint: Checkpoint) -> VerifyReport:
-    """Returns the damaged bytes of an opened checkpoint, without items of a step.
-
-    Raises:
-        StorageError: The storage can't be listed or read.
-        VerifyInterrupted: As for `verify`.
-    """
-    return _reported(lambda found: _check_files(storage, checkpoint, found, uncounted()))
 
 
 def _reported(work: Callable[[Reports], None]) -> VerifyReport:

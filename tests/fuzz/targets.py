@@ -30,7 +30,7 @@ from ray_dcp.format.torch_items import parse_torch_save
 from ray_dcp.io.checkpoint import read_checkpoint
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.torch_adapter.objects import load_object
-from ray_dcp.view.verify import verify_checkpoint
+from ray_dcp.view.verify import verify_opened
 from tests.fuzz.mutation import NUMBERS, spoiled, spoiled_json, spoiled_pickle
 from tests.support import damage
 from tests.support.checkpoints import sharding_metadata
@@ -260,7 +260,7 @@ def _read_checkpoint(data: bytes) -> None:
         )
         errors = []
         for act in (
-            lambda: verify_checkpoint(storage, read_checkpoint(storage)),
+            lambda: verify_opened(storage, read_checkpoint(storage)),
             lambda: ray_dcp.load(into, checkpoint_id=url, no_dist=True),
             lambda: _look(url),
         ):
