@@ -333,6 +333,10 @@ class CheckpointView:
     def _rows(self) -> dict[str, int]:
         return {name: row for row, name in enumerate(self.names)}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Why: what was read already is in mappings that can't be changed, nor pickled.
+        return CheckpointView, (self.storage, self.checkpoint, self.place)
+
     def __len__(self) -> int:
         return len(self.names)
 

@@ -115,9 +115,10 @@ ARRAYS = {
 def in_parts() -> CheckpointView:
     world.save(ARRAYS, 3, "memory://view-parts")
     view = ray_dcp.open("memory://view-parts")
+    assert (view.world_size, view.tensors["a"].num_chunks) == (3, 3)
+    assert (view.layouts["a"], view.small_values) == ("rows/3", {})
     # As for a worker of a DataLoader, or a task of Ray.
     view, _ = pickle.loads(pickle.dumps((view, view["a"])))
-    assert (view.world_size, view.tensors["a"].num_chunks) == (3, 3)
     return view
 
 
