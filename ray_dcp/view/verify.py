@@ -227,11 +227,10 @@ def _verify_opened(
         own: Reports = []
         try:
             _verify(place_below(path or "", folder), own, meter)
-        except CheckpointNotFoundError as error:
-            found.append(VerifyReport(0, (Problem(folder, None, 0, 0, error.message),)))
-        except StorageError as error:
-            unread = (Problem(folder, None, 0, 0, error.message),)
-            found.append(VerifyReport(0, (), unread=unread))
+        except (CheckpointNotFoundError, StorageError) as error:
+            what = (Problem(folder, None, 0, 0, error.message),)
+            is_unread = isinstance(error, StorageError)
+            found.append(VerifyReport(0, (), (), what) if is_unread else VerifyReport(0, what))
         finally:
             found.append(_in_folder(folder, _joined(own)))
 

@@ -13,14 +13,7 @@ import torch
 from click.testing import CliRunner
 
 import ray_dcp
-from ray_dcp.cli.main import COMMANDS, EXAMPLES, LazyGroup, main
-from ray_dcp.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    DamagedCheckpointError,
-    InvalidRequestError,
-    StorageError,
-)
+from ray_dcp.cli.main import COMMANDS, EXAMPLES, main
 from tests.support import cli_story
 
 
@@ -36,31 +29,6 @@ def test_help_lists_every_command_without_loading_any():
     )
     assert all(name in found.stdout for name in COMMANDS)
     assert found.stdout.splitlines()[-1] == "['ray_dcp.cli.main']"
-
-
-@pytest.mark.parametrize(
-    ("error", "exit_code", "where"),
-    [
-        (DamagedCheckpointError("expected a, found b", key="x.json"), 1, " [file x.json]"),
-        (CheckpointNotFoundError("nothing in /run", checkpoint_id="/run", key=""), 2, ""),
-        (StorageError("permission denied", checkpoint_id="/run", key="a.json", rank=3), 2,
-         " [checkpoint /run, rank 3, file a.json]"),
-        (InvalidRequestError("a layout is written as 8", key="to"), 2, ""),
-    ],
-)  # fmt: skip
-def test_an_error_of_ours_is_one_message_and_an_exit_code(
-    error: CheckpointError, exit_code: int, where: str
-):
-    """What the message says already is not repeated behind it."""
-    group = LazyGroup(name="g", lazy={})
-
-    def fail() -> None:
-        raise error
-
-    group.add_command(click.Command("fail", callback=fail))
-    group.get_command = lambda ctx, name: group.commands[name]
-    found = CliRunner().invoke(group, ["fail"])
-    assert (found.exit_code, found.stderr) == (exit_code, f"Error: {error.message}{where}\n")
 
 
 def test_every_help_ends_with_two_examples_and_other_names_are_no_command():
