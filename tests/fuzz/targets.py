@@ -30,7 +30,7 @@ from ray_dcp.format.torch_items import ZSTD, parse_torch_save, unpacked_item
 from ray_dcp.io.checkpoint import read_checkpoint
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.torch_adapter.objects import load_object
-from ray_dcp.view.verify import verify_checkpoint
+from ray_dcp.view.verify import verify_opened
 from tests.support import damage
 from tests.support.checkpoints import sharding_metadata
 from tests.support.format_cases import Stored, forged, grouped_table, manifest, mixed_table, saved
@@ -403,7 +403,7 @@ def _read_checkpoint(data: bytes) -> None:
         )
         errors = []
         for act in (
-            lambda: verify_checkpoint(storage, read_checkpoint(storage)),
+            lambda: verify_opened(storage, read_checkpoint(storage)),
             lambda: ray_dcp.load(into, checkpoint_id=url, no_dist=True),
             lambda: _look(url),
         ):
