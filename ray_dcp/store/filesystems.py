@@ -447,7 +447,7 @@ def _worth_s(error: Exception) -> float:
     return _RETRY_S if isinstance(error, ConnectionError | TimeoutError) else 0.0
 
 
-class _ArrowFilesystem(ArrowFSWrapper):
+class _ArrowFilesystem(ArrowFSWrapper):  # type: ignore[misc]  # fsspec is untyped
     """A filesystem of pyarrow.fs as one of fsspec. It has no conditional creation."""
 
     cachable = False
