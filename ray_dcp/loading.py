@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +22,10 @@ from ray_dcp.core.phases import AWAIT_STAGED
 from ray_dcp.errors import CheckpointError, InvalidRequestError, MissingKeyError
 from ray_dcp.io.checkpoint import Checkpoint
 from ray_dcp.options import LoadOptions
-from ray_dcp.runtime.memory_tier import NodeMemory, memory_of
+from ray_dcp.runtime.memory_tier import memory_of
 from ray_dcp.runtime.metrics import Account
 from ray_dcp.runtime.rank_load import (
     LoadResult,
-    LoadWork,
     Peers,
     RankLoad,
     StepRange,
@@ -53,7 +53,8 @@ from ray_dcp.torch_adapter.load_plan import plan_targets
 from ray_dcp.torch_adapter.planner_hooks import targets_with_planner
 from ray_dcp.torch_adapter.results import LoadReport, OperationLog, metadata_of
 from ray_dcp.torch_adapter.state import refuse_per_rank
-from ray_dcp.view.progress import ShowProgress, reporting
+from ray_dcp.torch_adapter.targets import Targets
+from ray_dcp.view.progress import Meter, ShowProgress, reporting
 
 LoadSteps = Generator[Request, Reply, LoadReport]
 
@@ -281,19 +282,12 @@ def run_load(
     """
     options = route.apply(options or LoadOptions())
     url = route.target.url if route.target is not None else checkpoint_id
-    memory = memory_of(session)
-    activity = session.activity(options.heartbeat_timeout_s)
-    ranks = session.rank, session.world_size
-    with (
-        Account("load", url, activity, route.path, log),
-        activity,
-        reporting(progress, "loading", text_of(url) or "", ranks) as meter,
-        meter.following(activity.progress.look),
-    ):
+    with _loading(session, options, url, route.path, log, progress) as (activity, _):
         if route.target is not None:
-            _await_staged(memory, route.target.url, activity, options)
+            _await_staged(session, route.target.url, activity, options)
         steps = _load_steps(
             route,
+            session,
             activity,
             state_dict,
             options,
@@ -301,11 +295,30 @@ def run_load(
             coordinator_rank=coordinator_rank,
             stateful=stateful,
             overwritten=set() if overwritten is None else overwritten,
-            peers=_peers_of(session),
-            memory=memory,
         )
         report = drive(steps, activity.call)
     return replace(report, seconds=dict(activity.progress.seconds))
+
+
+@contextmanager
+def _loading(
+    session: RankSession,
+    options: LoadOptions,
+    url: CheckpointId | None,
+    path: str,
+    log: OperationLog | None,
+    progress: ShowProgress,
+) -> Iterator[tuple[Activity, Meter]]:
+    """Accounts for a load and shows its progress, from its begin to its end."""
+    activity = session.activity(options.heartbeat_timeout_s)
+    ranks = session.rank, session.world_size
+    with (
+        Account("load", url, activity, path, log),
+        activity,
+        reporting(progress, "loading", text_of(url) or "", ranks) as meter,
+        meter.following(activity.progress.look),
+    ):
+        yield activity, meter
 
 
 def run_load_newest(
@@ -334,7 +347,6 @@ def run_load_newest(
         CheckpointError: As `load_newest` does.
     """
     overwritten: set[str] = set()
-    memory = memory_of(session)
 
     def load(checkpoint_id: str, is_late: bool) -> LoadSteps:
         route = decide_load(planner, None, replace(run, url=checkpoint_id))
@@ -342,24 +354,16 @@ def run_load_newest(
         meter.begin(checkpoint_id)
         return _load_steps(
             route,
+            session,
             activity,
             state_dict,
             with_time_to_join(chosen) if is_late else chosen,
             checkpoint_id,
             overwritten=overwritten,
-            peers=_peers_of(session),
-            memory=memory,
         )
 
-    activity = session.activity(options.heartbeat_timeout_s)
-    ranks = session.rank, session.world_size
-    with (
-        Account("load", run.url, activity, NATIVE, log),
-        activity,
-        reporting(progress, "loading", run.url, ranks) as meter,
-        meter.following(activity.progress.look),
-    ):
-        _await_staged(memory, run.url, activity, options)
+    with _loading(session, options, run.url, NATIVE, log, progress) as (activity, meter):
+        _await_staged(session, run.url, activity, options)
         found = drive(
             load_newest_rank(
                 activity.next_key(),
@@ -378,13 +382,12 @@ def run_load_newest(
 
 def _load_steps(
     route: Route,
+    connected: RankSession,
     session: Activity,
     state_dict: StateDict,
     options: LoadOptions,
     checkpoint_id: CheckpointId | None,
     *,
-    peers: Peers,
-    memory: NodeMemory,
     overwritten: set[str],
     coordinator_rank: int = 0,
     stateful: bool = True,
@@ -393,12 +396,11 @@ def _load_steps(
 
     Args:
         route: As for `run_load`.
-        session: As for `run_load`.
+        connected: Session of this rank.
+        session: The call of which this load is a part.
         state_dict: As for `run_load`.
         options: Options, with those of `route` applied.
         checkpoint_id: As for `run_load`.
-        peers: Exchange of shared reads with other ranks.
-        memory: Checkpoints that the nodes keep in memory.
         coordinator_rank: As for `run_load`.
         stateful: As for `run_load`.
         overwritten: As for `run_load`.
@@ -436,7 +438,7 @@ def _load_steps(
         # planner is called must use as many names as the others.
         group = Group(session, options.plan_timeout_s, "load", target.url, coordinator_rank)
 
-    def plan(checkpoint: Checkpoint) -> Generator[Request, Reply, LoadWork]:
+    def plan(checkpoint: Checkpoint) -> Generator[Request, Reply, Targets]:
         if group is not None:
             work = yield from targets_with_planner(
                 group,
@@ -477,8 +479,8 @@ def _load_steps(
             options=options.without_choices(),
             plan=plan,
             progress=session.progress,
-            kept=memory.storage,
-            peers=peers,
+            kept=memory_of(connected).storage,
+            peers=_peers_of(connected),
         ).run()
     except CheckpointError:
         overwritten.update(
@@ -519,11 +521,12 @@ def _peers_of(session: object) -> Peers:
     return RayPeers(coordinator)
 
 
-def _await_staged(memory: NodeMemory, url: str, session: Activity, options: LoadOptions) -> None:
+def _await_staged(session: RankSession, url: str, activity: Activity, options: LoadOptions) -> None:
     """Waits for staged asynchronous saves of this checkpoint to be committed."""
     if options.from_memory:
-        session.progress.enter(AWAIT_STAGED)
-        memory.await_staged(url, options.plan_timeout_s, session.progress.stop)
+        activity.progress.enter(AWAIT_STAGED)
+        stop = activity.progress.stop
+        memory_of(session).await_staged(url, options.plan_timeout_s, stop)
 
 
 def _check_simple(route: Route, state_dict: StateDict, options: LoadOptions) -> None:

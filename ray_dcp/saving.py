@@ -48,7 +48,7 @@ from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route, decide_save
 from ray_dcp.torch_adapter.foreign import foreign_save
 from ray_dcp.torch_adapter.planner_hooks import capture_with_planner
 from ray_dcp.torch_adapter.results import CommittedMetadata, OperationLog
-from ray_dcp.torch_adapter.shards import Layouts, is_sharded, sharded
+from ray_dcp.torch_adapter.shards import is_sharded, sharded
 from ray_dcp.torch_adapter.state import check_mapping, stateful_to_state_dict
 from ray_dcp.view.progress import ShowProgress, reporting
 
@@ -491,9 +491,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def _bytes(value: torch.Tensor, world_size: int) -> float:
     if not is_sharded(value):
         return value.nbytes / world_size
-    num_bytes: float = sum(
-        part.nbytes for part in sharded(value, "", Layouts(), saving=False).tensors
-    )
+    num_bytes: float = sum(part.nbytes for part in sharded(value, "", saving=False).tensors)
     if isinstance(value, DTensor):
         sizes = zip(value.device_mesh.shape, value.placements, strict=True)
         num_bytes /= math.prod(size for size, placed in sizes if placed.is_replicate())

@@ -48,7 +48,16 @@ from ray_dcp.view.tables import Node, grown, leaves_of, shape_text
 from ray_dcp.view.trace import chrome_trace
 from ray_dcp.view.verify import Problem, VerifyInterrupted, VerifyReport
 from ray_dcp.view.verify import verify as verify_path
-from ray_dcp.view.wording import count_text, nearest, number_text, seconds_text, size_text
+from ray_dcp.view.wording import (
+    count_text,
+    course_text,
+    late_text,
+    nearest,
+    number_text,
+    seconds_text,
+    size_text,
+    stacked,
+)
 
 _MOST_NAMES = 40
 _MOST_PROBLEMS = 50
@@ -535,13 +544,8 @@ def gantt(trace: SaveTrace, title: str, width: int = _WIDTH) -> list[str]:
     bar = width - left - 22
     late = {straggler.rank for straggler in trace.stragglers}
     end_s = max([trace.committed_s, *(span.stop_s for span in trace.spans)]) or 1e-9
-    lines = [
-        f"{title}: {trace.mode}, {count_text(trace.world_size, 'rank')}, "
-        f"{size_text(trace.num_bytes)}",
-        f"committed after {seconds_text(trace.committed_s)}, "
-        f"training waited {seconds_text(trace.stall_s)}",
-        "",
-    ]
+    what, course = course_text(trace)
+    lines = [f"{title}: {what}", course, ""]
     for lane, spans in [*found.items()][: _MOST_LANES + 1]:
         drawn = _bar(spans, end_s, bar, COORDINATOR if lane is None else RANK)
         mark = styled("!", "red") if lane in late else " "
@@ -566,12 +570,7 @@ def gantt(trace: SaveTrace, title: str, width: int = _WIDTH) -> list[str]:
         for one in trace.phases
     ]
     lines += ["", *table(phases, left=("phase",)), ""]
-    for one in trace.stragglers:
-        where = f" ({one.where})" if one.where else ""
-        lines.append(
-            f"! rank {one.rank} ended {one.phase} after {seconds_text(one.seconds)}, half of the "
-            f"ranks within {seconds_text(one.median_s)}{where}"
-        )
+    lines += [f"! {late_text(one)}" for one in trace.stragglers]
     for who, looks in (("ranks", RANK), ("coordinator", COORDINATOR)):
         legend = "  ".join(f"{mark} {phase}" for phase, (mark, _) in looks.items())
         lines.append(styled(f"{who}: {legend}", "dim"))
@@ -582,10 +581,7 @@ def _bar(
     spans: tuple[Span, ...], end_s: float, width: int, looks: dict[str, tuple[str, str]]
 ) -> str:
     cells = [(" ", "")] * width
-    # Why in this order: a node agent writes while the rank still copies, so other phases cover
-    # `write`, and all cover `commit`, which is mostly waiting.
-    order = {"commit": 0, "write": 1}
-    for span in sorted(spans, key=lambda span: order.get(span.phase, 2)):
+    for span in stacked(spans):
         first = min(int(span.start_s / end_s * width), width - 1)
         # Why at least one cell: a phase of no duration happened, too.
         last = max(first + 1, min(round(span.stop_s / end_s * width), width))

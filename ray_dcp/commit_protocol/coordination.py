@@ -18,11 +18,7 @@ from ray_dcp.commit_protocol.commands import Answer, Result, Task, step_of
 from ray_dcp.commit_protocol.error_aggregation import (
     Opening,
     call_of,
-    check_world,
-    left_early,
-    lost_rank,
     unknown,
-    unknown_operation,
     went_ahead,
 )
 from ray_dcp.commit_protocol.liveness import (
@@ -53,6 +49,7 @@ from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
     InternalError,
+    InvalidRequestError,
     ParticipantError,
     SaveSkippedError,
 )
@@ -331,7 +328,14 @@ class Coordination:
             ranks: The ranks.
             reason: How the death was detected, for the error message.
         """
-        errors = {rank: lost_rank(rank, reason) for rank in ranks}
+        errors = {
+            rank: ParticipantError(
+                f"Expected rank {rank} to take part, but it was lost: {reason}. Restart rank "
+                f"{rank} and call again",
+                rank=rank,
+            )
+            for rank in ranks
+        }
         self._lost.setdefault(session, {}).update(errors)
         trim(self._lost, SESSIONS)
         commands: Commands = ()
@@ -371,7 +375,13 @@ class Coordination:
             rank: The rank.
             left: The operation and the reason.
         """
-        key, error = left.key, left_early(rank, left)
+        key = left.key
+        error = ParticipantError(
+            f"Expected rank {rank} to take part in operation {key.seq} of session {key.session!r} "
+            f"until its end, but it left the call: {left.reason}. Look at its log, and call again "
+            f"on every rank",
+            rank=rank,
+        )
         cancelled: Commands = ()
         if left.is_interrupt:
             cancelled = self.cancel(key, f"rank {rank} left it: {left.reason}")
@@ -390,7 +400,14 @@ class Coordination:
         For an unknown operation, which an earlier coordinator began, returns a `Refused`.
         """
         machine = self._known(key)
-        return Refused(unknown_operation(key)) if machine is None else machine.outcome
+        if machine is not None:
+            return machine.outcome
+        return Refused(
+            ParticipantError(
+                f"Operation {key.seq} of session {key.session!r} is not known here: this "
+                f"coordinator was restarted since it began. Call again"
+            )
+        )
 
     @property
     def active(self) -> tuple[OpKey, ...]:
@@ -426,8 +443,12 @@ class Coordination:
     def _machine_for(self, request: Request) -> Machine:
         if self._has_forgotten(request.key):
             raise unknown(request, "it ended long ago")
-        if isinstance(request, Opening):
-            check_world(request)
+        if isinstance(request, Opening) and not 0 <= request.rank < request.world_size:
+            raise InvalidRequestError(
+                f"Expected a rank from 0 to world size - 1, but found rank {request.rank} of "
+                f"{request.world_size}. Give each rank its number in the group",
+                rank=request.rank,
+            )
         match request:
             case SaveJoin():
                 return self._save(request)

@@ -18,7 +18,6 @@ from ray_dcp.commit_protocol.messages import (
     Exchange,
     Exchanged,
     Fenceable,
-    Left,
     LoadJoin,
     OpKey,
     Refused,
@@ -32,9 +31,7 @@ from ray_dcp.errors import (
     CommitUnknownError,
     DeadlineError,
     InternalError,
-    InvalidRequestError,
     ParticipantError,
-    PlanConflictError,
     RankDisagreementError,
     SaveCancelledError,
 )
@@ -205,35 +202,6 @@ def _known(ordered: list[int], describe_rank: Callable[[int], str]) -> str:
     return f": {'; '.join(known)}{more}" if known else ""
 
 
-def lost_rank(rank: int, reason: str) -> ParticipantError:
-    """Returns the error of a rank that died.
-
-    Args:
-        rank: The rank.
-        reason: How the death was detected.
-    """
-    return ParticipantError(
-        f"Expected rank {rank} to take part, but it was lost: {reason}. "
-        f"Restart rank {rank} and call again",
-        rank=rank,
-    )
-
-
-def left_early(rank: int, left: Left) -> ParticipantError:
-    """Returns the error of an operation that a rank has left before its end.
-
-    Args:
-        rank: The rank.
-        left: The operation and the reason.
-    """
-    return ParticipantError(
-        f"Expected rank {rank} to take part in operation {left.key.seq} of session "
-        f"{left.key.session!r} until its end, but it left the call: {left.reason}. Look at its "
-        f"log, and call again on every rank",
-        rank=rank,
-    )
-
-
 def identity(request: Opening) -> tuple[object, ...]:
     """Returns the fields of a call that must be equal on all ranks.
 
@@ -298,20 +266,6 @@ def _chosen(options: SaveOptions | LoadOptions) -> str:
     return f" with {', '.join(chosen)}" if chosen else ""
 
 
-def check_world(request: Opening) -> None:
-    """Checks that a rank is between 0 and its world size - 1.
-
-    Raises:
-        InvalidRequestError: It is not.
-    """
-    if request.world_size < 1 or not 0 <= request.rank < request.world_size:
-        raise InvalidRequestError(
-            f"Expected a rank from 0 to world size - 1, but found rank {request.rank} of "
-            f"{request.world_size}. Give each rank its number in the group",
-            rank=request.rank,
-        )
-
-
 def went_ahead(key: OpKey, rank: int) -> ParticipantError:
     """Returns the error of an operation that a rank began with an earlier coordinator.
 
@@ -323,18 +277,6 @@ def went_ahead(key: OpKey, rank: int) -> ParticipantError:
         f"The coordinator was restarted during operation {key.seq} of session {key.session!r}: "
         f"rank {rank} had begun it before, and will not join again. Call again",
         rank=rank,
-    )
-
-
-def unknown_operation(key: OpKey) -> ParticipantError:
-    """Returns the error of a query about an unknown operation.
-
-    Args:
-        key: The operation.
-    """
-    return ParticipantError(
-        f"Operation {key.seq} of session {key.session!r} is not known here: this coordinator was "
-        f"restarted since it began. Call again"
     )
 
 
@@ -394,34 +336,6 @@ def exchanged(request: Exchange) -> Generator[Exchange, Reply, Mapping[int, byte
 # The save
 
 
-def no_overwrite(committed: str, url: str) -> CheckpointExistsError:
-    """Returns the error of a save that must not replace the committed checkpoint.
-
-    Args:
-        committed: Description of the committed checkpoint.
-        url: URL of the target.
-    """
-    return CheckpointExistsError(
-        f"Checkpoint already exists, and SaveOptions.overwrite is False: found {committed}. Save "
-        f"under another id, delete that one, or allow overwrite",
-        checkpoint_id=url,
-    )
-
-
-def disagreeing_values(disagreements: str, url: str) -> PlanConflictError:
-    """Returns the error of `SaveOptions(replicas="check")`.
-
-    Args:
-        disagreements: Description of the items that differ, with their ranks.
-        url: URL of the target.
-    """
-    return PlanConflictError(
-        f"{disagreements}. Make the ranks agree, or save with SaveOptions(replicas='warn') to "
-        f"take the lowest rank's value",
-        checkpoint_id=url,
-    )
-
-
 def lost_race(vote: Vote, lost: Lost) -> CheckpointExistsError:
     """Returns the error of an attempt that lost its slot to another one.
 
@@ -440,24 +354,6 @@ def lost_race(vote: Vote, lost: Lost) -> CheckpointExistsError:
         f"the same checkpoint id (attempt {lost.attempt}) was committed in it first. Only one "
         f"save at a time can have an id",
         checkpoint_id=vote.target.url,
-    )
-
-
-def replaced_since(attempt: str, lost: Lost, url: str, rank: int) -> CheckpointExistsError:
-    """Returns the error of a rank that learns of its commit after the checkpoint was replaced.
-
-    Args:
-        attempt: The rank's attempt, which was committed.
-        lost: The later save or delete.
-        url: URL of the target.
-        rank: The rank.
-    """
-    what = "deleted" if lost.is_delete else f"saved again (attempt {lost.attempt})"
-    return CheckpointExistsError(
-        f"Attempt {attempt} was committed, but this rank learned it late: the checkpoint id was "
-        f"{what} in slot {lost.slot} since. Only one save at a time can have an id",
-        checkpoint_id=url,
-        rank=rank,
     )
 
 
@@ -511,26 +407,6 @@ def undecided(vote: Vote, cause: str) -> CommitUnknownError:
         f"{vote.slot}{why}. Ask ray_dcp.outcome({vote.target.url!r}, {vote.attempt!r}) later",
         attempt=vote.attempt,
         checkpoint_id=vote.target.url,
-    )
-
-
-def other_attempt(receipt: Fenceable, attempt: str, epoch: int, url: str) -> CommitUnknownError:
-    """Returns the error of a receipt for another attempt than the current one.
-
-    Args:
-        receipt: The receipt.
-        attempt: The current attempt; empty before planning.
-        epoch: Epoch of this coordinator.
-        url: URL of the target.
-    """
-    return CommitUnknownError(
-        f"Expected a receipt for attempt {attempt or '(none yet)'} of epoch {epoch}, but rank "
-        f"{receipt.rank} sent one for attempt {receipt.attempt} of epoch {receipt.epoch}: the "
-        f"coordinator was restarted in between, or this rank was replaced. It is ignored; the "
-        f"storage tells what became of that attempt",
-        attempt=receipt.attempt,
-        checkpoint_id=url,
-        rank=receipt.rank,
     )
 
 

@@ -74,14 +74,11 @@ from ray_dcp.commit_protocol.commands import (
     step_of,
 )
 from ray_dcp.commit_protocol.error_aggregation import (
-    disagreeing_values,
     fenced_off,
     located,
     lost_race,
     lost_stager,
     name_ranks,
-    no_overwrite,
-    other_attempt,
     overtaken,
     stagers_late,
     undecided,
@@ -106,8 +103,10 @@ from ray_dcp.commit_protocol.planning import PlanCache, Planning
 from ray_dcp.core.values import GlobalPlan
 from ray_dcp.errors import (
     CheckpointError,
+    CheckpointExistsError,
     CommitUnknownError,
     DeadlineError,
+    PlanConflictError,
     SaveCancelledError,
 )
 from ray_dcp.planning.global_plan import pack_for_commit, unpack_for_commit
@@ -285,7 +284,16 @@ class SaveMachine(Operation):
         if isinstance(request, Fenceable):
             epochs = (self._epoch, self._planned_in)
             if request.attempt != self._attempt or request.epoch not in epochs:
-                raise other_attempt(request, self._attempt, self._epoch, self._target.url)
+                raise CommitUnknownError(
+                    f"Expected a receipt for attempt {self._attempt or '(none yet)'} of epoch "
+                    f"{self._epoch}, but rank {request.rank} sent one for attempt "
+                    f"{request.attempt} of epoch {request.epoch}: the coordinator was restarted in "
+                    f"between, or this rank was replaced. It is ignored; the storage tells what "
+                    f"became of that attempt",
+                    attempt=request.attempt,
+                    checkpoint_id=self._target.url,
+                    rank=request.rank,
+                )
             if not 0 <= request.rank < self.world_size:
                 raise self._contradiction(f"{type(request).__name__} of rank {request.rank}")
         return super().receive(request)
@@ -465,7 +473,13 @@ class SaveMachine(Operation):
 
     def _make_plan(self, seen: RecordsRead) -> Commands:
         if seen.committed is not None and not self.options.overwrite:
-            return self._fail(no_overwrite(seen.committed, self._target.url))
+            return self._fail(
+                CheckpointExistsError(
+                    f"Checkpoint already exists, and SaveOptions.overwrite is False: found "
+                    f"{seen.committed}. Save under another id, delete that one, or allow overwrite",
+                    checkpoint_id=self._target.url,
+                )
+            )
         self._seen = seen
         self._warnings.extend(seen.warnings)
         plan = self._planning.plan()
@@ -475,7 +489,13 @@ class SaveMachine(Operation):
 
     def _begin_writing(self, planned: Planned) -> Commands:
         if planned.disagreements and self.options.replicas == "check":
-            return self._fail(disagreeing_values(planned.disagreements, self._target.url))
+            return self._fail(
+                PlanConflictError(
+                    f"{planned.disagreements}. Make the ranks agree, or save with "
+                    f"SaveOptions(replicas='warn') to take the lowest rank's value",
+                    checkpoint_id=self._target.url,
+                )
+            )
         if planned.disagreements:
             self._warnings.append(f"{planned.disagreements}. The lowest rank's are saved")
         self._attempt = self._new_attempt()

@@ -171,12 +171,12 @@ def parse_header(data: bytes, file_bytes: int | None = None) -> SafetensorsHeade
         DamagedCheckpointError: The data is no safetensors header, or contradicts itself.
     """
     if len(data) < 8:
-        raise NeedMoreBytes("A safetensors file begins with 8 bytes", num_bytes=8)
+        raise NeedMoreBytes(8)
     length = int.from_bytes(data[:8], "little")
     if not 2 <= length <= MAX_HEADER_BYTES or (file_bytes is not None and length + 8 > file_bytes):
         raise _damaged("the length of the header", f"{length} bytes")
     if len(data) < 8 + length:
-        raise NeedMoreBytes(f"The header has {length} bytes", num_bytes=8 + length)
+        raise NeedMoreBytes(8 + length)
     fields = _object(bytes(data[8 : 8 + length]), "a JSON object")
     metadata = _texts(fields.pop("__metadata__", {}))
     entries = sorted((_entry(*item) for item in fields.items()), key=lambda e: (e.begin, e.end))

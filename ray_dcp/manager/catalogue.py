@@ -24,8 +24,9 @@ from ray_dcp.format.step_info import (
     decode_catalogue,
     encode_catalogue,
     info_slot,
+    latest_values,
+    recorded_in,
 )
-from ray_dcp.format.step_metrics import latest_values, recorded_in
 from ray_dcp.io.records import fence, highest_record, info_below, read_slots
 from ray_dcp.manager.retention import StepFacts
 from ray_dcp.store.location import url_below

@@ -27,8 +27,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.manifest import DeleteRecord, Manifest, record_key
 from ray_dcp.format.names import note_key
-from ray_dcp.format.step_info import StepInfo, info_slot
-from ray_dcp.format.step_metrics import metrics_of
+from ray_dcp.format.step_info import StepInfo, info_slot, metrics_of
 from ray_dcp.io.records import (
     Announced,
     check_announced,

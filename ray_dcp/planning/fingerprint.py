@@ -42,7 +42,7 @@ FINGERPRINT_BYTES = 32
 
 _ITEMS_BYTES = 16
 """Length of the first half."""
-_FORM = 6
+_FORM = 7
 """Version of the planning code: raise it when the same items lead to another plan."""
 
 _ARRAYS = (
@@ -173,7 +173,7 @@ def plan_key(fingerprints: Sequence[bytes], nodes: Sequence[int] = ()) -> bytes:
 
     Args:
         fingerprints: Fingerprint of each rank.
-        nodes: Node number of each rank; see `sharing.node_numbers`.
+        nodes: Node number of each rank; see `global_plan.node_numbers`.
     """
     # Why no separators: all fingerprints have the same length.
     state = blake2b(b"".join(fingerprints), digest_size=FINGERPRINT_BYTES)

@@ -737,8 +737,32 @@ def share_reads(
         return _shares_of([], groups, node)
     whole = merged(*(np.concatenate([getattr(r, n) for r in distinct]) for n in _COLUMNS))
     units = _cut(whole, unit_bytes)
-    incidences = _incidences(units, distinct)
-    return _chosen(units, incidences, groups, ranks, node, cost, min_saved_bytes, needs)
+    unit, group, demand = _incidences(units, distinct)
+    members = [np.flatnonzero(groups == one) for one in range(len(distinct))]
+    sizes = np.array([len(one) for one in members])
+    num_nodes = np.array([len(set(node[one].tolist())) for one in members])
+    starts = offsets_of(np.bincount(unit, minlength=len(units)))
+    length = units.high - units.low
+    total = np.add.reduceat(demand * sizes[group], starts[:-1])
+    num_ranks = np.add.reduceat(sizes[group], starts[:-1])
+    # Careful: an upper bound if groups have nodes in common.
+    on_nodes = np.minimum(np.add.reduceat(num_nodes[group], starts[:-1]), len(set(node.tolist())))
+    shared = (num_ranks > 1) & (total - length >= min_saved_bytes)
+    if cost is not None:
+        shared &= cost.pays(length, total, num_ranks, on_nodes)
+    load = np.zeros(world_size, np.int64)
+    for rank in ranks:
+        load[rank] = needs[rank].num_bytes
+    for row in np.flatnonzero(shared[unit]).tolist():
+        load[members[group[row]]] -= demand[row]
+    found = []
+    for index in np.flatnonzero(shared).tolist():
+        own = group[starts[index] : starts[index + 1]]
+        able = np.concatenate([members[one] for one in own.tolist()])
+        reader = int(able[np.argmin(load[able])])
+        load[reader] += length[index]
+        found.append((units.file[index], units.low[index], units.high[index], reader, own))
+    return _shares_of(found, groups, node)
 
 
 _COLUMNS = ("file", "low", "high")
@@ -779,44 +803,6 @@ def _incidences(
     unit, member, demand = (np.concatenate(column) for column in zip(*found, strict=True))
     order = np.argsort(unit, kind="stable")
     return unit[order], member[order], demand[order]
-
-
-def _chosen(
-    units: Ranges,
-    incidences: tuple[Int64Array, Int64Array, Int64Array],
-    groups: Int32Array,
-    ranks: Sequence[int],
-    node: Int64Array,
-    cost: ShareCost | None,
-    min_saved_bytes: int,
-    needs: Mapping[int, Ranges],
-) -> ReadShares:
-    unit, group, demand = incidences
-    members = [np.flatnonzero(groups == one) for one in range(int(groups.max()) + 1)]
-    sizes = np.array([len(one) for one in members])
-    num_nodes = np.array([len(set(node[one].tolist())) for one in members])
-    starts = offsets_of(np.bincount(unit, minlength=len(units)))
-    length = units.high - units.low
-    total = np.add.reduceat(demand * sizes[group], starts[:-1])
-    num_ranks = np.add.reduceat(sizes[group], starts[:-1])
-    # Careful: an upper bound if groups have nodes in common.
-    on_nodes = np.minimum(np.add.reduceat(num_nodes[group], starts[:-1]), len(set(node.tolist())))
-    shared = (num_ranks > 1) & (total - length >= min_saved_bytes)
-    if cost is not None:
-        shared &= cost.pays(length, total, num_ranks, on_nodes)
-    load = np.zeros(len(groups), np.int64)
-    for rank in ranks:
-        load[rank] = needs[rank].num_bytes
-    for row in np.flatnonzero(shared[unit]).tolist():
-        load[members[group[row]]] -= demand[row]
-    found = []
-    for index in np.flatnonzero(shared).tolist():
-        own = group[starts[index] : starts[index + 1]]
-        able = np.concatenate([members[one] for one in own.tolist()])
-        reader = int(able[np.argmin(load[able])])
-        load[reader] += length[index]
-        found.append((units.file[index], units.low[index], units.high[index], reader, own))
-    return _shares_of(found, groups, node)
 
 
 def _numbered(nodes: Sequence[str], world_size: int) -> Int64Array:

@@ -1,6 +1,6 @@
 """The part of one rank in a load: generators that yield requests and receive replies.
 
-They depend on neither torch nor Ray: the caller passes in the code that plans targets, and `drive`
+They import neither torch nor Ray: the caller passes in the code that plans targets, and `drive`
 carries the requests. Each step of a rank has its deadline. Storage is read in separate threads;
 user code receives the values in the thread that called `load`.
 
@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ray_dcp.commit_protocol.error_aggregation import located, reply_error
 from ray_dcp.commit_protocol.messages import (
@@ -35,7 +35,6 @@ from ray_dcp.commit_protocol.messages import (
     Reply,
     Request,
     Target,
-    Untaken,
 )
 from ray_dcp.core.phases import COMPARE, FINISH, JOIN, OPEN, PLAN, PLAN_READS, READ, Step
 from ray_dcp.core.values import ChunkTable
@@ -53,7 +52,6 @@ from ray_dcp.io.checkpoint import Checkpoint, checkpoint_from
 from ray_dcp.io.reader import (
     Prepared,
     ReadStats,
-    TargetSink,
     naming_tensor,
     prepare_reads,
     read_items,
@@ -67,7 +65,6 @@ from ray_dcp.planning.reads import (
     ReadNeeds,
     ReadPlan,
     ShareCost,
-    Wanted,
     merged,
     plan_reads,
 )
@@ -82,6 +79,9 @@ from ray_dcp.runtime.rank_save import (
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyMissingError, Storage, read_traits_of
 from ray_dcp.view.run_listing import ListedRun, ListedStep, list_run
+
+if TYPE_CHECKING:
+    from ray_dcp.torch_adapter.targets import Targets
 
 KeptIn = Callable[[Storage, str], MemoryTierStorage | None]
 """Returns the storage with what nodes keep in memory of an attempt; None if they keep nothing."""
@@ -115,56 +115,6 @@ def _begin_anew() -> None:
 os.register_at_fork(after_in_child=_begin_anew)
 
 
-class LoadWork(Protocol):
-    """The values that a rank loads, as in `ray_dcp.torch_adapter.targets.Targets`."""
-
-    @property
-    def wanted(self) -> Wanted:
-        """The boxes of raw tensor bytes to read."""
-        ...
-
-    @property
-    def sink(self) -> TargetSink:
-        """The destination of these bytes."""
-        ...
-
-    @property
-    def objects(self) -> Sequence[tuple[int, Callable[[bytes], None]]]:
-        """Chunks to read whole, each with the function that receives its bytes."""
-        ...
-
-    def place_item(self, chunk: int, data: bytes, /) -> None:
-        """Receives a whole `torch.save` item of a tensor chunk that has no raw bytes."""
-        ...
-
-    def check_coverage(self, plan: ReadPlan, /) -> None:
-        """Raises `CoverageError` if a wanted box is not stored."""
-        ...
-
-    def trials(self) -> Iterator[LoadWork]:
-        """Yields work that shows whether targets that share memory receive the same values.
-
-        Each has to be loaded before the next one is requested. None of them changes a target.
-
-        Raises:
-            StateDictError: Some targets receive different values.
-        """
-        ...
-
-    @property
-    def untaken(self) -> Untaken | None:
-        """The stored names that this rank does not load, if some rank has to load them."""
-        ...
-
-    def check_taken(self, untaken: Untaken, /) -> None:
-        """Raises `StateDictError` for names that no rank loads."""
-        ...
-
-    def finish(self) -> None:
-        """Puts all values into place, once all bytes have been read."""
-        ...
-
-
 SHARE_BYTES = 256 << 20
 """Most bytes of a rank that are in the object store for other ranks at a time."""
 
@@ -183,7 +133,7 @@ class Peers:
         return SHARE_BYTES
 
 
-LoadPlanning = Generator[Request, Reply, LoadWork]
+LoadPlanning = Generator[Request, Reply, "Targets"]
 """A planner that exchanges messages with the other ranks before it returns the work."""
 
 
@@ -209,7 +159,7 @@ class RankLoad:
     target: Target
     """Location of the checkpoint."""
     options: LoadOptions
-    plan: Callable[[Checkpoint], LoadWork | LoadPlanning]
+    plan: Callable[[Checkpoint], Targets | LoadPlanning]
     """Returns what this rank loads from a checkpoint, or a generator that returns it, for planners
     that communicate with the other ranks. Changes no target."""
     opener: Callable[[Target], Storage] = open_storage
@@ -241,7 +191,7 @@ class RankLoad:
 
             progress.enter(PLAN_READS)
             checkpoint, error = result_or_error(partial(self.checkpoint, go), "opening", rank)
-            work: LoadWork | None = None
+            work: Targets | None = None
             prepared: Prepared | None = None
             if checkpoint is not None:
                 work, read_plan, error = yield from _planned(self.plan, checkpoint, rank)
@@ -327,7 +277,7 @@ class RankLoad:
             self._opened.expect(found.manifest.files)
         return found
 
-    def prepare(self, checkpoint: Checkpoint, work: LoadWork, read_plan: ReadPlan) -> Prepared:
+    def prepare(self, checkpoint: Checkpoint, work: Targets, read_plan: ReadPlan) -> Prepared:
         """Returns the reads of this rank; changes no target.
 
         Args:
@@ -350,7 +300,7 @@ class RankLoad:
 
         return self._in_time(prepare, "find what is stored")
 
-    def compare_overlaps(self, checkpoint: Checkpoint, work: LoadWork) -> None:
+    def compare_overlaps(self, checkpoint: Checkpoint, work: Targets) -> None:
         """Checks that targets that share memory receive the same values; changes no target.
 
         Args:
@@ -386,7 +336,7 @@ class RankLoad:
     def fill(
         self,
         checkpoint: Checkpoint,
-        work: LoadWork,
+        work: Targets,
         prepared: Prepared,
         proceed: LoadProceed,
     ) -> ReadCounts:
@@ -469,7 +419,7 @@ class RankLoad:
         self,
         storage: Storage,
         checkpoint: Checkpoint,
-        work: LoadWork,
+        work: Targets,
         prepared: Prepared,
         shared: SharedReadStorage | None = None,
         most_threads: int | None = None,
@@ -598,8 +548,8 @@ def drive(generator: Generator[Request, Reply, T], call: Callable[[Request], Rep
 
 
 def _planned(
-    plan: Callable[[Checkpoint], LoadWork | LoadPlanning], checkpoint: Checkpoint, rank: int
-) -> Generator[Request, Reply, tuple[LoadWork | None, ReadPlan | None, CheckpointError | None]]:
+    plan: Callable[[Checkpoint], Targets | LoadPlanning], checkpoint: Checkpoint, rank: int
+) -> Generator[Request, Reply, tuple[Targets | None, ReadPlan | None, CheckpointError | None]]:
     try:
         planned = plan(checkpoint)
         work = (yield from planned) if isinstance(planned, Generator) else planned

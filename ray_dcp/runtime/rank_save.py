@@ -23,7 +23,6 @@ from ray_dcp.commit_protocol.error_aggregation import (
     exchanged,
     failure_of,
     located,
-    replaced_since,
     reply_error,
 )
 from ray_dcp.commit_protocol.messages import (
@@ -48,6 +47,7 @@ from ray_dcp.core.phases import CAPTURE, COMMIT, PLAN, STAGED, WRITE
 from ray_dcp.core.values import Columns, Int32Array, RankPlan
 from ray_dcp.errors import (
     CheckpointError,
+    CheckpointExistsError,
     CommitUnknownError,
     InternalError,
     ParticipantError,
@@ -56,7 +56,7 @@ from ray_dcp.errors import (
 from ray_dcp.events import contained
 from ray_dcp.format.manifest import Manifest, decode_record
 from ray_dcp.io.threads import Stop, run_within
-from ray_dcp.io.writer import Deferred, Source, write_part
+from ray_dcp.io.writer import write_part
 from ray_dcp.options import SaveOptions
 from ray_dcp.planning.fingerprint import fingerprint
 from ray_dcp.planning.merge import contents_of, digests_of, without_contents
@@ -267,7 +267,8 @@ class RankSave:
                 committed.
         """
         go, captured = yield from self.join(capture)
-        receipt = self.write(go, captured.source, captured.deferred)
+        storing = partial(write_part, source=captured.source, deferred=captured.deferred)
+        receipt = self.write(go, storing)
         outcome = yield from self.outcome(go, receipt)
         warnings = dict.fromkeys([*captured.warnings, *go.warnings, *outcome.warnings])
         return replace(outcome, warnings=tuple(warnings))
@@ -331,23 +332,20 @@ class RankSave:
                 self.history.planned(self.target, reply, columns, counts)
         return reply, captured
 
-    def write(self, go: SaveGo, source: Source, deferred: Deferred) -> SaveReceipt:
+    def write(self, go: SaveGo, write_plan: Callable[..., tuple[FileReceipt, ...]]) -> SaveReceipt:
         """Writes this rank's part of the plan; returns the receipt, which may report a failure.
 
         Args:
             go: The assignment of this rank.
-            source: Returns the bytes of an item.
-            deferred: Returns the bytes of a deferred item.
+            write_plan: `write_part` or `write_files`, with the bytes.
         """
         progress, rank, timeout_s = self.progress, self.rank, self.options.write_timeout_s
 
         def write() -> tuple[FileReceipt, ...]:
-            return write_part(
+            return write_plan(
                 WatchedStorage(self.opener(self.target), progress),
                 go.plan,
                 go.attempt,
-                source=source,
-                deferred=deferred,
                 options=self.options,
                 published=self.history.published(go.attempt),
             )
@@ -447,7 +445,14 @@ class RankSave:
                         republish(self.opener(target), target.url)
                 return SaveOutcome(go.attempt, decision.slot, decision.record, (warning,))
             case Lost():
-                raise replaced_since(go.attempt, decision, target.url, rank)
+                how = f"saved again (attempt {decision.attempt})"
+                raise CheckpointExistsError(
+                    f"Attempt {go.attempt} was committed, but this rank learned it late: the "
+                    f"checkpoint id was {'deleted' if decision.is_delete else how} in slot "
+                    f"{decision.slot} since. Only one save at a time can have an id",
+                    checkpoint_id=target.url,
+                    rank=rank,
+                )
             case Fenced() if not isinstance(unanswered, CommitUnknownError):
                 raise unanswered
             case Fenced():

@@ -200,7 +200,9 @@ class Session(ABC):
                 self._caller,
                 silence_s,
                 timeout_s=timeout_s,
-                given_up=lambda failed: self._heartbeats.failure(failed, outlives_restart, is_held),
+                given_up=lambda failed: self._heartbeats.failure(
+                    failed, outlives_restart, request.key if is_held else None
+                ),
                 uncounted_s=lambda: self._heartbeats.queued_s(request.key),
             )
         except (ParticipantError, DeadlineError) as error:

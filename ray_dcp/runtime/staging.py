@@ -1,7 +1,9 @@
 """The rank's side of staging with Ray: this process's place at the stager of its node.
 
-Bytes go as objects of Ray's store, which the stager maps; `stage.transfer` hands them over.
-`ActorLink` is one process's connection to one stager: its handle, and its end.
+`transfer` hands a rank's bytes to a stager, window by window, as objects of Ray's store, which the
+stager maps. What is not in host memory, or small, is copied to private memory first, from which the
+objects are made behind it. `ActorLink` is one process's connection to one stager: its handle, and
+its end.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from pickle import PickleBuffer
 from typing import Any, NoReturn
 
@@ -36,10 +40,26 @@ from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE
 from ray_dcp.runtime.coordinator_call import call_actor, check_ray
 from ray_dcp.runtime.rank_save import Captured
 from ray_dcp.runtime.stager import StagingAddress, stager_of
-from ray_dcp.stage.orders import StageKey, StageOrder, StageProgress, StagerOptions
-from ray_dcp.stage.transfer import StagerGone, transfer
-from ray_dcp.stage.window_filling import filler_of
-from ray_dcp.stage.windows import plan_digest
+from ray_dcp.stage.orders import (
+    SHARE_OF_STORE,
+    Grant,
+    StageKey,
+    StageOrder,
+    StageProgress,
+    StagerOptions,
+    Unknown,
+)
+from ray_dcp.stage.staged_memory import PIECE_BYTES, Lease, PrivateMemory
+from ray_dcp.stage.windows import (
+    Filler,
+    Pin,
+    copying_threads,
+    deferred_items,
+    drain,
+    filler_of,
+    lay_out_windows,
+    window_parts,
+)
 from ray_dcp.stage.write_queue import LINGER_S, step_behind
 
 logger = logging.getLogger(__name__)
@@ -52,20 +72,27 @@ ENTER_S = 60.0
 """How long one that has started may take to answer, in seconds."""
 
 
+class StagerGone(Exception):
+    """The stager of a link is dead; a rank that has its state still stages it at another one."""
+
+
 class ActorLink:
-    """Implements `Link`: the way to a stager that is an actor.
+    """The way to a stager that is an actor. Calls may come from several threads.
 
     Args:
         handle: Of the actor.
         place: What it said of itself.
         pidfd: Of its process; -1 where it is not seen from here.
+
+    Attributes:
+        stager: Its name, different for each process that ever was one.
+        window_bytes: Longest window that it takes.
     """
 
     def __init__(self, handle: Any, place: StagingAddress, pidfd: int) -> None:
         self.handle = handle
         self.stager = place.stager
         self.window_bytes = place.window_bytes
-        self.known_plans: set[bytes] = set()
         self._pidfd = pidfd
 
     def call(
@@ -76,7 +103,19 @@ class ActorLink:
         silence_s: float | None = None,
         stop: Stop | None = None,
     ) -> Any:
-        """See `Link.call`."""
+        """Returns what the stager answers.
+
+        Args:
+            method: Of the stager.
+            *arguments: Of the method.
+            timeout_s: For the answer, in seconds.
+            silence_s: How long it may take to answer whether it lives, in seconds; None for ever.
+            stop: Ends the wait early, with its error.
+
+        Raises:
+            StagerGone: It is dead, or as good as dead: it does not answer.
+            CheckpointError: What it raised, or it did not answer in time.
+        """
         return call_actor(
             "the node's stager",
             lambda fresh: _gone(self.stager) if fresh else self.handle,
@@ -86,14 +125,14 @@ class ActorLink:
         )
 
     def post(self, method: str, *arguments: Any) -> None:
-        """See `Link.post`."""
+        """Sends a call whose answer nobody waits for."""
         # Suppressed: that the stager is gone, or Ray, is found by the next call.
         with suppress(Exception), ray_private.starting_no_ray(), ray_calls.inside():
             check_ray(self.stager)
             getattr(self.handle, method).remote(*arguments)
 
     def put(self, parts: list[np.ndarray]) -> Any:
-        """See `Link.put`."""
+        """Returns a reference to an object that has a copy of these runs of bytes."""
         # Why no arrays: Ray takes three times as long to make arrays again in another process.
         return ray_calls.put([PickleBuffer(part) for part in parts])  # type: ignore[arg-type]
 
@@ -154,6 +193,166 @@ def _gone(stager: str) -> NoReturn:
     raise StagerGone(stager)
 
 
+REPORT_S = 0.2
+"""How often a rank reports full windows, in seconds. With a report of each window the stager would
+begin to write while the rank still copies, and both would wait for the same memory: a state that is
+copied in less than this has its processors for itself."""
+
+
+_scratch = PrivateMemory()
+"""Reused from save to save, as pages that are touched and registered with a device."""
+os.register_at_fork(after_in_child=_scratch.begin_anew)
+
+
+def transfer(
+    link: ActorLink,
+    order: StageOrder,
+    reporter: Any,
+    filler: Filler,
+    deferred: Callable[[int], bytes],
+    *,
+    timeout_s: float,
+    stop: Stop | None = None,
+) -> int:
+    """Returns how many bytes the stager holds, when it holds them all.
+
+    Args:
+        link: To the stager.
+        order: What is handed over.
+        reporter: Who gets the reports.
+        filler: Copies the fixed items; called in this thread. It is waited for as seldom as
+            windows are reported, so that a device always has something to copy.
+        deferred: Gives a deferred item's bytes.
+        timeout_s: How long to wait each time that the stager has no room, in seconds.
+        stop: Ends it early, with its error.
+
+    Raises:
+        StagerGone: It died; everything is to be handed to another one.
+        CheckpointError: It refused or gave up, or `filler` or `deferred` failed.
+    """
+    silence_s = order.options.heartbeat_timeout_s
+
+    def call(method: str, *arguments: Any) -> Any:
+        answer = link.call(method, *arguments, timeout_s=timeout_s, silence_s=silence_s, stop=stop)
+        if isinstance(answer, Unknown):
+            raise StagerGone(f"{link.stager} does not know the {answer.what}")
+        return answer
+
+    layout = lay_out_windows(order.plan, order.deferred_bytes, order.window_bytes)
+    last, reported, reported_s = layout.num_windows - 1, -1, time.monotonic()
+
+    def report(method: str, window: int) -> None:
+        """Reports that all windows up to this one are full.
+
+        *Why* each report waits for its answer: one that was lost would hold up what writes.
+        """
+        nonlocal reported, reported_s
+        call(method, order.key, objects.take(range(reported + 1, window + 1)))
+        reported, reported_s = window, time.monotonic()
+
+    try:
+        num_granted = call("begin", link.stager, order, reporter).num_windows
+        with _WindowObjects(link, order.window_bytes, filler.pin) as objects:
+            for window, used_bytes in enumerate(layout.used_bytes.tolist()):
+                while window >= num_granted:
+                    # Nothing is written, and so no room made, before the stager knows of it.
+                    if reported < window - 1:
+                        report("deliver", window - 1)
+                    grant: Grant = call("more", order.key, num_granted)
+                    num_granted = grant.num_windows
+                    if grant.missing_bytes:
+                        _warn_of_full_store(grant.missing_bytes, order)
+                scratch = objects.scratch()
+                into = np.frombuffer(scratch.view, np.uint8)[:used_bytes]
+                objects.put(window, window_parts(layout, window, into, filler, deferred), scratch)
+                if time.monotonic() - reported_s > REPORT_S and window < last:
+                    report("deliver", window)
+            report("seal", last)
+    except BaseException:
+        drain(filler)
+        # Why: until the rank says so, the room of its windows is given to nobody else.
+        link.post("cancel", order.key, True)
+        raise
+    return layout.total_bytes
+
+
+def _warn_of_full_store(missing_bytes: int, order: StageOrder) -> None:
+    logger.warning(
+        "What the ranks of this node save to %s is %.3g GB larger than what staged bytes may take "
+        "of its object store: windows follow each other, and training waits for the storage. "
+        "Start Ray with an --object-store-memory that is %.3g GB larger, on a /dev/shm that has as "
+        "much, and raise StagerOptions(limit_bytes=...) where that is set",
+        order.target.url,
+        missing_bytes / 1e9,
+        missing_bytes / SHARE_OF_STORE / 1e9,
+    )
+
+
+class _WindowObjects:
+    """Puts windows into the object store, as many at a time as threads copy.
+
+    Nothing is under way any more when the context ends.
+
+    Args:
+        link: Puts them.
+        window_bytes: Length of the longest.
+        pin: Of the device that some of their bytes come from.
+    """
+
+    def __init__(self, link: ActorLink, window_bytes: int, pin: Pin | None) -> None:
+        self._link = link
+        self._window_bytes = window_bytes
+        self._pin = pin
+        self._refs: dict[int, Any] = {}
+        self._free: list[Lease] = []
+        self._begun: deque[tuple[int, Future[Any], Lease]] = deque()
+
+    def scratch(self) -> Lease:
+        """Returns memory for the next window; waits until one may begin."""
+        if len(self._begun) >= copying_threads():
+            self._finish_first()
+        if self._free:
+            return self._free.pop()
+        # Its pages take memory only where bytes are copied to.
+        lease = _scratch.lease(self._window_bytes)
+        for piece in range(-(-self._window_bytes // PIECE_BYTES)):
+            lease.pin(self._pin, piece)
+        return lease
+
+    def put(self, window: int, parts: list[np.ndarray], scratch: Lease) -> None:
+        """Begins to put a window.
+
+        Args:
+            window: Its number.
+            parts: Its bytes.
+            scratch: Where some of them are; free for the next window when they are copied.
+        """
+        self._begun.append((window, begin(partial(self._link.put, parts), "put window"), scratch))
+
+    def take(self, windows: Sequence[int]) -> dict[int, Any]:
+        """Returns the references of windows, once they are there; nobody else keeps any.
+
+        *Why*: a window counts in the node's budget until its last reference is gone.
+        """
+        while self._begun:
+            self._finish_first()
+        return {window: self._refs.pop(window) for window in windows}
+
+    def _finish_first(self) -> None:
+        window, future, scratch = self._begun[0]
+        self._refs[window] = future.result()
+        self._begun.popleft()
+        self._free.append(scratch)
+
+    def __enter__(self) -> _WindowObjects:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        wait([future for _, future, _ in self._begun])
+        for lease in (*self._free, *(lease for *_, lease in self._begun)):
+            lease.release()
+
+
 MOST_STAGERS = 3
 """How many stagers in a row may die while one state is handed over."""
 
@@ -207,7 +406,7 @@ class RankStaging:
         """
 
         def touch() -> None:
-            step_behind(19, "idle")
+            step_behind(19)
             # Suppressed: a first save is slower then, and raises what is wrong.
             with suppress(CheckpointError, StagerGone, RayError):
                 link = self.link()
@@ -258,11 +457,8 @@ class RankStaging:
             ParticipantError: No stager stays alive.
             CheckpointError: It was cancelled, or `captured` failed.
         """
-        started_s = time.perf_counter()
         filler = filler_of(captured.source)
-        deferred = {row: captured.deferred(row) for f in plan.files for row in f.deferred.tolist()}
-        lengths = tuple(tuple(len(deferred[r]) for r in f.deferred.tolist()) for f in plan.files)
-        plan_id = plan_digest(plan)
+        deferred, lengths = deferred_items(plan, captured.deferred)
         longest = LONGEST_DEVICE_WINDOW if filler.pin is not None else sys.maxsize
         for _ in range(MOST_STAGERS):
             link = self.link()
@@ -270,8 +466,7 @@ class RankStaging:
             order = StageOrder(
                 key,
                 self._process,
-                plan_id,
-                None,
+                plan,
                 lengths,
                 target,
                 options,
@@ -282,7 +477,6 @@ class RankStaging:
                 num_bytes = transfer(
                     link,
                     order,
-                    plan,
                     reporter,
                     filler,
                     deferred.__getitem__,
@@ -293,7 +487,7 @@ class RankStaging:
                 # This rank has the state still. What that one has written has the same bytes.
                 self.replace(link)
                 continue
-            return Staged(link, order, num_bytes, time.perf_counter() - started_s)
+            return Staged(link, order, num_bytes)
         raise ParticipantError(
             f"expected a stager to stay alive on this node, but {MOST_STAGERS} died one after the "
             f"other while rank {key.rank} staged; look into their logs",
@@ -410,14 +604,12 @@ class Staged:
         key: What the stager knows them by.
         num_bytes: How many.
         stager: Name of that stager, different for each process that ever was one.
-        stall_s: How long `stage` took, in seconds.
     """
 
-    def __init__(self, link: ActorLink, order: StageOrder, num_bytes: int, stall_s: float) -> None:
+    def __init__(self, link: ActorLink, order: StageOrder, num_bytes: int) -> None:
         self.key = order.key
         self.num_bytes = num_bytes
         self.stager = link.stager
-        self.stall_s = stall_s
         self._link = link
 
     def progress(self) -> StageProgress | None:

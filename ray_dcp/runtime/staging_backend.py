@@ -8,12 +8,12 @@ holds them itself (`InProcessBackend`), in memory that it does not train with.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,9 +29,9 @@ from ray_dcp.commit_protocol.messages import (
     SaveReceipt,
     SaveStaged,
 )
-from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError, LimitError
 from ray_dcp.io.threads import begin
+from ray_dcp.io.writer import write_files
 from ray_dcp.runtime.rank_progress import RankProgress
 from ray_dcp.runtime.rank_save import (
     Captured,
@@ -40,8 +40,9 @@ from ray_dcp.runtime.rank_save import (
     result_or_error,
 )
 from ray_dcp.stage.orders import StageKey
-from ray_dcp.stage.staged_memory import PIECE_BYTES, Lease, PrivateMemory
-from ray_dcp.stage.window_filling import Filler, fill_rows, filler_of
+from ray_dcp.stage.staged_memory import PIECE_BYTES, Lease, PrivateMemory, WindowBytes
+from ray_dcp.stage.windows import deferred_items, fill_window, filler_of, lay_out_windows
+from ray_dcp.stage.write_queue import StagedPieces
 from ray_dcp.store.opening import open_storage
 
 if TYPE_CHECKING:
@@ -49,38 +50,6 @@ if TYPE_CHECKING:
     from ray_dcp.runtime.staging import Staged
 
 Finish = Generator[Request, Reply, SaveOutcome]
-
-
-class StagingBackend(Protocol):
-    """The staged bytes of one rank's save."""
-
-    kind: str
-    """`SaveReport.staging`."""
-    num_bytes: int
-    """Bytes that were copied."""
-
-    def stage(
-        self, save: RankSave, go: SaveGo, captured: Captured
-    ) -> tuple[CheckpointError | None, Finish]:
-        """Copies what this rank writes; when it returns, the state may change.
-
-        Returns:
-            Why it failed, and what this rank still has to do until the save has ended: that reports
-            an error to the other ranks, which fail as well.
-        """
-        ...
-
-    def progress(self) -> tuple[int, int]:
-        """Returns bytes written and bytes in all."""
-        ...
-
-    def release(self, *, committed: bool) -> None:
-        """Gives the memory back; the save has ended.
-
-        Args:
-            committed: How: what it is to keep in memory stays then.
-        """
-        ...
 
 
 def staging_backend_of(session: Any) -> StagingBackend:
@@ -112,6 +81,10 @@ class InProcessBackend:
 
     Args:
         opener: What opens the storage.
+
+    Attributes:
+        kind: `SaveReport.staging`.
+        num_bytes: Bytes that were copied.
     """
 
     kind = "process"
@@ -126,26 +99,31 @@ class InProcessBackend:
     def stage(
         self, save: RankSave, go: SaveGo, captured: Captured
     ) -> tuple[CheckpointError | None, Finish]:
-        """See `StagingBackend.stage`."""
-        copy, error = result_or_error(partial(self._copy, go, captured), "staging", save.rank)
+        """Copies what this rank writes; when it returns, the state may change.
+
+        Returns:
+            Why it failed, and what this rank still has to do until the save has ended: that reports
+            an error to the other ranks, which fail as well.
+        """
+        pieces, error = result_or_error(partial(self._copy, go, captured), "staging", save.rank)
         self._rank_progress = save.progress
         save = replace(save, opener=self._opener)
 
         def finish() -> Finish:
-            if copy is None:
+            if pieces is None:
                 receipt = SaveReceipt(save.key, save.rank, go.attempt, go.epoch, error=error)
             else:
-                part, staged, deferred = copy
-                receipt = save.write(replace(go, part=part), staged, deferred)
+                receipt = save.write(go, partial(write_files, pieces=pieces))
                 self._ended = receipt.error is None
-                # Why now: with the outcome the next save begins, and may have this memory.
-                self._give_back(reuse=self._ended)
+                # Why now: with the outcome the next save begins, and may have this memory. A thread
+                # that was given up may still read it, for a file that will not be committed.
+                self.release(committed=False)
             return (yield from save.outcome(go, receipt))
 
         return error, finish()
 
     def progress(self) -> tuple[int, int]:
-        """See `StagingBackend.progress`."""
+        """Returns bytes written and bytes in all."""
         if self._ended or self._rank_progress is None:
             return self.num_bytes, self.num_bytes
         doing = self._rank_progress.doing
@@ -153,90 +131,35 @@ class InProcessBackend:
         return done, self.num_bytes
 
     def release(self, *, committed: bool) -> None:
-        """See `StagingBackend.release`."""
-        # Why no reuse: it was not given back after the write, so that something may still use it.
-        self._give_back(reuse=False)
+        """Gives the memory back; the save has ended.
 
-    def _give_back(self, *, reuse: bool) -> None:
+        Args:
+            committed: How: what it is to keep in memory stays then.
+        """
         if self._lease is not None:
-            self._lease.release(reuse=reuse)
+            self._lease.release()
 
-    def _copy(
-        self, go: SaveGo, captured: Captured
-    ) -> tuple[RankPlan, Callable[[int], memoryview], Callable[[int], bytes]]:
-        """Copies what this rank writes of each item; returns the plan of a file of these copies."""
-        plan, rows, first, lengths = _cut(go.plan)
-        files = plan.files
-        filler = _CutFiller(filler_of(captured.source), dict(zip(rows, first, strict=True)))
-        ends = np.cumsum(lengths, dtype=np.int64)
-        self.num_bytes = int(ends[-1]) if rows else 0
+    def _copy(self, go: SaveGo, captured: Captured) -> Callable[[int], StagedPieces]:
+        """Copies what this rank writes; returns the bytes of each file, by its position."""
+        filler = filler_of(captured.source)
+        deferred, lengths = deferred_items(go.plan, captured.deferred)
+        layout = lay_out_windows(go.plan, lengths, PIECE_BYTES)
+        self.num_bytes = layout.total_bytes
+        used_bytes = layout.used_bytes.tolist()
         try:
-            self._lease = _memory.lease(self.num_bytes)
+            self._lease = _memory.lease(sum(used_bytes[-1:], PIECE_BYTES * len(used_bytes[1:])))
         except MemoryError as exc:
             raise LimitError(
                 f"Expected {self.num_bytes} bytes of memory for a copy of the state, but {exc}. "
                 f"Save synchronously, or with fewer saves pending"
             ) from exc
-        memory = np.frombuffer(self._lease.view, dtype=np.uint8)
-        starts = (ends - lengths).tolist()
-        places = dict(zip(rows, zip(starts, ends.tolist(), strict=True), strict=True))
-
-        use = partial(self._lease.pin, filler.pin)
-        fill_rows(filler, rows, lengths, memory, piece_bytes=PIECE_BYTES, use=use)
-        deferred = {row: captured.deferred(row) for file in files for row in file.deferred.tolist()}
-        whole = self._lease.view
-
-        def staged(row: int) -> memoryview:
-            start, end = places[row]
-            return whole[start:end]
-
-        return plan, staged, deferred.__getitem__
-
-
-def _cut(plan: RankPlan) -> tuple[RankPlan, list[int], list[int], list[int]]:
-    """Returns the plan over items that are cut to what this rank writes of them.
-
-    Returns:
-        The plan; by rising row the rows, the first byte of each that is written, and how many
-        from there on are.
-    """
-    if not any(len(file.row) for file in plan.files):
-        return plan, [], [], []
-    row = np.concatenate([file.row for file in plan.files])
-    start = np.concatenate([file.source_start for file in plan.files])
-    end = start + np.concatenate([file.payload_bytes for file in plan.files])
-    rows, place = np.unique(row, return_inverse=True)
-    first = np.full(len(rows), np.iinfo(np.int64).max)
-    last = np.zeros(len(rows), dtype=np.int64)
-    np.minimum.at(first, place, start)
-    np.maximum.at(last, place, end)
-    files = tuple(
-        replace(file, source_start=file.source_start - first[np.searchsorted(rows, file.row)])
-        for file in plan.files
-    )
-    return replace(plan, files=files), rows.tolist(), first.tolist(), (last - first).tolist()
-
-
-class _CutFiller:
-    """Implements `Filler` for items without their first bytes.
-
-    Args:
-        inner: For the whole items.
-        first: By row how many bytes are left out.
-    """
-
-    def __init__(self, inner: Filler, first: Mapping[int, int]) -> None:
-        self.pin, self.finish = inner.pin, inner.finish
-        self._inner, self._first = inner, first
-
-    def fill(self, row: int, start: int, target: np.ndarray) -> None:
-        self._inner.fill(row, start + self._first[row], target)
-
-    def fill_many(
-        self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int], target: np.ndarray
-    ) -> None:
-        own = [start + self._first[row] for row, start in zip(rows, starts, strict=True)]
-        self._inner.fill_many(rows, own, lengths, target)
+        memory, windows = np.frombuffer(self._lease.view, dtype=np.uint8), []
+        for window, num_bytes in enumerate(used_bytes):
+            self._lease.pin(filler.pin, window)
+            into = memory[PIECE_BYTES * window :][:num_bytes]
+            fill_window(layout, window, into, filler, deferred.__getitem__)
+            windows.append(WindowBytes([into]))
+        return lambda file: StagedPieces(layout, file, windows.__getitem__)
 
 
 class StagerBackend:
@@ -257,7 +180,7 @@ class StagerBackend:
     def stage(
         self, save: RankSave, go: SaveGo, captured: Captured
     ) -> tuple[CheckpointError | None, Finish]:
-        """See `StagingBackend.stage`."""
+        """See `InProcessBackend.stage`."""
         held: PartsHeld | None = None
         error: CheckpointError | None = None
         if go.plan.files:
@@ -269,14 +192,14 @@ class StagerBackend:
         return error, save.outcome(go, ack, self._written)
 
     def progress(self) -> tuple[int, int]:
-        """See `StagingBackend.progress`."""
+        """See `InProcessBackend.progress`."""
         found = None if self._staged is None else self._staged.progress()
         if found is not None:
             self._last = (found.written_bytes, found.num_bytes)
         return self._last
 
     def release(self, *, committed: bool) -> None:
-        """See `StagingBackend.release`."""
+        """See `InProcessBackend.release`."""
         if self._staged is not None:
             self._staged.release(committed=committed)
 
@@ -311,3 +234,7 @@ class StagerBackend:
         if not isinstance(reply, Ack):
             raise reply_error(reply, own.rank)
         return held
+
+
+StagingBackend = InProcessBackend | StagerBackend
+"""The staged bytes of one rank's save."""

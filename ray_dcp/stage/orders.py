@@ -103,9 +103,9 @@ class Grant:
 
 @dataclass(frozen=True)
 class Unknown:
-    """The stager can't do it: it lacks the plan, or the job, or is another one than was meant."""
+    """The stager can't do it: it does not know the job, or is another one than was meant."""
 
-    what: Literal["plan", "job", "stager"]
+    what: Literal["job", "stager"]
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,8 @@ class StageOrder:
     key: StageKey
     process: str
     """Names the rank's process: what dies."""
-    plan_id: bytes
-    """`plan_digest` of the plan."""
-    plan: RankPlan | None
-    """What to write; None when the stager should know it."""
+    plan: RankPlan
+    """What to write."""
     deferred_bytes: tuple[tuple[int, ...], ...]
     """For each file the lengths of its deferred items."""
     target: Target

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ray_dcp.core.processes import OwnProcess
-from ray_dcp.stage.window_filling import Pin
+from ray_dcp.stage.windows import Pin
 
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE: touches pages without changing them (Linux 5.14)."""
@@ -167,16 +167,11 @@ class Lease:
         if self._area is not None and pin is not None:
             self._area.pin(pin, piece)
 
-    def release(self, *, reuse: bool = True) -> None:
-        """Gives it back; views of it must not be used any more. May come twice.
-
-        Args:
-            reuse: False where a thread that was given up may still use it: the memory goes when
-                nobody has a view of it.
-        """
+    def release(self) -> None:
+        """Gives it back; nobody may write to it any more. May come twice."""
         area, self._area = self._area, None
         self.view = memoryview(b"")
-        if area is not None and reuse:
+        if area is not None:
             self._owner._take_back(area)
 
 

@@ -2,40 +2,35 @@
 
 Writing begins with the first window. The queue knows neither ranks nor coordinator: its caller
 calls its methods, from any thread, and receives reports. Its threads run at a lower priority than
-training, for processors and for the disk.
+training.
 
 A `Job` is one rank's share of one save while a node holds and writes it; `StagedPieces` gives its
-bytes to a writer. The queue keeps plans and layouts of the last saves, so that a plan is not sent
-with every save, and written checkpoints for loads.
+bytes to a writer. The queue keeps written checkpoints for loads.
 """
 
 from __future__ import annotations
 
 import copy
-import ctypes
 import os
-import platform
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.core.processes import start_thread
-from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError, LimitError, ParticipantError, SaveCancelledError
 from ray_dcp.io.threads import run_tasks
 from ray_dcp.io.writer import NotHeldError, part_key, write_pieces
 from ray_dcp.stage.budget import Room, WindowBudget
-from ray_dcp.stage.job_state import Event, JobState
 from ray_dcp.stage.orders import (
     Grant,
     InFlight,
@@ -54,46 +49,22 @@ from ray_dcp.store.storage import Storage
 
 _JOBS_KEPT = 64
 """Finished jobs whose reports are kept for a coordinator that asks, when nobody releases them."""
-_PLANS_KEPT = 16
-_NUM_WRITERS = 4
-"""Part files that a node writes at a time: enough to overlap the waits for a storage; each takes
-a processor from training while it makes checksums."""
 _NICE = 5
-"""Of the writers, with a low priority for the disk: training goes first wherever both want a
-processor. Not the lowest: a processor that is never free would hold up the commit."""
-
-_T = TypeVar("_T")
+"""Of the writers: training goes first wherever both want a processor. Not the lowest: a processor
+that is never free would hold up the commit."""
 
 
-def _remember(known: OrderedDict[Hashable, _T], name: Hashable, value: _T) -> None:
-    """Stores a value as the last used one, and drops the least recently used."""
-    known[name] = value
-    known.move_to_end(name)
-    while len(known) > _PLANS_KEPT:
-        known.popitem(last=False)
-
-
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
-"""Number of the system call ioprio_set."""
-_IO_PRIORITY = {"low": (2 << 13) | 7, "idle": 3 << 13}
-"""Best effort, last of eight; only while nobody else wants the disk."""
-
-
-def step_behind(nice: int, io_priority: Literal["low", "idle"]) -> None:
+def step_behind(nice: int) -> None:
     """Lowers the priority of the calling thread, as far as the system lets it.
 
     Args:
         nice: 0 to 19; more is further behind.
-        io_priority: For the disk; counts where its I/O scheduler knows priorities.
     """
     # Suppressed: without it training is slowed a little, which is no reason to fail a save.
     with suppress(OSError, AttributeError):
         if nice > os.getpriority(os.PRIO_PROCESS, 0):
             # Careful: on Linux this is the priority of a thread, although it says process.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
-    number = _IOPRIO_SET.get(platform.machine())
-    if number is not None and platform.system() == "Linux":
-        ctypes.CDLL(None).syscall(number, 1, 0, _IO_PRIORITY[io_priority])
 
 
 LINGER_S = 1.5
@@ -135,11 +106,8 @@ class WriteQueue:
         self._jobs: dict[StageKey, Job] = {}
         self._report = report
         self._opener = opener
-        self._turn = threading.BoundedSemaphore(_NUM_WRITERS)
-        self._plans: OrderedDict[Hashable, RankPlan] = OrderedDict()
-        self._layouts: OrderedDict[Hashable, StagingLayout] = OrderedDict()
 
-    def begin(self, order: StageOrder, reporter: Any) -> Grant | Unknown:
+    def begin(self, order: StageOrder, reporter: Any) -> Grant:
         """Registers an order, and returns how many windows have room; may be none as yet.
 
         The same order again is the same job.
@@ -147,9 +115,6 @@ class WriteQueue:
         Args:
             order: What is handed over.
             reporter: Who gets its reports; passed on to `report`.
-
-        Returns:
-            `Unknown("plan")` when the plan has to be sent with it.
 
         Raises:
             LimitError: Its windows are too long.
@@ -165,10 +130,14 @@ class WriteQueue:
                     f"StagerOptions and equal stores",
                     key="window_bytes",
                 )
-            job = self._admit(order, reporter)
-            if job is None:
-                return Unknown("plan")
-            layout = job.layout
+            over = [
+                one for one in self._jobs.values() if one.state.is_at_rest and not self._keeps(one)
+            ]
+            for old in over[:-_JOBS_KEPT]:
+                self._forget(old)
+            layout = lay_out_windows(order.plan, order.deferred_bytes, order.window_bytes)
+            changed, hold_s = threading.Condition(self._lock), 2 * self._linger_s
+            job = self._jobs[order.key] = Job(order, layout, reporter, changed, hold_s)
             windows = [
                 (num_bytes, layout.files_of(number))
                 for number, num_bytes in enumerate(layout.used_bytes.tolist())
@@ -228,7 +197,12 @@ class WriteQueue:
         with self._lock:
             job = self._jobs.get(key)
             if job is not None:
-                self._fail(job, "failed", unreadable(key.rank, reason))
+                error = ParticipantError(
+                    f"expected the bytes that rank {key.rank} put into Ray's object store, but Ray "
+                    f"did not return them to the stager: {reason}; save again",
+                    rank=key.rank,
+                )
+                self._fail(job, "failed", error)
 
     def seal(self, key: StageKey) -> Future[bool | Unknown]:
         """Returns when the rank may go on: all windows are here.
@@ -251,8 +225,8 @@ class WriteQueue:
     def stuck(self, after_s: float) -> list[str]:
         """Returns the keys at which writers of jobs that have failed hang in the storage.
 
-        A writer that moves no byte gives its turn back, so that other saves do not wait for it. One
-        whose save may take no longer is cancelled: where all its ranks are dead nobody else does.
+        A job whose save may take no longer is cancelled: where all its ranks are dead nobody else
+        does.
 
         Args:
             after_s: Without a byte, or since the job failed, in seconds.
@@ -263,15 +237,14 @@ class WriteQueue:
             for job in list(self._jobs.values()):
                 is_working = job.state.writers == "working"
                 missing = set(job.files) - job.reports.keys() if is_working else ()
-                for turn in job.turns:
-                    if now_s - turn.moved_s > after_s:
-                        turn.give_back()
                 write_timeout_s = job.order.options.write_timeout_s
                 if missing and now_s - job.moved_s > write_timeout_s + after_s:
                     self.cancel(job.order.key, f"as nothing was written for {write_timeout_s:g} s")
                 if missing and job.error is not None and now_s - job.failed_s > after_s:
                     attempt = job.order.key.attempt
-                    found += [part_key(job.plan.files[file], attempt) for file in sorted(missing)]
+                    found += [
+                        part_key(job.order.plan.files[file], attempt) for file in sorted(missing)
+                    ]
         return found
 
     def is_needed(self) -> bool:
@@ -322,7 +295,13 @@ class WriteQueue:
             for job in list(self._jobs.values()):
                 if job.order.process == process and job.state.rank == "filling":
                     job.to("rank_left")
-                    self._fail(job, "failed", died(job.order.key.rank))
+                    rank = job.order.key.rank
+                    error = ParticipantError(
+                        f"rank {rank} died before the stager had all its bytes; restart it and "
+                        f"save again",
+                        rank=rank,
+                    )
+                    self._fail(job, "failed", error)
 
     # To be looked at
 
@@ -439,25 +418,6 @@ class WriteQueue:
         job = self._jobs.get(window.share)
         return None if job is None else job.windows.get(window.number)
 
-    def _admit(self, order: StageOrder, reporter: Any) -> Job | None:
-        """Returns a new job; None where its plan came neither with it nor with an earlier order."""
-        plan = order.plan or self._plans.get(order.plan_id)
-        if plan is None:
-            return None
-        _remember(self._plans, order.plan_id, plan)
-        name = (order.plan_id, order.deferred_bytes, order.window_bytes)
-        layout = self._layouts.get(name)
-        if layout is None:
-            layout = lay_out_windows(plan, order.deferred_bytes, order.window_bytes)
-        _remember(self._layouts, name, layout)
-        over = [one for one in self._jobs.values() if one.state.is_at_rest and not self._keeps(one)]
-        for old in over[:-_JOBS_KEPT]:
-            self._forget(old)
-        changed = threading.Condition(self._lock)
-        hold_s = 2 * self._linger_s
-        job = self._jobs[order.key] = Job(order, plan, layout, reporter, changed, hold_s=hold_s)
-        return job
-
     def _keeps(self, job: Job) -> bool:
         """Returns whether the bytes of a job that is at rest stay."""
         return (
@@ -532,8 +492,6 @@ class WriteQueue:
             job.error, job.failed_s = error, time.monotonic()
         if event == "failed" and job.state.fate == "failed":
             self._start(job)  # its threads report what is not written
-        for turn in job.turns:
-            turn.give_back()
         job.changed.notify_all()
         self._settle(job)
 
@@ -631,30 +589,17 @@ class WriteQueue:
             self._settle(job)
 
     def _write(self, job: Job, file: int) -> None:
-        step_behind(_NICE, "low")
-        turn = _Turn(self._turn)
-        with self._lock:
-            job.turns.add(turn)
-        try:
-            turn.acquire()
-            passed = self._passed(job, file, turn)
-            report = write_staged(job, file, turn, passed, self._opener)
-        finally:
-            turn.release()
-            with self._lock:
-                job.turns.discard(turn)
-        self._tell(job, file, report)
+        step_behind(_NICE)
 
-    def _passed(self, job: Job, file: int, turn: _Turn) -> Callable[[int | None, int], None]:
         def passed(window: int | None, num_bytes: int) -> None:
             with self._lock:
                 job.written_bytes += num_bytes
-                job.moved_s = turn.moved_s = time.monotonic()
+                job.moved_s = time.monotonic()
                 if window is not None:
                     self._budget.read(job.order.key, window, file)
                     self._pump()
 
-        return passed
+        self._tell(job, file, write_staged(job, file, passed, self._opener))
 
     def _tell(self, job: Job, file: int, report: StageReport) -> None:
         with self._lock:
@@ -668,49 +613,85 @@ class WriteQueue:
             self._settle(job)
 
 
-class _Turn:
-    """The turn of one writer among those that may write at a time.
+Event = Literal[
+    "all_here", "rank_left", "writers_started", "writers_ended", "failed", "cancelled", "committed",
+    "released",
+]  # fmt: skip
+"""What happens to a share: its last window came; its rank ended or gave up, and hands over nothing
+more; its writers began, or ended; it can't be written, which is reported; nobody needs it any more,
+so nothing is reported; its rank knows that the save was committed, or knows any other outcome."""
 
-    Its writer may hang in a storage that never answers, and the saves of others must not wait for
-    that: the turn is given back when the job fails, or when nothing moves.
 
-    Args:
-        turns: Of all writers.
+@dataclass(frozen=True)
+class JobState:
+    """The state of one rank's share of a save: a state and an event give the next one.
 
-    Attributes:
-        moved_s: When its writer began, or last wrote a byte; by the monotonic clock.
+    Three parts move on their own: the rank that hands over, the writers, and what becomes of the
+    share. Each only ever goes forward, so that events may come twice and in any order; one that has
+    no meaning in a state changes nothing.
+
+    Examples:
+        >>> state = JobState()
+        >>> for event in ("writers_started", "all_here", "writers_ended"):
+        ...     state = state.after(event)
+        >>> state.is_at_rest, state.after("all_here") == state
+        (True, True)
     """
 
-    def __init__(self, turns: threading.Semaphore) -> None:
-        self.moved_s = float("inf")
-        self._turns = turns
-        self._lock = threading.Lock()
-        self._is_held = False
-        self._given_back = threading.Event()
+    rank: Literal["filling", "handed_over", "left"] = "filling"
+    """`"handed_over"`: all windows are here, so that the rank may go on, or die; `"left"`: it
+    hands over nothing more, and something is missing."""
+    writers: Literal["idle", "working", "ended"] = "idle"
+    fate: Literal["open", "failed", "cancelled", "committed", "released"] = "open"
 
-    def acquire(self) -> None:
-        """Waits for the turn; not after it was given back."""
-        if self._given_back.is_set():
-            return
-        self._turns.acquire()
-        self.moved_s = time.monotonic()
-        with self._lock:
-            self._is_held = True
-        if self._given_back.is_set():
-            self.release()
+    def after(self, event: Event) -> JobState:
+        """Returns the state after an event."""
+        match event:
+            case "all_here" if self.rank == "filling":
+                return replace(self, rank="handed_over")
+            case "rank_left" if self.rank == "filling":
+                return replace(self, rank="left")
+            case "writers_started" if self.writers == "idle":
+                return replace(self, writers="working")
+            case "writers_ended":
+                return replace(self, writers="ended")
+            case "failed" if self.fate == "open" and self.writers != "ended":
+                return replace(self, fate="failed")
+            case "committed" if self.fate == "open":
+                return replace(self, fate="committed")
+            case "cancelled" if self.fate in ("open", "failed"):
+                # Why: nobody reads what a writer that begins now would report.
+                writers = "ended" if self.writers == "idle" else self.writers
+                return replace(self, fate="cancelled", writers=writers)
+            case "released":
+                return replace(self, fate="released")
+        return self
 
-    def release(self) -> None:
-        """Lets another writer write."""
-        with self._lock:
-            was_held, self._is_held = self._is_held, False
-        self.moved_s = float("inf")
-        if was_held:
-            self._turns.release()
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nobody fills or reads its windows any more: their memory may go."""
+        return self.rank != "filling" and self.writers == "ended"
 
-    def give_back(self) -> None:
-        """Lets another writer write from now on, whatever this one waits for."""
-        self._given_back.set()
-        self.release()
+    @property
+    def is_needed(self) -> bool:
+        """Whether it has bytes for a save that its rank may not have any more."""
+        held = self.rank == "handed_over" and self.writers != "ended"
+        return held and self.fate in ("open", "committed")
+
+    @property
+    def is_reported(self) -> bool:
+        """Whether the save may still need the reports of its files."""
+        return self.fate in ("open", "failed")
+
+    @property
+    def is_of_use(self) -> bool:
+        """Whether its save may be committed, or is."""
+        return self.fate in ("open", "committed")
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether nobody asks for it again, once it is at rest: its outcome is known."""
+        return self.fate in ("committed", "released")
 
 
 @dataclass(eq=False)
@@ -718,11 +699,13 @@ class Job:
     """What a `WriteQueue` knows of one `StageKey`. Guarded by its lock."""
 
     order: StageOrder
-    plan: RankPlan
     layout: StagingLayout
     reporter: Any
     """Who gets the reports; the queue only passes it on."""
     changed: threading.Condition
+    hold_s: float
+    """How long a writer that holds windows waits for room for the next one, in seconds: longer than
+    it takes until the memory of windows that were let go is free; 0 once it was in vain."""
     state: JobState = field(default_factory=JobState)
     num_granted: int = 0
     """How many of its windows have had room."""
@@ -730,14 +713,9 @@ class Job:
     """Bytes of the windows that are here, or were."""
     reports: dict[int, StageReport] = field(default_factory=dict)
     """By position in `plan.files`."""
-    hold_s: float = 2 * LINGER_S
-    """How long a writer that holds windows waits for room for the next one, in seconds: longer than
-    it takes until the memory of windows that were let go is free; 0 once it was in vain."""
     written_bytes: int = 0
     moved_s: float = field(default_factory=lambda: time.monotonic())
     """When bytes last reached the storage, or the job began; by the monotonic clock."""
-    turns: set[_Turn] = field(default_factory=set)
-    """Of its writers."""
     error: CheckpointError | None = None
     """Why it ends early."""
     failed_s: float = 0.0
@@ -750,9 +728,9 @@ class Job:
         self.state = self.state.after(event)
 
     @property
-    def files(self) -> tuple[int, ...]:
+    def files(self) -> range:
         """Positions in `plan.files` of those to write."""
-        return tuple(range(len(self.plan.files)))
+        return range(len(self.order.plan.files))
 
     @property
     def is_complete(self) -> bool:
@@ -774,7 +752,7 @@ class Job:
         """Returns where the bytes of each file lie, by the keys of the attempt."""
         key = self.order.key
         return tuple(
-            kept_file(part_key(self.plan.files[file], key.attempt), self.layout, file, key)
+            kept_file(part_key(self.order.plan.files[file], key.attempt), self.layout, file, key)
             for file in self.files
         )
 
@@ -794,30 +772,27 @@ class Job:
 
 
 class StagedPieces:
-    """Implements `PieceSource` on the windows of a job; waits for those that are not here yet.
+    """Implements `PieceSource` on staged windows.
 
     Args:
-        job: Whose.
-        file: Position in `plan.files`.
-        turn: Held by the writing thread; given up while it waits.
+        layout: Where the bytes lie.
+        file: Position of the file in the plan.
+        bytes_of: Returns the bytes of a window, which it may wait for.
         passed: Told of each window whose bytes for this file are written, and of how many bytes
             are written since the last time.
     """
 
     def __init__(
         self,
-        job: Job,
+        layout: StagingLayout,
         file: int,
-        turn: _Turn,
-        passed: Callable[[int | None, int], None],
+        bytes_of: Callable[[int], WindowBytes],
+        passed: Callable[[int | None, int], None] = lambda *_: None,
     ) -> None:
         self.before_wait: Callable[[], None] = lambda: None
         self.is_held = False
-        layout = job.layout
-        low, high = layout.file_first[file : file + 2].tolist()
-        own = slice(low, high)
-        self._job = job
-        self._turn = turn
+        own = slice(*layout.file_first[file : file + 2].tolist())
+        self._bytes_of = bytes_of
         self._passed = passed
         self._window = layout.window[own].tolist()
         self._offset = layout.offset[own].tolist()
@@ -872,10 +847,18 @@ class StagedPieces:
     def _views(self, segment: int) -> Iterator[memoryview]:
         window = self._window[segment]
         if window != self._current[0]:
-            self._current = (window, self._wait_for(window))
+            self._current = (window, self._bytes_of(window))
         for view in self._current[1].views(self._offset[segment], self._length[segment]):
             self._last_view = view
             yield view
+
+
+class JobPieces(StagedPieces):
+    """The pieces of a job's file; waits for windows that are not here yet."""
+
+    def __init__(self, job: Job, file: int, passed: Callable[[int | None, int], None]) -> None:
+        super().__init__(job.layout, file, self._wait_for, passed)
+        self._job = job
 
     def _wait_for(self, window: int) -> WindowBytes:
         job = self._job
@@ -886,20 +869,14 @@ class StagedPieces:
         # does what was written last, to which the writer refers still.
         self.before_wait()
         self.let_go()
-        self._turn.release()
-        try:
-            with job.changed:
-                if self.is_held:
-                    self._hold(window)
-                while job.error is None and window not in job.windows:
-                    job.changed.wait()
-                if job.error is not None:
-                    # Why no name for it: it would hold this frame, and so the bytes, in a circle.
-                    raise copy.copy(job.error)
-                view = job.windows[window]
-        finally:
-            self._turn.acquire()
-        return view
+        with job.changed:
+            if self.is_held:
+                self._hold(window)
+            job.changed.wait_for(lambda: job.error is not None or window in job.windows)
+            if job.error is not None:
+                # Why no name for it: it would hold this frame, and so the bytes, in a circle.
+                raise copy.copy(job.error)
+            return job.windows[window]
 
     def _hold(self, window: int) -> None:
         """Waits for room for a window while all windows before it stay; the lock is held.
@@ -923,7 +900,6 @@ class StagedPieces:
 def write_staged(
     job: Job,
     file: int,
-    turn: _Turn,
     passed: Callable[[int | None, int], None],
     opener: Callable[[Target], Storage],
 ) -> StageReport:
@@ -932,16 +908,14 @@ def write_staged(
     Args:
         job: Whose.
         file: Position in `plan.files`.
-        turn: See `StagedPieces`; held by the caller.
         passed: See `StagedPieces`.
         opener: What opens the storage.
     """
-    order, plan = job.order, job.plan.files[file]
-    pieces = StagedPieces(job, file, turn, passed)
+    order, plan = job.order, job.order.plan.files[file]
+    pieces = JobPieces(job, file, passed)
     try:
-        storage = opener(order.target)
         receipt = write_pieces(
-            storage,
+            opener(order.target),
             plan,
             order.key.attempt,
             pieces,
@@ -963,7 +937,7 @@ def unwritten(job: Job, file: int, error: BaseException) -> StageReport:
         file: Position in `plan.files`.
         error: Why.
     """
-    plan = job.plan.files[file]
+    plan = job.order.plan.files[file]
     if not isinstance(error, CheckpointError):
         error = CheckpointError(
             f"writing staged bytes failed: {type(error).__name__}: {error}", key=plan.key
@@ -972,29 +946,10 @@ def unwritten(job: Job, file: int, error: BaseException) -> StageReport:
     return StageReport(job.order.key, plan.file, None, copy.copy(error))
 
 
-def died(rank: int) -> ParticipantError:
-    """Returns the error for a rank that ended in the middle of handing over."""
-    return ParticipantError(
-        f"rank {rank} died before the stager had all its bytes; restart it and save again",
-        rank=rank,
-    )
-
-
-def unreadable(rank: int, reason: str) -> ParticipantError:
-    """Returns the error for objects that Ray's store does not return."""
-    return ParticipantError(
-        f"expected the bytes that rank {rank} put into Ray's object store, but Ray did not return "
-        f"them to the stager: {reason}; save again",
-        rank=rank,
-    )
-
-
-def answer(future: Future[Any] | None, error: CheckpointError | None, result: Any) -> None:
+def answer(future: Future[Any], error: CheckpointError | None, result: Any) -> None:
     """Ends a future that somebody may wait for."""
     # Suppressed: whoever waited has given up.
     with suppress(Exception):
-        if future is None:
-            return
         if error is not None:
             future.set_exception(error)
         else:

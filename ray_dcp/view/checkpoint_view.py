@@ -39,9 +39,9 @@ from ray_dcp.options import LoadOptions
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import OneFile, Storage
-from ray_dcp.view.charts import timeline
 from ray_dcp.view.difference import CheckpointDiff, diff_checkpoints
 from ray_dcp.view.drawing import aside, div, heading, safe, shortened
+from ray_dcp.view.pictures import timeline
 from ray_dcp.view.progress import ShowProgress
 from ray_dcp.view.resharding import ReshardPreview, ShardGrid, preview_reshard
 from ray_dcp.view.run_listing import num_ranks, rank_of_file

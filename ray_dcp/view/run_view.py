@@ -32,7 +32,7 @@ from ray_dcp.io.records import fence
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, as_target, open_storage, place_below
 from ray_dcp.view.checkpoint_view import CheckpointView, layout_text, read_view
-from ray_dcp.view.difference import diff_tables
+from ray_dcp.view.difference import new_bytes
 from ray_dcp.view.run_listing import (
     FOREIGN,
     ListedCheckpoint,
@@ -99,7 +99,7 @@ class StepView(ListedCheckpoint):
         try:
             if before is None:
                 return int(self.view.checkpoint.table.payload_bytes.sum())
-            return diff_tables(before.view.table, self.view.table).new_bytes
+            return new_bytes(before.view.table, self.view.table)
         except CheckpointError:
             return None
 

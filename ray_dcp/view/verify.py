@@ -38,8 +38,13 @@ from ray_dcp.format.metadata import decode_metadata
 from ray_dcp.format.safe_pickle import MAX_PICKLE_BYTES
 from ray_dcp.format.save_trace import trace_key
 from ray_dcp.format.step_info import info_slot
-from ray_dcp.format.stream_transforms import MAX_OBJECT_BYTES, ZSTD, unpacked_item
-from ray_dcp.format.torch_items import check_directory, torch_save_frame
+from ray_dcp.format.torch_items import (
+    MAX_OBJECT_BYTES,
+    ZSTD,
+    check_directory,
+    torch_save_frame,
+    unpacked_item,
+)
 from ray_dcp.io.checkpoint import Checkpoint, is_ours, projects, read_checkpoint, what_became_of
 from ray_dcp.io.reader import item_bytes_at_most, locate_item
 from ray_dcp.io.records import info_below

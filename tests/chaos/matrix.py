@@ -21,7 +21,7 @@ FREEZE_S = scenes.FROZEN_S + 2.0
 CAPTURE = Trap("rank", "ray_dcp.saving:capture")
 WRITE = Trap("rank", "ray_dcp.store.local:_pwrite", call=2)
 BEAT = Trap("rank", "ray_dcp.runtime.heartbeat:Heartbeat", call=2)
-STAGE = Trap("rank", "ray_dcp.stage.transfer:window_parts")
+STAGE = Trap("rank", "ray_dcp.runtime.staging:window_parts")
 WRITE_STAGED = Trap("stager", "ray_dcp.store.local:_pwrite", call=2)
 READ = Trap("rank", "ray_dcp.io.reader:read_stored", call=2)
 

@@ -24,9 +24,8 @@ from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.format import manifest as records
 from ray_dcp.format.metadata import decode_metadata, encode_metadata
 from ray_dcp.format.safetensors import header, parse_header, saved_offsets
-from ray_dcp.format.stream_transforms import ZSTD, unpacked_item
 from ray_dcp.format.table import GroupedTable, decode_table, encode_table, end_of
-from ray_dcp.format.torch_items import parse_torch_save
+from ray_dcp.format.torch_items import ZSTD, parse_torch_save, unpacked_item
 from ray_dcp.io.checkpoint import read_checkpoint
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.torch_adapter.objects import load_object

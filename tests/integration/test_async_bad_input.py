@@ -20,7 +20,6 @@ import torch
 
 import ray_dcp
 from ray_dcp.errors import (
-    CheckpointExistsError,
     CommitUnknownError,
     DeadlineError,
     InvalidRequestError,
@@ -157,24 +156,6 @@ def test_a_store_that_is_full_and_smaller_than_the_state_is_enough(
     for file in spilled(ray_directory):
         # Ray's own doing: what others hold has to go somewhere.
         file.unlink(missing_ok=True)
-
-
-def test_of_two_saves_of_one_id_the_second_is_refused_while_the_first_is_under_way(
-    session, tmp_path
-):
-    hold_writes(session, tmp_path / "gate")
-    first = save_and_spoil(tmp_path / "c", 7.0, FITTING, max_pending=2)
-    try:
-        second = ray_dcp.async_save(
-            state(8.0, 10), checkpoint_id=tmp_path / "c", options=SaveOptions(max_pending=2)
-        )
-        with pytest.raises(CheckpointExistsError, match="Wait for its handle"):
-            second.committed(180)
-        assert not first.done()
-    finally:
-        (tmp_path / "gate").touch()
-    first.committed(180)
-    assert stands(tmp_path / "c", 7.0, FITTING)
 
 
 def test_a_save_that_waits_in_the_queue_for_longer_than_its_ranks_wait_elsewhere_is_made(

@@ -6,13 +6,12 @@ import signal
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
 
 import ray_dcp
-from ray_dcp.errors import NonFiniteError, ParticipantError, SaveCancelledError
+from ray_dcp.errors import ParticipantError, SaveCancelledError
 from tests.support.attempts import one_error
 from tests.support.processes import eventually, lives
 from tests.support.programs import async_saves as programs
@@ -117,34 +116,10 @@ def test_a_cancelled_save_fails_on_all_ranks_and_leaves_what_stood(ranks, tmp_pa
     assert ranks.run(programs.mixed_is, str(path), 1) == [True, True]
 
 
-def test_a_nan_refuses_the_save_on_all_ranks_and_what_stood_stands(ranks, tmp_path):
-    path = tmp_path / "c"
-    whole = ranks.run(programs.save_with_nan, str(path), 9)
-    assert [one.error for one in whole] == [None, None]
-    came = ranks.run(programs.save_with_nan, str(path), 1, nonfinite="refuse")
-    error = one_error(came, NonFiniteError, "'w1' (1 NaN and 0 infinite of 8)", "Nothing was saved")
-    assert (error.rank, error.key) == (1, "w1")
-    view = ray_dcp.open(path)
-    assert [view[name][:].tolist() for name in ("w0", "w1")] == [[1.0] * 8] * 2
-    assert view.verify().ok
-    warned = ranks.run(programs.save_with_nan, str(path), 1, nonfinite="warn")
-    assert [one.error for one in warned] == [None, None]
-    assert any("rank 1, found 'w1'" in told for one in warned for told in one.warnings)
-    assert np.isnan(ray_dcp.open(path)["w1"][:]).tolist() == [index == 3 for index in range(8)]
-
-
 @pytest.mark.parametrize("max_pending", [1, 2])
 def test_a_second_save_waits_or_goes_along(ranks, tmp_path, max_pending):
     came = ranks.run(programs.save_twice, str(tmp_path / "c"), "wait", max_pending)
     assert came == [["NoneType", "NoneType"]] * 2
-
-
-def test_a_second_save_is_skipped_on_all_ranks_or_on_none(ranks, tmp_path):
-    first, second = ranks.run(programs.save_twice, str(tmp_path / "c"), "skip", 1)
-    assert first == second
-    assert first[0] == "NoneType"
-    # Whether the first one has ended by then is for the disk to say.
-    assert first[1] in ("NoneType", "SaveSkippedError")
 
 
 def test_warming_up_touches_the_store_for_the_first_save(ranks):

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import resource
-import secrets
 import threading
 from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import ray_dcp
 from ray_dcp.errors import (
     CheckpointError,
-    DamagedCheckpointError,
     MissingKeyError,
-    PlanConflictError,
     RankDisagreementError,
     StorageError,
     UncommittedCheckpointError,
     UnsupportedValueError,
 )
-from ray_dcp.options import LoadOptions
 from ray_dcp.runtime.discovery import current_session
 from tests.support.attempts import (
     attempt,
@@ -34,12 +27,10 @@ from tests.support.attempts import (
     names_at,
     one_error,
     save_sound,
-    sound_state,
     step_that_loads,
     try_load,
     try_save,
 )
-from tests.support.checkpoints import flip
 from tests.support.conflicts import ALL
 from tests.support.processes import eventually
 
@@ -122,31 +113,6 @@ def test_all_conflicts_of_one_save_are_told_together(ranks, place, is_async):
     assert files_at(place) == before
 
 
-def test_keys_that_only_some_ranks_have_are_all_saved(ranks, place):
-    other = str(place.parent / "other")
-    ranks.run(try_save, other, lambda rank: {f"of rank {rank}": torch.tensor(rank)})
-    found = {f"of rank {rank}": torch.tensor(-1) for rank in range(3)}
-    assert ray_dcp.load(found, checkpoint_id=other, no_dist=True).missing == ()
-    assert [int(value) for value in found.values()] == [0, 1, 2]
-
-
-def test_a_tensor_on_a_mesh_of_more_ranks_than_save_is_a_gap_told_with_the_rest(ranks, place):
-    def save(path: str):
-        pair = dist.new_group([0, 1])
-        mesh = init_device_mesh("cpu", (3,))
-        state = {"w": distribute_tensor(torch.arange(9.0), mesh, [Shard(0)])}
-        if dist.get_rank() == 2:
-            return None
-        state["b"] = torch.zeros(2 + dist.get_rank())
-        return attempt(lambda: ray_dcp.save(state, checkpoint_id=path, process_group=pair))
-
-    attempts = ranks.run(save, str(place))[:2]
-    one_error(
-        attempts, PlanConflictError, str(place), "'w': no rank holds 3 of 9 elements",
-        "the rest is on ranks 0, 1", "'b': (2,) of float32 on rank 0; (3,) of float32 on rank 1",
-    )  # fmt: skip
-
-
 def limited(size: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard if size < 0 else size, hard))
@@ -206,22 +172,6 @@ def test_a_rank_that_calls_something_else_is_named_with_what_all_asked_for(
     assert not Path(f"{place}-other").exists()
 
 
-def test_ranks_that_connect_with_other_world_sizes_are_told_both(ranks, place, ray_session):
-    def connect(name: str):
-        rank = dist.get_rank()
-        return attempt(
-            lambda: ray_dcp.connect(
-                ray_session, rank=rank, world_size=3 if rank < 2 else 4, name=name, timeout_s=30.0
-            )
-        )
-
-    errors = [seen.error for seen in ranks.run(connect, f"connect-{secrets.token_hex(4)}")]
-    assert {type(error) for error in errors} == {RankDisagreementError}
-    assert len({error.message for error in errors}) == 1
-    assert "3" in errors[0].message
-    assert "4" in errors[0].message
-
-
 # Values that differ
 
 
@@ -247,30 +197,6 @@ def test_values_that_differ_are_the_lowest_ranks_on_all_with_a_warning_that_name
 # Loads
 
 
-BAD_TARGETS = {
-    "a key that is not there": (
-        lambda rank: {"plane" if rank == 1 else "plain": torch.zeros(7).long()},
-        {},
-        MissingKeyError,
-        ["'plane'", "'plain'", "rank 1"],
-    ),
-    "keys that nobody asks for": (
-        lambda rank: {"plain": torch.zeros(7).long(), "sharded": torch.zeros(60, 10), "step": 0},
-        {"options": LoadOptions(strict=True)},
-        ray_dcp.errors.StateDictError,
-        ["'note.text'"],
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("state", "kwargs", "kind", "told"), BAD_TARGETS.values(), ids=BAD_TARGETS.keys()
-)
-def test_a_target_that_does_not_fit_is_one_error(ranks, place, state, kwargs, kind, told):
-    attempts = ranks.run(try_load, str(place), state, **kwargs)
-    one_error(attempts, kind, str(place), *told)
-
-
 def test_a_target_that_does_not_fit_on_one_rank_changes_nothing_on_any(ranks, place):
     def load(path: str):
         plain = torch.full((7,), 5)
@@ -281,25 +207,3 @@ def test_a_target_that_does_not_fit_on_one_rank_changes_nothing_on_any(ranks, pl
         assert isinstance(seen.error, MissingKeyError)
         assert seen.error.rank == 2
         assert plain == [5] * 7
-
-
-def in_a_data_file(path: Path) -> tuple[Path, int]:
-    table = ray_dcp.open(path).table
-    chunk = int(np.flatnonzero(table.tensor == table.names.index("sharded"))[-1])
-    return path / table.files[table.file[chunk]], int(table.payload_offset[chunk]) + 40
-
-
-def test_one_flipped_bit_is_damage_that_names_the_file(ranks, place):
-    def load(path: str):
-        return try_load(path, lambda rank: sound_state(0, fill=False))
-
-    other = place.parent / "other"
-    ranks.run(save_sound, str(other), 5)
-    file, offset = in_a_data_file(other)
-    flip(file, offset)
-    one_error(
-        ranks.run(load, str(other)), DamagedCheckpointError, str(other), "'sharded'", file.name
-    )
-    assert not ray_dcp.verify(other).ok
-    flip(file, offset)
-    assert set(ranks.run(step_that_loads, str(other))) == {5}

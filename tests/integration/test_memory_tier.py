@@ -45,19 +45,6 @@ def test_a_committed_step_is_loaded_from_memory_and_verified(ranks, tmp_path):
     assert {type(one.error) for one in came} == {DamagedCheckpointError}
 
 
-def test_only_the_last_ones_stay(ranks, tmp_path):
-    for step in (1, 2, 3):
-        ranks.run(programs.save_kept, str(tmp_path), step, keep=2)
-
-    def kept(step) -> bool:
-        read, from_memory = loads(ranks, tmp_path / f"step-{step}", step)
-        return 0 < read == from_memory
-
-    assert eventually(lambda: not kept(1))
-    assert kept(2)
-    assert kept(3)
-
-
 def test_a_session_in_a_namespace_of_its_own_finds_its_memory(ray_session, tmp_path):
     state = {"w": torch.arange(1 << 20, dtype=torch.float32)}
     into = {"w": torch.zeros(1 << 20)}

@@ -18,7 +18,7 @@ from ray_dcp.errors import InvalidRequestError, ParticipantError
 from ray_dcp.runtime import ray_calls
 from ray_dcp.runtime.discovery import current_session
 from ray_dcp.runtime.worker_group import WorkerGroup, this_rank
-from tests.support.processes import eventually, lives
+from tests.support.processes import PATIENCE_S, eventually, lives
 from tests.support.programs.forks import plain_environment
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -135,7 +135,7 @@ def test_a_killed_rank_is_named_in_seconds_and_those_who_wait_for_ever_are_relea
     started_s = time.monotonic()
     with pytest.raises(ParticipantError, match="rank 1 died") as caught:
         ranks.run(hang)
-    assert time.monotonic() - started_s < 60
+    assert time.monotonic() - started_s < PATIENCE_S
     assert caught.value.rank == 1
     assert "ranks 0, 2 still waited" in str(caught.value)
     assert eventually(lambda: not any(map(lives, pids)))
@@ -188,7 +188,7 @@ def test_the_coordinator_names_a_dead_rank_to_those_who_wait_there(ranks):
     # The released ranks raise what the coordinator told them, well before their own deadline.
     with pytest.raises(ParticipantError, match="rank 2 died") as caught:
         ranks.run(exchange_after_death_of, 2)
-    assert time.monotonic() - started_s < 60
+    assert time.monotonic() - started_s < PATIENCE_S
     told, _ = caught.value.failures[0]
     assert isinstance(told, ParticipantError)
     assert "rank 2" in str(told)

@@ -14,9 +14,8 @@ from ray_dcp.commit_protocol.commands import Failed, MakePlan, Planned, RowsMiss
 from ray_dcp.core.columns import ColumnsBuilder, encode
 from ray_dcp.errors import CheckpointError
 from ray_dcp.planning.fingerprint import alike, fingerprint, probes
-from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, make_plan
+from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, make_plan, node_numbers
 from ray_dcp.planning.merge import contents_of, without_contents
-from ray_dcp.planning.sharing import node_numbers
 from ray_dcp.runtime import tasks
 from ray_dcp.runtime.tasks import perform
 
@@ -257,10 +256,8 @@ def with_own(stages):
 
 LAYOUTS = {
     "HSDP": [hsdp_stage(range(64), (8, 8), "a", [("step", 7)])],
-    "replicas": [hsdp_stage(range(64), (64, 1), "a", [("step", 7)])],
     "pipeline of HSDP": pipeline(),
     "objects of each rank": with_own(pipeline()),
-    "stages in turn": [hsdp_stage(range(n, 64, 2), (4, 8), "ab"[n]) for n in (0, 1)],
     "FSDP and TP, norms copied": [
         Stage(
             range(64), (16, 4),
@@ -268,9 +265,6 @@ LAYOUTS = {
              Tensor("norm", (64,), [0, None]), Tensor("short", (5,), [0, None]),
              Tensor("turned", (61, 3), [0, 0], inner_first=True)],
         )
-    ],
-    "ranks that save nothing": [
-        hsdp_stage(range(60), (60,), "a"), Stage(range(60, 64), (4,), [])
     ],
     "three dimensions and experts": [
         Stage(

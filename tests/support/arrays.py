@@ -22,7 +22,7 @@ from ray_dcp.core.columns import ColumnsBuilder
 from ray_dcp.errors import MissingKeyError
 from ray_dcp.io.checkpoint import Checkpoint
 from ray_dcp.planning.reads import ReadPlan, Wanted
-from ray_dcp.runtime.rank_load import LoadWork
+from ray_dcp.torch_adapter.targets import Targets
 
 State = Mapping[str, Any]
 
@@ -134,7 +134,7 @@ class ArrayCapture:
 
 
 class ArrayWork:
-    """What a rank wants of a checkpoint; implements `ray_dcp.runtime.rank_load.LoadWork`.
+    """What a rank wants of a checkpoint; implements `Targets`.
 
     Args:
         checkpoint: To load from.
@@ -193,25 +193,25 @@ class ArrayWork:
         self.dones.append(row)
 
     def place_item(self, chunk: int, data: bytes, /) -> None:
-        """See `LoadWork`; arrays have raw bytes."""
+        """See `Targets`; arrays have raw bytes."""
         raise AssertionError(f"chunk {chunk} has no raw bytes, but every array has")
 
     untaken = None
 
     def check_taken(self, untaken: Untaken, /) -> None:
-        """See `LoadWork`; nobody has to take anything."""
+        """See `Targets`; nobody has to take anything."""
 
     def check_coverage(self, plan: ReadPlan, /) -> None:
-        """See `LoadWork`."""
+        """See `Targets`."""
         if plan.uncovered:
             raise AssertionError(f"not all that is wanted is stored: {plan.uncovered}")
 
-    def trials(self) -> Iterator[LoadWork]:
-        """See `LoadWork`; no two arrays share memory."""
+    def trials(self) -> Iterator[Targets]:
+        """See `Targets`; no two arrays share memory."""
         return iter(())
 
     def finish(self) -> None:
-        """See `LoadWork`."""
+        """See `Targets`."""
         if sorted(self.dones) != list(range(len(self._buffers))):
             raise AssertionError(f"of {len(self._buffers)} arrays these were read: {self.dones}")
         self.state.update(zip(self._names, self._buffers, strict=True))

@@ -36,13 +36,13 @@ from ray_dcp import CheckpointError
 from ray_dcp.format.manifest import AbortRecord, decode_record, encode_record, sealed, unsealed
 from ray_dcp.format.metadata import decode_metadata
 from ray_dcp.format.safetensors import parse_header, saved_offsets
-from ray_dcp.format.stream_transforms import ZSTD, unpacked_item
 from ray_dcp.format.table import decode_table, encode_table
-from ray_dcp.format.torch_items import parse_torch_save
+from ray_dcp.format.torch_items import ZSTD, parse_torch_save, unpacked_item
 from ray_dcp.torch_adapter.objects import load_object
 from tests.support.format_cases import Stored, forged, manifest, mixed_table
 
 LIMIT_S = 60
+"""How much CPU a file may take, in seconds."""
 FREE_BYTES = 256 << 20
 BYTES_A_BYTE = 150
 
@@ -722,7 +722,7 @@ def attempt(data: bytes, read: Callable[[bytes], Any]) -> tuple[str, str, float,
     """Returns class and text of what was raised, seconds, and bytes of memory that it took."""
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before, start = _status_bytes("VmRSS"), time.perf_counter()
-    signal.alarm(LIMIT_S)
+    signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
     try:
         read(data)
         found, told = "nothing", ""
@@ -730,7 +730,7 @@ def attempt(data: bytes, read: Callable[[bytes], Any]) -> tuple[str, str, float,
         found, told = type(error).__name__, str(error)
     except Exception as error:
         found, told = f"foreign {type(error).__name__}", str(error)
-    signal.alarm(0)
+    signal.setitimer(signal.ITIMER_PROF, 0)
     return found, told, time.perf_counter() - start, max(0, _status_bytes("VmHWM") - before)
 
 

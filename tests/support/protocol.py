@@ -69,14 +69,18 @@ def empty_table(files=()) -> ChunkTable:
     )  # fmt: skip
 
 
-def planned(world_size, disagreements="") -> Planned:
+def planned(world_size, disagreements="", files=0) -> Planned:
+    """Returns a plan in which each rank writes the next `files` files."""
     table = empty_table(f"__{rank}_0.{{attempt}}.distcp" for rank in range(world_size))
     plan = GlobalPlan(
         world_size, table, np.zeros(0, np.int32), np.zeros(0, np.int32),
         np.zeros(0, np.int64), np.arange(world_size, dtype=np.int32),
         np.zeros(world_size, np.int64), (), bytes(32),
     )  # fmt: skip
-    parts = tuple(RankPlan(rank, ()) for rank in range(world_size))
+    parts = tuple(
+        RankPlan(rank, tuple(map(file_plan, range(files * rank, files * rank + files))))
+        for rank in range(world_size)
+    )
     return Planned(plan, parts, disagreements=disagreements)
 
 
@@ -103,10 +107,16 @@ class Play:
     options: SaveOptions = field(default_factory=SaveOptions)
     load_options: LoadOptions = field(default_factory=LoadOptions)
     epoch: int = 1
+    silence_s: float | None = None
+    now_s: float = 0.0
 
     def __post_init__(self):
         numbers = count(1)
-        self.coordination = Coordination(epoch=self.epoch, new_attempt=lambda: f"a{next(numbers)}")
+        self.coordination = Coordination(
+            epoch=self.epoch,
+            new_attempt=lambda: f"a{next(numbers)}",
+            clock=lambda: self.now_s,
+        )
         self.commands: list = []
         self.todo: list[Perform] = []
         self.replies: dict = {}
@@ -116,7 +126,8 @@ class Play:
 
     def send(self, request):
         """Returns the reply to this request, if it came at once."""
-        return self._take(self.coordination.receive(request), request.rank)
+        commands = self.coordination.receive(request, silence_s=self.silence_s)
+        return self._take(commands, request.rank)
 
     def join(self, rank, **changed):
         plain = {"world_size": self.world_size, "options": self.options}

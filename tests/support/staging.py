@@ -15,8 +15,13 @@ from ray_dcp.io.writer import write_part
 from ray_dcp.options import SaveOptions
 from ray_dcp.planning.global_plan import make_plan, rank_plan
 from ray_dcp.stage.orders import StageKey, StageOrder
-from ray_dcp.stage.window_filling import HostFiller, fill_window
-from ray_dcp.stage.windows import StagingLayout, lay_out_windows, plan_digest
+from ray_dcp.stage.windows import (
+    HostFiller,
+    StagingLayout,
+    deferred_items,
+    fill_window,
+    lay_out_windows,
+)
 from ray_dcp.stage.write_queue import WriteQueue
 from ray_dcp.store.opening import open_storage
 
@@ -55,12 +60,9 @@ class Share:
         )  # fmt: skip
 
     def order(self, key: StageKey, target: Target, window_bytes: int, **more: Any) -> StageOrder:
-        lengths = tuple(
-            tuple(len(self.items.deferred(row)) for row in file.deferred.tolist())
-            for file in self.plan.files
-        )
+        _, lengths = deferred_items(self.plan, self.items.deferred)
         fields = {
-            "process": "p0", "plan_id": plan_digest(self.plan), "plan": self.plan,
+            "process": "p0", "plan": self.plan,
             "deferred_bytes": lengths, "target": target, "options": SaveOptions(),
             "window_bytes": window_bytes,
         }  # fmt: skip
@@ -120,6 +122,7 @@ class Rank:
     share: Share
     order: StageOrder
     reporter: Any = None
+    ref: Any = None
     num_granted: int = 0
     next_window: int = 0
 
@@ -127,7 +130,7 @@ class Rank:
         self.num_granted = self.queue.begin(self.order, self.reporter).num_windows
         return self
 
-    def fill(self, *, deliver: bool = True) -> None:
+    def fill(self) -> None:
         """Fills the next window, after waiting for its room."""
         window = self.next_window
         while window >= self.num_granted:
@@ -137,8 +140,7 @@ class Rank:
         into = np.zeros(layout.used_bytes[window], np.uint8)
         fill_window(layout, window, into, HostFiller(items.source), items.deferred)
         self.next_window += 1
-        if deliver:
-            self.queue.deliver(self.order.key, window, [into])
+        self.queue.deliver(self.order.key, window, [into], self.ref)
 
     @property
     def layout(self) -> StagingLayout:

@@ -26,7 +26,7 @@ from ray_dcp.errors import (
     MissingKeyError,
 )
 from ray_dcp.torch_adapter.foreign import foreign_load, foreign_save
-from tests.unit.adapter_ranks import group, run
+from tests.unit.adapter_support import group, run
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint"
@@ -264,24 +264,14 @@ def save_failing(world_size: int, path: Path, where: str, errors: dict[int, Base
 
 
 @pytest.mark.parametrize(
-    ("where", "rank"),
+    ("where", "rank", "error"),
     [
-        ("storage_meta", 1),
-        ("prepare_local_plan", 1),
-        ("write_data", 1),
-        ("prepare_global_plan", 0),
-        ("finish", 0),
+        ("storage_meta", 1, OSError(28, "No space left on device")),
+        ("prepare_local_plan", 1, CheckpointException("planned", {})),
+        ("write_data", 1, Unpicklable("a", "b")),
+        ("prepare_global_plan", 0, BaseException("worst")),
+        ("finish", 0, OSError(28, "No space left on device")),
     ],
-)
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(28, "No space left on device"),
-        CheckpointException("planned", {}),
-        Unpicklable("a", "b"),
-        BaseException("worst"),
-    ],
-    ids=["OSError", "CheckpointException", "unpicklable", "BaseException"],
 )
 def test_an_error_on_one_rank_is_the_same_error_on_all(where, rank, error, tmp_path):
     ends = save_failing(3, tmp_path, where, {rank: error})
@@ -294,13 +284,6 @@ def test_an_error_on_one_rank_is_the_same_error_on_all(where, rank, error, tmp_p
         assert stack[-1].name == "fail"
     assert len({str(end.error) for end in ends}) == 1
     assert ends[rank].error.__cause__ is error
-
-
-def test_several_ranks_that_fail_are_told_together(tmp_path):
-    errors = {1: OSError("disk"), 3: ValueError("shape")}
-    for end in save_failing(4, tmp_path, "write_data", errors):
-        assert {r: str(e) for r, (e, _) in end.error.failures.items()} == {1: "disk", 3: "shape"}
-        assert "2 of 4 ranks" in str(end.error)
 
 
 def test_an_interrupted_rank_stops_and_tells_the_others(tmp_path):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import ray_dcp
 from ray_dcp import SaveOptions, errors
@@ -31,6 +34,9 @@ def state_of(step: int) -> dict[str, Any]:
         "scalar": torch.tensor(float(step)),
         "bf16": torch.full((5,), step, dtype=torch.bfloat16),
         "none": torch.zeros(0, 2),
+        "fp8": torch.full((9,), step, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        "strided": torch.arange(9 * 10**5)[::2] + step,
+        "many": [torch.full((n % 7,), n + step) for n in range(300)],
         "tied": tied,
         "tied_too": tied,
         "nested": {"log": [step, step], "step": step},
@@ -49,12 +55,14 @@ def assert_is(state: dict[str, Any], step: int) -> None:
         if isinstance(value, torch.Tensor):
             assert torch.equal(state[name], value), name
     assert state["nested"] == expected["nested"]
+    assert all(map(torch.equal, state["many"], expected["many"]))
 
 
 def spoil(state: dict[str, Any]) -> None:
     for value in state.values():
-        if isinstance(value, torch.Tensor):
-            value.zero_()
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, torch.Tensor):
+                one.zero_()
     state["nested"]["log"].clear()
     state["nested"]["step"] = -1
 
@@ -89,6 +97,22 @@ def test_what_changes_after_staging_is_saved_as_it_was(gate, tmp_path):
     assert_is(loaded(tmp_path / "c"), 3)
 
 
+def test_a_state_of_several_windows_is_saved_as_it_was(gate, monkeypatch, tmp_path):
+    monkeypatch.setattr(staging_backend, "PIECE_BYTES", 2 << 20)
+    state = {f"{n}": torch.arange(700_000 + n, dtype=torch.float32) + n for n in range(4)}
+    # Views that show other bytes than lie in memory.
+    state["conjugate"] = torch.full((2, 2), 1 + 2j).conj()
+    state["negative"] = torch._neg_view(torch.ones(2, 2))
+    expected = {name: value.clone() for name, value in state.items()}
+    handle = ray_dcp.async_save(state, checkpoint_id=tmp_path / "c")
+    for value in state.values():
+        value.zero_()
+    gate.open.set()
+    handle.committed(180)
+    ray_dcp.load(state, checkpoint_id=tmp_path / "c")
+    assert all(torch.equal(state[name], expected[name]) for name in state)
+
+
 def test_a_handle_is_both_of_what_dcp_returns(gate, tmp_path):
     handle = ray_dcp.async_save(state_of(1), checkpoint_id=tmp_path / "c")
     assert isinstance(handle, Future)
@@ -102,7 +126,7 @@ def test_a_handle_is_both_of_what_dcp_returns(gate, tmp_path):
     gate.open.set()
     metadata = handle.result(180)
     assert handle.upload_completion.result(0) is metadata
-    assert sorted(metadata.state_dict_metadata)[:2] == ["bf16", "nested.log"]
+    assert sorted(metadata.state_dict_metadata)[:2] == ["bf16", "fp8"]
     assert handle.progress == ray_dcp.SaveProgress("committed", *[handle.progress.bytes_total] * 2)
 
 
@@ -186,30 +210,6 @@ def test_stagers_of_dcp_are_used_and_stay_open(make, tmp_path):
     stager.close()
 
 
-class CountingStager(BlockingAsyncStager):
-    """Counts its calls."""
-
-    def __init__(self, synchronize: bool) -> None:
-        super().__init__()
-        self._synchronize_after_execute = synchronize
-        self.calls: list[str] = []
-
-    def stage(self, state_dict):
-        self.calls.append("stage")
-        return super().stage(state_dict)
-
-    def synchronize_staging(self):
-        self.calls.append("synchronize")
-
-
-@pytest.mark.parametrize("synchronize", [True, False])
-def test_staging_is_synchronized_when_the_stager_asks_for_it(synchronize, tmp_path):
-    stager = CountingStager(synchronize)
-    handle = ray_dcp.async_save(state_of(1), checkpoint_id=tmp_path / "c", async_stager=stager)
-    handle.result(180)
-    assert stager.calls == ["stage", "synchronize"][: 1 + synchronize]
-
-
 class ForeignWriter(stock.FileSystemWriter):
     """A subclass of DCP's writer, which ray_dcp does not take at its word."""
 
@@ -226,18 +226,6 @@ def test_a_writer_of_another_kind_stages_and_writes_as_in_dcp(tmp_path):
     found = {"w": torch.zeros(3, 4)}
     ray_dcp.load(found, checkpoint_id=tmp_path / "c")
     assert torch.equal(found["w"], state_of(4)["w"])
-
-
-@pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
-def test_dcps_writer_is_taken_at_its_word(kind, tmp_path):
-    handle = ray_dcp.async_save(
-        state_of(5),
-        storage_writer=stock.FileSystemWriter(tmp_path / "c"),
-        async_checkpointer_type=kind,
-    )
-    handle.result(180)
-    assert handle.report().path == "native"
-    assert_is(loaded(tmp_path / "c"), 5)
 
 
 def test_something_that_is_no_stager_is_refused(tmp_path):
@@ -271,7 +259,7 @@ def test_a_script_that_ends_at_once_has_saved_and_says_what_failed(tmp_path):
 
 
 PENDING = """
-import atexit, os, sys, threading, time
+import atexit, os, signal, sys, threading
 from concurrent.futures import Future
 import torch
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -291,33 +279,11 @@ class Later(AsyncStager):
         self.staged.set_result(self.state)
 
 stager = Later()
-"""
-
-FORKS = """
-handle = ray_dcp.async_save({"w": torch.ones(3)}, checkpoint_id=path, async_stager=stager)
-child = os.fork()
-if child == 0:
-    sys.exit(7)
-end_s = time.monotonic() + 60
-ended = (0, 0)
-while ended[0] == 0 and time.monotonic() < end_s:
-    ended = os.waitpid(child, os.WNOHANG)
-    time.sleep(0.05)
-if ended[0] == 0:
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    print("the child hangs")
-else:
-    print("the child ended with", os.waitstatus_to_exitcode(ended[1]))
-stager.release()
-handle.result(180)
-"""
-
-IMPORTS_LATE = """
 ray_dcp.async_save({"w": torch.ones(3)}, checkpoint_id=path).result(180)
 
 def ends_the_connection():  # as that which `import ray` registers
-    print("saved before" if handle.done() else "lost")
+    if os.getpid() == parent:
+        print("saved before" if handle.done() else "lost")
 
 def release_late():
     threading.main_thread().join()
@@ -325,18 +291,19 @@ def release_late():
 
 atexit.register(ends_the_connection)
 handle = ray_dcp.async_save({"w": torch.ones(3)}, checkpoint_id=path, async_stager=stager)
+parent, child = os.getpid(), os.fork()
+if child == 0:
+    signal.alarm(60)
+    sys.exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 threading.Thread(target=release_late, daemon=True).start()
 """
 
 
-@pytest.mark.parametrize(
-    ("ending", "said"), [(FORKS, "the child ended with 7"), (IMPORTS_LATE, "saved before")]
-)
-def test_a_save_that_is_pending_at_exit_is_awaited_by_its_own_process(
-    ending, said, tmp_path, programs
-):
-    (ended,) = programs.run("-c", PENDING + ending, str(tmp_path / "c"))
-    assert ended.stdout.strip() == said, ended.stderr
+def test_a_save_that_is_pending_at_exit_is_awaited_before_connections_end(tmp_path, programs):
+    (ended,) = programs.run("-c", PENDING, str(tmp_path / "c"))
+    # A child that is forked meanwhile ends at once.
+    assert ended.stdout.split("\n")[:2] == ["7", "saved before"], ended.stderr
     assert ended.returncode == 0, ended.stderr
     assert ray_dcp.verify(tmp_path / "c").ok
 
@@ -349,14 +316,194 @@ def test_warming_up_touches_memory_for_the_first_save():
         ray_dcp.warm_up([torch.zeros(3)])
 
 
-@pytest.mark.parametrize("name", ["negative", "conjugate", "one of two"])
-def test_a_single_view_that_shows_other_bytes_is_saved_as_it_shows_them(name, tmp_path):
-    views = {
-        "negative": {"v": torch._neg_view(torch.ones(2, 2))},
-        "conjugate": {"v": torch.full((2, 2), 1 + 2j).conj()},
-        "one of two": {"v": torch._neg_view(torch.ones(2, 2)), "w": torch.ones(2)},
-    }
-    state = views[name]
-    ray_dcp.async_save(state, checkpoint_id=tmp_path / "c", no_dist=True).result()
-    found = ray_dcp.read_state_dict(tmp_path / "c")
-    assert found["v"].tolist() == state["v"].tolist()
+# --- SaveOptions(staging="background"): the call returns when the save is planned ----------------
+
+
+BACKGROUND = SaveOptions(staging="background")
+
+
+class CopyGate:
+    """Nothing is staged before it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.open = threading.Event(), threading.Event()
+        real = staging_backend.fill_window
+
+        def fill_window(*args: Any) -> None:
+            self.begun.set()
+            assert self.open.wait(180)
+            real(*args)
+
+        monkeypatch.setattr(staging_backend, "fill_window", fill_window)
+
+
+@pytest.fixture
+def copy_gate(monkeypatch):
+    gate = CopyGate(monkeypatch)
+    yield gate
+    gate.open.set()
+
+
+def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight.fill_(1)
+    return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def weight_at(path: Any) -> list[list[float]]:
+    return ray_dcp.open(path)["weight"][:].tolist()
+
+
+def in_thread(work: Any) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_the_call_returns_before_anything_is_copied(copy_gate, tmp_path):
+    state = {"w": torch.ones(9)}
+    handle = ray_dcp.async_save(state, checkpoint_id=tmp_path / "c", options=BACKGROUND)
+    assert copy_gate.begun.wait(180)
+    assert handle.progress.phase == "staging"
+    with pytest.raises(errors.DeadlineError, match="be staged"):
+        handle.staged(0.01)
+    copy_gate.open.set()
+    handle.staged(180)
+    state["w"].zero_()
+    handle.committed(180)
+    assert ray_dcp.open(tmp_path / "c")["w"][:].tolist() == [1.0] * 9
+
+
+def test_a_step_waits_until_the_state_is_staged_and_only_a_step(copy_gate, tmp_path):
+    model, optimizer = model_and_optimizer()
+    handle = ray_dcp.async_save(
+        model.state_dict(), checkpoint_id=tmp_path / "c", options=BACKGROUND
+    )
+    handle.before_step(optimizer)
+    model(torch.ones(1, 3)).sum().backward()
+    stepped = threading.Event()
+    thread = in_thread(lambda: (optimizer.step(), stepped.set()))
+    assert copy_gate.begun.wait(180)
+    assert not stepped.wait(0.05)
+    assert model.weight.tolist() == [[1.0] * 3] * 2
+    copy_gate.open.set()
+    thread.join(180)
+    assert stepped.is_set()
+    assert model.weight.tolist() == [[0.0] * 3] * 2
+    handle.committed(180)
+    assert weight_at(tmp_path / "c") == [[1.0] * 3] * 2
+
+
+def test_a_step_waits_for_every_save_and_keeps_one_hook(copy_gate, tmp_path):
+    model, optimizer = model_and_optimizer()
+    options = SaveOptions(staging="background", max_pending=2)
+    handles = []
+    for name in "ab":
+        place = tmp_path / name
+        handles.append(ray_dcp.async_save(model.state_dict(), checkpoint_id=place, options=options))
+        handles[-1].before_step(optimizer)
+    copy_gate.open.set()
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    assert all(handle.staging_completion.done() for handle in handles)
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    for handle in handles:
+        handle.committed(180)
+    assert [weight_at(tmp_path / name) for name in "ab"] == [[[1.0] * 3] * 2] * 2
+
+
+def test_a_save_that_fails_holds_no_step_up(monkeypatch, tmp_path):
+    def fails(*_: Any, **__: Any) -> None:
+        raise errors.StorageError("no memory is left")
+
+    monkeypatch.setattr(staging_backend, "fill_window", fails)
+    model, optimizer = model_and_optimizer()
+    handle = ray_dcp.async_save(
+        model.state_dict(), checkpoint_id=tmp_path / "c", options=BACKGROUND
+    )
+    handle.before_step(optimizer)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert model.weight.tolist() == [[0.0] * 3] * 2
+    with pytest.raises(errors.StorageError, match="no memory is left"):
+        handle.staged()
+    with pytest.raises(errors.StorageError, match="no memory is left"):
+        handle.committed(180)
+
+
+def test_what_has_no_hooks_is_refused(tmp_path):
+    handle = ray_dcp.async_save({"w": torch.ones(1)}, checkpoint_id=tmp_path / "c")
+    with pytest.raises(errors.InvalidRequestError, match=r"found object; call staged\(\) before"):
+        handle.before_step(object())
+    handle.committed(180)
+
+
+def test_objects_are_those_of_the_call(copy_gate, tmp_path):
+    state = {"w": torch.ones(9), "log": [1, 2], "more": {"text": "before"}}
+    handle = ray_dcp.async_save(state, checkpoint_id=tmp_path / "c", options=BACKGROUND)
+    state["log"].append(3)
+    state["more"]["text"] = "after"
+    copy_gate.open.set()
+    handle.committed(180)
+    found = {"w": torch.zeros(9), "log": [0, 0], "more": {"text": ""}}
+    ray_dcp.load(found, checkpoint_id=tmp_path / "c")
+    assert found["log"] == [1, 2]
+    assert found["more"] == {"text": "before"}
+
+
+@pytest.mark.parametrize("staging", ["call", "background"])
+def test_the_state_may_go_when_it_is_staged(staging, gate, tmp_path):
+    """It is not held until the commit: a state made for the save alone takes its memory twice."""
+    tensor = torch.ones(1000)
+    gone = weakref.ref(tensor)
+    options = SaveOptions(staging=staging)
+    handle = ray_dcp.async_save({"w": tensor}, checkpoint_id=tmp_path / "c", options=options)
+    del tensor
+    handle.staged(180)
+    for _ in range(100):
+        gc.collect()
+        if gone() is None:
+            break
+    assert gone() is None
+    assert not handle.done()
+    gate.open.set()
+    handle.committed(180)
+
+
+def test_its_report_counts_what_training_waited_and_not_the_copy(copy_gate, tmp_path):
+    state = {"w": torch.ones(9)}
+    handle = ray_dcp.async_save(state, checkpoint_id=tmp_path / "c", options=BACKGROUND)
+    assert copy_gate.begun.wait(180)
+    with pytest.raises(errors.DeadlineError):
+        handle.staged(0.02)
+    copy_gate.open.set()
+    handle.committed(180)
+    report = handle.report()
+    assert report.waited_s is not None
+    assert report.waited_s >= 0.02
+    assert report.stall_s == pytest.approx(
+        report.seconds["capture"] + report.seconds["plan"] + report.waited_s
+    )
+    trace = ray_dcp.open(tmp_path / "c").trace
+    (plan,) = (span for span in trace.spans if (span.rank, span.phase) == (0, "plan"))
+    assert trace.stall_s == plan.stop_s, "though it waited for the copy as well"
+    called = ray_dcp.async_save(state, checkpoint_id=tmp_path / "d")
+    called.committed(180)
+    assert called.report().waited_s is None
+
+
+class Hooks(DefaultSavePlanner):
+    """A planner of the user's."""
+
+
+def test_a_planner_s_hooks_are_asked_in_the_call(copy_gate, tmp_path):
+    copy_gate.open.set()
+    handle = ray_dcp.async_save(
+        {"w": torch.ones(9)}, checkpoint_id=tmp_path / "c", planner=Hooks(), options=BACKGROUND
+    )
+    assert handle.staging_completion.done()
+    handle.committed(180)
+    trace = ray_dcp.open(tmp_path / "c").trace
+    assert trace.stall_s == max(span.stop_s for span in trace.spans if span.phase == "stage")

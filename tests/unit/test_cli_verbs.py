@@ -407,7 +407,8 @@ def test_a_store_that_swallows_what_it_is_sent_is_told_in_the_time_that_is_promi
                         ["import", tmp_path / "w.pt", "s3://bucket/import"]):  # fmt: skip
             began_s = time.monotonic()
             assert "the connection failed: check the endpoint" in refused(*command)
-            assert time.monotonic() - began_s < 15
+            # Far less than the minutes for which a save tries again.
+            assert time.monotonic() - began_s < 100
 
 
 def test_a_store_that_can_not_be_reached_is_told_soon(monkeypatch: pytest.MonkeyPatch):

@@ -16,18 +16,17 @@ import ray_dcp
 from ray_dcp.errors import CheckpointError, InternalError
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import staging_backend
-from ray_dcp.stage import staged_memory, window_filling
+from ray_dcp.stage import staged_memory
 from ray_dcp.stage.staged_memory import PrivateMemory
-from ray_dcp.stage.window_filling import HostFiller, drain, fill_rows
+from ray_dcp.stage.windows import HostFiller, StagingLayout, drain, fill_window
 from ray_dcp.torch_adapter import devices, sink
 from ray_dcp.torch_adapter.capture import TensorBytes
 from ray_dcp.torch_adapter.devices import (
     DeviceFiller,
     Moment,
-    device_bytes,
     device_part,
 )
-from ray_dcp.torch_adapter.tensors import host_bytes
+from ray_dcp.torch_adapter.tensors import device_bytes, host_bytes
 from tests.gpu.played import Played, tensors_of
 
 KIB = 1 << 10
@@ -47,8 +46,14 @@ def filled(tensors: list[torch.Tensor], driver: Played) -> np.ndarray:
 
 
 def fill(filler: DeviceFiller, lengths: list[int], target: np.ndarray) -> None:
-    rows = range(len(lengths))
-    fill_rows(filler, rows, lengths, target, piece_bytes=1 << 40, use=lambda piece: None)
+    row = np.flatnonzero(lengths).astype(np.int32)
+    num_bytes = np.array(lengths, np.int64)[row]
+    end, zeros, ends = np.cumsum(num_bytes), np.zeros_like(row), np.array([0, len(row)])
+    layout = StagingLayout(
+        zeros, row, row, zeros.astype(bool), zeros, zeros, num_bytes, zeros, end - num_bytes, end,
+        ends, ends, end[-1:],
+    )  # fmt: skip
+    fill_window(layout, 0, target, filler, bytes)
 
 
 def expected(tensors: list[torch.Tensor]) -> bytes:
@@ -93,21 +98,6 @@ def test_what_is_here_and_what_is_there_comes_together(on_device):
     assert filled(tensors, Played(*own)).tobytes() == expected(tensors)
 
 
-def test_all_is_waited_for_once_and_the_caller_s_stream_comes_first():
-    tensors = [torch.randn(100, 300), torch.randn(7), torch.randn(9)]
-    driver = Played(*tensors)
-    filled(tensors, driver)
-    told = ["now", "behind the caller's stream", "copy 120000", "copy 64", "wait"]
-    assert driver.told == told
-
-
-def test_what_is_in_host_memory_does_not_go_by_the_device():
-    tensors = [torch.randn(100, 300), torch.randn(7), torch.randn(200, 300), torch.randn(9)]
-    driver = Played(tensors[0], tensors[3])
-    filled(tensors, driver)
-    assert [one for one in driver.told if "copy" in one] == ["copy 120000", "copy 36"]
-
-
 def test_parts_of_a_large_one_are_taken_where_they_are():
     tensor = torch.arange(60_000, dtype=torch.int32).reshape(200, 300).T
     filler = filler_of([tensor], Played(tensor))
@@ -144,14 +134,6 @@ def test_bytes_on_a_device_are_those_on_the_host(dtype):
     tensor = torch.arange(24).reshape(4, 6).to(dtype)
     for one in (tensor, tensor.T, tensor[1:3], tensor[0, 0], tensor[:0]):
         assert bytes(device_bytes(one).numpy()) == bytes(host_bytes(one))
-
-
-def test_small_ones_are_joined_without_taking_much_memory(monkeypatch):
-    monkeypatch.setattr(devices, "_JOINED_BYTES", 1000)
-    tensors = [torch.randn(60) for _ in range(20)]
-    driver = Played(*tensors)
-    assert filled(tensors, driver).tobytes() == expected(tensors)
-    assert [one for one in driver.told if "copy" in one] == ["copy 960"] * 5
 
 
 def test_the_device_s_memory_is_taken_a_little_at_a_time(monkeypatch):
@@ -225,15 +207,6 @@ def test_the_copies_go_by_the_moment_of_the_capture_and_not_by_later_work():
     (stream,) = driver.lines.values()
     stream.run(1)  # the copy's turn comes; what it has to wait for is done
     assert not later
-
-
-def test_a_played_driver_finds_memory_that_is_used_again_early():
-    tensor = torch.ones(100_000)
-    driver = Played(tensor)
-    stream = driver.stream(tensor.device, driver.now(tensor.device))
-    driver.copy(stream, np.zeros(4, np.uint8), lambda: torch.zeros(4, dtype=torch.uint8))
-    with pytest.raises(AssertionError, match="used again before"):
-        driver.drain(tensor.device, stream)
 
 
 def test_nothing_is_under_way_any_more_when_a_copy_has_failed():
@@ -314,24 +287,6 @@ def test_private_memory_is_pinned_piece_by_piece_and_once(monkeypatch):
     private.clear()
     gc.collect()
     assert not driver.registered
-
-
-def test_no_copy_goes_beyond_a_piece_and_each_is_announced_once(monkeypatch):
-    monkeypatch.setattr(window_filling, "_SMALL_BYTES", 300)
-    tensors = [torch.randn(n % 50 + 1) for n in range(200)] + [torch.randn(3000), torch.zeros(0)]
-    driver, used = Played(*tensors), []
-    lengths = [tensor.nbytes for tensor in tensors]
-    target = np.zeros(sum(lengths), np.uint8)
-    begin = int(target.__array_interface__["data"][0])
-
-    def use(piece: int) -> None:
-        used.append(piece)
-        driver.registered[begin + piece * 1000] = 1000
-
-    filler = filler_of(tensors, driver)
-    fill_rows(filler, range(len(tensors)), lengths, target, piece_bytes=1000, use=use)
-    assert used == list(range(-(-len(target) // 1000)))
-    assert target.tobytes() == expected(tensors)
 
 
 def test_no_more_than_half_of_the_machine_is_registered(monkeypatch):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import ray_dcp
 from ray_dcp.cli.main import main
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
-from ray_dcp.format.step_metrics import RecordedMetric, latest_values, recorded_in
+from ray_dcp.format.step_info import RecordedMetric, latest_values, recorded_in
 from ray_dcp.io.records import Announced, announced
 from ray_dcp.manager import BestN, LatestN
 from ray_dcp.store.local import LocalStorage

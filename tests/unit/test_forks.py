@@ -29,8 +29,8 @@ HANDLED = {
     "runtime.ray_private._asked": "of each thread",
     "runtime.session.sessions": "refuse calls in a child",
     "runtime.staging_backend._memory": "begins anew; the memory is private",
-    "stage.window_filling._helpers": "new threads",
-    "stage.transfer._scratch": "begins anew; the memory is private",
+    "stage.windows._helpers": "new threads",
+    "runtime.staging._scratch": "begins anew; the memory is private",
     "store.remote._LOCK": "a new one",
     "store.local._LOCK": "a new one",
     "store.memory._LOCK": "a new one; the content is copied",
@@ -323,9 +323,6 @@ def test_idle_memory_is_private_and_begun_anew():
     lease.release()
     assert memory.idle_bytes
     memory.begin_anew()
-    assert memory.idle_bytes == 0
-    lease = memory.lease(1 << 20)
-    lease.release(reuse=False)
     assert memory.idle_bytes == 0
 
 

@@ -17,13 +17,15 @@ from ray_dcp import (
     UnsupportedValueError,
 )
 from ray_dcp.format import torch_items
-from ray_dcp.format.stream_transforms import ZSTD, check_plain, unpacked_item
 from ray_dcp.format.torch_items import (
+    ZSTD,
     NeedMoreBytes,
     NotPlainTensor,
     check_directory,
+    check_plain,
     parse_torch_save,
     torch_save_frame,
+    unpacked_item,
 )
 from tests.support.format_cases import saved
 

@@ -14,7 +14,7 @@ from tests.support.format_cases import difference, forged, many_table, mixed_tab
 
 
 def planned():
-    """A table as planned: no checksums, a deferred chunk without place."""
+    """A table as planned: a deferred chunk without place."""
     table = mixed_table()
     place = table.item_offset.copy()
     place[5] = -1
@@ -22,8 +22,6 @@ def planned():
         table,
         item_offset=place,
         payload_offset=np.where(place < 0, -1, table.payload_offset),
-        checks=table.checks[:0],
-        check_start=np.zeros_like(table.check_start),
     )
 
 
@@ -114,13 +112,7 @@ WRONG = {
     "dtype out of range": lambda t: changed(t, dtype=at(t.dtype, 0, 9)),
     "tensor without dtype": lambda t: changed(t, dtype=at(t.dtype, 0, -1)),
     "ndim too large": lambda t: changed(t, ndim=at(t.ndim, 0, 6)),
-    "missing checksum": lambda t: changed(
-        t, checks=t.checks[:-1], check_start=at(t.check_start, -1, len(t.checks) - 1)
-    ),
-    "checksum of another chunk": lambda t: changed(t, check_start=at(t.check_start, 1, 0)),
-    "checksums not counted": lambda t: changed(t, checks=t.checks[:-1]),
     "negative block": lambda t: changed(t, block_bytes=at(t.block_bytes, 0, -1)),
-    "other block": lambda t: changed(t, block_bytes=at(t.block_bytes, 0, 1)),
     "one name twice": lambda t: changed(t, names=(t.names[1], *t.names[1:])),
     "one file twice": lambda t: changed(t, files=(t.files[0],) * 2),
     "columns of different length": lambda t: changed(t, file=t.file[:-1]),
@@ -202,7 +194,6 @@ STORED_WRONG = {
     "a group that begins later": number("index", 0, 0, 1),
     "more deferred rows": number("index", 1, -1, 1),
     "more checksums": number("index", 2, -1, 99),
-    "fewer checksums": number("index", 2, -1, 0),
     "a group beyond the file": number("index", 3, -1, MOST),
     "an end before the start": number("index", 3, 0, MOST),
     "a box of another group": number("boxes", 0, 0, 1),
@@ -244,8 +235,7 @@ def test_what_is_no_table_is_damage(data):
 
 def test_memory_stays_within_a_multiple_of_the_length():
     """Of a table that packs as well as one can: all of its rows are alike."""
-    many = big_views.table(2, 4000, "0" * 16, files=1)
-    table = changed(many, check_start=0 * many.check_start, checks=many.checks[:0])
+    table = big_views.table(2, 4000, "0" * 16, files=1)
     data = tb.encode_table(table)
     assert len(data) < 2 * table.num_chunks
     tracemalloc.start()

@@ -95,19 +95,9 @@ def test_the_options_of_a_save_refuse_or_warn(tmp_path: Path, asynchronous: bool
     assert ray_dcp.open(tmp_path / "warned")["bad"][1] == float("inf")
 
 
-def test_many_bad_tensors_are_named_up_to_a_point(tmp_path: Path):
-    bad = {f"w{i}": torch.tensor(float("nan")) for i in range(20)}
-    with pytest.raises(NonFiniteError, match="and 12 more"):
-        ray_dcp.save(bad, checkpoint_id=tmp_path / "a", options=SaveOptions(nonfinite="refuse"))
-
-
 def test_values_whose_sum_overflows_are_not_mistaken_for_infinities():
-    assert (
-        nonfinite_of(
-            [torch.tensor([1e308, 1e308], dtype=torch.float64), torch.full((3,), 6e4).half()]
-        )
-        == [(0, 0)] * 2
-    )
+    large = [torch.tensor([1e308, 1e308], dtype=torch.float64), torch.full((3,), 6e4).half()]
+    assert nonfinite_of(large.__getitem__, range(2)) == {}
 
 
 def test_storages_of_others_can_not_promise_it(tmp_path: Path):
@@ -148,11 +138,12 @@ def test_every_value_of_every_dtype_and_stride_is_searched(dtype, monkeypatch):
         tensor.view(-1)[-1] = -torch.inf
     tensors += [tensor.movedim(0, -1) for tensor in tensors[2:]]
     counted = [(int(one.isnan().sum()), int(one.isinf().sum())) for one in tensors]
-    assert nonfinite_of([tensor.to(dtype) for tensor in tensors]) == counted
+    found = nonfinite_of([tensor.to(dtype) for tensor in tensors].__getitem__, range(len(tensors)))
+    assert found == {row: counts for row, counts in enumerate(counted) if any(counts)}
     for position in range(360):
         one = torch.ones(360)
         one[position] = torch.nan
-        assert nonfinite_of([one.view(9, 40).T.to(dtype)]) == [(1, 0)]
+        assert nonfinite_of(lambda _, one=one: one.view(9, 40).T.to(dtype), [0]) == {0: (1, 0)}
 
 
 @pytest.mark.parametrize("planner", [None, OwnSave])

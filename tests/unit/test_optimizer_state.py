@@ -277,18 +277,6 @@ def late(p: torch.Tensor, n: int) -> dict[Any, Any]:
     return {"first": p.clone(), **({"late": p + 1} if n > 1 else {})}
 
 
-def test_state_that_is_no_mapping_comes_back(tmp_path: Path):
-    class Bare(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            super().step()
-            for parameter in self.param_groups[0]["params"]:
-                self.state[parameter] = parameter.detach().double() + 1  # type: ignore[assignment]
-
-    state, other = (made(lambda model: Bare(model.parameters()), seed) for seed in (1, 2))
-    step(state)
-    check_both(state, other, tmp_path / "c")
-
-
 def test_a_rollback_takes_what_came_in_a_later_step(tmp_path: Path):
     state = made(lambda model: Keeps(model.parameters(), late))
     save(state, tmp_path / "none")
@@ -361,27 +349,6 @@ def test_options_that_groups_share_come_back_on_their_device():
 
 
 # What belongs to no parameter
-
-
-def test_state_under_a_key_that_is_no_parameter_comes_back(tmp_path: Path):
-    class Counts(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> None:
-            super().step()
-            whole = self.state.setdefault("global", {"seen": torch.zeros((), dtype=torch.int64)})
-            whole["seen"] += 1
-            self.state["0.weight"] = float(whole["seen"])
-
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        return Counts(model.parameters())
-
-    state, other = made(make), made(make, 2)
-    step(state, 3)
-    check_both(state, other, tmp_path / "c")
-    assert "o.other_state.global.seen" in ray_dcp.open(tmp_path / "c")
-    save({"o": state["o"]}, tmp_path / "numbers")
-    expected = held(state)
-    load({"o": other["o"]}, tmp_path / "numbers")
-    assert held(other)[0]["global"] == expected[0]["global"]
 
 
 def test_state_of_a_tensor_that_is_in_no_group_is_refused_by_name(tmp_path: Path):
@@ -504,20 +471,6 @@ def test_only_what_the_prefixes_name_changes(tmp_path: Path):
     assert held(other)[0]["0.weight"] == held(state)[0]["0.weight"]
     assert held(other)[0]["2.weight"] == before[0]["2.weight"]
     assert held(other)[1] == before[1]
-
-
-def test_a_prefix_may_name_one_value_of_the_state_of_a_parameter(tmp_path: Path):
-    state, other = made(adamw), made(adamw, 2)
-    step(state)
-    step(other, 2)
-    save(state, tmp_path / "c")
-    before = held(other)
-    load(other, tmp_path / "c", prefixes=["o.state.0.weight.exp_avg"])
-    found, saved = held(other), held(state)[0]["0.weight"]
-    assert found[0].pop("0.weight") == {
-        **before[0].pop("0.weight"), "exp_avg": saved["exp_avg"]
-    }  # fmt: skip
-    assert found == before
 
 
 # Stages of a pipeline

@@ -260,16 +260,6 @@ def test_what_is_wrong_with_one_rank_fails_an_exchange_on_all(outbox, error, sai
     assert (reply.error.rank, said in reply.error.message) == (0, True)
 
 
-def test_an_exchange_has_a_deadline():
-    play = Play(world_size=2)
-    play.send(exchange(1, {}, 2))
-    assert play.timer.after_s == 9.0
-    play.expire()
-    error = play.errors("Exchange")[1]
-    assert (type(error), error.rank) == (DeadlineError, 0)
-    assert "exchange 'plans'" in error.message
-
-
 def test_storage_options_are_in_no_message():
     play = Play()
     play.join_load(0, target=Target("memory://a", {"token": "secret"}))

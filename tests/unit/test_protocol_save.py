@@ -22,16 +22,14 @@ from ray_dcp.commit_protocol.commands import (
     SlotTaken,
     WriteTable,
 )
-from ray_dcp.commit_protocol.liveness import AwakeClock, Doing, Heartbeat
+from ray_dcp.commit_protocol.liveness import Doing, Heartbeat
 from ray_dcp.commit_protocol.messages import (
-    Exchange,
     Left,
     LoadReady,
     OpKey,
     Refused,
     Renumbered,
     SaveOutcome,
-    SaveReceipt,
     Target,
 )
 from ray_dcp.commit_protocol.operation import GRACE_S, LOST_GRACE_S
@@ -48,8 +46,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.manifest import Verdict
 from ray_dcp.options import SaveOptions
-from tests.support.protocol import BUILT, KEY, TARGET, Play, receipt_file
-from tests.support.world import next_silence_s
+from tests.support.protocol import BUILT, KEY, TARGET, Play
 
 # --- Saves ----------------------------------------------------------------------------------------
 
@@ -153,20 +150,6 @@ def test_a_failure_waits_only_a_moment_for_the_errors_of_other_ranks():
 # Deadlines and lost ranks
 
 
-def test_the_deadline_of_joining_names_the_missing_ranks_which_are_told_it_too():
-    play = Play(world_size=5, options=SaveOptions(plan_timeout_s=7))
-    for rank in (0, 3):
-        play.join(rank)
-    assert play.timer.after_s == 7
-    play.expire()
-    error = told(play, step="SaveJoin")
-    assert type(error) is DeadlineError
-    assert "ranks 1, 2, 4 did not" in error.message
-    assert "join the save within 7 s" in error.message
-    assert set(error.failures) == {1, 2, 4}
-    assert play.join(1).error is error
-
-
 def test_the_deadline_of_writing_fences_the_attempt_off_before_anybody_is_told():
     play = Play(world_size=3)
     play.to_writing()
@@ -227,14 +210,9 @@ def test_a_receipt_of_another_attempt_or_epoch_is_refused_without_harm(play, str
     assert [receipt.file for receipt in play.task.receipts] == [0, 1]
     for result in (BUILT, Finished(), RecordCreated(1), Published()):
         play.done(result)
-    with pytest.raises(CommitUnknownError):
-        play.receipt(0, **stray)
-
-
-def test_a_receipt_for_an_unknown_save_says_that_the_storage_knows(play):
-    with pytest.raises(CommitUnknownError):
-        play.send(SaveReceipt(OpKey("run", 9), 0, "a7", 1, (receipt_file(0),)))
-    assert play.coordination.active == ()
+    for key in (KEY, OpKey("run", 9)):  # one that is over, one that nobody knows
+        with pytest.raises(CommitUnknownError):
+            play.receipt(0, key=key, **stray)
 
 
 @pytest.mark.parametrize("ahead_first", [False, True])
@@ -400,27 +378,11 @@ def test_finished_operations_are_remembered_up_to_a_bound_and_never_begin_again(
 TIMEOUT_S = 10.0
 
 
-class Now:
-    """A clock that a test sets."""
-
-    now_s = 0.0
-
-    def __call__(self):
-        return self.now_s
-
-
+@dataclasses.dataclass
 class Beating(Play):
-    """A play whose ranks promise to beat, with a clock."""
+    """A play whose ranks promise to beat."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.clock = Now()
-        self.coordination = type(self.coordination)(
-            epoch=self.epoch, new_attempt=lambda: "a1", clock=self.clock
-        )
-
-    def send(self, request):
-        return self._take(self.coordination.receive(request, silence_s=TIMEOUT_S), request.rank)
+    silence_s: float = TIMEOUT_S
 
     def beat(self, rank, *doings):
         """Returns for whom the rank is told to log long waits."""
@@ -428,7 +390,7 @@ class Beating(Play):
         return self.coordination.heartbeat(Heartbeat(KEY.session, rank, TIMEOUT_S, doings))
 
     def check_silence(self, now_s):
-        self.clock.now_s = now_s
+        self.now_s = now_s
         self._take(self.coordination.check_silence())
 
 
@@ -445,7 +407,7 @@ def test_a_rank_that_is_silent_for_its_timeout_is_blamed_long_before_the_deadlin
     play.to_writing()
     play.receipt(0)
     for now_s in (4.0, 8.0, 12.0):
-        play.clock.now_s = now_s
+        play.now_s = now_s
         play.beat(1)
     play.check_silence(12.0)
     assert play.timer.after_s == LOST_GRACE_S < GRACE_S
@@ -467,7 +429,7 @@ def test_nobody_is_blamed_before_the_timeout_nor_for_being_slow_while_it_beats()
     play.check_silence(TIMEOUT_S - 0.01)
     assert (play.timer.phase, play.timer.after_s) == ("writing", SaveOptions().write_timeout_s)
     for step in range(1, 100):
-        play.clock.now_s = 9.0 * step
+        play.now_s = 9.0 * step
         play.beat(0)
         play.beat(1)
         play.check_silence(9.0 * step)
@@ -479,21 +441,17 @@ def test_a_rank_that_has_not_joined_or_promised_no_beats_is_not_judged_by_its_si
     play = Beating(world_size=2)
     play.coordination.place(KEY.session, 1, "pid 7 on host-b")
     play.join(0)
-    play.clock.now_s = 500.0
+    play.now_s = 500.0
     play.beat(0)
     play.check_silence(500.0)
     assert play.timer.after_s == SaveOptions().plan_timeout_s
     assert play.errors("SaveJoin") == {}
-    silent = Play(world_size=2)
-    silent.to_writing()
-    silent._take(silent.coordination.check_silence())
-    assert next_silence_s(silent.coordination) is None
 
 
 def test_a_rank_that_speaks_again_is_told_the_outcome_and_not_taken_back():
     play = Beating(world_size=2)
     play.to_writing()
-    play.clock.now_s = TIMEOUT_S
+    play.now_s = TIMEOUT_S
     play.beat(0)
     play.check_silence(TIMEOUT_S)
     play.beat(1)
@@ -504,15 +462,6 @@ def test_a_rank_that_speaks_again_is_told_the_outcome_and_not_taken_back():
     errors = play.errors("SaveReceipt")
     assert errors[0] is errors[1]
     assert play.receipt(1).error is errors[0]
-
-
-def test_a_clock_of_a_process_that_was_stopped_does_not_count_that_time():
-    now = Now()
-    awake = AwakeClock(now, 1.0)
-    now.now_s = 1000.0
-    assert awake.tick() == 2.0
-    now.now_s = 1000.5
-    assert awake() == 2.5
 
 
 # What is told of a rank that is missing
@@ -530,11 +479,6 @@ def writes(**doing):
 def ended_before(play):
     play.to_end()
     play.join(0, key=OpKey(KEY.session, 1))
-
-
-def is_in_another_operation(play):
-    play.send(Exchange(OpKey(KEY.session, 7), 1, 2, "plans", {}, 900.0))
-    play.join(0)
 
 
 def captures(play):
@@ -557,10 +501,6 @@ FATES = {
         "rank 1 never called: its last operation was #0 (save to memory://ckpt), which ended "
         "43 s ago",
     ),
-    "is elsewhere": (
-        is_in_another_operation, 0.0,
-        "its last operation was #7 (exchange 'plans'), which has not ended",
-    ),
     "captures": (captures, 0.0, "rank 1 has been capturing for 598.0 s"),
     "was never heard": (
         lambda play: play.join(0), 600.0,
@@ -574,7 +514,7 @@ def test_a_deadline_says_what_is_known_of_the_rank_that_missed_it(fate):
     begin, after_s, said = FATES[fate]
     play = Beating(world_size=2)
     begin(play)
-    play.clock.now_s += after_s
+    play.now_s += after_s
     play.expire()
     if play.todo:
         play.done(RecordCreated(1))
@@ -585,7 +525,7 @@ def test_a_deadline_says_what_is_known_of_the_rank_that_missed_it(fate):
 
 def at(play, now_s, *beating):
     """Lets ranks beat, and the coordinator look; returns what long waits the ranks are told."""
-    play.clock.now_s = now_s
+    play.now_s = now_s
     told = [play.beat(rank, Doing(KEY.seq, KEY.seq, "waiting")) for rank in beating]
     play.check_silence(now_s)
     return told

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from ray_dcp.commit_protocol.commands import (
@@ -20,7 +18,6 @@ from ray_dcp.commit_protocol.commands import (
     ReadRecords,
     RecordCreated,
 )
-from ray_dcp.commit_protocol.coordination import Coordination
 from ray_dcp.commit_protocol.liveness import Doing, Heartbeat
 from ray_dcp.commit_protocol.messages import (
     Ack,
@@ -34,9 +31,7 @@ from ray_dcp.commit_protocol.messages import (
     SaveStaged,
     Target,
 )
-from ray_dcp.core.values import FilePlan, RankPlan
 from ray_dcp.errors import (
-    CheckpointError,
     CheckpointExistsError,
     CommitUnknownError,
     DeadlineError,
@@ -45,27 +40,7 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.options import SaveOptions
-from tests.support.protocol import BUILT, KEY, NOTHING, TARGET, Play, join_of, planned, receipt_file
-
-FILES_OF_A_RANK = 2
-
-
-def staged_plan(world_size):
-    """Returns a plan in which rank r writes the files 2 r and 2 r + 1."""
-    found = planned(world_size)
-    parts = tuple(
-        RankPlan(rank, tuple(file_plan(FILES_OF_A_RANK * rank + i) for i in range(2)))
-        for rank in range(world_size)
-    )
-    return replace(found, parts=parts)
-
-
-def file_plan(file):
-    ints = np.zeros(0, np.int64)
-    return FilePlan(
-        file, f"__{file}.{{attempt}}.distcp", 0, (), ints, ints, ints, ints, ints, ints,
-        ints, ints, ints, ints, ints, ints,
-    )  # fmt: skip
+from tests.support.protocol import BUILT, KEY, NOTHING, TARGET, Play, planned, receipt_file
 
 
 class StagedPlay(Play):
@@ -119,7 +94,7 @@ class StagedPlay(Play):
         for rank in range(self.world_size):
             self.join_staged(rank, key=key, options=options, target=target)
         self.done(NOTHING)
-        self.done(staged_plan(self.world_size))
+        self.done(planned(self.world_size, files=2))
 
     def to_staged(self, **changed):
         self.to_writing(**changed)
@@ -166,30 +141,6 @@ def test_it_commits_when_every_file_has_a_receipt(play, staged_first):
     assert isinstance(play.staged(1), SaveOutcome)
 
 
-def test_a_rank_without_files_is_done_when_it_says_so():
-    play = StagedPlay(world_size=1)
-    play.join_staged(0)
-    play.done(NOTHING)
-    play.done(planned(1))
-    assert not play.todo
-    play.staged(0)
-    commit(play)
-
-
-def test_a_rank_that_dies_when_a_stager_holds_its_bytes_does_not_matter(play):
-    play.to_staged()
-    play.lose(0, 1)
-    play.write_all()
-    commit(play)
-    early = StagedPlay()
-    early.to_writing()
-    early.write_all()  # the receipts came before it was known who holds the bytes
-    for rank in range(2):
-        early.held(rank)
-    early.lose(0, 1)
-    commit(early)
-
-
 def fails(play, *, expire=True):
     """Ends a save that fails; returns its error, which all who wait get."""
     play.end_abort(expire=expire)
@@ -225,38 +176,6 @@ def test_an_error_of_a_stager_fails_the_save_and_stagers_are_told_so(play):
     error = fails(play)
     assert (type(error), error.rank) == (StorageError, 1)
     assert play.written(0, 0).error is error
-
-
-@pytest.mark.parametrize("rank", ["lives", "is dead"])
-def test_a_stager_that_is_lost_with_unwritten_bytes_fails_the_save_by_name(play, rank):
-    play.to_staged()
-    play.written(0, 1)
-    if rank == "is dead":
-        play.lose(0)
-    play.lose_stager("s0")
-    error = fails(play)
-    assert (type(error), error.rank) == (ParticipantError, 0)
-    assert "the stager s0" in error.message
-    assert "1 files unwritten: it died" in error.message
-
-
-def test_a_stager_that_is_lost_before_its_rank_waits_fails_the_save_too(play):
-    play.to_writing()
-    for rank in range(2):
-        play.held(rank)
-    play.lose_stager("s1")
-    play.end_abort(expire=True)
-    assert play.staged(0).error.rank == play.staged(1).error.rank == 1
-
-
-def test_a_stager_that_has_nothing_more_to_write_may_be_lost(play):
-    play.to_staged()
-    assert play.coordination.held_by("s1") == {KEY: [1]}
-    play.write_all(ranks=[1])
-    assert play.coordination.held_by("s1") == {}
-    play.lose_stager("s1")
-    play.write_all(ranks=[0])
-    commit(play)
 
 
 def test_what_is_of_another_attempt_epoch_or_coordinator_is_refused(play):
@@ -304,17 +223,15 @@ def test_a_save_waits_until_the_one_before_has_ended(play, fails):
         commit(play)
     assert isinstance(play.task, ReadRecords)
     play.done(NOTHING)
-    play.done(staged_plan(2))
+    play.done(planned(2, files=2))
     assert isinstance(play.reply(0, "SaveJoin", key=SECOND), SaveGo)
 
 
 def test_a_save_that_is_queued_for_long_says_behind_which_one(play):
-    now = [0.0]
-    play.coordination = Coordination(epoch=1, new_attempt=lambda: "a1", clock=lambda: now[0])
     play.to_staged()
     join_second(play)
     told = []
-    for now[0] in range(0, 50, 5):
+    for play.now_s in range(0, 50, 5):
         told += play.coordination.heartbeat(Heartbeat("run", 0, 60.0, (Doing(0, 1, "waiting"),)))
         play.coordination.check_silence()
     (wait,) = told
@@ -324,14 +241,11 @@ def test_a_save_that_is_queued_for_long_says_behind_which_one(play):
 
 @pytest.mark.parametrize("how", ["says so", "says nothing", "is heard no more"])
 def test_a_queued_save_that_a_rank_has_left_is_not_begun(play, how):
-    now = [0.0]
-    play.coordination = Coordination(epoch=1, new_attempt=lambda: "a1", clock=lambda: now[0])
     play.to_staged()
-    for rank in range(play.world_size):
-        join = join_of(rank, key=SECOND, staged=True, target=ELSEWHERE)
-        play._take(play.coordination.receive(join, silence_s=60.0))
+    play.silence_s = 60.0
+    join_second(play)
     both, third = Doing(0, 1, "waiting"), Doing(2, 2, "waiting")
-    for now[0] in range(0, 100, 5):
+    for play.now_s in range(0, 100, 5):
         play.coordination.heartbeat(Heartbeat("run", 1, 60.0, (both,)))
         # Rank 0 has left the second save for a third one, for which it sends heartbeats.
         left = (Left(SECOND, "it waited for long"),) if how == "says so" else ()
@@ -440,7 +354,7 @@ def test_only_what_is_planned_and_neither_over_nor_failing_can_be_taken_up(play)
         play.join_staged(rank)
     assert not known()
     play.done(NOTHING)
-    play.done(staged_plan(play.world_size))
+    play.done(planned(play.world_size, files=2))
     assert known()
     for rank in range(play.world_size):
         play.held(rank)
@@ -467,12 +381,6 @@ def test_a_save_is_taken_up_twice_and_committed_under_the_newest_epoch(resumed):
     assert isinstance(third.reply(0, "SaveStaged"), SaveOutcome)
 
 
-def test_a_rank_says_who_holds_its_bytes_to_a_coordinator_that_never_heard_it(resumed):
-    held = PartsHeld(KEY, 0, "a1", 1, "s0")
-    assert resumed.send(SaveStaged(KEY, 0, "a1", 1, held=held)) is None
-    assert resumed.coordination.held_by("s0") == {KEY: [0]}
-
-
 @pytest.mark.parametrize("late", ["before its rank waits", "after its rank waits"])
 def test_a_stager_that_reports_late_takes_nothing_from_the_one_that_holds_the_bytes_now(
     resumed, late
@@ -484,14 +392,6 @@ def test_a_stager_that_reports_late_takes_nothing_from_the_one_that_holds_the_by
         resumed.send(SaveStaged(KEY, 0, "a1", 1, held=PartsHeld(KEY, 0, "a1", 1, "s0")))
     assert resumed.send(PartsHeld(KEY, 0, "a1", 1, "s9")) == Ack()
     assert resumed.coordination.held_by("s0") == {KEY: [0]}
-    resumed.lose_stager("s9")
-    resumed.say_again()
-    commit(resumed)
-
-
-def test_a_rank_may_turn_to_another_stager_before_the_first_is_known_to_be_lost(resumed):
-    resumed.send(PartsHeld(KEY, 0, "a1", 1, "s9"))
-    resumed.held(0)
     resumed.lose_stager("s9")
     resumed.say_again()
     commit(resumed)
@@ -514,36 +414,6 @@ def test_a_rank_without_its_part_of_the_plan_fails_the_save_that_was_taken_up(re
     refused = resumed.reply(1, "SaveJoin")
     assert isinstance(refused, Refused)
     assert "was restarted" in refused.error.message
-
-
-def test_another_attempt_or_epoch_is_refused_by_who_took_it_up(resumed):
-    for stray in ({"attempt": "a2"}, {"epoch": 3}):
-        with pytest.raises(CheckpointError):
-            resumed.held(0, **stray)
-    resumed.held(0, epoch=2)
-
-
-def test_a_dead_rank_does_not_matter_once_its_stager_has_said_that_it_holds_its_bytes(resumed):
-    resumed.held(1)
-    resumed.lose(1)
-    assert not resumed.todo
-    resumed.lose(0)
-    resumed.held(0)
-    resumed.write_all(ranks=[0, 1])
-    assert "lost" in resumed.task.reason
-
-
-def test_a_dead_rank_without_files_does_not_matter_to_who_takes_a_save_up(play):
-    play.to_writing()
-    found = play.coordination.staged_plan(KEY)
-    found = replace(found, files=(found.files[0], frozenset()))
-    resumed = Resumed(world_size=2, epoch=2)
-    resumed._take(resumed.coordination.resume(found))
-    resumed.todo.clear()
-    resumed.held(0)
-    resumed.lose(0, 1)
-    resumed.write_all(ranks=[0])
-    commit(resumed)
 
 
 def taken_up(play, outcome=None):

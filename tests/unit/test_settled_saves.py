@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from obstore.store import MemoryStore
 from torch.distributed.checkpoint.logger import _dcp_logger
 
 import ray_dcp
@@ -47,14 +46,6 @@ def telling(value: float) -> dict[str, Any]:
 # One session: `max_pending` and `when_full` hold for a process that is alone
 
 
-def test_saves_of_one_id_that_overlap_are_made_one_after_the_other(tmp_path):
-    path = tmp_path / "c"
-    handles = [ray_dcp.async_save(state_of(value), checkpoint_id=path) for value in range(3)]
-    for handle in handles:
-        handle.committed(PATIENCE_S)
-    assert_holds(path, 2)
-
-
 def test_the_next_save_waits_for_the_one_before_and_has_its_memory(gate: Gate, tmp_path):  # noqa: F811
     staging_backend._memory.clear()
     first = ray_dcp.async_save(state_of(1), checkpoint_id=tmp_path / "1")
@@ -81,23 +72,6 @@ def test_the_next_save_waits_for_the_one_before_and_has_its_memory(gate: Gate, t
     assert staging_backend._memory.idle_bytes <= 2 << 20  # of one save
     for value in (1, 2, 3, 4):
         assert_holds(tmp_path / str(value), value)
-
-
-def test_several_may_be_under_way_where_that_is_asked_for(gate: Gate, tmp_path):  # noqa: F811
-    options = SaveOptions(max_pending=2)
-    handles = [
-        ray_dcp.async_save(state_of(value), checkpoint_id=tmp_path / str(value), options=options)
-        for value in (1, 2)
-    ]
-    again = ray_dcp.async_save(
-        state_of(3), checkpoint_id=tmp_path / "3",
-        options=SaveOptions(max_pending=2, when_full="skip"),
-    )  # fmt: skip
-    with pytest.raises(errors.SaveSkippedError, match="2 are under way"):
-        again.committed(PATIENCE_S)
-    gate.open.set()
-    for handle in handles:
-        handle.committed(PATIENCE_S)
 
 
 def test_a_save_that_its_process_left_in_a_hanging_storage_is_in_nobodys_way(
@@ -197,17 +171,6 @@ def test_a_callback_of_staging_may_wait_for_the_end_of_its_save(tmp_path):
     handle.staging_completion.add_done_callback(waits)
     handle.committed(PATIENCE_S)
     assert told.wait(PATIENCE_S)
-
-
-def test_a_callback_of_staging_that_comes_late_is_called_at_once(gate: Gate, tmp_path):  # noqa: F811
-    handle = ray_dcp.async_save(state_of(1), checkpoint_id=tmp_path / "c")
-    handle.staged(PATIENCE_S)
-    called: list[bool] = []
-    handle.staging_completion.add_done_callback(lambda _: called.append(handle.done()))
-    assert called == [False]
-    gate.open.set()
-    handle.result(PATIENCE_S)
-    assert called == [False]
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit])
@@ -330,16 +293,6 @@ def test_an_interrupt_after_the_commit_leaves_the_step_committed_for_its_manager
         assert manager.all_steps() == [1]
 
 
-def test_a_policy_that_raises_after_the_commit_does_not_fail_the_step(tmp_path, caplog):
-    class Wrong(ray_dcp.manager.LatestN):
-        def keep(self, *_: object, **__: object) -> Any:
-            raise ZeroDivisionError("a policy")
-
-    with ray_dcp.CheckpointManager(tmp_path, save_interval=1, retention=Wrong(1)) as manager:
-        assert manager.save(1, state_of(1))
-        assert manager.all_steps() == [1]
-
-
 # No threads
 
 
@@ -404,38 +357,3 @@ def test_a_thread_for_what_follows_a_commit_is_not_needed(no_threads, tmp_path, 
             assert manager.save_async(step, state_of(step))
         manager.join()
         assert manager.all_steps() == [2]
-
-
-def test_a_lease_without_a_thread_that_renews_it_is_none(no_threads, monkeypatch, tmp_path):
-    with ray_dcp.CheckpointManager(tmp_path, save_interval=1) as manager:
-        manager.save(1, state_of(1))
-        no_threads("ray_dcp beat")
-        with pytest.raises(errors.LimitError, match="start a thread"), manager.reading(1):
-            pass
-        monkeypatch.undo()
-        manager.delete(1)
-    no_threads("ray_dcp beat")
-    with ray_dcp.CheckpointManager(tmp_path, save_interval=1) as manager:
-        with pytest.raises(errors.LimitError, match="start a thread"):
-            manager.save(2, state_of(2))
-        monkeypatch.undo()
-        manager.save(2, state_of(2))
-        assert manager.all_steps() == [2]
-
-
-def test_an_upload_without_a_thread_fails_the_save_and_leaves_the_last_one(no_threads, monkeypatch):
-    place = ray_dcp.Location("c", filesystem=MemoryStore())
-    ray_dcp.save(state_of(1), checkpoint_id=place)
-    no_threads("ray_dcp upload")
-    with pytest.raises(errors.LimitError, match="start a thread"):
-        ray_dcp.save({"w": torch.zeros(6 << 20)}, checkpoint_id=place)
-    monkeypatch.undo()
-    assert ray_dcp.verify(place).ok
-    assert ray_dcp.read_state_dict(place)["w"].unique().tolist() == [1]
-
-
-def test_a_save_without_a_thread_that_shows_its_progress_is_a_save(no_threads, tmp_path):
-    no_threads("ray_dcp progress")
-    with pytest.warns(UserWarning, match="was not shown to its end.*start a thread"):
-        ray_dcp.save(state_of(1), checkpoint_id=tmp_path / "a", progress=lambda now: None)
-    assert ray_dcp.verify(tmp_path / "a").ok

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from pathlib import Path
-from typing import get_args
+from functools import partial
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -22,20 +22,27 @@ from hypothesis.stateful import (
 
 from ray_dcp.commit_protocol.messages import Target
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.io.writer import write_part
-from ray_dcp.options import SaveOptions
-from ray_dcp.planning.global_plan import make_plan, rank_plan
-from ray_dcp.stage import window_filling
+from ray_dcp.runtime import staging
+from ray_dcp.runtime.staging import transfer
+from ray_dcp.stage import windows as stage_windows
 from ray_dcp.stage.budget import Room, WindowBudget
-from ray_dcp.stage.job_state import Event, JobState
-from ray_dcp.stage.orders import StageKey, StagerOptions
-from ray_dcp.stage.window_filling import copy_all, fill_window
-from ray_dcp.stage.windows import lay_out_windows
-from ray_dcp.stage.write_queue import WriteQueue
-from ray_dcp.store.opening import open_storage
-from ray_dcp.torch_adapter.capture import capture
+from ray_dcp.stage.orders import Grant, StageKey, StagerOptions
+from ray_dcp.stage.staged_memory import PrivateMemory
+from ray_dcp.stage.windows import (
+    HostFiller,
+    copy_all,
+    copying_threads,
+    deferred_items,
+    fill_window,
+    lay_out_windows,
+    window_parts,
+)
+from ray_dcp.stage.write_queue import Event, JobState
+from ray_dcp.torch_adapter.capture import TensorBytes
+from ray_dcp.torch_adapter.devices import DeviceFiller, Moment
+from tests.gpu.played import Played
 from tests.support.processes import eventually
-from tests.support.staging import MIB, Rank, Share, same_files, share
+from tests.support.staging import MIB, Share, share
 
 # --- Options -------------------------------------------------------------------------------------
 
@@ -163,20 +170,6 @@ TestBudget = Budget.TestCase
 TestBudget.settings = settings(max_examples=30, stateful_step_count=40)
 
 
-def test_a_window_that_a_rank_still_fills_keeps_its_room_when_its_file_has_failed():
-    budget = WindowBudget(1)
-    budget.begin("a", [(1, {0})])
-    budget.grants()
-    budget.begin("b", [(1, {0})])
-    budget.finished("a", 0)
-    assert budget.ended() == []
-    budget.delivered("a", 0)
-    (room,) = budget.ended()
-    assert budget.grants() == []
-    budget.freed(room)
-    assert [room.job for room in budget.grants()] == ["b"]
-
-
 def freed(budget):
     for room in budget.ended():
         budget.freed(room)
@@ -231,21 +224,6 @@ def test_no_more_is_given_up_than_a_window_needs_while_room_is_about_to_be_free(
     assert budget.is_whole("b")
 
 
-def test_of_a_job_that_is_larger_than_the_budget_nothing_is_kept():
-    budget = WindowBudget(2)
-    budget.begin("a", [(1, {0})] * 5, keep=True)
-    written = 0
-    while granted := budget.grants():
-        for room in granted:
-            budget.delivered("a", room.window)
-            budget.read("a", room.window, 0)
-            written += 1
-        budget.grants()
-        freed(budget)
-    assert written == 5
-    assert not budget.is_whole("a")
-
-
 # --- The states of a job --------------------------------------------------------------------------
 
 
@@ -287,11 +265,8 @@ def test_a_share_that_is_handed_over_is_needed_until_it_is_written():
     assert handed_over.is_needed
     assert handed_over.after("committed").is_needed
     assert not handed_over.after("cancelled").is_needed
-    assert not handed_over.after("writers_ended").is_needed
-
-
-def test_what_is_written_can_not_fail_any_more():
-    written = JobState().after("writers_started").after("all_here").after("writers_ended")
+    written = handed_over.after("writers_ended")
+    assert not written.is_needed
     assert written.after("failed") == written
 
 
@@ -324,10 +299,6 @@ SIZES = st.lists(
 )
 
 
-def lengths_of(what):
-    return [[len(what.items.deferred(row)) for row in f.deferred.tolist()] for f in what.plan.files]
-
-
 @settings(max_examples=20)
 @given(
     sizes=SIZES,
@@ -339,7 +310,7 @@ def test_segments_cover_each_piece_once_in_order_and_fit_their_windows(
     sizes, deferred, part_bytes, window_bytes
 ):
     what = share(sizes, deferred, part_bytes=part_bytes)
-    lengths = lengths_of(what)
+    _, lengths = deferred_items(what.plan, what.items.deferred)
     layout = lay_out_windows(what.plan, lengths, window_bytes)
     assert layout.total_bytes == what.num_bytes
     line = layout.window.astype(np.int64) * window_bytes + layout.offset
@@ -377,80 +348,10 @@ def test_segments_cover_each_piece_once_in_order_and_fit_their_windows(
         assert layout.files_of(window) == set(layout.file[own].tolist())
 
 
-def test_the_ends_of_deferred_items_are_where_they_are_written(tmp_path):
-    what = share([100, 70_000], [b"a" * 100, b"", b"b" * 3, b"c" * 70_001])
-    (receipt,) = what.written(Target(str(tmp_path)))
-    layout = lay_out_windows(what.plan, lengths_of(what), 2 * MIB)
-    ends = {p.row: p.item_offset + p.item_bytes for p in receipt.deferred if p.item_bytes}
-    assert len(ends) == 3
-    own = layout.is_deferred
-    rows, found = layout.row[own].tolist(), layout.file_end[own].tolist()
-    assert dict(zip(rows, found, strict=True)) == ends
-
-
 # --- Filling windows ------------------------------------------------------------------------------
 
 
 SLOT = 2 * MIB
-
-
-def state() -> dict[str, object]:
-    """Returns tensors of many kinds; some share their memory."""
-    base = torch.arange(3 << 20, dtype=torch.int32)
-    tied = torch.randn(700, 500)
-    return {
-        "bool": torch.tensor([True, False, True]),
-        "scalar": torch.tensor(3.5),
-        "fp8": torch.arange(100, dtype=torch.uint8).view(torch.float8_e4m3fn),
-        "bf16": torch.randn(300, 700).bfloat16(),
-        "half": torch.randn(33).half(),
-        "complex": torch.randn(64, 3, dtype=torch.complex64),
-        "complex_conj": torch.randn(5000, 3, dtype=torch.complex128).conj(),
-        "empty": torch.zeros(0, 7),
-        "transposed": torch.randn(800, 900).t(),
-        "strided": base[::2],
-        "whole": base,
-        "slice": base[10:100_000],
-        "tied_a": tied,
-        "tied_b": tied,
-        "grad": torch.randn(40, 40, requires_grad=True),
-        "many": [torch.full((n % 7,), n, dtype=torch.int64) for n in range(300)],
-        "step": 10,
-        "note": {"text": "hello", "items": [1, 2, {"a"}]},
-    }
-
-
-def test_every_kind_of_tensor_is_staged_as_it_is_written(tmp_path: Path):
-    tensors = state()
-    captured = capture(tensors, rank=0, world_size=1)
-    plan = make_plan([captured.columns], part_bytes=6 * MIB)
-    what = Share(captured, rank_plan(plan, 0), 0)
-    places = Target(str(tmp_path / "staged")), Target(str(tmp_path / "rank"))
-    write_part(
-        open_storage(places[1]), what.plan, "a1",
-        source=captured.source, deferred=captured.deferred, options=SaveOptions(),
-    )  # fmt: skip
-    reports = []
-    queue = WriteQueue(6 * SLOT, SLOT, lambda _, report: reports.append(report), linger_s=0.001)
-    rank = Rank(queue, what, what.order(StageKey("s", 0, "a1"), places[0], SLOT))
-    rank.stage()
-    for value in tensors.values():
-        if isinstance(value, torch.Tensor) and not value.requires_grad and value.numel():
-            value.zero_()
-    assert eventually(lambda: len(reports) == len(what.plan.files))
-    assert not [report.error for report in reports if report.error]
-    assert same_files(*places)
-
-
-def filled(what: Share, filler) -> list[bytes]:
-    lengths = [[len(what.items.deferred(r)) for r in f.deferred.tolist()] for f in what.plan.files]
-    layout = lay_out_windows(what.plan, lengths, SLOT)
-    windows = []
-    for window in range(layout.num_windows):
-        into = np.zeros(layout.used_bytes[window], np.uint8)
-        fill_window(layout, window, into, filler, what.items.deferred)
-        windows.append(into.tobytes())
-    return windows
 
 
 # copies
@@ -485,8 +386,8 @@ def test_who_is_interrupted_leaves_nobody_who_goes_on_copying(monkeypatch):
         copied.append(pair)
 
     caller = threading.get_ident()
-    monkeypatch.setattr(window_filling.np, "copyto", copyto)
-    monkeypatch.setattr(window_filling, "deque", SlowToEmpty)
+    monkeypatch.setattr(stage_windows.np, "copyto", copyto)
+    monkeypatch.setattr(stage_windows, "deque", SlowToEmpty)
     with pytest.raises(KeyboardInterrupt):
         copy_all(pairs(40 * MIB), 2)
     assert len(copied) == 1
@@ -499,3 +400,164 @@ class SlowToEmpty(deque):
         if len(self) < 9:
             assert eventually(lambda: not self)
         return super().popleft()
+
+
+# --- Windows are handed to a stager ---------------------------------------------------------------
+
+
+KEY = StageKey("s", 0, "a1")
+
+
+class Stager:
+    """The link to a stager that has room for a few windows more each time, and keeps what came."""
+
+    stager = "played"
+    window_bytes = SLOT
+
+    def __init__(self, driver: Played, at_once: int) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.windows: dict[int, bytes] = {}
+        self._driver = driver
+        self._at_once = at_once
+        self._granted = 0
+
+    def call(self, method: str, *arguments: Any, **_: Any) -> Any:
+        self.calls.append((method, self._driver.num_under_way))
+        if method in ("deliver", "seal"):
+            self.windows.update(arguments[1])
+            return None
+        self._granted += self._at_once
+        return Grant(self._granted)
+
+    def post(self, method: str, *_: Any) -> None:
+        self.calls.append((method, self._driver.num_under_way))
+
+    def put(self, parts: list[np.ndarray]) -> bytes:
+        return b"".join(part.tobytes() for part in parts)
+
+
+def filler_of(what: Share, driver: Played) -> DeviceFiller:
+    tensors = [torch.from_numpy(value) for value in what.items.values]
+    driver.own(*tensors)
+    filler = Moment(tensors, driver).filler(tensors, HostFiller(TensorBytes(tensors)))
+    assert filler is not None
+    return filler
+
+
+def handed(what: Share, link: Stager, filler: DeviceFiller) -> list[bytes]:
+    order = what.order(KEY, Target("memory://x"), SLOT)
+    transfer(link, order, None, filler, what.items.deferred, timeout_s=60)
+    return [link.windows[number] for number in range(len(link.windows))]
+
+
+def pieces(what: Share, windows: list[bytes]) -> list[bytes]:
+    """Returns what is written of windows: what lies between is whatever it was."""
+    order = what.order(KEY, Target("memory://x"), SLOT)
+    layout = lay_out_windows(what.plan, order.deferred_bytes, SLOT)
+    columns = (layout.window, layout.offset, layout.num_bytes)
+    return [
+        windows[w][at : at + n] for w, at, n in zip(*map(np.ndarray.tolist, columns), strict=True)
+    ]
+
+
+def windows_of(what: Share) -> list[bytes]:
+    """Returns what each window holds when it is filled by itself."""
+    order = what.order(KEY, Target("memory://x"), SLOT)
+    layout = lay_out_windows(what.plan, order.deferred_bytes, SLOT)
+    windows = [np.zeros(used, np.uint8) for used in layout.used_bytes.tolist()]
+    fill = partial(fill_window, layout)
+    for window, into in enumerate(windows):
+        fill(window, into, HostFiller(what.items.source), what.items.deferred)
+    return [into.tobytes() for into in windows]
+
+
+@pytest.fixture
+def scratch(monkeypatch):
+    """Memory that nobody used before."""
+    memory = PrivateMemory()
+    monkeypatch.setattr(staging, "_scratch", memory)
+    return memory
+
+
+def test_memory_for_a_devices_windows_is_pinned_and_used_again_by_the_next_save(scratch):
+    what, driver = share([5 * MIB, 1000, 2000, 3 * MIB]), Played()
+    for _ in range(3):
+        link = Stager(driver, 8)
+        assert pieces(what, handed(what, link, filler_of(what, driver))) == pieces(
+            what, windows_of(what)
+        )
+        assert link.calls == [("begin", 0), ("seal", 0)]
+        assert 1 <= len(driver.registered) <= copying_threads() + 1
+    pinned = len(driver.registered)
+    assert scratch.idle_bytes == pinned * SLOT
+    scratch.clear()
+    assert not driver.registered
+
+
+@pytest.mark.parametrize("report_s", [1e9, 0.0])
+def test_what_is_reported_to_the_stager_is_there(report_s, monkeypatch):
+    monkeypatch.setattr(staging, "REPORT_S", report_s)
+    what, driver = share([9 * MIB]), Played()
+    link = Stager(driver, 2)
+    assert handed(what, link, filler_of(what, driver)) == windows_of(what)
+    assert all(under_way == 0 for _, under_way in link.calls)
+    methods = [method for method, _ in link.calls]
+    assert methods.count("more") == 2
+    # Before each wait for room, and each full window but the last where that is due.
+    assert methods.count("deliver") == (2 if report_s else 4)
+
+
+@pytest.mark.parametrize("where", ["a copy", "between two windows"])
+def test_room_is_given_up_when_nothing_comes_from_the_device_any_more(where, scratch):
+    what, driver = share([9 * MIB]), Played()
+    link = Stager(driver, 8)
+    filler = filler_of(what, driver)
+    owner, name = (driver, "copy") if where == "a copy" else (link, "put")
+    real, calls = getattr(owner, name), []
+
+    def third_fails(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    setattr(owner, name, third_fails)
+    with pytest.raises(KeyboardInterrupt):
+        handed(what, link, filler)
+    assert link.calls == [("begin", 0), ("cancel", 0)]
+
+
+def test_a_state_that_does_not_fit_is_told_with_the_way_out(caplog):
+    what, driver = share([9 * MIB]), Played()
+    link = Stager(driver, 2)
+    call = link.call
+
+    def short(method: str, *arguments: Any, **more: Any) -> Any:
+        answer = call(method, *arguments, **more)
+        told = method == "more" and answer.num_windows == 4
+        return Grant(answer.num_windows, 3_000_000_000) if told else answer
+
+    link.call = short
+    handed(what, link, filler_of(what, driver))
+    (said,) = caplog.messages
+    assert "memory://x is 3 GB larger than" in said
+    assert "--object-store-memory that is 6 GB larger, on a /dev/shm" in said
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_the_runs_of_an_object_are_its_window_and_large_items_are_where_they_are(where):
+    objects = [b"note", bytes(MIB)] if where == "host" else []
+    what, driver = share([3 * MIB, 500, 70_000, 2 * MIB + 7], objects), Played()
+    host = HostFiller(what.items.source)
+    filler = host if where == "host" else filler_of(what, driver)
+    order = what.order(KEY, Target("memory://x"), SLOT)
+    layout = lay_out_windows(what.plan, order.deferred_bytes, SLOT)
+    not_copied = 0
+    for window, whole in enumerate(windows_of(what)):
+        scratch = np.zeros(len(whole), np.uint8)
+        parts = window_parts(layout, window, scratch, filler, what.items.deferred)
+        assert b"".join(part.tobytes() for part in parts) == whole
+        views = [len(part) for part in parts if not np.shares_memory(part, scratch)]
+        assert max(views, default=0) <= MIB  # Ray copies longer ones by threads of their own
+        not_copied += sum(views)
+    assert not_copied >= 4 * MIB if where == "host" else not_copied == 0

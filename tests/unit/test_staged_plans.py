@@ -8,29 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import chain, repeat
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-import ray_dcp
 from ray_dcp import InternalError
 from ray_dcp.commit_protocol.coordination import Coordination
-from ray_dcp.commit_protocol.liveness import AwakeClock, Heartbeat, HeartbeatAck
-from ray_dcp.commit_protocol.messages import Ack, Left, MessageBatch, PartsHeld, SaveStaged, Target
+from ray_dcp.commit_protocol.liveness import OUT_OF_REACH_S, AwakeClock, Heartbeat, HeartbeatAck
+from ray_dcp.commit_protocol.messages import Ack, Left, PartsHeld, SaveStaged
 from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.coordinator import Coordinator
 from ray_dcp.runtime.recovery import StagedPlans, StagerWatch
-from ray_dcp.runtime.tasks import perform, settle
-from ray_dcp.stage.orders import StageKey, StageProgress
-from tests.support.protocol import KEY, join_of
-from tests.support.world import Shell
-from tests.unit.test_protocol_staged import SECOND, StagedPlay
+from ray_dcp.runtime.stager import REPORT_TRIES, deliver
+from ray_dcp.stage.orders import StageKey, StageProgress, StageReport
+from tests.support.protocol import KEY
+from tests.unit.test_protocol_staged import StagedPlay
 
 
 class Stager:
@@ -184,13 +182,6 @@ def test_a_rank_is_told_only_when_its_own_stager_would_be_asked(cluster):
     assert coordination.held_by("s1#0") == {KEY: [1]}
 
 
-def test_the_plan_is_held_also_where_all_files_are_written_before_a_rank_says_so(cluster):
-    play = planned(1)
-    play.write_all()
-    keep_plan(cluster, play, 0)
-    assert another_coordinator().active == (KEY,)
-
-
 def test_where_the_plan_is_not_taken_the_rank_is_told_with_a_warning_and_it_is_asked_again(
     cluster, caplog
 ):
@@ -229,15 +220,7 @@ def test_the_plan_outlives_all_stagers_and_goes_with_its_save(cluster):
     assert cluster.store == {}
 
 
-def test_a_stager_in_the_place_of_one_that_died_is_known_by_its_own_name(cluster):
-    keep_plan(cluster, planned(1), 0)
-    new = cluster.add(0)
-    new.called, new.sealed = "s0#1", [0]
-    assert another_coordinator().held_by("s0#1") == {KEY: [0]}
-
-
-@pytest.mark.parametrize("together", [False, True])
-def test_a_holder_of_which_the_earlier_coordinator_did_not_know_is_asked_too(cluster, together):
+def test_a_holder_of_which_the_earlier_coordinator_did_not_know_is_asked_too(cluster):
     keep_plan(cluster, planned(2), 0)
     cluster.add(1).sealed = [1]
 
@@ -247,10 +230,7 @@ def test_a_holder_of_which_the_earlier_coordinator_did_not_know_is_asked_too(clu
         await actor._plans.resume()
         # Its rank waits already, and says once more who holds its bytes.
         staged = SaveStaged(KEY, 1, "a1", 1, held=held(1))
-        batch = MessageBatch(KEY, "SaveStaged", (staged,))
-        call = asyncio.ensure_future(
-            actor.call_batch(batch, ()) if together else actor.call(staged)
-        )
+        call = asyncio.ensure_future(actor.call(staged))
         await actor.settled()
         await asyncio.gather(*actor._tasks)
         assert not actor._plans.note(held(1))
@@ -258,36 +238,6 @@ def test_a_holder_of_which_the_earlier_coordinator_did_not_know_is_asked_too(clu
 
     asyncio.run(go_on())
     assert cluster.stagers["s1"].asked == ["a1"]
-
-
-@pytest.mark.parametrize("ended", ["committed", "aborted"])
-def test_a_save_that_had_ended_does_not_keep_the_next_one_waiting(tmp_path, ended):
-    """Its plan may be there still: whoever ended it died before it could forget it."""
-    target = Target(str(tmp_path / "c"))
-    before = StagedPlay()
-    before.to_writing(target=target)
-    planned_save = before.coordination.staged_plan(KEY)
-    attempt = planned_save.attempt
-    if ended == "committed":
-        handle = ray_dcp.async_save({"x": 1}, checkpoint_id=target.url, no_dist=True)
-        handle.committed(180)
-        attempt = handle.report().attempt
-        (tmp_path / "c" / ".metadata").unlink()  # it did not come to that
-    else:
-        settle(target, attempt, reason="played", rank=None)
-    planned_save = pickle.loads(pickle.dumps(planned_save))
-    object.__setattr__(planned_save, "attempt", attempt)
-
-    shell = Shell(Coordination(epoch=2, new_attempt=lambda: "a2"), perform)
-    shell._carry_out(shell.coordination.resume(planned_save))
-    elsewhere = Target(str(tmp_path / "d"))
-    for rank in range(2):
-        assert not shell.receive(join_of(rank, key=SECOND, target=elsewhere, staged=True))
-    while shell.tasks and KEY in shell.coordination.active:
-        shell.perform(0)
-    assert shell.coordination.active == (SECOND,)
-    assert len(shell.tasks) == 1  # what the second one begins with
-    assert (tmp_path / "c" / ".metadata").exists() == (ended == "committed")
 
 
 UNREACHABLE = ActorUnavailableError("connection reset", b"0" * 16)
@@ -378,3 +328,62 @@ def test_a_save_that_was_cancelled_before_it_is_taken_up_is_cancelled_then(clust
     coordination.resume(before.coordination.staged_plan(KEY))
     assert coordination.is_cancelled(KEY)
     assert KEY in coordination.active  # until the abort record is there
+
+
+# --- Reports to a coordinator that is out of reach ------------------------------------------------
+
+
+REPORT = StageReport(StageKey((KEY, 1), 0, "a1"), 0, None)
+REFUSED = RayTaskError("take_report", "trace", ValueError("no"))
+
+
+class Told:
+    """A coordinator that answers, or fails, as it is said; `slept` is the waits."""
+
+    def __init__(self, answers, awaited=()):
+        self.num_told, self.slept = 0, []
+        self._answers, self._awaited = iter(answers), iter(awaited or repeat(True))
+
+    def run(self):
+        return asyncio.run(deliver(self._take, REPORT, lambda: next(self._awaited), self._sleep))
+
+    async def _take(self, report):
+        assert report is REPORT
+        self.num_told += 1
+        answer = next(self._answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def _sleep(self, seconds):
+        self.slept.append(seconds)
+
+
+@pytest.mark.parametrize("answer", [True, False, None])
+def test_a_coordinator_is_told_until_it_can_be_reached(answer):
+    told = Told(chain(repeat(UNREACHABLE, 30), [answer]))
+    assert told.run() is answer
+    assert told.num_told == 31
+    assert 100.0 < sum(told.slept) < OUT_OF_REACH_S
+    assert max(told.slept) == 10.0
+
+
+def test_one_that_stays_out_of_reach_is_given_up():
+    told = Told(repeat(UNREACHABLE))
+    with pytest.raises(ActorUnavailableError):
+        told.run()
+    assert OUT_OF_REACH_S <= sum(told.slept) < OUT_OF_REACH_S + 10.0
+
+
+@pytest.mark.parametrize(("error", "times"), [(ActorDiedError(), REPORT_TRIES), (REFUSED, 2)])
+def test_one_that_is_dead_or_refuses_is_given_up_sooner(error, times):
+    told = Told(repeat(error))
+    with pytest.raises(type(error)):
+        told.run()
+    assert told.num_told == times
+
+
+def test_nobody_is_told_what_is_not_awaited_any_more():
+    told = Told(repeat(UNREACHABLE), awaited=[True, True, False])
+    assert told.run() is None
+    assert told.num_told == 3

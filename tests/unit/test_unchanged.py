@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import subprocess
 import warnings
 from functools import partial
 from pathlib import Path
@@ -17,19 +16,15 @@ import obstore.store
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
-from click.testing import CliRunner
 from torch import nn
 
 import ray_dcp
-from ray_dcp.cli.main import main
 from ray_dcp.manager import CheckpointManager, Item
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.inline import session_alone
 from ray_dcp.runtime.unchanged import RunHistory
-from ray_dcp.store.memory import MemoryStorage
 from tests.support.checkpoints import flip
 from tests.support.programs.unchanged import LINK, WIDTH, Tuned, holds, inodes, path_of, save_steps
-from tests.unit.test_cli_json import printed
 
 
 def save(root: Path, step: int, state: dict[str, Any], options: SaveOptions = LINK) -> Path:
@@ -109,14 +104,6 @@ def test_a_module_says_which_of_its_parameters_are_frozen(tmp_path, wrap):
     assert shared(one, other) == 1
 
 
-def test_parameters_in_a_plain_state_dict_say_whether_they_are_frozen(tmp_path):
-    model = Tuned()
-    for step in (0, 1):
-        model.set_step(step)
-        save(tmp_path, step, {"model": model.state_dict(keep_vars=True)})
-    assert shared(path_of(tmp_path, 0), path_of(tmp_path, 1)) == 1
-
-
 def test_detached_tensors_are_linked_once_they_were_equal_in_two_saves(tmp_path):
     model, saved = Tuned(), []
     for step in range(5):
@@ -145,15 +132,6 @@ def test_what_changed_once_stays_out_of_the_settled_files(tmp_path):
     check_holds(path_of(tmp_path, 5), values_of({"model": model}))
 
 
-def test_a_dense_state_has_no_settled_files(tmp_path):
-    state = {"w": torch.zeros(WIDTH, WIDTH)}
-    for step in range(4):
-        state["w"] += 1
-        path = save(tmp_path, step, state)
-        assert len(list(path.glob("*.distcp"))) == 1
-        check_holds(path, state)
-
-
 def test_a_little_is_not_worth_a_file_of_its_own(tmp_path):
     path = save(tmp_path, 0, {"model": Tuned(width=8)})
     assert len(list(path.glob("*.distcp"))) == 1
@@ -164,25 +142,6 @@ def test_a_new_process_links_to_what_an_earlier_one_committed(tmp_path, monkeypa
     new_process(monkeypatch)
     path = save(tmp_path, 2, {"model": model})
     assert shared(path_of(tmp_path, 1), path) == 1
-
-
-def test_saves_over_one_path_link_to_what_they_replace(tmp_path):
-    model, found = Tuned(), []
-    for step in range(3):
-        model.set_step(step)
-        path = save(tmp_path, 0, {"model": model})
-        found.append(inodes(path))
-        check_holds(path, values_of({"model": model}))
-    assert found[0] & found[1] & found[2]
-
-
-def test_it_works_in_memory_storage():
-    storage = MemoryStorage("unchanged-run")
-    model = Tuned()
-    for step in range(2):
-        model.set_step(step)
-        ray_dcp.save({"model": model}, checkpoint_id=f"{storage.url}/step-{step}", options=LINK)
-    assert ray_dcp.verify(f"{storage.url}/step-1").ok
 
 
 # --- What is not ---------------------------------------------------------------------------------
@@ -214,15 +173,7 @@ def test_equal_bytes_of_another_kind_are_written(tmp_path, change):
     assert shared(path_of(tmp_path, 0), path_of(tmp_path, 1)) == 0
 
 
-def test_a_file_is_linked_under_another_name_of_its_tensor(tmp_path):
-    values = torch.arange(WIDTH * WIDTH, dtype=torch.float32).reshape(WIDTH, WIDTH)
-    for step, name in enumerate(("w", "renamed")):
-        state = {name: nn.Parameter(values, requires_grad=False)}
-        check_holds(save(tmp_path, step, state), {name: values})
-    assert shared(path_of(tmp_path, 0), path_of(tmp_path, 1)) == 1
-
-
-@pytest.mark.parametrize("number", [errno.EXDEV, errno.EMLINK, errno.EPERM, errno.ENOENT])
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.EMLINK])
 def test_a_filesystem_that_does_not_link_gets_the_bytes(tmp_path, monkeypatch, number):
     model, _ = a_run(tmp_path, 1)
     real = os.link
@@ -296,32 +247,10 @@ def _refuse(*_: Any) -> None:
     raise ray_dcp.errors.StorageError("scripted")
 
 
-def test_metadata_says_the_same_of_the_values(tmp_path):
-    state = {"model": Tuned().state_dict(keep_vars=True)}
-    one = save(tmp_path, 0, state)
-    other = save(tmp_path, 1, state, SaveOptions())
-    ours, theirs = (stock.FileSystemReader(path).read_metadata() for path in (one, other))
-    assert ours.state_dict_metadata == theirs.state_dict_metadata
-    assert ours.planner_data == theirs.planner_data
-
-
 # --- Steps stay whole by themselves --------------------------------------------------------------
 
 
-def test_no_published_file_is_written_to(tmp_path):
-    model, _ = a_run(tmp_path, 1)
-    file = linked_file(path_of(tmp_path, 0))
-    data, before = file.read_bytes(), file.stat().st_mtime_ns
-    for step in range(1, 5):
-        model.base.weight.data += step % 2
-        save(tmp_path, step, {"model": model})
-    ray_dcp.delete(path_of(tmp_path, 1))
-    ray_dcp.collect(path_of(tmp_path, 0))
-    assert file.read_bytes() == data
-    assert file.stat().st_mtime_ns == before
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_steps_can_be_deleted_in_any_order(tmp_path, order):
     _, saved = a_run(tmp_path)
     left = set(order)
@@ -363,42 +292,6 @@ def test_a_linked_file_is_made_durable_although_its_first_save_did_not(tmp_path,
     assert linked in durable
 
 
-COPIES = {
-    "cp -r": ["cp", "-r"],
-    "cp -a": ["cp", "-a"],
-    **({"rsync -aH": ["rsync", "-aH"]} if shutil.which("rsync") else {}),
-}
-
-
-@pytest.mark.parametrize("command", COPIES.values(), ids=COPIES)
-def test_a_copied_run_is_whole(tmp_path, command):
-    _, saved = a_run(tmp_path / "run")
-    subprocess.run([*command, tmp_path / "run", tmp_path / "copy"], check=True)
-    root = tmp_path / "copy" / "run" if command[0] == "rsync" else tmp_path / "copy"
-    shutil.rmtree(tmp_path / "run")
-    for step, values in enumerate(saved):
-        check_holds(path_of(root, step), values)
-
-
-def test_a_step_that_we_copy_is_whole(tmp_path):
-    _, saved = a_run(tmp_path)
-    ray_dcp.copy(path_of(tmp_path, 2), tmp_path / "copy")
-    for step in range(3):
-        ray_dcp.delete(path_of(tmp_path, step))
-    check_holds(tmp_path / "copy", saved[2])
-
-
-def test_damage_is_found_in_all_steps_that_share_it(tmp_path):
-    a_run(tmp_path)
-    file = linked_file(path_of(tmp_path, 1))
-    with open(file, "r+b") as opened:
-        opened.seek(file.stat().st_size // 2)
-        byte = opened.read(1)
-        opened.seek(-1, os.SEEK_CUR)
-        opened.write(bytes([byte[0] ^ 1]))
-    assert [ray_dcp.verify(path_of(tmp_path, step)).ok for step in range(3)] == [False] * 3
-
-
 # --- Asynchronous saves, and reports -------------------------------------------------------------
 
 
@@ -411,35 +304,6 @@ def test_an_asynchronous_save_links_and_reports_it(tmp_path, staging):
         sizes = sorted(file.stat().st_size for file in path.glob("*.distcp"))
         expected = (sizes[0], sizes[1], 0) if step else (sum(sizes), 0, 0)
         assert (report.bytes_written, report.bytes_linked, report.bytes_copied) == expected
-
-
-def test_ls_and_du_say_what_was_linked_and_what_is_shared(tmp_path):
-    a_run(tmp_path, 2)
-    linked = linked_file(path_of(tmp_path, 1)).stat().st_size
-    ls = printed("ls", tmp_path)
-    assert ["linked_bytes" in one for one in ls] == [False, True]
-    assert ls[1]["linked_bytes"] == linked
-    du = printed("du", tmp_path)
-    assert [one["shared"] for one in du["steps"]] == [0, linked]
-    assert du["total"]["shared"] == linked
-    assert printed("timeline", path_of(tmp_path, 1))["linked_bytes"] == linked
-    text = CliRunner().invoke(main, ["ls", str(tmp_path)]).output
-    assert "REUSED" in text
-
-
-def test_what_a_save_wrote_is_what_events_and_the_trace_say(tmp_path):
-    heard = []
-    unsubscribe = ray_dcp.events.subscribe(heard.append)
-    try:
-        a_run(tmp_path, 2)
-    finally:
-        unsubscribe()
-    written = [event.num_bytes for event in heard if event.name == "save.write"]
-    files = [
-        sorted(f.stat().st_size for f in path_of(tmp_path, s).glob("*.distcp")) for s in (0, 1)
-    ]
-    assert written == [sum(files[0]), files[1][0]]
-    assert [ray_dcp.open(path_of(tmp_path, s)).trace.num_bytes for s in (0, 1)] == written
 
 
 # --- Object stores -------------------------------------------------------------------------------

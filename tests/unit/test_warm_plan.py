@@ -11,11 +11,10 @@ import pytest
 
 import ray_dcp
 from ray_dcp import SaveOptions
-from ray_dcp.commit_protocol import planning
 from ray_dcp.commit_protocol.commands import Failed, MakePlan
 from ray_dcp.commit_protocol.messages import Refused, SaveJoin, SendItems, Target
 from ray_dcp.core.columns import ColumnsBuilder, encode
-from ray_dcp.errors import InvalidRequestError, PlanConflictError, RankDisagreementError
+from ray_dcp.errors import RankDisagreementError
 from ray_dcp.format.metadata import encode_metadata
 from ray_dcp.format.table import encode_table
 from ray_dcp.io.checkpoint import newest_record, read_checkpoint
@@ -99,17 +98,6 @@ def test_a_rank_whose_plan_is_as_before_hears_whether_a_record_has_one_winner(tm
     assert (again.create_if_absent, go.create_if_absent) == (False, False)
 
 
-def test_two_layouts_in_turn_are_both_warm(warm, tmp_path):
-    other = {"ema": np.arange(30.0), "step": 1}
-    for _ in range(2):
-        committed(warm.save(sample_state(0)))
-        committed(warm.save(other, url=str(tmp_path / "ema")))
-    committed(warm.save(sample_state(2)))
-    assert warm.was_warm
-    committed(warm.save(other, url=str(tmp_path / "ema")))
-    assert warm.was_warm
-
-
 def test_a_rank_that_changed_makes_a_new_plan(warm):
     committed(warm.save(sample_state(0)))
     states = [sample_state(1), sample_state(1), {**sample_state(1), "rep.mine": np.arange(3)}]
@@ -146,16 +134,6 @@ def test_who_forgot_the_plan_is_told_it_and_nobody_else(warm, forget, senders, k
     assert warm.was_warm
 
 
-def test_a_rank_that_forgot_and_differs_makes_all_tell(warm):
-    committed(warm.save(sample_state(0)))
-    forgets_one(warm)
-    states = [sample_state(1), {**sample_state(1), "note": "mine"}, sample_state(1)]
-    outcome = committed(warm.save(states))[0]
-    assert warm.plans_made == 1
-    assert "'note' on rank 1" in outcome.warnings[0]
-    assert loads(warm, sample_state(1))
-
-
 def test_a_rank_of_another_layout_in_between_is_asked_for_content_only(warm, tmp_path):
     """Rank 1 changes and changes back: the others know the plan in between, not the first."""
     other = {**sample_state(1), "rep.more": np.arange(2)}
@@ -166,16 +144,6 @@ def test_a_rank_of_another_layout_in_between_is_asked_for_content_only(warm, tmp
     assert not warm.senders
     assert warm.plans_made == 0
     assert loads(warm, sample_state(2))
-
-
-def test_another_world_size_is_cold(warm):
-    committed(warm.save(sample_state(0)))
-    memories = warm.memories
-    warm.restart(2)
-    warm.memories = memories[:2]
-    committed(warm.save(sample_state(1)))
-    assert warm.senders == {0, 1}
-    assert loads(warm, sample_state(1), 3)
 
 
 @pytest.mark.parametrize(
@@ -190,15 +158,6 @@ def test_only_options_on_which_a_plan_depends_make_another(warm, options, is_war
     committed(warm.save(sample_state(0)))
     committed(warm.save(sample_state(1), options=SaveOptions(**{"num_threads": 1, **options})))
     assert (warm.was_warm, warm.plans_made) == (is_warm, not is_warm)
-    assert loads(warm, sample_state(1))
-
-
-def test_content_that_begins_to_differ_is_planned_again_and_told(warm):
-    committed(warm.save(sample_state(0)))
-    states = [sample_state(1), sample_state(1), {**sample_state(1), "note": "mine"}]
-    outcome = committed(warm.save(states))[0]
-    assert warm.plans_made == 1
-    assert ["'note' on rank 2" in warning for warning in outcome.warnings] == [True]
     assert loads(warm, sample_state(1))
 
 
@@ -218,26 +177,6 @@ def test_content_that_differs_each_time_stays_warm_and_is_told_exactly(warm):
     assert loads(warm, {**sample_state(2), "note": "same"})
 
 
-def test_differing_content_is_refused_on_the_warm_path_too(warm):
-    options = SaveOptions(num_threads=1, replicas="check")
-    committed(warm.save(sample_state(0), options=options))
-    states = [sample_state(1), {**sample_state(1), "note": "mine"}, sample_state(1)]
-    results = warm.save(states, options=options)
-    assert ["'note' on rank 1" in str(result.error) for result in results] == [True] * 3
-
-
-def test_conflicts_of_a_rank_that_changed_are_told_for_all(warm):
-    committed(warm.save(sample_state(0)))
-    other = {**sample_state(1), "rep.scalar": np.array(1, np.int32)}
-    results = warm.save([sample_state(1), other, sample_state(1)])
-    errors = [result.error for result in results]
-    assert {type(error) for error in errors} == {PlanConflictError}
-    assert "'rep.scalar'" in errors[0].message
-    assert "rank 1" in errors[0].message
-    committed(warm.save(sample_state(2)))
-    assert loads(warm, sample_state(2))
-
-
 def test_many_ranks_that_hold_the_same_send_it_once(tmp_path, monkeypatch):
     monkeypatch.setattr(rank_save, "ROWS_AT_ONCE", 1)
     warm = Warm(5, str(tmp_path / "ckpt"))
@@ -247,40 +186,6 @@ def test_many_ranks_that_hold_the_same_send_it_once(tmp_path, monkeypatch):
     assert loads(warm, state)
     committed(warm.save(state))
     assert warm.was_warm
-
-
-def test_plans_beyond_the_cache_are_made_again(warm, monkeypatch):
-    monkeypatch.setattr(planning, "MOST_PLANS", 1)
-    other = {**sample_state(0), "rep.more": np.arange(2)}
-    for state in (sample_state(0), other, sample_state(0)):
-        committed(warm.save(state))
-        assert warm.plans_made == 1
-    committed(warm.save(sample_state(1)))
-    assert warm.was_warm
-
-
-@pytest.mark.parametrize("step", ["SaveJoin", "SaveReceipt"])
-def test_messages_that_come_twice_do_no_harm(warm, step):
-    committed(warm.save(sample_state(0)))
-    warm.restart_coordinator()
-
-    def fate(request):
-        return "twice" if type(request).__name__ == step else "live"
-
-    committed(warm.save(sample_state(1), fate=fate))
-    assert loads(warm, sample_state(1))
-
-
-def test_a_rank_that_dies_when_it_is_asked_fails_the_save_for_all(warm):
-    committed(warm.save(sample_state(0)))
-    warm.restart_coordinator()
-
-    def fate(request):
-        return "die" if getattr(request, "asked", 0) and request.rank == 1 else "live"
-
-    results = warm.save(sample_state(1), fate=fate)
-    assert ["rank 1" in str(results[rank].error) for rank in (0, 2)] == [True, True]
-    assert loads(warm, sample_state(0))
 
 
 def test_a_restart_while_ranks_are_asked_asks_again():
@@ -327,24 +232,6 @@ def test_a_rank_that_is_asked_for_rows_and_sends_none_is_not_asked_for_ever():
             break
     assert isinstance(reply, Refused)
     assert "rank 0 without items" in reply.error.message
-
-
-def test_a_rank_that_can_not_say_what_it_holds_fails_the_save_for_all(tmp_path, monkeypatch):
-    """Its items are only looked at when it is asked for them, after the others have joined."""
-    monkeypatch.setattr(rank_save, "ROWS_AT_ONCE", 0)
-    warm = Warm(3, str(tmp_path / "ckpt"))
-
-    again = rank_save._again
-
-    def fails(join, *more):
-        if join.rank == 1:
-            raise InvalidRequestError("no such rows")
-        return again(join, *more)
-
-    monkeypatch.setattr(rank_save, "_again", fails)
-    results = warm.save(sample_state(0))
-    assert {type(result.error) for result in results} == {InvalidRequestError}
-    assert all("rank 1" in str(result.error) for result in results)
 
 
 class Holding:
