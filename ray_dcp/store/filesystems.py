@@ -225,7 +225,7 @@ class FsspecStorage:
         if self._puts_at_once:
             self._fs.pipe_file(path, value)
             return
-        file = _HiddenFile(self._fs, path, can_commit=False)
+        file = _HiddenFile(self._fs, path)
         try:
             file.write(memoryview(value))
         except BaseException:
@@ -352,16 +352,15 @@ class _HiddenFile:
     Args:
         fs: The filesystem.
         path: Path of the file when published.
-        can_commit: Use an upload of the library, if it has them.
     """
 
-    def __init__(self, fs: AbstractFileSystem, path: str, *, can_commit: bool = True) -> None:
+    def __init__(self, fs: AbstractFileSystem, path: str) -> None:
         self._fs = fs
         self._path = path
         directory, slash, name = path.rpartition("/")
         # Its name ends with the final name, which contains the attempt.
         self._temp = f"{directory}{slash}{TEMP_PREFIX}{secrets.token_hex(6)}-{name}"
-        self._commits = can_commit and _commits_later(fs, self._temp)
+        self._commits = _commits_later(fs, self._temp)
         if self._commits:
             self._file: Any = fs.open(path, "wb", autocommit=False)
         else:
@@ -447,7 +446,7 @@ def _worth_s(error: Exception) -> float:
     return _RETRY_S if isinstance(error, ConnectionError | TimeoutError) else 0.0
 
 
-class _ArrowFilesystem(ArrowFSWrapper):
+class _ArrowFilesystem(ArrowFSWrapper):  # type: ignore[misc]  # fsspec is untyped
     """A filesystem of pyarrow.fs as one of fsspec. It has no conditional creation."""
 
     cachable = False

@@ -13,9 +13,6 @@ from tests.support.programs.forks import plain_environment
 def test_two_ranks_begin_and_end_with_a_model_of_the_hub(tmp_path: Path, programs):
     first = hub_models.Adapter().to_hf(hub_models.Decoder(seed=1).state_dict())
     hub_models.write_model(tmp_path / "hub", first)
-    tied = hub_models.Adapter().to_hf(hub_models.Decoder(seed=7, tied=True).state_dict())
-    del tied["lm_head.weight"]
-    hub_models.write_model(tmp_path / "tied", tied)
     ended = programs.run(
         "-m", "tests.support.programs.hub_ranks", str(tmp_path), str(titan.installed()),
         ranks=2, env=plain_environment(OMP_NUM_THREADS="1"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 
@@ -17,14 +16,13 @@ from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError
 from ray_dcp.testing import StorageConformance
 from tests.support.servers.s3 import proxy_before, through, unfinished_uploads
-from tests.support.servers.wire_proxy import WireProxy
 
 PART = 5 << 20
 
 
 @pytest.fixture
 def proxy(server):
-    yield from proxy_before(server, WireProxy)
+    yield from proxy_before(server)
 
 
 def with_options(place: Location, **options: object) -> Location:
@@ -95,22 +93,22 @@ def test_a_read_goes_on_where_its_connection_was_cut(place, proxy):
     data = random_bytes(6 << 20)
     open_storage(place).write("a", data.data)
     storage = open_storage(through(proxy, place))
-    proxy.next_fault("truncate")
+    proxy.next_fault("truncate", times=3)
     target = bytearray(len(data))
     storage.read_into("a", 0, memoryview(target))
     assert target == data.tobytes()
-    assert proxy.hits["truncate"] == 1
+    assert proxy.hits["truncate"] == 3
 
 
 @pytest.mark.parametrize("fault", ["drop", "lost"])
-def test_an_upload_survives_cut_connections(server, place, proxy, fault):
+def test_an_upload_survives_cut_connections(place, proxy, fault):
     storage = open_storage(through(proxy, place, request_bytes=PART))
     data = random_bytes(4 * PART + 5)
     writer = storage.open_writer("part")
-    proxy.share, proxy.faults = 0.3, (fault,)
+    proxy.next_fault(fault, times=3)
     writer.write(data.data)
     writer.commit()
-    assert proxy.hits[fault] >= 1
+    assert proxy.hits[fault] == 3
     assert open_storage(place).read("part") == data.tobytes()
 
 
@@ -183,11 +181,6 @@ def test_who_may_only_read_is_told_that_nothing_can_be_created_there(place):
     assert open_storage(place).traits.create_if_absent
 
 
-def test_a_key_that_is_missing_is_not_a_missing_bucket(place):
-    with pytest.raises(KeyMissingError, match=re.escape(f"{place.url}/a: there is no such key")):
-        open_storage(place).read("a")
-
-
 def test_a_listing_of_several_pages_is_whole(place):
     storage = open_storage(place)
     for number in range(2100):  # three pages of a listing
@@ -212,7 +205,6 @@ def test_uploads_stay_within_their_budget_whatever_runs_at_a_time(
          json.dumps([place.url, options, num_files, length << 20])],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    share = 2 * (PART + (4 << 20))  # which a file may always have
-    most = (16 << 20) + num_files * share
+    most = (16 << 20) + num_files * PART  # each file has a part that it fills
     threads = (8 << 20) + num_files * (2 << 20)
     assert int(found.stdout) < most + threads

@@ -37,9 +37,9 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """As torchtitan names and lays out its models; `lm_head` may be the embedding."""
+    """As torchtitan names and lays out its models."""
 
-    def __init__(self, *, seed: int, tied: bool = False) -> None:
+    def __init__(self, *, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.tok_embeddings = nn.Embedding(WORDS, WIDTH)
@@ -48,8 +48,6 @@ class Decoder(nn.Module):
         self.lm_head = nn.Linear(WIDTH, WORDS, bias=False)
         for parameter in self.parameters():
             nn.init.normal_(parameter)
-        if tied:
-            self.lm_head.weight = self.tok_embeddings.weight
 
 
 class Adapter:

@@ -1,4 +1,4 @@
-"""Real S3 servers for tests, and how they are reached through a proxy."""
+"""Real S3 servers for tests."""
 
 from __future__ import annotations
 
@@ -12,27 +12,15 @@ import sys
 import sysconfig
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 from ray_dcp.store.location import Location
 from ray_dcp.store.opening import open_storage
 from tests.support.processes import eventually
+from tests.support.servers.proxy import BadProxy
 
 _SERVER = "ray_dcp-s3-"
-
-
-class Proxy(Protocol):
-    """Passes on to a server on this machine what reaches a port."""
-
-    port: int
-
-    def close(self) -> None:
-        """Takes no more connections."""
-
-
-P = TypeVar("P", bound=Proxy)
 
 
 _PORTS = (
@@ -176,13 +164,13 @@ def port_of(server: DevStore) -> int:
     return int(server.endpoint.rpartition(":")[2])
 
 
-def proxy_before(server: DevStore, make: Callable[[int], P]) -> Iterator[P]:
-    """Yields a proxy, made for the port of the server that it stands before."""
-    with contextlib.closing(make(port_of(server))) as proxy:
+def proxy_before(server: DevStore) -> Iterator[BadProxy]:
+    """Yields a proxy that stands before a server."""
+    with contextlib.closing(BadProxy(port_of(server))) as proxy:
         yield proxy
 
 
-def through(proxy: Proxy, place: Location, **options: object) -> Location:
+def through(proxy: BadProxy, place: Location, **options: object) -> Location:
     """Returns a place as it is reached through a proxy, with more options."""
     endpoint = f"http://127.0.0.1:{proxy.port}"
     return Location(place.url, {**place.storage_options, "endpoint": endpoint, **options})

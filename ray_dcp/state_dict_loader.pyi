@@ -1,4 +1,3 @@
-"""For type checkers: importing it gives another module; see `ray_dcp/__init__.py`."""
-
+# For type checkers: `ray_dcp/__init__.py` imports another module in its place.
 from ray_dcp.loading import load as load
 from ray_dcp.loading import load_state_dict as load_state_dict

@@ -1,5 +1,4 @@
-"""For type checkers: importing it gives another module; see `ray_dcp/__init__.py`."""
-
+# For type checkers: `ray_dcp/__init__.py` imports another module in its place.
 from torch.distributed.checkpoint.state_dict_saver import (
     AsyncCheckpointerType as AsyncCheckpointerType,
 )
