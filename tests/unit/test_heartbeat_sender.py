@@ -156,7 +156,7 @@ def test_what_a_rank_has_left_is_said_until_a_coordinator_knows(coordinator, sen
     left = Left(OpKey("s", 4), "Ctrl-C", is_interrupt=True)
     with ThreadPoolExecutor(1) as pool:
         said = pool.submit(sender.leave, left, 60.0)
-        assert eventually(lambda: len(coordinator.beats) > 1, 30)
+        assert eventually(lambda: len(coordinator.beats) > 1)
         assert not said.done()
         coordinator.answers = {}
         said.result(60)
