@@ -42,7 +42,7 @@ from ray_dcp.runtime.staging_backend import warm_process
 from ray_dcp.stage.orders import StagerOptions
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import as_target
-from ray_dcp.torch_adapter.capture import Capture, capture, check_nonfinite, checking_finite
+from ray_dcp.torch_adapter.capture import Capture, capture, check_nonfinite, checked_finite
 from ray_dcp.torch_adapter.collective import Group, RankCalls
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route, decide_save
 from ray_dcp.torch_adapter.foreign import foreign_save
@@ -303,7 +303,7 @@ def capture_of(
             # Why not raised here: this rank must join the save to report its planner's error.
             captured.set_exception(error)
         take = captured.result
-    return checking_finite(take, options, session.rank)
+    return lambda: checked_finite(take(), options, session.rank)
 
 
 def session_for(process_group: dist.ProcessGroup | None, no_dist: bool) -> RankSession:
