@@ -38,7 +38,8 @@ __all__ = sorted(_HOMES)
 
 
 # DCP's submodules, importable as `ray_dcp.X` too, so that only the first line of a script changes.
-# Type checkers and editors, which don't run the finder below, read `X.pyi`.
+# Type checkers and editors, which don't run the finder below, read `X.py`:
+# from a stub without a source they would warn.
 _MODULES = frozenset(
     (
         "_consolidate_hf_safetensors", "_extension", "_fsspec_filesystem", "api",

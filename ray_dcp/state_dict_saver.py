@@ -1,4 +1,5 @@
-# For type checkers: `ray_dcp/__init__.py` imports another module in its place.
+"""For type checkers: importing it gives another module; see `ray_dcp/__init__.py`."""
+
 from torch.distributed.checkpoint.state_dict_saver import (
     AsyncCheckpointerType as AsyncCheckpointerType,
 )

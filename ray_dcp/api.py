@@ -1,0 +1,3 @@
+"""For type checkers: importing it gives another module; see `ray_dcp/__init__.py`."""
+
+from torch.distributed.checkpoint.api import *  # noqa: F403
