@@ -95,17 +95,13 @@ class Layout:
         local_size: Shape that the local tensor must have.
         boxes: Boxes that it covers; several if a strided shard has rows from several places.
         starts: Where each box begins in the local tensor.
-        shape: Shape of the global tensor.
         replicated: Whether other ranks hold the same boxes as declared replicas.
-        partial: Whether the local tensor is only a summand.
     """
 
     local_size: tuple[int, ...]
     boxes: tuple[Box, ...]
     starts: tuple[tuple[int, ...], ...]
-    shape: tuple[int, ...]
     replicated: bool
-    partial: bool
 
 
 Layouts = dict[tuple[Any, Any, Any], Layout]
@@ -152,25 +148,15 @@ def _chunk(held: Int64Array, pieces: int, number: int) -> Int64Array:
 
 
 def _layout(mesh: Any, placements: Sequence[Any], shape: torch.Size) -> Layout:
-    partial = any(isinstance(placement, Partial) for placement in placements)
-    if partial or mesh.get_coordinate() is None:
-        return Layout((), (), (), tuple(shape), replicated=False, partial=partial)
+    if mesh.get_coordinate() is None:
+        return Layout((), (), (), replicated=False)
     replicated = any(
         isinstance(placement, Replicate) and mesh.size(dim) > 1
         for dim, placement in enumerate(placements)
     )
-    local_size, boxes, starts = _boxes(mesh, placements, shape)
-    return Layout(local_size, boxes, starts, tuple(shape), replicated, partial)
-
-
-def _boxes(
-    mesh: Any, placements: Sequence[Any], shape: torch.Size
-) -> tuple[tuple[int, ...], tuple[Box, ...], tuple[tuple[int, ...], ...]]:
-    """Returns the local size, the boxes, and where they begin in the local tensor."""
-    size, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
-    whole = (tuple(offset), tuple(size))
+    size, offset = map(tuple, compute_local_shape_and_global_offset(shape, mesh, placements))
     if 0 in size or not any(isinstance(placement, _StridedShard) for placement in placements):
-        return tuple(size), (whole,), ((0,) * len(shape),)
+        return Layout(size, ((offset, size),), ((0,) * len(shape),), replicated)
     # Why: torch returns only the place of the first element; a strided shard's rows may be
     # elsewhere.
     coordinate = mesh.get_coordinate()
@@ -187,23 +173,23 @@ def _boxes(
     corners = list(itertools.product(*spans))
     boxes = tuple((tuple(s for s, _ in corner), tuple(c for _, c in corner)) for corner in corners)
     local_size = tuple(sum(count for _, count in dim_spans) for dim_spans in spans)
-    return local_size, boxes, tuple(itertools.product(*starts))
+    return Layout(local_size, boxes, tuple(itertools.product(*starts)), replicated)
 
 
 def _from_dtensor(tensor: DTensor, fqn: str, layouts: Layouts, saving: bool) -> Sharded:
-    key = tensor.device_mesh, tensor.placements, tensor.shape
-    layout = layouts.get(key)
-    if layout is None:
-        layout = layouts[key] = _layout(*key)
-    if layout.partial:
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise UnsupportedValueError(
             f"{fqn!r} is a DTensor with Partial placement ({tensor.placements}), which is a sum "
             "that was not made yet; call .redistribute() to Replicate or Shard first",
             key=fqn,
         )
-    dtype, requires_grad = tensor.dtype, tensor.requires_grad
+    key = tensor.device_mesh, tensor.placements, tensor.shape
+    layout = layouts.get(key)
+    if layout is None:
+        layout = layouts[key] = _layout(*key)
+    shape, dtype, requires_grad = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
     if not layout.boxes:
-        return Sharded(layout.shape, dtype, requires_grad, (), ())
+        return Sharded(shape, dtype, requires_grad, (), ())
     local: Any = tensor._local_tensor
     if hasattr(local, "__create_chunk_list__"):
         return _from_protocol(tensor, fqn, saving)
@@ -215,7 +201,7 @@ def _from_dtensor(tensor: DTensor, fqn: str, layouts: Layouts, saving: bool) -> 
         local = local.reshape(layout.local_size)
     _check_fit(local, layout.local_size, fqn)
     pieces = _pieces(local, layout)
-    return Sharded(layout.shape, dtype, requires_grad, layout.boxes, pieces, layout.replicated)
+    return Sharded(shape, dtype, requires_grad, layout.boxes, pieces, layout.replicated)
 
 
 def _pieces(local: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
