@@ -3,7 +3,9 @@ to load it: three lines that run as they are."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,3 +153,13 @@ def test_what_is_no_checkpoint_is_told_with_the_way_out(place: str, tmp_path: Pa
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "model.bin").touch()
     assert hint in shown(path, 2)
+
+
+def test_what_a_value_refers_to_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "elsewhere.py").write_text("class Value: pass")
+    monkeypatch.syspath_prepend(tmp_path)
+    value = importlib.import_module("elsewhere").Value()
+    checkpoints.save_stock(tmp_path / "c", {"w": torch.ones(1), "value": value, "step": 5})
+    monkeypatch.delitem(sys.modules, "elsewhere")
+    assert "5" in shown(tmp_path / "c")
+    assert "elsewhere" not in sys.modules
