@@ -492,7 +492,7 @@ class TargetFiller:
         blocks = 0
         for low, high in ranges:
             blocks += self._fill(job.pair, low, view[low - base : high - base])
-        self._copy_box(job.pair, view, base, job.slab.offset, job.slab.size)
+        self._copy_box(job.pair, view, base, job.offset, job.size)
         self._part_done(self._row[job.pair])
         return sum(high - low for low, high in ranges), blocks
 
