@@ -137,7 +137,7 @@ class Finisher:
 
     def wait_for(self, step: int) -> None:
         """Waits until no save of a step is in progress."""
-        wait([ended for one, ended in self._saves if one == step])
+        wait([ended for one, ended in [*self._saves] if one == step])
 
     def ended(self, leave: int = 0) -> list[Ended]:
         """Waits for the oldest saves, and returns their outcomes in the order of the calls.

@@ -313,7 +313,7 @@ def test_a_replacing_save_that_fails_leaves_the_tags_of_what_stands(tmp_path):
     manager = manager_of(tmp_path, max_to_keep=1)
     manager.save(1, state(1), tags=["good"])
     manager.save(2, state(2))
-    for tags in ((), ["other"]):
+    for tags in ((), ["good", "other"]):
         with pytest.raises(errors.CheckpointError):
             manager.save(1, {"w": torch.ones(2, device="meta")}, replace=True, tags=tags)
         assert manager.step_info(1).tags == {"good"}
